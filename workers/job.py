@@ -253,6 +253,7 @@ def _result(job: Job, body: memoryview, reply: _Reply) -> ValidatedReply:
         output_ids=parsed.output_ids if job.sent else b"",
         miscounted=parsed.miscounted,
         speculative=parsed.speculative,
+        logprobs_of=parsed.logprobs_of,
         prompt=reply.prompt,
         rest=rest,
     )

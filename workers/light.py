@@ -87,6 +87,7 @@ class _Meta(SglangSpeculative, kw_only=True, gc=False):
     routed_experts: Raw = NULL
     indexer_topk: Raw = NULL
     output_token_sampling_mask: Raw = NULL
+    output_token_sampling_logprobs: Raw = NULL
 
 
 class _Message(msgspec.Struct, gc=False):
@@ -222,6 +223,7 @@ def read(job: Job, body: bytes, known_text: KnownText | None, cut_rows: CutRows 
                 or choice.token_ids not in (None, output)
                 or not root.prompt_token_ids == meta.prompt_token_ids == NULL
                 or not root.sglext == meta.indexer_topk == meta.output_token_sampling_mask == NULL
+                or meta.output_token_sampling_logprobs != NULL
                 or meta.routed_experts != rows_raw
             )
         else:

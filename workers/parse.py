@@ -298,6 +298,7 @@ def _sglang(
         is_counted=not queued,
     )
     output_ids = [triple.id for triple in triples]
+    sampled = _sampling_logprobs(meta, len(triples), where)
     copies = [
         *prompt.repeated(root.prompt_token_ids, "prompt_token_ids"),
         *prompt.repeated(meta.get("prompt_token_ids"), f"{where}.prompt_token_ids"),
@@ -312,7 +313,8 @@ def _sglang(
         base=prompt.base,
         suffix_ids=prompt.suffix_ids,
         output_ids=int32(output_ids),
-        logprobs=float64([triple.logprob for triple in triples]),
+        logprobs=float64([triple.logprob for triple in triples] if sampled is None else sampled),
+        logprobs_of=None if sampled is None else "processed",
         sequence=prompt.followed_by(output_ids),
         finish_reason=finish,
         weight_versions=weight_versions(
@@ -331,6 +333,18 @@ def _sglang(
         was_queued=queued,
     )
     return parsed, [prompt.text, *copies, *flat(meta["output_token_logprobs"], len(triples))]
+
+
+def _sampling_logprobs(meta: Fields, tokens: int, where: str) -> list[float] | None:
+    """Of the distribution that was sampled from, which SGLang gives with the sampling masks: renormalised over what
+    top-k, top-p and min-p kept. None if there are none, or in the mode `support` a list for each token."""
+    raw, name = meta.get("output_token_sampling_logprobs"), f"{where}.output_token_sampling_logprobs"
+    if raw is None or is_null(raw) or bytes(raw)[1:].lstrip()[:1] == b"[":
+        return None
+    values: list[float] = typed(_LOGPROBS, raw, name)
+    if len(values) != tokens:
+        raise Rejected(f"{name} has {len(values)} entries for {tokens} output token ids")
+    return values
 
 
 def _vllm(

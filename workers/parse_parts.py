@@ -19,6 +19,10 @@ Dialect = Literal["sglang", "vllm", "openai"]
 DialectChoice = Literal["auto", "sglang", "vllm", "openai"]
 """`openai` has neither ids nor logprobs: it is never guessed, and its replies are text alone."""
 
+LogprobsOf = Literal["raw", "scaled", "processed", "logits"]
+"""Which distribution an engine's logprobs are of: the model's at temperature 1; that at the turn's temperature; the one
+that was sampled from, also less what top-k, top-p and min-p left out. `logits`: the numbers are no logprobs."""
+
 MAX_LOGPROB = 1e-4
 """Rounding in an engine may make a logprob slightly positive. It is stored as sent."""
 
@@ -87,6 +91,7 @@ class Parsed(msgspec.Struct, frozen=True):
     occur twice. `cached_tokens`: how many of the prompt's tokens the engine had cached, if it says so. `miscounted`:
     which of its counts of the prompt's tokens differs from the number of ids; only allowed for a request with images.
     `counts`: of text alone, how many tokens prompt and output have, as the upstream says.
+    `logprobs_of` is what the reply itself says its logprobs are of.
     `top` is what the request's `LogprobWish` asked for. `was_queued`: SGLang aborted the request in its waiting queue,
     and the reply has no payloads.
     """
@@ -108,6 +113,7 @@ class Parsed(msgspec.Struct, frozen=True):
     top: TopLogprobs | None = None
     speculative: Speculative | None = None
     was_queued: bool = False
+    logprobs_of: LogprobsOf | None = None
 
 
 class Top(msgspec.Struct):

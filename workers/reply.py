@@ -7,13 +7,10 @@ from typing import Any, Literal
 import msgspec
 
 from workers.parse import KnownTokens, Protocol, VersionSpan
+from workers.parse_parts import LogprobsOf as LogprobsOf
 from workers.parse_parts import Speculative
 from workers.payloads import PayloadSpec, StoredPayload
 from workers.top_logprobs import LogprobWish
-
-LogprobsOf = Literal["raw", "scaled", "processed", "logits"]
-"""Which distribution an engine's logprobs are of: the model's at temperature 1; that at the turn's temperature; the one
-that was sampled from, also less what top-k, top-p and min-p left out. `logits`: the numbers are no logprobs."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):

@@ -39,6 +39,13 @@ _MESSAGE: msgspec.json.Decoder[Any] = msgspec.json.Decoder()
 _UNREADABLE = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
 
+class _Calling(msgspec.Struct):
+    tool_calls: list[msgspec.Raw] | None = None
+
+
+_CALLING = msgspec.json.Decoder(list[_Calling])
+
+
 def is_object(arguments: Any) -> bool:
     """Are a call's arguments a JSON object, as one or as its text?"""
     if not isinstance(arguments, str):
@@ -74,6 +81,13 @@ def _function(call: Any) -> Message:
 def alias(call_id: str) -> str:
     """The id as clients spell it that know no other characters (litellm)."""
     return _OTHER.sub("_", call_id)
+
+
+def count(messages: Sequence[bytes | memoryview]) -> int:
+    """The calls in raw messages, each of which may be several, with commas between them."""
+    texts = [bytes(raw) for raw in messages]
+    calling = [message for text in texts if NAME in text for message in _CALLING.decode(b"[" + text + b"]")]
+    return sum(len(message.tool_calls or ()) for message in calling)
 
 
 def has_odd_arguments(calls: Sequence[SampledCall]) -> bool:

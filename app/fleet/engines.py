@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -21,7 +23,9 @@ from app.upstream.client import ONCE, EngineClient, EngineReply, Grow, TooLarge,
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control, with_request_id
 from app.upstream.http import EngineError, Lost, NotSent, TimedOut
-from app.upstream.streams import BadStream, CutStream, StreamReader
+from app.upstream.inference import Offer
+from app.upstream.inference import probe as probe_offer
+from app.upstream.streams import UNREADABLE, BadStream, CutStream, StreamReader
 from app.upstream.token_in import ProbeRefused, probe
 from workers.parse_parts import Dialect
 from workers.reply import LogprobsOf
@@ -37,6 +41,20 @@ ABORT_TIMEOUT_S = 2.0
 
 UNUSABLE = (Lost, TimedOut, TooLarge, Unreadable, BadStream)
 """What an engine may do that was asked."""
+
+
+T = TypeVar("T")
+
+
+class _Model(msgspec.Struct):
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model] = []
+
+
+_MODELS = msgspec.json.Decoder(_Models)
 
 
 class EngineOrder:
@@ -89,7 +107,7 @@ class Engines:
         self._placement = placement
         self._headers = to_control(api_key)
         self._generating: dict[str, str] = {}
-        self._probes: dict[str, asyncio.Task[IdsField | None]] = {}
+        self._probes: dict[str, asyncio.Task[Any]] = {}
         self.changed = asyncio.Event()
         self.regression = asyncio.Event()
 
@@ -287,13 +305,18 @@ class Engines:
         """
         member = self.known(url)
         if member.token_ids is None or member.is_refusing:
-            running = self._probes.get(url)
-            if running is None:
-                running = self._probes[url] = asyncio.create_task(self._probe(member, model), name="turnlog-probe")
-                running.add_done_callback(lambda task: self._probed(url, task))
-            # Others may wait for it too: it goes on if this turn is cancelled.
-            return await asyncio.shield(running)
+            return await self._once(f"{url} ids", partial(self._probe, member, model))
         return None if member.token_ids == "none" else member.token_ids
+
+    async def _once(self, key: str, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What several turns may ask an engine at the same time."""
+        running = self._probes.get(key)
+        if running is None:
+            running = self._probes[key] = asyncio.create_task(ask(), name="turnlog-probe")
+            running.add_done_callback(lambda task: self._probed(key, task))
+        # Others may wait for it too: it goes on if this turn is cancelled.
+        found: T = await asyncio.shield(running)
+        return found
 
     async def _probe(self, member: Member, model: bytes | None) -> IdsField | None:
         field = await probe(self._client, member.url + PATHS["chat"], self._headers, model)
@@ -306,10 +329,44 @@ class Engines:
             log.warning("the chat of %s takes no token ids: its turns are only captured, docs/tito.md", member.url)
         return field
 
-    def _probed(self, url: str, task: asyncio.Task[IdsField | None]) -> None:
-        del self._probes[url]
+    def _probed(self, key: str, task: asyncio.Task[Any]) -> None:
+        del self._probes[key]
         if not task.cancelled():
             task.exception()  # Marks it as retrieved: a cancelled turn does not read it.
+
+    async def offer(self, url: str) -> Offer | None:
+        """vLLM's route for prompts of ids, if the engine has it; asked once, and again after a restart or where it gave
+        no usable answer. Raises NotSent."""
+        if self._dialect_of(url) == "sglang":
+            return None
+        member = self.known(url)
+        if member.offer is None or member.is_refusing:
+            return await self._once(f"{url} offer", partial(self._probe_offer, member))
+        return None if member.offer == "none" else member.offer
+
+    async def _probe_offer(self, member: Member) -> Offer | None:
+        try:
+            offer = await probe_offer(self._client, member.url, self._headers)
+        except (Lost, TimedOut, TooLarge, Unreadable):
+            return None  # The turn itself is told what is wrong.
+        if member.is_refusing:
+            member.answered()
+        member.offer = offer
+        if not isinstance(offer, Offer):
+            return None
+        member.dialect = member.dialect or "vllm"
+        return offer
+
+    async def context(self, url: str) -> int | None:
+        """The tokens that prompt and output may have together, asked once until a restart; None if the engine does not
+        say it. Raises EngineError."""
+        member = self.known(url)
+        if member.context is None or member.is_refusing:
+            reply = await self._client.get(url + MODELS, self._headers)
+            with contextlib.suppress(*UNREADABLE):
+                models = _MODELS.decode(reply.body.joined()).data if reply.status == 200 else []
+                member.context = next((one.max_model_len for one in models if one.max_model_len is not None), None)
+        return member.context
 
     def takes_no_ids(self, url: str) -> bool:
         """Is it known that the engine's chat takes no token ids?"""
@@ -320,7 +377,7 @@ class Engines:
         """The engine did not take its prompt from the ids that it was sent: ask it again."""
         member = self.members.get(url)
         if member is not None:
-            member.token_ids = None
+            member.token_ids = member.offer = None
 
     async def models(self, session_id: str, headers: Headers) -> EngineReply:
         """GET /v1/models. Raises as `generate`."""

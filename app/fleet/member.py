@@ -19,6 +19,7 @@ from app.domain.request import IdsField
 from app.domain.session import RID_CHARACTERS, RID_MARK
 from app.upstream.body import Body
 from app.upstream.generate import ServerInfo
+from app.upstream.inference import Offer
 from workers.reply import LogprobsOf
 
 log = logging.getLogger("turnlog.engines")
@@ -53,7 +54,8 @@ class Member(msgspec.Struct):
 
     `generation` grows when the engine answers after it had refused connections: it was restarted, so `sessions` (has it
     the session routes?), `dialect`, `logprobs_of` and `token_ids` (the field of a chat that it takes a prompt's ids
-    from) and `server_info` (of SGLang, if it was asked) are unknown again.
+    from), `server_info` (of SGLang, if it was asked), `offer` (vLLM's route for a prompt of ids) and `context` (the
+    tokens of prompt and output together) are unknown again.
 
     `echoes_ids`: a reply of it had the id of its request.
 
@@ -76,6 +78,8 @@ class Member(msgspec.Struct):
     sessions: bool | None = None
     token_ids: IdsField | Literal["none"] | None = None
     server_info: ServerInfo | None = None
+    offer: Offer | Literal["none"] | None = None
+    context: int | None = None
     logprobs_of: LogprobsOf | None = None
     logprobs_asked: bool = False
     generation: int = 0
@@ -124,7 +128,7 @@ class Member(msgspec.Struct):
             self.is_refusing = False
             self.generation += 1
             self.dialect = self.sessions = self.token_ids = self.logprobs_of = self.server_info = None
-            self.version_asked = None
+            self.version_asked = self.offer = self.context = None
             self.logprobs_asked = self.echoes_ids = False
 
     def rid_in(self, reply: Body) -> str | None:

@@ -24,6 +24,7 @@ from app.errors import InvalidRequest, Unsupported
 from app.protocols.base import COMMON, IDS, ONE, TEXT, Schema, nullable
 from app.protocols.chat import Chat
 from workers import scan
+from workers.parse_json import is_null
 
 _SINGLE: Schema = {"type": "array", "minItems": 1, "maxItems": 1}
 
@@ -60,6 +61,8 @@ def parse_completion(
     require_one(fields.pop("best_of", None), "best_of")
     stream_mode(fields)  # A completion's stream comes whole in any mode.
     params = engine_params(fields, many_values)
+    if is_null(params.get("max_tokens")):
+        params.pop("max_tokens", None)  # OpenAI's default, as in vLLM; of SGLang's completions a 400.
     # What is no number is none that an engine is sent.
     if bytes(params.get("logprobs", b"")).isdigit():
         require_top(params["logprobs"], "logprobs")

@@ -153,8 +153,7 @@ _REPLY = msgspec.json.Decoder(_Reply)
 
 
 def _sampling(fields: Fields) -> Fields:
-    """The members of `sampling_params` that are set, and a limit that is set to null. Raises InvalidRequest,
-    Unsupported."""
+    """The members of `sampling_params`, as a completion calls them. Raises InvalidRequest, Unsupported."""
     raw = fields.pop("sampling_params", _NULL)
     if bytes(raw) == b"null":
         return {}
@@ -163,7 +162,12 @@ def _sampling(fields: Fields) -> Fields:
     value_of(raw, "sampling_params")
     sampling = {_RENAMED.get(name, name): value for name, value in _FIELDS.decode(raw).items()}
     _refuse(sampling, _NOT_COMPLETIONS)
-    return {name: value for name, value in sampling.items() if name == "max_tokens" or bytes(value) != b"null"}
+    return _set(sampling)
+
+
+def _set(fields: Fields) -> Fields:
+    """Those that are set, and a limit that is null: the model's rest."""
+    return {name: raw for name, raw in fields.items() if name == "max_tokens" or bytes(raw) != b"null"}
 
 
 def _refuse(fields: Fields, names: frozenset[str]) -> None:
@@ -256,8 +260,7 @@ def _parse_legacy(fields: Fields, many_values: bool) -> CompletionRequest:
     if prompt:
         raise Unsupported(f"prompt.{next(iter(prompt))}: a session's prompt is one list of token ids")
     stream = flag(fields.pop("stream", None), "stream")
-    params = {name: raw for name, raw in fields.items() if bytes(raw) != b"null"}
-    return _request(ids, params, many_values, SglangGenerate.name, stream, None, Wanted(is_legacy=True))
+    return _request(ids, _set(fields), many_values, SglangGenerate.name, stream, None, Wanted(is_legacy=True))
 
 
 def vllm_reply(reply: CommittedReply) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from app.store.log import StoredBlob
 from app.turn.in_flight import InFlightTurn, Request, TurnCancelled, TurnStage
 from app.turn.large_bodies import INLINE_BYTES
 from app.upstream import headers as http_headers
+from app.upstream import inference
 from app.upstream.body import Body
 from app.upstream.client import EngineReply, Withheld
 from app.upstream.dialects import (
@@ -115,8 +116,9 @@ class EngineCall(msgspec.Struct):
     `first_row` is the first row of `routed_experts` asked for. `ids` are the prompt's, if they are
     known; `prompt` is None if the engine that was asked last takes no ids, and `ids_field` the field
     of a chat that it takes them from. `is_part`: it continues a generation. `is_native`: that engine
-    got a request of `/generate`, which `wants_native` asks for. `stream` are the members that ask for
-    a stream, if one is wanted, and `push` takes its deltas. `wish`: what else of the logprobs the
+    got a request of `/generate`, which `wants_native` asks for; `is_inference`: one of vLLM's
+    `/inference/v1/generate`. `stream` are the members that ask for a stream, if one is wanted, and
+    `push` takes its deltas. `wish`: what else of the logprobs the
     reply must have.
     """
 
@@ -136,12 +138,18 @@ class EngineCall(msgspec.Struct):
     ids_field: IdsField | None = None
     is_native: bool = False
     stream: bytes = b""
+    is_inference: bool = False
     push: Push | None = None
     wish: LogprobWish | None = None
 
     @property
     def sent_params(self) -> bytes:
         return streamed(self.params) if self.stream == IDS_STREAM else self.params
+
+    @property
+    def path(self) -> str:
+        """The route of the body that was made last."""
+        return GENERATE if self.is_native else inference.GENERATE if self.is_inference else PATHS[self.shape]
 
 
 class EngineCalls:
@@ -348,16 +356,22 @@ class EngineCalls:
                     version=None if turn.adapter is None else services.fleet.fleet.gates(turn.adapter)[1].version,
                     may_send=partial(self._may_send, turn),
                     open_stream=self._open_stream(turn, call) if call.stream else None,
-                    path=(lambda: GENERATE if call.is_native else PATHS[call.shape]) if call.wants_native else None,
+                    path=None if call.ids is None else lambda: call.path,
                 )
             except Withheld:
                 for gate in self._points.before_engine:
                     if (wait := gate(turn)) is not None:
                         await self._wait_before_engine(turn, wait)
                 continue
+            if call.is_inference and answer.status == 403:
+                # The engine was restarted without the route, and no turn saw that.
+                services.engines.forget_ids_field(answer.engine)
+                continue
             stages.marks.append((TurnStage.VALIDATE, stages.clock()))
             if crash_points.ARMED:
                 crash_points.reach("after_engine")
+            if call.is_inference and answer.status == 200:
+                answer.body = await self._in_shape(call, answer.body)
             answer.is_native = call.is_native and answer.status == 200
             return answer
 
@@ -369,9 +383,14 @@ class EngineCalls:
             if body := await self._native_body(call, engine):
                 return [body]
             call.stream = b""
-        elif call.stream == IDS_STREAM:
+        if call.stream == IDS_STREAM:
             await self._choose_stream(turn, call, engine)
-        if call.ids is not None and call.shape == "chat":
+        call.is_inference = False
+        if call.ids is not None and not call.stream and (body := await self._inference_body(turn, call, engine)):
+            return [body]
+        if call.shape == "completions" and bytes(turn.request.params.get("max_tokens", b"")) == b"null":
+            call = msgspec.structs.replace(call, params=await self._with_limit(call, engine))
+        elif call.ids is not None and call.shape == "chat":
             await self._choose_ids_field(turn, call, engine)
         if turn.large or call.prompt is not None or call.shape != "chat":
             return await self._services.large_bodies.run(turn.large, partial(body_of, call))
@@ -392,6 +411,46 @@ class EngineCalls:
             raise TakesNoIds(engine)
         if call.ids_field is None and call.origin == "client":
             raise Unsupported(f"input_ids: the chat of {engine} takes no token ids; /v1/completions does")
+
+    async def _inference_body(self, turn: InFlightTurn, call: EngineCall, engine: str) -> bytes | None:
+        """The request of vLLM's `/inference/v1/generate`; None if the engine does not take this prompt of ids there.
+        Raises EngineError."""
+        offer = await self._services.engines.offer(engine)
+        if offer is None or call.ids is None:
+            return None
+        params: Fields = _FIELDS.decode(call.params)
+        if call.shape == "completions":
+            if not inference.takes(params):
+                return None
+            # A client of a token route gets what that route samples with, not the model's own.
+            filled = offer.completion if turn.request.protocol == "completions" else {}
+            body = partial(inference.completion_body, params, call.ids.text, filled, call.first_row)
+        else:
+            tools = None if call.tools is None or b"{" not in call.tools else call.tools
+            if (rendered := inference.takes_chat(params, tools, offer)) is None:
+                return None
+            ids, row, messages = call.ids.text, call.first_row, call.messages if tools is not None else ()
+            body = partial(_inference_chat, params, tools, ids, rendered, row, messages)
+        call.is_inference, call.prompt, call.ids_field = True, call.ids, None
+        return await self._services.large_bodies.run(turn.large, body)
+
+    async def _in_shape(self, call: EngineCall, body: Body) -> Body:
+        """The reply of `/inference/v1/generate` as the chat or the completion that the turn is."""
+        if call.shape == "chat":
+            return inference.as_chat(body)
+        large = body.size if body.size > INLINE_BYTES else 0
+        return await self._services.large_bodies.run(large, partial(inference.as_completion, body))
+
+    async def _with_limit(self, call: EngineCall, engine: str) -> bytes:
+        """The parameters of a completion without a limit: engines' completions have none for the rest of the model's
+        context. Raises EngineError, Unsupported."""
+        context = await self._services.engines.context(engine)
+        if context is None or call.ids is None:
+            raise Unsupported(f"max_tokens is missing, and {engine} does not say how long its model's context is")
+        # A prompt that is too long is the engine's to refuse.
+        rest = max(context - call.ids.text.count(b",") - 1, 1)
+        fields = {name: bytes(raw) for name, raw in _FIELDS.decode(call.params).items()}
+        return join_object({**fields, "max_tokens": b"%d" % rest})
 
     async def _native_body(self, call: EngineCall, engine: str) -> bytes | None:
         """The request of `/generate`; None if this engine would not answer it as its chat. Raises EngineError,
@@ -516,6 +575,17 @@ class EngineCalls:
         assert isinstance(turn.request, ChatRequest)
         proof = self._services.proofs.of(turn.session_id, turn.opened.turn)
         return calls.given_ids(reply.calls, turn.opened.protocol, proof, turn.request.messages)
+
+
+def _inference_chat(
+    params: Fields,
+    tools: bytes | None,
+    ids: bytes,
+    rendered: inference.Rendered,
+    row: int,
+    messages: Sequence[bytes | memoryview],
+) -> bytes:
+    return inference.chat_body(params, tools, ids, rendered, row, calls.count(messages))
 
 
 def body_of(call: EngineCall) -> Sequence[bytes | memoryview]:

@@ -118,7 +118,7 @@ class ReplyValidator:
             trimmed=0 if prompt is None else prompt.trimmed,
             sent_ids=prompt is not None,
             dispatched=answer.dispatched,
-            logprobs_of=answer.logprobs_of,
+            logprobs_of=result.logprobs_of or answer.logprobs_of,
             text=whole_text,
         )
 

@@ -221,6 +221,7 @@ def _worker_url(worker: Any) -> str | None:
     return plain_base_url(url)
 
 
-def vllm_request_ids(rid: str) -> tuple[str, str]:
-    """vLLM's ids of a chat and of a completion that were sent with this `X-Request-Id`; only one of them is there."""
-    return f"chatcmpl-{rid}", f"cmpl-{rid}-0"
+def vllm_request_ids(rid: str) -> tuple[str, str, str]:
+    """vLLM's ids of a chat, a completion and a prompt of ids that were sent with this `X-Request-Id`; only one of them
+    is there."""
+    return f"chatcmpl-{rid}", f"cmpl-{rid}-0", f"generate-tokens-{rid}"

@@ -63,6 +63,7 @@ def _arguments(given: Sequence[str] | None, prog: str) -> argparse.Namespace:
     add("--seed", type=int)
     add("--weight-version")
     add("--silent-versions", action="store_true", help="vLLM: no reply names a weight version")
+    add("--enable-scale-out", dest="scale_out", action="store_true", help="as vLLM's option")
     add("--model")
     add("--logprobs-mode", help="what vLLM's /server_info names; without it the route is missing")
     add("--adapters", type=_names, metavar="NAME,…", help="loaded LoRA adapters; other names are refused")

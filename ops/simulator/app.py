@@ -13,7 +13,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from ops.simulator import openai
+from ops.simulator import inference, openai
 from ops.simulator.config import Config
 from ops.simulator.control import Control
 from ops.simulator.engine import Engine
@@ -40,6 +40,8 @@ class Simulator:
         self._generating = {("POST", _CHAT): self.engine.chat, ("POST", _COMPLETIONS): self.engine.complete}
         if self.config.dialect == "sglang":
             self._generating |= {(method, _GENERATE): self.engine.generate for method in ("POST", "PUT")}
+        if self.config.dialect == "vllm":
+            self._generating["POST", inference.GENERATE] = self.engine.infer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -61,7 +63,7 @@ class Simulator:
             refusal = openai.refusal(path, scope["headers"], body, self.config.api_key)
         if refusal is not None:
             reply: Reply | None = refusal
-        elif generate := self._generating.get((scope["method"], path)):
+        elif (generate := self._generating.get((scope["method"], path))) and not self.control.is_disabled(path):
             names = _header(scope, b"x-request-id"), _header(scope, b"x-smg-routing-key")
             reply = await generate(body, lambda: _hung_up(receive), *names)
         else:

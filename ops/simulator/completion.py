@@ -29,15 +29,23 @@ from ops.simulator.wire import MAX_ID, BadRequest, CompletionRequest, InvalidBod
 CHUNK = 8
 """Tokens in an event of a request that does not say it."""
 
+DEFAULT_TOKENS = 16
 
-def check(request: CompletionRequest, dialect: Dialect) -> None:
-    """Refuse what engines refuse, and what this simulator supports only for chat. Raises :class:`BadRequest`."""
+
+def check(request: CompletionRequest, dialect: Dialect) -> CompletionRequest:
+    """The request with vLLM's default in place of a null. Refuses what engines refuse, and what this simulator supports
+    only for chat. Raises :class:`BadRequest`."""
     if request.stream and dialect != "sglang":
         raise BadRequest("this simulator streams only SGLang's completions; set stream=false")
+    if request.max_tokens is None and dialect == "sglang":
+        raise InvalidBody("max_tokens: Input should be a valid integer")
+    if request.max_tokens is None:
+        request = msgspec.structs.replace(request, max_tokens=DEFAULT_TOKENS)
     if request.max_tokens is not None and request.max_tokens < 1:
         raise InvalidBody("max_tokens must be positive")
     if dialect != "sglang" and request.logprobs is not None and request.logprobs < 0:
         raise BadRequest("logprobs must be a positive value")
+    return request
 
 
 def read_prompt(raw: msgspec.Raw, tokenizer: Tokenizer) -> Encoded:

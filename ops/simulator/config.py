@@ -19,11 +19,12 @@ class Config:
     token that is not in it. ``adapters`` are the loaded LoRA adapters. If there are any, other names are refused as the
     engine does; if there are none, every name is accepted. With ``token_in`` a chat takes its prompt's ids from the
     dialect's own field, as newer builds do. With ``silent_versions`` replies name no weight version, as those of vLLM
-    0.32. With ``logprobs_mode``, vLLM's ``/server_info`` names it; it does not change the logprobs. With
-    ``incremental``, SGLang's ``/generate`` streams what is new in each event, and ``/server_info`` says so. It also
-    says ``sampling_defaults``: where a chat takes the parameters that a request does not name. With ``cache_report``,
-    SGLang's ``usage`` counts cached tokens. It refuses what does not fit ``context_length``. ``api_key`` is what the
-    vendor of the dialect ``openai`` wants in each request.
+    0.32. With ``scale_out``, vLLM has its route for prompts of ids: as 0.33, or with ``silent_versions`` as 0.32, which
+    parses no message there. With ``logprobs_mode``, vLLM's ``/server_info`` names it; it does not change the logprobs.
+    With ``incremental``, SGLang's ``/generate`` streams what is new in each event, and ``/server_info`` says so. It
+    also says ``sampling_defaults``: where a chat takes the parameters that a request does not name. With
+    ``cache_report``, SGLang's ``usage`` counts cached tokens. It refuses what does not fit ``context_length``.
+    ``api_key`` is what the vendor of the dialect ``openai`` wants in each request.
     """
 
     dialect: Dialect = "sglang"
@@ -31,6 +32,7 @@ class Config:
     latency_s: float = 0.0
     weight_version: str = "default"
     silent_versions: bool = False
+    scale_out: bool = False
     model: str = "simulator"
     adapters: tuple[str, ...] = ()
     reasoning: float = 0.25

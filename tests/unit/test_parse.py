@@ -48,6 +48,17 @@ def test_a_sound_reply(make: Callable[..., Reply]) -> None:
     assert parsed.finish_reason == "stop"
 
 
+@pytest.mark.parametrize(
+    ("given", "logprobs", "of"),
+    [([-0.5, -0.25], [-0.5, -0.25], "processed"), ([[-0.5], [-0.25]], [-0.1, -0.2], None), (None, [-0.1, -0.2], None)],
+)
+def test_logprobs_over_what_was_kept_are_the_turns(given: Any, logprobs: list[float], of: str | None) -> None:
+    """In SGLang's mode `support` there is a list for each token, which is not read."""
+    body = body_of(sglang(output=[9, 8], logprobs=[-0.1, -0.2]), {f"{META}.output_token_sampling_logprobs": given})
+    parsed = read("sglang", body)
+    assert (array("d", parsed.logprobs).tolist(), parsed.logprobs_of) == (logprobs, of)
+
+
 @pytest.mark.parametrize("shape", COMPLETIONS)
 def test_a_sound_completion(shape: str) -> None:
     parsed = sound(shape)
