@@ -436,7 +436,7 @@ class Turns:
         if not PROTOCOLS[turn.request.protocol].is_native:
             kinds = self._payloads(turn)
             return body.without([(place.start, place.end) for place in places if place.kind not in kinds])
-        if self._is_verbatim(turn):
+        if turn.session.config.capture in self._verbatim and self._is_verbatim(turn):
             return body.pieces
         decoded_bytes = body.size
         for place in places:
