@@ -420,7 +420,7 @@ class Turns:
         )
 
     def _is_verbatim(self, turn: InFlightTurn) -> bool:
-        """A session of miles' newer wire is shown what its client asked for, whatever is set."""
+        """Is it shown all? A session of miles' newer wire is shown what its client asked for, whatever is set."""
         config = turn.session.config
         return config.capture in self._verbatim and (config.evaluation is None or config.capture == "text")
 
