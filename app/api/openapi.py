@@ -113,6 +113,7 @@ REPLY_HEADERS: Mapping[str, str] = {
     "x-turnlog-dtype": "`uint8`, `uint16`, `int16` or `int32`.",
     "x-turnlog-shape": "A JSON list, rows first.",
     "x-turnlog-row-start": "Which token the first row belongs to.",
+    "x-miles-session-generation": "What a `DELETE` names, so that it closes nothing that has come since.",
     "x-turnlog-reply-bytes": "The size of the whole reply.",
     "content-disposition": "A file's name.",
     "x-should-retry": "`false` where the same request can only fail again, `true` where it should be sent again.",

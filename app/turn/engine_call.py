@@ -161,6 +161,7 @@ class EngineCalls:
         self._points = services.points
         self._dialect = settings.upstream_dialect
         self._replay: Collection[str] = settings.replay
+        self._replays_experts = "routed_experts" in settings.replay
         self._names_engine_sessions = settings.engine_session_ids
         self._chat = _own_members(self._dialect, self._replay)
         self._chat_without_replay = _own_members(self._dialect, ())
@@ -188,7 +189,7 @@ class EngineCalls:
             await self._add_prompt(turn)
         elif turn.request.left_out:
             turn.left_out = bounded(turn.request.left_out)
-        if self._replays_experts(turn):
+        if self._replays_experts and not turn.session.config.evaluation:
             self._ask_for_rows(turn)
         elif FIRST_ROW_NAMES[0] in request.params or FIRST_ROW_NAMES[1] in request.params:
             call.first_row = clients_first_row(request.params)
@@ -215,7 +216,7 @@ class EngineCalls:
                         fields["top_logprobs"] = asked["top_logprobs"]
                     needed = top_needed(wish, self._dialect)
                     fields.update((name, msgspec.Raw(raw)) for name, raw in needed.items())
-            if self._replays_experts(turn):
+            if self._replays_experts and not turn.session.config.evaluation:
                 for name in FIRST_ROW_NAMES:
                     fields.pop(name, None)
             params = msgspec.json.encode(fields)
@@ -248,9 +249,6 @@ class EngineCalls:
         if self._names_engine_sessions and request.shape == "chat" and engines != "vllm":
             fields["session_id"] = msgspec.json.encode(engine_session_of(turn.session_id))
         return join_object(fields)
-
-    def _replays_experts(self, turn: InFlightTurn) -> bool:
-        return "routed_experts" in self._replay and not turn.session.config.evaluation
 
     async def _sendable(self, turn: InFlightTurn, stored: bytes | memoryview) -> Sequence[bytes | memoryview]:
         """Stored messages, joined by commas, as every engine takes them."""

@@ -460,7 +460,7 @@ class Turns:
         )
 
     def _is_verbatim(self, turn: InFlightTurn) -> bool:
-        """A session of miles' newer wire is shown what its client asked for, whatever is set."""
+        """Is it shown all? A session of miles' newer wire is shown what its client asked for, whatever is set."""
         config = turn.session.config
         return config.capture in self._verbatim and (config.evaluation is None or config.capture == "text")
 
@@ -476,7 +476,7 @@ class Turns:
         if not PROTOCOLS[turn.request.protocol].is_native:
             kinds = self._payloads(turn)
             return body.without([(place.start, place.end) for place in places if place.kind not in kinds])
-        if self._is_verbatim(turn):
+        if turn.session.config.capture in self._verbatim and self._is_verbatim(turn):
             return body.pieces
         decoded_bytes = body.size
         for place in places:

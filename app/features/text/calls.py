@@ -40,8 +40,7 @@ class TextCalls(EngineCalls):
 
     def __init__(self, services: Services, upstreams: Sequence[TextUpstream]) -> None:
         super().__init__(services)
-        self._replay = ()
-        self._takes_rid = False
+        self._replays_experts = self._takes_rid = False
         self._names_engine_sessions = True  # All parameters are those of `_other_params`.
         self._upstreams = {upstream.name: upstream for upstream in upstreams}
 
