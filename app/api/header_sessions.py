@@ -155,6 +155,8 @@ class HeaderSession:
     def _place(self, root: str, parent: str | None) -> None:
         """The session of the name is `root`, and that of the parent in a header `parent`."""
         self.root = self.session_id = root
+        if self._parent_name == self.name:
+            parent = root
         self.agent_id = self._agent
         self.parent: str | None = None
         self._agents: list[str] = []
@@ -188,7 +190,8 @@ class HeaderSession:
         """The session of the name had been finished before the request came, or is undone: choose the newest one, or
         begin it. Raises as `ensure`; `ended` if there is no other."""
         before = self.root
-        parent = None if self._parent_name is None else await app.names.newest(self._parent_name)
+        has_parent = self._parent_name not in (None, self.name)
+        parent = await app.names.newest(self._parent_name or "") if has_parent else None
         new = await self._new(app, self.name, parent if self._agent is None else None)
         self._place(await app.names.begin_if_finished(new), parent)
         if self.root == before:

@@ -31,7 +31,6 @@ from app.export.row import Fields
 from app.export.writing import MadePart, Rows, Threads, begun, next_rows, read_ahead, written
 from app.store import bulk, group_reads, reads
 from app.store.engine import Database
-from app.store.names import called
 from app.store.reads import Position
 from app.store.tail import wait_for_horizon
 
@@ -239,9 +238,10 @@ class Exporter:
         """The pages of an export, as many as are read together."""
         types = (*EXPORTED, "SessionCreated") if query.explain else EXPORTED
         after: Position | None = window.place
-        among = None if query.name is query.generation is None else called(query.name, query.generation)
         while after is not None:
-            parts, after = await export_pages.following(after, query.session_id, query.group_id, types, among)
+            parts, after = await export_pages.following(
+                after, query.session_id, query.group_id, types, query.name, query.generation
+            )
             for part in parts:
                 yield part
 

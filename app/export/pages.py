@@ -12,7 +12,6 @@ from itertools import chain, pairwise
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import Select
 
 from app.domain.branches import Branches, Picker
 from app.domain.events import EXPORTED
@@ -146,10 +145,11 @@ class ExportPages:
         session_id: str | None,
         group_id: str | None,
         types: Sequence[str],
-        among: Select[tuple[str]] | None = None,
+        name: str | None = None,
+        generation: int | None = None,
     ) -> tuple[Iterator[list[ExportPage]], Position | None]:
         """The next pages, in parts that may be in memory together, and the last position examined; None at the end.
-        Around damage there may be sessions that `among` does not select.
+        Around damage there may be sessions of other names.
 
         How large the turns of one part were decides how many turns the next one has.
         """
@@ -163,7 +163,8 @@ class ExportPages:
                 limit=PAGE,
                 session_id=session_id,
                 group_id=group_id,
-                among=among,
+                name=name,
+                generation=generation,
                 types=types,
             )
             if not _in_order([after, *(place for _, place in changed)]):

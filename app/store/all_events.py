@@ -41,7 +41,7 @@ class EventFilter(msgspec.Struct, frozen=True):
     @property
     def of_name(self) -> Select[tuple[str]] | None:
         """The sessions of the name or generation."""
-        return None if self.name is self.generation is None else called(self.name, self.generation)
+        return None if self.name is None and self.generation is None else called(self.name, self.generation)
 
 
 class PlacedRow(NamedTuple):

@@ -10,7 +10,7 @@ from app.store.dialect import contains_bytes
 from app.store.schema import archived, events, sessions
 
 _ATTEMPTS = ("TurnOpened", "TurnCommitted")
-_CONTENT_LEFT = ("writing", "copy")
+_STILL_HERE = ("writing", "copy")
 """States of a row of `archived` whose session is in the database."""
 
 
@@ -32,7 +32,7 @@ def generations(connection: Connection, name: str) -> list[Generation]:
     rows = connection.execute(
         union_all(
             here.where(sessions.c.name.is_not(None), sessions.c.name == name),
-            left.where(archived.c.name.is_not(None), archived.c.name == name, archived.c.state.not_in(_CONTENT_LEFT)),
+            left.where(archived.c.name.is_not(None), archived.c.name == name, archived.c.state.not_in(_STILL_HERE)),
         )
     )
     return sorted((Generation(*row) for row in rows), key=lambda one: one.number, reverse=True)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Annotated, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, case, exists, func, literal, null, or_, select, tuple_
+from sqlalchemy import ColumnElement, case, exists, func, literal, null, or_, select, tuple_
 from sqlalchemy import Connection as Connection
 
 from app.domain.events import EXPORTED, BlobsTombstoned, ChunkKey, Recorded, UnknownEvent, decode
@@ -15,6 +15,7 @@ from app.domain.session import Session, decode_session, fold
 from app.store import pins, rollouts
 from app.store.broken import Content
 from app.store.dialect import oldest_tx, used_bytes
+from app.store.names import called
 from app.store.schema import (
     blobs,
     chunks,
@@ -393,11 +394,11 @@ def changed_sessions(
     limit: int,
     session_id: str | None = None,
     group_id: str | None = None,
-    among: Select[tuple[str]] | None = None,
+    name: str | None = None,
+    generation: int | None = None,
     types: Sequence[str] = EXPORTED,
 ) -> list[tuple[str, Position]]:
-    """Sessions, of those that `among` selects, in the order of their last event of these types in (after, upto], each
-    once, with that place."""
+    """Sessions in the order of their last event of these types in (after, upto], each once, with that place."""
     later = events.alias("later")
     newer = exists().where(
         later.c.session_id == events.c.session_id,
@@ -421,8 +422,8 @@ def changed_sessions(
         query = query.where(events.c.session_id == session_id)
     if group_id is not None:
         query = query.where(events.c.session_id.in_(rollouts.members_of_group(group_id)))
-    if among is not None:
-        query = query.where(events.c.session_id.in_(among))
+    if name is not None or generation is not None:
+        query = query.where(events.c.session_id.in_(called(name, generation)))
     return [(row[0], Position(row[1], row[2])) for row in connection.execute(query)]
 
 

@@ -25,7 +25,8 @@ class Named:
 
     def chat(self, text: str = "Hello", path: str = CHAT, headers: Mapping[str, str] | None = None) -> httpx.Response:
         body = {"model": "simulator", "messages": [user(text)]}
-        return self.stand.http.post(path, json=body, headers={"x-session-id": self.name, **(headers or {})})
+        url = self.stand.base_url + path  # as it is: a path of two slashes would be merged with the base URL
+        return self.stand.http.post(url, json=body, headers={"x-session-id": self.name, **(headers or {})})
 
     def generate(self, key: str | None = None, ids: list[int] | None = None) -> httpx.Response:
         """As SkyRL's client does."""
@@ -95,7 +96,7 @@ def test_a_path_with_the_name_leads_to_the_newest_session(stand: Stand) -> None:
     second = named.chat().headers[TOLD]
     spelled = {"path": named.path, "name": named.name, "hex": f"{ord(named.name[0]):x}{named.name[1:]}"}
     for form in FORMS:
-        reply = stand.http.get(form.format(**spelled), follow_redirects=True)
+        reply = stand.http.get(stand.base_url + form.format(**spelled), follow_redirects=True)
         assert reply.json()["session"]["generation"] == 2, form
     assert stand.get(named.path)["session_id"] == second
     assert stand.http.head(named.path).status_code == 200
@@ -143,7 +144,8 @@ def test_what_says_nothing_of_an_ended_generation_is_the_next_ones(stand: Stand)
     named = Named(stand)
     named.chat(headers={"idempotency-key": "a"})
     named.finish()
-    assert named.chat().headers["x-turnlog-turn"] == "1"
+    assert named.chat(headers={"x-parent-session-id": named.name}).headers["x-turnlog-turn"] == "1"
+    assert "parent" not in named.events(2)[0]["config"]
     assert named.chat(headers={"idempotency-key": "b"}).status_code == 200
     failed = {"model": "simulator", "messages": [user("Hello")], "sim": {"fault": "status_500"}}
     headers = {"x-session-id": named.name, "idempotency-key": "c"}
