@@ -59,7 +59,7 @@ class TraceQuery(SessionIds):
     limit: int | None = None
 
 
-class Told(msgspec.Struct):
+class TracedSession(msgspec.Struct):
     """A session in the gateway's list."""
 
     session_id: str
@@ -114,7 +114,7 @@ async def _begin_anew(app: Services, session_id: str) -> bool:
 
 
 @router.get("/rllm/sessions")
-@describe("List the open sessions that have traces", "page", json_reply(list[Told]), errors=READ)
+@describe("List the open sessions that have traces", "page", json_reply(list[TracedSession]), errors=READ)
 async def list_sessions(request: Request, since: Since = None, limit: Limit = None) -> StreamingResponse:
     """What `GET /sessions` is where this feature is on and nothing but `since` and `limit` is asked for. Newest
     first."""
@@ -122,7 +122,7 @@ async def list_sessions(request: Request, since: Since = None, limit: Limit = No
     return StreamingResponse(content, media_type=JSON)
 
 
-async def _sessions(app: Services, since: float | None, limit: int | None) -> AsyncIterator[Told]:
+async def _sessions(app: Services, since: float | None, limit: int | None) -> AsyncIterator[TracedSession]:
     query, cursor, left = SessionQuery(status="open"), None, limit
     while left is None or left > 0:
         page = await app.session_list.page(query, cursor, PAGE, counted=False)
@@ -131,7 +131,7 @@ async def _sessions(app: Services, since: float | None, limit: int | None) -> As
         metadata = await app.database.read(lambda connection: metadata_reads.metadata_of(connection, ids))  # noqa: B023
         for row in rows[:left]:
             given = msgspec.Raw(metadata.get(row["session_id"], b"{}"))
-            yield Told(name_of(row["name"] or row["session_id"]), row["turns"], row["created_at"], given)
+            yield TracedSession(name_of(row["name"] or row["session_id"]), row["turns"], row["created_at"], given)
         left, cursor = None if left is None else left - len(rows), page["next_cursor"]
         if cursor is None:
             return
