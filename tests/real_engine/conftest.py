@@ -13,7 +13,8 @@ from real_engine.compared import Lane, laid
 from tests.tools.real_engine.models import trained_model
 from tests.tools.real_sglang import process as sglang
 
-PARSERS = ("--tool-call-parser", "qwen", "--reasoning-parser", "qwen3", "--enable-return-routed-experts")
+CALLS = ("--tool-call-parser", "qwen")
+ALL = (*CALLS, "--reasoning-parser", "qwen3", "--enable-return-routed-experts", "--sampling-defaults", "openai")
 
 
 @pytest.fixture(scope="session")
@@ -32,8 +33,8 @@ def model(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def engine(kind: str, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnProcess]:
     folder = tmp_path_factory.mktemp("engine")
-    parsers = PARSERS if kind == "sglang-parsers" else PARSERS[:2]
-    process = vllm.EngineProcess(model, folder) if kind == "vllm" else sglang.SglangProcess(model, folder, *parsers)
+    arguments = ALL if kind == "sglang-parsers" else CALLS
+    process = vllm.EngineProcess(model, folder) if kind == "vllm" else sglang.SglangProcess(model, folder, *arguments)
     with process as made:
         yield made
 

@@ -150,7 +150,7 @@ class Scheduler:
             if play.ends == "stop":
                 ids.append(self._tokenizer.eos_token_id)
         self._begun.append((prompt, ids))
-        finish: dict[str, Any] = {
+        finishes: dict[str, dict[str, Any]] = {
             "stop": {"type": "stop", "matched": ids[-1]},
             "length": {"type": "length", "length": len(ids)},
             "abort": {
@@ -159,8 +159,8 @@ class Scheduler:
                 "status_code": play.status,
                 "err_type": "BadRequestError" if play.status else None,
             },
-        }[play.ends]
-        most = request.sampling_params.max_new_tokens
+        }
+        finish, most = finishes[play.ends], request.sampling_params.max_new_tokens
         if most is not None and most < len(ids):
             ids, finish = ids[:most], {"type": "length", "length": most}
         logprobs = logprobs_of(prompt, ids)
