@@ -54,7 +54,7 @@ def answers() -> Mapping[tuple[str, str], str]:
     for route in engine_routes.router.routes:
         assert isinstance(route, APIRoute)
         answer = ANSWERS.get(route.endpoint, "Turnlog")
-        known |= {(route.path, method): answer for method in route.methods}
+        known |= {(route.path, method): answer for method in route.methods or ()}
     return known
 
 
