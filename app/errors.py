@@ -156,7 +156,7 @@ class SessionReclaimed(SessionClosed):
     meaning = "the janitor closed the session, which was idle for `TURNLOG_IDLE_CLOSE_S`"
 
 
-class SessionFinished(SessionClosed):
+class GenerationEnded(SessionClosed):
     """It was closed before the request came, which begins the next generation if it names the session in a header."""
 
 

@@ -24,13 +24,13 @@ from app.domain.patterns import ID
 from app.domain.surrogates import decoded
 from app.errors import (
     AppError,
+    GenerationEnded,
     HistoryMismatch,
     InvalidRequest,
     Restored,
     RollbackTooDeep,
     SessionBusy,
     SessionClosed,
-    SessionFinished,
 )
 from app.sessions.lifecycle import NewSession, made_session_id
 from app.turn.in_flight import TurnReply
@@ -174,7 +174,7 @@ class HeaderSession:
         was finished stays as it is until a turn finds it so, for `begin_next`.
 
         `token_session` is the session of the request's token. Raises SessionNotFound if this session or its
-        parent is neither that session nor one of its agents'; SessionFinished for an agent of a session that was.
+        parent is neither that session nor one of its agents'; GenerationEnded for an agent of a session that was.
         """
         if token_session is None:
             later = app.names.later
@@ -186,7 +186,7 @@ class HeaderSession:
                 self._place(token_session, self._parent_name)
         await self._ensure_placed(app, token_session)
 
-    async def begin_next(self, app: Services, ended: SessionFinished | Restored) -> None:
+    async def begin_next(self, app: Services, ended: GenerationEnded | Restored) -> None:
         """The session of the name had been finished before the request came, or is undone: choose the newest one, or
         begin it. Raises as `ensure`; `ended` if there is no other."""
         before = self.root
@@ -235,8 +235,8 @@ class HeaderSession:
             self.session_id, self.parent = self.root, None
             return
         self.agent_id = None
-        if root is not None and root.session.is_finished:
-            raise SessionFinished.of(self.root, "is closed")
+        if root is not None and root.session.frees_name:
+            raise GenerationEnded.of(self.root, "is closed")
 
     async def _require_stored_below(self, app: Services, token_session: str | None) -> None:
         """Its name does not make a session an agent's: its stored parent does. Raises SessionNotFound."""

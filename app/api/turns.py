@@ -25,7 +25,7 @@ from app.api.replies import INTERNAL, ROLLED_BACK, error_parts, left_out_header,
 from app.crash_points import reach
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
-from app.errors import AppError, ClientGone, Restored, SessionFinished, SessionNotFound, forget_frames
+from app.errors import AppError, ClientGone, GenerationEnded, Restored, SessionNotFound, forget_frames
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
 from app.protocols.sse import SEARCHED, is_set, wants_stream
@@ -104,7 +104,7 @@ class TurnRequest:
                 head.session_id = app.names.later.get(session_id, session_id)
                 try:
                     outcome = await self._turn(head.session_id, body, reservation)
-                except (SessionFinished, Restored, SessionNotFound) as ended:
+                except (GenerationEnded, Restored, SessionNotFound) as ended:
                     outcome = await self._turn_in_newest(session_id, body, reservation, ended)
         except AppError as raised:
             reservation.release()
@@ -147,7 +147,7 @@ class TurnRequest:
         try:
             await session.ensure(app, self._token_session)
             outcome = await self._turn_in(session, body, reservation)
-        except (SessionFinished, Restored) as ended:
+        except (GenerationEnded, Restored) as ended:
             if self._token_session is not None:
                 raise  # The token is that of one generation.
             await session.begin_next(app, ended)

@@ -319,7 +319,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     `fork`: it began as a copy. `deliveries` are what is written down of replies that were not delivered, by turn: True
     once such a reply was given to a retry, None if that one may not have been read. `history` says who may attach
     where; None until the first turn decides. `is_reclaimed`: it was closed because it was idle. `name` and `generation`
-    as in `SessionCreated`; `is_finished`: the name's next request begins the next one. `undone` are the turns that a
+    as in `SessionCreated`; `frees_name`: the name's next request begins the next one. `undone` are the turns that a
     restore has undone, and `undone_payloads` their replay payloads that have not been tombstoned; they are in
     none of the other fields. `annotations` are those of each turn by their names, under 0 those of the session; `note`
     and `tags` are the values of two of these. `images` are the blobs of its images by their SHA-256; `blobs` has none
@@ -366,7 +366,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     annotations: dict[int, dict[str, Annotation]] = {}
     name: str | None = None
     generation: int | None = None
-    is_finished: bool = False
+    frees_name: bool = False
     finished: Finished | None = None
 
     @property
@@ -393,7 +393,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     @property
     def has_next(self) -> bool:
         """Does the name's next request begin another session, or has one begun it?"""
-        return self.is_finished and self.status != "undone"
+        return self.frees_name and self.status != "undone"
 
     @property
     def open_turn(self) -> OpenTurn | None:
@@ -602,7 +602,7 @@ def restored(now: Session, then: Session | None, recorded: Recorded) -> Session:
 
 _OF_THE_TIME = (
     *("status", "reward", "turn_rewards", "has_roots_reward", "annotations", "note", "tags"),
-    *("history", "closed_at", "is_reclaimed", "is_finished", "deliveries", "finished"),
+    *("history", "closed_at", "is_reclaimed", "frees_name", "deliveries", "finished"),
     *("spent_turns", "spent_tokens", "reached"),
 )
 _UNDONE: dict[str, Any] = {
@@ -614,7 +614,7 @@ _UNDONE: dict[str, Any] = {
     "note": None,
     "tags": (),
     "is_reclaimed": False,
-    "is_finished": True,  # Its name, if it has one, goes on from before it.
+    "frees_name": True,  # Its name, if it has one, goes on from before it.
     "deliveries": {},
     "spent_turns": 0,
     "spent_tokens": 0,
@@ -657,7 +657,7 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
         case SessionFinished():
             return {"finished": session.finished or Finished(event.snapshot_id, event.producer_finished)}
         case SessionClosed():
-            why = {"is_reclaimed": event.reason == "idle", "is_finished": event.reason == "finished"}
+            why = {"is_reclaimed": event.reason == "idle", "frees_name": event.reason == "finished"}
             return {"status": "closed", "open_turns": {}, "closed_at": recorded.at, **why}
         case SessionErased():
             gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "undone_payloads": {}}

@@ -40,7 +40,7 @@ class Names:
         if known is not None and known.name is None:
             return session_id
         live = await self._cache.current(session_id)
-        if live is not None and not live.session.is_finished:
+        if live is not None and not live.session.frees_name:
             return session_id
         newest = _newest(await self._generations(name))
         if newest is not None:
@@ -76,7 +76,7 @@ class Names:
         assert new.name is not None
         every = await self._generations(new.name)
         newest = _newest(every)
-        if newest is not None and await self._is_finished(newest):
+        if newest is not None and await self._frees_name(newest):
             at = {"session_id": made_session_id(), "generation": every[0].number + 1}
         elif newest is not None:
             at = {"session_id": newest.session_id, "generation": newest.number}
@@ -95,9 +95,9 @@ class Names:
     async def _generations(self, name: str) -> list[Generation]:
         return await self._cache.database.read(partial(names.generations, name=name))
 
-    async def _is_finished(self, generation: Generation) -> bool:
-        if generation.is_finished is not None:
-            return generation.is_finished
+    async def _frees_name(self, generation: Generation) -> bool:
+        if generation.frees_name is not None:
+            return generation.frees_name
         live = await self._cache.current(generation.session_id)
         return live is not None and live.session.has_next
 

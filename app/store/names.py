@@ -15,20 +15,20 @@ _STILL_HERE = ("writing", "copy")
 
 
 class Generation(NamedTuple):
-    """A session of a name. `is_finished` is None unless it is archived: else its log says so."""
+    """A session of a name. `frees_name` is None unless it is archived: else its log says so."""
 
     session_id: str
     number: int
     status: str
-    is_finished: bool | None
+    frees_name: bool | None
 
 
 def generations(connection: Connection, name: str) -> list[Generation]:
     """The sessions that have had this name, the newest first."""
     here = select(
-        sessions.c.session_id, sessions.c.generation, sessions.c.status, cast(null(), archived.c.is_finished.type)
+        sessions.c.session_id, sessions.c.generation, sessions.c.status, cast(null(), archived.c.frees_name.type)
     )
-    left = select(archived.c.session_id, archived.c.generation, literal("archived", Text), archived.c.is_finished)
+    left = select(archived.c.session_id, archived.c.generation, literal("archived", Text), archived.c.frees_name)
     rows = connection.execute(
         union_all(
             here.where(sessions.c.name.is_not(None), sessions.c.name == name),

@@ -353,7 +353,7 @@ archived = Table(
     Column("state", String(16), nullable=False),
     Column("name", SESSION_ID),
     Column("generation", Integer),
-    Column("is_finished", Boolean),
+    Column("frees_name", Boolean),
     PrimaryKeyConstraint("session_id", "file"),
     Index("ix_archived_name", "name", sqlite_where=_NAMED, postgresql_where=_NAMED),
     Index("ix_archived_root_id", "root_id"),
@@ -361,7 +361,7 @@ archived = Table(
     Index("ix_archived_state", "state", sqlite_where=_IS_UNFINISHED, postgresql_where=_IS_UNFINISHED),
 )
 """Sessions in archives: `file` is the URL of a Parquet file that may hold the session, `root_id` its rollout's root,
-also of the root itself. `features.archive.rows` has the states. `name`, `generation` and `is_finished` are the
+also of the root itself. `features.archive.rows` has the states. `name`, `generation` and `frees_name` are the
 session's: a name goes on behind generations that have left."""
 
 refused_replies = Table(

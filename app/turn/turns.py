@@ -34,7 +34,7 @@ from app.domain.rules import RULES, running_hash
 from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
 from app.domain.surrogates import mended
-from app.errors import AppError, InvalidRequest, NoUpstream, Restored, SessionBusy, SessionFinished, Unsupported
+from app.errors import AppError, GenerationEnded, InvalidRequest, NoUpstream, Restored, SessionBusy, Unsupported
 from app.protocols.base import StoredTurn, WireProtocol
 from app.protocols.registry import PROTOCOLS
 from app.sessions import transcript
@@ -88,7 +88,7 @@ class Turns:
         is_newest = cache.database.is_sqlite
         while True:
             known = None if entry is None else entry.session
-            if entry is not None and entry.session.is_finished and entry.session.has_next and not turn.has_waited:
+            if entry is not None and entry.session.frees_name and entry.session.has_next and not turn.has_waited:
                 return await self._take_ended(turn, entry, protocol, body, continued)
             try:
                 if entry is None or entry.session.status != "open":
@@ -114,14 +114,14 @@ class Turns:
         body: bytes,
         continued: ContinuedBody | None,
     ) -> TurnReply:
-        """The reply that an ended generation has for the request. Raises SessionFinished if it has none: the request is
+        """The reply that an ended generation has for the request. Raises GenerationEnded if it has none: the request is
         the next one's."""
         await self._parse(turn, entry, protocol, body, continued)
         if turn.retry_key is not None or turn.retry_count:
             await self._look_at(turn, entry)
             if (reply := await self._replay_ended(turn, entry)) is not None:
                 return reply
-        raise SessionFinished.of(turn.session_id, "is closed")
+        raise GenerationEnded.of(turn.session_id, "is closed")
 
     async def _take(
         self,

@@ -131,7 +131,7 @@ CREATE INDEX ix_dead_objects_since ON dead_objects (since);
 CREATE INDEX ix_dead_objects_incarnation ON dead_objects (incarnation) WHERE incarnation IS NOT NULL;
 CREATE TABLE archived (
     session_id VARCHAR(128) NOT NULL, file TEXT NOT NULL, root_id VARCHAR(128) NOT NULL, state VARCHAR(16) NOT NULL,
-    name VARCHAR(128), generation INTEGER, is_finished BOOLEAN,
+    name VARCHAR(128), generation INTEGER, frees_name BOOLEAN,
     CONSTRAINT pk_archived PRIMARY KEY (session_id, file)
 );
 CREATE INDEX ix_archived_name ON archived (name) WHERE name IS NOT NULL;

@@ -235,7 +235,7 @@ class Line(NamedTuple):
     root_id: str
     name: str | None
     generation: int | None
-    is_finished: bool | None
+    frees_name: bool | None
 
 
 class Indexed(NamedTuple):
@@ -263,8 +263,8 @@ def line_of(session: StoredRows, root_id: str) -> Line:
         return Line(session.session_id, root_id, None, None, None)
     closed = [row for row in session.rows[events.name] if row["type"] == SessionClosed.__name__][-1]
     event = decode(closed["type"], closed["version"], closed["data"])
-    is_finished = isinstance(event, SessionClosed) and event.reason == "finished"
-    return Line(session.session_id, root_id, head["name"], head["generation"], is_finished)
+    frees_name = isinstance(event, SessionClosed) and event.reason == "finished"
+    return Line(session.session_id, root_id, head["name"], head["generation"], frees_name)
 
 
 _is_unfinished = archived.c.state.in_([literal_column(f"'{state}'") for state in ("writing", "leaving", "erasing")])

@@ -239,7 +239,7 @@ async def get_trace(
 
 async def _is_deleted(app: Services, session_id: str) -> bool:
     live = await app.cache.current(session_id)
-    return live is None or live.session.is_finished
+    return live is None or live.session.frees_name
 
 
 async def _traces(
