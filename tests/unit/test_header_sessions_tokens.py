@@ -30,5 +30,7 @@ def test_another_tokens_session_is_like_one_that_does_not_exist(way: str) -> Non
             asyncio.run(getattr(session, way)(app, "mine"))
         return str(raised.value)
 
-    linear, tree = (SimpleNamespace(session=SimpleNamespace(history=history)) for history in ("linear", "tree"))
+    linear, tree = (
+        SimpleNamespace(session=SimpleNamespace(history=history, name=None)) for history in ("linear", "tree")
+    )
     assert refusal(None) == refusal(linear) == refusal(tree)

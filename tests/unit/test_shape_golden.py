@@ -59,6 +59,8 @@ GOLDEN: dict[str, JSON] = {
         "adapter": None,
         "note": None,
         "tags": [],
+        "name": None,
+        "generation": None,
         "as_of_seq": 9,
         "reward": 0.5,
         "reward_components": {"exact": 0.5},
