@@ -259,8 +259,7 @@ def test_routed_experts(engine: SglangProcess, model: Path, tmp_path: Path, ask:
         assert ask(lane, talk, engine.plays.mark(Play(THOUGHT + ANSWER, experts=SHAPE))).status_code == 200
         [row] = talk.rows(replay="true")
         require_sampled(engine, talk, 1)
-    sent = row["routed_experts"]
-    rows = np.frombuffer(base64.b64decode(sent["data"]), sent["dtype"]).reshape(sent["shape"])
+    rows = np.frombuffer(base64.b64decode(row["routed_experts"]), row["dtype"]).reshape(row["shape"])
     assert rows.shape == (len(row["tokens"]) - 1, layers, top_k)
     assert rows.reshape(len(rows), -1).tolist() == [experts_of(at, layers, top_k) for at in range(len(rows))]
 
