@@ -33,10 +33,10 @@ def ask(stand: Stand, talk: Talk) -> httpx.Response:
     return answered(stand, talk, body, PATIENCE_S)
 
 
-def staged_turns(stand: Stand) -> float:
-    """How many turns of this process have tokens that a retry can go on from."""
+def staged_turns(stand: Stand, outcome: str = "staged") -> float:
+    """How many turns of this process have tokens that a retry can go on from; `restored`: how many have gone on."""
     text = stand.http.get("/metrics").text
-    found = [line for line in text.splitlines() if line.startswith('turnlog_turns_staged_total{outcome="staged"')]
+    found = [line for line in text.splitlines() if line.startswith(f'turnlog_turns_staged_total{{outcome="{outcome}"')]
     return sum(float(line.split()[-1]) for line in found)
 
 
