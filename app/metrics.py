@@ -22,7 +22,7 @@ import msgspec
 
 from app import metric_files
 from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
-from app.errors import EnginesFailed, HeadersTooLarge, TargetTooLong, Unauthorized, codes
+from app.errors import EnginesFailed, HeadersTooLarge, SessionChanged, TargetTooLong, Unauthorized, codes
 from app.turn.in_flight import NEW_TURNS, OUTCOMES, SUCCEEDED, Stages, TurnStage
 
 FOLDER: Path | None = metric_files.folder()
@@ -37,8 +37,10 @@ OWN_BUCKETS = (
 STAGE_BUCKETS = (*OWN_BUCKETS, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 """Seconds, also for an engine's work and for waiting at a gate."""
 
-NOT_OF_TURNS = frozenset(error.code for error in (Unauthorized, TargetTooLong, HeadersTooLarge, EnginesFailed))
-"""Error codes of authorisation and of pauses, which no turn has."""
+NOT_OF_TURNS = frozenset(
+    error.code for error in (Unauthorized, TargetTooLong, HeadersTooLarge, EnginesFailed, SessionChanged)
+)
+"""Error codes of authorisation, of pauses and of a `DELETE`, which no turn has."""
 
 NOT_FOUND, METHOD_NOT_ALLOWED, UPGRADE_REQUIRED = "not_found", "method_not_allowed", "upgrade_required"
 """Error codes of the router."""

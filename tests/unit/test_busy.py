@@ -39,6 +39,9 @@ async def test_a_turn_that_begins_while_an_earlier_reply_is_looked_for_makes_the
     async def repeated(entry: CacheEntry, turn: InFlightTurn) -> None:
         await at_gate.wait()
 
+    async def ended(entry: CacheEntry, turn: InFlightTurn) -> None:
+        return None
+
     async def wait(turn: InFlightTurn) -> None:
         at_gate.set()
         await never.wait()
@@ -52,7 +55,7 @@ async def test_a_turn_that_begins_while_an_earlier_reply_is_looked_for_makes_the
         points=points,
         settings=Settings(),
         cache=SimpleNamespace(get=get, current=get, database=SimpleNamespace(is_sqlite=True)),
-        retries=SimpleNamespace(joinable=lambda entry, flights, turn: None, repeated=repeated),
+        retries=SimpleNamespace(joinable=lambda entry, flights, turn: None, repeated=repeated, ended=ended),
         claims=SimpleNamespace(forget=lambda turn: None),
         engines=SimpleNamespace(members={"http://engine": None}),
         engine_calls=SimpleNamespace(generate=None),
@@ -93,4 +96,4 @@ async def test_a_stored_reply_is_given_once_it_is_on_disk() -> None:
         writer=SimpleNamespace(submit=submit),
     )
     with pytest.raises(StoreUnavailable):
-        await Turns(cast(Any, services))._stored_reply(request(), 1)
+        await Turns(cast(Any, services))._stored_reply(request(), Book().session, 1)

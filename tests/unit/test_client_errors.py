@@ -30,7 +30,7 @@ def test_every_error_of_the_server_is_known(kind: type[server.AppError]) -> None
     assert isinstance(error, client.Unavailable | client.EnginesFailed) == (kind.status >= 500)
     assert isinstance(error, client.NotFound) == (kind.status in (404, 410))
     assert isinstance(error, client.Conflict) == (kind.status == 409)
-    assert isinstance(error, client.SessionClosed) == (kind is server.SessionClosed)
+    assert isinstance(error, client.SessionClosed) == (kind in (server.SessionClosed, server.GenerationEnded))
     assert isinstance(error, client.Restored) == (kind is server.Restored)
 
 

@@ -56,7 +56,7 @@ def test_a_turn_that_cannot_follow_its_parent_is_refused(changes: dict[str, Any]
 
 def smallest(kind: type[Event]) -> Event:
     """The event with the smallest value for each field that it must have."""
-    values: dict[object, object] = {int: 1, float: 1.0, str: "s", tuple: ()}
+    values: dict[object, object] = {bool: True, int: 1, float: 1.0, str: "s", tuple: ()}
     fields = {field.name: field.type for field in msgspec.structs.fields(kind) if field.required}
     given = {
         name: get_args(hint)[0] if get_origin(hint) is Literal else values[get_origin(hint) or hint]
