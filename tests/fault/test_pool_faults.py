@@ -156,7 +156,7 @@ async def test_the_pool_is_whole_again_after_all_of_it_was_killed(tmp_path: Path
 
 async def test_a_child_that_never_began_with_a_job_is_no_attempt(tmp_path: Path) -> None:
     """Two that were stopped while idle take the job one after the other; a third may still try it twice."""
-    async with running(2, deadline_s=0.5) as pool:
+    async with running(2, deadline_s=3.0) as pool:
         await all_at_work(pool, tmp_path)
         stopped = children()
         for pid in stopped:
