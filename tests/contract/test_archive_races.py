@@ -20,7 +20,7 @@ from app.domain.events import RewardAssigned, SessionConfig, SessionCreated
 from app.errors import ArchiveBusy, PayloadsUnavailable
 from app.feature_faults import FeatureFaults
 from app.features.archive.archive import Archive
-from app.features.archive.rows import DROPPED_AT_ONCE, LEASE, Forget, Import, Reserve, unfinished
+from app.features.archive.rows import DROPPED_AT_ONCE, LEASE, Forget, Import, Line, Reserve, unfinished
 from app.features.objects.bucket import Bucket
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
@@ -220,7 +220,7 @@ async def test_of_two_rollouts_that_leave_at_once_the_log_ends_where_the_later_d
         await store.close(name)
     end = await store.horizon()
     fence = await store.submit(TakeLease(LEASE, store.me, 60.0, 60.0))
-    await store.submit(Reserve(fence, file, [("earlier", "earlier"), ("later", "later")]))
+    await store.submit(Reserve(fence, file, [Line(name, name, None, None, None) for name in ("earlier", "later")]))
 
     waiting = text(
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"

@@ -207,7 +207,10 @@ def _run(program: str, *arguments: str) -> str:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PGOPTIONS": "-c statement_timeout=0"},  # Over what a test sets for the database.
+            env={
+                **os.environ,
+                "PGOPTIONS": "-c statement_timeout=0 -c client_min_messages=error",
+            },  # Over what a test sets for the database.
             timeout=120,
             check=False,
         )

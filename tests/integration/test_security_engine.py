@@ -193,7 +193,7 @@ def test_no_path_of_a_client_is_passed_on(stand: Stand) -> None:
         "/v1/messages/batches",
         "/x/v1/chat/completions",
         "/v1/chat/completions/../../start_profile",
-        "/server_info",
+        "/get_load",
     ):
         for prefix in ("", talk.path, f"{talk.path}/v1"):
             for method in ("GET", "POST"):

@@ -186,7 +186,7 @@ def test_a_session_reads_back_what_was_given_at_its_creation(stand: Stand) -> No
     assert set(given) == set(CreateSession.model_fields) - {"temperature", "top_p", "top_k"}
     session = talk.state()["session"]
     assert (session.pop("budgets")[0]["limits"], session.pop("limit")) == (given["limits"], None)
-    assert session == {**given, "note": None, "tags": []}
+    assert session == {**given, "name": given["session_id"], "generation": 1, "note": None, "tags": []}
     assert "snapshot" not in talk.state()["metadata"], "that is what is so now"
 
 
@@ -195,6 +195,8 @@ def test_a_session_reads_back_what_was_not_given_as_its_default(stand: Stand) ->
     assert (state["records"], state["metadata"]["accumulated_token_ids"]) == ([], [])
     assert state["session"] == {
         "session_id": name,
+        "name": name,
+        "generation": 1,
         "group_id": None,
         "attempt": None,
         "metadata": {},

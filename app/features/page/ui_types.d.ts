@@ -34,6 +34,8 @@ export interface SessionRow {
   updated_at: number;
   running_since: number | null;
   closed_at: number | null;
+  name: string | null;
+  generation: number | null;
   note: string | null;
   tags: string[];
   /** added by the page */
