@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.looking import change
 
-from integration.stand import CHAT, Stand, error_of, user
+from integration.places import Places
+from integration.stand import CHAT, Stand, error_of, standing, user
 
 TOLD = "x-turnlog-session-id"
 
@@ -103,15 +105,36 @@ def test_a_path_with_the_name_leads_to_the_newest_session(stand: Stand) -> None:
     for route in ("messages", "tree", "state", "events"):
         assert stand.http.get(f"{named.path}/{route}").text == stand.http.get(f"/sessions/{second}/{route}").text
         assert stand.http.get(f"{named.path}/{route}", params={"generation": 1}).text != "", route
-    for path in (f"{named.path}{CHAT}", f"/{named.path}/{CHAT}", f"/ng-rollout/{named.name}{CHAT}"):
+    turns = (f"{named.path}{CHAT}", f"/{named.path}/{CHAT}", f"/ng-rollout/{named.name}{CHAT}")
+    for path in (*turns, f"{turns[0]}?generation=2"):
         assert named.chat("By path", path).status_code == 200
     assert stand.http.put(f"{named.path}/reward", json={"reward": 2.0}).json()["session_id"] == second
+    for number, expected in (
+        (1, (404, "session_closed")),
+        (3, (404, "session_not_found")),
+        (0, (400, "invalid_request")),
+    ):
+        assert error_of(named.chat(path=f"{named.path}{CHAT}?generation={number}")) == expected
     late = stand.http.put(f"{named.path}/reward", params={"generation": 1}, json={"reward": 1.0})
     assert late.json()["session_id"] == first
     assert error_of(stand.http.get(named.path, params={"generation": 3})) == (404, "session_not_found")
     assert error_of(stand.http.get(named.path, params={"generation": "0"})) == (400, "invalid_request")
     assert stand.http.delete(named.path).status_code == 204
-    assert named.generations() == [(1, "closed", 1), (2, "closed", 4)]
+    assert named.generations() == [(1, "closed", 1), (2, "closed", 5)]
+
+
+def test_a_session_that_cannot_be_read_can_be_erased(places: Places) -> None:
+    with standing(places.new("names")) as stand:
+        named, made = Named(stand), stand.talk()
+        named.chat()
+        made.say("Hello")
+        stand.server.kill()
+        stand.server.start()
+        for path in (named.path, made.path):
+            session_id = path.rpartition("/")[2]
+            change(stand.url, "UPDATE events SET data = :junk WHERE session_id = :id", junk=b"{junk", id=session_id)
+            assert error_of(stand.http.get(path)) == (500, "session_unreadable")
+            assert stand.http.delete(path, params={"erase": "true"}).status_code == 204
 
 
 def test_no_path_begins_a_session(stand: Stand) -> None:
