@@ -308,7 +308,7 @@ class HeaderSession:
             if not error.retry:
                 error.args = (f"{error}; {AGENTS_HINT}",)
             raise
-        self._has_committed = reply.turn is not None
+        self._has_committed = reply.turn is not None and reply.session_id is None
         return reply
 
     async def end(self, app: Services) -> None:

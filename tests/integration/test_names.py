@@ -156,6 +156,7 @@ def test_a_retry_of_an_ended_generation_gets_its_reply(stand: Stand, mark: str, 
     named.finish()
     if is_begun:
         named.chat("Another")
+    marked["x-dynamo-session-final"] = "true"  # It ends the session of its own turn alone.
     again = ask("mine")
     assert again.json() == reply.json()
     assert (again.headers["x-turnlog-replayed"], again.headers[TOLD]) == ("true", named.name)
