@@ -11,8 +11,10 @@ import httpx
 import pytest
 from helpers.looking import change
 
+from integration.guarded import guarded_serving
 from integration.places import Places
 from integration.stand import CHAT, Stand, error_of, standing, user
+from ops.simulator.process import SimulatorProcess
 
 TOLD = "x-turnlog-session-id"
 
@@ -227,6 +229,22 @@ def test_agents_are_of_the_newest_generation(stand: Stand) -> None:
         named.finish()
     assert named.chat(headers={"x-turnlog-agent-id": "sub"}).status_code == 200
     assert [number for number, _, _ in named.generations()] == [1, 2, 3]
+
+
+def test_a_token_is_that_of_one_generation(places: Places, sglang: SimulatorProcess) -> None:
+    """It stays with that one where the header has the name."""
+    with guarded_serving(places.new("names-guarded"), sglang.base_url) as guarded:
+        first = guarded.client(session_id="name")
+        assert guarded.admin.post("/finish_session?session_id=name").status_code == 200
+        second, named = guarded.client(session_id="name"), {"x-session-id": "name"}
+        said = second.ask("POST", "/v1/responses", json={"model": "m", "input": "Hello"}, headers=named)
+        assert (said.status_code, said.headers[TOLD]) == (200, second.id)
+        assert second.ask("GET", f"/v1/responses/{said.json()['id']}", headers=named).json() == said.json()
+        for path in (CHAT, f"/sessions/name{CHAT}", f"/sessions/name{CHAT}?generation=2"):
+            body = {"model": "simulator", "messages": [user("Hello")]}
+            assert error_of(first.ask("POST", path, json=body, headers=named)) == (404, "session_closed")
+        listed = guarded.admin.get("/sessions", params={"name": "name"}).json()["sessions"]
+        assert sorted((one["generation"], one["turns"]) for one in listed) == [(1, 0), (2, 1)]
 
 
 def test_racing_first_requests_begin_one_session(stand: Stand) -> None:
