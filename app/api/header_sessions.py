@@ -180,11 +180,17 @@ class HeaderSession:
             later = app.names.later
             parent = None if self._parent_name is None else later.get(self._parent_name, self._parent_name)
             self._place(later.get(self.name, self.name), parent)
-        elif token_session != self.name:
-            own = await app.cache.get(token_session)
-            if own is not None and own.session.name == self.name:  # The token says which of its generations.
-                self._place(token_session, self._parent_name)
+        else:
+            await self._place_of_token(app, token_session)
         await self._ensure_placed(app, token_session)
+
+    async def _place_of_token(self, app: Services, token_session: str) -> None:
+        """The token says which generation of its session's name it is."""
+        if token_session == self.name:
+            return
+        own = await app.cache.get(token_session)
+        if own is not None and own.session.name == self.name:
+            self._place(token_session, self._parent_name)
 
     async def begin_next(self, app: Services, ended: GenerationEnded | Restored) -> None:
         """The session of the name had been finished before the request came, or is undone: choose the newest one, or
@@ -212,6 +218,8 @@ class HeaderSession:
         """The session's id, for a request that creates none. Raises SessionNotFound as `ensure`."""
         if token_session is None:
             self._place(await app.names.newest(self.name), None)
+        else:
+            await self._place_of_token(app, token_session)
         await self._choose_session(app, token_session)
         if token_session is not None:
             self._require_below(token_session, self.session_id)
@@ -308,7 +316,7 @@ class HeaderSession:
             if not error.retry:
                 error.args = (f"{error}; {AGENTS_HINT}",)
             raise
-        self._has_committed = reply.turn is not None
+        self._has_committed = reply.turn is not None and reply.session_id is None
         return reply
 
     async def end(self, app: Services) -> None:

@@ -16,14 +16,15 @@ from app.api.describe import WRITE, Schema, describe, json_reply
 from app.api.direct import DirectRoute
 from app.api.head import TOKEN_SESSION, Head, route_path
 from app.domain.patterns import ID
-from app.errors import AppError, InvalidRequest, Restored, SessionNotFound, SessionUnreadable
+from app.errors import AppError, InvalidRequest, Restored, SessionUnreadable
 from turnlog import replies as reply_types
 
 if TYPE_CHECKING:
     from app.services import Services
 
 _ID = re.compile(ID)
-_PARAMETER = b"generation="
+PARAMETER = b"generation="
+"""In a query: which generation of the name in the path."""
 
 
 async def to_newest(app: Services, head: Head) -> AppError | None:
@@ -32,25 +33,23 @@ async def to_newest(app: Services, head: Head) -> AppError | None:
     if name is None or TOKEN_SESSION in head.scope or not _ID.fullmatch(name):
         return None
     try:
-        number = _generation_in(head)
-        session_id = await app.names.newest(name) if number is None else await app.names.of(name, number)
+        number = generation_in(head)
+        session_id = await app.names.newest(name) if number is None else await app.names.require(name, number)
     except AppError as error:
         return error
-    if session_id is None:
-        return SessionNotFound(f"session {name} has no generation {number}")
     if session_id != name or number is not None:
         path: str = head.scope["path"]
         base = path[: len(path) - len(route_path(head.scope))]
-        query = b"&".join(part for part in head.scope["query_string"].split(b"&") if not part.startswith(_PARAMETER))
+        query = b"&".join(part for part in head.scope["query_string"].split(b"&") if not part.startswith(PARAMETER))
         head.scope = {**head.scope, "path": f"{base}/sessions/{session_id}{head.route}", "query_string": query}
         head.path_session = head.session_id = session_id
     return None
 
 
-def _generation_in(head: Head) -> int | None:
-    """The generation in the query, or None. Raises InvalidRequest."""
+def generation_in(head: Head) -> int | None:
+    """The generation that the query asks for, or None. Raises InvalidRequest."""
     parts = head.scope["query_string"].split(b"&")
-    given = next((part.removeprefix(_PARAMETER) for part in parts if part.startswith(_PARAMETER)), None)
+    given = next((part.removeprefix(PARAMETER) for part in parts if part.startswith(PARAMETER)), None)
     if given is None:
         return None
     if re.fullmatch(rb"[1-9][0-9]{0,8}", given) is None:

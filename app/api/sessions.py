@@ -557,7 +557,11 @@ async def delete_session(app: Services, head: Head, receive: Receive) -> tuple[i
     if erases:
         require_judge(head.scope, app.settings)
     if not erases or revision is not None:
-        await app.sessions.close(session_id, revision=revision)
+        try:
+            await app.sessions.close(session_id, revision=revision)
+        except SessionClosed:
+            if not erases:
+                raise
     if not erases:
         return 204, None
     is_gone = await app.erasure.erase(session_id)

@@ -21,6 +21,7 @@ from app.api.disconnect import disconnected
 from app.api.head import TOKEN_SESSION, Head
 from app.api.header_sessions import AGENT_HEADERS, HARNESSES, HeaderSession, agent_of, session_of_request
 from app.api.limits import BodyReservation, arrived_body
+from app.api.names import generation_in
 from app.api.replies import INTERNAL, ROLLED_BACK, error_parts, left_out_header, rendered
 from app.crash_points import reach
 from app.domain.known_body import LONG_BODY
@@ -101,11 +102,7 @@ class TurnRequest:
             elif self._token_session is not None:  # It is that of one generation.
                 outcome = await self._turn(session_id, body, reservation)
             else:
-                head.session_id = app.names.later.get(session_id, session_id)
-                try:
-                    outcome = await self._turn(head.session_id, body, reservation)
-                except (GenerationEnded, Restored, SessionNotFound) as ended:
-                    outcome = await self._turn_in_newest(session_id, body, reservation, ended)
+                outcome = await self._turn_of_path(session_id, body, reservation)
         except AppError as raised:
             reservation.release()
             try:
@@ -164,13 +161,22 @@ class TurnRequest:
             head.own_headers.append((TOLD, session.session_id))
         return await self._turn(session.session_id, body, reservation, session)
 
-    async def _turn_in_newest(self, name: str, body: bytes, reservation: BodyReservation, ended: AppError) -> str:
-        """A turn of a path's session, of which `ended` is not the newest generation. No path begins one."""
-        session_id = await self._app.names.newest(name)
-        if session_id == self._head.session_id:
-            raise ended
-        self._head.session_id = session_id
-        return await self._turn(session_id, body, reservation)
+    async def _turn_of_path(self, name: str, body: bytes, reservation: BodyReservation) -> str:
+        """A turn of the generation that the query asks for, else of the newest one. No path begins one. The outcome.
+        Raises AppError."""
+        app, head = self._app, self._head
+        if head.scope["query_string"] and (number := generation_in(head)) is not None:
+            head.session_id = await app.names.require(name, number)
+            return await self._turn(head.session_id, body, reservation)
+        head.session_id = app.names.later.get(name, name)
+        try:
+            return await self._turn(head.session_id, body, reservation)
+        except (GenerationEnded, Restored, SessionNotFound):
+            newest = await app.names.newest(name)
+            if newest == head.session_id:
+                raise
+        head.session_id = newest
+        return await self._turn(newest, body, reservation)
 
     async def _turn(
         self, session_id: str, body: bytes, reservation: BodyReservation, session: HeaderSession | None = None

@@ -231,13 +231,12 @@ class Sessions:
             while True:
                 changed.clear()
                 session = (await self.require(session_id)).session
+                if session.finished is None or session.finished.producer_finished != producer_finished:
+                    raise AlreadyFinished(f"session {session_id} was finished with another producer_finished")
                 left = deadline - loop.time()
                 if not session.open_turns or left <= 0 or self._followers.stopping:
-                    break
+                    return session
                 await wait_for_change(changed, left)
-        if session.finished is None or session.finished.producer_finished != producer_finished:
-            raise AlreadyFinished(f"session {session_id} was finished with another producer_finished")
-        return session
 
     async def close(self, session_id: str, reason: CloseReason = "deleted", *, revision: int | None = None) -> None:
         """Close the session, and its whole rollout if it is a root; with `revision`, only if it still has that one

@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 
 from app.domain.session import Session
-from app.errors import SessionClosed, SessionExists
+from app.errors import SessionClosed, SessionExists, SessionNotFound, SessionUnreadable
 from app.sessions.cache import SessionCache
 from app.sessions.lifecycle import NewSession, Sessions, made_session_id
 from app.store import names
@@ -33,13 +33,15 @@ class Names:
         out if it has been finished since."""
 
     async def newest(self, name: str) -> str:
-        """The id of the newest generation of a name; an id that is no name's is its own. Raises SessionUnreadable,
-        StoreUnavailable."""
+        """The id of the newest generation of a name; an id that is no name's is its own. Raises StoreUnavailable."""
         session_id = self.later.get(name, name)
         known = self._cache.known(session_id)
         if known is not None and known.name is None:
             return session_id
-        live = await self._cache.current(session_id)
+        try:
+            live = await self._cache.current(session_id)
+        except SessionUnreadable:
+            live = None  # What does not read it, such as its erasure, has to be led to it.
         if live is not None and not live.session.frees_name:
             return session_id
         newest = _newest(await self._generations(name))
@@ -48,10 +50,13 @@ class Names:
         self._remember(name, session_id)
         return session_id
 
-    async def of(self, name: str, generation: int) -> str | None:
-        """The id of one generation of a name; None if there is none."""
+    async def require(self, name: str, generation: int) -> str:
+        """The id of one generation of a name. Raises SessionNotFound, StoreUnavailable."""
         found = (one.session_id for one in await self._generations(name) if one.number == generation)
-        return next(found, name if generation == 1 else None)
+        session_id = next(found, name if generation == 1 else None)
+        if session_id is None:
+            raise SessionNotFound(f"session {name} has no generation {generation}")
+        return session_id
 
     async def finish(self, name: str) -> Session | None:
         """Close the newest generation of a name; the name's next request begins the next one. Returns what it was

@@ -341,6 +341,7 @@ class EngineCalls:
         headers = http_headers.to_engine(
             turn.headers, turn.session_id, services.settings.upstream_api_key, turn.session.config.parent
         )
+        is_asked_anew = False
         while True:
             stages.marks.append((TurnStage.ENGINE, stages.clock()))
             try:
@@ -361,9 +362,11 @@ class EngineCalls:
                     if (wait := gate(turn)) is not None:
                         await self._wait_before_engine(turn, wait)
                 continue
-            if call.is_inference and answer.status == 403:
-                # The engine was restarted without the route, and no turn saw that.
+            if call.is_inference and answer.status == 403 and not is_asked_anew:
+                # The engine was restarted without the route, and no turn saw that; or what is before it refuses this
+                # request, and would do so for ever.
                 services.engines.forget_ids_field(answer.engine)
+                is_asked_anew = True
                 continue
             stages.marks.append((TurnStage.VALIDATE, stages.clock()))
             if crash_points.ARMED:

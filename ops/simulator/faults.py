@@ -286,6 +286,7 @@ FAULTS: dict[str, Fault] = {
     "status_503": Fault(_status(503, "simulated overload"), generates=False),
     "status_529": Fault(_status(529, "simulated overload"), generates=False),
     "status_429": Fault(_status(429, "simulated rate limit"), generates=False),
+    "status_403": Fault(_status(403, "simulated ban"), generates=False),
     "status_400": Fault(_status(400, "simulated refusal"), generates=False),
     "context_400": Fault(_status(400, "This model's maximum context length is 8192 tokens"), generates=False),
     "redirect": Fault(_redirect, generates=False),

@@ -105,6 +105,10 @@ def test_all_generations_are_aborted(fleet: Fleet, abort: str, body: dict[str, A
     talks = [api.talk(on_abort="return") for api in fleet.apis for _ in range(2)]
     turns = [speaking(fleet, talk, sim={"latency_s": SLOW_S}) for talk in talks]
     until_generating(fleet, *talks)
+    # A client that has none in flight there says so on this route.
+    assert ask(fleet, "/inference/v1/abort_requests", {"request_ids": []})["aborted"] == 0
+    missing = fleet.apis[0].http.post("/inference/v1/abort_requests", json={})
+    assert error_of(missing) == (400, "invalid_request")
     assert ask(fleet, abort, body)["aborted"] == 4
     assert [turn.result().json()["choices"][0]["finish_reason"] for turn in turns] == ["abort"] * 4
 

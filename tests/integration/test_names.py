@@ -9,8 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.looking import change
 
-from integration.stand import CHAT, Stand, error_of, user
+from integration.guarded import guarded_serving
+from integration.places import Places
+from integration.stand import CHAT, Stand, error_of, standing, user
+from ops.simulator.process import SimulatorProcess
 
 TOLD = "x-turnlog-session-id"
 
@@ -103,15 +107,36 @@ def test_a_path_with_the_name_leads_to_the_newest_session(stand: Stand) -> None:
     for route in ("messages", "tree", "state", "events"):
         assert stand.http.get(f"{named.path}/{route}").text == stand.http.get(f"/sessions/{second}/{route}").text
         assert stand.http.get(f"{named.path}/{route}", params={"generation": 1}).text != "", route
-    for path in (f"{named.path}{CHAT}", f"/{named.path}/{CHAT}", f"/ng-rollout/{named.name}{CHAT}"):
+    turns = (f"{named.path}{CHAT}", f"/{named.path}/{CHAT}", f"/ng-rollout/{named.name}{CHAT}")
+    for path in (*turns, f"{turns[0]}?generation=2"):
         assert named.chat("By path", path).status_code == 200
     assert stand.http.put(f"{named.path}/reward", json={"reward": 2.0}).json()["session_id"] == second
+    for number, expected in (
+        (1, (404, "session_closed")),
+        (3, (404, "session_not_found")),
+        (0, (400, "invalid_request")),
+    ):
+        assert error_of(named.chat(path=f"{named.path}{CHAT}?generation={number}")) == expected
     late = stand.http.put(f"{named.path}/reward", params={"generation": 1}, json={"reward": 1.0})
     assert late.json()["session_id"] == first
     assert error_of(stand.http.get(named.path, params={"generation": 3})) == (404, "session_not_found")
     assert error_of(stand.http.get(named.path, params={"generation": "0"})) == (400, "invalid_request")
     assert stand.http.delete(named.path).status_code == 204
-    assert named.generations() == [(1, "closed", 1), (2, "closed", 4)]
+    assert named.generations() == [(1, "closed", 1), (2, "closed", 5)]
+
+
+def test_a_session_that_cannot_be_read_can_be_erased(places: Places) -> None:
+    with standing(places.new("names")) as stand:
+        named, made = Named(stand), stand.talk()
+        named.chat()
+        made.say("Hello")
+        stand.server.kill()
+        stand.server.start()
+        for path in (named.path, made.path):
+            session_id = path.rpartition("/")[2]
+            change(stand.url, "UPDATE events SET data = :junk WHERE session_id = :id", junk=b"{junk", id=session_id)
+            assert error_of(stand.http.get(path)) == (500, "session_unreadable")
+            assert stand.http.delete(path, params={"erase": "true"}).status_code == 204
 
 
 def test_no_path_begins_a_session(stand: Stand) -> None:
@@ -133,6 +158,7 @@ def test_a_retry_of_an_ended_generation_gets_its_reply(stand: Stand, mark: str, 
     named.finish()
     if is_begun:
         named.chat("Another")
+    marked["x-dynamo-session-final"] = "true"  # It ends the session of its own turn alone.
     again = ask("mine")
     assert again.json() == reply.json()
     assert (again.headers["x-turnlog-replayed"], again.headers[TOLD]) == ("true", named.name)
@@ -203,6 +229,22 @@ def test_agents_are_of_the_newest_generation(stand: Stand) -> None:
         named.finish()
     assert named.chat(headers={"x-turnlog-agent-id": "sub"}).status_code == 200
     assert [number for number, _, _ in named.generations()] == [1, 2, 3]
+
+
+def test_a_token_is_that_of_one_generation(places: Places, sglang: SimulatorProcess) -> None:
+    """It stays with that one where the header has the name."""
+    with guarded_serving(places.new("names-guarded"), sglang.base_url) as guarded:
+        first = guarded.client(session_id="name")
+        assert guarded.admin.post("/finish_session?session_id=name").status_code == 200
+        second, named = guarded.client(session_id="name"), {"x-session-id": "name"}
+        said = second.ask("POST", "/v1/responses", json={"model": "m", "input": "Hello"}, headers=named)
+        assert (said.status_code, said.headers[TOLD]) == (200, second.id)
+        assert second.ask("GET", f"/v1/responses/{said.json()['id']}", headers=named).json() == said.json()
+        for path in (CHAT, f"/sessions/name{CHAT}", f"/sessions/name{CHAT}?generation=2"):
+            body = {"model": "simulator", "messages": [user("Hello")]}
+            assert error_of(first.ask("POST", path, json=body, headers=named)) == (404, "session_closed")
+        listed = guarded.admin.get("/sessions", params={"name": "name"}).json()["sessions"]
+        assert sorted((one["generation"], one["turns"]) for one in listed) == [(1, 0), (2, 1)]
 
 
 def test_racing_first_requests_begin_one_session(stand: Stand) -> None:

@@ -143,6 +143,14 @@ def test_an_engine_that_lost_the_route_unseen_is_asked_as_before(tokenizer: str,
             assert row["turns"][-1]["turn"] == 3
 
 
+def test_a_request_that_is_forbidden_is_asked_twice(made: Recorded) -> None:
+    """A firewall before the engine may refuse one request, where the engine has the route."""
+    talk = made.stand.talk()
+    assert talk.chat([user("Hello")], sim={"fault": "status_403"}).status_code == 403
+    assert len(asked_of(made.stand)) == 2
+    assert talk.committed() == []
+
+
 def test_errors_and_aborts_are_the_engines(made: Recorded) -> None:
     client = Client(made.stand, VLLM)
     refused = client.send([5, 6], sampling_params={"max_tokens": 0})

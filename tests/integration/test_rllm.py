@@ -16,7 +16,7 @@ import pytest
 from integration.guarded import bearer, guarded_serving
 from integration.places import Places
 from integration.routing import EXPERTS
-from integration.stand import CHAT, Stand, standing, user
+from integration.stand import CHAT, Stand, error_of, standing, user
 from ops.simulator.process import SimulatorProcess
 from turnlog import Turnlog
 
@@ -250,6 +250,9 @@ def test_turnlogs_own_paths_stay_its_own(gateway: Stand) -> None:
     for part in ("events", "tree", "state", "messages"):
         assert gateway.http.get(f"{rollout.path}/{part}").status_code == 200
     assert gateway.http.get("/sessions", params={"count": "true"}).json()["sessions"]
+    body = {"model": "simulator", "messages": rollout.messages}
+    missing = gateway.http.post(f"{rollout.path}{CHAT}", params={"generation": 2}, json=body)
+    assert error_of(missing) == (404, "session_not_found")
     assert gateway.http.put(f"{rollout.path}/reward", json={"reward": 1}).status_code == 200
     assert gateway.http.delete(f"{rollout.path}?erase=true").status_code == 204
     assert rollout.traces() == []

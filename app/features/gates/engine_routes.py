@@ -61,6 +61,8 @@ REFUSED_POSTS = (
 )
 """What is meant for one engine's ranks, weights or memory, by the method with which an engine takes it."""
 
+ABORTS_ALL = "/abort_requests"
+
 _QUERIES: Mapping[str, tuple[str, ...]] = {
     "/flush_cache": ("timeout",),
     "/reset_prefix_cache": ("reset_running_requests", "reset_external"),
@@ -88,7 +90,7 @@ class AbortRequest(BaseModel):
 
 
 class AbortRequests(BaseModel):
-    """The body of vLLM's `/abort_requests`. Without ids it means all, as there."""
+    """The body of vLLM's `/abort_requests` and `/inference/v1/abort_requests`."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -261,15 +263,20 @@ async def abort_request(request: Request) -> dict[str, Any]:
     return {"aborted": await _abort(services(request), keys)}
 
 
-@router.post("/abort_requests")
+@router.post(ABORTS_ALL)
 @router.post("/inference/v1/abort_requests")
 @describe(
     "Abort generations by their ids, or all", "admin", json_reply(ANYTHING), errors=(*BODY, *WRITE), body=AbortRequests
 )
 async def abort_requests(request: Request) -> dict[str, Any]:
-    """The generations of the turns whose requests had these `request_id`s, in any process; without ids every one."""
-    order = await body_of(request, AbortRequests)
-    keys = [hash_key(f"vllm_generate:{one}") for one in order.request_ids or ()] or None
+    """The generations of the turns whose requests had these `request_id`s, in any process. Without ids every one on
+    `/abort_requests`, as at vLLM, where the other route wants a list, and aborts nothing for an empty one."""
+    ids = (await body_of(request, AbortRequests)).request_ids
+    if route_path(request.scope) == ABORTS_ALL:
+        ids = ids or None
+    elif ids is None:
+        raise InvalidRequest("request_ids is missing")
+    keys = None if ids is None else [hash_key(f"vllm_generate:{one}") for one in ids]
     return {"status": "aborted", "aborted": await _abort(services(request), keys)}
 
 

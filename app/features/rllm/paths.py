@@ -5,9 +5,10 @@
     POST /sessions/batch_delete             /rllm/sessions/batch_delete
     GET, DELETE /sessions/{name}            /sessions/{id}/rllm, unless there is a query
     GET /sessions/{name}/traces             /sessions/{id}/traces
-    any /sessions/{name}/v1/…               /v1/…, with the session in a header, which makes it at its first turn
+    any /sessions/{name}/v1/…               /v1/…, with the session in a header, which makes it at its first turn;
+                                            unless the query asks for a generation
 
-A name may hold slashes. It ends before the last of these words, or before a part of Turnlog's own paths
+A name may hold slashes. It ends before the first `/v1/`, the last `/traces`, or a part of Turnlog's own paths
 (`/sessions/{id}/events`). Guard and routers see the result alone, so they cannot differ over whose session it is.
 """
 
@@ -21,6 +22,7 @@ from starlette.types import Scope
 
 from app.api.head import route_path
 from app.api.header_sessions import in_header
+from app.api.names import PARAMETER
 from app.features.rllm.rules import id_of
 
 _SESSIONS = "/sessions"
@@ -45,7 +47,7 @@ class Door:
             return scope
         if path == "/sessions/batch_delete" and method == "POST":
             return _at(scope, "/rllm/sessions/batch_delete")
-        if turn := _TURN.fullmatch(path):
+        if (turn := _TURN.fullmatch(path)) and PARAMETER not in query:
             name, rest = turn.groups()
             return in_header(_at(scope, rest), id_of(name))
         name = path[len(_SESSIONS) + 1 :].rstrip("/")
