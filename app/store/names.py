@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from sqlalchemy import Connection, LargeBinary, Select, Text, cast, literal, null, select, union_all
+from sqlalchemy import Connection, LargeBinary, Select, Text, cast, literal, null, select, union, union_all
 
+from app.domain.events import Event, TurnCommitted, TurnOpened
 from app.store.dialect import contains_bytes
 from app.store.schema import archived, events, sessions
 
@@ -46,21 +49,47 @@ def called(name: str | None, generation: int | None) -> Select[tuple[str]]:
     return query if generation is None else query.where(sessions.c.generation == generation)
 
 
-def attempted(connection: Connection, name: str, mark: str) -> list[str]:
+def attempted(connection: Connection, name: str, mark: str, agent: str = "") -> list[str]:
     """The generations of a name, the newest first, that have a turn whose event holds `mark`: the hash of a key or of a
-    request's body. There is no index of marks: only a marked request that the newest generation does not know asks."""
-    has_mark = contains_bytes(events.c.data, literal(mark.encode(), LargeBinary))
-    query = (
-        select(sessions.c.session_id, sessions.c.generation)
-        .join(events, events.c.session_id == sessions.c.session_id)
+    request's body. With `agent`, what the id of an agent's session has behind its root's, that agent's sessions.
+
+    There is no index of marks: only a marked request that the newest generation does not know asks.
+    """
+    here = (
+        select(events.c.session_id, sessions.c.generation)
+        .join_from(sessions, events, events.c.session_id == sessions.c.session_id + agent)
         .where(
             sessions.c.name.is_not(None),
             sessions.c.name == name,
             sessions.c.status != "undone",
             events.c.type.in_(_ATTEMPTS),
-            has_mark,
+            contains_bytes(events.c.data, literal(mark.encode(), LargeBinary)),
         )
-        .distinct()
-        .order_by(sessions.c.generation.desc())
     )
-    return [row[0] for row in connection.execute(query)]
+    own = archived.alias()
+    left = (
+        select(own.c.session_id, archived.c.generation)
+        .join_from(archived, own, own.c.session_id == archived.c.session_id + agent)
+        .where(
+            archived.c.name.is_not(None),
+            archived.c.name == name,
+            own.c.state.not_in(_STILL_HERE),
+            contains_bytes(own.c.marks, literal(_packed(mark), LargeBinary)),
+        )
+    )
+    rows = connection.execute(union(here, left))
+    return [row[0] for row in sorted(rows, key=lambda row: row[1], reverse=True)]
+
+
+def marks_of(log: Iterable[Event]) -> bytes:
+    """What `attempted` finds a session by that has left: its keys, and the bodies of its childless turns."""
+    attempts = [event for event in log if isinstance(event, (TurnOpened, TurnCommitted))]
+    committed = {event.turn: event for event in attempts if isinstance(event, TurnCommitted)}
+    parents = {event.parent for event in committed.values()}
+    marks = {event.retry_key for event in attempts if event.retry_key is not None}
+    marks |= {event.body_hash for event in committed.values() if event.turn not in parents}
+    return b"".join(map(_packed, sorted(marks)))
+
+
+def _packed(mark: str) -> bytes:
+    return hashlib.sha256(mark.encode()).digest()[:8]

@@ -354,6 +354,7 @@ archived = Table(
     Column("name", SESSION_ID),
     Column("generation", Integer),
     Column("frees_name", Boolean),
+    Column("marks", Content),
     PrimaryKeyConstraint("session_id", "file"),
     Index("ix_archived_name", "name", sqlite_where=_NAMED, postgresql_where=_NAMED),
     Index("ix_archived_root_id", "root_id"),
@@ -362,7 +363,7 @@ archived = Table(
 )
 """Sessions in archives: `file` is the URL of a Parquet file that may hold the session, `root_id` its rollout's root,
 also of the root itself. `features.archive.rows` has the states. `name`, `generation` and `frees_name` are the
-session's: a name goes on behind generations that have left."""
+session's: a name goes on behind generations that have left. `marks` tells retries of their turns (`names.marks_of`)."""
 
 refused_replies = Table(
     "refused_replies",

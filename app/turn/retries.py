@@ -20,7 +20,7 @@ from typing import Any
 from app.domain.events import ReplyRedelivered, ReplyUndelivered
 from app.domain.history import decode_message, is_beginning
 from app.domain.session import Session, Turn
-from app.errors import AppError, IdempotencyMismatch, SessionClosed, SessionUnreadable
+from app.errors import AppError, IdempotencyMismatch, SessionClosed, SessionNotFound, SessionUnreadable
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.event_log import Followers
 from app.store import incarnations, names, reads
@@ -108,23 +108,26 @@ class Retries:
         return number if number is not None else await self._absorbing(entry, turn)
 
     async def ended(self, entry: CacheEntry, turn: InFlightTurn) -> tuple[Session, int] | None:
-        """The turn of an ended generation of the session's name that a marked request repeats, and its session.
+        """The turn of an ended generation of the session's name that a marked request repeats, and its session. For an
+        agent's own session, that of the agent in an ended generation of its root's name.
 
         What the open generation has tried is its own. Without a key a body is told by, and is a childless turn's: its
         reply is the last that its client can have missed. Raises SessionClosed if the reply is gone or that generation
-        ended without it; IdempotencyMismatch; SessionUnreadable, StoreUnavailable.
+        ended without it; SessionNotFound if that has left; IdempotencyMismatch; SessionUnreadable, StoreUnavailable.
         """
         newest, read = entry.session, self._cache.database.read
-        if newest.name is None or (newest.generation == 1 and newest.status == "open"):
+        root = await self._named_root(newest)
+        if root is None or root.name is None or (root.generation == 1 and root.status == "open"):
             return None
-        name, mark = newest.name, turn.retry_key or turn.body_hash
-        for session_id in await read(lambda c: names.attempted(c, name, mark)):
+        name, mark = root.name, turn.retry_key or turn.body_hash
+        agent = newest.session_id.removeprefix(root.session_id)
+        for session_id in await read(lambda c: names.attempted(c, name, mark, agent)):
             is_own = session_id == newest.session_id
             if not is_own and turn.waiter.token_session is not None:
                 continue
             found = entry if is_own else await self._cache.current(session_id)
             if found is None:
-                continue  # It has left for an archive meanwhile.
+                raise SessionNotFound.of(session_id)  # It has left for an archive, or is erased there.
             session = found.session
             if session.status == "open":
                 return None  # It is the newest, and this process has only now heard of it.
@@ -140,6 +143,16 @@ class Retries:
                 raise SessionClosed.of(session_id, f"is {session.status}")
             return session, number
         return None
+
+    async def _named_root(self, session: Session) -> Session | None:
+        """The session itself, or for one that has no name the next above it that has."""
+        while session.name is None:
+            parent = session.config.parent
+            above = None if parent is None else await self._cache.get(parent)
+            if above is None:
+                return None
+            session = above.session
+        return session
 
     async def _absorbing(self, entry: CacheEntry, turn: InFlightTurn) -> int | None:
         """The turn that a later attempt at the same request, by its client's count, has committed after this one came.

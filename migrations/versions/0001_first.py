@@ -1,13 +1,13 @@
 """All tables, equal to `app/store/schema.py`, which says what they are for. A test compares the two on both databases.
 
-Revision: first_9, the first.
+Revision: first_10, the first.
 """
 
 from __future__ import annotations
 
 from alembic import op
 
-revision = "first_9"
+revision = "first_10"
 down_revision = None
 branch_labels = None
 depends_on = None
@@ -131,7 +131,7 @@ CREATE INDEX ix_dead_objects_since ON dead_objects (since);
 CREATE INDEX ix_dead_objects_incarnation ON dead_objects (incarnation) WHERE incarnation IS NOT NULL;
 CREATE TABLE archived (
     session_id VARCHAR(128) NOT NULL, file TEXT NOT NULL, root_id VARCHAR(128) NOT NULL, state VARCHAR(16) NOT NULL,
-    name VARCHAR(128), generation INTEGER, frees_name BOOLEAN,
+    name VARCHAR(128), generation INTEGER, frees_name BOOLEAN, marks {bytes},
     CONSTRAINT pk_archived PRIMARY KEY (session_id, file)
 );
 CREATE INDEX ix_archived_name ON archived (name) WHERE name IS NOT NULL;

@@ -22,6 +22,7 @@ ON_BOTH = frozenset(
         "test_export",
         "test_fork",
         "test_annotations",
+        "test_name_generations",
         "test_odd_parameters",
         "test_retries",
         "test_rollouts",

@@ -20,6 +20,7 @@ from sqlalchemy import text
 from app.store.engine import create_engine
 from integration.copying import Writers, checked, command, failure, url_of
 from integration.stand import Stand, error_of, serving, until
+from integration.test_names import TOLD, Named
 from ops.server import ServerDidNotStart
 from ops.simulator.process import SimulatorProcess
 from ops.verify import verify_url
@@ -62,6 +63,28 @@ def test_a_copy_made_under_load_is_whole_and_takes_the_stores_place(own: Stand, 
     report = asyncio.run(checked(url_of(own.server.database_path), before))
     assert (report.problems, report.missing) == ([], [])
     own.talk().say("On")
+
+
+def test_a_name_goes_on_from_where_a_copy_has_it(own: Stand, tmp_path: Path) -> None:
+    """Also once its heads are built anew from the log."""
+    named = Named(own)
+    named.chat("a")
+    named.finish()
+    second = named.chat("b").headers[TOLD]
+    copy = tmp_path / "copy.db"
+    assert command(own, "backup", str(copy)).returncode == 0
+    named.finish()
+    named.chat("c")
+    own.server.kill()
+    assert command(own, "restore", str(copy)).returncode == 0
+    with closing(sqlite3.connect(own.server.database_path)) as store, store:
+        store.execute("DELETE FROM sessions")
+    assert command(own, "replay", "--heads", "--fix").returncode == 0
+    own.server.start()
+    assert named.generations() == [(1, "closed", 1), (2, "open", 1)]
+    assert named.chat("d").headers[TOLD] == second == named.finish()["session_id"]
+    named.chat("e")
+    assert named.generations() == [(1, "closed", 1), (2, "closed", 2), (3, "open", 1)]
 
 
 def test_a_gate_that_a_copy_brings_back_ends_with_its_lease(own: Stand, tmp_path: Path) -> None:

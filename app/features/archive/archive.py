@@ -241,7 +241,9 @@ class Archive:
         """Write a file and forget what is in it: which rollouts left, and the bytes of the file."""
         from app.features.archive.file import decode, encode
 
-        lines = [rows.line_of(one, rollout.root_id) for rollout in taken for one in rollout.sessions]
+        lines = await asyncio.to_thread(
+            lambda: [rows.line_of(one, rollout.root_id) for rollout in taken for one in rollout.sessions]
+        )
         await self._write(rows.Reserve(fence, file, lines))
         # An erasure that ended before this knows of no file: what it erased must not come into one.
         taken = await self._unchanged(taken)

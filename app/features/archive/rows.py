@@ -41,6 +41,7 @@ from app.store.dialect import Tx, oldest_tx
 from app.store.leases import holds_lease
 from app.store.log import BaseOperation, StoreOperation
 from app.store.log_sessions import Erase
+from app.store.names import marks_of
 from app.store.reads import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.schema import (
     annotation_columns,
@@ -229,13 +230,15 @@ def identities(connection: Connection, session_ids: Sequence[str]) -> dict[str, 
 
 
 class Line(NamedTuple):
-    """What the index says of a session: its rollout's root, and which generation of a name it was."""
+    """What the index says of a session: its rollout's root, which generation of a name it was, and what retries of its
+    turns are told by."""
 
     session_id: str
     root_id: str
     name: str | None
     generation: int | None
     frees_name: bool | None
+    marks: bytes
 
 
 class Indexed(NamedTuple):
@@ -259,12 +262,11 @@ def _indexed(rows: Iterable[Any]) -> list[Indexed]:
 def line_of(session: StoredRows, root_id: str) -> Line:
     """Of a closed session. Raises UnknownEvent."""
     head = session.head
-    if head["name"] is None:
-        return Line(session.session_id, root_id, None, None, None)
-    closed = [row for row in session.rows[events.name] if row["type"] == SessionClosed.__name__][-1]
-    event = decode(closed["type"], closed["version"], closed["data"])
-    frees_name = isinstance(event, SessionClosed) and event.reason == "finished"
-    return Line(session.session_id, root_id, head["name"], head["generation"], frees_name)
+    log = [decode(row["type"], row["version"], row["data"]) for row in session.rows[events.name]]
+    frees_name = None
+    if head["name"] is not None:
+        frees_name = [event.reason for event in log if isinstance(event, SessionClosed)][-1] == "finished"
+    return Line(session.session_id, root_id, head["name"], head["generation"], frees_name, marks_of(log))
 
 
 _is_unfinished = archived.c.state.in_([literal_column(f"'{state}'") for state in ("writing", "leaving", "erasing")])
