@@ -369,7 +369,7 @@ def test_a_rollout_of_each_driver_over_a_kill(places: Places, tokenizer: str, dr
                     model="simulator", messages=talk.messages, logprobs=True, temperature=0.6, extra_body=wish
                 )
                 talk.messages.append(made.choices[0].message.model_dump(exclude_none=True))
-                return made.model_dump()["choices"][0]["meta_info"]["output_token_logprobs"]
+                return made.choices[0].to_dict()["meta_info"]["output_token_logprobs"]
 
             talk.messages = [user("One")]
             sampled = turn()

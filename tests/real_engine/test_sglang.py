@@ -192,9 +192,10 @@ def updates(stand: Stand, engine: SglangProcess, mark: str, mode: str = "abort")
     """New weights behind a pause, after which what was held goes on: their version."""
     version = str(int(httpx.get(f"{engine.base_url}/model_info").json()["weight_version"]) + 1)
     assert stand.http.post("/fleet/pause", json={"mode": mode}).status_code == 200
-    engine.plays.release(mark)
     updated = {"new_version": version, "abort_all_requests": False}
     assert httpx.post(f"{engine.base_url}/update_weight_version", json=updated).status_code == 200
+    # The scheduler, which answers in order, has taken the pause by now; the pause's own reply does not wait for it.
+    engine.plays.release(mark)
     assert stand.http.post("/fleet/resume").status_code == 200
     return version
 
@@ -341,8 +342,9 @@ def test_an_abort_of_the_scheduler(lane: Lane, engine: SglangProcess) -> None:
 
 def test_ids_of_prompts(engine: SglangProcess, model: Path) -> None:
     """Random chats: the ids of the engine's prompt are those of the one that Turnlog makes."""
-    compared = Comparison(engine.base_url, str(model), "sglang")
-    for number in range(150):
-        compared.chat(Chats(f"1/{number}", 0.08).chat())
+    with httpx.Client(base_url=engine.base_url, timeout=60) as http:
+        compared = Comparison(http, str(model), "sglang")
+        for number in range(150):
+            compared.chat(Chats(f"1/{number}", 0.08).chat())
     assert compared.wrong == []
     assert compared.counts["the same ids"] > 100, compared.counts

@@ -148,8 +148,8 @@ class Chats:
 class Comparison:
     """What an engine and Turnlog make of chats. `counts` by outcome; `wrong` are the chats that differ."""
 
-    def __init__(self, engine: str, folder: str, dialect: EngineDialect) -> None:
-        self._engine = httpx.Client(base_url=engine, timeout=60)
+    def __init__(self, engine: httpx.Client, folder: str, dialect: EngineDialect) -> None:
+        self._engine = engine
         self._prompts = Prompts.load(folder, dialect=dialect)
         self._token_in = TokenIn(None, self._prompts, lambda: dialect)  # type: ignore[arg-type]  # no session
         self._pinned = self._prompts.pinned
@@ -210,9 +210,10 @@ def main() -> int:
     parser.add_argument("--odd", type=float, default=0.08)
     parser.add_argument("--show", type=int, default=1, help="chats that differ")
     options = parser.parse_args()
-    compared = Comparison(options.engine, options.folder, options.dialect)
-    for number in range(options.chats):
-        compared.chat(Chats(f"{options.seed}/{number}", options.odd).chat())
+    with httpx.Client(base_url=options.engine, timeout=60) as engine:
+        compared = Comparison(engine, options.folder, options.dialect)
+        for number in range(options.chats):
+            compared.chat(Chats(f"{options.seed}/{number}", options.odd).chat())
     for outcome, count in compared.counts.most_common():
         print(f"{count:>6}  {outcome}")
     for what, body in compared.wrong[: options.show]:
