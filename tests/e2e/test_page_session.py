@@ -39,7 +39,8 @@ def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     """An engine that answers at once."""
     require_chromium()
     environment = {"TURNLOG_ROLLBACK_WINDOW": "3"}
-    with standing(tmp_path_factory.mktemp("page"), "--seed", "3", "--reasoning", "0", environment=environment) as made:
+    engine = ("--seed", "3", "--reasoning", "0", "--context-length", str(1 << 23))
+    with standing(tmp_path_factory.mktemp("page"), *engine, environment=environment) as made:
         yield made
 
 

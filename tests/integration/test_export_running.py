@@ -60,7 +60,12 @@ def multiply(url: str, session_id: str, count: int) -> None:
     numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count}) "
     last = value(url, "SELECT max(position) FROM events")
     own = value(url, "SELECT count(*) FROM events WHERE session_id = :id", id=session_id)
-    made = {"session_id": "'c' || i", "position": f"{last} + (i - 1) * {own} + seq", "group_id": "'g' || i"}
+    made = {
+        "session_id": "'c' || i",
+        "position": f"{last} + (i - 1) * {own} + seq",
+        "group_id": "'g' || i",
+        "name": "NULL",
+    }
     for table in (sessions, events, turns, blobs):
         names = [column.name for column in table.columns if column.name != "tx"]
         values = ", ".join(made.get(name, name) for name in names)

@@ -51,6 +51,8 @@ function fields() {
     field("Tokens, at most", numberField("max_seq_len", atLeast0)),
     field("Rows, at most", numberField("limit", atLeast0)),
     folded("More", [
+      field("Name", textField("name")),
+      field("Generation", numberField("generation", { step: "1", min: "1" })),
       field("Staleness, at most", numberField("max_staleness", atLeast0)),
       field("of weights", numberField("weight_version", atLeast0)),
       field("staler ones", choice("stale", ["mask", "keep"], "drop")),
