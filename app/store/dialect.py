@@ -202,7 +202,7 @@ def _starts_with(element: begins_with, compiler: Any, **options: Any) -> str:
 
 
 class contains(FunctionElement[bool]):
-    """Does the first text contain the second?"""
+    """Does the first text contain the second, or do the first bytes?"""
 
     inherit_cache = True
     type = Boolean()
@@ -214,26 +214,9 @@ def _instr(element: contains, compiler: Any, **options: Any) -> str:
 
 
 @compiles(contains, "postgresql")
-def _strpos(element: contains, compiler: Any, **options: Any) -> str:
-    return f"(strpos({compiler.process(element.clauses, **options)}) > 0)"
-
-
-class contains_bytes(FunctionElement[bool]):
-    """Do the first bytes contain the second?"""
-
-    inherit_cache = True
-    type = Boolean()
-
-
-@compiles(contains_bytes)
-def _instr_bytes(element: contains_bytes, compiler: Any, **options: Any) -> str:
-    return f"(instr({compiler.process(element.clauses, **options)}) > 0)"
-
-
-@compiles(contains_bytes, "postgresql")
-def _position(element: contains_bytes, compiler: Any, **options: Any) -> str:
-    data, part = (compiler.process(clause, **options) for clause in element.clauses)
-    return f"(position({part} in {data}) > 0)"
+def _position(element: contains, compiler: Any, **options: Any) -> str:
+    whole, part = (compiler.process(clause, **options) for clause in element.clauses)
+    return f"(position({part} in {whole}) > 0)"
 
 
 class Tx(Protocol):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from sqlalchemy import Connection, LargeBinary, Select, Text, cast, literal, null, select, union, union_all
 
 from app.domain.events import Event, TurnCommitted, TurnOpened
-from app.store.dialect import contains_bytes
+from app.store.dialect import contains
 from app.store.schema import archived, events, sessions
 
 _ATTEMPTS = ("TurnOpened", "TurnCommitted")
@@ -63,7 +63,7 @@ def attempted(connection: Connection, name: str, mark: str, agent: str = "") -> 
             sessions.c.name == name,
             sessions.c.status != "undone",
             events.c.type.in_(_ATTEMPTS),
-            contains_bytes(events.c.data, literal(mark.encode(), LargeBinary)),
+            contains(events.c.data, literal(mark.encode(), LargeBinary)),
         )
     )
     own = archived.alias()
@@ -74,7 +74,7 @@ def attempted(connection: Connection, name: str, mark: str, agent: str = "") -> 
             archived.c.name.is_not(None),
             archived.c.name == name,
             own.c.state.not_in(_STILL_HERE),
-            contains_bytes(own.c.marks, literal(_packed(mark), LargeBinary)),
+            contains(own.c.marks, literal(_packed(mark), LargeBinary)),
         )
     )
     rows = connection.execute(union(here, left))
