@@ -18,7 +18,7 @@ from app.sessions import replay_payloads as replay
 from app.store import reads
 from app.store.ports import Database
 from workers import codec
-from workers.codec import TOKEN_BYTES, CorruptContent, Exchange
+from workers.codec import TOKEN_BYTES, CorruptContent, Exchange, Messages
 from workers.parse import REPLAY
 
 
@@ -67,14 +67,19 @@ async def echo(database: Database, session: Session, turn: Turn) -> bytes | None
 
 async def reply_messages(database: Database, session: Session, numbers: Sequence[int]) -> dict[int, bytes]:
     """The message of each of these turns' replies. Raises SessionUnreadable."""
+    said = await _messages(database, session, numbers)
+    return {number: messages.message for number, messages in said.items()}
+
+
+async def _messages(database: Database, session: Session, numbers: Sequence[int]) -> dict[int, Messages]:
+    """What each of these turns added to the history, its reply too. Raises SessionUnreadable."""
     try:
-        replies = await database.read(
+        return await database.read(
             lambda connection: reads.load_messages(connection, session.session_id, numbers),
             session_id=session.session_id,
         )
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session.session_id}: {error}") from error
-    return {number: messages.message for number, messages in replies.items()}
 
 
 async def _blobs(database: Database, session: Session, turn: int, numbers: Sequence[int]) -> dict[int, bytes]:
@@ -146,13 +151,7 @@ async def wire_turns(database: Database, session: Session, numbers: Iterable[int
 async def _history(database: Database, session: Session, number: int) -> list[bytes]:
     """All messages after turn `number`, its reply too, with their images. Raises SessionUnreadable."""
     numbers = [turn.number for turn in session.message_chain(number)]
-    try:
-        said = await database.read(
-            lambda connection: reads.load_messages(connection, session.session_id, numbers),
-            session_id=session.session_id,
-        )
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session.session_id}, turns {numbers}: {error}") from error
+    said = await _messages(database, session, numbers)
     messages = [raw for number in numbers for raw in (*said[number].messages, said[number].message)]
     return [*await images.put_back(database, session, messages)]
 
