@@ -93,9 +93,10 @@ class Names:
     async def begin_if_finished(self, new: NewSession) -> str:
         """As `begin`; one that another request has begun serves whatever it is like."""
         assert new.name is not None
-        with contextlib.suppress(SessionExists):
-            await self.begin(new)
-        return await self.newest(new.name)
+        try:
+            return await self.begin(new)
+        except SessionExists:
+            return await self.newest(new.name)
 
     async def _generations(self, name: str) -> list[Generation]:
         return await self._cache.database.read(partial(names.generations, name=name))

@@ -88,7 +88,7 @@ class Turns:
         is_newest = cache.database.is_sqlite
         while True:
             known = None if entry is None else entry.session
-            if entry is not None and entry.session.frees_name and entry.session.has_next and not turn.has_waited:
+            if entry is not None and entry.session.has_next and not turn.has_waited:
                 return await self._take_ended(turn, entry, protocol, body, continued)
             try:
                 if entry is None or entry.session.status != "open":
