@@ -14,9 +14,8 @@ import msgspec
 
 from app.domain.events import SessionConfig
 from app.domain.patterns import is_in_row
-from app.domain.request import KV_FIELD, KV_MEMBER, ChatRequest, CompletionRequest, value_of
+from app.domain.request import FIRST_ROW_NAMES, KV_FIELD, KV_MEMBER, RETURN, ChatRequest, CompletionRequest, value_of
 from app.errors import InvalidRequest
-from workers.parse_parts import REPLAY
 from workers.top_logprobs import MAX_TOP
 
 LIMITS = ("max_tokens", "max_completion_tokens")
@@ -31,15 +30,13 @@ _ELSEWHERE = {
     "lora_path": "give it as the field adapter",
     "stream_mode": "give it as the field stream_mode",
 }
-_FIRST_ROWS = ("routed_experts_start_len", "routed_experts_prompt_start")
-_RETURN = tuple(f"return_{kind}" for kind in REPLAY)
 
 _PER_TURN = frozenset(
     {
         *("messages", "prompt", "tools", "input_ids", "stream", "stream_options", "n", "rid", "nvext"),
         *("session_id", "session_params", "kv_transfer_params"),
         *("logprobs", "return_tokens_as_token_ids", "return_meta_info", "return_prompt_token_ids", "return_token_ids"),
-        *("return_weight_versions", *_RETURN, *_FIRST_ROWS),
+        *("return_weight_versions", *RETURN.values(), *FIRST_ROW_NAMES),
     }
 )
 """Each turn's own, or set by Turnlog."""
@@ -112,12 +109,12 @@ def in_new_wire(request: ChatRequest | CompletionRequest, *, evaluation: bool) -
         sent = {
             "input_ids": request.ids is not None,
             f"{KV_FIELD}.{KV_MEMBER}": isinstance(transfer, dict) and transfer.get(KV_MEMBER) is not None,
-            **{name: value_of(params.get(name), name) is not None for name in _FIRST_ROWS},
+            **{name: value_of(params.get(name), name) is not None for name in FIRST_ROW_NAMES},
         }
         for name, is_sent in sent.items():
             if is_sent:
                 raise InvalidRequest(f"{name} is the server's to set in a session that was created with evaluation")
-    unwanted = (*_FIRST_ROWS, *_RETURN) if evaluation else ()
+    unwanted = (*FIRST_ROW_NAMES, *RETURN.values()) if evaluation else ()
     if not any(name in params for name in unwanted):
         return request
     kept = {name: raw for name, raw in params.items() if name not in unwanted}

@@ -21,6 +21,7 @@ from app.domain.patterns import is_in_row
 from app.errors import Forbidden, InvalidRequest, Unsupported
 from workers import scan
 from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_parts import REPLAY
 from workers.parse_prompt import MAX_TOKEN_ID, TokenId
 from workers.top_logprobs import MAX_TOP
 
@@ -200,6 +201,12 @@ IdsField = Literal["input_ids", "kv_transfer_params"]
 
 KV_FIELD: IdsField = "kv_transfer_params"
 KV_MEMBER = "prompt_token_ids"
+
+RETURN: Mapping[str, str] = {kind: f"return_{kind}" for kind in REPLAY}
+"""By kind of replay payload, the parameter that asks for it."""
+
+FIRST_ROW_NAMES = ("routed_experts_start_len", "routed_experts_prompt_start")
+"""SGLang's and vLLM's parameter to leave out the first rows of `routed_experts`."""
 
 
 def chat_body(

@@ -7,8 +7,9 @@ from typing import Literal
 
 import msgspec
 
+from app.domain.request import RETURN
 from app.upstream.body import Body
-from app.upstream.dialects import PROMPT_WISHES, RETURN, asked_for, asks_for_prompt, logprob_wish
+from app.upstream.dialects import PROMPT_WISHES, asked_for, asks_for_prompt, logprob_wish
 from workers import scan
 from workers.codec import describe
 from workers.parse_json import NULL

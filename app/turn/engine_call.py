@@ -24,7 +24,7 @@ from app.domain.fleet import Fleet
 from app.domain.history import RequestHistory
 from app.domain.images import ESCAPED_LETTER, IMAGE_MARK, REFERENCE_MARK, take_out
 from app.domain.left_out import bounded
-from app.domain.request import ChatRequest, IdsField, chat_body, completion_body, join_object, value_of
+from app.domain.request import FIRST_ROW_NAMES, ChatRequest, IdsField, chat_body, completion_body, join_object, value_of
 from app.domain.session import Session, engine_session_of
 from app.domain.split import ITEMS
 from app.errors import ClaimLost, GenerationFailed, InvalidRequest, TokenPrefixMismatch, Unsupported, UpstreamInvalid
@@ -38,7 +38,6 @@ from app.upstream import inference
 from app.upstream.body import Body
 from app.upstream.client import EngineReply, Withheld
 from app.upstream.dialects import (
-    FIRST_ROW_NAMES,
     DialectChoice,
     clients_first_row,
     complete,

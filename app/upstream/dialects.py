@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from app.domain.events import EngineShape
-from workers.parse_parts import REPLAY
+from app.domain.request import FIRST_ROW_NAMES, RETURN
 from workers.top_logprobs import LogprobWish
 
 DialectChoice = Literal["auto", "sglang", "vllm"]
@@ -43,17 +43,11 @@ _NEEDED: Mapping[DialectChoice, Mapping[str, bytes]] = {
 _COMPLETION: Mapping[str, bytes] = {"return_token_ids": b"true", "return_weight_versions": b"true"}
 """For completions on either engine, with a number for `logprobs`; 0 returns only the sampled token's."""
 
-RETURN: Mapping[str, str] = {kind: f"return_{kind}" for kind in REPLAY}
-"""By kind of replay payload, the parameter that asks for it."""
-
 _FIRST_ROW: Mapping[DialectChoice, tuple[str, ...]] = {
-    "sglang": ("routed_experts_start_len",),
-    "vllm": ("routed_experts_prompt_start",),
-    "auto": ("routed_experts_start_len", "routed_experts_prompt_start"),
+    "sglang": FIRST_ROW_NAMES[:1],
+    "vllm": FIRST_ROW_NAMES[1:],
+    "auto": FIRST_ROW_NAMES,
 }
-
-FIRST_ROW_NAMES = _FIRST_ROW["auto"]
-"""Either engine's parameter to leave out the first rows of `routed_experts`."""
 
 
 def complete(

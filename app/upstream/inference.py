@@ -19,10 +19,9 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from app.domain.request import join_object
+from app.domain.request import FIRST_ROW_NAMES, join_object
 from app.upstream.body import Body
 from app.upstream.client import EngineClient
-from app.upstream.dialects import FIRST_ROW_NAMES
 from app.upstream.generate import Fields
 from app.upstream.headers import Headers
 from app.upstream.streams import UNREADABLE

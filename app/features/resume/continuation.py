@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from app.domain.request import ChatRequest, has_more_than_text, join_object, value_of
+from app.domain.request import FIRST_ROW_NAMES, ChatRequest, has_more_than_text, join_object, value_of
 from app.errors import UpstreamInvalid
 from app.sessions.cache import id_text
 from app.settings import Settings
@@ -16,7 +16,7 @@ from app.turn.engine_call import EngineCall, PromptIds
 from app.turn.in_flight import Request
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
-from app.upstream.dialects import FIRST_ROW_NAMES, PROMPT_WISHES, from_row
+from app.upstream.dialects import PROMPT_WISHES, from_row
 from workers import codec, join
 from workers.join import Piece, Shape
 from workers.join_text import Stop
