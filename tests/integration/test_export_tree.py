@@ -15,7 +15,7 @@ from integration.routing import BOTH
 from integration.stand import WEATHER, Stand, Talk, error_of, serving, user
 from integration.test_images import PNG, asks, image
 from ops.simulator.process import SimulatorProcess
-from tests.tools.export_digest.requests import Player, play
+from tests.tools.digest.requests import Player, play
 from turnlog import Turnlog, attention_mask, attention_slices, pack_trees, unpack_tree
 
 TREES = 40

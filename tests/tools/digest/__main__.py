@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from ops.server import ROOT
-from tests.tools.export_digest.requests import Taken
-from tests.tools.export_digest.take import NORMALISED, PINNED, WAYS, digests, taken
+from tests.tools.digest.requests import Taken
+from tests.tools.digest.take import NORMALISED, PINNED, WAYS, digests, taken
 
 AROUND = 160
 """Bytes that are shown before and behind a difference."""
@@ -17,7 +17,7 @@ AROUND = 160
 
 def main() -> int:
     """Print a digest for each item, or compare with `--before`. Returns 1 where something differs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.export_digest", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.tools.digest", description=__doc__)
     parser.add_argument("--before", type=Path, help="another checkout's folder")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--all", action="store_true", help="each difference, not only the first")

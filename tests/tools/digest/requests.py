@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import base64
+import json
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +57,23 @@ class Player:
         shown = sorted(item for item in reply.headers.items() if item[0].startswith(SHOWN_HEADERS))
         head = "".join(f"{key}: {value}\n" for key, value in shown)
         self.taken[f"reply {len(self.taken):03} {name}"] = f"{reply.status_code}\n{head}\n".encode() + reply.content
+        if "x-turnlog-replayed" in reply.headers:
+            self._await_delivery(path.split("/")[2], int(reply.headers["x-turnlog-turn"]))
+        made = re.search(r"x-turnlog-session-id: (\w+)|/sessions/(01\w{30})/v1", f"{head}{reply.text[:200]}")
+        if made is not None and (made_up := made[1] or made[2]) not in (*self.sessions, *self.made_up):
+            self.made_up[made_up] = f"made-up-{len(self.made_up):024}"
         return reply
+
+    def _await_delivery(self, session_id: str, turn: int) -> None:
+        """That a reply was given again is written down behind it: wait, so that the log has one order."""
+        deadline = time.monotonic() + 30
+        while ("ReplyRedelivered", turn) not in self._events(session_id):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no event says that turn {turn} of {session_id} was given again")
+
+    def _events(self, session_id: str) -> list[tuple[str, int | None]]:
+        lines = self.http.get(f"/sessions/{session_id}/events").content.splitlines()
+        return [(event["type"], event.get("turn")) for event in map(json.loads, lines)]
 
     def session(self, name: str, **body: Any) -> Talk:
         self.sessions.append(name)

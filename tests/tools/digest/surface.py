@@ -1,12 +1,10 @@
-"""What a user of Turnlog can see of a checkout: routes, settings, stored events and commands, a line each.
+"""What a user of Turnlog can see of a checkout without a server: settings, stored events and commands, a line each.
 
-Run it in two checkouts and compare: `python tests/tools/surface.py > before`, the same in the other, `diff`. The code
-that is looked at is that of the working folder.
+A part of the digest, which runs it as a program: the code that is looked at is that of the working folder.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -18,29 +16,9 @@ sys.path.insert(0, str(Path.cwd()))
 
 def main() -> None:
     """Print all lines, sorted within their kind."""
-    for kind in (routes, settings, events, commands):
+    for kind in (settings, events, commands):
         for line in sorted(kind()):
             print(line)
-
-
-def routes() -> Iterator[str]:
-    """Each route with its parameters, whether it takes a body, and its statuses."""
-    from app.main import create_app
-    from app.settings import Settings
-
-    try:
-        openapi = importlib.import_module("app.api.openapi")
-    except ModuleNotFoundError:
-        openapi = importlib.import_module("app.http.openapi")
-    for path, operations in openapi.document(create_app(Settings()))["paths"].items():
-        for method, operation in operations.items():
-            parameters = sorted(_parameter(one) for one in operation.get("parameters", []))
-            body = " body" if "requestBody" in operation else ""
-            yield f"route {method.upper()} {path} ({', '.join(parameters)}){body} -> {sorted(operation['responses'])}"
-
-
-def _parameter(parameter: dict[str, Any]) -> str:
-    return f"{parameter.get('in')}:{parameter.get('name')}" + ("!" if parameter.get("required") else "")
 
 
 def settings() -> Iterator[str]:

@@ -1,10 +1,10 @@
 """The bytes of exports, replies and logs for fixed requests. A wanted change is pinned anew by
-`python -m tests.tools.export_digest --pin`, after a look at what changed: `--before CHECKOUT --save FOLDER`."""
+`python -m tests.tools.digest --pin`, after a look at what changed: `--before CHECKOUT --save FOLDER`."""
 
 from __future__ import annotations
 
 from ops.server import ROOT
-from tests.tools.export_digest.take import PINNED, digests, taken
+from tests.tools.digest.take import PINNED, digests, taken
 
 
 def test_fixed_requests_leave_the_bytes_that_are_pinned() -> None:
