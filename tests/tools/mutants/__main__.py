@@ -64,13 +64,19 @@ def _count(tree: Path) -> None:
     for area in dict.fromkeys(area for area, _ in found):
         counts = [found[area, pattern] for pattern in patterns]
         print(" | ".join((area, str(sum(counts)), *map(str, counts))))
-    print(" | ".join(("all", str(found.total()), *(str(sum(found[a, p] for a, p in found if p == one)) for one in patterns))))
+    print(
+        " | ".join(
+            ("all", str(found.total()), *(str(sum(found[a, p] for a, p in found if p == one)) for one in patterns))
+        )
+    )
 
 
 def _show(wanted: str, tree: Path) -> None:
     [one] = [one for _, one in all_mutants(tree) if one.id == wanted]
     source = (tree / one.path).read_text()
-    diff = difflib.unified_diff(source.splitlines(), one.applied(source).splitlines(), one.path, one.path, lineterm="", n=6)
+    diff = difflib.unified_diff(
+        source.splitlines(), one.applied(source).splitlines(), one.path, one.path, lineterm="", n=6
+    )
     print("\n".join(diff))
 
 

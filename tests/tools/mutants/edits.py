@@ -82,7 +82,9 @@ def _of_body(body: Sequence[ast.stmt], names: tuple[str, ...], *, runs: bool = F
         for one, other in pairwise(body):
             if patterns.change_places(one, other):
                 before, after = f"{ast.unparse(one)}; {ast.unparse(other)}", "the other way round"
-                yield _Found(names, "swap", before, after, one.lineno, _end(other), f"{ast.unparse(other)}\n{ast.unparse(one)}")
+                yield _Found(
+                    names, "swap", before, after, one.lineno, _end(other), f"{ast.unparse(other)}\n{ast.unparse(one)}"
+                )
 
 
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

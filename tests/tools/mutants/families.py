@@ -24,8 +24,8 @@ _FAILED = r"^(?:FAILED|ERROR) (\S+)"
 
 
 class Family(NamedTuple):
-    """`{}` in the command stand for the first seed and the number of schedules. `tests`: the modules from which those are chosen that
-    reach the fault. What the first group of `found` matches in the output is what found it."""
+    """`{}` in the command stand for the first seed and the number of schedules. `tests`: the modules of which those are
+    run that reach the fault. What the first group of `found` matches in the output is what found it."""
 
     command: tuple[str, ...]
     limit_s: float
@@ -86,7 +86,13 @@ def run(family: Family, copy: Copy, *, seeds: range, modules: Sequence[str] | No
     output = copy.base / "output"
     with output.open("wb") as file:
         process = subprocess.Popen(
-            command, cwd=copy.root, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            command,
+            cwd=copy.root,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
     try:
         outcome = _outcome(family, process, output, began)

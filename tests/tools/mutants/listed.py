@@ -21,7 +21,9 @@ MUST = re.compile(
 )
 """The odd fields of claims and commits, and the conditions on them in both databases."""
 
-_HELD = re.compile(r"^(Known|Claim|Commit|Release|Stage|replace)\(|_at\b|^where\(|^(and_|or_)\(|open_turns\.c\.|^(WHERE|AND) ")
+_HELD = re.compile(
+    r"^(Known|Claim|Commit|Release|Stage|replace)\(|_at\b|^where\(|^(and_|or_)\(|open_turns\.c\.|^(WHERE|AND) "
+)
 _PLAIN = re.compile(r"session_id ==? \S*(sid|\?1)\b|\bWHERE (s|o|n)\.session_id = ")
 """Without this condition a statement changes all sessions: every test finds that."""
 
@@ -48,7 +50,7 @@ class Listed(NamedTuple):
 
 
 def choose(found: Sequence[tuple[str, Mutant]], count: int, seed: int) -> list[Listed]:
-    """At least one fault of each area and each pattern, all that are a must, and as many more of each area until there are `count`."""
+    """All that are a must, at least one of each pattern, and then as many of each area until there are `count`."""
     rng = random.Random(seed)
     shuffled = [(area, one) for area, one in found if not _PLAIN.search(one.before)]
     rng.shuffle(shuffled)
@@ -99,6 +101,6 @@ def find(listed: Iterable[Listed], tree: Path) -> dict[str, Mutant | None]:
         path, function, pattern, ordinal = wanted.id.split(":")
         fits = same[path, pattern, wanted.before, wanted.after]
         here = [one for one in fits if one.function == function]
-        nearest = sorted(here, key=lambda one: abs(one.ordinal - int(ordinal)))  # noqa: B023
+        nearest = sorted(here, key=lambda one: abs(one.ordinal - int(ordinal)))
         found[wanted.id] = nearest[0] if nearest else fits[0] if len(fits) == 1 else None
     return found

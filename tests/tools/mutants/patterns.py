@@ -15,7 +15,9 @@ Change = tuple[ast.expr, str, str]
 
 ODD: dict[str, Any] = {
     **dict.fromkeys(("fence", "fenced", "incarnation", "holder", "version", "known", "turns", "known_turns"), 0),
-    **dict.fromkeys(("opened_at", "claimed_at", "last_event_at", "known_at", "decided_at", "came_at", "heartbeat_at"), 0.0),
+    **dict.fromkeys(
+        ("opened_at", "claimed_at", "last_event_at", "known_at", "decided_at", "came_at", "heartbeat_at"), 0.0
+    ),
     **dict.fromkeys(("pinned_upto", "generation", "epoch", "seq", "turn", "reserved", "sampled", "position", "by"), 0),
     **dict.fromkeys(("retry_key", "agent_id", "stages", "after", "since", "until", "binding", "adapter"), None),
     **dict.fromkeys(("unlike", "payloads"), ()),
@@ -39,7 +41,9 @@ TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {
 OTHERS = {"min": "max", "max": "min", "any": "all", "all": "any", "is_": "is_not", "is_not": "is_"}
 """Functions that are mistaken for each other."""
 
-PLAIN_CALLS = re.compile(r"(\b_?(log|logger|metrics|stages|crash_points|unreadable|counts|warnings)\.)|(\badd_note$)|^super\(|^reach$")
+PLAIN_CALLS = re.compile(
+    r"(\b_?(log|logger|metrics|stages|crash_points|unreadable|counts|warnings)\.)|(\badd_note$)|^super\(|^reach$"
+)
 """Calls that say something, measure or name a crash point: nothing depends on them."""
 
 TYPE_CHECKS = ("isinstance", "issubclass", "cast", "TypeVar")
@@ -53,7 +57,9 @@ def is_left_out(statement: ast.stmt) -> bool:
         case ast.If(test=test):
             return ast.unparse(test) in ("TYPE_CHECKING", "crash_points.ARMED")
         case ast.FunctionDef(name=name):
-            return name in ("__repr__", "__str__") or any("overload" in ast.unparse(one) for one in statement.decorator_list)
+            return name in ("__repr__", "__str__") or any(
+                "overload" in ast.unparse(one) for one in statement.decorator_list
+            )
         case ast.Expr(value=ast.Call() | ast.Await(value=ast.Call())):
             return PLAIN_CALLS.search(ast.unparse(_call(statement.value).func)) is not None
         case ast.Assign(targets=[ast.Name(id="__all__" | "log" | "inherit_cache")]):
@@ -141,7 +147,11 @@ def values(node: ast.AST) -> Iterator[Change]:
     match node:
         case ast.Call(func=ast.Attribute(attr="values"), keywords=[_, _, *_]):
             for index, one in enumerate(node.keywords):
-                yield _with(node, keywords=_but(node.keywords, index)), f"values({one.arg}={ast.unparse(one.value)})", "nothing"
+                yield (
+                    _with(node, keywords=_but(node.keywords, index)),
+                    f"values({one.arg}={ast.unparse(one.value)})",
+                    "nothing",
+                )
         case ast.Dict(keys=[ast.Constant(value=str()), ast.Constant(value=str()), *_]):
             for index, key in enumerate(node.keys):
                 if key is not None:
@@ -251,7 +261,9 @@ def order(node: ast.AST) -> Iterator[Change]:
     """Rows or values are in no order, or in another."""
     match node:
         case ast.Call(func=ast.Attribute(attr="order_by" | "desc" | "asc" as name, value=inner)):
-            what = f"{name}({', '.join(map(ast.unparse, node.args))})" if node.args else f"{ast.unparse(inner)}.{name}()"
+            what = (
+                f"{name}({', '.join(map(ast.unparse, node.args))})" if node.args else f"{ast.unparse(inner)}.{name}()"
+            )
             yield inner, what, "nothing"
         case ast.Call(func=ast.Name(id="sorted" | "reversed"), args=[inner, *_]):
             yield _whole(node, ast.Call(ast.Name("list", ast.Load()), [inner], []))
@@ -333,7 +345,9 @@ def _is_write(statement: ast.stmt) -> bool:
     return False
 
 
-WRITES = re.compile(r"\btx\.(run|run_all|insert|each|lock)\(|\(tx\b|\b(execute|executemany|many)\(|\b(submit|write_with_retry)\(")
+WRITES = re.compile(
+    r"\btx\.(run|run_all|insert|each|lock)\(|\(tx\b|\b(execute|executemany|many)\(|\b(submit|write_with_retry)\("
+)
 
 
 def change_places(one: ast.stmt, other: ast.stmt) -> bool:

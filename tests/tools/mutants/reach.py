@@ -7,7 +7,6 @@ calls for the module whose tests run then. That is also a plugin of pytest, whic
 from __future__ import annotations
 
 import ast
-import json
 import os
 import subprocess
 from collections import defaultdict
@@ -16,7 +15,6 @@ from pathlib import Path
 
 import msgspec
 
-from tests.tools.mutants.areas import AREAS
 from tests.tools.mutants.copies import Copy
 from tests.tools.mutants.edits import Mutant
 from tests.tools.mutants.families import MARK, Family, end_all
@@ -56,7 +54,11 @@ def trace(name: str, family: Family, tree: Path, file: Path) -> None:
     environment[MARK] = mark = f"trace-{os.getpid()}"
     try:
         done = subprocess.run(command, cwd=copy.root, env=environment, capture_output=True, text=True, check=False)
-        failed = {line.split(" ")[1].split("::")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))}
+        failed = {
+            line.split(" ")[1].split("::")[0]
+            for line in done.stdout.splitlines()
+            if line.startswith(("FAILED", "ERROR"))
+        }
         reach = read_reach(file)
         reach[name] = {module: _module(notes / module.replace("/", "."), module not in failed) for module in modules}
         file.write_bytes(msgspec.json.encode(reach))

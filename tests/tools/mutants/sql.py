@@ -81,7 +81,11 @@ def _columns(text: str) -> Iterator[Change]:
             for index, column in enumerate(columns):
                 name, value = (part.strip() for part in column.split("=", 1))
                 # A parameter that nothing names would be one too many.
-                kept = [f"{name} = CASE WHEN {value} IS NULL THEN {name} ELSE {name} END"] if _has_parameter(column) else []
+                kept = (
+                    [f"{name} = CASE WHEN {value} IS NULL THEN {name} ELSE {name} END"]
+                    if _has_parameter(column)
+                    else []
+                )
                 left = [*columns[:index], *columns[index + 1 :], *kept]
                 yield f"{text[: found.end()]} {', '.join(left)} {text[end:]}", f"SET {column}", "nothing"
 
