@@ -100,7 +100,8 @@ def _named(statement: ast.stmt) -> tuple[str, ...]:
 
 
 def _begin(statement: ast.stmt) -> int:
-    return min([statement.lineno, *(one.lineno for one in getattr(statement, "decorator_list", ()))])
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(one.lineno for one in decorators)])
 
 
 def _end(statement: ast.stmt) -> int:

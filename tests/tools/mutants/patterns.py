@@ -328,7 +328,7 @@ def of_statement(statement: ast.stmt, *, runs: bool) -> Iterator[tuple[str, str,
             yield "state", ast.unparse(statement), "nothing", ast.Pass()
 
 
-def _other_value(statement: ast.Return | ast.AnnAssign | ast.Assign, value: object) -> Iterator[Any]:
+def _other_value(statement: ast.Return | ast.AnnAssign | ast.Assign, value: Any) -> Iterator[Any]:
     other = _other(ast.Constant(value))
     if other is not None:
         new = copy.copy(statement)

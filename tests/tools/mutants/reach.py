@@ -10,7 +10,6 @@ import ast
 import os
 import subprocess
 from collections import defaultdict
-from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -82,7 +81,7 @@ def choose(mutant: Mutant, modules: dict[str, Module], tree: Path) -> list[str]:
     return sorted(chosen, key=lambda name: modules[name].seconds)
 
 
-def _callers(mutant: Mutant, tree: Path) -> Collection[str]:
+def _callers(mutant: Mutant, tree: Path) -> set[str]:
     """Where a fault is run: its function, or for a statement outside functions all that name what it defines."""
     users, functions = _users(tree)
     if f"{mutant.path} {mutant.function}" in functions:
