@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.tools.mutants import sql
+from tests.tools.mutants.copies import Copy
 from tests.tools.mutants.edits import mutants_of
-from tests.tools.mutants.families import Outcome
+from tests.tools.mutants.families import Family, Outcome, run
 from tests.tools.mutants.listed import Listed, find, read_list
 from tests.tools.mutants.results import add, is_wanted, read_results, report
 
@@ -125,6 +127,39 @@ def test_the_lists_faults_are_still_there() -> None:
     gone = [name for name, one in find(listed, ROOT).items() if one is None]
     assert len(listed) >= 150
     assert gone == []
+
+
+@pytest.fixture(scope="module")
+def copy() -> Iterator[Copy]:
+    made = Copy(ROOT)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "how", "what"),
+    [
+        ("print('seed 7 failed', flush=True); waits()", "found", "7"),
+        ("waits()", "hangs", ""),
+        ("print(undefined)", "broken", "NameError: name 'undefined' is not defined"),
+        ("pass", "passed", ""),
+    ],
+)
+def test_a_family_runs_until_its_first_failure(copy: Copy, code: str, how: str, what: str) -> None:
+    waits = "waits = lambda: __import__('time').sleep(600)"
+    family = Family(("-c", f"{waits}\n{code}"), 1.0, r"^seed (\d+) failed")
+    outcome = run(family, copy, seeds=range(1, 2), modules=None)
+    assert (outcome.how, outcome.what) == (how, what)
+
+
+def test_a_fault_is_in_the_copy_alone(copy: Copy) -> None:
+    path = "app/turn/retries.py"
+    source = (ROOT / path).read_text()
+    mutant = next(mutants_of(path, source))
+    with copy.broken(mutant):
+        assert (copy.root / path).read_text() == mutant.applied(source)
+        assert (ROOT / path).read_text() == source
+    assert (copy.root / path).read_text() == source
 
 
 def test_results_continue_where_they_end(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from tests.tools.mutants.copies import Copy
 from tests.tools.mutants.edits import Mutant
 from tests.tools.mutants.families import FAMILIES, run
 from tests.tools.mutants.listed import LIST, choose, find, read_list, write_list
-from tests.tools.mutants.reach import Module, read_reach, trace
 from tests.tools.mutants.reach import choose as modules_of
+from tests.tools.mutants.reach import read_reach, trace
 from tests.tools.mutants.results import FOUND, add, is_wanted, read_results, report
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -93,16 +93,14 @@ def _run(chosen: argparse.Namespace, tree: Path) -> None:
         and is_wanted(results[one.id], chosen.run, chosen.schedules, unfound=chosen.unfound)
     ]
     random.Random(chosen.run).shuffle(wanted)  # What has been run so far is a sample of all.
-    family, modules = FAMILIES[chosen.run], dict[str, Module]()
-    if family.tests is not None:
-        modules = read_reach(chosen.reach)[chosen.run]
+    family, modules = FAMILIES[chosen.run], read_reach(chosen.reach)[chosen.run]
     copies = SimpleQueue[Copy]()
     for _ in range(chosen.jobs):
         copies.put(Copy(tree))
 
     def one_run(given: tuple[str, Mutant]) -> None:
         name, mutant = given
-        tests = None if family.tests is None else modules_of(mutant, modules, tree)
+        tests = modules_of(mutant, modules, tree)
         first = 1 + results[name][chosen.run].schedules if chosen.run in results[name] else 1
         copy = copies.get()
         try:
@@ -115,7 +113,7 @@ def _run(chosen: argparse.Namespace, tree: Path) -> None:
 
     try:
         copies.put(copy := copies.get())
-        sound = run(family, copy, seeds=range(1, 1 + SOUND_SCHEDULES), modules=sorted(modules)[:1] or None)
+        sound = run(family, copy, seeds=range(1, 1 + SOUND_SCHEDULES), modules=sorted(modules)[:1])
         if sound.how != "passed":
             sys.exit(f"{chosen.run} does not pass without a fault: {sound}")
         with ThreadPoolExecutor(chosen.jobs) as pool:

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -31,6 +32,14 @@ class Family(NamedTuple):
     limit_s: float
     found: str
     tests: str | None = None
+
+    def on(self, copy: Copy, seeds: range, modules: Sequence[str] | None) -> list[str]:
+        """The command in a copy; without `modules` all are run."""
+        given = iter((seeds.start, len(seeds)))
+        command = [str(next(given)) if part == "{}" else part for part in self.command]
+        if self.tests is not None:
+            command += sorted(map(str, copy.root.glob(self.tests))) if modules is None else modules
+        return [sys.executable, *command]
 
 
 def _pytest(tests: str, limit_s: float, *options: str, chosen: bool = True) -> Family:
@@ -75,11 +84,7 @@ def run(family: Family, copy: Copy, *, seeds: range, modules: Sequence[str] | No
     """Run a family in a copy until its first failure. `modules`: the test modules to run, None for all."""
     if modules is not None and not modules:
         return Outcome("unreached", 0.0, "")
-    command = [str(copy.tree / ".venv/bin/python"), *family.command]
-    if "{}" in command:
-        command = " ".join(command).format(seeds.start, len(seeds)).split(" ")
-    if family.tests is not None:
-        command += modules if modules is not None else sorted(map(str, copy.root.glob(family.tests)))
+    command = family.on(copy, seeds, modules)
     mark = uuid.uuid4().hex
     environment = {**os.environ, "PYTHONPATH": str(copy.root), "TMPDIR": str(copy.scratch), MARK: mark}
     began = time.monotonic()

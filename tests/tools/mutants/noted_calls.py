@@ -1,4 +1,7 @@
-"""Notes for a test module which of the service's functions its tests call, in whatever process: see `reach`."""
+"""Notes for a test module which of the service's functions its tests call, in whatever process: see `reach`.
+
+It is loaded before pytest loads it as a plugin: PYTEST_DONT_REWRITE.
+"""
 
 from __future__ import annotations
 

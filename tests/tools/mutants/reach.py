@@ -21,6 +21,13 @@ from tests.tools.mutants.families import MARK, Family, end_all
 HOOK = Path(__file__).with_name("noted_calls.py")
 
 
+ALL = "all"
+"""Stands for the module of a family that always runs as a whole."""
+
+TRACED_SCHEDULES = 60
+"""What these never call, more of them hardly do."""
+
+
 class Module(msgspec.Struct):
     """Of a test module: how long it takes, whether its tests pass without a fault, and "<file> <function>" of each
     function that they call."""
@@ -40,32 +47,34 @@ def read_reach(file: Path) -> Reach:
 
 
 def trace(name: str, family: Family, tree: Path, file: Path) -> None:
-    """Run a family without a fault and add to `file` what each of its modules calls."""
-    assert family.tests is not None
+    """Run a family without a fault and add to `file` what each of its modules calls, or what all of it does."""
     copy = Copy(tree)
     (copy.root / "sitecustomize.py").write_text(HOOK.read_text())
     notes = copy.base / "notes"
     notes.mkdir()
-    modules = sorted(str(one.relative_to(copy.root)) for one in copy.root.glob(family.tests))
-    options = [part for part in family.command if part != "-x"]
-    command = [str(tree / ".venv/bin/python"), *options, "-p", "sitecustomize", *modules]
+    command = [part for part in family.on(copy, range(1, 1 + TRACED_SCHEDULES), None) if part != "-x"]
+    modules = [ALL]
+    if family.tests is None:
+        (notes / "now").write_text(ALL)
+    else:
+        modules = sorted(str(one.relative_to(copy.root)) for one in copy.root.glob(family.tests))
+        command += ["-p", "sitecustomize"]
     environment = {**os.environ, "PYTHONPATH": str(copy.root), "MUTANTS_NOTES": str(notes), "TMPDIR": str(copy.scratch)}
     environment[MARK] = mark = f"trace-{os.getpid()}"
     try:
         done = subprocess.run(command, cwd=copy.root, env=environment, capture_output=True, text=True, check=False)
-        failed = {
-            line.split(" ")[1].split("::")[0]
-            for line in done.stdout.splitlines()
-            if line.startswith(("FAILED", "ERROR"))
-        }
+        if done.returncode not in (0, 1):
+            raise RuntimeError(f"{name} cannot be traced: {(done.stdout + done.stderr)[-500:]}")
+        lines = [line.split(" ") for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        failed = {test.split("::")[0] for _, test, *_ in lines}
         reach = read_reach(file)
         reach[name] = {module: _module(notes / module.replace("/", "."), module not in failed) for module in modules}
         file.write_bytes(msgspec.json.encode(reach))
     finally:
         end_all(mark)
         copy.close()
-    passing = sum(module.passes and bool(module.calls) for module in reach[name].values())
-    print(f"{name}: {passing} of {len(modules)} modules pass and call the service; failed: {sorted(failed)}")
+    calling = sum(module.passes and bool(module.calls) for module in reach[name].values())
+    print(f"{name}: {calling} of {len(modules)} modules pass and call the service; failed: {sorted(failed)}")
 
 
 def _module(notes: Path, passes: bool) -> Module:
