@@ -43,7 +43,9 @@ def main() -> int:
     chosen = parser.parse_args()
     tree = chosen.tree.resolve()
     if chosen.choose:
-        write_list(choose(list(all_mutants(tree)), chosen.choose, chosen.seed))
+        marks = {one.id: one.equivalent for one in read_list()} if LIST.exists() else {}
+        listed = choose(list(all_mutants(tree)), chosen.choose, chosen.seed)
+        write_list(one._replace(equivalent=marks.get(one.id, "")) for one in listed)
     elif chosen.show:
         _show(chosen.show, tree)
     elif chosen.trace:
