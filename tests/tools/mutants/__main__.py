@@ -22,6 +22,8 @@ from tests.tools.mutants.results import FOUND, add, is_wanted, read_results, rep
 
 ROOT = Path(__file__).resolve().parents[3]
 
+REACH = ROOT / "var/mutants/reach.json"
+
 SOUND_SCHEDULES = 3
 """How many schedules must pass without a fault."""
 
@@ -38,7 +40,7 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=120)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--trace", choices=FAMILIES, metavar="FAMILY", help="note which functions its modules call")
-    parser.add_argument("--reach", type=Path, help="the file of these notes")
+    parser.add_argument("--reach", type=Path, default=REACH, help="the file of these notes")
     parser.add_argument("--report", type=Path, metavar="FILE")
     chosen = parser.parse_args()
     tree = chosen.tree.resolve()
@@ -95,7 +97,9 @@ def _run(chosen: argparse.Namespace, tree: Path) -> None:
         and is_wanted(results[one.id], chosen.run, chosen.schedules, unfound=chosen.unfound)
     ]
     random.Random(chosen.run).shuffle(wanted)  # What has been run so far is a sample of all.
-    family, modules = FAMILIES[chosen.run], read_reach(chosen.reach)[chosen.run]
+    family, modules = FAMILIES[chosen.run], read_reach(chosen.reach).get(chosen.run)
+    if modules is None:
+        sys.exit(f"{chosen.run} is not traced yet: --trace '{chosen.run}' --reach FILE")
     copies = SimpleQueue[Copy]()
     for _ in range(chosen.jobs):
         copies.put(Copy(tree))

@@ -69,6 +69,7 @@ def trace(name: str, family: Family, tree: Path, file: Path) -> None:
         failed = {test.split("::")[0] for _, test, *_ in lines}
         reach = read_reach(file)
         reach[name] = {module: _module(notes / module.replace("/", "."), module not in failed) for module in modules}
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(msgspec.json.encode(reach))
     finally:
         end_all(mark)
