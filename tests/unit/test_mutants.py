@@ -13,6 +13,7 @@ from tests.tools.mutants.copies import Copy
 from tests.tools.mutants.edits import mutants_of
 from tests.tools.mutants.families import Family, Outcome, run
 from tests.tools.mutants.listed import Listed, find, read_list
+from tests.tools.mutants.reach import callers
 from tests.tools.mutants.results import add, is_wanted, read_results, report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,6 +128,17 @@ def test_the_lists_faults_are_still_there() -> None:
     gone = [name for name, one in find(listed, ROOT).items() if one is None]
     assert len(listed) >= 150
     assert gone == []
+
+
+def test_what_stands_outside_of_functions_is_run_by_those_that_use_it() -> None:
+    def users(name: str) -> set[str]:
+        [mutant] = [one for one in found if one.id == name]
+        return callers(mutant, ROOT)
+
+    path = "app/store/statements.py"
+    found = list(mutants_of(path, (ROOT / path).read_text()))
+    assert users(f"{path}:_fenced:operand:1") == {f"{path} _fenced"}
+    assert users(f"{path}:drop_staged:where:1") == {"app/store/log_turns.py Release.apply", "app/store/log.py abandon"}
 
 
 @pytest.fixture(scope="module")

@@ -86,12 +86,12 @@ def _module(notes: Path, passes: bool) -> Module:
 
 def choose(mutant: Mutant, modules: dict[str, Module], tree: Path) -> list[str]:
     """The test modules that run a fault, quickest first; of those that failed without it none."""
-    calls = _callers(mutant, tree)
+    calls = callers(mutant, tree)
     chosen = [name for name, module in modules.items() if module.passes and not calls.isdisjoint(module.calls)]
     return sorted(chosen, key=lambda name: modules[name].seconds)
 
 
-def _callers(mutant: Mutant, tree: Path) -> set[str]:
+def callers(mutant: Mutant, tree: Path) -> set[str]:
     """Where a fault is run: its function, or for a statement outside functions all that name what it defines."""
     users, functions = _users(tree)
     if f"{mutant.path} {mutant.function}" in functions:
@@ -135,7 +135,8 @@ def _read(
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             user = f"{path} {'.'.join((*outer, statement.name))}"
             functions.add(user)
-            _read(statement.body, path, (*outer, statement.name), users, functions)
+            inner = [one for one in statement.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+            _read(inner, path, (*outer, statement.name), users, functions)
         else:
             targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
             names = [one.id for one in targets if isinstance(one, ast.Name)]
