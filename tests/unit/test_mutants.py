@@ -58,8 +58,7 @@ def made(pattern: str) -> list[str]:
         ("lock", ["with_for_update() → nothing"]),
         ("constant", ["durable: ClassVar[bool] = True → False"]),
         ("default", ["most = 1 → 2"]),
-        ("guard", ["if self.known is None or not self.opened: … "
-                   "raise ValueError(f'{self.known == 1} is not known') → nothing"]),
+        ("guard", ["if self.known is None or not self.opened: … raise ValueError → nothing"]),
         ("write", ["tx.lock(held, {'sid': self.sid, 'fence': self.fence}) → nothing",
                    "tx.run(held, Known(self.version)) → nothing"]),
         ("state", ["self.count = min(most, 2) → nothing"]),

@@ -82,7 +82,7 @@ def _is_must(one: Mutant) -> bool:
 
 def read_list(file: Path = LIST) -> list[Listed]:
     """The faults of a list, in its order."""
-    return [Listed(*line.split("\t")) for line in file.read_text().splitlines() if line and not line.startswith("#")]
+    return [Listed(*line.split("\t")) for line in file.read_text().splitlines()]
 
 
 def write_list(listed: Iterable[Listed], file: Path = LIST) -> None:

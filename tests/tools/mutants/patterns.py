@@ -317,7 +317,7 @@ def of_statement(statement: ast.stmt, *, runs: bool) -> Iterator[tuple[str, str,
         case ast.If(test=test, body=[*_, last]):
             if isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break):
                 never = ast.If(ast.Constant(False), statement.body, statement.orelse)
-                yield "guard", f"if {ast.unparse(test)}: … {ast.unparse(last)}", "nothing", never
+                yield "guard", f"if {ast.unparse(test)}: … {_brief(last)}", "nothing", never
             else:
                 always = ast.If(ast.Constant(True), statement.body, statement.orelse)
                 yield "condition", f"if {ast.unparse(test)}", "if True", always
@@ -326,6 +326,12 @@ def of_statement(statement: ast.stmt, *, runs: bool) -> Iterator[tuple[str, str,
             yield what, ast.unparse(statement), "nothing", ast.Pass()
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) | ast.AugAssign() | ast.Delete():
             yield "state", ast.unparse(statement), "nothing", ast.Pass()
+
+
+def _brief(statement: ast.stmt) -> str:
+    """A statement without what an error says."""
+    raised = statement.exc if isinstance(statement, ast.Raise) else None
+    return f"raise {ast.unparse(raised.func)}" if isinstance(raised, ast.Call) else ast.unparse(statement)
 
 
 def _other_value(statement: ast.Return | ast.AnnAssign | ast.Assign, value: Any) -> Iterator[Any]:

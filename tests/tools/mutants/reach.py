@@ -20,7 +20,6 @@ from tests.tools.mutants.families import MARK, Family, end_all
 
 HOOK = Path(__file__).with_name("noted_calls.py")
 
-
 ALL = "all"
 """Stands for the module of a family that always runs as a whole."""
 
@@ -66,7 +65,7 @@ def trace(name: str, family: Family, tree: Path, file: Path) -> None:
         if done.returncode not in (0, 1):
             raise RuntimeError(f"{name} cannot be traced: {(done.stdout + done.stderr)[-500:]}")
         lines = [line.split(" ") for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        failed = {test.split("::")[0] for _, test, *_ in lines}
+        failed = {test.split("::")[0] for _, test, *_ in lines} | ({ALL} if done.returncode else set())
         reach = read_reach(file)
         reach[name] = {module: _module(notes / module.replace("/", "."), module not in failed) for module in modules}
         file.parent.mkdir(parents=True, exist_ok=True)
