@@ -51,7 +51,7 @@ def main() -> int:
     elif chosen.show:
         _show(chosen.show, tree)
     elif chosen.trace:
-        trace(chosen.trace, FAMILIES[chosen.trace], tree, chosen.reach)
+        trace(chosen.trace, FAMILIES[chosen.trace], tree, chosen.reach, schedules=chosen.schedules)
     elif chosen.run:
         _run(chosen, tree)
     elif chosen.report:

@@ -23,9 +23,6 @@ HOOK = Path(__file__).with_name("noted_calls.py")
 ALL = "all"
 """Stands for the module of a family that always runs as a whole."""
 
-TRACED_SCHEDULES = 60
-"""What these never call, more of them hardly do."""
-
 
 class Module(msgspec.Struct):
     """Of a test module: how long it takes, whether its tests pass without a fault, and "<file> <function>" of each
@@ -45,13 +42,16 @@ def read_reach(file: Path) -> Reach:
     return msgspec.json.decode(file.read_bytes(), type=Reach) if file.exists() else {}
 
 
-def trace(name: str, family: Family, tree: Path, file: Path) -> None:
-    """Run a family without a fault and add to `file` what each of its modules calls, or what all of it does."""
+def trace(name: str, family: Family, tree: Path, file: Path, *, schedules: int) -> None:
+    """Run a family without a fault and add to `file` what each of its modules calls, or what all of it does.
+
+    What none of the schedules calls, more of them hardly do.
+    """
     copy = Copy(tree)
     (copy.root / "sitecustomize.py").write_text(HOOK.read_text())
     notes = copy.base / "notes"
     notes.mkdir()
-    command = [part for part in family.on(copy, range(1, 1 + TRACED_SCHEDULES), None) if part != "-x"]
+    command = [part for part in family.on(copy, range(1, 1 + schedules), None) if part != "-x"]
     modules = [ALL]
     if family.tests is None:
         (notes / "now").write_text(ALL)
