@@ -10,6 +10,7 @@ import ast
 import os
 import subprocess
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -125,7 +126,7 @@ def _users(tree: Path) -> tuple[dict[str, set[str]], set[str]]:
 
 
 def _read(
-    body: list[ast.stmt], path: str, outer: tuple[str, ...], users: dict[str, set[str]], functions: set[str]
+    body: Sequence[ast.stmt], path: str, outer: tuple[str, ...], users: dict[str, set[str]], functions: set[str]
 ) -> None:
     for statement in body:
         if isinstance(statement, ast.ClassDef):
