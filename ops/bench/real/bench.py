@@ -31,7 +31,7 @@ from ops.bench.real.conversation import WIRES, Conversation, Wire
 from ops.bench.real.engine import SHAPES
 from ops.bench.real.material import Material
 from ops.bench.real.play import Compared, Talk, compared, play, sample
-from ops.bench.stand import cores, folder_for_bench, pinned, source_tree, started
+from ops.bench.stand import Cores, cores, folder_for_bench, pinned, source_tree, started
 from ops.server import PORT, ROOT, OwnProcess, ServerProcess
 
 SIZES = (10, 50, 100, 250, 500, 900)
@@ -83,16 +83,16 @@ async def main(arguments: argparse.Namespace) -> int:
         arguments.sizes, arguments.rounds, arguments.turns = (10, 50), 1, 4
         arguments.sessions, arguments.kills = min(arguments.sessions, 4), 1
     material = Material(arguments.text, arguments.spaced)
-    failed = 0
+    cpu_sets, failed = cores(), 0
     for name in arguments.wires:
-        with _sides(arguments, WIRES[name]) as sides:
+        with _sides(arguments, WIRES[name], cpu_sets) as sides:
             rows = await _turns(arguments, material, sides)
             table([{"wire": name, **row} for row in rows])
             save_figures(f"real-{name}-turns", rows)
             for who in (TURNLOG, BEFORE):
                 if who in sides and arguments.sessions:
                     print(f"\n{name}, {who}")
-                    figures = await Played(arguments, material, sides[who]).figures()
+                    figures = await Played(arguments, material, sides[who], cpu_sets.server).figures()
                     report(f"real-{name}-{who}", figures)
                     failed += sum(count for what, count in figures.items() if what.startswith("!"))
     return 1 if failed else 0
@@ -148,8 +148,9 @@ async def _grown(side: Side, size: int, number: int, material: Material) -> Talk
 class Played:
     """What is measured of one server with the sample's sessions, and with a long one."""
 
-    def __init__(self, arguments: argparse.Namespace, material: Material, side: Side) -> None:
+    def __init__(self, arguments: argparse.Namespace, material: Material, side: Side, cpus: set[int]) -> None:
         assert isinstance(side.server, ServerProcess)
+        self._cpus = cpus
         self._server = side.server
         self._side = side
         self._given = arguments
@@ -163,9 +164,9 @@ class Played:
         """Names that begin with "!" are of what must not be."""
         return {
             **await self._sample(),
-            **(await self._kills() if self._given.kills else {}),
             **await self._cold(),
             "/health p95 ms": await self._health(),
+            **(await self._kills() if self._given.kills else {}),
         }
 
     async def _sample(self) -> dict[str, Any]:
@@ -187,27 +188,6 @@ class Played:
             "bytes written a new token": written / new,
             **_judged("", found, talks),
         }
-
-    async def _kills(self) -> dict[str, Any]:
-        """Kill the server in the middle, at equal distances."""
-        turns = sum(len(one.turns) for one in self._sessions)
-        at = {turns * number // (self._given.kills + 1) for number in range(1, self._given.kills + 1)}
-        done = itertools.count(1)
-
-        async def kill() -> None:
-            if next(done) in at:
-                self._server.kill()
-                await asyncio.to_thread(self._start)
-
-        talks = await play(
-            *(self._server.base_url, self._side.opens, self._sessions, self._material, self._side.wire),
-            first=20_000,
-            clients=CLIENTS,
-            retries=True,
-            after_turn=kill,
-        )
-        found = await compared(self._server.base_url, talks)
-        return {"kills": len(at), **_judged("after kills, ", found, talks)}
 
     async def _cold(self) -> dict[str, Any]:
         """A long session, and its first turn after a restart."""
@@ -259,6 +239,27 @@ class Played:
         await asking
         return percentile(times, 95) * 1000
 
+    async def _kills(self) -> dict[str, Any]:
+        """Kill the server in the middle, at equal distances."""
+        turns = sum(len(one.turns) for one in self._sessions)
+        at = {turns * number // (self._given.kills + 1) for number in range(1, self._given.kills + 1)}
+        done = itertools.count(1)
+
+        async def kill() -> None:
+            if next(done) in at:
+                self._server.kill()
+                await asyncio.to_thread(self._start)
+
+        talks = await play(
+            *(self._server.base_url, self._side.opens, self._sessions, self._material, self._side.wire),
+            first=20_000,
+            clients=CLIENTS,
+            retries=True,
+            after_turn=kill,
+        )
+        found = await compared(self._server.base_url, talks)
+        return {"kills": len(at), **_judged("after kills, ", found, talks)}
+
     async def _cached(self) -> float:
         async with await Connection.connect(self._server.base_url) as connection:
             text = (await connection.request("GET", "/metrics")).body.decode()
@@ -268,7 +269,7 @@ class Played:
         return sum(path.stat().st_size for path in self._server.database_path.parent.glob("turnlog.db*"))
 
     def _start(self) -> None:
-        with pinned(cores().server):
+        with pinned(self._cpus):
             self._server.start()
 
     def _restart(self) -> None:
@@ -291,9 +292,8 @@ def _judged(when: str, found: Compared, talks: Sequence[Talk]) -> dict[str, int]
 
 
 @contextlib.contextmanager
-def _sides(arguments: argparse.Namespace, wire: Wire) -> Iterator[dict[str, Side]]:
+def _sides(arguments: argparse.Namespace, wire: Wire, cpu_sets: Cores) -> Iterator[dict[str, Side]]:
     """All servers, with the engine that each needs."""
-    cpu_sets = cores()
     with contextlib.ExitStack() as stack:
         stack.enter_context(pinned(cpu_sets.others))
         folder = stack.enter_context(folder_for_bench(arguments.folder))

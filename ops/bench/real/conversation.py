@@ -45,13 +45,14 @@ class Wire(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A message: as it is sent, and while it is the newest; its tokens; the turn that sampled it, from 0. `tag` are the
-    last ids of a prompt of ids, behind those of the run."""
+    """A message: as it is sent, and while it is the newest; its tokens; of a reply, its turn from 0 and its call's id.
+    `tag` are the last ids of a prompt of ids, behind those of the run."""
 
     raw: bytes
     newest: bytes
     run: Run
     turn: int | None = None
+    call: bytes = b""
     tag: tuple[int, ...] = ()
 
 
@@ -72,7 +73,6 @@ class Conversation:
         self._number = number
         self._place = number * 1_000_003 % 90_000_000
         self._items: list[Item] = []
-        self._calls: Sequence[tuple[str, str]] = ()
         self._base = self._run(base)
         self.system = material.text((self._base[0], int(base * SYSTEM_SHARE)))
         self.tools = _tools(material, self._base[0], int(base * (1 - SYSTEM_SHARE)))
@@ -84,9 +84,8 @@ class Conversation:
 
     def ask(self, new: int, sampled: int, *, kept: int | None = None, calls: bool = False) -> tuple[bytes, ...]:
         """The body of the next request: `kept` messages of before, or all, and one of `new` tokens."""
-        if kept is not None and kept < len(self._items):
+        if kept is not None:
             del self._items[kept:]
-            self._calls = ()
         wire, run = self.wire, self._run(new)
         name = str(self._number * 1000 + len(self.turns)) if wire.is_ids else f"s{self._number}-{len(self.turns)}"
         runs = _merged([self._base, *(item.run for item in self._items), run])
@@ -96,8 +95,7 @@ class Conversation:
             self._items.append(Item(ids, ids, run, tag=tuple(map(int, tag.ids().split(b",")))))
         else:
             text = tag.text() + self.material.text(run)
-            if self._calls:
-                called = self._calls[0][0].encode()
+            if self._items and (called := self._items[-1].call):
                 item = Item(wire.tool(text, called, b""), wire.tool(text, called, MARK), run)
             else:
                 item = Item(wire.user(text, b""), wire.user(text, MARK), run)
@@ -115,8 +113,8 @@ class Conversation:
         said = [reply.text, *(one for _, one in reply.calls)]
         whole = [content, arguments] if arguments else [content]
         raw = b"".join(self.material.ids_text([tag.sampled])) if self.wire.is_ids else reply.raw
-        self._items.append(Item(raw, raw, tag.sampled, len(self.turns)))
-        self._calls = reply.calls
+        call = reply.calls[0][0].encode() if reply.calls else b""
+        self._items.append(Item(raw, raw, tag.sampled, len(self.turns), call))
         self.turns.append(Turn(tuple(self._items), attempt))
         return said == [_decode(b'"' + text + b'"', type=str) for text in whole]
 

@@ -62,18 +62,10 @@ class Tag(NamedTuple):
         return cls(str(number - 1_200_000_000), (), (first - 10**9, count - 1_100_000_000))
 
 
-class Entry(NamedTuple):
-    """How a list has a sampled token."""
-
-    form: bytes
-
-    def of(self, token: int, logprob: float) -> bytes:
-        return self.form % {b"id": token, b"logprob": repr(logprob).encode()}
-
-
-TRIPLE = Entry(b"[%(logprob)b,%(id)d,null]")
-CONTENT = Entry(b'{"token":"w%(id)d","logprob":%(logprob)b,"bytes":[119,49,48,48],"top_logprobs":[]}')
-LOGPROB = Entry(b"%(logprob)b")
+TRIPLE = b"[%(logprob)b,%(id)d,null]"
+CONTENT = b'{"token":"w%(id)d","logprob":%(logprob)b,"bytes":[119,49,48,48],"top_logprobs":[]}'
+LOGPROB = b"%(logprob)b"
+"""How a list has a sampled token."""
 
 
 class Material:
@@ -91,7 +83,7 @@ class Material:
         written = [b"%d" % token + self.comma for token in self._ids.tolist()]
         self._written = memoryview(b"".join(written))
         self._places = [0, *itertools.accumulate(map(len, written))]
-        self._entries: dict[Entry, list[bytes]] = {}
+        self._entries: dict[bytes, list[bytes]] = {}
 
     def spelled(self, form: bytes) -> bytes:
         """A form of JSON without texts, as all JSON is written here."""
@@ -117,18 +109,19 @@ class Material:
                 first, count = first + taken, count - taken
         return [*pieces[:-1], *(last[: -len(self.comma)] for last in pieces[-1:])]
 
-    def entries(self, entry: Entry, run: Run, attempt: int = 1) -> list[bytes]:
+    def entries(self, form: bytes, run: Run, attempt: int = 1) -> list[bytes]:
         """A list's items for a run that was sampled for the so manieth time."""
         if attempt > 1:
-            pairs = zip(self.tokens([run]).tolist(), self.logprobs(run, attempt).tolist(), strict=True)
-            return [self._as_spelled(entry).of(*pair) for pair in pairs]
-        made = self._entries.get(entry)
-        if made is None:
-            pairs = zip(self._ids.tolist(), self._logprobs.tolist(), strict=True)
-            made = self._entries[entry] = [self._as_spelled(entry).of(*pair) for pair in pairs]
-        place = run[0] % SIZE
+            return self._made(form, self.tokens([run]), self.logprobs(run, attempt))
+        if form not in self._entries:
+            self._entries[form] = self._made(form, self._ids, self._logprobs)
+        made, place = self._entries[form], run[0] % SIZE
         found = made[place : place + run[1]]
         return found + made[: run[1] - len(found)]
+
+    def _made(self, form: bytes, ids: NDArray[np.int32], logprobs: NDArray[np.float64]) -> list[bytes]:
+        pairs, form = zip(ids.tolist(), logprobs.tolist(), strict=True), self.spelled(form)
+        return [form % {b"id": token, b"logprob": repr(logprob).encode()} for token, logprob in pairs]
 
     def text(self, run: Run) -> bytes:
         """Whole lines of about the length of a run's tokens, escaped as in a JSON string."""
@@ -143,9 +136,6 @@ class Material:
             return b"<try %d> %b" % (attempt, self.text(tag.sampled)), b""
         command = b'{"command":"%b"}' % self.text((first + count // 4, count - count // 4))
         return b"<try %d> %b" % (attempt, self.text((first, count // 4))), escaped(command)
-
-    def _as_spelled(self, entry: Entry) -> Entry:
-        return Entry(self.spelled(entry.form))
 
 
 def escaped(text: bytes) -> bytes:
