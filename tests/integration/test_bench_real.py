@@ -48,6 +48,7 @@ def test_every_row_is_what_the_engine_sampled(shape: str, spaced: bool, places: 
     assert found == dict.fromkeys(WIRES, Compared(rows=2, turns=3))
 
 
+@pytest.mark.long
 def test_a_quick_run() -> None:
     command = [sys.executable, "-m", "ops.bench", "real", "--quick", "--wires", "messages", "--sessions", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

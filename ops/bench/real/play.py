@@ -120,15 +120,15 @@ async def play(
     after_turn: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Talk]:
     """Play sessions, `clients` at a time, numbered from `first`, without thinking. Raises Failed, Broken, OSError."""
-    waiting = list(enumerate(sessions, first))
-    talks: list[Talk] = []
+    talks = []
+    for number, one in enumerate(sessions, first):
+        conversation = Conversation(number, one.bases[0], material, wire)
+        talks.append(await Talk.begin(base_url, opens, f"real-{number}", conversation, retries))
+    waiting = list(zip(talks, sessions, strict=True))
 
     async def client() -> None:
         while waiting:
-            number, one = waiting.pop()
-            conversation = Conversation(number, one.bases[0], material, wire)
-            talk = await Talk.begin(base_url, opens, f"real-{number}", conversation, retries)
-            talks.append(talk)
+            talk, one = waiting.pop()
             for _, kept, [(_, new)], sampled, _, calls in one.turns:
                 await talk.turn(new, sampled, kept=kept, calls=bool(calls))
                 if after_turn is not None:
