@@ -22,19 +22,15 @@ class Floor:
         connection = self._idle.pop() if self._idle else await Connection.connect(self._engine)
         response = await connection.request("POST", "/v1/" + route, body)
         self._idle.append(connection)
+        if response.status != 200:
+            return Reply([response.body], response.status)
+        prompt = response.body.index(b"[", response.body.index(PROMPT)) + 1
         if session in self._last:
-            asked, replied = self._last[session]
-            known = _prompt(replied)
-            if not body.startswith(asked.removesuffix(b"]}")) or _prompt(response.body)[: len(known)] != known:
+            messages, ids = self._last[session]
+            if not body.startswith(messages) or not response.body.startswith(ids, prompt):
                 return Reply([b"{}"], 409)
-        self._last[session] = body, response.body
-        return Reply([response.body], response.status)
-
-
-def _prompt(reply: bytes) -> memoryview:
-    """The text of a reply's prompt."""
-    start = reply.index(b"[", reply.index(PROMPT)) + 1
-    return memoryview(reply)[start : reply.index(b"]", start)]
+        self._last[session] = body[:-2], response.body[prompt : response.body.index(b"]", prompt)]
+        return Reply([response.body])
 
 
 if __name__ == "__main__":
