@@ -7,8 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from fault.calls import Audit, Call, Chat, Close, Done, Look, Message, Refused, Reply, Request, Seen, Taken, Told
-from fault.linearizable import fault as found
+from tests.tools.simulation.calls import (
+    Audit,
+    Call,
+    Chat,
+    Close,
+    Done,
+    Look,
+    Message,
+    Refused,
+    Reply,
+    Request,
+    Seen,
+    Taken,
+    Told,
+)
+from tests.tools.simulation.linearizable import fault as found
 
 WINDOW = 1
 

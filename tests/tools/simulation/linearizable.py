@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fault.calls import Audit, Call, Chat, Close, Message, Refused, Seen, Taken, Told
+from tests.tools.simulation.calls import Audit, Call, Chat, Close, Message, Refused, Seen, Taken, Told
 
 
 @dataclass(frozen=True)
