@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -23,9 +24,11 @@ from app.errors import (
 from app.protocols.registry import PROTOCOLS
 from app.sessions.lifecycle import NewSession
 from app.turn.in_flight import InFlightTurn, Stages, TurnReply, Waiter, hash_key
+from tests.tools.simulation import calls, refusals
+from tests.tools.simulation.calls import Chat, Close, Create, Done, Erase, Look, Numbers, Refused, Reward, Shown, Taken
 from tests.tools.simulation.engine import Message, digest
 from tests.tools.simulation.habits import Habits
-from tests.tools.simulation.history import Acknowledged, Fact, Seen
+from tests.tools.simulation.history import Acknowledged, Fact, Seen, Site
 from tests.tools.simulation.process import Disconnected, Process, Reset
 from tests.tools.simulation.service import snapshot
 from tests.tools.simulation.wire import Wire
@@ -210,7 +213,15 @@ class Client:
             if unread_s:
                 await asyncio.sleep(unread_s)
             wire.begin()
-            return await process.service.turns.take(turn, PROTOCOLS["chat"], body)
+            chat = Chat(_told(messages), _hash(body), turn.retry_key, turn.agent_id, turn.retry_count)
+            version = self._world.store.read(lambda connection: refusals.version_of(connection, self.session_id))
+            asked = self._history.ask(self.session_id, chat, process.name, turn, version)
+            try:
+                taking = process.service.turns.take(turn, PROTOCOLS["chat"], body)
+                return await self._history.answer(asked, taking, _taken)
+            except AppError as error:
+                refusals.check(self._world, asked, error)
+                raise
 
         def come() -> Coroutine[Any, Any, TurnReply]:
             wire.come()
@@ -296,7 +307,9 @@ class Client:
             found: list[Message] = msgspec.json.decode(b"[" + raw + b"]")
             return found
 
-        return await process.call(read, lambda _: None)
+        return await process.call(
+            lambda: self._recorded(process, Look(), read, lambda found: Shown(_told(found))), lambda _: None
+        )
 
     async def _read(self) -> None:
         process, asked_at = self._process(), self._history.now()
@@ -306,15 +319,15 @@ class Client:
             return frozenset(turn.number for turn in session.turns)
 
         await process.call(
-            read,
+            lambda: self._recorded(process, Look(), read, Numbers),
             lambda turns: self._history.read(Seen(self.session_id, turns, asked_at, self._history.now())),
         )
 
     async def _create(self, config: SessionConfig) -> None:
         process = self._process()
-        await self._fact(
-            process, "created", lambda: process.service.sessions.create(NewSession(self.session_id, config, None))
-        )
+        new = NewSession(self.session_id, config, None)
+        self._history.sessions.setdefault(self.session_id, Site(config, (config.history or self.history) == "tree"))
+        await self._fact(process, Create(), "created", lambda: process.service.sessions.create(new))
 
     async def _reward(self) -> None:
         process, value = self._process(), self._rng.random()
@@ -322,25 +335,40 @@ class Client:
         async def assign() -> None:
             await process.service.sessions.assign_reward(self.session_id, value, {}, None)
 
-        await self._fact(process, "rewarded", assign, value)
+        await self._fact(process, Reward(), "rewarded", assign, value)
 
     async def _close(self) -> None:
         process = self._process()
-        await self._fact(process, "closed", lambda: process.service.sessions.close(self.session_id))
+        await self._fact(process, Close(), "closed", lambda: process.service.sessions.close(self.session_id))
 
     async def _erase(self) -> None:
         process = self._process()
-        await self._fact(process, "erased", lambda: process.service.erasure.erase(self.session_id))
+        await self._fact(process, Erase(), "erased", lambda: process.service.erasure.erase(self.session_id))
 
     async def _fact(
-        self, process: Process, what: str, work: Callable[[], Coroutine[Any, Any, object]], value: float = 0.0
+        self,
+        process: Process,
+        request: calls.Request,
+        what: str,
+        work: Callable[[], Coroutine[Any, Any, object]],
+        value: float = 0.0,
     ) -> None:
         asked_at = self._history.now()
         self._note(f"{self.name} asks {process.name}: {what}")
         await process.call(
-            work,
+            lambda: self._recorded(process, request, work, lambda _: Done()),
             lambda _: self._history.fact(Fact(self.session_id, what, asked_at, self._history.now(), value)),
         )
+
+    async def _recorded(
+        self,
+        process: Process,
+        request: calls.Request,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        reply: Callable[[T], calls.Reply],
+    ) -> T:
+        """The work, as a call that the history knows. Raises as the work."""
+        return await self._history.answer(self._history.ask(self.session_id, request, process.name), work(), reply)
 
     async def _snapshot(self) -> None:
         process = self._world.pick()
@@ -366,6 +394,22 @@ class Client:
             return
         if reply.turn is not None:
             self._history.problem(f"key {turn.key} was answered for another body too")
+
+
+def _told(messages: Sequence[Message]) -> tuple[calls.Message, ...]:
+    return tuple((message["role"], message["content"]) for message in messages)
+
+
+def _hash(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()[:12]
+
+
+def _taken(reply: TurnReply) -> calls.Reply:
+    if reply.turn is None:
+        return Refused(reply.status, "upstream_error")
+    body = b"".join(reply.parts)
+    text = msgspec.json.decode(body)["choices"][0]["message"]["content"]
+    return Taken(reply.turn, text, _hash(body), reply.replayed)
 
 
 async def _go_back(client: Client) -> None:

@@ -4,178 +4,84 @@ Every call takes effect at one moment between its start and its end. The search 
 verifying concurrent objects", 1993): take one of the calls that nothing unplaced precedes in real time, see whether the
 model gives that reply there, go on, and go back where it does not; states that were seen before are not searched again.
 
-The model is a linear session as docs/concepts.md and docs/matching.md tell it: a chain of committed turns of which a
-retry, which follows a sampled message or repeats an input, may discard the newest few, a flag that says closed, and the
-keys of the turns that committed. Their numbers only grow: a turn that does not commit leaves a gap. A request without a
-key that repeats the newest turn may be given that turn's reply, which may not have been delivered.
-
-Of a tree nothing is discarded, and a turn follows the deepest one whose history begins its request. That several are in
-flight at once is no part of the model: a turn takes effect when it commits, whatever its number.
+The model is `session_model`, with flags that say created, closed and erased, and the keys of the turns that committed.
+A request without a key that repeats the newest turn (of a tree: any) may be given that turn's reply, which may not have
+been delivered; one that a client marks as a retry must be, in a tree unless somebody was told that turn before. In a
+linear session an attempt that came late may be given the turn of a later attempt. That several turns are in flight at
+once is no part of the model: a turn takes effect when it commits, whatever its number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
-from tests.tools.simulation.calls import Audit, Call, Chat, Close, Message, Refused, Seen, Taken, Told
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A committed turn. `messages` are its request's new ones, `length` counts its whole history with its reply.
-
-    `parent` is its parent's place among the turns, from 1; 0: it has none. `number`, `text` and `digest` are None until
-    a reply has told them.
-    """
-
-    number: int | None
-    parent: int
-    body: str
-    key: str | None
-    messages: tuple[Message, ...]
-    length: int
-    text: str | None
-    digest: str | None
-
-    def told(self, reply: Taken) -> Turn | None:
-        """With what is known now; None where that contradicts what was known."""
-        if self.text not in (None, reply.text) or self.digest not in (None, reply.digest):
-            return None
-        return replace(self, number=reply.turn, text=reply.text, digest=reply.digest)
+from tests.tools.simulation.calls import (
+    UNCHANGED,
+    Audit,
+    Call,
+    Chat,
+    Close,
+    Create,
+    Done,
+    Erase,
+    Message,
+    Numbers,
+    Refused,
+    Reply,
+    Request,
+    Reward,
+    Seen,
+    Shown,
+    Taken,
+    Told,
+)
+from tests.tools.simulation.session_model import Rules, State, Turn, place
 
 
-@dataclass(frozen=True)
-class State:
-    """`turns` in the order of commits; `leaf` is the newest, the end of the path that a look shows."""
-
-    turns: tuple[Turn, ...] = ()
-    leaf: int = 0
-    closed: bool = False
-    is_tree: bool = False
-
-    def path(self) -> list[int]:
-        """The live turns' places, oldest first."""
-        numbers: list[int] = []
-        number = self.leaf
-        while number:
-            numbers.append(number)
-            number = self.turns[number - 1].parent
-        return numbers[::-1]
-
-    def keyed(self, key: str | None) -> int | None:
-        if key is None:
-            return None
-        return next((number for number, turn in enumerate(self.turns, 1) if turn.key == key), None)
-
-    def with_turn(self, number: int, turn: Turn) -> State:
-        return replace(self, turns=(*self.turns[: number - 1], turn, *self.turns[number:]))
-
-    def numbered(self, place: int, number: int) -> State | None:
-        """With the number of the turn at a place; None where it cannot be that."""
-        turn = self.turns[place - 1]
-        if turn.number is not None:
-            return self if turn.number == number else None
-        after = self.with_turn(place, replace(turn, number=number))
-        return after if after.is_in_order() else None
-
-    def is_in_order(self) -> bool:
-        """Can the turns have the numbers that are known of them? In a tree they need not commit in that order."""
-        if self.is_tree:
-            known = [turn.number for turn in self.turns if turn.number is not None]
-            return len(known) == len(set(known))
-        least = 0
-        for turn in self.turns:
-            least += 1
-            if turn.number is not None:
-                if turn.number < least:
-                    return False
-                least = turn.number
-        return True
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a chat's history joins: after live turn `parent`, or a refusal's code."""
-
-    parent: int = 0
-    refusal: str | None = None
-
-
-def place(state: State, messages: Sequence[Message], window: int) -> Iterator[tuple[State, Place]]:
-    """Every way in which a history may join; more than one only where a stored reply's text is not known yet."""
-    if state.is_tree:
-        yield from _deepest(state, messages, 0)
-        return
-    equal = 0
-    for number in state.path():
-        turn = state.turns[number - 1]
-        for stored in turn.messages:
-            if equal == len(messages) or messages[equal] != stored:
-                yield state, _joined(state, messages, equal, window)
-                return
-            equal += 1
-        if equal == len(messages) or messages[equal][0] != "assistant":
-            break
-        if turn.text is None:
-            yield state, _joined(state, messages, equal, window)
-            state = state.with_turn(number, replace(turn, text=messages[equal][1]))
-        elif turn.text != messages[equal][1]:
-            break
-        equal += 1
-    yield state, _joined(state, messages, equal, window)
-
-
-def _deepest(state: State, messages: Sequence[Message], parent: int) -> Iterator[tuple[State, Place]]:
-    """After the deepest turn at or below `parent` whose whole history begins the messages."""
-    is_sure = False
-    for number, turn in enumerate(state.turns, 1):
-        since = state.turns[parent - 1].length if parent else 0
-        begins = turn.parent == parent and tuple(messages[since : turn.length - 1]) == turn.messages
-        if not begins or len(messages) < turn.length or messages[turn.length - 1][0] != "assistant":
-            continue
-        text = messages[turn.length - 1][1]
-        if turn.text in (None, text):
-            is_sure |= turn.text == text
-            yield from _deepest(state.with_turn(number, replace(turn, text=text)), messages, number)
-    if not is_sure:
-        yield state, Place(parent)
-
-
-def _joined(state: State, messages: Sequence[Message], equal: int, window: int) -> Place:
-    """The first `equal` of the messages are the stored ones."""
-    path = state.path()
-    kept = [number for number in path if state.turns[number - 1].length <= equal]
-    if len(kept) < len(path):
-        repeats_first_input = equal == len(messages) == state.turns[path[0] - 1].length - 1
-        if any(role == "assistant" for role, _ in messages[equal:]) or not (kept or repeats_first_input):
-            return Place(refusal="history_mismatch")
-    if len(path) - len(kept) > window:
-        return Place(refusal="rollback_too_deep")
-    return Place(parent=kept[-1] if kept else 0)
+class TooLong(Exception):
+    """The search was given up."""
 
 
 class Checker:
-    """The calls of one session, whose rollback window is `window`; None: it is a tree. `crashes`: the database has
-    crashed meanwhile."""
+    """The calls of one session. `needs_rival` are the codes of refusals that are right only beside another turn;
+    `begins` is the session before the calls; `most`: after so many states the search is given up."""
 
-    def __init__(self, calls: Sequence[Call], window: int | None, *, crashes: bool = False) -> None:
-        self._needs_rival = CONCURRENT - {"claim_lost"} if crashes else CONCURRENT
-        self._calls = sorted(calls, key=lambda call: call.start)
-        self._window = window or 0
-        self._is_tree = window is None
-        audits = [call.reply.turns for call in self._calls if isinstance(call.reply, Told)]
-        self._log = max(audits, key=len, default=()) if self._is_tree else ()
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        rules: Rules,
+        *,
+        needs_rival: Collection[str] = (),
+        begins: State | None = None,
+        most: int | None = None,
+    ) -> None:
+        self._needs_rival = needs_rival
+        self._rules = rules
+        self._begins = begins or State(is_tree=rules.window is None)
+        self._most = most
+        audits = [call.reply.turns for call in calls if isinstance(call.reply, Told)]
+        self._log = max(audits, key=len, default=())
+        self._calls = sorted((call for call in calls if self._may_matter(call)), key=lambda call: call.start)
         self._must = sum(1 << index for index, call in enumerate(self._calls) if not call.is_open)
 
+    def _may_matter(self, call: Call) -> bool:
+        """Not one whose turn is known, and was never committed."""
+        if not call.is_open or not isinstance(call.request, Chat) or call.request.number is None:
+            return True
+        return call.request.number in {number for number, _, _ in self._log}
+
     def fault(self) -> str | None:
-        """None where an order explains every reply; else the longest prefix that can be explained, and what cannot."""
+        """None where an order explains every reply; else the longest prefix that can be explained, and what cannot.
+
+        Raises TooLong.
+        """
         for call in self._calls:
             if isinstance(call.reply, Refused) and call.reply.code in self._needs_rival and not self._rivals(call):
                 return f"no other turn was in flight meanwhile: {call}"
         best = 0
         seen: set[tuple[int, State]] = set()
-        todo: list[tuple[int, State]] = [(0, State(is_tree=self._is_tree))]
+        todo: list[tuple[int, State]] = [(0, self._begins)]
         while todo:
             placed, state = todo.pop()
             placed, state = self._observe(placed, state)
@@ -184,10 +90,12 @@ class Checker:
             if (placed, state) in seen:
                 continue
             seen.add((placed, state))
+            if self._most is not None and len(seen) > self._most:
+                raise TooLong
             best = max(best, placed, key=lambda mask: (mask & self._must).bit_count())
             todo += [
                 (placed | 1 << index, after)
-                for index in self._next(placed)
+                for index in sorted(self._next(placed), key=lambda index: -self._calls[index].until)
                 for after in self._effects(state, self._calls[index])
             ]
         left = [call for index, call in enumerate(self._calls) if not best >> index & 1 and not call.is_open]
@@ -225,60 +133,69 @@ class Checker:
     def _effects(self, state: State, call: Call) -> list[State]:
         """The states in which the call may leave the session if this is its moment; none where its reply is wrong."""
         request, reply = call.request, call.reply
-        if isinstance(request, Chat):
-            if isinstance(reply, Refused) and not call.is_open:
-                return [state] if self._is_refused(state, call, request, reply.code) else []
-            after = self._chat(state, request, reply if isinstance(reply, Taken) else None)
-            return [one for one in after if self._is_as_logged(one)]
         if isinstance(reply, Refused) and not call.is_open:
-            explained = state.closed and reply.code == "session_closed" and not isinstance(request, Audit)
-            return [state] if explained else []
-        if isinstance(request, Close):
-            return [] if state.closed else [replace(state, closed=True)]
-        if isinstance(reply, Seen):
-            texts = [state.turns[number - 1].text for number in state.path()]
-            same = len(texts) == len(reply.texts) and not state.closed
-            return list(_learned(state, reply.texts)) if same else []
-        if isinstance(reply, Told):
-            return list(_audited(state, reply)) if state.closed == reply.closed else []
-        return []
+            if isinstance(request, Chat):
+                return [state] if self._is_refused(state, call, request, reply.code) else []
+            return [state] if _is_ended(state, request, reply.code) else []
+        if isinstance(request, Chat):
+            after = self._chat(state, call, request, reply if isinstance(reply, Taken) else None)
+            return [one for one in after if self._is_as_logged(one)]
+        if call.is_open or isinstance(reply, Done):
+            return _changed(state, request, is_open=call.is_open)
+        return list(_observed(state, reply)) if state.created else []
 
     def _is_refused(self, state: State, call: Call, chat: Chat, code: str) -> bool:
         """Is this refusal right here? In the order of the checks: 404, 409 and 422, then the history."""
-        if state.closed or code == "session_closed":
-            return state.closed and code == "session_closed"
+        if code in UNCHANGED:
+            return True
+        if code == "session_not_found" or not state.created:
+            return not state.created and code == "session_not_found"
+        if state.closed or code in ENDED:
+            return state.closed and code in ENDED
         if code in CONCURRENT:
             return True
         if code == "idempotency_mismatch":
             used = [(turn.key, turn.body) for turn in state.turns]
             used += [(rival.key, rival.body) for rival in self._rivals(call)]
             return any(key == chat.key and body != chat.body for key, body in used)
-        if state.keyed(chat.key) is not None:
+        if state.keyed(chat.key) is not None or self._is_owed(state, call, chat):
             return False
-        return any(joins.refusal == code for _, joins in place(state, chat.messages, self._window))
+        return any(joins.refusal == code for _, joins in place(state, chat.messages, chat.agent, self._rules))
 
     def _is_as_logged(self, state: State) -> bool:
         """Is the newest turn at its place in the longest audit? Turns of a tree may else commit in many orders."""
-        place = len(state.turns)
-        if not 0 < place <= len(self._log):
+        newest = len(state.turns)
+        if not 0 < newest <= len(self._log):
             return True
-        turn, (number, parent, body) = state.turns[-1], self._log[place - 1]
+        turn, (number, parent, body) = state.turns[-1], self._log[newest - 1]
         after = self._log[turn.parent - 1][0] if turn.parent else 0
         return (after, turn.body) == (parent, body) and turn.number in (None, number)
 
-    def _chat(self, state: State, chat: Chat, reply: Taken | None) -> Iterator[State]:
+    def _chat(self, state: State, call: Call, chat: Chat, reply: Taken | None) -> Iterator[State]:
         """The states after a chat that took, or joined, a turn; `reply` None where nobody heard of it."""
-        if state.closed:
+        if state.closed or not state.created:
             return
-        repeated = state.keyed(chat.key)
         if reply is not None and reply.replayed:
-            places = [repeated or 0] if chat.key else range(1, state.leaf + 1) if state.is_tree else [state.leaf]
-            for one in places:
+            for one in _repeated(state, chat):
                 yield from _given_again(state, one, chat, reply)
-        elif repeated is None:
-            for known, joins in place(state, chat.messages, self._window):
+        elif state.keyed(chat.key) is None and not self._is_owed(state, call, chat):
+            for known, joins in place(state, chat.messages, chat.agent, self._rules):
                 if joins.refusal is None:
-                    yield from _committed(known, joins.parent, chat, reply)
+                    yield from _committed(known, joins.parent, joins.history, chat, reply)
+
+    def _is_owed(self, state: State, call: Call, chat: Chat) -> bool:
+        """Must it be given a stored reply, as a retry that its client marks? In a tree only where nobody was told that
+        reply, nor asks for it now: it may be on its way to another."""
+        if not chat.is_marked:
+            return False
+        same = [number for number, turn in enumerate(state.turns, 1) if _is_alike(turn, chat)]
+        if not state.is_tree:
+            return state.leaf in same
+        untold = [number for number in same if state.turns[number - 1].digest is None and not state.has_child(number)]
+        if not untold:
+            return False
+        others = [rival for rival in self._rivals(call) if _is_alike(rival, chat)]
+        return all(rival.number in {state.turns[number - 1].number for number in untold} for rival in others)
 
 
 CONCURRENT = frozenset({"session_busy", "claim_lost"})
@@ -286,18 +203,85 @@ CONCURRENT = frozenset({"session_busy", "claim_lost"})
 of the database may undo a claim that no other turn wanted."""
 
 
+ENDED = frozenset({"session_closed", "session_reclaimed"})
+
+
+def _is_alike(one: Turn | Chat, chat: Chat) -> bool:
+    return (one.body, one.agent) == (chat.body, chat.agent)
+
+
+def _is_ended(state: State, request: Request, code: str) -> bool:
+    """Is it right that the session is not there for the request, or there no more?"""
+    if code == "session_not_found":
+        return not state.created and not isinstance(request, Create)
+    is_gone = state.erased if isinstance(request, Reward) else state.closed
+    return code in ENDED and is_gone and not isinstance(request, (Audit, Erase))
+
+
+def _changed(state: State, request: Request, *, is_open: bool) -> list[State]:
+    """The state after a request that is not about turns, if it is done; none where it cannot be."""
+    if isinstance(request, Create):
+        return [] if state.closed else [replace(state, created=True)]
+    if isinstance(request, Close) and request.with_root:
+        return [] if state.closed and is_open else [replace(state, closed=True)]
+    if not state.created:
+        return [state] if isinstance(request, Erase) and request.with_root and not is_open else []
+    if isinstance(request, Close):
+        return [] if state.closed else [replace(state, closed=True)]
+    if isinstance(request, Erase):
+        return [replace(state, closed=True, erased=True)]
+    return [state] if isinstance(request, Reward) and not state.erased and not is_open else []
+
+
+def _observed(state: State, reply: Reply | None) -> Iterator[State]:
+    """The state after a look or an audit, if it may show that."""
+    if isinstance(reply, (Seen, Shown)) and not state.closed:
+        texts = reply.texts if isinstance(reply, Seen) else _texts(state, reply.messages)
+        if texts is not None and len(texts) == len(state.chain()):
+            yield from _learned(state, texts)
+    elif isinstance(reply, Numbers):
+        known = {turn.number for turn in state.turns} - {None}
+        if len(reply.turns) == len(state.turns) and known <= reply.turns and not state.closed:
+            yield state
+    elif isinstance(reply, Told) and state.closed == reply.closed:
+        yield from _audited(state, reply)
+
+
+def _repeated(state: State, chat: Chat) -> list[int]:
+    """The places of the turns whose reply it may be given (0: of none)."""
+    if chat.key is not None:
+        return [state.keyed(chat.key) or 0]
+    return [
+        number
+        for number, turn in enumerate(state.turns, 1)
+        if state.is_tree or number == state.leaf or turn.retry_count > chat.retry_count
+    ]
+
+
 def _given_again(state: State, repeated: int, chat: Chat, reply: Taken) -> Iterator[State]:
     """The state after the reply of the turn at this place (0: none), if it is a reply to this chat."""
-    if repeated and state.turns[repeated - 1].body == chat.body:
+    if repeated and _is_alike(state.turns[repeated - 1], chat):
         numbered = state.numbered(repeated, reply.turn)
         told = None if numbered is None else numbered.turns[repeated - 1].told(reply)
         if numbered is not None and told is not None:
             yield numbered.with_turn(repeated, told)
 
 
-def _committed(state: State, parent: int, chat: Chat, reply: Taken | None) -> Iterator[State]:
-    since = state.turns[parent - 1].length if parent else 0
-    new = Turn(None, parent, chat.body, chat.key, chat.messages[since:], len(chat.messages) + 1, None, None)
+def _committed(state: State, parent: int, history: int, chat: Chat, reply: Taken | None) -> Iterator[State]:
+    since = state.turns[history - 1].length if history else 0
+    new = Turn(
+        chat.number,
+        parent,
+        history,
+        chat.body,
+        chat.key,
+        chat.agent,
+        chat.retry_count,
+        chat.messages[since:],
+        len(chat.messages) + 1,
+        None,
+        None,
+    )
     told = new if reply is None else new.told(reply)
     assert told is not None
     after = replace(state, turns=(*state.turns, told), leaf=len(state.turns) + 1)
@@ -306,19 +290,32 @@ def _committed(state: State, parent: int, chat: Chat, reply: Taken | None) -> It
 
 
 def _audited(state: State, told: Told) -> Iterator[State]:
-    places = {number: place for place, (number, _, _) in enumerate(told.turns, 1)}
+    places = {number: at for at, (number, _, _) in enumerate(told.turns, 1)}
     parents = [(places.get(parent, 0), body) for _, parent, body in told.turns]
     if parents != [(turn.parent, turn.body) for turn in state.turns]:
         return
     known: State | None = state
-    for place, (number, _, _) in enumerate(told.turns, 1):
-        known = None if known is None else known.numbered(place, number)
+    for at, (number, _, _) in enumerate(told.turns, 1):
+        known = None if known is None else known.numbered(at, number)
     if known is not None:
         yield known
 
 
+def _texts(state: State, messages: Sequence[Message]) -> list[str] | None:
+    """The texts of the turns' replies in a history; None where it is not that of the newest turn."""
+    texts: list[str] = []
+    at = 0
+    for number in state.chain():
+        turn = state.turns[number - 1]
+        if len(messages) < turn.length or tuple(messages[at : turn.length - 1]) != turn.messages:
+            return None
+        texts.append(messages[turn.length - 1][1])
+        at = turn.length
+    return texts if at == len(messages) else None
+
+
 def _learned(state: State, texts: Sequence[str]) -> Iterator[State]:
-    for number, text in zip(state.path(), texts, strict=True):
+    for number, text in zip(state.chain(), texts, strict=True):
         turn = state.turns[number - 1]
         if turn.text not in (None, text):
             return
@@ -327,5 +324,7 @@ def _learned(state: State, texts: Sequence[str]) -> Iterator[State]:
 
 
 def fault(calls: Sequence[Call], window: int | None, *, crashes: bool = False) -> str | None:
-    """Why the history of one session is not linearizable; None where it is. `window`, `crashes` as in `Checker`."""
-    return Checker(calls, window, crashes=crashes).fault()
+    """Why the history of one session is not linearizable; None where it is. `window` as in `Rules`. `crashes`: the
+    database has crashed meanwhile."""
+    needs_rival = CONCURRENT - {"claim_lost"} if crashes else CONCURRENT
+    return Checker(calls, Rules(window), needs_rival=needs_rival).fault()

@@ -91,6 +91,7 @@ class _Schedule:
         self._world = World(
             loop, rng, self._weather, self._history, store, self._engines, settings, self._pick, self._note
         )
+        self._history.closes_idle = settings.idle_close_s is not None
         self._server = Server(self._world)
         self._poll_s = rng.choice(POLLS_S)
         self._processes: list[Process | None] = [None] * (1 if self._alone else rng.choice((2, 2, 3)))
@@ -257,6 +258,7 @@ class _Schedule:
         """A power cut; where the process has the store to itself it is on the same machine."""
         if self._alone:
             process.kill()
+        self._history.crashes.append(self._loop.time())
         lost = self._server.crash(self._rng.random() * self._weather.down_s)
         self._note(f"the database crashes, {lost} transactions are gone")
         if self._alone:
