@@ -14,6 +14,7 @@ import msgspec
 from app.domain.events import History, SessionConfig
 from app.errors import (
     AppError,
+    ClientGone,
     HistoryMismatch,
     InvalidRequest,
     RollbackTooDeep,
@@ -221,6 +222,8 @@ class Client:
                 return await self._history.answer(asked, taking, _taken)
             except AppError as error:
                 refusals.check(self._world, asked, error)
+                if error.status < 500 and not turn.has_client:
+                    asked.reply = Refused(ClientGone.status, ClientGone.code)  # What it would have been told is open.
                 raise
 
         def come() -> Coroutine[Any, Any, TurnReply]:

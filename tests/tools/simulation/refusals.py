@@ -37,9 +37,11 @@ def check(world: World, asked: Asked, error: AppError) -> None:
         world.must(turn.fence in ends, f"{asked.session_id} lost the claim {turn.fence}, which nobody has ended")
         return
     rivals = {*_opened(log, asked), *_beside(history, asked)}
-    least = 0 if error.retry else 1  # It may be retried where others came first again and again.
     if turn.new_history == "tree":
-        least = world.settings.max_open_turns
+        # A claim of which nobody heard is told from others by its time alone, and time stands still here.
+        least = world.settings.max_open_turns if error.retry else 1
+    else:
+        least = 0 if error.retry else 1  # It may be retried where others came first again and again.
     what = f"a turn of {asked.session_id} was told that it is busy beside {len(rivals)} others"
     world.must(len(rivals) >= least, what)
 
