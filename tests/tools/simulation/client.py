@@ -25,7 +25,7 @@ from app.errors import (
 from app.protocols.registry import PROTOCOLS
 from app.sessions.lifecycle import NewSession
 from app.turn.in_flight import InFlightTurn, Stages, TurnReply, Waiter, hash_key
-from tests.tools.simulation import calls, refusals
+from tests.tools.simulation import calls, fights, refusals
 from tests.tools.simulation.calls import Chat, Close, Create, Done, Erase, Look, Numbers, Refused, Reward, Shown, Taken
 from tests.tools.simulation.engine import Message, digest
 from tests.tools.simulation.habits import Habits
@@ -432,5 +432,9 @@ STEPS: Mapping[str, Step] = {
     "reuse": lambda client, _: client._reuse_a_key(),
     "close": lambda client, _: client.insist(client._close, TRIES),
     "erase": lambda client, _: client.insist(client._erase, TRIES),
+    "twice": lambda client, _: fights.twice(client),
+    "earlier": lambda client, _: fights.earlier(client),
+    "back": lambda client, _: fights.back(client),
+    "other": lambda client, _: fights.other(client),
 }
 """What a client does by each of its habits."""

@@ -6,9 +6,9 @@ model gives that reply there, go on, and go back where it does not; states that 
 
 The model is `session_model`, with flags that say created, closed and erased, and the keys of the turns that committed.
 A request without a key that repeats the newest turn (of a tree: any) may be given that turn's reply, which may not have
-been delivered; one that a client marks as a retry must be, in a tree unless somebody was told that turn before. In a
-linear session an attempt that came late may be given the turn of a later attempt. That several turns are in flight at
-once is no part of the model: a turn takes effect when it commits, whatever its number.
+been delivered; in a linear session one that a client marks as a retry must be, and an attempt that came late may be
+given the turn of a later attempt. That several turns are in flight at once is no part of the model: a turn takes effect
+when it commits, whatever its number.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Checker:
                 return [state] if self._is_refused(state, call, request, reply.code) else []
             return [state] if _is_ended(state, request, reply.code) else []
         if isinstance(request, Chat):
-            after = self._chat(state, call, request, reply if isinstance(reply, Taken) else None)
+            after = self._chat(state, request, reply if isinstance(reply, Taken) else None)
             return [one for one in after if self._is_as_logged(one)]
         if call.is_open or isinstance(reply, Done):
             return _changed(state, request, is_open=call.is_open)
@@ -158,7 +158,7 @@ class Checker:
             used = [(turn.key, turn.body) for turn in state.turns]
             used += [(rival.key, rival.body) for rival in self._rivals(call)]
             return any(key == chat.key and body != chat.body for key, body in used)
-        if state.keyed(chat.key) is not None or self._is_owed(state, call, chat):
+        if state.keyed(chat.key) is not None or _is_owed(state, chat):
             return False
         return any(joins.refusal == code for _, joins in place(state, chat.messages, chat.agent, self._rules))
 
@@ -171,31 +171,17 @@ class Checker:
         after = self._log[turn.parent - 1][0] if turn.parent else 0
         return (after, turn.body) == (parent, body) and turn.number in (None, number)
 
-    def _chat(self, state: State, call: Call, chat: Chat, reply: Taken | None) -> Iterator[State]:
+    def _chat(self, state: State, chat: Chat, reply: Taken | None) -> Iterator[State]:
         """The states after a chat that took, or joined, a turn; `reply` None where nobody heard of it."""
         if state.closed or not state.created:
             return
         if reply is not None and reply.replayed:
             for one in _repeated(state, chat):
                 yield from _given_again(state, one, chat, reply)
-        elif state.keyed(chat.key) is None and not self._is_owed(state, call, chat):
+        elif state.keyed(chat.key) is None and not _is_owed(state, chat):
             for known, joins in place(state, chat.messages, chat.agent, self._rules):
                 if joins.refusal is None:
                     yield from _committed(known, joins.parent, joins.history, chat, reply)
-
-    def _is_owed(self, state: State, call: Call, chat: Chat) -> bool:
-        """Must it be given a stored reply, as a retry that its client marks? In a tree only where nobody was told that
-        reply, nor asks for it now: it may be on its way to another."""
-        if not chat.is_marked:
-            return False
-        same = [number for number, turn in enumerate(state.turns, 1) if _is_alike(turn, chat)]
-        if not state.is_tree:
-            return state.leaf in same
-        untold = [number for number in same if state.turns[number - 1].digest is None and not state.has_child(number)]
-        if not untold:
-            return False
-        others = [rival for rival in self._rivals(call) if _is_alike(rival, chat)]
-        return all(rival.number in {state.turns[number - 1].number for number in untold} for rival in others)
 
 
 CONCURRENT = frozenset({"session_busy", "claim_lost"})
@@ -208,6 +194,11 @@ ENDED = frozenset({"session_closed", "session_reclaimed"})
 
 def _is_alike(one: Turn | Chat, chat: Chat) -> bool:
     return (one.body, one.agent) == (chat.body, chat.agent)
+
+
+def _is_owed(state: State, chat: Chat) -> bool:
+    """Must it be given the newest turn's reply, as a retry of it that its client marks?"""
+    return chat.is_marked and not state.is_tree and state.leaf > 0 and _is_alike(state.turns[state.leaf - 1], chat)
 
 
 def _is_ended(state: State, request: Request, code: str) -> bool:

@@ -77,9 +77,6 @@ class State:
             return None
         return next((place for place, turn in enumerate(self.turns, 1) if turn.key == key), None)
 
-    def has_child(self, place: int) -> bool:
-        return any(turn.history == place for turn in self.turns)
-
     def with_turn(self, place: int, turn: Turn) -> State:
         return replace(self, turns=(*self.turns[: place - 1], turn, *self.turns[place:]))
 
