@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -14,7 +13,6 @@ import msgspec
 from app.domain.events import History, SessionConfig
 from app.errors import (
     AppError,
-    ClientGone,
     HistoryMismatch,
     InvalidRequest,
     RollbackTooDeep,
@@ -22,14 +20,13 @@ from app.errors import (
     SessionExists,
     SessionNotFound,
 )
-from app.protocols.registry import PROTOCOLS
 from app.sessions.lifecycle import NewSession
 from app.turn.in_flight import InFlightTurn, Stages, TurnReply, Waiter, hash_key
-from tests.tools.simulation import calls, fights, refusals
-from tests.tools.simulation.calls import Chat, Close, Create, Done, Erase, Look, Numbers, Refused, Reward, Shown, Taken
+from tests.tools.simulation import calls, fights, recorded
+from tests.tools.simulation.calls import Close, Create, Erase, Look, Numbers, Reward
 from tests.tools.simulation.engine import Message, digest
 from tests.tools.simulation.habits import Habits
-from tests.tools.simulation.history import Acknowledged, Fact, Seen, Site
+from tests.tools.simulation.history import Acknowledged, Fact, Site
 from tests.tools.simulation.process import Disconnected, Process, Reset
 from tests.tools.simulation.service import snapshot
 from tests.tools.simulation.wire import Wire
@@ -214,17 +211,7 @@ class Client:
             if unread_s:
                 await asyncio.sleep(unread_s)
             wire.begin()
-            chat = Chat(_told(messages), _hash(body), turn.retry_key, turn.agent_id, turn.retry_count)
-            version = self._world.store.read(lambda connection: refusals.version_of(connection, self.session_id))
-            asked = self._history.ask(self.session_id, chat, process.name, turn, version)
-            try:
-                taking = process.service.turns.take(turn, PROTOCOLS["chat"], body)
-                return await self._history.answer(asked, taking, _taken)
-            except AppError as error:
-                refusals.check(self._world, asked, error)
-                if error.status < 500 and not turn.has_client:
-                    asked.reply = Refused(ClientGone.status, ClientGone.code)  # What it would have been told is open.
-                raise
+            return await recorded.take(self._world, process, turn, messages, body)
 
         def come() -> Coroutine[Any, Any, TurnReply]:
             wire.come()
@@ -311,19 +298,18 @@ class Client:
             return found
 
         return await process.call(
-            lambda: self._recorded(process, Look(), read, lambda found: Shown(_told(found))), lambda _: None
+            lambda: recorded.call(self._world, process, self.session_id, Look(), read, recorded.shown), lambda _: None
         )
 
     async def _read(self) -> None:
-        process, asked_at = self._process(), self._history.now()
+        process = self._process()
 
         async def read() -> frozenset[int]:
             session = (await process.service.sessions.require(self.session_id)).session
             return frozenset(turn.number for turn in session.turns)
 
         await process.call(
-            lambda: self._recorded(process, Look(), read, Numbers),
-            lambda turns: self._history.read(Seen(self.session_id, turns, asked_at, self._history.now())),
+            lambda: recorded.call(self._world, process, self.session_id, Look(), read, Numbers), lambda _: None
         )
 
     async def _create(self, config: SessionConfig) -> None:
@@ -359,19 +345,9 @@ class Client:
         asked_at = self._history.now()
         self._note(f"{self.name} asks {process.name}: {what}")
         await process.call(
-            lambda: self._recorded(process, request, work, lambda _: Done()),
+            lambda: recorded.call(self._world, process, self.session_id, request, work),
             lambda _: self._history.fact(Fact(self.session_id, what, asked_at, self._history.now(), value)),
         )
-
-    async def _recorded(
-        self,
-        process: Process,
-        request: calls.Request,
-        work: Callable[[], Coroutine[Any, Any, T]],
-        reply: Callable[[T], calls.Reply],
-    ) -> T:
-        """The work, as a call that the history knows. Raises as the work."""
-        return await self._history.answer(self._history.ask(self.session_id, request, process.name), work(), reply)
 
     async def _snapshot(self) -> None:
         process = self._world.pick()
@@ -399,32 +375,11 @@ class Client:
             self._history.problem(f"key {turn.key} was answered for another body too")
 
 
-def _told(messages: Sequence[Message]) -> tuple[calls.Message, ...]:
-    return tuple((message["role"], message["content"]) for message in messages)
-
-
-def _hash(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()[:12]
-
-
-def _taken(reply: TurnReply) -> calls.Reply:
-    if reply.turn is None:
-        return Refused(reply.status, "upstream_error")
-    body = b"".join(reply.parts)
-    text = msgspec.json.decode(body)["choices"][0]["message"]["content"]
-    return Taken(reply.turn, text, _hash(body), reply.replayed)
-
-
-async def _go_back(client: Client) -> None:
-    del client.messages[-2:]
-    await client.turn()
-
-
 Step = Callable[[Client, SessionConfig], Coroutine[Any, Any, object]]
 
 STEPS: Mapping[str, Step] = {
     "take": lambda client, _: client.turn(),
-    "go_back": lambda client, _: _go_back(client),
+    "go_back": lambda client, _: fights.go_back(client),
     "read": lambda client, _: client.insist(client._read, 2),
     "reward": lambda client, _: client.insist(client._reward, 2),
     "snapshot": lambda client, _: client._snapshot(),

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from tests.tools.simulation.client import Client
 
 
+async def go_back(client: Client) -> None:
+    """Another turn in the newest one's place."""
+    del client.messages[-2:]
+    await client.turn()
+
+
 async def twice(client: Client) -> None:
     """A keyed turn, sent to two processes at once."""
     messages, logical = _new(client, client.messages)
@@ -30,7 +36,7 @@ async def earlier(client: Client) -> None:
         return
     again = client._rng.choice(asked[-6:])
     assert isinstance(again.request, Chat)
-    messages = [{"role": role, "content": text} for role, text in again.request.messages]
+    messages: list[Message] = [{"role": role, "content": text} for role, text in again.request.messages]
     turn = again.turn
     assert turn is not None
     await _send(client, messages, messages[-1]["content"], None, agent=turn.agent_id, hashed=turn.retry_key)

@@ -53,15 +53,6 @@ class Fact(msgspec.Struct, frozen=True):
     value: float = 0.0
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """A read of an open session: the turns that it had committed."""
-
-    session_id: str
-    turns: frozenset[int]
-    asked_at: float
-    sent_at: float
-
-
 class Asked:
     """A call that a process has begun with, and from `end` on what it has answered, whoever heard of that.
 
@@ -168,16 +159,6 @@ class History:
         if fact.what == "created":
             self._not_after_an_end(fact.session_id, fact.asked_at, "a creation was answered 200")
         self.facts.append(fact)
-
-    def read(self, seen: Seen) -> None:
-        """Every turn that was acknowledged before the question must be in the answer."""
-        before = (turn for turn in self.turns_of(seen.session_id) if turn.sent_at < seen.asked_at)
-        known = {turn.turn for turn in before if turn.asked_at > self._restored_at}
-        if not known <= seen.turns:
-            self.problem(
-                f"a read of {seen.session_id} lacks turns {sorted(known - seen.turns)}, which were there before"
-            )
-        self._not_after_an_end(seen.session_id, seen.asked_at, "it was read as open")
 
     def restored(self) -> None:
         """The store was taken back: what clients were told of turns and closes is still stored, but holds no more."""
