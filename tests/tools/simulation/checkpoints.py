@@ -60,7 +60,6 @@ class CheckpointDrill:
         at_cut = self._states(NAME)
         await self._use()
         orders.judge(self._world.store, self._world.history)
-        self._world.history.is_recording = False
         await self._while_killed(self._restore(NAME))
         self._compare(NAME, at_cut)
         [before] = [one.name for one in self._made() if one.restores == NAME][-1:]

@@ -65,8 +65,7 @@ async def judge(store: MemoryStore, history: History, note: Callable[[str], None
     known = store.read(lambda connection: heads.session_ids(connection, TABLES, "", 1000))
     for session_id in sorted({*known, *(turn.session_id for turn in history.turns)}):
         _Session(store, session_id, history, note).judge()
-    if history.is_recording:
-        orders.judge(store, history)
+    orders.judge(store, history)
 
 
 class _Session:

@@ -91,8 +91,8 @@ class History:
     """Everything that was asked and acknowledged in a schedule. `now` is the loop's time.
 
     `sessions` are those that clients have asked to create, `crashes` when the database crashed. `closes_idle`: the
-    janitor does. `is_recording` until the store is taken back. `searched` counts the sessions whose calls have an
-    order, `unsearched` those of which that would take too long to find out.
+    janitor does. `is_searched`: the calls so far have been, as before the store is taken back. `searched` counts the
+    sessions whose calls have an order, `unsearched` those of which that would take too long to find out.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -101,7 +101,7 @@ class History:
         self.asked: dict[str, list[Asked]] = {}
         self.crashes: list[float] = []
         self.closes_idle = False
-        self.is_recording = True
+        self.is_searched = False
         self.searched = self.unsearched = 0
         self._turns: dict[str, list[Acknowledged]] = {}
         self.facts: list[Fact] = []
@@ -116,8 +116,7 @@ class History:
     ) -> Asked:
         """A process begins with a call."""
         asked = Asked(session_id, request, process, self.now(), turn, version)
-        if self.is_recording:
-            self.asked.setdefault(session_id, []).append(asked)
+        self.asked.setdefault(session_id, []).append(asked)
         return asked
 
     async def answer(self, asked: Asked, work: Awaitable[T], reply: Callable[[T], Reply]) -> T:

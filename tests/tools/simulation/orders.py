@@ -18,7 +18,13 @@ MOST = 3000
 
 
 def judge(store: MemoryStore, history: History) -> None:
-    """Search for the sessions that clients have created; what has no order becomes a problem of the history."""
+    """Search, for the sessions that clients have created; what has no order becomes a problem of the history.
+
+    Once in a schedule: what comes after the store was taken back begins from a state that is not known here.
+    """
+    if history.is_searched:
+        return
+    history.is_searched = True
     for session_id, site in history.sessions.items():
         asked = history.asked.get(session_id, [])
         try:
