@@ -148,9 +148,7 @@ class Sessions:
 
     async def _tell_adopted(self, session_id: str) -> None:
         """Write into a session's log that its root is there now. One that was erased has no rows that change."""
-        outcome = await self._writer.submit(JoinRollout(session_id, self._clock()))
-        if isinstance(outcome, Appended):
-            self._appended(session_id, outcome)
+        await self.apply(JoinRollout(session_id, self._clock()))
 
     async def require_room(self, *session_ids: str) -> None:
         """Raises StoreFull if one of these sessions is new and the database is larger than its limit."""
@@ -207,9 +205,9 @@ class Sessions:
         """The seq of the assignment. Raises SessionNotFound, SessionClosed (erased), InvalidRequest."""
         live = await self._cache.current(session_id)
         event = decide.assign_reward(live.session if live else None, session_id, reward, components, turn)
-        outcome = await self._writer.submit(AssignReward(session_id, self._clock(), event))
+        outcome = await self.apply(AssignReward(session_id, self._clock(), event))
         reach("after_reward")
-        appended = self._appended(session_id, outcome)
+        appended = _require(session_id, outcome)
         if turn is None and appended.may_have_members:
             async for members in self.members(session_id, "open", "closed"):
                 await asyncio.gather(*map(self._share_reward, members))
@@ -223,7 +221,7 @@ class Sessions:
         session = (await self.require(session_id)).session
         if session.finished is None:
             event = SessionFinished(secrets.token_hex(16), producer_finished)
-            self._appended(session_id, await self._writer.submit(Finish(session_id, self._clock(), event)))
+            _require(session_id, await self.apply(Finish(session_id, self._clock(), event)))
             reach("after_finish")
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
@@ -254,12 +252,11 @@ class Sessions:
                         f"in flight; {revision} was named"
                     )
                 closing = msgspec.structs.replace(closing, known=session.version)
-            outcome = await self._writer.submit(closing)
+            outcome = await self.apply(closing)
             if isinstance(outcome, Appended) or outcome.status != "open":
-                break
-            self._cache.drop(session_id)  # Something was written to it meanwhile.
+                break  # Else something was written to it meanwhile.
         reach("after_close")
-        appended = self._appended(session_id, outcome)
+        appended = _require(session_id, outcome)
         self._closed(session_id, appended)
         if appended.may_have_members:
             await self.close_members(session_id)
@@ -277,11 +274,11 @@ class Sessions:
 
         Raises SessionNotFound.
         """
-        outcome = await self._writer.submit(self._closing(session_id))
+        outcome = await self.apply(self._closing(session_id))
         reach("after_close")
         may_have_members = True
         if isinstance(outcome, Appended):
-            self._closed(session_id, self._appended(session_id, outcome))
+            self._closed(session_id, outcome)
             may_have_members = outcome.may_have_members
         elif outcome.status is None:
             raise SessionNotFound.of(session_id)
@@ -303,16 +300,14 @@ class Sessions:
             after = page[-1][0]
 
     async def _close_with_root(self, session_id: str) -> None:
-        outcome = await self._writer.submit(self._closing(session_id, "root"))
+        outcome = await self.apply(self._closing(session_id, "root"))
         reach("after_child_closed")
         if isinstance(outcome, Appended):
-            self._closed(session_id, self._appended(session_id, outcome))
+            self._closed(session_id, outcome)
 
     async def _share_reward(self, session_id: str) -> None:
-        outcome = await self._writer.submit(ShareReward(session_id, self._clock()))
+        await self.apply(ShareReward(session_id, self._clock()))
         reach("after_reward_shared")
-        if isinstance(outcome, Appended):
-            self._appended(session_id, outcome)
 
     async def finish_closing(self) -> int:
         """Close the sessions that a killed process left open in rollouts whose root is closed; returns their number."""
@@ -337,26 +332,37 @@ class Sessions:
                 self._feature_faults.note(callback)
 
     async def apply(self, operation: Operation[Appended | Refused]) -> Appended | Refused:
-        """Run an operation on a session; the cache and the followers know of its events when this returns."""
-        outcome = await self._writer.submit(operation)
+        """Run an operation on a session; the cache and the followers know of its events when this returns.
+
+        Raises StoreUnavailable, StoreFull: it may be done all the same.
+        """
+        session_id = operation.session_id
+        try:
+            outcome = await self._writer.submit(operation)
+        except AppError:
+            self._cache.drop(session_id)
+            raise
         if isinstance(outcome, Appended):
-            self._appended(operation.session_id, outcome)
+            self._cache.advance(session_id, outcome.events)
+            self._followers.notify(session_id)
+        else:
+            self._cache.drop(session_id)
         return outcome
 
     async def require(self, session_id: str) -> CacheEntry:
         """The current state of an open session. Raises SessionNotFound, SessionClosed."""
         return require_open(await self._cache.current(session_id), session_id)
 
-    def _appended(self, session_id: str, outcome: Appended | Refused) -> Appended:
-        if isinstance(outcome, Refused):
-            raise refusal(session_id, outcome.status)
-        self._cache.advance(session_id, outcome.events)
-        self._followers.notify(session_id)
-        return outcome
-
 
 PAGE = 500
 """Sessions of a rollout read in one query."""
+
+
+def _require(session_id: str, outcome: Appended | Refused) -> Appended:
+    """Raises as `refusal`."""
+    if isinstance(outcome, Refused):
+        raise refusal(session_id, outcome.status)
+    return outcome
 
 
 def refusal(session_id: str, status: str | None) -> AppError:

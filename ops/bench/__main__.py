@@ -13,10 +13,12 @@ import uvloop
 
 from ops.bench import archive, export, payloads, peers, sessions, startup, trees, turns
 from ops.bench.measure import print_results
+from ops.bench.real import bench as real
 
 BENCHMARKS = {
     "turns": turns,
     "peers": peers,
+    "real": real,
     "sessions": sessions,
     "payloads": payloads,
     "export": export,

@@ -1,6 +1,6 @@
 """A minimal HTTP client for benchmarks. It must use little CPU, since it shares a core with the engine simulator.
 
-It supports what Turnlog and the simulator send: one request at a time, and replies with a Content-Length.
+It supports what Turnlog and the simulator send: one request at a time, and replies with a Content-Length, or in chunks.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Connection(asyncio.Protocol):
         self._pieces: list[bytes] = []
         self._head = b""
         self._missing = -1
+        self._is_chunked = False
         self._host = b""
         self._headers = b""
 
@@ -116,15 +117,22 @@ class Connection(asyncio.Protocol):
                 self._pieces = [data]
                 return
             self._head, data = data[:end].lower(), data[end + 4 :]
-            length = "0" if self._head[9:12] == b"204" else Response(0, self._head, b"").header("content-length")
-            if length is None:
+            head = Response(0, self._head, b"")
+            length = "0" if self._head[9:12] == b"204" else head.header("content-length")
+            self._is_chunked = head.header("transfer-encoding") == "chunked"
+            if length is None and not self._is_chunked:
                 self._fail("a response without Content-Length")
                 return
-            self._missing, self._pieces = int(length), []
+            self._missing, self._pieces = int(length or 1), []
         self._pieces.append(data)
-        self._missing -= len(data)
+        if self._is_chunked:
+            self._missing = 0 if b"".join(self._pieces[-2:]).endswith(b"\r\n0\r\n\r\n") else 1
+        else:
+            self._missing -= len(data)
         if self._missing <= 0 and self._waiting is not None and not self._waiting.done():
             body = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+            if self._is_chunked:
+                body = _unchunked(body)
             self._waiting.set_result(Response(int(self._head[9:12]), self._head, body))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -134,3 +142,12 @@ class Connection(asyncio.Protocol):
     def _fail(self, why: str) -> None:
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_exception(Broken(why))
+
+
+def _unchunked(body: bytes) -> bytes:
+    """What the chunks of a body hold."""
+    pieces, start = [], 0
+    while size := int(body[start : (end := body.index(b"\r\n", start))], 16):
+        pieces.append(body[end + 2 : end + 2 + size])
+        start = end + 4 + size
+    return b"".join(pieces)

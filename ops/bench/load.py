@@ -299,9 +299,9 @@ class Session(NamedTuple):
 Open = Callable[[Connection, str], Awaitable[Session]]
 
 
-async def open_session(connection: Connection, name: str) -> Session:
-    """Create a session of Turnlog. Raises Broken."""
-    await connection.json("POST", "/sessions", {"session_id": name})
+async def open_session(connection: Connection, name: str, **more: str) -> Session:
+    """Create a session of Turnlog, with more of its fields. Raises Broken."""
+    await connection.json("POST", "/sessions", {"session_id": name, **more})
     return Session(name, f"/sessions/{name}")
 
 

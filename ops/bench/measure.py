@@ -47,6 +47,35 @@ def _own_cpu_s(pid: int) -> float:
         return 0.0  # the process has ended
 
 
+def cpu_s_by_thread(pid: int) -> dict[str, float]:
+    """CPU seconds of a process's main thread, of the thread that has written most, of its other threads, and of its
+    descendants."""
+    own = {thread: _thread_cpu_s(thread) for thread in Path(f"/proc/{pid}/task").iterdir()}
+    main = own.pop(Path(f"/proc/{pid}/task/{pid}"))
+    writer = max(own, key=lambda thread: _counted(thread, "wchar"), default=None)
+    written = 0.0 if writer is None else own.pop(writer)
+    return {
+        "main": main,
+        "writer": written,
+        "others": sum(own.values()),
+        "workers": sum(map(_own_cpu_s, family(pid)[1:])),
+    }
+
+
+def _thread_cpu_s(thread: Path) -> float:
+    return int((thread / "schedstat").read_text().split()[0]) / 1e9
+
+
+def disk_bytes(pid: int) -> int:
+    """What a process had written to disks so far."""
+    return _counted(Path(f"/proc/{pid}"), "write_bytes")
+
+
+def _counted(process: Path, name: str) -> int:
+    lines = (process / "io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
 def resident_bytes(pid: int) -> int:
     """Resident memory of a process and its descendants; pages that they share count once for each sharer's part."""
     return sum(map(_own_resident_bytes, family(pid)))

@@ -23,13 +23,27 @@ from app.domain.history import RequestHistory
 from app.domain.request import canonical_hash
 from app.domain.rules import TreeIndex
 from app.protocols.chat import parse_chat
-from fault import linearizable
-from fault.calls import Audit, Call, Chat, Close, Done, Look, Message, Refused, Reply, Request, Seen, Taken, Told
 from fault.processes import serving
 from fault.table import Tally
 from fault.verified import verified
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
+from tests.tools.simulation import linearizable
+from tests.tools.simulation.calls import (
+    Audit,
+    Call,
+    Chat,
+    Close,
+    Done,
+    Look,
+    Message,
+    Refused,
+    Reply,
+    Request,
+    Seen,
+    Taken,
+    Told,
+)
 
 pytestmark = pytest.mark.long
 

@@ -7,8 +7,29 @@ from dataclasses import replace
 
 import pytest
 
-from fault.calls import Audit, Call, Chat, Close, Done, Look, Message, Refused, Reply, Request, Seen, Taken, Told
-from fault.linearizable import fault as found
+from tests.tools.simulation.calls import (
+    Audit,
+    Call,
+    Chat,
+    Close,
+    Create,
+    Done,
+    Erase,
+    Look,
+    Message,
+    Numbers,
+    Refused,
+    Reply,
+    Request,
+    Reward,
+    Seen,
+    Shown,
+    Taken,
+    Told,
+)
+from tests.tools.simulation.linearizable import Checker, TooLong
+from tests.tools.simulation.linearizable import fault as found
+from tests.tools.simulation.session_model import Rules, State
 
 WINDOW = 1
 
@@ -206,6 +227,103 @@ LIES_IN_A_TREE: dict[str, list[Call]] = {
     "a refusal for its history": [FIRST, call(3, 4, chat("x"), MISMATCH)],
     "a turn after the close": [FIRST, call(3, 4, Close(), Done()), replace(SECOND, start=5, end=6)],
 }
+
+
+AGENTS = [
+    call(1, 2, replace(chat("a"), agent="x"), taken(1, "A")),
+    call(3, 4, replace(chat("a"), agent="y"), taken(2, "A")),
+]
+"""Two turns with one history, each of its agent."""
+
+OWN = Told(((1, 0, "body of a"), (2, 0, "body of a"), (3, 1, "body of a/A/b")), False)
+
+MARKED = replace(chat("a", "A", "b"), retry_count=1)
+FOUND = call(3, 4, replace(chat("a", "A", "b"), retry_count=2), taken(2, "B"))
+
+SIMULATED: dict[str, tuple[list[Call], Rules, bool]] = {
+    "a marked retry is given the newest turn's reply": (
+        [FIRST, SECOND, call(5, 6, MARKED, taken(2, "B", replayed=True))],
+        Rules(WINDOW),
+        True,
+    ),
+    "a marked retry generates again": ([FIRST, SECOND, call(5, 6, MARKED, taken(3, "X"))], Rules(WINDOW), False),
+    "a marked retry is too deep": ([FIRST, SECOND, call(5, 6, MARKED, TOO_DEEP)], Rules(0), False),
+    "an attempt that came late is given the turn of a later one": (
+        [FIRST, FOUND, replace(THIRD, start=5, end=6), call(7, 8, SECOND.request, taken(2, "B", replayed=True))],
+        Rules(WINDOW),
+        True,
+    ),
+    "a retry is given the turn of an earlier attempt, which was continued": (
+        [FIRST, SECOND, THIRD, call(7, 8, MARKED, taken(2, "B", replayed=True))],
+        Rules(WINDOW),
+        False,
+    ),
+    "another conversation begins a segment, and is gone on with": (
+        [
+            *(FIRST, call(3, 4, chat("x"), taken(2, "X")), call(5, 6, chat("x", "X", "y"), taken(3, "Y"))),
+            call(7, 8, Look(), Shown((("user", "x"), ("assistant", "X"), ("user", "y"), ("assistant", "Y")))),
+        ],
+        Rules(WINDOW, segments=True),
+        True,
+    ),
+    "another conversation is refused where it may begin a segment": (
+        [FIRST, call(3, 4, chat("x"), MISMATCH)],
+        Rules(WINDOW, segments=True),
+        False,
+    ),
+    "an agent goes on with its own turn": (
+        [*AGENTS, call(5, 6, replace(chat("a", "A", "b"), agent="x"), taken(3, "B")), call(7, 8, Audit(), OWN)],
+        Rules(None),
+        True,
+    ),
+    "an agent goes on with another's turn": (
+        [*AGENTS, call(5, 6, replace(chat("a", "A", "b"), agent="y"), taken(3, "B")), call(7, 8, Audit(), OWN)],
+        Rules(None),
+        False,
+    ),
+    "an engine's error changes nothing": (
+        [FIRST, call(3, 4, SECOND.request, Refused(502, "upstream_invalid")), call(5, 6, Look(), Seen(("A",)))],
+        Rules(WINDOW),
+        True,
+    ),
+    "an engine's error, and a turn": (
+        [FIRST, call(3, 4, SECOND.request, Refused(502, "upstream_invalid")), call(5, 6, Look(), Seen(("A", "B")))],
+        Rules(WINDOW),
+        False,
+    ),
+    "erased, and rewarded": (
+        [FIRST, call(3, 4, Erase(), Done()), call(5, 6, Reward(), Done())],
+        Rules(WINDOW),
+        False,
+    ),
+    "closed with its root": (
+        [FIRST, call(3, 4, Close(with_root=True), Done()), call(5, 6, Look(), CLOSED)],
+        Rules(WINDOW),
+        True,
+    ),
+    "closed with its root, and gone on with": (
+        [FIRST, call(3, 4, Close(with_root=True), Done()), replace(SECOND, start=5, end=6)],
+        Rules(WINDOW),
+        False,
+    ),
+    "of a number that no other read has": ([FIRST, call(3, 4, Look(), Numbers(frozenset({2})))], Rules(WINDOW), False),
+}
+
+
+@pytest.mark.parametrize(("history", "rules", "is_right"), SIMULATED.values(), ids=SIMULATED)
+def test_what_only_the_simulation_has_is_judged(history: list[Call], rules: Rules, *, is_right: bool) -> None:
+    assert (Checker(history, rules).fault() is None) == is_right
+
+
+def test_a_session_begins_with_its_creation() -> None:
+    created = call(0, 0.5, Create(), Done())
+    assert Checker([created, FIRST], Rules(WINDOW), begins=State(created=False)).fault() is None
+    assert Checker([FIRST], Rules(WINDOW), begins=State(created=False)).fault() is not None
+
+
+def test_a_search_that_takes_too_long_is_given_up() -> None:
+    with pytest.raises(TooLong):
+        Checker(told(1), Rules(WINDOW), most=1).fault()
 
 
 @pytest.mark.parametrize("history", RIGHT_IN_A_TREE.values(), ids=RIGHT_IN_A_TREE)

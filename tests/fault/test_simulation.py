@@ -22,6 +22,7 @@ def simulate(first: int, count: int, tally: Tally) -> None:
     tally.tried += outcomes.mishaps
     tally.acknowledged += outcomes.turns
     assert outcomes.turns > count, "hardly a turn was acknowledged: nothing was tried"
+    assert outcomes.unsearched * 100 <= outcomes.searched, "hardly any session may go without a search"
     assert [(outcome.seed, outcome.problems[:3]) for outcome in outcomes.failed] == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 from helpers.store import event_at
 from sqlalchemy import func, select, update
 
-from app.domain import retention
+from app.domain import retention, rules
 from app.domain.events import SessionClosed
 from app.domain.fleet import Fleet
-from app.domain.session import Session
-from app.errors import AppError
+from app.domain.rules import Linear, Plan, Tree
+from app.domain.session import Session, Turn
+from app.errors import AppError, HistoryMismatch, RollbackTooDeep
 from app.features.checkpoints import operations as checkpoints
 from app.features.checkpoints.checkpoints import Checkpoints
 from app.features.gates.gates import Gates
@@ -23,6 +25,7 @@ from app.features.gates.pauses import Pauses
 from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
+from app.sessions.lifecycle import Sessions
 from app.store import log_turns, rollouts, writer
 from app.store import statements as sql
 from app.store.affinities import AffinityRow, Ending, EngineTold
@@ -33,7 +36,7 @@ from app.store.log_sessions import Close
 from app.store.log_turns import Claim, Commit, Known, Release
 from app.store.schema import fleet_events, sessions
 from app.turn.claims import Claims
-from app.turn.in_flight import InFlightTurn
+from app.turn.in_flight import InFlightTurn, TurnReply
 from app.turn.placement import Placement
 from app.turn.retries import Retries
 from app.turn.turns import Turns
@@ -314,6 +317,68 @@ def a_restore_forgets_a_session(patch: Patch) -> None:
     patch.setattr(checkpoints, "to_restore", to_restore)
 
 
+def valid_turns_are_refused(patch: Patch) -> None:
+    """One in twelve histories that fit is told that it does not."""
+    plain, looked = Linear.join, itertools.count(1)
+
+    def join(self: Linear, *arguments: Any) -> Plan:
+        if next(looked) % 12 == 0:
+            raise HistoryMismatch.of("the history does not fit")
+        return plain(self, *arguments)
+
+    patch.setattr(Linear, "join", join)
+
+
+def the_window_is_a_turn_too_wide(patch: Patch) -> None:
+    plain = rules._refusal
+
+    def refusal(session: Session, request: Any, equal: int, superseded: Sequence[Turn], **follows: bool) -> Any:
+        error = plain(session, request, equal, superseded, **follows)
+        is_just_outside = len(superseded) == session.config.rollback_window + 1
+        return None if isinstance(error, RollbackTooDeep) and is_just_outside else error
+
+    patch.setattr(rules, "_refusal", refusal)
+
+
+def retries_are_told_to_come_again(patch: Patch) -> None:
+    """A retry does not join the turn in flight."""
+    patch.setattr(Retries, "joinable", lambda self, entry, flights, turn: None)
+
+
+def closed_sessions_give_replies_again(patch: Patch) -> None:
+    """That another process has closed the session is not looked at before a stored reply is given."""
+
+    async def replay(self: Turns, turn: InFlightTurn, number: int) -> TurnReply:
+        entry = await self._services.cache.get(turn.session_id)
+        assert entry is not None
+        return await self._stored_reply(turn, entry.session, number)
+
+    patch.setattr(Turns, "_replay", replay)
+
+
+def turns_hang_at_the_root(patch: Patch) -> None:
+    """One in five turns of a tree that continue another one begins a conversation."""
+    plain, joined = Tree.join, itertools.count(1)
+
+    def join(self: Tree, *arguments: Any) -> Plan:
+        plan = plain(self, *arguments)
+        return Plan(0, 0) if plan.parent and next(joined) % 5 == 0 else plan
+
+    patch.setattr(Tree, "join", join)
+
+
+def a_failed_write_was_not_done(patch: Patch) -> None:
+    """What a process remembers of a session stays when a write of it fails."""
+
+    async def apply(self: Sessions, operation: Any) -> Any:
+        outcome = await self._writer.submit(operation)
+        if isinstance(outcome, Appended):
+            self._cache.advance(operation.session_id, outcome.events)
+        return outcome
+
+    patch.setattr(Sessions, "apply", apply)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_cached_version_is_trusted,
     a_commit_that_failed_counts,
@@ -334,6 +399,10 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_dead_keep_their_names,
     a_name_is_bound_to_nothing,
     an_engine_is_not_told,
+    valid_turns_are_refused,
+    the_window_is_a_turn_too_wide,
+    retries_are_told_to_come_again,
+    turns_hang_at_the_root,
 )
 """Found within a second or two."""
 
@@ -348,6 +417,8 @@ RARER: tuple[Callable[[Patch], None], ...] = (
     a_commit_does_not_wait_for_the_disk,
     a_dead_restore_is_left,
     a_restore_forgets_a_session,
+    closed_sessions_give_replies_again,
+    a_failed_write_was_not_done,
 )
 
 

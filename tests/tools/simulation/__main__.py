@@ -32,6 +32,8 @@ class Ran(msgspec.Struct):
 
     turns: int = 0
     mishaps: int = 0
+    searched: int = 0
+    unsearched: int = 0
     failed: list[Outcome] = []
 
 
@@ -46,6 +48,8 @@ def run(seeds: range, *, trace: bool = False) -> Ran:
             outcome = simulation.run(seed, trace=trace)
             ran.turns += outcome.turns
             ran.mishaps += outcome.mishaps
+            ran.searched += outcome.searched
+            ran.unsearched += outcome.unsearched
             if trace:
                 print("\n".join(outcome.trace))
             if outcome.problems:
@@ -60,6 +64,7 @@ def run(seeds: range, *, trace: bool = False) -> Ran:
     print(
         f"{len(seeds)} schedules from seed {seeds.start}: {ran.turns} turns acknowledged, {ran.mishaps} mishaps, "
         f"{len(ran.failed)} failed",
+        f"the calls of {ran.searched} sessions have been put in order; {ran.unsearched} searches took too long",
         f"{len(seeds) / minutes:.0f} a minute, {len(seeds) / cpu_minutes:.0f} a minute of one core",
         sep="\n",
         file=sys.stderr if trace else sys.stdout,

@@ -17,6 +17,7 @@ from app.features.checkpoints.checkpoints import Checkpoints
 from app.store import fleet as fleet_store
 from app.store import pins, reads
 from app.store.schema import checkpoint_sessions
+from tests.tools.simulation import orders
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.trainer import Trainer
@@ -58,6 +59,7 @@ class CheckpointDrill:
         await self._while_killed(self._make(drain_s))
         at_cut = self._states(NAME)
         await self._use()
+        orders.judge(self._world.store, self._world.history)
         await self._while_killed(self._restore(NAME))
         self._compare(NAME, at_cut)
         [before] = [one.name for one in self._made() if one.restores == NAME][-1:]

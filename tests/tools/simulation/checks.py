@@ -29,7 +29,7 @@ from app.store.engine import Database as RealDatabase
 from app.store.schema import open_turns
 from ops.verify import TABLES
 from tests.tools.audit import audit
-from tests.tools.simulation import trees
+from tests.tools.simulation import orders, trees
 from tests.tools.simulation.history import History
 from tests.tools.simulation.store import MemoryDatabase, MemoryStore
 
@@ -65,6 +65,7 @@ async def judge(store: MemoryStore, history: History, note: Callable[[str], None
     known = store.read(lambda connection: heads.session_ids(connection, TABLES, "", 1000))
     for session_id in sorted({*known, *(turn.session_id for turn in history.turns)}):
         _Session(store, session_id, history, note).judge()
+    orders.judge(store, history)
 
 
 class _Session:

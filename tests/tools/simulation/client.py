@@ -20,12 +20,13 @@ from app.errors import (
     SessionExists,
     SessionNotFound,
 )
-from app.protocols.registry import PROTOCOLS
 from app.sessions.lifecycle import NewSession
 from app.turn.in_flight import InFlightTurn, Stages, TurnReply, Waiter, hash_key
+from tests.tools.simulation import calls, fights, recorded
+from tests.tools.simulation.calls import Close, Create, Erase, Look, Numbers, Reward
 from tests.tools.simulation.engine import Message, digest
 from tests.tools.simulation.habits import Habits
-from tests.tools.simulation.history import Acknowledged, Fact, Seen
+from tests.tools.simulation.history import Acknowledged, Fact, Site
 from tests.tools.simulation.process import Disconnected, Process, Reset
 from tests.tools.simulation.service import snapshot
 from tests.tools.simulation.wire import Wire
@@ -210,7 +211,7 @@ class Client:
             if unread_s:
                 await asyncio.sleep(unread_s)
             wire.begin()
-            return await process.service.turns.take(turn, PROTOCOLS["chat"], body)
+            return await recorded.take(self._world, process, turn, messages, body)
 
         def come() -> Coroutine[Any, Any, TurnReply]:
             wire.come()
@@ -296,25 +297,26 @@ class Client:
             found: list[Message] = msgspec.json.decode(b"[" + raw + b"]")
             return found
 
-        return await process.call(read, lambda _: None)
+        return await process.call(
+            lambda: recorded.call(self._world, process, self.session_id, Look(), read, recorded.shown), lambda _: None
+        )
 
     async def _read(self) -> None:
-        process, asked_at = self._process(), self._history.now()
+        process = self._process()
 
         async def read() -> frozenset[int]:
             session = (await process.service.sessions.require(self.session_id)).session
             return frozenset(turn.number for turn in session.turns)
 
         await process.call(
-            read,
-            lambda turns: self._history.read(Seen(self.session_id, turns, asked_at, self._history.now())),
+            lambda: recorded.call(self._world, process, self.session_id, Look(), read, Numbers), lambda _: None
         )
 
     async def _create(self, config: SessionConfig) -> None:
         process = self._process()
-        await self._fact(
-            process, "created", lambda: process.service.sessions.create(NewSession(self.session_id, config, None))
-        )
+        new = NewSession(self.session_id, config, None)
+        self._history.sessions.setdefault(self.session_id, Site(config, (config.history or self.history) == "tree"))
+        await self._fact(process, Create(), "created", lambda: process.service.sessions.create(new))
 
     async def _reward(self) -> None:
         process, value = self._process(), self._rng.random()
@@ -322,23 +324,28 @@ class Client:
         async def assign() -> None:
             await process.service.sessions.assign_reward(self.session_id, value, {}, None)
 
-        await self._fact(process, "rewarded", assign, value)
+        await self._fact(process, Reward(), "rewarded", assign, value)
 
     async def _close(self) -> None:
         process = self._process()
-        await self._fact(process, "closed", lambda: process.service.sessions.close(self.session_id))
+        await self._fact(process, Close(), "closed", lambda: process.service.sessions.close(self.session_id))
 
     async def _erase(self) -> None:
         process = self._process()
-        await self._fact(process, "erased", lambda: process.service.erasure.erase(self.session_id))
+        await self._fact(process, Erase(), "erased", lambda: process.service.erasure.erase(self.session_id))
 
     async def _fact(
-        self, process: Process, what: str, work: Callable[[], Coroutine[Any, Any, object]], value: float = 0.0
+        self,
+        process: Process,
+        request: calls.Request,
+        what: str,
+        work: Callable[[], Coroutine[Any, Any, object]],
+        value: float = 0.0,
     ) -> None:
         asked_at = self._history.now()
         self._note(f"{self.name} asks {process.name}: {what}")
         await process.call(
-            work,
+            lambda: recorded.call(self._world, process, self.session_id, request, work),
             lambda _: self._history.fact(Fact(self.session_id, what, asked_at, self._history.now(), value)),
         )
 
@@ -368,16 +375,11 @@ class Client:
             self._history.problem(f"key {turn.key} was answered for another body too")
 
 
-async def _go_back(client: Client) -> None:
-    del client.messages[-2:]
-    await client.turn()
-
-
 Step = Callable[[Client, SessionConfig], Coroutine[Any, Any, object]]
 
 STEPS: Mapping[str, Step] = {
     "take": lambda client, _: client.turn(),
-    "go_back": lambda client, _: _go_back(client),
+    "go_back": lambda client, _: fights.go_back(client),
     "read": lambda client, _: client.insist(client._read, 2),
     "reward": lambda client, _: client.insist(client._reward, 2),
     "snapshot": lambda client, _: client._snapshot(),
@@ -385,5 +387,9 @@ STEPS: Mapping[str, Step] = {
     "reuse": lambda client, _: client._reuse_a_key(),
     "close": lambda client, _: client.insist(client._close, TRIES),
     "erase": lambda client, _: client.insist(client._erase, TRIES),
+    "twice": lambda client, _: fights.twice(client),
+    "earlier": lambda client, _: fights.earlier(client),
+    "back": lambda client, _: fights.back(client),
+    "other": lambda client, _: fights.other(client),
 }
 """What a client does by each of its habits."""

@@ -19,12 +19,16 @@ class Habits(msgspec.Struct, frozen=True):
     reuse: float = 0.3
     close: float = 0.2
     erase: float = 0.2
+    twice: float = 0.0
+    earlier: float = 0.0
+    back: float = 0.0
+    other: float = 0.0
     loyalty: float = 0.7
     gives_up: float = 0.1
 
 
-def draw_habits(rng: random.Random) -> Habits:
-    """Some clients do one thing often and another never."""
+def draw_habits(rng: random.Random, fights: random.Random) -> Habits:
+    """Some clients do one thing often and another never. `fights` decides about what only few clients do."""
     return Habits(
         go_back=rng.choice((0.0, 1.0, 5.0)),
         read=rng.choice((0.0, 1.0, 8.0)),
@@ -34,6 +38,10 @@ def draw_habits(rng: random.Random) -> Habits:
         reuse=rng.choice((0.0, 0.5)),
         close=rng.choice((0.0, 0.2, 1.0)),
         erase=rng.choice((0.0, 0.2, 1.0)),
+        twice=fights.choice((0.0, 0.0, 2.0)),
+        earlier=fights.choice((0.0, 0.0, 1.0)),
+        back=fights.choice((0.0, 0.0, 1.0)),
+        other=fights.choice((0.0, 0.0, 0.5)),
         loyalty=rng.choice((0.0, 0.7, 0.95)),
         gives_up=rng.choice((0.0, 0.1, 0.5)),
     )

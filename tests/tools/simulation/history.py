@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 import msgspec
 
-from app.turn.in_flight import hash_key
+from app.domain.events import SessionConfig
+from app.errors import AppError
+from app.turn.in_flight import InFlightTurn, hash_key
 from ops.verify import Acknowledged as Told
+from tests.tools.simulation.calls import Call, Chat, Refused, Reply, Request
+
+T = TypeVar("T")
 
 SOON_S = 0.05
 """Attempts that came within so many seconds may count as later ones (`app.turn.retries.AGE_ERROR_S`)."""
@@ -45,20 +53,56 @@ class Fact(msgspec.Struct, frozen=True):
     value: float = 0.0
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """A read of an open session: the turns that it had committed."""
+class Asked:
+    """A call that a process has begun with, and from `end` on what it has answered, whoever heard of that.
 
-    session_id: str
-    turns: frozenset[int]
-    asked_at: float
-    sent_at: float
+    One that a killed process was at stays open: what it has sent to the database may still be done. `process` is its
+    name; of a chat there is the `turn`, and `version` of the session's log when it came.
+    """
+
+    def __init__(
+        self, session_id: str, request: Request, process: str, start: float, turn: InFlightTurn | None, version: int
+    ) -> None:
+        self.session_id = session_id
+        self.request = request
+        self.process = process
+        self.start = start
+        self.turn = turn
+        self.version = version
+        self.end = math.inf
+        self.reply: Reply | None = None
+
+    def call(self) -> Call:
+        """As it is known by now."""
+        request = self.request
+        if isinstance(request, Chat) and self.turn is not None:
+            request = replace(request, number=self.turn.opened.turn if self.turn.fence else 0)
+        return Call(self.start, self.end, request, self.reply)
+
+
+class Site(msgspec.Struct, frozen=True):
+    """A session that a client has created. `is_tree` where its first turn says so, too."""
+
+    config: SessionConfig
+    is_tree: bool
 
 
 class History:
-    """Everything that was acknowledged in a schedule. `now` is the loop's time."""
+    """Everything that was asked and acknowledged in a schedule. `now` is the loop's time.
+
+    `sessions` are those that clients have asked to create, `crashes` when the database crashed. `closes_idle`: the
+    janitor does. `is_searched`: the calls so far have been, as before the store is taken back. `searched` counts the
+    sessions whose calls have an order, `unsearched` those of which that would take too long to find out.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.now = now
+        self.sessions: dict[str, Site] = {}
+        self.asked: dict[str, list[Asked]] = {}
+        self.crashes: list[float] = []
+        self.closes_idle = False
+        self.is_searched = False
+        self.searched = self.unsearched = 0
         self._turns: dict[str, list[Acknowledged]] = {}
         self.facts: list[Fact] = []
         self._restored_at = -1.0
@@ -66,6 +110,28 @@ class History:
 
     def problem(self, what: str) -> None:
         self.problems.append(f"{what} (at {self.now():.3f})")
+
+    def ask(
+        self, session_id: str, request: Request, process: str, turn: InFlightTurn | None = None, version: int = 0
+    ) -> Asked:
+        """A process begins with a call."""
+        asked = Asked(session_id, request, process, self.now(), turn, version)
+        self.asked.setdefault(session_id, []).append(asked)
+        return asked
+
+    async def answer(self, asked: Asked, work: Awaitable[T], reply: Callable[[T], Reply]) -> T:
+        """Write down what the process answers. Raises as the work."""
+        try:
+            found = await work
+        except AppError as error:
+            asked.reply, asked.end = Refused(error.status, error.code), self.now()
+            raise
+        asked.reply, asked.end = reply(found), self.now()
+        return found
+
+    def crashed_since(self, moment: float) -> bool:
+        """Has the database crashed since then?"""
+        return bool(self.crashes) and self.crashes[-1] >= moment
 
     def turn(self, turn: Acknowledged) -> None:
         """Raises nothing: what is wrong is a problem of the schedule."""
@@ -92,16 +158,6 @@ class History:
         if fact.what == "created":
             self._not_after_an_end(fact.session_id, fact.asked_at, "a creation was answered 200")
         self.facts.append(fact)
-
-    def read(self, seen: Seen) -> None:
-        """Every turn that was acknowledged before the question must be in the answer."""
-        before = (turn for turn in self.turns_of(seen.session_id) if turn.sent_at < seen.asked_at)
-        known = {turn.turn for turn in before if turn.asked_at > self._restored_at}
-        if not known <= seen.turns:
-            self.problem(
-                f"a read of {seen.session_id} lacks turns {sorted(known - seen.turns)}, which were there before"
-            )
-        self._not_after_an_end(seen.session_id, seen.asked_at, "it was read as open")
 
     def restored(self) -> None:
         """The store was taken back: what clients were told of turns and closes is still stored, but holds no more."""

@@ -50,7 +50,8 @@ POLLS_S = (0.05, 1.0, 1.0, 1.0, 2.0, 2.0)
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """`problems` is empty where every promise was kept; `trace` is what happened, if that was asked for."""
+    """`problems` is empty where every promise was kept; `trace` is what happened, if that was asked for. `searched`
+    sessions' calls have an order; those of `unsearched` ones may have none."""
 
     seed: int
     problems: list[str]
@@ -58,6 +59,8 @@ class Outcome(msgspec.Struct, frozen=True):
     turns: int
     mishaps: int
     seconds: float
+    searched: int
+    unsearched: int
 
 
 class Simulation:
@@ -91,6 +94,7 @@ class _Schedule:
         self._world = World(
             loop, rng, self._weather, self._history, store, self._engines, settings, self._pick, self._note
         )
+        self._history.closes_idle = settings.idle_close_s is not None
         self._server = Server(self._world)
         self._poll_s = rng.choice(POLLS_S)
         self._processes: list[Process | None] = [None] * (1 if self._alone else rng.choice((2, 2, 3)))
@@ -114,7 +118,16 @@ class _Schedule:
             logger.removeHandler(logs)
             logger.propagate = propagated
         history = self._history
-        return Outcome(self._seed, history.problems, self._trace, len(history.turns), self._mishaps, self._loop.time())
+        return Outcome(
+            self._seed,
+            history.problems,
+            self._trace,
+            len(history.turns),
+            self._mishaps,
+            self._loop.time(),
+            history.searched,
+            history.unsearched,
+        )
 
     async def _live(self) -> None:
         await self._keep_all()
@@ -158,7 +171,7 @@ class _Schedule:
     def _clients(self) -> list[tuple[Client, SessionConfig]]:
         rng = self._rng
         found = []
-        habits = draw_habits(rng)
+        habits = draw_habits(rng, random.Random(f"fights {self._seed}"))
         trees = random.Random(f"trees {self._seed}")
         for number in range(1, rng.choice((1, 2, 3)) + 1):
             config = SessionConfig(
@@ -257,6 +270,7 @@ class _Schedule:
         """A power cut; where the process has the store to itself it is on the same machine."""
         if self._alone:
             process.kill()
+        self._history.crashes.append(self._loop.time())
         lost = self._server.crash(self._rng.random() * self._weather.down_s)
         self._note(f"the database crashes, {lost} transactions are gone")
         if self._alone:
