@@ -23,6 +23,7 @@ from tests.tools.simulation.drill import SESSION_ID, Drill, behind
 from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
+from tests.tools.simulation.keeper import Keeper
 from tests.tools.simulation.late import LateClient
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.process import Process, wall
@@ -38,6 +39,9 @@ STORM_S = 40.0
 
 CHECKPOINTS = 0.3
 """How many schedules end with a drill of checkpoints: it costs as much as all else."""
+
+KEPT = 1.0
+"""How many schedules have a keeper of sessions in the storm."""
 
 PATIENCE_S = 1200.0
 """How long clients may take for what they want to do, all faults included."""
@@ -121,6 +125,9 @@ class _Schedule:
         clients = self._clients()
         trainer = Trainer(self._world)
         changes = [asyncio.create_task(work()) for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
+        keeper = Keeper(self._world, self._seed)
+        if random.Random(f"kept {self._seed}").random() < KEPT:
+            changes.append(asyncio.create_task(keeper.work()))
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
@@ -135,6 +142,7 @@ class _Schedule:
         await self._keep_all()
         await self._within(RECOVERY_S, trainer.put_back(), "engines could not be put back")
         await self._within(RECOVERY_S, settled(self._store), self._names_left)
+        await self._within(RECOVERY_S, keeper.rest(), "not everything that left came back, or a fork took no turn")
         await self._all_go_on(clients)
         await self._drill(trainer)
         if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
@@ -144,6 +152,7 @@ class _Schedule:
             if process is not None:
                 await self._stop(process)
         await checks.judge(self._store, self._history, self._note)
+        keeper.judge()
 
     async def _within(self, seconds: float, work: Coroutine[Any, Any, None], late: str | Callable[[], str]) -> None:
         """`late` says what is wrong where the work is not done in time."""
