@@ -136,7 +136,7 @@ class Keeper:
             value = [given] if name == "tags" and isinstance(given, str) else given
             return await annotations.write(session_id, turn, name, value, writer)
 
-        await self._order(f"says of {session_id}", say, sent)
+        await self.order(f"says of {session_id}", say, sent)
         told = self.said.told[-1:]
         return told[0] if told and told[0].word is word else None
 
@@ -152,7 +152,7 @@ class Keeper:
         metadata = rng.choice((None, {"from": self._mark(fork_id)}))
         order = ForkOrder(source_id, turn, None, metadata, rng.random() < 0.5)
 
-        def sent(_: None) -> None:
+        def sent(_: str) -> None:
             after = self._read(lambda connection: copies.stored(connection, source_id))
             fork = self._read(lambda connection: copies.stored(connection, fork_id))
             if fork is None:
@@ -163,12 +163,12 @@ class Keeper:
             self.kept.look()
             self.forks[fork_id] = fork.session
 
-        async def make(process: Process) -> None:
+        async def make(process: Process) -> str:
             forks: Forks = process.service.features["forks"]
             await forks.fork(order, [fork_id])
+            return fork_id
 
-        await self._insist(lambda: self._order(f"forks {source_id} after {turn} as {fork_id}", make, sent), 3)
-        return fork_id if fork_id in self.forks else None
+        return await self._insist(lambda: self.order(f"forks {source_id} after {turn} as {fork_id}", make, sent), 3)
 
     async def go_on(self, fork_id: str, *, insists: bool = False) -> None:
         """A client takes a turn in a fork, unless it has ended."""
@@ -209,7 +209,7 @@ class Keeper:
 
     async def archive(self) -> None:
         """What may leave, leaves for a file."""
-        await self._order("archives", lambda process: _archive(process).step(ANY_AGE_S, FOLDER, 10, None))
+        await self.order("archives", lambda process: _archive(process).step(ANY_AGE_S, FOLDER, 10, None))
         self.kept.look()
 
     async def bring_back(self, files: Iterable[str]) -> None:
@@ -218,7 +218,7 @@ class Keeper:
                 await _archive(process).bring_back(file, memory)
 
         for file in files:
-            await self._order(f"returns {file}", partial(bring, file=file))
+            await self.order(f"returns {file}", partial(bring, file=file))
         self.kept.look()
 
     def files(self) -> list[str]:
@@ -257,7 +257,7 @@ class Keeper:
             await asyncio.sleep(self._rng.random())
         return None
 
-    async def _order(
+    async def order(
         self,
         what: str,
         work: Callable[[Process], Coroutine[Any, Any, T]],

@@ -19,6 +19,7 @@ from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
 from tests.tools.simulation.database import Server
+from tests.tools.simulation.departures import DepartureDrill
 from tests.tools.simulation.drill import SESSION_ID, Drill, behind
 from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.habits import Habits, draw_habits
@@ -40,8 +41,11 @@ STORM_S = 40.0
 CHECKPOINTS = 0.3
 """How many schedules end with a drill of checkpoints: it costs as much as all else."""
 
-KEPT = 1.0
+KEPT = 0.4
 """How many schedules have a keeper of sessions in the storm."""
+
+DEPARTURES = 0.25
+"""How many end with a drill of archives."""
 
 PATIENCE_S = 1200.0
 """How long clients may take for what they want to do, all faults included."""
@@ -145,6 +149,8 @@ class _Schedule:
         await self._within(RECOVERY_S, keeper.rest(), "not everything that left came back, or a fork took no turn")
         await self._all_go_on(clients)
         await self._drill(trainer)
+        if random.Random(f"departure {self._seed}").random() < DEPARTURES:
+            await self._check_departures(keeper)
         if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
             await self._check_checkpoints(clients, trainer)
         await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
@@ -329,6 +335,11 @@ class _Schedule:
         await self._within(2 * RECOVERY_S, drill.run(), "the drill of checkpoints was not over")
         await self._keep_all()
         await self._all_agree()
+
+    async def _check_departures(self, keeper: Keeper) -> None:
+        drill = DepartureDrill(self._world, self._seed, keeper, self._kill_again)
+        await self._within(2 * RECOVERY_S, drill.run(), "the drill of departures was not over")
+        await self._keep_all()
 
     def _names_left(self) -> str:
         return f"names were not ended: {rows(self._store)}"
