@@ -59,10 +59,15 @@ def stored(connection: Connection, session_id: str) -> Stored | None:
         session,
         {
             row[0]: tuple(row[1:])
-            for row in rows(turns, turns.c.turn, turns.c.protocol, turns.c.choice_index, turns.c.tokens, turns.c.exchange)
+            for row in rows(
+                turns, turns.c.turn, turns.c.protocol, turns.c.choice_index, turns.c.tokens, turns.c.exchange
+            )
         },
         {row[0]: tuple(row[1:]) for row in rows(blobs, blobs.c.number, blobs.c.kind, blobs.c.hash, blobs.c.data)},
-        {(row[0], row[1]): tuple(row[2:]) for row in rows(chunks, chunks.c.fence, chunks.c.number, chunks.c.hash, chunks.c.data)},
+        {
+            (row[0], row[1]): tuple(row[2:])
+            for row in rows(chunks, chunks.c.fence, chunks.c.number, chunks.c.hash, chunks.c.data)
+        },
         {row[0]: row[1] for row in rows(annotation_columns, annotation_columns.c.seq, annotation_columns.c.data)},
     )
 
@@ -86,9 +91,9 @@ def differences(source: Stored, after: Stored | None, fork: Stored, turn: int) -
         yield from _payloads(source, fork, place, mine, theirs)
     if after is None or after.session.status == "erased":
         return
-    if any(number in source.session.payloads and number in after.session.payloads for number in line[-1:]):
-        if len(line) not in fork.session.payloads:
-            yield f"the payloads of turn {len(line)} are not there"
+    has_payloads = turn in source.session.payloads and turn in after.session.payloads
+    if has_payloads and len(line) not in fork.session.payloads:
+        yield f"the payloads of turn {len(line)} are not there"
     said = source.said(line)
     if said == after.said(line) and said != (is_said := fork.said(list(range(1, len(line) + 1)))):
         yield f"of its turns is said {is_said}, not {said}"

@@ -156,7 +156,9 @@ class DepartureDrill:
         self._world.must(not left, f"{ROOT} has left, and {left} still have rows of it")
         error = None
         while error is None:
-            error = await self._keeper.order("looks", lambda process: process.service.explained(SessionNotFound.of(ROOT)))
+            error = await self._keeper.order(
+                "looks", lambda process: process.service.explained(SessionNotFound.of(ROOT))
+            )
         self._world.must(isinstance(error, SessionArchived), f"{ROOT} is in a file, and its error is {error!r}")
         again = Client(self._world, "again", ROOT, Habits())
         try:
@@ -180,7 +182,9 @@ class DepartureDrill:
                 must(is_told, f"followers were not told that {session_id} was erased")
             else:
                 again = {one[1] for one in told if told.count(one) > 1}
-                must(len(again) >= now.version - 1, f"followers were told of {sorted(again)} when {session_id} returned")
+                must(
+                    len(again) >= now.version - 1, f"followers were told of {sorted(again)} when {session_id} returned"
+                )
 
     async def _while_killed(self, work: Awaitable[None]) -> None:
         await while_killed(self._world, self._rng, self._kill, work)

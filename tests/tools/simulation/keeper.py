@@ -1,4 +1,4 @@
-"""Who looks after sessions beside their clients: says what they are worth, forks them, archives, returns and erases them."""
+"""Who looks after sessions beside their clients: says things of them, forks, archives, returns and erases them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from app.features.forks.forks import ForkOrder, Forks
 from app.store import reads
 from app.store.schema import archived, sessions
 from tests.tools.simulation import copies, kept
-from tests.tools.simulation.client import TRIES, Client, GaveUp
+from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.files import FOLDER
 from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.kept import Kept
@@ -43,7 +43,6 @@ NAMES = ("note", "tags", "grade", "grade")
 
 WORK = {"say": 6, "fork": 3, "archive": 3, "return": 2, "end": 1, "erase": 1}
 """How often a keeper does what."""
-
 
 
 class Keeper:

@@ -55,7 +55,9 @@ class Said:
             match recorded.event:
                 case AnnotationWritten(erased=False) as word if word not in sent:
                     yield f"event {recorded.seq} says what nobody said: {word}"
-                case RewardAssigned(of_root=False, components_erased=False) as word if _has_more(word) and word not in sent:
+                case RewardAssigned(of_root=False, components_erased=False) as word if (
+                    _has_more(word) and word not in sent
+                ):
                     yield f"event {recorded.seq} assigns what nobody sent: {word}"
 
 
