@@ -34,6 +34,9 @@ from workers import codec
 
 T = TypeVar("T")
 
+KEPT = 0.4
+"""How many schedules have a keeper in the storm."""
+
 TIMEOUT_S, LOOK_S = 60.0, 0.5
 
 ANY_AGE_S = -36000.0
@@ -96,7 +99,7 @@ class Keeper:
         for problem in found:
             history.problem(problem)
 
-    async def say(self, session: Session, *, tries: int = 3) -> Told | None:
+    async def say(self, session: Session) -> Told | None:
         """One word of a session or a turn, if it is acknowledged."""
         rng, session_id = self._rng, session.session_id
         turn = rng.choice((None, *(turn.number for turn in session.turns)))
@@ -113,7 +116,7 @@ class Keeper:
             case _:
                 given = mark
         name = rng.choice(NAMES) if turn is None else "grade"
-        return await self._insist(lambda: self._say(session_id, turn, name, given, writer), tries)
+        return await self._insist(lambda: self._say(session_id, turn, name, given, writer), 3)
 
     async def _say(self, session_id: str, turn: int | None, name: str, given: Any, writer: str | None) -> Told | None:
         asked_at = self._world.history.now()
@@ -199,10 +202,10 @@ class Keeper:
         except (AppError, GaveUp) as error:
             self._world.note(f"{session_id} was not ended: {error}")
 
-    async def erase(self, session_id: str, tries: int = 2) -> None:
+    async def erase(self, session_id: str) -> None:
         client = self.client(session_id)
         try:
-            await client.insist(client._erase, tries)
+            await client.insist(client._erase, 2)
         except (AppError, GaveUp) as error:
             self._world.note(f"{session_id} was not erased: {error}")
 
@@ -232,10 +235,9 @@ class Keeper:
         return self._read(lambda connection: connection.execute(query).first()) is not None
 
     def _any(self) -> Session | None:
-        """Some session, which may be away: then it is what its clients remember, nothing but its id."""
+        """Some session that is there, but no fork that has not been acknowledged."""
         query = select(sessions.c.session_id).order_by(sessions.c.session_id)
-        away = select(archived.c.session_id).distinct().order_by(archived.c.session_id)
-        ids = self._read(lambda c: [*c.execute(query).scalars(), *c.execute(away).scalars()])
+        ids = list(self._read(lambda connection: connection.execute(query).scalars()))
         ids = [one for one in ids if not one.startswith("f") or one in self.forks]
         if not ids:
             return None

@@ -19,12 +19,12 @@ from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
 from tests.tools.simulation.database import Server
-from tests.tools.simulation.departures import DepartureDrill
+from tests.tools.simulation.departures import DEPARTURES, DepartureDrill
 from tests.tools.simulation.drill import SESSION_ID, Drill, behind
 from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
-from tests.tools.simulation.keeper import Keeper
+from tests.tools.simulation.keeper import KEPT, Keeper
 from tests.tools.simulation.late import LateClient
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.process import Process, wall
@@ -40,12 +40,6 @@ STORM_S = 40.0
 
 CHECKPOINTS = 0.3
 """How many schedules end with a drill of checkpoints: it costs as much as all else."""
-
-KEPT = 0.4
-"""How many schedules have a keeper of sessions in the storm."""
-
-DEPARTURES = 0.25
-"""How many end with a drill of archives."""
 
 PATIENCE_S = 1200.0
 """How long clients may take for what they want to do, all faults included."""
