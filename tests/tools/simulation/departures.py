@@ -26,7 +26,7 @@ from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.tree_client import TreeClient
 from tests.tools.simulation.world import World
 
-DEPARTURES = 0.25
+DEPARTURES = 0.15
 """How many schedules end with a drill of departures."""
 
 ROOT, CHILD = "leaves", "leaves.child"
