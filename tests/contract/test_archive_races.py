@@ -163,6 +163,28 @@ async def test_a_session_that_is_erased_while_it_returns_does_not(stage: Stage) 
     await stage.erased("session-erased")
 
 
+@pytest.mark.parametrize("kind", [None, Reserve])
+async def test_a_session_whose_erasure_was_cut_short_does_not_leave_again(stage: Stage, kind: type | None) -> None:
+    """It was told to leave every file, and then its process died: a file that got it now would never give it back."""
+    await stage.ended("session")
+    file = await stage.move(stage.archive())
+    assert file is not None
+    with RequestMemory(1 << 30, 1 << 20).reserve() as memory:
+        assert (await stage.archive().bring_back(file, memory))["imported"] == 1
+
+    async def cut_short() -> None:
+        assert await stage.archive().erase("session") is False
+
+    if kind is None:
+        await cut_short()
+    assert await stage.move(stage.archive(kind, cut_short)) is None
+    await stage.erased("session")
+    head = await stage.store.head("session")
+    assert head is not None
+    assert head.status == "erased"
+    assert not stage.in_files("session")
+
+
 async def test_a_file_from_which_nothing_left_is_named_until_it_is_deleted(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

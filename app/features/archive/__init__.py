@@ -12,7 +12,6 @@ this touches the rest:
 from __future__ import annotations
 
 import math
-import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def add_to(app: Services) -> Archive:
         app.writer,
         app.cache,
         app.exporter,
-        time.time,
+        app.clock,
         app.registration.incarnation,
         lease_s=math.inf if app.database.is_sqlite else app.settings.lease_s,
         timeout_s=app.settings.payloads_timeout_s,

@@ -74,6 +74,9 @@ LARGEST_BYTES = 256 << 20
 LARGEST_EVENTS = 64 << 20
 """So does one with more bytes of events."""
 
+_ERASED = frozenset({"erasing", "erased"})
+"""States of a session that no file may get again, and none brings back."""
+
 DROPPED_AT_ONCE = 16
 """Rows of content, of at most about 1 MiB each, that one transaction deletes: SQLite overwrites what it frees."""
 
@@ -188,8 +191,9 @@ def _stored_bytes(connection: Connection, root_id: str) -> int:
 def read_rollout(connection: Connection, root_id: str) -> Rollout | None:
     """A rollout's closed sessions, the root first, with all rows but the bytes of chunks that are elsewhere.
 
-    None if it has more than LARGEST_BYTES of content or LARGEST_EVENTS of events, or if a transaction that began before
-    its last event may still run: a reader of the log could then pass over what that one appends."""
+    None if it has more than LARGEST_BYTES of content or LARGEST_EVENTS of events; if an erasure of one of them has
+    begun and did not come to its end here; or if a transaction that began before its last event may still run: a reader
+    of the log could then pass over what that one appends."""
     if _stored_bytes(connection, root_id) > LARGEST_BYTES:
         return None
     of_events = select(func.sum(func.length(events.c.data))).where(events.c.session_id.in_(_of_rollout(root_id)))
@@ -200,6 +204,9 @@ def read_rollout(connection: Connection, root_id: str) -> Rollout | None:
     oldest: int = connection.execute(select(oldest_tx())).scalar_one()
     newest = connection.execute(select(func.max(events.c.tx)).where(events.c.session_id.in_(list(by_id)))).scalar()
     if root_id not in by_id or newest is None or newest >= oldest:
+        return None
+    begun = select(archived.c.session_id).where(archived.c.session_id.in_(list(by_id)), archived.c.state.in_(_ERASED))
+    if connection.execute(begun.limit(1)).first() is not None:
         return None
     group_id = by_id[root_id]["group_id"]
     feed = connection.execute(select(groups).where(groups.c.group_id == group_id)).mappings().first()
@@ -346,7 +353,7 @@ class Reserve(Fenced, frozen=True):
 
 class Forget(BaseOperation, frozen=True):
     """A rollout is in the file: it leaves the database. False, and nothing is written, if anything was added since it
-    was read, or a checkpoint has it.
+    was read, a checkpoint has it, or an erasure of it has begun.
 
     The many rows of a large one are deleted by `DropContent`, in steps.
     """
@@ -381,8 +388,8 @@ class Forget(BaseOperation, frozen=True):
                 return False
             if pins.pinned_upto(tx, session_id):
                 return False
-            line = tx.one(_state_of, {"sid": session_id, "in_file": self.file})
-            if line is None or line[0] != "writing":
+            states = {file: state for file, state, _ in tx.all(_files_of, {"sid": session_id})}
+            if states.get(self.file) != "writing" or not _ERASED.isdisjoint(states.values()):
                 return False
         group = tx.one(_group_of, {"sid": self.root_id})
         tx.one(_lock_meta, {})  # Else of two rollouts that leave at once on PostgreSQL the lower place may be kept.
@@ -490,7 +497,7 @@ class Import(Fenced, frozen=True):
         heads = [session.head for session in self.rollout.sessions]
         files = {head["session_id"]: tx.all(_files_of, {"sid": head["session_id"]}) for head in heads}
         states = {state for own in files.values() for file, state, root in own}
-        if not states.isdisjoint(("erasing", "erased")):
+        if not _ERASED.isdisjoint(states):
             return "erased"
         lines = [
             {state for file, state, root in own if file == self.file and root == self.rollout.root_id}

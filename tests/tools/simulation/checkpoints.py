@@ -19,6 +19,7 @@ from app.store import pins, reads
 from app.store.schema import checkpoint_sessions
 from tests.tools.simulation import orders
 from tests.tools.simulation.client import Client, GaveUp
+from tests.tools.simulation.kills import Kill, while_killed
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.trainer import Trainer
 from tests.tools.simulation.world import World
@@ -26,12 +27,6 @@ from tests.tools.simulation.world import World
 T = TypeVar("T")
 
 NAME = "drill"
-
-KILLS = (0, 1, 1, 2, 4)
-"""How many processes die during a cut or a restore."""
-
-KILL_S = 0.02
-"""Mean time between them: a restore of a schedule's few sessions takes about a tenth of a second."""
 
 AGAIN_S = 0.5
 
@@ -45,7 +40,7 @@ class CheckpointDrill:
         seed: int,
         clients: Sequence[Client],
         trainer: Trainer,
-        kill: Callable[[Process], Awaitable[None]],
+        kill: Kill,
     ) -> None:
         self._world = world
         self._rng = random.Random(f"checkpoints {seed}")
@@ -73,17 +68,7 @@ class CheckpointDrill:
             self._compare(before, replaced)
 
     async def _while_killed(self, work: Awaitable[None]) -> None:
-        """Nobody dies once it is done."""
-        killing = asyncio.create_task(self._die(self._rng.choice(KILLS)))
-        await work
-        await killing
-
-    async def _die(self, count: int) -> None:
-        for _ in range(count):
-            await asyncio.sleep(self._rng.expovariate(1 / KILL_S))
-            process = self._world.pick()
-            if process is not None:
-                await self._kill(process)
+        await while_killed(self._world, self._rng, self._kill, work)
 
     async def _make(self, drain_s: float | None) -> None:
         while not any(one.name == NAME for one in self._made()):

@@ -10,7 +10,7 @@ from app.errors import AppError
 from app.services import DRAIN_S
 from app.sessions.recovery import written
 from app.store import incarnations
-from tests.tools.simulation import service
+from tests.tools.simulation import files, service
 from tests.tools.simulation.database import Server, SimulatedDatabase
 from tests.tools.simulation.engine import SimulatedEngine
 from tests.tools.simulation.loop import Owner
@@ -86,6 +86,7 @@ class Process:
             self._lease_left,
             self._poll_s,
         )
+        files.keep_in_memory(self.service.features["archive"], world, self.name)
         await service.start(self.service)
         self.serving = True
         world.note(f"{self.name} serves as incarnation {self.incarnation} from {world.loop.time():.3f}")

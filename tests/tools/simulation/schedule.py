@@ -19,10 +19,12 @@ from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
 from tests.tools.simulation.database import Server
+from tests.tools.simulation.departures import DEPARTURES, DepartureDrill
 from tests.tools.simulation.drill import SESSION_ID, Drill, behind
 from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
+from tests.tools.simulation.keeper import KEPT, Keeper
 from tests.tools.simulation.late import LateClient
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.process import Process, wall
@@ -134,6 +136,9 @@ class _Schedule:
         clients = self._clients()
         trainer = Trainer(self._world)
         changes = [asyncio.create_task(work()) for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
+        keeper = Keeper(self._world, self._seed)
+        if random.Random(f"kept {self._seed}").random() < KEPT:
+            changes.append(asyncio.create_task(keeper.work()))
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
@@ -148,8 +153,11 @@ class _Schedule:
         await self._keep_all()
         await self._within(RECOVERY_S, trainer.put_back(), "engines could not be put back")
         await self._within(RECOVERY_S, settled(self._store), self._names_left)
+        await self._within(RECOVERY_S, keeper.rest(), "not everything that left came back, or a fork took no turn")
         await self._all_go_on(clients)
         await self._drill(trainer)
+        if random.Random(f"departure {self._seed}").random() < DEPARTURES:
+            await self._check_departures(keeper)
         if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
             await self._check_checkpoints(clients, trainer)
         await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
@@ -157,6 +165,7 @@ class _Schedule:
             if process is not None:
                 await self._stop(process)
         await checks.judge(self._store, self._history, self._note)
+        keeper.judge()
 
     async def _within(self, seconds: float, work: Coroutine[Any, Any, None], late: str | Callable[[], str]) -> None:
         """`late` says what is wrong where the work is not done in time."""
@@ -334,6 +343,11 @@ class _Schedule:
         await self._within(2 * RECOVERY_S, drill.run(), "the drill of checkpoints was not over")
         await self._keep_all()
         await self._all_agree()
+
+    async def _check_departures(self, keeper: Keeper) -> None:
+        drill = DepartureDrill(self._world, self._seed, keeper, self._kill_again)
+        await self._within(2 * RECOVERY_S, drill.run(), "the drill of departures was not over")
+        await self._keep_all()
 
     def _names_left(self) -> str:
         return f"names were not ended: {rows(self._store)}"

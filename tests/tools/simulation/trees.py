@@ -29,13 +29,15 @@ def problems(connection: Connection, session_id: str) -> Iterator[str]:
             rows, count = owners[turn.number], tokens[turn.number]
             if turn.number in left and not rows:
                 continue
-            if (rows, count) != (1, turn.output_tokens):
+            is_context = turn.number <= session.context_turns
+            if (rows, count) != ((0, 0) if is_context else (1, turn.output_tokens)):
                 yield f"of {branches} rows {rows} have turn {turn.number} in their loss: {count} tokens"
     if session.is_tree:
         if not session.undone:  # Branches are numbered with those of the turns that are undone.
             yield from _branches(session)
+        copied = 0 if session.fork is None else session.fork.turns
         for turn in session.turns:
-            if not _is_deepest(session, turn):
+            if turn.number > copied and not _is_deepest(session, turn):
                 yield f"turn {turn.number} continues turn {turn.history_parent}, which is not the deepest that it could"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from app.settings import Settings
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class World:
-    """`pick` gives a process to ask, or None where none serves; `note` is told what happens."""
+    """`pick` gives a process to ask, or None where none serves; `note` is told what happens.
+
+    `files` are those of archives.
+    """
 
     loop: SimulatedLoop
     rng: random.Random
@@ -31,6 +34,7 @@ class World:
     settings: Settings
     pick: Callable[[], Process | None]
     note: Callable[[str], None]
+    files: dict[str, bytes] = field(default_factory=dict)
 
     def happens(self, probability: float) -> bool:
         """Only while the weather is bad."""
