@@ -97,6 +97,14 @@ def ends(config: SessionConfig) -> bool:
     return limits is not None and not limits.turns is limits.tokens is None
 
 
+def is_noted(connection: Connection, session_id: str) -> bool:
+    """Does the log say that the session, unless it has ended, has reached a limit?"""
+    log = reads.load_events(connection, session_id)
+    return any(isinstance(recorded.event, LimitReached | SessionClosed | SessionErased) for recorded in log) or any(
+        isinstance(recorded.event, TurnCommitted) and recorded.event.limit is not None for recorded in log
+    )
+
+
 class Uses(msgspec.Struct):
     """What a session has used by its log; `reserved` by its turns in flight."""
 

@@ -14,7 +14,7 @@ from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
 from app.store.dialect import WriteConflict
-from tests.tools.simulation import budgets, checks, weather
+from tests.tools.simulation import budgets, checks, feed, weather
 from tests.tools.simulation.budgets import LimitedClient, LimitedTreeClient, Spent
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import GaveUp
@@ -123,6 +123,9 @@ class _Schedule:
         changes = [asyncio.create_task(work()) for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
+        groups = feed.draw(self._world, self._seed)
+        if groups is not None:
+            lives += [asyncio.create_task(work) for work in groups.lives()]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
         if late:
             self._history.problem(f"{len(late)} clients were not done after {PATIENCE_S:g} s")
@@ -138,6 +141,9 @@ class _Schedule:
         await self._all_go_on(clients)
         for problem in self._store.read(lambda connection: list(budgets.problems(connection))):
             self._history.problem(problem)
+        if groups is not None:
+            await self._within(RECOVERY_S, groups.finish(), "a complete group was not given")
+            groups.judge()
         await self._drill(trainer)
         if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
             await self._check_checkpoints(clients, trainer)
@@ -287,6 +293,8 @@ class _Schedule:
                 await (last.spend() if budgets.ends(config) else last.turn())
                 return
             except Spent:
+                noted = self._store.read(lambda connection: budgets.is_noted(connection, last.session_id))
+                self._world.must(noted, f"{last.session_id} has reached a limit, and the log does not know")
                 return
             except (SessionClosed, SessionNotFound) as error:
                 # Where its root is ended, a session is closed, or cannot be created.
