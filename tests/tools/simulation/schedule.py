@@ -14,7 +14,7 @@ from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
 from app.store.dialect import WriteConflict
-from tests.tools.simulation import budgets, checks, feed, weather
+from tests.tools.simulation import budgets, checks, feed, readers, weather
 from tests.tools.simulation.budgets import LimitedClient, LimitedTreeClient, Spent
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import GaveUp
@@ -124,8 +124,9 @@ class _Schedule:
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
         groups = feed.draw(self._world, self._seed)
-        if groups is not None:
-            lives += [asyncio.create_task(work) for work in groups.lives()]
+        log_readers = readers.draw(self._world, self._seed)
+        for one in (groups, log_readers):
+            lives += [] if one is None else [asyncio.create_task(work) for work in one.lives()]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
         if late:
             self._history.problem(f"{len(late)} clients were not done after {PATIENCE_S:g} s")
@@ -148,6 +149,8 @@ class _Schedule:
         if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
             await self._check_checkpoints(clients, trainer)
         await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
+        if log_readers is not None:
+            await self._within(RECOVERY_S, log_readers.finish(), "a reader was not answered")
         for process in self._processes:
             if process is not None:
                 await self._stop(process)
