@@ -16,14 +16,17 @@ from app.domain.events import SessionClosed
 from app.domain.fleet import Fleet
 from app.domain.session import Session
 from app.errors import AppError
+from app.export.query import Cursor
+from app.features.budgets import operations as budget_operations
 from app.features.checkpoints import operations as checkpoints
 from app.features.checkpoints.checkpoints import Checkpoints
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
+from app.features.groups.operations import Acknowledge, Acknowledged
 from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
-from app.store import log_turns, rollouts, writer
+from app.store import all_events, log_turns, rollouts, writer
 from app.store import statements as sql
 from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx
@@ -31,6 +34,7 @@ from app.store.fleet import AppendFleet
 from app.store.log import Appended, advance_head, refused
 from app.store.log_sessions import Close
 from app.store.log_turns import Claim, Commit, Known, Release
+from app.store.reads import START, Position
 from app.store.schema import fleet_events, sessions
 from app.turn.claims import Claims
 from app.turn.in_flight import InFlightTurn
@@ -314,6 +318,42 @@ def a_restore_forgets_a_session(patch: Patch) -> None:
     patch.setattr(checkpoints, "to_restore", to_restore)
 
 
+def turns_in_flight_use_nothing(patch: Patch) -> None:
+    """A claim looks at what is committed alone."""
+    plain = budget_operations.allowance
+
+    def allowance(budgets: Any, wanted: int | None) -> Any:
+        committed = [(limits, msgspec.structs.replace(used, open_turns=0, reserved=0)) for limits, used in budgets]
+        return plain(committed, wanted)
+
+    patch.setattr(budget_operations, "allowance", allowance)
+
+
+def an_acknowledgement_is_lost(patch: Patch) -> None:
+    """It is answered, and not written."""
+    patch.setattr(Acknowledge, "apply", lambda self, tx: Acknowledged(list(self.group_ids), [], [], []))
+
+
+def a_page_of_events_skips_one(patch: Patch) -> None:
+    """It begins one place too late."""
+    plain = all_events.page
+
+    def page(connection: Any, after: Position, *rest: Any) -> Any:
+        return plain(connection, Position(after.tx, after.position + (after != START)), *rest)
+
+    patch.setattr(all_events, "page", page)
+
+
+def a_page_of_rows_skips_one(patch: Patch) -> None:
+    """It begins one row too late, in a session that has more."""
+    plain = Cursor.behind
+
+    def behind(self: Cursor, at: Position, number: int = 1, total: int = 1) -> str:
+        return plain(self, at, min(number + 1, total), total)
+
+    patch.setattr(Cursor, "behind", behind)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_cached_version_is_trusted,
     a_commit_that_failed_counts,
@@ -334,6 +374,8 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_dead_keep_their_names,
     a_name_is_bound_to_nothing,
     an_engine_is_not_told,
+    turns_in_flight_use_nothing,
+    an_acknowledgement_is_lost,
 )
 """Found within a second or two."""
 
@@ -348,6 +390,8 @@ RARER: tuple[Callable[[Patch], None], ...] = (
     a_commit_does_not_wait_for_the_disk,
     a_dead_restore_is_left,
     a_restore_forgets_a_session,
+    a_page_of_events_skips_one,
+    a_page_of_rows_skips_one,
 )
 
 

@@ -31,6 +31,8 @@ from app.store import all_events, reads
 from app.store.schema import sessions
 from app.turn.in_flight import TurnReply
 from tests.tools.simulation.client import Client, GaveUp
+from tests.tools.simulation.history import History
+from tests.tools.simulation.store import MemoryStore
 from tests.tools.simulation.tree_client import TreeClient
 
 SHARE = 0.2
@@ -68,6 +70,11 @@ class LimitedTreeClient(LimitedClient, TreeClient):
     """Also with several turns at once."""
 
 
+def kind_of(config: SessionConfig) -> type[LimitedClient]:
+    """Who uses a session that is created so."""
+    return LimitedClient if config.history == "linear" else LimitedTreeClient
+
+
 def draw(seed: int) -> Callable[[SessionConfig], SessionConfig]:
     """What becomes of the configs of a schedule's sessions, the root's first: in some schedules they get limits."""
     rng = random.Random(f"budgets {seed}")
@@ -97,9 +104,9 @@ def ends(config: SessionConfig) -> bool:
     return limits is not None and not limits.turns is limits.tokens is None
 
 
-def is_noted(connection: Connection, session_id: str) -> bool:
+def is_noted(store: MemoryStore, session_id: str) -> bool:
     """Does the log say that the session, unless it has ended, has reached a limit?"""
-    log = reads.load_events(connection, session_id)
+    log = store.read(lambda connection: reads.load_events(connection, session_id))
     return any(isinstance(recorded.event, LimitReached | SessionClosed | SessionErased) for recorded in log) or any(
         isinstance(recorded.event, TurnCommitted) and recorded.event.limit is not None for recorded in log
     )
@@ -113,9 +120,10 @@ class Uses(msgspec.Struct):
     reserved: dict[int, int] = {}
 
 
-def problems(connection: Connection) -> Iterator[str]:
-    """What the log of all sessions, in the order of its transactions, says of their limits."""
-    yield from _Ledger(connection).problems()
+def judge(store: MemoryStore, history: History) -> None:
+    """What is wrong with the limits of all sessions, by their log in the order of its transactions."""
+    for problem in store.read(lambda connection: list(_Ledger(connection).problems())):
+        history.problem(problem)
 
 
 class _Ledger:

@@ -14,6 +14,7 @@ from sqlalchemy import select
 from app.errors import AppError, InvalidRequest, PositionGone
 from app.export.query import ExportQuery, decode_cursor
 from app.sessions.all_events import EventQuery
+from app.sessions.log_end import decode_position
 from app.sessions.session_list import SessionQuery
 from app.store import heads_view, reads
 from app.store.all_events import EventFilter
@@ -100,7 +101,11 @@ class EventReader:
             self._seen.append((line["session_id"], line["seq"], line["at"]))
 
     def _is_undone(self) -> bool:
-        return bool(self._seen) and self._seen[-1] not in self._log()
+        """Is another event, or none, at the place that the reader has come to?"""
+        assert self._position is not None
+        known = decode_position(self._position, "a reader")
+        query = select(events.c.at).where(events.c.position == known.place.position)
+        return self._world.store.read(lambda connection: connection.execute(query).scalar()) != known.at
 
     def _log(self) -> list[tuple[str, int, float]]:
         query = select(events.c.session_id, events.c.seq, events.c.at, events.c.type).order_by(events.c.position)

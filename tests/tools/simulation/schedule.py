@@ -15,7 +15,7 @@ from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
 from app.store.dialect import WriteConflict
 from tests.tools.simulation import budgets, checks, feed, readers, weather
-from tests.tools.simulation.budgets import LimitedClient, LimitedTreeClient, Spent
+from tests.tools.simulation.budgets import LimitedClient, Spent, kind_of
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
@@ -140,8 +140,7 @@ class _Schedule:
         await self._within(RECOVERY_S, trainer.put_back(), "engines could not be put back")
         await self._within(RECOVERY_S, settled(self._store), self._names_left)
         await self._all_go_on(clients)
-        for problem in self._store.read(lambda connection: list(budgets.problems(connection))):
-            self._history.problem(problem)
+        budgets.judge(self._store, self._history)
         if groups is not None:
             await self._within(RECOVERY_S, groups.finish(), "a complete group was not given")
             groups.judge()
@@ -184,7 +183,7 @@ class _Schedule:
             )
             config = limited(config)
             for rival in range(rng.choice((1, 1, 2, 3))):
-                one = self._client(f"c{number}{'abc'[rival]}", f"s{number}", habits, _kind(config))
+                one = self._client(f"c{number}{'abc'[rival]}", f"s{number}", habits, kind_of(config))
                 found.append((one, config))
         return found
 
@@ -286,7 +285,7 @@ class _Schedule:
         """Nothing fails any more: each session that was not ended takes a turn, within a bounded time."""
         for session_id in dict.fromkeys(one.session_id for one, _ in clients):
             config = next(config for one, config in clients if one.session_id == session_id)
-            last = self._client(f"last-{session_id}", session_id, Habits(), _kind(config))
+            last = self._client(f"last-{session_id}", session_id, Habits(), kind_of(config))
             await self._within(RECOVERY_S, self._go_on(last, config), f"{session_id} took no turn")
 
     async def _go_on(self, last: LimitedClient, config: SessionConfig) -> None:
@@ -296,7 +295,7 @@ class _Schedule:
                 await (last.spend() if budgets.ends(config) else last.turn())
                 return
             except Spent:
-                noted = self._store.read(lambda connection: budgets.is_noted(connection, last.session_id))
+                noted = budgets.is_noted(self._store, last.session_id)
                 self._world.must(noted, f"{last.session_id} has reached a limit, and the log does not know")
                 return
             except (SessionClosed, SessionNotFound) as error:
@@ -332,7 +331,7 @@ class _Schedule:
 
     async def _check_checkpoints(self, clients: list[tuple[LimitedClient, SessionConfig]], trainer: Trainer) -> None:
         users = [
-            self._client(f"user-{session_id}", session_id, Habits(), _kind(config))
+            self._client(f"user-{session_id}", session_id, Habits(), kind_of(config))
             for session_id, config in {one.session_id: config for one, config in clients}.items()
         ]
         drill = CheckpointDrill(self._world, self._seed, users, trainer, self._kill_again)
@@ -381,10 +380,6 @@ class _Errors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         fault = "" if record.exc_info is None else f": {record.exc_info[1]!r}"
         self._history.problem(f"the log has an error: {record.getMessage()}{fault}")
-
-
-def _kind(config: SessionConfig) -> type[LimitedClient]:
-    return LimitedClient if config.history == "linear" else LimitedTreeClient
 
 
 def _settings(rng: random.Random, engine_sessions: tuple[str, ...], limits: random.Random) -> Settings:
