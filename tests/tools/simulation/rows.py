@@ -26,8 +26,3 @@ def problems(rows: Iterable[Row], history: History) -> Iterator[str]:
             part = slice(span["output_start"], span["end"])
             if list(zip(row["tokens"][part], row["logprobs"][part], strict=True)) != sampled:
                 yield f"a row of {row['session_id']} has other tokens than the reply of its turn {span['turn']}"
-
-
-def without_cursor(row: Row) -> Row:
-    """What a row says, wherever in an export it stands."""
-    return {name: value for name, value in row.items() if name != "cursor"}
