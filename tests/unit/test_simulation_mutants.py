@@ -16,7 +16,6 @@ from app.domain.events import SessionClosed
 from app.domain.fleet import Fleet
 from app.domain.session import Session
 from app.errors import AppError
-from app.export.query import Cursor
 from app.features.budgets import operations as budget_operations
 from app.features.checkpoints import operations as checkpoints
 from app.features.checkpoints.checkpoints import Checkpoints
@@ -26,7 +25,7 @@ from app.features.groups.operations import Acknowledge, Acknowledged
 from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
-from app.store import all_events, log_turns, rollouts, writer
+from app.store import log_turns, rollouts, writer
 from app.store import statements as sql
 from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx
@@ -34,7 +33,6 @@ from app.store.fleet import AppendFleet
 from app.store.log import Appended, advance_head, refused
 from app.store.log_sessions import Close
 from app.store.log_turns import Claim, Commit, Known, Release
-from app.store.reads import START, Position
 from app.store.schema import fleet_events, sessions
 from app.turn.claims import Claims
 from app.turn.in_flight import InFlightTurn
@@ -334,26 +332,6 @@ def an_acknowledgement_is_lost(patch: Patch) -> None:
     patch.setattr(Acknowledge, "apply", lambda self, tx: Acknowledged(list(self.group_ids), [], [], []))
 
 
-def a_page_of_events_skips_one(patch: Patch) -> None:
-    """It begins one place too late."""
-    plain = all_events.page
-
-    def page(connection: Any, after: Position, *rest: Any) -> Any:
-        return plain(connection, Position(after.tx, after.position + (after != START)), *rest)
-
-    patch.setattr(all_events, "page", page)
-
-
-def a_page_of_rows_skips_one(patch: Patch) -> None:
-    """It begins one row too late, in a session that has more."""
-    plain = Cursor.behind
-
-    def behind(self: Cursor, at: Position, number: int = 1, total: int = 1) -> str:
-        return plain(self, at, min(number + 1, total), total)
-
-    patch.setattr(Cursor, "behind", behind)
-
-
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_cached_version_is_trusted,
     a_commit_that_failed_counts,
@@ -390,8 +368,6 @@ RARER: tuple[Callable[[Patch], None], ...] = (
     a_commit_does_not_wait_for_the_disk,
     a_dead_restore_is_left,
     a_restore_forgets_a_session,
-    a_page_of_events_skips_one,
-    a_page_of_rows_skips_one,
 )
 
 
