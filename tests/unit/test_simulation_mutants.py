@@ -18,10 +18,14 @@ from app.domain.fleet import Fleet
 from app.domain.rules import Linear, Plan, Tree
 from app.domain.session import Session, Turn
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep
+from app.domain.session import Session
+from app.errors import AppError
+from app.features.budgets import operations as budget_operations
 from app.features.checkpoints import operations as checkpoints
 from app.features.checkpoints.checkpoints import Checkpoints
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
+from app.features.groups.operations import Acknowledge, Acknowledged
 from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
@@ -379,6 +383,22 @@ def a_failed_write_was_not_done(patch: Patch) -> None:
     patch.setattr(Sessions, "apply", apply)
 
 
+def turns_in_flight_use_nothing(patch: Patch) -> None:
+    """A claim looks at what is committed alone."""
+    plain = budget_operations.allowance
+
+    def allowance(budgets: Any, wanted: int | None) -> Any:
+        committed = [(limits, msgspec.structs.replace(used, open_turns=0, reserved=0)) for limits, used in budgets]
+        return plain(committed, wanted)
+
+    patch.setattr(budget_operations, "allowance", allowance)
+
+
+def an_acknowledgement_is_lost(patch: Patch) -> None:
+    """It is answered, and not written."""
+    patch.setattr(Acknowledge, "apply", lambda self, tx: Acknowledged(list(self.group_ids), [], [], []))
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_cached_version_is_trusted,
     a_commit_that_failed_counts,
@@ -403,6 +423,8 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_window_is_a_turn_too_wide,
     retries_are_told_to_come_again,
     turns_hang_at_the_root,
+    turns_in_flight_use_nothing,
+    an_acknowledgement_is_lost,
 )
 """Found within a second or two."""
 

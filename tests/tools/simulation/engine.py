@@ -210,8 +210,10 @@ def reply(request: Mapping[str, Any], number: int, cut: int | None = None) -> di
     content = f"{digest(messages)}/{number}" if prompt is None else f"+{number}"
     if prompt is None:
         prompt = [token for message in messages for token in token_ids(message["content"])]
-    output = token_ids(content)[:cut]
-    finish = "stop" if cut is None else "abort"
+    whole = token_ids(content)
+    most = min(request.get("max_tokens") or len(whole), len(whole))
+    output = whole[:most][:cut]
+    finish = "abort" if cut is not None else "stop" if most == len(whole) else "length"
     meta: dict[str, Any] = {
         "id": request.get("rid", ""),
         "prompt_tokens": len(prompt),

@@ -14,9 +14,10 @@ from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
 from app.store.dialect import WriteConflict
-from tests.tools.simulation import checks, weather
+from tests.tools.simulation import budgets, checks, feed, readers, weather
+from tests.tools.simulation.budgets import LimitedClient, Spent, kind_of
 from tests.tools.simulation.checkpoints import CheckpointDrill
-from tests.tools.simulation.client import Client, GaveUp
+from tests.tools.simulation.client import GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
 from tests.tools.simulation.database import Server
 from tests.tools.simulation.departures import DEPARTURES, DepartureDrill
@@ -30,7 +31,6 @@ from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.process import Process, wall
 from tests.tools.simulation.store import MemoryStore
 from tests.tools.simulation.trainer import ADAPTERS, Trainer
-from tests.tools.simulation.tree_client import TreeClient
 from tests.tools.simulation.world import World
 
 HOUR_S = 3600.0
@@ -141,6 +141,10 @@ class _Schedule:
             changes.append(asyncio.create_task(keeper.work()))
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
+        groups = feed.draw(self._world, self._seed)
+        log_readers = readers.draw(self._world, self._seed)
+        for one in (groups, log_readers):
+            lives += [] if one is None else [asyncio.create_task(work) for work in one.lives()]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
         if late:
             self._history.problem(f"{len(late)} clients were not done after {PATIENCE_S:g} s")
@@ -155,12 +159,18 @@ class _Schedule:
         await self._within(RECOVERY_S, settled(self._store), self._names_left)
         await self._within(RECOVERY_S, keeper.rest(), "not everything that left came back, or a fork took no turn")
         await self._all_go_on(clients)
+        budgets.judge(self._store, self._history)
+        if groups is not None:
+            await self._within(RECOVERY_S, groups.finish(), "a complete group was not given")
+            groups.judge()
         await self._drill(trainer)
         if random.Random(f"departure {self._seed}").random() < DEPARTURES:
             await self._check_departures(keeper)
         if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
             await self._check_checkpoints(clients, trainer)
         await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
+        if log_readers is not None:
+            await self._within(RECOVERY_S, log_readers.finish(), "a reader was not answered")
         for process in self._processes:
             if process is not None:
                 await self._stop(process)
@@ -177,11 +187,12 @@ class _Schedule:
                 f"{late if isinstance(late, str) else late()} within {seconds:g} s after all faults had ended"
             )
 
-    def _clients(self) -> list[tuple[Client, SessionConfig]]:
+    def _clients(self) -> list[tuple[LimitedClient, SessionConfig]]:
         rng = self._rng
         found = []
         habits = draw_habits(rng, random.Random(f"fights {self._seed}"))
         trees = random.Random(f"trees {self._seed}")
+        limited = budgets.draw(self._seed)
         for number in range(1, rng.choice((1, 2, 3)) + 1):
             config = SessionConfig(
                 rollback_window=rng.choice((0, 1, 1, 2)),
@@ -192,12 +203,15 @@ class _Schedule:
                 parent=rng.choice((None, None, "s1")) if number > 1 else None,
                 history=trees.choice(("linear", "tree", "tree", None)),
             )
+            config = limited(config)
             for rival in range(rng.choice((1, 1, 2, 3))):
-                one = self._client(f"c{number}{'abc'[rival]}", f"s{number}", habits, _kind(config))
+                one = self._client(f"c{number}{'abc'[rival]}", f"s{number}", habits, kind_of(config))
                 found.append((one, config))
         return found
 
-    def _client(self, name: str, session_id: str, habits: Habits, kind: type[Client] = Client) -> Client:
+    def _client(
+        self, name: str, session_id: str, habits: Habits, kind: type[LimitedClient] = LimitedClient
+    ) -> LimitedClient:
         return kind(self._world, name, session_id, habits, self._wishes.of)
 
     def _pick(self) -> Process | None:
@@ -290,18 +304,22 @@ class _Schedule:
         self._note(f"the database cannot be reached for {seconds:.3f} s")
         self._server.down_until = self._loop.time() + seconds
 
-    async def _all_go_on(self, clients: list[tuple[Client, SessionConfig]]) -> None:
+    async def _all_go_on(self, clients: list[tuple[LimitedClient, SessionConfig]]) -> None:
         """Nothing fails any more: each session that was not ended takes a turn, within a bounded time."""
         for session_id in dict.fromkeys(one.session_id for one, _ in clients):
             config = next(config for one, config in clients if one.session_id == session_id)
-            last = self._client(f"last-{session_id}", session_id, Habits(), _kind(config))
+            last = self._client(f"last-{session_id}", session_id, Habits(), kind_of(config))
             await self._within(RECOVERY_S, self._go_on(last, config), f"{session_id} took no turn")
 
-    async def _go_on(self, last: Client, config: SessionConfig) -> None:
+    async def _go_on(self, last: LimitedClient, config: SessionConfig) -> None:
         while True:
             try:
                 await last.join(config)
-                await last.turn()
+                await (last.spend() if budgets.ends(config) else last.turn())
+                return
+            except Spent:
+                noted = budgets.is_noted(self._store, last.session_id)
+                self._world.must(noted, f"{last.session_id} has reached a limit, and the log does not know")
                 return
             except (SessionClosed, SessionNotFound) as error:
                 # Where its root is ended, a session is closed, or cannot be created.
@@ -334,9 +352,9 @@ class _Schedule:
             self._was_idle(error)
         await self._all_agree()
 
-    async def _check_checkpoints(self, clients: list[tuple[Client, SessionConfig]], trainer: Trainer) -> None:
+    async def _check_checkpoints(self, clients: list[tuple[LimitedClient, SessionConfig]], trainer: Trainer) -> None:
         users = [
-            self._client(f"user-{session_id}", session_id, Habits(), _kind(config))
+            self._client(f"user-{session_id}", session_id, Habits(), kind_of(config))
             for session_id, config in {one.session_id: config for one, config in clients}.items()
         ]
         drill = CheckpointDrill(self._world, self._seed, users, trainer, self._kill_again)
@@ -390,10 +408,6 @@ class _Errors(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         fault = "" if record.exc_info is None else f": {record.exc_info[1]!r}"
         self._history.problem(f"the log has an error: {record.getMessage()}{fault}")
-
-
-def _kind(config: SessionConfig) -> type[Client]:
-    return Client if config.history == "linear" else TreeClient
 
 
 def _settings(rng: random.Random, engine_sessions: tuple[str, ...], limits: random.Random) -> Settings:

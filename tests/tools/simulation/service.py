@@ -11,7 +11,18 @@ from sqlalchemy import insert
 from app.api.connection_limit import ConnectionLimit
 from app.api.tokens import Tokens
 from app.domain.session import encode_session
-from app.features import annotations, archive, checkpoints, forks, gates, groups, live, resume, session_control
+from app.features import (
+    annotations,
+    archive,
+    budgets,
+    checkpoints,
+    forks,
+    gates,
+    groups,
+    live,
+    resume,
+    session_control,
+)
 from app.metrics import Metrics, RecentTurnStats
 from app.services import Services
 from app.sessions.lifecycle import Clock
@@ -24,6 +35,8 @@ from app.store.log_sessions import SaveSnapshot
 from app.upstream.client import EngineClient
 from workers import codec
 from workers.pool import Pool
+
+FEATURES = (gates, budgets, checkpoints, groups, live, resume, session_control, annotations, archive, forks)
 
 METRICS = Metrics(RecentTurnStats(time.monotonic))
 
@@ -62,7 +75,7 @@ def made(
         lease_left=lease_left,
         poll_s=poll_s,
     )
-    for feature in (gates, checkpoints, groups, live, resume, session_control, annotations, archive, forks):
+    for feature in FEATURES:
         services.features[feature.__name__.rpartition(".")[2]] = feature.add_to(services)
     return services
 

@@ -1,0 +1,257 @@
+"""The training feed in a schedule: groups of rollouts that are made while consumers at several processes take them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import select
+
+from app.domain.events import RewardAssigned, SessionClosed, SessionConfig
+from app.errors import AppError, SessionExists
+from app.errors import SessionClosed as Closed
+from app.features.groups import Groups
+from app.features.groups.feed import FeedQuery
+from app.features.groups.operations import Acknowledged
+from app.store import reads
+from app.store.schema import groups
+from tests.tools.simulation import rows
+from tests.tools.simulation.client import TRIES, Client, GaveUp
+from tests.tools.simulation.habits import Habits
+from tests.tools.simulation.process import Disconnected, Process, wall
+from tests.tools.simulation.world import World
+
+SHARE = 0.12
+"""Of the schedules."""
+
+CONSUMERS = ("k1", "k1", "k2")
+"""One name may be several clients, which then ask for new groups only."""
+
+LEASES_S = (1.0, 4.0, 20.0)
+
+LATE = 9
+"""The attempt that begins late."""
+
+AGAIN_S = 0.5
+
+ROUNDING_S = 0.001
+"""The database's clock, as a number of days, is exact to less than this."""
+
+
+class Producer(Client):
+    """Makes one rollout, whose reward it knows from the beginning, or a child's part of one."""
+
+    config: SessionConfig
+    turns = 1
+
+    async def roll_out(self) -> None:
+        """Raises GaveUp."""
+        with contextlib.suppress(SessionExists, Closed):
+            await self.insist(lambda: self._create(self.config), TRIES)
+            for _ in range(self.turns):
+                await self.turn()
+        if self.config.parent is None:
+            await self.insist(self._reward, TRIES)
+            await self.close()
+
+    @property
+    def reward(self) -> float:
+        return random.Random(self.session_id).random()
+
+    async def _reward(self) -> None:
+        process = self._process()
+
+        async def assign() -> None:
+            await process.service.sessions.assign_reward(self.session_id, self.reward, {}, None)
+
+        await self._fact(process, "rewarded", assign, self.reward)
+
+
+class Given(msgspec.Struct, frozen=True):
+    """A group that has left a process, with a lease of `consumer` from `at` until `until`, by the database's clock."""
+
+    group_id: str
+    consumer: str
+    new_only: bool
+    at: float
+    until: float
+    attempts: dict[str, float]
+    rows: list[dict[str, Any]]
+
+
+class Feed:
+    """Its groups, and what their consumers were given and have acknowledged."""
+
+    def __init__(self, world: World, seed: int) -> None:
+        self._world = world
+        self._rng = rng = random.Random(f"feed {seed}")
+        self._producers: list[Producer] = []
+        for group in ("f1", "f2", "f3")[: rng.choice((2, 3))]:
+            for attempt in range(rng.choice((1, 2))):
+                self._add(group, attempt)
+            if rng.random() < 0.3:
+                self._add(group, 0, parent=f"{group}.0")
+        self._given: dict[str, list[Given]] = defaultdict(list)
+        self._asked_acks: set[tuple[str, str]] = set()
+        self._acked: dict[str, float] = {}
+
+    def _add(self, group: str, attempt: int, parent: str | None = None) -> None:
+        name = f"{group}.{attempt}" if parent is None else f"{parent}.child"
+        made = Producer(self._world, name, name, Habits())
+        made.config = SessionConfig(rollback_window=1, group_id=group, attempt=attempt, parent=parent)
+        made.turns = self._rng.choice((0, 1, 1))
+        self._producers.append(made)
+
+    def lives(self) -> list[Coroutine[Any, Any, None]]:
+        """What goes on during the storm."""
+        return [
+            *(self._produce(one, self._rng.expovariate(0.3)) for one in self._producers),
+            *(self._begin_late(group) for group in self._groups() if self._rng.random() < 0.3),
+            *(self._consume(name, new_only=number < 2) for number, name in enumerate(CONSUMERS)),
+        ]
+
+    async def _produce(self, producer: Producer, wait_s: float) -> None:
+        await asyncio.sleep(wait_s)
+        with contextlib.suppress(GaveUp):
+            await producer.roll_out()
+
+    async def _begin_late(self, group: str) -> None:
+        """One more rollout, whatever has become of its group."""
+        await asyncio.sleep(self._rng.expovariate(0.1))
+        self._add(group, LATE)
+        await self._produce(self._producers[-1], 0.0)
+
+    async def _consume(self, name: str, *, new_only: bool) -> None:
+        rng = self._rng
+        for _ in range(rng.randint(2, 8)):
+            await asyncio.sleep(rng.expovariate(0.3))
+            given = await self._ask(name, rng.choice((1, 3)), rng.choice(LEASES_S), new_only=new_only)
+            if given and rng.random() < 0.6:  # else it dies, and knows nothing of them
+                await asyncio.sleep(rng.expovariate(0.5))
+                await self._acknowledge(name, [one.group_id for one in given])
+
+    async def finish(self) -> None:
+        """Nothing fails any more: every group gets complete, and comes until it is acknowledged. Never ends
+        where one does not."""
+        for producer in self._producers:
+            await self._until(producer.roll_out)
+        while set(self._groups()) - self._consumers().keys():
+            given = await self._ask("last", 10, LEASES_S[0], new_only=False)
+            await self._acknowledge("last", [one.group_id for one in given])
+            await asyncio.sleep(AGAIN_S)
+
+    def _groups(self) -> list[str]:
+        return sorted({str(one.config.group_id) for one in self._producers})
+
+    async def _until(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            with contextlib.suppress(GaveUp):
+                return await work()
+
+    async def _ask(self, consumer: str, size: int, lease_s: float, *, new_only: bool) -> Sequence[Given]:
+        """What has come; nothing where it is not known. What leaves a process counts, whether it comes or not."""
+        query = FeedQuery(consumer=consumer, size=size, lease_s=lease_s, new_only=new_only)
+        asked = self._world.loop.time()
+
+        async def hand_out(process: Process) -> list[Given]:
+            pieces = [piece async for piece in await _of(process).feed.hand_out(query)]
+            lines = [msgspec.json.decode(line) for line in b"".join(pieces).splitlines()]
+            return [_given(line, consumer, lease_s, new_only=new_only) for line in lines]
+
+        def sent(given: Sequence[Given]) -> None:
+            for one in given:
+                self._judge(one, asked)
+                self._given[one.group_id].append(one)
+
+        return await self._call(f"{consumer} asks for groups", hand_out, sent) or ()
+
+    async def _acknowledge(self, consumer: str, group_ids: Sequence[str]) -> None:
+        self._asked_acks |= {(consumer, group_id) for group_id in group_ids}
+
+        def sent(told: Acknowledged) -> None:
+            for group_id in told.acknowledged:
+                self._world.must(group_id not in self._acked, f"{group_id} was acknowledged for the second time")
+                self._acked[group_id] = wall(self._world.loop.time())
+
+        what = f"{consumer} acknowledges {group_ids}"
+        await self._call(what, lambda process: _of(process).feed.acknowledge(consumer, group_ids), sent)
+
+    async def _call(
+        self, what: str, work: Callable[[Process], Coroutine[Any, Any, Any]], sent: Callable[[Any], None]
+    ) -> Any:
+        process = self._world.pick()
+        if process is None:
+            return None
+        self._world.note(f"{what}, of {process.name}")
+        try:
+            async with asyncio.timeout(self._world.weather.patience_s):
+                return await process.call(lambda: work(process), sent)
+        except (AppError, Disconnected, TimeoutError) as error:
+            self._world.note(f"{what}: {type(error).__name__} {error}")
+            return None
+
+    def _judge(self, given: Given, asked: float) -> None:
+        """May the consumer have this group?"""
+        must, name = self._world.must, given.group_id
+        must(self._acked.get(name, given.at) >= given.at, f"{name} was acknowledged, and given again")
+        known = {one.session_id for one in self._producers if one.config.group_id == name and one.config.parent is None}
+        created = {
+            fact.session_id
+            for fact in self._world.history.facts
+            if fact.what == "created" and fact.session_id in known and fact.sent_at < asked
+        }
+        must(created <= given.attempts.keys(), f"{name} was given without {sorted(created - given.attempts.keys())}")
+        for earlier in self._given[name]:
+            first, second = sorted((earlier, given), key=lambda one: one.at)
+            is_own = first.consumer == second.consumer and not second.new_only
+            is_over = second.at >= first.until - ROUNDING_S
+            is_larger = first.attempts.keys() < second.attempts.keys()  # A rollout that begins ends the lease.
+            must(is_own or is_over or is_larger, f"{name} was given to {second.consumer}, and {first.consumer} had it")
+
+    def judge(self) -> None:
+        """What the store says of all that was given."""
+        for name, (consumer, _) in self._consumers().items():
+            asked = (consumer, name) in self._asked_acks
+            self._world.must(asked, f"{name} is acknowledged by {consumer}, which did not ask for it")
+        for given in (one for every in self._given.values() for one in every):
+            for session_id, reward in given.attempts.items():
+                log = self._world.store.read(lambda connection: reads.load_events(connection, session_id))  # noqa: B023
+                rewards = [recorded.event.reward for recorded in log if isinstance(recorded.event, RewardAssigned)]
+                closed = any(isinstance(recorded.event, SessionClosed) for recorded in log)
+                whole = closed and rewards[-1:] == [reward]
+                self._world.must(whole, f"{given.group_id} was given with {session_id}, which was not finished")
+            there = {(row["session_id"], span["turn"]) for row in given.rows for span in row["turns"]}
+            of_rollouts = [
+                one.session_id for one in self._producers if {one.session_id, one.config.parent} & given.attempts.keys()
+            ]
+            told = {(one, turn.turn) for one in of_rollouts for turn in self._world.history.turns_of(one)}
+            self._world.must(told <= there, f"{given.group_id} was given without {sorted(told - there)}")
+            for problem in rows.problems(given.rows, self._world.history):
+                self._world.history.problem(problem)
+
+    def _consumers(self) -> dict[str, tuple[str, float]]:
+        """Who has acknowledged which group, and when."""
+        query = select(groups.c.group_id, groups.c.consumer, groups.c.acked_at).where(groups.c.acked_at.is_not(None))
+        found = self._world.store.read(lambda connection: connection.execute(query).all())
+        return {row[0]: (str(row[1]), float(row[2])) for row in found}
+
+
+def draw(world: World, seed: int) -> Feed | None:
+    """In some schedules."""
+    return Feed(world, seed) if random.Random(f"has feed {seed}").random() < SHARE else None
+
+
+def _given(line: dict[str, Any], consumer: str, lease_s: float, *, new_only: bool) -> Given:
+    attempts = {one["session_id"]: one["reward"] for one in line["attempts"]}
+    until = line["lease_until"]
+    return Given(line["group_id"], consumer, new_only, until - lease_s, until, attempts, line["rows"])
+
+
+def _of(process: Process) -> Groups:
+    made: Groups = process.service.features["groups"]
+    return made
