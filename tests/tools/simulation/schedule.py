@@ -14,7 +14,7 @@ from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
 from app.store.dialect import WriteConflict
-from tests.tools.simulation import checks, weather
+from tests.tools.simulation import checks, staged, weather
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
@@ -86,7 +86,9 @@ class _Schedule:
         self._alone = rng.random() < 0.35
         store.restart(lambda: wall(loop.time()))
         self._wishes = Wishes(seed)
-        settings = _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}"))
+        settings = staged.with_streams(
+            _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}")), seed
+        )
         self._store, self._engines = store, Engines()
         self._world = World(
             loop, rng, self._weather, self._history, store, self._engines, settings, self._pick, self._note
@@ -144,6 +146,7 @@ class _Schedule:
             if process is not None:
                 await self._stop(process)
         await checks.judge(self._store, self._history, self._note)
+        staged.judge(self._world)
 
     async def _within(self, seconds: float, work: Coroutine[Any, Any, None], late: str | Callable[[], str]) -> None:
         """`late` says what is wrong where the work is not done in time."""
