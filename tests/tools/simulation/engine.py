@@ -50,9 +50,10 @@ def token_ids(text: str) -> list[int]:
 
 
 class Sample(NamedTuple):
-    """By which engine with which weights a token was sampled, and when."""
+    """By which engine with which weights a token was sampled, in which of its generations, and when."""
 
     engine: str
+    generation: int
     version: str
     at: float
 
@@ -68,6 +69,7 @@ class Engines:
         self.begun: Counter[str] = Counter()
         self.last: dict[str, str] = {}
         self.sampled: defaultdict[tuple[str, int], list[Sample]] = defaultdict(list)
+        self.generations = itertools.count(1)
         self._updates: Counter[str] = Counter()
         self._held: dict[tuple[str, str], float] = {}
         self._running: dict[tuple[str, str], asyncio.Future[None]] = {}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
@@ -25,7 +27,9 @@ from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
 from tests.tools.simulation.late import LateClient
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
+from tests.tools.simulation.named import trajectories
 from tests.tools.simulation.process import Process, wall
+from tests.tools.simulation.staged_drill import STAGED_SESSION, StagedClient
 from tests.tools.simulation.store import MemoryStore
 from tests.tools.simulation.trainer import ADAPTERS, Trainer
 from tests.tools.simulation.tree_client import TreeClient
@@ -105,8 +109,10 @@ class _Schedule:
         logger = logging.getLogger("turnlog")
         logger.addHandler(logs)
         propagated, logger.propagate = logger.propagate, False
+        made = itertools.count(1)
         try:
-            self._loop.run_until_complete(self._live())
+            with patch("app.sessions.names.made_session_id", lambda: f"made-{next(made)}"):
+                self._loop.run_until_complete(self._live())
         except Stuck as error:
             self._history.problem(str(error))
         except BaseException as error:
@@ -125,6 +131,8 @@ class _Schedule:
         changes = [asyncio.create_task(work()) for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
+        named = trajectories(self._world, self._seed)
+        lives += [asyncio.create_task(one.live()) for one in named]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
         if late:
             self._history.problem(f"{len(late)} clients were not done after {PATIENCE_S:g} s")
@@ -139,6 +147,8 @@ class _Schedule:
         await self._within(RECOVERY_S, settled(self._store), self._names_left)
         await self._all_go_on(clients)
         await self._drill(trainer)
+        for one in named:
+            one.judge()
         if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
             await self._check_checkpoints(clients, trainer)
         await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
@@ -312,6 +322,13 @@ class _Schedule:
             await self._within(RECOVERY_S, late.drill(), "the drill of late attempts was not over")
         except (SessionClosed, SessionNotFound) as error:
             self._was_idle(error)
+        if self._world.settings.upstream_dialect == "vllm":
+            outliving = StagedClient(self._kill_again, self._seed, self._world, "staged", STAGED_SESSION, Habits())
+            try:
+                await self._within(2 * RECOVERY_S, outliving.drill(), "the drill of staged tokens was not over")
+            except (SessionClosed, SessionNotFound) as error:
+                self._was_idle(error)
+            await self._keep_all()
         await self._all_agree()
 
     async def _check_checkpoints(self, clients: list[tuple[Client, SessionConfig]], trainer: Trainer) -> None:

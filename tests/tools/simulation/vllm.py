@@ -147,7 +147,7 @@ class _Generation:
     def __init__(self, request: Mapping[str, Any], rid: str, engines: Engines, engine: str) -> None:
         self.finish: str | None = None
         self.place = 0
-        self._rid = rid
+        self._rid, self._number = rid, next(engines.generations)
         self._engines, self._engine = engines, engine
         self._model, self._spells_versions = request["model"], "return_weight_versions" in request
         self._named = digest(request["messages"])
@@ -168,7 +168,9 @@ class _Generation:
         self.place += 1
         version, now = self._engines.version(self._engine), asyncio.get_running_loop().time()
         for _ in self._new:
-            self._engines.sampled[self._named, self._had + len(self._versions)].append(Sample(self._engine, version, now))
+            self._engines.sampled[self._named, self._had + len(self._versions)].append(
+                Sample(self._engine, self._number, version, now)
+            )
             self._versions.append(version)
         if len(self._versions) == len(self._rest):
             self.finish = "stop"
