@@ -62,7 +62,8 @@ class Trajectory:
                 if epoch > 1 and self._rng.random() < 0.5:
                     again = await self._turn([self._said(epoch - 1, 1)], epoch - 1, 1)
                     self._world.must(again == self._told[-1][0], f"a late retry of {self._name} got another reply")
-            await self._until(self._finished)
+            # A finish that comes late would end the next epoch: nobody gives one up.
+            await self._until(self._finished, patience_s=None)
             self._told.append(replies)
 
     async def _same(self, attempts: Sequence[Awaitable[bytes]]) -> list[bytes]:
@@ -85,7 +86,7 @@ class Trajectory:
             self._world.must(answer.status not in refusals, f"{headers} is refused: {answer.body[:200]!r}")
             return answer.body if answer.status == 200 else None
 
-        return await self._until(asked)
+        return await self._until(asked, self._world.weather.patience_s)
 
     async def _finished(self, process: Process) -> bool:
         async def finish() -> bool:
@@ -96,13 +97,13 @@ class Trajectory:
         self._world.note(f"{self._name} is to be finished, by way of {process.name}")
         return await process.call(finish, lambda _: None)
 
-    async def _until(self, asked: Callable[[Process], Awaitable[T | None]]) -> T:
+    async def _until(self, asked: Callable[[Process], Awaitable[T | None]], patience_s: float | None) -> T:
         """Ask one process after another until one answers."""
         while True:
             process = self._world.pick()
             if process is not None:
                 try:
-                    async with asyncio.timeout(self._world.weather.patience_s):
+                    async with asyncio.timeout(patience_s):
                         if (found := await asked(process)) is not None:
                             return found
                 except (AppError, Disconnected, TimeoutError) as error:
