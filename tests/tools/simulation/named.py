@@ -47,18 +47,18 @@ class Trajectory:
         self._rng = rng
         self._requests = requests
         self._name = name
-        self._told: list[list[bytes]] = []
+        self._told: list[list[str]] = []
 
     async def live(self) -> None:
         for epoch in range(1, self._rng.choice((2, 3, 4)) + 1):
-            replies: list[bytes] = []
+            replies: list[str] = []
             messages: list[Message] = []
             for turn in range(1, TURNS + 1):
                 await asyncio.sleep(self._rng.expovariate(2.0))
                 messages = [*messages, self._said(epoch, turn)]
                 at_once = self._rng.choice((1, 1, 2))
                 replies += await self._same([self._turn(messages, epoch, turn) for _ in range(at_once)])
-                messages = [*messages, msgspec.json.decode(replies[-1])["choices"][0]["message"]]
+                messages = [*messages, {"role": "assistant", "content": replies[-1]}]
                 if epoch > 1 and self._rng.random() < 0.5:
                     again = await self._turn([self._said(epoch - 1, 1)], epoch - 1, 1)
                     self._world.must(again == self._told[-1][0], f"a late retry of {self._name} got another reply")
@@ -66,7 +66,7 @@ class Trajectory:
             await self._until(self._finished, patience_s=None)
             self._told.append(replies)
 
-    async def _same(self, attempts: Sequence[Awaitable[bytes]]) -> list[bytes]:
+    async def _same(self, attempts: Sequence[Awaitable[str]]) -> list[str]:
         """The one reply of all attempts."""
         found = list(dict.fromkeys(await asyncio.gather(*attempts)))
         self._world.must(len(found) == 1, f"attempts with one key of {self._name} got different replies")
@@ -75,16 +75,17 @@ class Trajectory:
     def _said(self, epoch: int, turn: int) -> Message:
         return {"role": "user", "content": f"{self._name} {epoch} {turn}"}
 
-    async def _turn(self, messages: Sequence[Message], epoch: int, turn: int) -> bytes:
+    async def _turn(self, messages: Sequence[Message], epoch: int, turn: int) -> str:
+        """What it says: the payloads of an epoch that is over may be gone."""
         headers = {"x-session-id": self._name, "idempotency-key": f"{self._name} {epoch} {turn}"}
         body: dict[str, Any] = {"model": "simulated", "messages": messages}
         refusals = (404, 422)
 
-        async def asked(process: Process) -> bytes | None:
+        async def asked(process: Process) -> str | None:
             answer: Answer = await self._requests.turn(process, PATH, headers, body)
             self._world.note(f"{headers['idempotency-key']} is answered {answer.status} by {process.name}")
             self._world.must(answer.status not in refusals, f"{headers} is refused: {answer.body[:200]!r}")
-            return answer.body if answer.status == 200 else None
+            return _content(answer.body) if answer.status == 200 else None
 
         return await self._until(asked, self._world.weather.patience_s)
 
@@ -113,8 +114,8 @@ class Trajectory:
     def judge(self) -> None:
         """Each epoch has a session of its own, with its turns and no others."""
         found = self._world.store.read(self._stored)
-        expected = [[_content(reply) for reply in replies] for replies in self._told]
-        self._world.must(found == expected, f"the generations of {self._name} have {found}, and were told {expected}")
+        told = self._told
+        self._world.must(found == told, f"the generations of {self._name} have {found}, and were told {told}")
 
     def _stored(self, connection: Connection) -> list[list[str]]:
         """Of each generation the replies, by what was asked."""

@@ -26,6 +26,7 @@ from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
 from tests.tools.simulation.late import LateClient
+from tests.tools.simulation.listener import listeners
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.named import trajectories
 from tests.tools.simulation.process import Process, wall
@@ -131,8 +132,8 @@ class _Schedule:
         changes = [asyncio.create_task(work()) for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
-        named = trajectories(self._world, self._seed)
-        lives += [asyncio.create_task(one.live()) for one in named]
+        others = [*trajectories(self._world, self._seed), *listeners(self._world, self._seed)]
+        lives += [asyncio.create_task(one.live()) for one in others]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
         if late:
             self._history.problem(f"{len(late)} clients were not done after {PATIENCE_S:g} s")
@@ -147,8 +148,8 @@ class _Schedule:
         await self._within(RECOVERY_S, settled(self._store), self._names_left)
         await self._all_go_on(clients)
         await self._drill(trainer)
-        for one in named:
-            one.judge()
+        for other in others:
+            other.judge()
         if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
             await self._check_checkpoints(clients, trainer)
         await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
