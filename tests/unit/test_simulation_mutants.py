@@ -11,6 +11,7 @@ import pytest
 from helpers.store import event_at
 from sqlalchemy import func, select, update
 
+from app.api.client_stream import ClientStream
 from app.domain import retention
 from app.domain.events import SessionClosed
 from app.domain.fleet import Fleet
@@ -20,6 +21,9 @@ from app.features.checkpoints import operations as checkpoints
 from app.features.checkpoints.checkpoints import Checkpoints
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
+from app.features.resume import staging
+from app.features.resume.continuation import Continuation
+from app.features.resume.staging import StagedTurn
 from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
@@ -39,6 +43,7 @@ from app.turn.retries import Retries
 from app.turn.turns import Turns
 from tests.tools.simulation.schedule import Simulation
 from tests.tools.simulation.wire import Wire
+from workers.reply import Part
 
 pytestmark = pytest.mark.long
 
@@ -314,6 +319,56 @@ def a_restore_forgets_a_session(patch: Patch) -> None:
     patch.setattr(checkpoints, "to_restore", to_restore)
 
 
+def staged_tokens_are_anybodys(patch: Patch) -> None:
+    """A turn goes on from what any request has left in its session."""
+    patch.setattr(staging, "_request_hash", lambda turn: "")
+
+
+def nobody_goes_on_from_staged_tokens(patch: Patch) -> None:
+    async def restore(self: StagedTurn) -> list[Any]:
+        return []
+
+    patch.setattr(StagedTurn, "restore", restore)
+
+
+def a_part_ends_a_token_early(patch: Patch) -> None:
+    plain = Continuation.parts
+
+    def parts(self: Continuation) -> tuple[Part, ...]:
+        whole = plain(self)
+        if len(whole) < 2:
+            return whole
+        first, second, *rest = whole
+        return Part(first.engine, 0, first.end - 1), Part(second.engine, first.end - 1, second.end), *rest
+
+    patch.setattr(Continuation, "parts", parts)
+
+
+def a_stream_ends_before_its_commit(patch: Patch) -> None:
+    plain = ClientStream._send_deltas
+
+    async def send_deltas(self: ClientStream) -> None:
+        await plain(self)
+        await self.write(b"data: [DONE]\n\n", more=True)
+
+    patch.setattr(ClientStream, "_send_deltas", send_deltas)
+
+
+def a_finish_ends_a_name_for_good(patch: Patch) -> None:
+    patch.setattr(Session, "has_next", False)
+
+
+def a_wait_counts_before_it_began(patch: Patch) -> None:
+    """Whether a session was finished before a request came is not looked up before the request waits at a gate."""
+
+    async def wait_at_gate(self: Turns, turn: InFlightTurn, wait: Callable[[InFlightTurn], Any]) -> None:
+        with turn.waiting_at_gate():
+            turn.has_waited = True
+            await wait(turn)
+
+    patch.setattr(Turns, "_wait_at_gate", wait_at_gate)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_cached_version_is_trusted,
     a_commit_that_failed_counts,
@@ -334,6 +389,11 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_dead_keep_their_names,
     a_name_is_bound_to_nothing,
     an_engine_is_not_told,
+    staged_tokens_are_anybodys,
+    nobody_goes_on_from_staged_tokens,
+    a_part_ends_a_token_early,
+    a_stream_ends_before_its_commit,
+    a_finish_ends_a_name_for_good,
 )
 """Found within a second or two."""
 
@@ -348,6 +408,7 @@ RARER: tuple[Callable[[Patch], None], ...] = (
     a_commit_does_not_wait_for_the_disk,
     a_dead_restore_is_left,
     a_restore_forgets_a_session,
+    a_wait_counts_before_it_began,
 )
 
 
