@@ -94,13 +94,14 @@ class StagedClient(Client):
                 await self._kill(process)
 
     def _lost(self, died_at: float) -> list[int]:
-        """The places of tokens that a death cost although they were older than one interval: one that is not staged
-        then waits for the chunk that makes a row due."""
-        times = {place: [one.at for one in self._sampled(place)] for place in range(len(self._whole))}
-        chunks = [at for of in times.values() for at in of if at < died_at - WRITTEN_S]
+        """The places of tokens that a death cost although they were older than one interval, by the chunks that came
+        after them: each of these makes a row due."""
+        samples = {place: self._sampled(place) for place in range(len(self._whole))}
+        ended = max((one.generation for of in samples.values() for one in of if one.at < died_at), default=0)
+        cut = {place: one.at for place, of in samples.items() for one in of if one.generation == ended}
+        chunks = [at for at in cut.values() if at < died_at - WRITTEN_S]
         staged = max(chunks, default=0.0) - max(self._world.settings.stage_tokens_s, WRITTEN_S)
-        before = {place: max((at for at in of if at < died_at), default=died_at) for place, of in times.items()}
-        return [place for place, of in times.items() if before[place] < staged and max(of) > died_at]
+        return [place for place, at in cut.items() if at < staged and samples[place][-1].at > died_at]
 
     def _sampled(self, place: int) -> list[Sample]:
         return self._world.engines.sampled[self._named, place]
