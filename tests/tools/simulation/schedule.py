@@ -26,9 +26,9 @@ from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
 from tests.tools.simulation.late import LateClient
-from tests.tools.simulation.listener import listeners
+from tests.tools.simulation.listener import Listener, listeners
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
-from tests.tools.simulation.named import trajectories
+from tests.tools.simulation.named import Trajectory, trajectories
 from tests.tools.simulation.process import Process, wall
 from tests.tools.simulation.staged_drill import STAGED_SESSION, StagedClient
 from tests.tools.simulation.store import MemoryStore
@@ -132,7 +132,10 @@ class _Schedule:
         changes = [asyncio.create_task(work()) for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
-        others = [*trajectories(self._world, self._seed), *listeners(self._world, self._seed)]
+        others: list[Trajectory | Listener] = [
+            *trajectories(self._world, self._seed),
+            *listeners(self._world, self._seed),
+        ]
         lives += [asyncio.create_task(one.live()) for one in others]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
         if late:
@@ -308,27 +311,15 @@ class _Schedule:
         await self._all_agree()
         name = self._rng.choice((*ADAPTERS, None))
         drill = Drill(self._world, self._client("drill", SESSION_ID, Habits()), name, trainer)
-        try:
-            await self._within(2 * RECOVERY_S, drill.run(RECOVERY_S), "the drill was not over")
-        except (SessionClosed, SessionNotFound) as error:
-            self._was_idle(error)
+        await self._unless_idle(2 * RECOVERY_S, drill.run(RECOVERY_S), "the drill was not over")
         asker = self._client("control", CONTROL_SESSION, Habits())
         names = ControlDrill(self._world, asker, self._rng.choice(HOWS), self._kill_again)
-        try:
-            await self._within(RECOVERY_S, names.run(), self._names_left)
-        except (SessionClosed, SessionNotFound) as error:
-            self._was_idle(error)
+        await self._unless_idle(RECOVERY_S, names.run(), self._names_left)
         late = LateClient(self._world, "late", "late", Habits())
-        try:
-            await self._within(RECOVERY_S, late.drill(), "the drill of late attempts was not over")
-        except (SessionClosed, SessionNotFound) as error:
-            self._was_idle(error)
+        await self._unless_idle(RECOVERY_S, late.drill(), "the drill of late attempts was not over")
         if self._world.settings.upstream_dialect == "vllm":
             outliving = StagedClient(self._kill_again, self._seed, self._world, "staged", STAGED_SESSION, Habits())
-            try:
-                await self._within(2 * RECOVERY_S, outliving.drill(), "the drill of staged tokens was not over")
-            except (SessionClosed, SessionNotFound) as error:
-                self._was_idle(error)
+            await self._unless_idle(2 * RECOVERY_S, outliving.drill(), "the drill of staged tokens was not over")
             await self._keep_all()
         await self._all_agree()
 
@@ -345,10 +336,15 @@ class _Schedule:
     def _names_left(self) -> str:
         return f"names were not ended: {rows(self._store)}"
 
-    def _was_idle(self, error: AppError) -> None:
+    async def _unless_idle(
+        self, seconds: float, work: Coroutine[Any, Any, None], late: str | Callable[[], str]
+    ) -> None:
         """A process that is still frozen may keep a drill waiting for longer than a session may be idle."""
-        if self._world.settings.idle_close_s is None:
-            self._history.problem(f"nobody has ended the drill's session, and yet: {error}")
+        try:
+            await self._within(seconds, work, late)
+        except (SessionClosed, SessionNotFound) as error:
+            if self._world.settings.idle_close_s is None:
+                self._history.problem(f"nobody has ended the drill's session, and yet: {error}")
 
     async def _all_agree(self) -> None:
         """Every process learns what the fleet's log says, though one may still wait for an answer from the storm."""
