@@ -390,7 +390,6 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     a_name_is_bound_to_nothing,
     an_engine_is_not_told,
     staged_tokens_are_anybodys,
-    nobody_goes_on_from_staged_tokens,
     a_part_ends_a_token_early,
     a_stream_ends_before_its_commit,
     a_finish_ends_a_name_for_good,
@@ -408,6 +407,7 @@ RARER: tuple[Callable[[Patch], None], ...] = (
     a_commit_does_not_wait_for_the_disk,
     a_dead_restore_is_left,
     a_restore_forgets_a_session,
+    nobody_goes_on_from_staged_tokens,
     a_wait_counts_before_it_began,
 )
 

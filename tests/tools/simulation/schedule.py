@@ -132,10 +132,8 @@ class _Schedule:
         changes = [asyncio.create_task(work()) for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
-        others: list[Trajectory | Listener] = [
-            *trajectories(self._world, self._seed),
-            *listeners(self._world, self._seed),
-        ]
+        others: list[Trajectory | Listener] = [*trajectories(self._world, self._seed)]
+        others += listeners(self._world, self._seed)
         lives += [asyncio.create_task(one.live()) for one in others]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
         if late:
