@@ -110,9 +110,8 @@ class _Schedule:
         logger = logging.getLogger("turnlog")
         logger.addHandler(logs)
         propagated, logger.propagate = logger.propagate, False
-        made = itertools.count(1)
         try:
-            with patch("app.sessions.names.made_session_id", lambda: f"made-{next(made)}"):
+            with patch("app.sessions.names.made_session_id", map("made-{}".format, itertools.count(1)).__next__):
                 self._loop.run_until_complete(self._live())
         except Stuck as error:
             self._history.problem(str(error))
