@@ -361,8 +361,9 @@ class Turns:
 
     async def _join(self, turn: InFlightTurn, flight: InFlightTurn) -> TurnReply | None:
         """The reply of the turn in flight, which the request repeats; None if it did not commit."""
-        turn.has_waited = True
         reply = await turn.waiter.join(flight)
+        # One that never had a claim may have found that the session was finished before it came.
+        turn.has_waited |= flight.has_claim or flight.has_waited
         return None if reply is None else msgspec.structs.replace(reply, replayed=True, joined=True)
 
     async def _replay(self, turn: InFlightTurn, number: int) -> TurnReply:
@@ -415,6 +416,9 @@ class Turns:
         """
         stages = turn.stages
         stages.marks.append((TurnStage.GATE, stages.clock()))
+        if turn.session.name is not None and not turn.has_waited:
+            # One that was finished before the request came is told from one that is finished while it waits.
+            require_open(await self._services.cache.current(turn.session_id), turn.session_id)
         try:
             with turn.waiting_at_gate(), turn.cancellable():
                 turn.has_waited = True

@@ -12,20 +12,22 @@ import pytest
 from helpers.store import event_at
 from sqlalchemy import func, select, update
 
+from app.api.client_stream import ClientStream
 from app.domain import retention, rules
 from app.domain.events import SessionClosed
 from app.domain.fleet import Fleet
 from app.domain.rules import Linear, Plan, Tree
 from app.domain.session import Session, Turn
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep
-from app.domain.session import Session
-from app.errors import AppError
 from app.features.budgets import operations as budget_operations
 from app.features.checkpoints import operations as checkpoints
 from app.features.checkpoints.checkpoints import Checkpoints
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
 from app.features.groups.operations import Acknowledge, Acknowledged
+from app.features.resume import staging
+from app.features.resume.continuation import Continuation
+from app.features.resume.staging import StagedTurn
 from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
@@ -46,6 +48,7 @@ from app.turn.retries import Retries
 from app.turn.turns import Turns
 from tests.tools.simulation.schedule import Simulation
 from tests.tools.simulation.wire import Wire
+from workers.reply import Part
 
 pytestmark = pytest.mark.long
 
@@ -399,6 +402,56 @@ def an_acknowledgement_is_lost(patch: Patch) -> None:
     patch.setattr(Acknowledge, "apply", lambda self, tx: Acknowledged(list(self.group_ids), [], [], []))
 
 
+def staged_tokens_are_anybodys(patch: Patch) -> None:
+    """A turn goes on from what any request has left in its session."""
+    patch.setattr(staging, "_request_hash", lambda turn: "")
+
+
+def nobody_goes_on_from_staged_tokens(patch: Patch) -> None:
+    async def restore(self: StagedTurn) -> list[Any]:
+        return []
+
+    patch.setattr(StagedTurn, "restore", restore)
+
+
+def a_part_ends_a_token_early(patch: Patch) -> None:
+    plain = Continuation.parts
+
+    def parts(self: Continuation) -> tuple[Part, ...]:
+        whole = plain(self)
+        if len(whole) < 2:
+            return whole
+        first, second, *rest = whole
+        return Part(first.engine, 0, first.end - 1), Part(second.engine, first.end - 1, second.end), *rest
+
+    patch.setattr(Continuation, "parts", parts)
+
+
+def a_stream_ends_before_its_commit(patch: Patch) -> None:
+    plain = ClientStream._send_deltas
+
+    async def send_deltas(self: ClientStream) -> None:
+        await plain(self)
+        await self.write(b"data: [DONE]\n\n", more=True)
+
+    patch.setattr(ClientStream, "_send_deltas", send_deltas)
+
+
+def a_finish_ends_a_name_for_good(patch: Patch) -> None:
+    patch.setattr(Session, "has_next", False)
+
+
+def a_wait_counts_before_it_began(patch: Patch) -> None:
+    """Whether a session was finished before a request came is not looked up before the request waits at a gate."""
+
+    async def wait_at_gate(self: Turns, turn: InFlightTurn, wait: Callable[[InFlightTurn], Any]) -> None:
+        with turn.waiting_at_gate():
+            turn.has_waited = True
+            await wait(turn)
+
+    patch.setattr(Turns, "_wait_at_gate", wait_at_gate)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_cached_version_is_trusted,
     a_commit_that_failed_counts,
@@ -425,6 +478,10 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     turns_hang_at_the_root,
     turns_in_flight_use_nothing,
     an_acknowledgement_is_lost,
+    staged_tokens_are_anybodys,
+    a_part_ends_a_token_early,
+    a_stream_ends_before_its_commit,
+    a_finish_ends_a_name_for_good,
 )
 """Found within a second or two."""
 
@@ -441,6 +498,8 @@ RARER: tuple[Callable[[Patch], None], ...] = (
     a_restore_forgets_a_session,
     closed_sessions_give_replies_again,
     a_failed_write_was_not_done,
+    nobody_goes_on_from_staged_tokens,
+    a_wait_counts_before_it_began,
 )
 
 

@@ -133,7 +133,7 @@ class StagedTurn:
         about to follow."""
         is_due = asyncio.get_running_loop().time() - self._written_at >= self._interval_s
         if is_due and self._writing is None and not self._is_lost and stream.has_news:
-            self._writing = asyncio.create_task(self._write(stream), name="turnlog-staging")
+            self._writing = asyncio.create_task(self._write(stream, stream.take()), name="turnlog-staging")
 
     def cut(self) -> EngineReply | None:
         """The generation that its engine did not finish, as if the engine had aborted it; None if there are no tokens,
@@ -151,7 +151,7 @@ class StagedTurn:
         await self.settled()
         if stream is not None and stream.reply_stream.tokens:
             if not self._is_lost and (stream.has_news or stream.reply_stream.was_aborted):
-                await self._write(stream)
+                await self._write(stream, stream.take())
             self._parts += 1
 
     async def settled(self) -> None:
@@ -159,9 +159,10 @@ class StagedTurn:
         if self._writing is not None:
             await asyncio.wait([self._writing])
 
-    async def _write(self, stream: StagedStream) -> None:
-        """A row that may not have been written ends the staging of the turn: none may follow it."""
-        data = codec.compress(stream.take())
+    async def _write(self, stream: StagedStream, news: bytes) -> None:
+        """`news` was taken when the row became due: once this runs, the end may have come. A row that may not have been
+        written ends the staging of the turn: none may follow it."""
+        data = codec.compress(news)
         row = StagedRow(self._rows, self._parts, stream.engine, stream.version, stream.logprobs_of, data)
         self._rows += 1
         self._written_at = asyncio.get_running_loop().time()

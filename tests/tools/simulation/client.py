@@ -251,7 +251,7 @@ class Client:
             return
         body = b"".join(reply.parts)
         content = msgspec.json.decode(body)["choices"][0]["message"]["content"]
-        if not content.startswith(digest(messages)):
+        if content[:12] != digest(messages)[: len(content)]:
             self._history.problem(f"turn {reply.turn} of {self.session_id} answers other messages than those asked")
         process.service.retries.sending(self.session_id, reply.turn)
         self._tell(process, reply, delivered=not wire.is_gone())

@@ -12,9 +12,9 @@ import hashlib
 import itertools
 import math
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -49,15 +49,28 @@ def token_ids(text: str) -> list[int]:
     return [raw[at] << 8 | raw[at + 1] for at in range(2, 6 + 2 * (raw[0] % 4), 2)]
 
 
+class Sample(NamedTuple):
+    """By which engine with which weights a token was sampled, in which of its generations, and when."""
+
+    engine: str
+    generation: int
+    version: str
+    at: float
+
+
 class Engines:
     """What the engines of a schedule are at, whichever process asked for it.
 
-    `begun` are the sessions' generations, `last` the engines that had the newest of each.
+    `begun` are the sessions' generations, `last` the engines that had the newest of each. `sampled`, of those
+    that sample the same each time: how often each token was, by the digest of the messages and its place.
     """
 
     def __init__(self) -> None:
         self.begun: Counter[str] = Counter()
         self.last: dict[str, str] = {}
+        self.sampled: defaultdict[tuple[str, int], list[Sample]] = defaultdict(list)
+        self.generations = itertools.count(1)
+        self._updates: Counter[str] = Counter()
         self._held: dict[tuple[str, str], float] = {}
         self._running: dict[tuple[str, str], asyncio.Future[None]] = {}
         self._paused: dict[str, asyncio.Event] = {}
@@ -80,14 +93,26 @@ class Engines:
             if engine == url and rid.startswith(prefix) and not ended.done():
                 ended.set_result(None)
 
+    def die(self) -> None:
+        """All of them, in the middle of what they generate; they are there again at once."""
+        for ended in self._running.values():
+            if not ended.done():
+                ended.set_exception(Lost("reset"))
+
     def pause(self, url: str, mode: str) -> None:
         self._paused.setdefault(url, asyncio.Event())
         if mode == "abort":
             self.abort(url, "")
 
     def go_on(self, url: str) -> None:
+        """Meanwhile the engine got new weights."""
         if url in self._paused:
+            self._updates[url] += 1
             self._paused.pop(url).set()
+
+    def version(self, url: str) -> str:
+        """The engine's weight version."""
+        return str(1 + self._updates[url])
 
     def open(self, url: str, name: str, seconds: float) -> bool:
         """False where the engine holds a session of that name."""
@@ -114,6 +139,11 @@ class SimulatedEngine(EngineClient):
     `is_shut` says of an adapter whether the process's gates are shut to it: then no generation may begin.
     """
 
+    faults: tuple[str, ...] = (
+        *("not_sent", "lost", "timed_out", "slow", "500", "429", "400"),
+        *("cut", "no_ids", "nan", "not_json", "307"),
+    )
+
     def __init__(self, world: World, is_shut: Callable[[str | None], bool]) -> None:
         self._world = world
         self._engines = world.engines
@@ -139,13 +169,13 @@ class SimulatedEngine(EngineClient):
         if may_send is not None and not may_send():
             raise Withheld
         engine, _, route = url.removeprefix("http://").partition("/")
-        request = msgspec.json.decode(body if isinstance(body, bytes) else b"".join(body))
+        request = msgspec.json.decode((body if isinstance(body, bytes) else b"".join(body)) or b"{}")
         if route != CHAT or "x-smg-routing-key" not in dict(headers):
             return await self._control(engine, route, request)
-        session_id, adapter = dict(headers)["x-smg-routing-key"], request.get("lora_path")
+        session_id, adapter = dict(headers)["x-smg-routing-key"], self._adapter(request)
         number = next(self._numbers)
         bad = self._world.happens(self._world.weather.engine_faults)
-        how = self._world.rng.choice(FAULTS) if bad else None
+        how = self._world.rng.choice(self.faults) if bad else None
         self._world.note(f"generation {number} of {session_id} at {engine}{'' if how is None else f': {how}'}")
         if self._is_shut(adapter):
             self._world.history.problem(f"a generation of {session_id} began although the gate of {adapter} was shut")
@@ -160,6 +190,22 @@ class SimulatedEngine(EngineClient):
         if how == "timed_out":
             await asyncio.sleep(LONG_S)
             raise TimedOut("no answer in time")
+        return await self._generate(engine, dict(headers), request, number, how, grow, stream)
+
+    def _adapter(self, request: Mapping[str, Any]) -> str | None:
+        return request.get("lora_path")
+
+    async def _generate(
+        self,
+        engine: str,
+        headers: Mapping[str, str],
+        request: Mapping[str, Any],
+        number: int,
+        how: str | None,
+        grow: Grow,
+        stream: StreamReader | None,
+    ) -> EngineReply:
+        """What the engine answers, unless it fails as `how` says."""
         seconds = LONG_S if how == "slow" else self._world.rng.expovariate(1 / self._world.weather.engine_s)
         is_whole = await self._engines.generate(engine, request.get("rid", ""), seconds)
         if how is not None and how.isdigit():
@@ -174,10 +220,21 @@ class SimulatedEngine(EngineClient):
         bad = self._world.happens(self._world.weather.engine_faults / 4)
         if bad and self._world.rng.random() < 0.5:
             raise NotSent("refused")
-        status = 200
+        status, said = self._told(engine, route, order)
+        self._world.note(
+            f"{engine} is told {route} {order.get('session_id', '')}{': nobody hears of it' if bad else ''}"
+        )
+        if bad:
+            raise Lost("reset")
+        return EngineReply(status, [], Body([msgspec.json.encode(said)]))
+
+    def _told(self, engine: str, route: str, order: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+        """The engine does what it is told: status and reply."""
+        if route == CHAT:
+            return 200, reply(order, 0)
         if route == "open_session":
-            status = 200 if self._engines.open(engine, order["session_id"], order["timeout"]) else 400
-        elif route == "close_session":
+            return 200 if self._engines.open(engine, order["session_id"], order["timeout"]) else 400, {}
+        if route == "close_session":
             self._engines.close(engine, order["session_id"])
         elif route == "abort_request":
             self._engines.abort(engine, order["rid"])
@@ -185,19 +242,10 @@ class SimulatedEngine(EngineClient):
             self._engines.pause(engine, order["mode"])
         elif route == "continue_generation":
             self._engines.go_on(engine)
-        self._world.note(
-            f"{engine} is told {route} {order.get('session_id', '')}{': nobody hears of it' if bad else ''}"
-        )
-        if bad:
-            raise Lost("reset")
-        said = reply(order, 0) if route == CHAT else {}
-        return EngineReply(status, [], Body([msgspec.json.encode(said)]))
+        return 200, {}
 
     async def _sleep(self, mean_s: float) -> None:
         await asyncio.sleep(self._world.rng.expovariate(1 / mean_s))
-
-
-FAULTS = ("not_sent", "lost", "timed_out", "slow", "500", "429", "400", "cut", "no_ids", "nan", "not_json", "307")
 
 
 def reply(request: Mapping[str, Any], number: int, cut: int | None = None) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from app.sessions.recovery import written
 from app.store import incarnations
 from tests.tools.simulation import files, service
 from tests.tools.simulation.database import Server, SimulatedDatabase
-from tests.tools.simulation.engine import SimulatedEngine
 from tests.tools.simulation.loop import Owner
 from tests.tools.simulation.service import register
+from tests.tools.simulation.staged import engine_of
 from tests.tools.simulation.world import World
 from workers import job
 from workers.pool import Crashed, Pool, QueueFull
@@ -79,7 +79,7 @@ class Process:
         self.service = service.made(
             world.settings,
             database,
-            SimulatedEngine(world, lambda adapter: self.service.fleet.fleet.is_shut(adapter)),
+            engine_of(world, lambda adapter: self.service.fleet.fleet.is_shut(adapter)),
             SimulatedPool(world),
             self.clock,
             self.incarnation,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
@@ -14,7 +16,7 @@ from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
 from app.store.dialect import WriteConflict
-from tests.tools.simulation import budgets, checks, feed, readers, weather
+from tests.tools.simulation import budgets, checks, feed, readers, staged, weather
 from tests.tools.simulation.budgets import LimitedClient, Spent, kind_of
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import GaveUp
@@ -27,8 +29,11 @@ from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
 from tests.tools.simulation.keeper import KEPT, Keeper
 from tests.tools.simulation.late import LateClient
+from tests.tools.simulation.listener import Listener, listeners
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
+from tests.tools.simulation.named import Trajectory, trajectories
 from tests.tools.simulation.process import Process, wall
+from tests.tools.simulation.staged_drill import STAGED_SESSION, StagedClient
 from tests.tools.simulation.store import MemoryStore
 from tests.tools.simulation.trainer import ADAPTERS, Trainer
 from tests.tools.simulation.world import World
@@ -91,7 +96,9 @@ class _Schedule:
         self._alone = rng.random() < 0.35
         store.restart(lambda: wall(loop.time()))
         self._wishes = Wishes(seed)
-        settings = _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}"))
+        settings = staged.with_streams(
+            _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}")), seed
+        )
         self._store, self._engines = store, Engines()
         self._world = World(
             loop, rng, self._weather, self._history, store, self._engines, settings, self._pick, self._note
@@ -110,7 +117,8 @@ class _Schedule:
         logger.addHandler(logs)
         propagated, logger.propagate = logger.propagate, False
         try:
-            self._loop.run_until_complete(self._live())
+            with patch("app.sessions.names.made_session_id", map("made-{}".format, itertools.count(1)).__next__):
+                self._loop.run_until_complete(self._live())
         except Stuck as error:
             self._history.problem(str(error))
         except BaseException as error:
@@ -145,6 +153,9 @@ class _Schedule:
         log_readers = readers.draw(self._world, self._seed)
         for one in (groups, log_readers):
             lives += [] if one is None else [asyncio.create_task(work) for work in one.lives()]
+        others: list[Trajectory | Listener] = [*trajectories(self._world, self._seed)]
+        others += listeners(self._world, self._seed)
+        lives += [asyncio.create_task(one.live()) for one in others]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
         if late:
             self._history.problem(f"{len(late)} clients were not done after {PATIENCE_S:g} s")
@@ -166,6 +177,8 @@ class _Schedule:
         await self._drill(trainer)
         if random.Random(f"departure {self._seed}").random() < DEPARTURES:
             await self._check_departures(keeper)
+        for other in others:
+            other.judge()
         if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
             await self._check_checkpoints(clients, trainer)
         await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
@@ -176,6 +189,7 @@ class _Schedule:
                 await self._stop(process)
         await checks.judge(self._store, self._history, self._note)
         keeper.judge()
+        staged.judge(self._world)
 
     async def _within(self, seconds: float, work: Coroutine[Any, Any, None], late: str | Callable[[], str]) -> None:
         """`late` says what is wrong where the work is not done in time."""
@@ -335,21 +349,16 @@ class _Schedule:
         await self._all_agree()
         name = self._rng.choice((*ADAPTERS, None))
         drill = Drill(self._world, self._client("drill", SESSION_ID, Habits()), name, trainer)
-        try:
-            await self._within(2 * RECOVERY_S, drill.run(RECOVERY_S), "the drill was not over")
-        except (SessionClosed, SessionNotFound) as error:
-            self._was_idle(error)
+        await self._unless_idle(2 * RECOVERY_S, drill.run(RECOVERY_S), "the drill was not over")
         asker = self._client("control", CONTROL_SESSION, Habits())
         names = ControlDrill(self._world, asker, self._rng.choice(HOWS), self._kill_again)
-        try:
-            await self._within(RECOVERY_S, names.run(), self._names_left)
-        except (SessionClosed, SessionNotFound) as error:
-            self._was_idle(error)
+        await self._unless_idle(RECOVERY_S, names.run(), self._names_left)
         late = LateClient(self._world, "late", "late", Habits())
-        try:
-            await self._within(RECOVERY_S, late.drill(), "the drill of late attempts was not over")
-        except (SessionClosed, SessionNotFound) as error:
-            self._was_idle(error)
+        await self._unless_idle(RECOVERY_S, late.drill(), "the drill of late attempts was not over")
+        if self._world.settings.upstream_dialect == "vllm":
+            outliving = StagedClient(self._kill_again, self._seed, self._world, "staged", STAGED_SESSION, Habits())
+            await self._unless_idle(2 * RECOVERY_S, outliving.drill(), "the drill of staged tokens was not over")
+            await self._keep_all()
         await self._all_agree()
 
     async def _check_checkpoints(self, clients: list[tuple[LimitedClient, SessionConfig]], trainer: Trainer) -> None:
@@ -370,10 +379,15 @@ class _Schedule:
     def _names_left(self) -> str:
         return f"names were not ended: {rows(self._store)}"
 
-    def _was_idle(self, error: AppError) -> None:
+    async def _unless_idle(
+        self, seconds: float, work: Coroutine[Any, Any, None], late: str | Callable[[], str]
+    ) -> None:
         """A process that is still frozen may keep a drill waiting for longer than a session may be idle."""
-        if self._world.settings.idle_close_s is None:
-            self._history.problem(f"nobody has ended the drill's session, and yet: {error}")
+        try:
+            await self._within(seconds, work, late)
+        except (SessionClosed, SessionNotFound) as error:
+            if self._world.settings.idle_close_s is None:
+                self._history.problem(f"nobody has ended the drill's session, and yet: {error}")
 
     async def _all_agree(self) -> None:
         """Every process learns what the fleet's log says, though one may still wait for an answer from the storm."""
