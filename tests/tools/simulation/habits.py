@@ -12,6 +12,7 @@ class Habits(msgspec.Struct, frozen=True):
 
     take: float = 10.0
     go_back: float = 1.0
+    compact: float = 0.3
     read: float = 1.0
     reward: float = 1.0
     snapshot: float = 0.5

@@ -26,6 +26,7 @@ from tests.tools.simulation.history import History
 from tests.tools.simulation.late import LateClient
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.process import Process, wall
+from tests.tools.simulation.spelling import Spelling
 from tests.tools.simulation.store import MemoryStore
 from tests.tools.simulation.trainer import ADAPTERS, Trainer
 from tests.tools.simulation.tree_client import TreeClient
@@ -87,9 +88,19 @@ class _Schedule:
         store.restart(lambda: wall(loop.time()))
         self._wishes = Wishes(seed)
         settings = _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}"))
-        self._store, self._engines = store, Engines()
+        self._store, self._engines = store, Engines(random.Random(f"engines {seed}"))
+        self._spelling = Spelling(seed)
         self._world = World(
-            loop, rng, self._weather, self._history, store, self._engines, settings, self._pick, self._note
+            loop,
+            rng,
+            self._weather,
+            self._history,
+            store,
+            self._engines,
+            self._spelling,
+            settings,
+            self._pick,
+            self._note,
         )
         self._server = Server(self._world)
         self._poll_s = rng.choice(POLLS_S)
@@ -159,7 +170,7 @@ class _Schedule:
         rng = self._rng
         found = []
         habits = draw_habits(rng)
-        trees = random.Random(f"trees {self._seed}")
+        trees, kept = random.Random(f"trees {self._seed}"), random.Random(f"kept {self._seed}")
         for number in range(1, rng.choice((1, 2, 3)) + 1):
             config = SessionConfig(
                 rollback_window=rng.choice((0, 1, 1, 2)),
@@ -169,6 +180,8 @@ class _Schedule:
                 on_abort=rng.choice(("return", "continue", "continue", "fail")),
                 parent=rng.choice((None, None, "s1")) if number > 1 else None,
                 history=trees.choice(("linear", "tree", "tree", None)),
+                matcher=self._spelling.draw_matcher(f"s{number}"),
+                retain=kept.choice(("window", "window", "sampled", "all")),
             )
             for rival in range(rng.choice((1, 1, 2, 3))):
                 one = self._client(f"c{number}{'abc'[rival]}", f"s{number}", habits, _kind(config))
@@ -380,6 +393,7 @@ def _settings(rng: random.Random, engine_sessions: tuple[str, ...], limits: rand
         idle_close_s=rng.choice((None,) * 5 + (8.0,)),
         max_open_turns=limits.choice((2, 64, 64)),
         max_replay_bytes=limits.choice((256, 1 << 30, 1 << 30)),
+        replay_incremental=limits.random() < 0.3,
         closed_replay_ttl_s=rng.choice((86400.0,) * 5 + (8.0,)),
         client_reply="verbatim",  # What a client was told is compared with the log.
     )

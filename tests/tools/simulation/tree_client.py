@@ -7,7 +7,7 @@ from typing import Any
 
 from app.domain.events import History, SessionConfig
 from tests.tools.simulation.client import Client, GaveUp
-from tests.tools.simulation.engine import Message
+from tests.tools.simulation.spelling import Message
 
 AGENTS = (None, None, "explorer")
 

@@ -11,6 +11,7 @@ from app.settings import Settings
 from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.history import History
 from tests.tools.simulation.loop import SimulatedLoop
+from tests.tools.simulation.spelling import Spelling
 from tests.tools.simulation.store import MemoryStore
 from tests.tools.simulation.weather import Weather
 
@@ -28,6 +29,7 @@ class World:
     history: History
     store: MemoryStore
     engines: Engines
+    spelling: Spelling
     settings: Settings
     pick: Callable[[], Process | None]
     note: Callable[[str], None]
