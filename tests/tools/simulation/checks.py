@@ -29,7 +29,6 @@ from app.store.engine import Database as RealDatabase
 from app.store.schema import open_turns
 from ops.verify import TABLES
 from tests.tools.audit import audit
-from tests.tools.simulation import trees
 from tests.tools.simulation.history import History
 from tests.tools.simulation.store import MemoryDatabase, MemoryStore
 
@@ -90,8 +89,6 @@ class _Session:
         self._order()
         self._ends()
         self._facts()
-        for problem in self._store.read(lambda connection: list(trees.problems(connection, self._session_id))):
-            self._must(False, problem)
 
     def _order(self) -> None:
         """Under a key that was committed there is no further claim, unless the turn was undone."""

@@ -14,7 +14,7 @@ from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
 from app.store.dialect import WriteConflict
-from tests.tools.simulation import checks, weather
+from tests.tools.simulation import checks, turns, weather
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
@@ -155,6 +155,7 @@ class _Schedule:
             if process is not None:
                 await self._stop(process)
         await checks.judge(self._store, self._history, self._note)
+        await turns.judge(self._world)
 
     async def _within(self, seconds: float, work: Coroutine[Any, Any, None], late: str | Callable[[], str]) -> None:
         """`late` says what is wrong where the work is not done in time."""
