@@ -7,19 +7,23 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from helpers.store import event_at
 from sqlalchemy import func, select, update
 
-from app.domain import retention
+from app.domain import retention, samples
 from app.domain.events import SessionClosed
 from app.domain.fleet import Fleet
+from app.domain.history import RequestHistory
+from app.domain.rules import Tree
 from app.domain.session import Session
 from app.errors import AppError
 from app.features.checkpoints import operations as checkpoints
 from app.features.checkpoints.checkpoints import Checkpoints
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
+from app.features.objects.objects import Objects
 from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
@@ -182,7 +186,7 @@ def claims_of_nobody_stay(patch: Patch) -> None:
 
 
 def what_an_open_turn_continues_is_dropped(patch: Patch) -> None:
-    patch.setattr(retention, "_pinned", lambda session: set())
+    patch.setattr(retention, "_pinned", lambda session, upto: set())
 
 
 def a_close_leaves_the_turn_open(patch: Patch) -> None:
@@ -314,6 +318,49 @@ def a_restore_forgets_a_session(patch: Patch) -> None:
     patch.setattr(checkpoints, "to_restore", to_restore)
 
 
+def payloads_leave_a_window_early(patch: Patch) -> None:
+    plain = retention._behind_window
+
+    def behind_window(session: Session, *rest: Any) -> list[int]:
+        shorter = msgspec.structs.replace(session.config, rollback_window=max(session.config.rollback_window - 1, 0))
+        return plain(msgspec.structs.replace(session, config=shorter), *rest)
+
+    patch.setattr(retention, "_behind_window", behind_window)
+
+
+def a_budget_drops_everything(patch: Patch) -> None:
+    """Once payloads are over it."""
+    plain = retention._over_budget
+
+    def over_budget(session: Session, left: Any, uses: retention.ChunkUses, max_bytes: int | None, pinned: Any) -> Any:
+        return plain(session, left, uses, max_bytes and max_bytes - uses.bytes, pinned)
+
+    patch.setattr(retention, "_over_budget", over_budget)
+
+
+def a_request_joins_the_first_turn_that_fits(patch: Patch) -> None:
+    plain = RequestHistory.histories
+    patch.setattr(RequestHistory, "histories", lambda self, index: reversed([*plain(self, index)]))
+
+
+def masks_are_shifted(patch: Patch) -> None:
+    plain = samples._mask
+    patch.setattr(samples, "_mask", lambda *of: np.roll(plain(*of), 1))
+
+
+def superseded_turns_stay(patch: Patch) -> None:
+    patch.setattr(Tree, "superseded", lambda self, session: set())
+
+
+def orphans_are_not_looked_for(patch: Patch) -> None:
+    """What was uploaded for a turn that did not commit stays in object storage."""
+
+    async def sweep(self: Objects) -> None:
+        return
+
+    patch.setattr(Objects, "sweep", sweep)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_cached_version_is_trusted,
     a_commit_that_failed_counts,
@@ -334,6 +381,11 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_dead_keep_their_names,
     a_name_is_bound_to_nothing,
     an_engine_is_not_told,
+    payloads_leave_a_window_early,
+    a_budget_drops_everything,
+    a_request_joins_the_first_turn_that_fits,
+    masks_are_shifted,
+    superseded_turns_stay,
 )
 """Found within a second or two."""
 
@@ -348,6 +400,7 @@ RARER: tuple[Callable[[Patch], None], ...] = (
     a_commit_does_not_wait_for_the_disk,
     a_dead_restore_is_left,
     a_restore_forgets_a_session,
+    orphans_are_not_looked_for,
 )
 
 

@@ -38,7 +38,6 @@ EXPERTS = 2
 """Ids in a row of `routed_experts`."""
 
 
-
 def digest(messages: Sequence[Message]) -> str:
     """What a reply to these messages names them by."""
     return hashlib.sha256(msgspec.json.encode([meaning(message) for message in messages])).hexdigest()[:12]
@@ -57,7 +56,7 @@ def token_ids(text: str) -> list[int]:
 
 
 class Manner(msgspec.Struct, frozen=True):
-    """What is special about a schedule's engines. Some replies have thoughts or `calls`, some are the same for every
+    """What is special about a schedule's engines. Some replies have thoughts or `calls`; all are the same for every
     generation (`repeats`). `drifts` is how often a prompt's ids are not those that were sampled, `wavers` how often a
     prompt's tokens get other experts than in the generation before."""
 
@@ -301,7 +300,7 @@ def reply(
 def _message(asked: str, number: int, manner: Manner, *, is_whole: bool) -> dict[str, Any]:
     """What is special about a reply follows from the messages that were asked."""
     chosen = int(asked[:6], 16)
-    content = f"{asked}/{'same' if manner.repeats and chosen % 2 else number}"
+    content = f"{asked}/{'same' if manner.repeats else number}"
     if manner.thinks and chosen % 3 == 0:
         content = f"{THOUGHT}{content}"
     message: dict[str, Any] = {"role": "assistant", "content": content}

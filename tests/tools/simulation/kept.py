@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import msgspec
 
-from app.domain.events import BlobsTombstoned, Recorded, SessionClosed, TurnCommitted
+from app.domain.events import BlobsTombstoned, Recorded, ReplayKind, SessionClosed, TurnCommitted
 from app.domain.session import Session, states
 from app.errors import PayloadTombstoned
 from app.sessions import replay_payloads
@@ -17,13 +17,13 @@ from app.store.engine import Database
 from tests.tools.simulation.engine import EXPERTS
 from tests.tools.simulation.told import Story, Told
 
-KIND = "routed_experts"
+KIND: ReplayKind = "routed_experts"
 
 LOOKED_AT = 2
 """How many of a session's tombstones are read: each costs as much as a turn."""
 
 
-def windows(story: Story, log: Sequence[Recorded], max_bytes: int) -> Iterator[str]:
+def windows(story: Story, log: Sequence[Recorded], max_bytes: int | None) -> Iterator[str]:
     """After each commit, the payloads within a window are there and no others, but for what an open turn continues."""
     retain, is_closed = story.session.config.retain, False
     gone_before: set[int] = set()
@@ -45,13 +45,14 @@ def windows(story: Story, log: Sequence[Recorded], max_bytes: int) -> Iterator[s
         over = set(event.turns) & kept if event is not None and event.reason == "budget" else set()
         if early := kept - whole - gone_before - over:
             yield f"{at} the payloads of turns {sorted(early)} are gone, which are in a window"
+        if event is not None and (needed := pinned & set(event.turns)):
+            yield f"{at} the payloads of turns {sorted(needed)} are gone, which an open turn continues"
         if late := whole - kept - pinned:
             yield f"{at} the payloads of turns {sorted(late)} are there, which are in no window"
-        size, newest = _bytes(after, after.payloads), recorded.event.turn
-        if size > max_bytes and not after.payloads.keys() <= pinned | {newest}:
-            yield f"{at} {size} bytes of payloads are kept"
-        if over and _bytes(state, after.payloads.keys() | {max(over, key=lambda one: state.turn(one).seq)}) <= max_bytes:
-            yield f"{at} payloads of turns {sorted(over)} are gone that the budget has room for"
+        if max_bytes is not None:
+            yield from (
+                f"{at} {what}" for what in _budget(state, after, over, pinned | {recorded.event.turn}, max_bytes)
+            )
         if event is not None and event.reason == "window":
             left = set(event.turns) - story.superseded(committed) if retain == "sampled" else set()
             own = {number for number in left if state.turn(number).token_count - 1 > state.first_own_row(number)}
@@ -74,6 +75,19 @@ def _in_windows(story: Story, committed: Sequence[Told]) -> set[int]:
         line = [turn.number for turn in story.tokens_line(leaf) if turn.event.payloads]
         found.update(line[-story.session.config.rollback_window - 1 :])
     return found
+
+
+def _budget(
+    before: Session, after: Session, over: Collection[int], stay: Collection[int], max_bytes: int
+) -> Iterator[str]:
+    """`over` was dropped for the budget, and what has to `stay` was not."""
+    size = _bytes(after, after.payloads)
+    if size > max_bytes and not after.payloads.keys() <= set(stay):
+        yield f"{size} bytes of payloads are kept"
+    if over:
+        newest = max(over, key=lambda number: before.turn(number).seq)
+        if _bytes(before, after.payloads.keys() | {newest}) <= max_bytes:
+            yield f"payloads of turns {sorted(over)} are gone that the budget has room for"
 
 
 def _bytes(state: Session, turns: Collection[int]) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -15,12 +14,14 @@ from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
 from app.store.dialect import WriteConflict
 from tests.tools.simulation import checks, turns, weather
+from tests.tools.simulation.bucket import URL, large_from
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
 from tests.tools.simulation.database import Server
 from tests.tools.simulation.drill import SESSION_ID, Drill, behind
 from tests.tools.simulation.engine import Engines
+from tests.tools.simulation.errors import expecting_no_errors
 from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
 from tests.tools.simulation.late import LateClient
@@ -28,6 +29,7 @@ from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.process import Process, wall
 from tests.tools.simulation.spelling import Spelling
 from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.sweeping import objects_left, swept
 from tests.tools.simulation.trainer import ADAPTERS, Trainer
 from tests.tools.simulation.tree_client import TreeClient
 from tests.tools.simulation.world import World
@@ -45,6 +47,9 @@ PATIENCE_S = 1200.0
 
 RECOVERY_S = 120.0
 """How long a turn may take in each session once nothing fails any more."""
+
+LARGE_BYTES = 48
+"""Chunks of fewer stay in the database, where object storage has the others."""
 
 POLLS_S = (0.05, 1.0, 1.0, 1.0, 2.0, 2.0)
 """How often processes look at the fleet's log. Each look costs as much as ever, so most schedules have few."""
@@ -89,7 +94,6 @@ class _Schedule:
         self._wishes = Wishes(seed)
         settings = _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}"))
         self._store, self._engines = store, Engines(random.Random(f"engines {seed}"))
-        self._spelling = Spelling(seed)
         self._world = World(
             loop,
             rng,
@@ -97,7 +101,7 @@ class _Schedule:
             self._history,
             store,
             self._engines,
-            self._spelling,
+            Spelling(seed),
             settings,
             self._pick,
             self._note,
@@ -110,20 +114,14 @@ class _Schedule:
         self._mishaps = 0
 
     def run(self) -> Outcome:
-        logs = _Errors(self._history)
-        logger = logging.getLogger("turnlog")
-        logger.addHandler(logs)
-        propagated, logger.propagate = logger.propagate, False
         try:
-            self._loop.run_until_complete(self._live())
+            with expecting_no_errors(self._history), large_from(LARGE_BYTES):
+                self._loop.run_until_complete(self._live())
         except Stuck as error:
             self._history.problem(str(error))
         except BaseException as error:
             error.add_note(f"in the schedule with seed {self._seed}")
             raise
-        finally:
-            logger.removeHandler(logs)
-            logger.propagate = propagated
         history = self._history
         return Outcome(self._seed, history.problems, self._trace, len(history.turns), self._mishaps, self._loop.time())
 
@@ -151,6 +149,8 @@ class _Schedule:
         if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
             await self._check_checkpoints(clients, trainer)
         await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
+        if self._world.settings.payloads == URL:
+            await self._within(RECOVERY_S, swept(self._world, self._serving), lambda: objects_left(self._world))
         for process in self._processes:
             if process is not None:
                 await self._stop(process)
@@ -181,7 +181,7 @@ class _Schedule:
                 on_abort=rng.choice(("return", "continue", "continue", "fail")),
                 parent=rng.choice((None, None, "s1")) if number > 1 else None,
                 history=trees.choice(("linear", "tree", "tree", None)),
-                matcher=self._spelling.draw_matcher(f"s{number}"),
+                matcher=self._world.spelling.draw_matcher(f"s{number}"),
                 retain=kept.choice(("window", "window", "sampled", "all")),
             )
             for rival in range(rng.choice((1, 1, 2, 3))):
@@ -192,8 +192,11 @@ class _Schedule:
     def _client(self, name: str, session_id: str, habits: Habits, kind: type[Client] = Client) -> Client:
         return kind(self._world, name, session_id, habits, self._wishes.of)
 
+    def _serving(self) -> list[Process]:
+        return [process for process in self._processes if process is not None and process.serving]
+
     def _pick(self) -> Process | None:
-        serving = [process for process in self._processes if process is not None and process.serving]
+        serving = self._serving()
         return self._rng.choice(serving) if serving else None
 
     async def _keep_all(self) -> None:
@@ -366,18 +369,6 @@ class _Schedule:
             self._history.problem(f"{message}: {error!r}")
 
 
-class _Errors(logging.Handler):
-    """What the service logs as an error is a fault that nobody expected."""
-
-    def __init__(self, history: History) -> None:
-        super().__init__(logging.ERROR)
-        self._history = history
-
-    def emit(self, record: logging.LogRecord) -> None:
-        fault = "" if record.exc_info is None else f": {record.exc_info[1]!r}"
-        self._history.problem(f"the log has an error: {record.getMessage()}{fault}")
-
-
 def _kind(config: SessionConfig) -> type[Client]:
     return Client if config.history == "linear" else TreeClient
 
@@ -388,13 +379,15 @@ def _settings(rng: random.Random, engine_sessions: tuple[str, ...], limits: rand
         upstreams=("http://engine-1", "http://engine-2")[: rng.choice((1, 2))],
         engine_sessions=engine_sessions,
         lease_s=rng.choice((1.0, 2.0, 8.0)),
-        replay=rng.choice(((), (), ("routed_experts",))),
+        replay=rng.choice(((), ("routed_experts",))),
         inline_max_bytes=rng.choice((0, 65536)),
         cache_bytes=rng.choice((0, 1 << 20, 1 << 20)),
         idle_close_s=rng.choice((None,) * 5 + (8.0,)),
         max_open_turns=limits.choice((2, 64, 64)),
         max_replay_bytes=limits.choice((256, 1 << 30, 1 << 30)),
         replay_incremental=limits.random() < 0.3,
+        payloads=limits.choice(("database", "database", "database", URL)),
+        payloads_keep_s=limits.choice((0.0, 5.0)),
         closed_replay_ttl_s=rng.choice((86400.0,) * 5 + (8.0,)),
         client_reply="verbatim",  # What a client was told is compared with the log.
     )

@@ -11,7 +11,8 @@ from sqlalchemy import insert
 from app.api.connection_limit import ConnectionLimit
 from app.api.tokens import Tokens
 from app.domain.session import encode_session
-from app.features import checkpoints, gates, groups, live, resume, session_control
+from app.features import checkpoints, gates, groups, live, objects, resume, session_control
+from app.features.objects.rows import note_objects
 from app.metrics import Metrics, RecentTurnStats
 from app.services import Services
 from app.sessions.lifecycle import Clock
@@ -62,7 +63,7 @@ def made(
         lease_left=lease_left,
         poll_s=poll_s,
     )
-    for feature in (gates, checkpoints, groups, live, resume, session_control):
+    for feature in (gates, checkpoints, groups, live, resume, session_control, objects):
         services.features[feature.__name__.rpartition(".")[2]] = feature.add_to(services)
     return services
 
@@ -90,8 +91,10 @@ _register_elsewhere = (
 )
 
 
-def register(tx: Tx, name: str, *, alone: bool) -> int:
-    """A new incarnation; where there are several processes, each is on a host of its own, called `name`."""
+def register(tx: Tx, name: str, url: str | None, *, alone: bool) -> int:
+    """A new incarnation; where there are several processes, each is on a host of its own, called `name`. `url` is that
+    of object storage."""
+    note_objects(tx, url, owner="simulated")
     if alone:
         return incarnations.register(tx, alone=True)
     row = tx.one(_register_elsewhere, {"host": name})

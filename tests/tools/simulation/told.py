@@ -14,7 +14,7 @@ from tests.tools.simulation.engine import EXPERTS, Generated
 from tests.tools.simulation.spelling import Asked, Message, meaning
 from workers import codec
 
-Meanings = list[object]
+Meanings = Sequence[object]
 
 
 class Told(msgspec.Struct):
@@ -22,6 +22,7 @@ class Told(msgspec.Struct):
     was not asked for them."""
 
     event: TurnCommitted
+    branch: int
     opened_seq: int
     seq: int
     agent: str | None
@@ -92,6 +93,7 @@ class Story:
             request = [meaning(message, matcher) for message in asked[rid].messages]
             told = Told(
                 event,
+                turn.branch,
                 turn.opened_seq,
                 turn.seq,
                 asked[rid].turn.agent_id,
@@ -155,7 +157,7 @@ class Story:
     def leaves(self, turns: Sequence[Told]) -> list[Told]:
         """Those of the turns whose tokens none of them continues, by branch."""
         continued = {self.continued(turn) for turn in turns}
-        return sorted((turn for turn in turns if turn.number not in continued), key=lambda turn: turn.event.branch)
+        return sorted((turn for turn in turns if turn.number not in continued), key=lambda turn: turn.branch)
 
     def superseded(self, turns: Sequence[Told]) -> set[int]:
         """Those of the turns, which are the first that were committed, that no row is made of."""
@@ -178,9 +180,9 @@ class Story:
 def _parts(generations: Sequence[Generated], output: list[int], logprobs: list[float]) -> list[Generated] | None:
     """The generations of one claim that have sampled this output, of which each goes on with the one before."""
     for parts in _chains(generations):
-        if [token for part in parts for token in part.output] == output:
-            if [logprob for part in parts for logprob in part.logprobs] == logprobs:
-                return parts
+        said = [token for part in parts for token in part.output], [one for part in parts for one in part.logprobs]
+        if said == (output, logprobs):
+            return parts
     return None
 
 

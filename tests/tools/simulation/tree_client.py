@@ -11,7 +11,7 @@ from tests.tools.simulation.spelling import Message
 
 AGENTS = (None, None, "explorer")
 
-HOWS = ("on", "on", "fork", "fork", "root", "carry", "again")
+HOWS = ("on", "on", "fork", "fork", "root", "carry", "again", "again")
 """After the newest history, after any, at the beginning, there with another branch's reply, or a request once more."""
 
 

@@ -29,11 +29,13 @@ def problems(story: Story, stored: StoredSession, found: Known) -> Iterator[str]
             yield f"turn {turn.number} continues {turn.event.base_tokens} tokens, its prompt {base}"
     if not found.session.undone:  # Branches are numbered with those of the turns that are undone.
         for turn, expected_branch in zip(story.turns, _branches(story), strict=True):
-            branch = turn.event.branch, turn.event.branch_cause, turn.event.carries
+            branch = turn.branch, turn.event.branch_cause, turn.event.carries
             if branch != expected_branch:
                 yield f"turn {turn.number} is of branch {branch}, which should be {expected_branch}"
     for branches, loss in EXPORTS:
-        yield from _rows(story, SessionRows(stored, found, None, "turn", "", branches=branches, loss=loss), branches, loss)
+        yield from _rows(
+            story, SessionRows(stored, found, None, "turn", "", branches=branches, loss=loss), branches, loss
+        )
 
 
 def _in_a_tree(story: Story) -> Callable[[Told], Place | None]:
@@ -102,7 +104,7 @@ def _branch(story: Story, turn: Told, earlier: Sequence[Told], begun: int) -> tu
     parent = story.by_number.get(turn.parent)
     siblings = [other for other in earlier if other.parent == turn.parent]
     if parent is not None and not siblings and story.continued(turn):
-        return parent.event.branch, None, None
+        return parent.branch, None, None
     if any(turn.repeats(other) for other in siblings):
         return begun, "retry", None
     line = story.line(turn.parent)
