@@ -61,9 +61,9 @@ class Spelling:
 
     def __init__(self, seed: int) -> None:
         self.asked: list[Asked] = []
-        self._seed = seed
         self._rng = rng = random.Random(f"spelling {seed}")
         self._changes = rng.choice((0.0, 0.3, 0.9))
+        self._styles = (rng.random(), rng.random())
         self._matchers: dict[str, Matcher] = {}
 
     def draw_matcher(self, session_id: str) -> Matcher:
@@ -75,14 +75,17 @@ class Spelling:
 
     def body(self, turn: InFlightTurn, messages: Sequence[Message], others: Mapping[str, Any]) -> bytes:
         """The body of a request, which is remembered."""
-        raws = [self._spelled(message, self.matcher(turn.session_id)) for message in messages]
+        style = self._rng.choice((*self._styles, self._rng.random()))
+        raws = [self._spelled(message, self.matcher(turn.session_id), style) for message in messages]
         self.asked.append(Asked(turn, messages, raws))
         return msgspec.json.encode({"model": "simulated", "messages": [msgspec.Raw(raw) for raw in raws], **others})
 
-    def _spelled(self, message: Message, matcher: Matcher) -> bytes:
-        rng = self._rng
+    def _spelled(self, message: Message, matcher: Matcher, style: float) -> bytes:
+        """In one style a message has the same bytes each time."""
+        plain = msgspec.json.encode(message)
+        rng = random.Random(style.hex().encode() + plain)
         if rng.random() >= self._changes:
-            return msgspec.json.encode(message)
+            return plain
         fields = dict(message) if matcher == "strict" else _respelled(message, rng, leaves_out=matcher == "tolerant")
         if rng.random() < 0.5:
             fields = dict(reversed(fields.items()))
