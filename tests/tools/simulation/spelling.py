@@ -101,7 +101,7 @@ def _respelled(message: Message, rng: random.Random, *, leaves_out: bool) -> dic
         if (bare := spoken(text)) != text and rng.random() < 0.5:
             fields["reasoning_content"] = "hm"
         text = rng.choice((bare, text.replace("hm", "\nhm\n") + "\n"))
-    middle = len(text) // 2
+    middle = len(text) - len(spoken(text)) // 2  # Nobody cuts a thought's tags.
     parts = [{"type": "text", "text": part} for part in (text[:middle], text[middle:])]
     fields["content"] = rng.choice((text, f" {text}\n", parts))
     if calls := fields.get("tool_calls"):
