@@ -79,7 +79,7 @@ class Process:
         world, database = self._world, self.database
         alone = database.is_sqlite
         url = None if database.bucket is None else URL
-        self.incarnation = await database.write(lambda tx: register(tx, self.name, url, alone=alone), durable=True)
+        self.incarnation = await database.write(lambda tx: register(tx, self.name, alone=alone, url=url), durable=True)
         self.service = service.made(
             world.settings,
             database,

@@ -91,7 +91,7 @@ _register_elsewhere = (
 )
 
 
-def register(tx: Tx, name: str, url: str | None, *, alone: bool) -> int:
+def register(tx: Tx, name: str, *, alone: bool, url: str | None = None) -> int:
     """A new incarnation; where there are several processes, each is on a host of its own, called `name`. `url` is that
     of object storage."""
     note_objects(tx, url, owner="simulated")

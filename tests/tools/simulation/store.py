@@ -166,7 +166,7 @@ class MemoryDatabase(Transactions):
     def __init__(self, store: MemoryStore) -> None:
         super().__init__()
         self._store = store
-        self.bucket = _Objects(store.objects)
+        self.bucket = _Objects(store.objects) if store.objects else None
 
     async def _read(self, function: Callable[[Connection], T]) -> T:
         await asyncio.sleep(0)
