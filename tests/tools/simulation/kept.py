@@ -40,7 +40,7 @@ def windows(story: Story, log: Sequence[Recorded], max_bytes: int | None) -> Ite
         after = state if event is None else every[place + 1]
         committed = story.before(recorded.seq + 1)
         brought = {turn.number for turn in committed if turn.event.payloads}
-        kept = brought if retain == "all" else _in_windows(story, committed)
+        kept = brought if retain == "all" else _in_windows(story, committed, brought)
         whole = {number for number in after.payloads if after.whole_payloads(number)}
         pinned = {held.parent for held in after.open_turns.values()}
         over = set(event.turns) & kept if event is not None and event.reason == "budget" else set()
@@ -50,7 +50,9 @@ def windows(story: Story, log: Sequence[Recorded], max_bytes: int | None) -> Ite
             yield f"{at} the payloads of turns {sorted(needed)} are gone, which an open turn continues"
         # One that a turn in flight continued when it was superseded is not looked at again, if that turn fails.
         stays |= story.superseded(committed) & pinned
-        if late := whole - kept - pinned - stays:
+        # A window counts the payloads that can be read; one that had left before may be counted or not.
+        readable = {number for number in state.payloads if state.whole_payloads(number)}
+        if late := whole - kept - pinned - stays - _in_windows(story, committed, readable):
             yield f"{at} the payloads of turns {sorted(late)} are there, which are in no window"
         if max_bytes is not None:
             yield from (
@@ -70,12 +72,12 @@ def _dropping(recorded: Recorded) -> BlobsTombstoned | None:
     return event if isinstance(event, BlobsTombstoned) and event.reason != "closed" else None
 
 
-def _in_windows(story: Story, committed: Sequence[Told]) -> set[int]:
-    """The newest turns with a payload on the way to each leaf that is not superseded."""
+def _in_windows(story: Story, committed: Sequence[Told], having: Collection[int]) -> set[int]:
+    """The newest of the turns `having` a payload on the way to each leaf that is not superseded."""
     gone = story.superseded(committed)
     found: set[int] = set()
     for leaf in story.leaves([turn for turn in committed if turn.number not in gone]):
-        line = [turn.number for turn in story.tokens_line(leaf) if turn.event.payloads]
+        line = [turn.number for turn in story.tokens_line(leaf) if turn.number in having]
         found.update(line[-story.session.config.rollback_window - 1 :])
     return found
 
