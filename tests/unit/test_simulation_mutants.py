@@ -8,14 +8,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from helpers.store import event_at
 from sqlalchemy import func, select, update
 
 from app.api.client_stream import ClientStream
-from app.domain import retention, rules
+from app.domain import retention, rules, samples
 from app.domain.events import SessionClosed
 from app.domain.fleet import Fleet
+from app.domain.history import RequestHistory
 from app.domain.rules import Linear, Plan, Tree
 from app.domain.session import Session, Turn
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep
@@ -25,6 +27,7 @@ from app.features.checkpoints.checkpoints import Checkpoints
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
 from app.features.groups.operations import Acknowledge, Acknowledged
+from app.features.objects.objects import Objects
 from app.features.resume import staging
 from app.features.resume.continuation import Continuation
 from app.features.resume.staging import StagedTurn
@@ -192,7 +195,7 @@ def claims_of_nobody_stay(patch: Patch) -> None:
 
 
 def what_an_open_turn_continues_is_dropped(patch: Patch) -> None:
-    patch.setattr(retention, "_pinned", lambda session: set())
+    patch.setattr(retention, "_pinned", lambda session, upto: set())
 
 
 def a_close_leaves_the_turn_open(patch: Patch) -> None:
@@ -452,6 +455,49 @@ def a_wait_counts_before_it_began(patch: Patch) -> None:
     patch.setattr(Turns, "_wait_at_gate", wait_at_gate)
 
 
+def payloads_leave_a_window_early(patch: Patch) -> None:
+    plain = retention._behind_window
+
+    def behind_window(session: Session, *rest: Any) -> list[int]:
+        shorter = msgspec.structs.replace(session.config, rollback_window=max(session.config.rollback_window - 1, 0))
+        return plain(msgspec.structs.replace(session, config=shorter), *rest)
+
+    patch.setattr(retention, "_behind_window", behind_window)
+
+
+def a_budget_drops_everything(patch: Patch) -> None:
+    """Once payloads are over it."""
+    plain = retention._over_budget
+
+    def over_budget(session: Session, left: Any, uses: retention.ChunkUses, max_bytes: int | None, pinned: Any) -> Any:
+        return plain(session, left, uses, max_bytes and max_bytes - uses.bytes, pinned)
+
+    patch.setattr(retention, "_over_budget", over_budget)
+
+
+def a_request_joins_the_first_turn_that_fits(patch: Patch) -> None:
+    plain = RequestHistory.histories
+    patch.setattr(RequestHistory, "histories", lambda self, index: reversed([*plain(self, index)]))
+
+
+def masks_are_shifted(patch: Patch) -> None:
+    plain = samples._mask
+    patch.setattr(samples, "_mask", lambda *of: np.roll(plain(*of), 1))
+
+
+def superseded_turns_stay(patch: Patch) -> None:
+    patch.setattr(Tree, "superseded", lambda self, session: set())
+
+
+def orphans_are_not_looked_for(patch: Patch) -> None:
+    """What was uploaded for a turn that did not commit stays in object storage."""
+
+    async def sweep(self: Objects) -> None:
+        return
+
+    patch.setattr(Objects, "sweep", sweep)
+
+
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
     the_cached_version_is_trusted,
     a_commit_that_failed_counts,
@@ -482,6 +528,11 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     a_part_ends_a_token_early,
     a_stream_ends_before_its_commit,
     a_finish_ends_a_name_for_good,
+    payloads_leave_a_window_early,
+    a_budget_drops_everything,
+    a_request_joins_the_first_turn_that_fits,
+    masks_are_shifted,
+    superseded_turns_stay,
 )
 """Found within a second or two."""
 
@@ -500,6 +551,7 @@ RARER: tuple[Callable[[Patch], None], ...] = (
     a_failed_write_was_not_done,
     nobody_goes_on_from_staged_tokens,
     a_wait_counts_before_it_began,
+    orphans_are_not_looked_for,
 )
 
 

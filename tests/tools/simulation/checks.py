@@ -29,7 +29,7 @@ from app.store.engine import Database as RealDatabase
 from app.store.schema import open_turns
 from ops.verify import TABLES
 from tests.tools.audit import audit
-from tests.tools.simulation import orders, trees
+from tests.tools.simulation import orders
 from tests.tools.simulation.history import History
 from tests.tools.simulation.store import MemoryDatabase, MemoryStore
 
@@ -91,8 +91,6 @@ class _Session:
         self._order()
         self._ends()
         self._facts()
-        for problem in self._store.read(lambda connection: list(trees.problems(connection, self._session_id))):
-            self._must(False, problem)
 
     def _order(self) -> None:
         """Under a key that was committed there is no further claim, unless the turn was undone."""

@@ -24,11 +24,12 @@ from app.sessions.lifecycle import NewSession
 from app.turn.in_flight import InFlightTurn, Stages, TurnReply, Waiter, hash_key
 from tests.tools.simulation import calls, fights, recorded
 from tests.tools.simulation.calls import Close, Create, Erase, Look, Numbers, Reward
-from tests.tools.simulation.engine import Message, digest
+from tests.tools.simulation.engine import digest
 from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.history import Acknowledged, Fact, Site
 from tests.tools.simulation.process import Disconnected, Process, Reset
 from tests.tools.simulation.service import snapshot
+from tests.tools.simulation.spelling import Message, results, spoken
 from tests.tools.simulation.wire import Wire
 from tests.tools.simulation.world import World
 
@@ -127,7 +128,7 @@ class Client:
         marks = how < 0.9
         was_reset = False
         for tried in range(tries):
-            messages = [*before, {"role": "user", "content": logical}]
+            messages = [*before, *results(before), {"role": "user", "content": logical}]
             turn = self._turn(key, agent, retry_count=tried if marks and key is None else 0)
             try:
                 reply = await self._ask(lambda: self._take(messages, logical, key, turn))  # noqa: B023
@@ -197,7 +198,7 @@ class Client:
         process = self._process()
         control = self.control or self._wishes(self.session_id, logical)
         wish = {} if control is None else {"nvext": {"session_control": control}}
-        body = msgspec.json.encode({"model": "simulated", "messages": messages, **wish})
+        body = self._world.spelling.body(turn, messages, wish)
         asked_at = self._history.now()
         wire = Wire(self._history.now, process.name, is_proxied=self._world.weather.is_proxied)
         self._wires.setdefault(logical, []).append(wire)
@@ -251,7 +252,7 @@ class Client:
             return
         body = b"".join(reply.parts)
         content = msgspec.json.decode(body)["choices"][0]["message"]["content"]
-        if content[:12] != digest(messages)[: len(content)]:
+        if spoken(content)[:12] != digest(messages)[: len(content)]:
             self._history.problem(f"turn {reply.turn} of {self.session_id} answers other messages than those asked")
         process.service.retries.sending(self.session_id, reply.turn)
         self._tell(process, reply, delivered=not wire.is_gone())
@@ -363,7 +364,7 @@ class Client:
             return
         turn = self._rng.choice(mine)
         assert turn.key is not None
-        messages = [*self.messages, {"role": "user", "content": f"not {turn.logical}"}]
+        messages = [*self.messages, *results(self.messages), {"role": "user", "content": f"not {turn.logical}"}]
         again = self._turn(turn.key, None)
         try:
             reply = await self._ask(lambda: self._take(messages, f"not {turn.logical}", None, again))
@@ -375,11 +376,18 @@ class Client:
             self._history.problem(f"key {turn.key} was answered for another body too")
 
 
+async def _compact(client: Client) -> None:
+    """Go on behind a summary and the newest reply."""
+    client.messages = [{"role": "user", "content": "So far"}, *client.messages[-1:]]
+    await client.turn()
+
+
 Step = Callable[[Client, SessionConfig], Coroutine[Any, Any, object]]
 
 STEPS: Mapping[str, Step] = {
     "take": lambda client, _: client.turn(),
     "go_back": lambda client, _: fights.go_back(client),
+    "compact": lambda client, _: _compact(client),
     "read": lambda client, _: client.insist(client._read, 2),
     "reward": lambda client, _: client.insist(client._reward, 2),
     "snapshot": lambda client, _: client._snapshot(),

@@ -1,7 +1,7 @@
 """An engine that answers in SGLang's shape what follows from the messages, after a while, and sometimes otherwise.
 
-A reply's content names the messages that were asked and the generation: whoever gets it can tell whether it is the
-answer to his own question, and two generations of one request differ.
+A reply's content names the messages that were asked, and mostly the generation: whoever gets it can tell whether it is
+the answer to his own question. Logprobs always tell two generations of one request apart.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import base64
 import hashlib
 import itertools
 import math
+import random
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,7 @@ from app.upstream.client import EngineClient, EngineReply, Grow, Withheld
 from app.upstream.headers import Headers
 from app.upstream.http import Lost, NotSent, TimedOut
 from app.upstream.streams import StreamReader
+from tests.tools.simulation.spelling import THOUGHT, Message, meaning
 
 if TYPE_CHECKING:
     from tests.tools.simulation.world import World
@@ -35,12 +37,16 @@ CHAT = "v1/chat/completions"
 EXPERTS = 2
 """Ids in a row of `routed_experts`."""
 
-Message = Mapping[str, Any]
-
 
 def digest(messages: Sequence[Message]) -> str:
     """What a reply to these messages names them by."""
-    return hashlib.sha256(msgspec.json.encode(messages, order="sorted")).hexdigest()[:12]
+    return hashlib.sha256(msgspec.json.encode([meaning(message) for message in messages])).hexdigest()[:12]
+
+
+def ids_of(message: Message) -> list[int]:
+    """A message's ids, however it is spelled."""
+    _, text, calls, _ = meaning(message)
+    return token_ids(f"{text}{calls}" if calls else text)
 
 
 def token_ids(text: str) -> list[int]:
@@ -58,14 +64,57 @@ class Sample(NamedTuple):
     at: float
 
 
+class Manner(msgspec.Struct, frozen=True):
+    """What is special about a schedule's engines. Some replies have thoughts or `calls`; all are the same for every
+    generation (`repeats`). `drifts` is how often a prompt's ids are not those that were sampled, `wavers` how often a
+    prompt's tokens get other experts than in the generation before."""
+
+    thinks: bool = False
+    calls: bool = False
+    repeats: bool = False
+    drifts: float = 0.0
+    wavers: float = 0.0
+
+
+def draw_manner(rng: random.Random) -> Manner:
+    return Manner(
+        thinks=rng.random() < 0.4,
+        calls=rng.random() < 0.4,
+        repeats=rng.random() < 0.4,
+        drifts=rng.choice((0.0, 0.0, 0.2)),
+        wavers=rng.choice((0.0, 0.3)),
+    )
+
+
+PLAIN = Manner()
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """What came of a generation: its ids, the logprobs of the output, its body, and the experts of its tokens from
+    `first_row` on, if it was asked for them."""
+
+    prompt: Sequence[int]
+    output: Sequence[int]
+    logprobs: Sequence[float]
+    version: int
+    first_row: int
+    experts: Sequence[int] | None
+    body: bytes
+
+
 class Engines:
     """What the engines of a schedule are at, whichever process asked for it.
 
-    `begun` are the sessions' generations, `last` the engines that had the newest of each. `sampled`, of those
-    that sample the same each time: how often each token was, by the digest of the messages and its place.
+    `begun` are the sessions' generations, `last` the engines that had the newest of each, `generated` the sound replies
+    by the rid that asked for them. `sampled`, of those that sample the same each time: how often each token was, by the
+    digest of the messages and its place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rng: random.Random, *, is_plain: bool) -> None:
+        self.manner = PLAIN if is_plain else draw_manner(rng)
+        self.rng = rng
+        self.numbers = itertools.count(1)
+        self.generated: dict[str, list[Generated]] = {}
         self.begun: Counter[str] = Counter()
         self.last: dict[str, str] = {}
         self.sampled: defaultdict[tuple[str, int], list[Sample]] = defaultdict(list)
@@ -148,7 +197,6 @@ class SimulatedEngine(EngineClient):
         self._world = world
         self._engines = world.engines
         self._is_shut = is_shut
-        self._numbers = itertools.count(1)
 
     async def close(self) -> None:
         return
@@ -173,7 +221,7 @@ class SimulatedEngine(EngineClient):
         if route != CHAT or "x-smg-routing-key" not in dict(headers):
             return await self._control(engine, route, request)
         session_id, adapter = dict(headers)["x-smg-routing-key"], self._adapter(request)
-        number = next(self._numbers)
+        number = next(self._engines.numbers)
         bad = self._world.happens(self._world.weather.engine_faults)
         how = self._world.rng.choice(self.faults) if bad else None
         self._world.note(f"generation {number} of {session_id} at {engine}{'' if how is None else f': {how}'}")
@@ -210,7 +258,11 @@ class SimulatedEngine(EngineClient):
         is_whole = await self._engines.generate(engine, request.get("rid", ""), seconds)
         if how is not None and how.isdigit():
             return EngineReply(int(how), [("content-type", "application/json")], Body([b'{"error":{"message":"no"}}']))
-        raw = _broken(reply(request, number, None if is_whole else self._world.rng.randrange(3)), how)
+        cut = None if is_whole else self._world.rng.randrange(3)
+        sound = reply(request, number, cut, self._engines.manner, self._engines.rng)
+        raw = _broken(sound, how)
+        if how in (None, "slow"):
+            self._engines.generated.setdefault(request["rid"], []).append(_generated(request, sound, raw))
         grow(len(raw))
         return EngineReply(200, [("content-type", "application/json")], Body([raw]))
 
@@ -248,17 +300,27 @@ class SimulatedEngine(EngineClient):
         await asyncio.sleep(self._world.rng.expovariate(1 / mean_s))
 
 
-def reply(request: Mapping[str, Any], number: int, cut: int | None = None) -> dict[str, Any]:
-    """A sound reply to a request. Prompts continue: a message's ids are the same wherever it stands.
+def reply(
+    request: Mapping[str, Any],
+    number: int,
+    cut: int | None = None,
+    manner: Manner = PLAIN,
+    rng: random.Random | None = None,
+) -> dict[str, Any]:
+    """A sound reply to a request. Prompts continue, unless they drift: a message's ids are the same wherever it stands.
 
     `cut`: it was aborted after so many tokens. What goes on behind the ids of such a one says so.
     """
     messages = request["messages"]
     prompt = request.get("input_ids")
-    content = f"{digest(messages)}/{number}" if prompt is None else f"+{number}"
     if prompt is None:
-        prompt = [token for message in messages for token in token_ids(message["content"])]
-    whole = token_ids(content)
+        message = _message(digest(messages), number, manner, is_whole=cut is None)
+        prompt = [token for one in messages for token in ids_of(one)]
+        if rng is not None and rng.random() < manner.drifts:
+            prompt[0] += 1
+    else:
+        message = {"role": "assistant", "content": f"+{number}"}
+    whole = ids_of(message)
     most = min(request.get("max_tokens") or len(whole), len(whole))
     output = whole[:most][:cut]
     finish = "abort" if cut is not None else "stop" if most == len(whole) else "length"
@@ -268,21 +330,63 @@ def reply(request: Mapping[str, Any], number: int, cut: int | None = None) -> di
         "completion_tokens": len(output),
         "weight_version": str(1 + number // 8),
         "finish_reason": {"type": finish},
-        "output_token_logprobs": [[-1.0 / (1 + token), token, None] for token in output],
+        "output_token_logprobs": [[-number - 1.0 / (1 + token), token, None] for token in output],
     }
     if request.get("return_routed_experts"):
         known = request.get("routed_experts_start_len", 0)
-        tokens = (prompt + output)[known:-1]
-        rows = array("i", [(token >> shift) & 63 for token in tokens for shift in range(EXPERTS)])
-        meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+        changed = number if rng is not None and rng.random() < manner.wavers else 0
+        experts = array("i", _experts(prompt, changed) + _experts(output, 0))[known * EXPERTS : -EXPERTS]
+        meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
     choice = {
         "index": 0,
-        "message": {"role": "assistant", "content": content},
+        "message": message,
         "finish_reason": finish,
         "prompt_token_ids": prompt,
         "meta_info": meta,
     }
     return {"id": "x", "object": "chat.completion", "created": 1, "model": "simulated", "choices": [choice]}
+
+
+def _message(asked: str, number: int, manner: Manner, *, is_whole: bool) -> dict[str, Any]:
+    """What is special about a reply follows from the messages that were asked."""
+    chosen = int(asked[:6], 16)
+    content = f"{asked}/{'same' if manner.repeats else number}"
+    if manner.thinks and chosen % 3 == 0:
+        content = f"{THOUGHT}{content}"
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if manner.thinks and chosen % 3 == 1:
+        message["reasoning_content"] = "hm"
+    if manner.calls and is_whole and chosen % 5 < 3:
+        message["tool_calls"] = [_call(asked, place) for place in range(chosen % 5)]
+    return message
+
+
+def _call(asked: str, place: int) -> dict[str, Any]:
+    function = {"name": f"tool{place}", "arguments": f'{{"b": [1, 2.0], "a": "{asked}"}}'}
+    return {"id": f"call_{place}", "type": "function", "function": function}
+
+
+def _experts(tokens: Sequence[int], changed: int) -> list[int]:
+    """Those of each token; if `changed`, of every third another one."""
+    moved = [changed * (place % 3 == 2) for place in range(len(tokens))]
+    return [
+        ((token >> shift) + move) & 63 for token, move in zip(tokens, moved, strict=True) for shift in range(EXPERTS)
+    ]
+
+
+def _generated(request: Mapping[str, Any], sound: dict[str, Any], body: bytes) -> Generated:
+    [choice] = sound["choices"]
+    meta = choice["meta_info"]
+    experts = array("i", base64.b64decode(meta["routed_experts"])) if "routed_experts" in meta else None
+    return Generated(
+        choice["prompt_token_ids"],
+        [token for _, token, _ in meta["output_token_logprobs"]],
+        [logprob for logprob, _, _ in meta["output_token_logprobs"]],
+        int(meta["weight_version"]),
+        request.get("routed_experts_start_len", 0),
+        experts,
+        body,
+    )
 
 
 def _broken(sound: dict[str, Any], how: str | None) -> bytes:

@@ -21,6 +21,7 @@ from app.features.groups.operations import Acknowledged
 from app.store import reads
 from app.store.schema import groups
 from tests.tools.simulation import rows
+from tests.tools.simulation.calls import Reward
 from tests.tools.simulation.client import TRIES, Client, GaveUp
 from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.process import Disconnected, Process, wall
@@ -69,7 +70,7 @@ class Producer(Client):
         async def assign() -> None:
             await process.service.sessions.assign_reward(self.session_id, self.reward, {}, None)
 
-        await self._fact(process, "rewarded", assign, self.reward)
+        await self._fact(process, Reward(), "rewarded", assign, self.reward)
 
 
 class Given(msgspec.Struct, frozen=True):

@@ -10,8 +10,8 @@ import msgspec
 
 from app.errors import AppError, SessionClosed, SessionNotFound
 from tests.tools.simulation.calls import Chat
-from tests.tools.simulation.engine import Message
 from tests.tools.simulation.process import Disconnected
+from tests.tools.simulation.spelling import Message
 
 if TYPE_CHECKING:
     from tests.tools.simulation.client import Client

@@ -6,12 +6,15 @@ import random
 
 import msgspec
 
+from tests.tools.simulation.themes import Theme
+
 
 class Habits(msgspec.Struct, frozen=True):
     """How often clients do what, beside each other. `loyalty`: how often one stays with the process that it knows."""
 
     take: float = 10.0
     go_back: float = 1.0
+    compact: float = 0.3
     read: float = 1.0
     reward: float = 1.0
     snapshot: float = 0.5
@@ -27,8 +30,9 @@ class Habits(msgspec.Struct, frozen=True):
     gives_up: float = 0.1
 
 
-def draw_habits(rng: random.Random, fights: random.Random) -> Habits:
-    """Some clients do one thing often and another never. `fights` decides about what only few clients do."""
+def draw_habits(rng: random.Random, fights: random.Random, theme: Theme) -> Habits:
+    """Some clients do one thing often and another never. `fights` decides about what only rivals do."""
+    rare = 1.0 if theme == "fights" else 0.0
     return Habits(
         go_back=rng.choice((0.0, 1.0, 5.0)),
         read=rng.choice((0.0, 1.0, 8.0)),
@@ -38,10 +42,11 @@ def draw_habits(rng: random.Random, fights: random.Random) -> Habits:
         reuse=rng.choice((0.0, 0.5)),
         close=rng.choice((0.0, 0.2, 1.0)),
         erase=rng.choice((0.0, 0.2, 1.0)),
-        twice=fights.choice((0.0, 0.0, 2.0)),
-        earlier=fights.choice((0.0, 0.0, 1.0)),
-        back=fights.choice((0.0, 0.0, 1.0)),
-        other=fights.choice((0.0, 0.0, 0.5)),
+        compact=0.0 if theme == "fights" else 0.3,
+        twice=rare * fights.choice((0.0, 0.0, 2.0)),
+        earlier=rare * fights.choice((0.0, 0.0, 1.0)),
+        back=rare * fights.choice((0.0, 0.0, 1.0)),
+        other=rare * fights.choice((0.0, 0.0, 0.5)),
         loyalty=rng.choice((0.0, 0.7, 0.95)),
         gives_up=rng.choice((0.0, 0.1, 0.5)),
     )

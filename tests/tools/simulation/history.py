@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -138,7 +139,7 @@ class History:
         mine = self._turns.setdefault(turn.session_id, [])
         for earlier in mine:
             same = earlier.turn == turn.turn
-            if same and earlier.body != turn.body:
+            if same and earlier.body != turn.body and _bare(earlier.body) != _bare(turn.body):
                 self.problem(f"turn {turn.turn} of {turn.session_id} was acknowledged twice, with different replies")
             if same and earlier.logical != turn.logical:
                 self.problem(f"turn {turn.turn} of {turn.session_id} answered {earlier.logical} and {turn.logical}")
@@ -181,3 +182,8 @@ class History:
             if fact.session_id == session_id and is_over and fact.sent_at < asked_at:
                 self.problem(f"{session_id} was {fact.what}, and afterwards {what}")
                 return
+
+
+def _bare(body: bytes) -> bytes:
+    """A reply as it is given once its payload has left the window."""
+    return re.sub(rb'("routed_experts":)"[^"]*"', rb"\1null", body)

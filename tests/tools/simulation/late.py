@@ -8,6 +8,7 @@ import msgspec
 
 from app.domain.events import SessionConfig
 from tests.tools.simulation.client import TRIES, Client
+from tests.tools.simulation.spelling import results
 
 LATE_S = 3.0
 ROUNDS = 2
@@ -27,7 +28,7 @@ class LateClient(Client):
     async def _late_turn(self) -> None:
         self._asked += 1
         logical = f"{self.name}.{self._asked}"
-        messages = [*self.messages, {"role": "user", "content": logical}]
+        messages = [*self.messages, *results(self.messages), {"role": "user", "content": logical}]
         late = asyncio.create_task(self._take(messages, logical, None, self._turn(None, None), unread_s=LATE_S))
         await asyncio.wait({late}, timeout=1.0)
         late.cancel()

@@ -15,8 +15,9 @@ from app.errors import AppError, SessionExists
 from app.sessions.lifecycle import NewSession
 from app.store import reads
 from tests.tools.simulation.asgi import Answer, Requests
-from tests.tools.simulation.engine import Message, digest
+from tests.tools.simulation.engine import digest
 from tests.tools.simulation.process import Disconnected, Process
+from tests.tools.simulation.spelling import Message
 from tests.tools.simulation.vllm import sampled, text_of
 from tests.tools.simulation.world import World
 

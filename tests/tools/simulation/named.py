@@ -15,13 +15,13 @@ from app.domain.events import TurnCommitted
 from app.errors import AppError
 from app.store import names, reads
 from tests.tools.simulation.asgi import Answer, Requests
-from tests.tools.simulation.engine import Message
 from tests.tools.simulation.process import Disconnected, Process
+from tests.tools.simulation.spelling import Message
 from tests.tools.simulation.world import World
 
 T = TypeVar("T")
 
-SHARE = 0.25
+SHARE = 0.6
 """Of all schedules in which no session is closed for being idle: that would end a name for good."""
 
 PATH = "/v1/chat/completions"

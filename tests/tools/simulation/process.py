@@ -11,6 +11,7 @@ from app.services import DRAIN_S
 from app.sessions.recovery import written
 from app.store import incarnations
 from tests.tools.simulation import files, service
+from tests.tools.simulation.bucket import URL, SimulatedBucket
 from tests.tools.simulation.database import Server, SimulatedDatabase
 from tests.tools.simulation.loop import Owner
 from tests.tools.simulation.service import register
@@ -63,6 +64,8 @@ class Process:
         self.clock_offset_s = 0.0
         self.serving = False
         self.database = SimulatedDatabase(server, alone=alone)
+        if world.settings.payloads == URL:
+            self.database.bucket = SimulatedBucket(world)
         self._world = world
         self._poll_s = poll_s
         self._is_gone = is_gone
@@ -75,7 +78,8 @@ class Process:
         """In its own context. Raises AppError where the store is out of reach."""
         world, database = self._world, self.database
         alone = database.is_sqlite
-        self.incarnation = await database.write(lambda tx: register(tx, self.name, alone=alone), durable=True)
+        url = None if database.bucket is None else URL
+        self.incarnation = await database.write(lambda tx: register(tx, self.name, alone=alone, url=url), durable=True)
         self.service = service.made(
             world.settings,
             database,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -16,7 +15,8 @@ from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
 from app.store.dialect import WriteConflict
-from tests.tools.simulation import budgets, checks, feed, readers, staged, weather
+from tests.tools.simulation import budgets, checks, feed, readers, staged, themes, turns, weather
+from tests.tools.simulation.bucket import URL, large_from
 from tests.tools.simulation.budgets import LimitedClient, Spent, kind_of
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import GaveUp
@@ -25,6 +25,7 @@ from tests.tools.simulation.database import Server
 from tests.tools.simulation.departures import DEPARTURES, DepartureDrill
 from tests.tools.simulation.drill import SESSION_ID, Drill, behind
 from tests.tools.simulation.engine import Engines
+from tests.tools.simulation.errors import expecting_no_errors
 from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
 from tests.tools.simulation.keeper import KEPT, Keeper
@@ -33,8 +34,10 @@ from tests.tools.simulation.listener import Listener, listeners
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.named import Trajectory, trajectories
 from tests.tools.simulation.process import Process, wall
+from tests.tools.simulation.spelling import Spelling
 from tests.tools.simulation.staged_drill import STAGED_SESSION, StagedClient
 from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.sweeping import objects_left, swept
 from tests.tools.simulation.trainer import ADAPTERS, Trainer
 from tests.tools.simulation.world import World
 
@@ -51,6 +54,9 @@ PATIENCE_S = 1200.0
 
 RECOVERY_S = 120.0
 """How long a turn may take in each session once nothing fails any more."""
+
+LARGE_BYTES = 48
+"""Chunks of fewer stay in the database, where object storage has the others."""
 
 POLLS_S = (0.05, 1.0, 1.0, 1.0, 2.0, 2.0)
 """How often processes look at the fleet's log. Each look costs as much as ever, so most schedules have few."""
@@ -96,13 +102,26 @@ class _Schedule:
         self._alone = rng.random() < 0.35
         store.restart(lambda: wall(loop.time()))
         self._wishes = Wishes(seed)
-        settings = staged.with_streams(
-            _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}")), seed
-        )
-        self._store, self._engines = store, Engines()
+        settings = _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}"))
+        self._theme = theme = themes.draw(seed)
+        if theme == "streams":
+            settings = staged.with_streams(settings, seed)
+        is_plain = theme != "features"
+        self._store, self._engines = store, Engines(random.Random(f"engines {seed}"), is_plain=is_plain)
         self._world = World(
-            loop, rng, self._weather, self._history, store, self._engines, settings, self._pick, self._note
+            loop,
+            rng,
+            self._weather,
+            self._history,
+            store,
+            theme,
+            self._engines,
+            Spelling(seed, is_plain=is_plain),
+            settings,
+            self._pick,
+            self._note,
         )
+        self._history.is_searched = theme != "fights"
         self._history.closes_idle = settings.idle_close_s is not None
         self._server = Server(self._world)
         self._poll_s = rng.choice(POLLS_S)
@@ -112,21 +131,19 @@ class _Schedule:
         self._mishaps = 0
 
     def run(self) -> Outcome:
-        logs = _Errors(self._history)
-        logger = logging.getLogger("turnlog")
-        logger.addHandler(logs)
-        propagated, logger.propagate = logger.propagate, False
         try:
-            with patch("app.sessions.names.made_session_id", map("made-{}".format, itertools.count(1)).__next__):
+            made = map("made-{}".format, itertools.count(1)).__next__
+            with (
+                expecting_no_errors(self._history),
+                large_from(LARGE_BYTES),
+                patch("app.sessions.names.made_session_id", made),
+            ):
                 self._loop.run_until_complete(self._live())
         except Stuck as error:
             self._history.problem(str(error))
         except BaseException as error:
             error.add_note(f"in the schedule with seed {self._seed}")
             raise
-        finally:
-            logger.removeHandler(logs)
-            logger.propagate = propagated
         history = self._history
         return Outcome(
             self._seed,
@@ -145,16 +162,18 @@ class _Schedule:
         trainer = Trainer(self._world)
         changes = [asyncio.create_task(work()) for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
         keeper = Keeper(self._world, self._seed)
-        if random.Random(f"kept {self._seed}").random() < KEPT:
+        if self._theme == "features" and random.Random(f"kept {self._seed}").random() < KEPT:
             changes.append(asyncio.create_task(keeper.work()))
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
-        groups = feed.draw(self._world, self._seed)
-        log_readers = readers.draw(self._world, self._seed)
+        groups = feed.draw(self._world, self._seed) if self._theme == "features" else None
+        log_readers = readers.draw(self._world, self._seed) if self._theme != "streams" else None
         for one in (groups, log_readers):
             lives += [] if one is None else [asyncio.create_task(work) for work in one.lives()]
-        others: list[Trajectory | Listener] = [*trajectories(self._world, self._seed)]
-        others += listeners(self._world, self._seed)
+        others: list[Trajectory | Listener] = []
+        if self._theme == "streams":
+            others += trajectories(self._world, self._seed)
+            others += listeners(self._world, self._seed)
         lives += [asyncio.create_task(one.live()) for one in others]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
         if late:
@@ -184,12 +203,15 @@ class _Schedule:
         await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
         if log_readers is not None:
             await self._within(RECOVERY_S, log_readers.finish(), "a reader was not answered")
+        if self._world.settings.payloads == URL:
+            await self._within(RECOVERY_S, swept(self._world, self._serving), lambda: objects_left(self._world))
         for process in self._processes:
             if process is not None:
                 await self._stop(process)
         await checks.judge(self._store, self._history, self._note)
         keeper.judge()
         staged.judge(self._world)
+        await turns.judge(self._world)
 
     async def _within(self, seconds: float, work: Coroutine[Any, Any, None], late: str | Callable[[], str]) -> None:
         """`late` says what is wrong where the work is not done in time."""
@@ -204,9 +226,9 @@ class _Schedule:
     def _clients(self) -> list[tuple[LimitedClient, SessionConfig]]:
         rng = self._rng
         found = []
-        habits = draw_habits(rng, random.Random(f"fights {self._seed}"))
-        trees = random.Random(f"trees {self._seed}")
-        limited = budgets.draw(self._seed)
+        habits = draw_habits(rng, random.Random(f"fights {self._seed}"), self._theme)
+        trees, kept = random.Random(f"trees {self._seed}"), random.Random(f"kept {self._seed}")
+        limited = budgets.draw(self._seed) if self._theme == "features" else lambda config: config
         for number in range(1, rng.choice((1, 2, 3)) + 1):
             config = SessionConfig(
                 rollback_window=rng.choice((0, 1, 1, 2)),
@@ -216,6 +238,8 @@ class _Schedule:
                 on_abort=rng.choice(("return", "continue", "continue", "fail")),
                 parent=rng.choice((None, None, "s1")) if number > 1 else None,
                 history=trees.choice(("linear", "tree", "tree", None)),
+                matcher=self._world.spelling.draw_matcher(f"s{number}"),
+                retain=kept.choice(("window", "window", "sampled", "all")),
             )
             config = limited(config)
             for rival in range(rng.choice((1, 1, 2, 3))):
@@ -228,8 +252,11 @@ class _Schedule:
     ) -> LimitedClient:
         return kind(self._world, name, session_id, habits, self._wishes.of)
 
+    def _serving(self) -> list[Process]:
+        return [process for process in self._processes if process is not None and process.serving]
+
     def _pick(self) -> Process | None:
-        serving = [process for process in self._processes if process is not None and process.serving]
+        serving = self._serving()
         return self._rng.choice(serving) if serving else None
 
     async def _keep_all(self) -> None:
@@ -412,30 +439,21 @@ class _Schedule:
             self._history.problem(f"{message}: {error!r}")
 
 
-class _Errors(logging.Handler):
-    """What the service logs as an error is a fault that nobody expected."""
-
-    def __init__(self, history: History) -> None:
-        super().__init__(logging.ERROR)
-        self._history = history
-
-    def emit(self, record: logging.LogRecord) -> None:
-        fault = "" if record.exc_info is None else f": {record.exc_info[1]!r}"
-        self._history.problem(f"the log has an error: {record.getMessage()}{fault}")
-
-
 def _settings(rng: random.Random, engine_sessions: tuple[str, ...], limits: random.Random) -> Settings:
     """Whatever the environment says."""
     return Settings.model_construct(
         upstreams=("http://engine-1", "http://engine-2")[: rng.choice((1, 2))],
         engine_sessions=engine_sessions,
         lease_s=rng.choice((1.0, 2.0, 8.0)),
-        replay=rng.choice(((), (), ("routed_experts",))),
+        replay=rng.choice(((), ("routed_experts",))),
         inline_max_bytes=rng.choice((0, 65536)),
         cache_bytes=rng.choice((0, 1 << 20, 1 << 20)),
         idle_close_s=rng.choice((None,) * 5 + (8.0,)),
         max_open_turns=limits.choice((2, 64, 64)),
         max_replay_bytes=limits.choice((256, 1 << 30, 1 << 30)),
+        replay_incremental=limits.random() < 0.3,
+        payloads=limits.choice(("database", "database", "database", URL)),
+        payloads_keep_s=limits.choice((0.0, 5.0)),
         closed_replay_ttl_s=rng.choice((86400.0,) * 5 + (8.0,)),
         client_reply="verbatim",  # What a client was told is compared with the log.
     )

@@ -11,8 +11,8 @@ from sqlalchemy import insert
 from app.api.connection_limit import ConnectionLimit
 from app.api.tokens import Tokens
 from app.domain.session import encode_session
+from app.features import annotations as annotated
 from app.features import (
-    annotations,
     archive,
     budgets,
     checkpoints,
@@ -20,9 +20,11 @@ from app.features import (
     gates,
     groups,
     live,
+    objects,
     resume,
     session_control,
 )
+from app.features.objects.rows import note_objects
 from app.metrics import Metrics, RecentTurnStats
 from app.services import Services
 from app.sessions.lifecycle import Clock
@@ -36,7 +38,7 @@ from app.upstream.client import EngineClient
 from workers import codec
 from workers.pool import Pool
 
-FEATURES = (gates, budgets, checkpoints, groups, live, resume, session_control, annotations, archive, forks)
+FEATURES = (gates, budgets, checkpoints, groups, live, resume, session_control, annotated, archive, forks, objects)
 
 METRICS = Metrics(RecentTurnStats(time.monotonic))
 
@@ -103,8 +105,10 @@ _register_elsewhere = (
 )
 
 
-def register(tx: Tx, name: str, *, alone: bool) -> int:
-    """A new incarnation; where there are several processes, each is on a host of its own, called `name`."""
+def register(tx: Tx, name: str, *, alone: bool, url: str | None = None) -> int:
+    """A new incarnation; where there are several processes, each is on a host of its own, called `name`. `url` is that
+    of object storage."""
+    note_objects(tx, url, owner="simulated")
     if alone:
         return incarnations.register(tx, alone=True)
     row = tx.one(_register_elsewhere, {"host": name})

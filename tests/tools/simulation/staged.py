@@ -17,15 +17,10 @@ from tests.tools.simulation.vllm import OF_DIGEST, VllmEngine, logprob, sampled,
 from tests.tools.simulation.world import World
 from workers.parse_parts import UNKNOWN_VERSION
 
-SHARE = 0.2
-"""Of all schedules."""
-
 
 def with_streams(settings: Settings, seed: int) -> Settings:
     """Drawn apart from all else in a schedule. A stream has no payloads, and vLLM no sessions."""
     rng = random.Random(f"streams {seed}")
-    if rng.random() > SHARE:
-        return settings
     changed = {"upstream_dialect": "vllm", "stage_tokens_s": rng.choice((0.0, 0.02, 0.1, 0.5))}
     return settings.model_copy(update={**changed, "replay": (), "engine_sessions": ()})
 

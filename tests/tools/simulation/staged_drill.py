@@ -14,8 +14,9 @@ from app.domain.events import SessionConfig, TurnCommitted
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.store import reads
 from tests.tools.simulation.client import Client
-from tests.tools.simulation.engine import Message, Sample, digest
+from tests.tools.simulation.engine import Sample, digest
 from tests.tools.simulation.process import Disconnected, Process
+from tests.tools.simulation.spelling import Message
 from tests.tools.simulation.vllm import sampled, text_of
 
 STAGED_SESSION = "staged"

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import sqlite3
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from sqlalchemy import Connection, create_engine, insert
@@ -19,6 +19,7 @@ from sqlalchemy.sql import Executable
 
 from app.store.broken import Unreadable
 from app.store.dialect import Parameters, Row, SqliteTx, Tx
+from app.store.ports import Bucket
 from app.store.schema import metadata, store_meta
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class MemoryStore:
     """One database, used again by one schedule after the other: statements stay compiled."""
 
     def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
         self._now: Callable[[], float] = lambda: 0.0
         self._raw = sqlite3.connect(":memory:", isolation_level=None)
         # The database's clock is the simulation's.
@@ -54,7 +56,8 @@ class MemoryStore:
         self._before: list[bytes] = []
 
     def restart(self, now: Callable[[], float]) -> None:
-        """Empty again; `now` gives seconds since the epoch."""
+        """Empty again; `now` gives seconds since the epoch. `objects` are what lies in object storage."""
+        self.objects.clear()
         self._now = now
         self._raw.deserialize(self._empty)
         self._tx.restart()
@@ -100,7 +103,7 @@ class Transactions(ABC):
 
     is_sqlite = False
     lanes = 1
-    bucket = None
+    bucket: Bucket | None = None
 
     def __init__(self) -> None:
         self.unreadable = Unreadable()
@@ -142,12 +145,28 @@ class Transactions(ABC):
         return
 
 
+class _Objects(Bucket):
+    """Object storage without delay or fault."""
+
+    is_folder = False
+
+    def __init__(self, objects: Mapping[str, bytes]) -> None:
+        self._objects = objects
+
+    async def read(self, name: str) -> bytes | None:
+        return self._objects.get(name)
+
+    async def url_of(self, name: str, seconds: int) -> str:
+        raise NotImplementedError
+
+
 class MemoryDatabase(Transactions):
     """`ports.Database` over a memory store without delay or fault, for any event loop."""
 
     def __init__(self, store: MemoryStore) -> None:
         super().__init__()
         self._store = store
+        self.bucket = _Objects(store.objects) if store.objects else None
 
     async def _read(self, function: Callable[[Connection], T]) -> T:
         await asyncio.sleep(0)

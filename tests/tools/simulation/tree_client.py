@@ -7,11 +7,11 @@ from typing import Any
 
 from app.domain.events import History, SessionConfig
 from tests.tools.simulation.client import Client, GaveUp
-from tests.tools.simulation.engine import Message
+from tests.tools.simulation.spelling import Message
 
 AGENTS = (None, None, "explorer")
 
-HOWS = ("on", "on", "fork", "fork", "root", "carry", "again")
+HOWS = ("on", "on", "fork", "fork", "root", "carry", "again", "again")
 """After the newest history, after any, at the beginning, there with another branch's reply, or a request once more."""
 
 

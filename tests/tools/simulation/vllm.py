@@ -20,7 +20,8 @@ from app.upstream.client import EngineReply, Grow
 from app.upstream.headers import Headers
 from app.upstream.http import Lost, NotSent, TimedOut
 from app.upstream.streams import StreamReader
-from tests.tools.simulation.engine import CHAT, LONG_S, Engines, Message, Sample, SimulatedEngine, digest, token_ids
+from tests.tools.simulation.engine import CHAT, LONG_S, Engines, Sample, SimulatedEngine, digest, token_ids
+from tests.tools.simulation.spelling import Message
 
 OF_DIGEST = 3
 """So many tokens of a generation name the messages."""

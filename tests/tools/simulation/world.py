@@ -11,7 +11,9 @@ from app.settings import Settings
 from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.history import History
 from tests.tools.simulation.loop import SimulatedLoop
+from tests.tools.simulation.spelling import Spelling
 from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.themes import Theme
 from tests.tools.simulation.weather import Weather
 
 if TYPE_CHECKING:
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 class World:
     """`pick` gives a process to ask, or None where none serves; `note` is told what happens.
 
-    `files` are those of archives.
+    `files` are those of archives. `theme`: see `themes`.
     """
 
     loop: SimulatedLoop
@@ -30,7 +32,9 @@ class World:
     weather: Weather
     history: History
     store: MemoryStore
+    theme: Theme
     engines: Engines
+    spelling: Spelling
     settings: Settings
     pick: Callable[[], Process | None]
     note: Callable[[str], None]
