@@ -11,7 +11,7 @@ from app.services import DRAIN_S
 from app.sessions.recovery import written
 from app.store import incarnations
 from tests.tools.simulation import service
-from tests.tools.simulation.database import Server, SimulatedDatabase
+from tests.tools.simulation.database import Server
 from tests.tools.simulation.engine import SimulatedEngine
 from tests.tools.simulation.loop import Owner
 from tests.tools.simulation.service import register
@@ -62,7 +62,7 @@ class Process:
         self.name = name
         self.clock_offset_s = 0.0
         self.serving = False
-        self.database = SimulatedDatabase(server, alone=alone)
+        self.database = server.database(name, alone=alone)
         self._world = world
         self._poll_s = poll_s
         self._is_gone = is_gone
@@ -118,6 +118,7 @@ class Process:
         self.serving = False
         self.is_over = True
         self._world.loop.kill(self.owner)
+        self.database.die()
         for connection in self._connections:
             if not connection.done():
                 connection.set_exception(Disconnected("the server died"))

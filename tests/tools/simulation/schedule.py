@@ -18,15 +18,18 @@ from tests.tools.simulation import checks, weather
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
-from tests.tools.simulation.database import Server
+from tests.tools.simulation.database import MemoryServer, Server
 from tests.tools.simulation.drill import SESSION_ID, Drill, behind
 from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
 from tests.tools.simulation.late import LateClient
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
+from tests.tools.simulation.postgres import PostgresServer
+from tests.tools.simulation.postgres_store import PostgresStore
 from tests.tools.simulation.process import Process, wall
-from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.store import MemoryStore, Store
+from tests.tools.simulation.tailing import Tail
 from tests.tools.simulation.trainer import ADAPTERS, Trainer
 from tests.tools.simulation.tree_client import TreeClient
 from tests.tools.simulation.world import World
@@ -63,8 +66,9 @@ class Outcome(msgspec.Struct, frozen=True):
 class Simulation:
     """Runs one schedule after the other on one store."""
 
-    def __init__(self) -> None:
-        self._store = MemoryStore()
+    def __init__(self, store: Store | None = None) -> None:
+        """On a store of its own in memory, unless it is given one, which it closes at the end."""
+        self._store = store or MemoryStore()
 
     def run(self, seed: int, *, trace: bool = False) -> Outcome:
         return _Schedule(seed, self._store, trace).run()
@@ -74,7 +78,7 @@ class Simulation:
 
 
 class _Schedule:
-    def __init__(self, seed: int, store: MemoryStore, tracing: bool) -> None:
+    def __init__(self, seed: int, store: Store, tracing: bool) -> None:
         self._seed = seed
         self._rng = rng = random.Random(seed)
         self._trace: list[str] = []
@@ -83,15 +87,24 @@ class _Schedule:
         loop.shuffled = rng.random() < 0.3
         self._history = History(loop.time)
         self._weather = weather.draw(rng)
-        self._alone = rng.random() < 0.35
+        self._alone = rng.random() < 0.35 and isinstance(store, MemoryStore)
         store.restart(lambda: wall(loop.time()))
         self._wishes = Wishes(seed)
         settings = _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}"))
+        if isinstance(store, PostgresStore):
+            # What processes do all the time costs round trips.
+            settings = settings.model_copy(update={"lease_s": 2 * settings.lease_s})
+            self._weather.be_brief()
         self._store, self._engines = store, Engines()
         self._world = World(
             loop, rng, self._weather, self._history, store, self._engines, settings, self._pick, self._note
         )
-        self._server = Server(self._world)
+        self._server = _server(self._world, store)
+        self._tails = (
+            [Tail(self._world, self._server.database("the reader", alone=False), seed)]
+            if isinstance(self._server, PostgresServer)
+            else []
+        )
         self._poll_s = rng.choice(POLLS_S)
         self._processes: list[Process | None] = [None] * (1 if self._alone else rng.choice((2, 2, 3)))
         self._one_host = rng.random() < 0.3
@@ -111,6 +124,7 @@ class _Schedule:
             error.add_note(f"in the schedule with seed {self._seed}")
             raise
         finally:
+            self._server.close()
             logger.removeHandler(logs)
             logger.propagate = propagated
         history = self._history
@@ -121,6 +135,7 @@ class _Schedule:
         clients = self._clients()
         trainer = Trainer(self._world)
         changes = [asyncio.create_task(work()) for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
+        readings = [asyncio.create_task(one.follow()) for one in self._tails]
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
         _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
@@ -136,13 +151,17 @@ class _Schedule:
         await self._within(RECOVERY_S, trainer.put_back(), "engines could not be put back")
         await self._within(RECOVERY_S, settled(self._store), self._names_left)
         await self._all_go_on(clients)
-        await self._drill(trainer)
+        if isinstance(self._server, MemoryServer):  # What the drills know is no matter of statements' order.
+            await self._drill(trainer)
         if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
             await self._check_checkpoints(clients, trainer)
         await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
         for process in self._processes:
             if process is not None:
                 await self._stop(process)
+        for reading, reader in zip(readings, self._tails, strict=True):
+            reading.cancel()
+            await self._within(RECOVERY_S, reader.finish(), "a reader of all events was not done")
         await checks.judge(self._store, self._history, self._note)
 
     async def _within(self, seconds: float, work: Coroutine[Any, Any, None], late: str | Callable[[], str]) -> None:
@@ -350,6 +369,13 @@ class _Schedule:
     def _fault(self, message: str, error: BaseException | None) -> None:
         if not isinstance(error, (AppError, asyncio.CancelledError)):
             self._history.problem(f"{message}: {error!r}")
+
+
+def _server(world: World, store: Store) -> Server:
+    if isinstance(store, MemoryStore):
+        return MemoryServer(world, store)
+    assert isinstance(store, PostgresStore)
+    return PostgresServer(world, store)
 
 
 class _Errors(logging.Handler):

@@ -11,7 +11,7 @@ from app.settings import Settings
 from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.history import History
 from tests.tools.simulation.loop import SimulatedLoop
-from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.store import Store
 from tests.tools.simulation.weather import Weather
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class World:
     rng: random.Random
     weather: Weather
     history: History
-    store: MemoryStore
+    store: Store
     engines: Engines
     settings: Settings
     pick: Callable[[], Process | None]
