@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 
 import pytest
+from helpers.databases import Postgres
 
 from fault.table import Tally
 from tests.tools.simulation.__main__ import run
+from tests.tools.simulation.postgres_store import PostgresStore
+from tests.tools.simulation.store import MemoryStore, Store
 
 TITLE = "simulated schedules of crashes, freezes, lost answers and clocks that jump"
 
-QUICK = 15
-SCHEDULES = 50
 LONG = 500
 
 
-def simulate(first: int, count: int, tally: Tally) -> None:
+@pytest.fixture
+def store(kind: str, request: pytest.FixtureRequest) -> Iterator[Store]:
+    if kind == "sqlite":
+        yield MemoryStore()
+        return
+    postgres: Postgres = request.getfixturevalue("postgres")
+    with postgres.database(template="template1") as url:
+        yield PostgresStore(url)
+
+
+def simulate(store: Store, first: int, count: int, tally: Tally) -> None:
     """A failure is printed with its seed; `python -m tests.tools.simulation --seed … --trace` repeats it exactly."""
-    outcomes = run(range(first, first + count))
+    outcomes = run(range(first, first + count), store=store)
     tally.tried += outcomes.mishaps
     tally.acknowledged += outcomes.turns
     assert outcomes.turns > count, "hardly a turn was acknowledged: nothing was tried"
@@ -27,14 +39,23 @@ def simulate(first: int, count: int, tally: Tally) -> None:
 
 
 @pytest.mark.fault(9, TITLE)
-@pytest.mark.parametrize(("first", "last"), [(1, QUICK), pytest.param(QUICK + 1, SCHEDULES, marks=pytest.mark.long)])
-def test_every_promise_is_kept(tally: Tally, first: int, last: int) -> None:
-    simulate(first, last - first + 1, tally)
+@pytest.mark.parametrize(
+    ("kind", "first", "last"),
+    [
+        ("sqlite", 1, 15),
+        ("postgresql", 1, 4),
+        pytest.param("sqlite", 16, 50, marks=pytest.mark.long),
+        pytest.param("postgresql", 5, 24, marks=pytest.mark.long),
+    ],
+)
+def test_every_promise_is_kept(store: Store, tally: Tally, first: int, last: int) -> None:
+    simulate(store, first, last - first + 1, tally)
 
 
 @pytest.mark.untimed
 @pytest.mark.fault(9, TITLE)
-def test_every_promise_is_kept_for_any_seed(tally: Tally) -> None:
+@pytest.mark.parametrize(("kind", "schedules"), [("sqlite", LONG), ("postgresql", LONG // 4)])
+def test_every_promise_is_kept_for_any_seed(store: Store, tally: Tally, schedules: int) -> None:
     first = secrets.randbelow(1 << 40)
     print(f"seeds from {first}")
-    simulate(first, LONG, tally)
+    simulate(store, first, schedules, tally)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import sys
 import time
+from collections.abc import Iterator
 
 import msgspec
 
+from ops.bench.primary import primary
+from tests.tools.simulation.postgres_store import PostgresStore
 from tests.tools.simulation.schedule import Outcome, Simulation
+from tests.tools.simulation.store import MemoryStore, Store
 
 COLLECT_EVERY = 50
 """Schedules between two collections of garbage, which otherwise cost a seventh of the time."""
@@ -21,10 +26,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.tools.simulation", description=__doc__)
     parser.add_argument("--schedules", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1, help="of the first schedule")
+    parser.add_argument(
+        "--store", choices=("memory", "postgresql"), default="memory", help="memory: SQLite's statements"
+    )
     parser.add_argument("--trace", action="store_true", help="print what happens")
     chosen = parser.parse_args()
-    ran = run(range(chosen.seed, chosen.seed + chosen.schedules), trace=chosen.trace)
+    with _store(chosen.store) as store:
+        ran = run(range(chosen.seed, chosen.seed + chosen.schedules), trace=chosen.trace, store=store)
     return 1 if ran.failed else 0
+
+
+@contextlib.contextmanager
+def _store(name: str) -> Iterator[Store]:
+    if name == "memory":
+        yield MemoryStore()
+        return
+    with primary() as server:
+        yield PostgresStore(server.new_database().url)
 
 
 class Ran(msgspec.Struct):
@@ -37,9 +55,9 @@ class Ran(msgspec.Struct):
     failed: list[Outcome] = []
 
 
-def run(seeds: range, *, trace: bool = False) -> Ran:
-    """Run these schedules and print what came of them."""
-    simulation = Simulation()
+def run(seeds: range, *, trace: bool = False, store: Store | None = None) -> Ran:
+    """Run these schedules and print what came of them. The store, by default one in memory, is closed at the end."""
+    simulation = Simulation(store)
     began, used = time.perf_counter(), time.process_time()
     ran = Ran()
     gc.disable()
@@ -54,7 +72,7 @@ def run(seeds: range, *, trace: bool = False) -> Ran:
                 print("\n".join(outcome.trace))
             if outcome.problems:
                 ran.failed.append(outcome)
-                _report(outcome)
+                _report(outcome, store)
             if number % COLLECT_EVERY == 0:
                 gc.collect()
     finally:
@@ -72,13 +90,14 @@ def run(seeds: range, *, trace: bool = False) -> Ran:
     return ran
 
 
-def _report(outcome: Outcome) -> None:
+def _report(outcome: Outcome, store: Store | None) -> None:
     print(f"seed {outcome.seed} failed after {outcome.seconds:.1f} simulated seconds:")
     for problem in outcome.problems[:SHOWN]:
         print(f"  {problem}")
     if len(outcome.problems) > SHOWN:
         print(f"  and {len(outcome.problems) - SHOWN} more")
-    print(f"  again: python -m tests.tools.simulation --seed {outcome.seed} --schedules 1 --trace", flush=True)
+    where = " --store postgresql" if isinstance(store, PostgresStore) else ""
+    print(f"  again: python -m tests.tools.simulation --seed {outcome.seed} --schedules 1 --trace{where}", flush=True)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from app.store.schema import sessions
 from app.turn.in_flight import TurnReply
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.history import History
-from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.store import Store
 from tests.tools.simulation.tree_client import TreeClient
 
 SHARE = 0.2
@@ -104,7 +104,7 @@ def ends(config: SessionConfig) -> bool:
     return limits is not None and not limits.turns is limits.tokens is None
 
 
-def is_noted(store: MemoryStore, session_id: str) -> bool:
+def is_noted(store: Store, session_id: str) -> bool:
     """Does the log say that the session, unless it has ended, has reached a limit?"""
     log = store.read(lambda connection: reads.load_events(connection, session_id))
     return any(isinstance(recorded.event, LimitReached | SessionClosed | SessionErased) for recorded in log) or any(
@@ -120,7 +120,7 @@ class Uses(msgspec.Struct):
     reserved: dict[int, int] = {}
 
 
-def judge(store: MemoryStore, history: History) -> None:
+def judge(store: Store, history: History) -> None:
     """What is wrong with the limits of all sessions, by their log in the order of its transactions."""
     for problem in store.read(lambda connection: list(_Ledger(connection).problems())):
         history.problem(problem)

@@ -31,7 +31,7 @@ from ops.verify import TABLES
 from tests.tools.audit import audit
 from tests.tools.simulation import orders
 from tests.tools.simulation.history import History
-from tests.tools.simulation.store import MemoryDatabase, MemoryStore
+from tests.tools.simulation.store import ReadDatabase, Store
 
 T = TypeVar("T")
 
@@ -42,20 +42,20 @@ AFTER_THE_END = (SessionErased, BlobsTombstoned, RewardAssigned, RolloutJoined, 
 LOOK_S = 0.5
 
 
-def is_ended(store: MemoryStore, session_id: str) -> bool:
+def is_ended(store: Store, session_id: str) -> bool:
     head = store.read(lambda connection: heads_view.head(connection, session_id))
     return head is not None and head.status != "open"
 
 
-async def none_open(store: MemoryStore) -> None:
+async def none_open(store: Store) -> None:
     """Wait until no session has an open turn."""
     while store.read(lambda connection: connection.execute(select(open_turns.c.fence).limit(1)).first()):
         await asyncio.sleep(LOOK_S)
 
 
-async def judge(store: MemoryStore, history: History, note: Callable[[str], None]) -> None:
+async def judge(store: Store, history: History, note: Callable[[str], None]) -> None:
     """Everything that is wrong becomes a problem of the history."""
-    database = MemoryDatabase(store)
+    database = ReadDatabase(store)
     told = [turn.told() for turn in history.turns]
     for problem in (await audit(cast(RealDatabase, database), told)).problems:
         history.problem(f"verify: {problem.session_id}: {problem.what}")
@@ -69,7 +69,7 @@ async def judge(store: MemoryStore, history: History, note: Callable[[str], None
 
 
 class _Session:
-    def __init__(self, store: MemoryStore, session_id: str, history: History, note: Callable[[str], None]) -> None:
+    def __init__(self, store: Store, session_id: str, history: History, note: Callable[[str], None]) -> None:
         self._store = store
         self._session_id = session_id
         self._history = history

@@ -15,7 +15,7 @@ from app.settings import ALL
 from app.store.schema import affinities
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.process import Process
-from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.store import Store
 from tests.tools.simulation.world import World
 
 NAMES = (None, "n1", "n1", "n2")
@@ -62,7 +62,7 @@ class Row(msgspec.Struct, frozen=True):
     worker_session: bool
 
 
-def rows(store: MemoryStore) -> dict[str, Row]:
+def rows(store: Store) -> dict[str, Row]:
     columns = (affinities.c.control_id, *(affinities.c[name] for name in Row.__struct_fields__))
     found = store.read(lambda connection: connection.execute(select(*columns)).all())
     return {row[0]: Row(row[1], row[2], bool(row[3])) for row in found}
@@ -73,7 +73,7 @@ async def _until(good: Callable[[], bool], look_s: float = LOOK_S) -> None:
         await asyncio.sleep(look_s)
 
 
-async def settled(store: MemoryStore) -> None:
+async def settled(store: Store) -> None:
     """Nobody is at work on a name: what dead processes left is ended, though no client asks for it any more."""
     await _until(lambda: all(row.state == "bound" for row in rows(store).values()))
 

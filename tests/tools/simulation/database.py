@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from sqlalchemy import Connection
 
 from app.errors import StoreFull, StoreUnavailable
+from app.store import ports
 from app.store.dialect import Tx, WriteConflict
-from tests.tools.simulation.store import Transactions
+from tests.tools.simulation.store import MemoryStore, Transactions
 from tests.tools.simulation.world import World
 
 T = TypeVar("T")
@@ -17,22 +19,54 @@ T = TypeVar("T")
 LANES = 3
 
 
-class Server:
+class ProcessDatabase(ports.Database, Protocol):
+    """What one process has of the store."""
+
+    def die(self) -> None:
+        """Its process is killed."""
+
+
+class Server(ABC):
     """The database server, or the disk, that all processes of a schedule share."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.down_until = 0.0
-        self.crashes = 0
 
+    @abstractmethod
+    def database(self, name: str, *, alone: bool, bucket: ports.Bucket | None = None) -> ProcessDatabase:
+        """For a new process. `alone`: no other uses the store."""
+
+    @abstractmethod
     def crash(self, down_s: float) -> int:
         """Everything under way fails, what was not on disk may be lost; returns how many transactions were."""
-        rng, store = self.world.rng, self.world.store
+
+    @abstractmethod
+    def close(self) -> None:
+        """The schedule is over."""
+
+
+class MemoryServer(Server):
+    """One whose transactions happen at one moment each."""
+
+    def __init__(self, world: World, store: MemoryStore) -> None:
+        super().__init__(world)
+        self.store = store
+        self.crashes = 0
+
+    def database(self, name: str, *, alone: bool, bucket: ports.Bucket | None = None) -> SimulatedDatabase:
+        return SimulatedDatabase(self, bucket, alone=alone)
+
+    def crash(self, down_s: float) -> int:
+        rng, store = self.world.rng, self.store
         lost = rng.choice((store.unsynced, store.unsynced, rng.randint(0, store.unsynced)))
         store.crash(lost)
         self.crashes += 1
         self.down_until = self.world.loop.time() + down_s
         return lost
+
+    def close(self) -> None:
+        return
 
     def require_up(self) -> None:
         if self.world.loop.time() < self.down_until or self.world.happens(self.world.weather.refused):
@@ -48,26 +82,27 @@ class Server:
 class SimulatedDatabase(Transactions):
     """`ports.Database` of one process. `alone`: it has the store to itself, as with SQLite."""
 
-    def __init__(self, server: Server, *, alone: bool) -> None:
+    def __init__(self, server: MemoryServer, bucket: ports.Bucket | None, *, alone: bool) -> None:
         super().__init__()
+        self.bucket = bucket
         self.is_sqlite = alone
         self.lanes = 1 if alone else LANES
         self._server = server
         self._under_way = 0
 
     async def _read(self, function: Callable[[Connection], T]) -> T:
-        return await self._ask(lambda: self._server.world.store.read(function))
+        return await self._ask(lambda: self._server.store.read(function))
 
     async def _write(self, function: Callable[[Tx], T], *, durable: bool, runs_inline: bool) -> T:
         """A brief one is done at once where the process has the store to itself and nothing else is under way."""
-        world = self._server.world
+        world, store = self._server.world, self._server.store
 
         def transact() -> T:
             if world.happens(world.weather.full):
                 raise StoreFull("the database is full")
             if not self.is_sqlite and world.happens(world.weather.conflicts):
                 raise WriteConflict("another process's transaction came first")
-            return world.store.transact(function, durable=durable)
+            return store.transact(function, durable=durable)
 
         if self.is_sqlite and runs_inline and not durable and not self._under_way:
             self._server.require_up()
@@ -77,6 +112,9 @@ class SimulatedDatabase(Transactions):
             return await self._ask(transact, may_lose_answer=True)
         finally:
             self._under_way -= 1
+
+    def die(self) -> None:
+        return
 
     async def empty_log_file(self) -> None:
         await self._ask(lambda: None)

@@ -14,7 +14,7 @@ from app.store import fleet as store
 from app.store.schema import open_turns
 from tests.tools.simulation.client import Client
 from tests.tools.simulation.process import Process
-from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.store import Store
 from tests.tools.simulation.trainer import Trainer, pause, resume
 from tests.tools.simulation.world import World
 
@@ -69,7 +69,7 @@ class Drill:
         return self._world.store.read(lambda connection: int(connection.execute(count).scalar_one()))
 
 
-def behind(stored: MemoryStore, processes: Sequence[Process]) -> list[str]:
+def behind(stored: Store, processes: Sequence[Process]) -> list[str]:
     """The processes that know something else of the fleet than its log says."""
     said = Fleet()
     for placed in stored.read(store.state).events:

@@ -65,7 +65,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self._number = 0
         self._now = 0.0
         self._tasks: list[asyncio.Task[Any]] = []
-        self._ending = False
+        self.is_ending = False
 
     def add_owner(self, owner: Owner) -> None:
         self._owners.append(owner)
@@ -148,7 +148,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        if not self._ending:
+        if not self.is_ending:
             self._on_fault(str(context.get("message")), context.get("exception"))
 
     def run_until_complete(self, future: Any) -> Any:
@@ -191,7 +191,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def _end(self) -> None:
         """Let every task that is left end, those of killed processes too, so that none is found unfinished later."""
-        self._ending = True
+        self.is_ending = True
         self._timers.clear()
         owners = [*self._owners, *self._killed]
         for _ in range(ROUNDS):

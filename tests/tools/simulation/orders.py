@@ -11,13 +11,13 @@ from tests.tools.simulation.calls import Audit, Call, Chat, Close, Done, Erase, 
 from tests.tools.simulation.history import Asked, History
 from tests.tools.simulation.linearizable import Checker, TooLong
 from tests.tools.simulation.session_model import Rules, State
-from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.store import Store
 
 MOST = 3000
 """States of one session that are searched."""
 
 
-def judge(store: MemoryStore, history: History) -> None:
+def judge(store: Store, history: History) -> None:
     """Search, for the sessions that clients have created; what has no order becomes a problem of the history.
 
     Once in a schedule: what comes after the store was taken back begins from a state that is not known here.
@@ -47,7 +47,7 @@ def judge(store: MemoryStore, history: History) -> None:
             history.problem(f"the calls of {session_id} have no order: {fault}")
 
 
-def _audit(store: MemoryStore, session_id: str, asked: Sequence[Asked], now: float) -> Call:
+def _audit(store: Store, session_id: str, asked: Sequence[Asked], now: float) -> Call:
     """The log as it is now. The body of a turn is that of the request which it was opened for."""
     log = store.read(lambda connection: reads.load_events(connection, session_id))
     bodies = {

@@ -12,7 +12,7 @@ from app.sessions.recovery import written
 from app.store import incarnations
 from tests.tools.simulation import files, service
 from tests.tools.simulation.bucket import URL, SimulatedBucket
-from tests.tools.simulation.database import Server, SimulatedDatabase
+from tests.tools.simulation.database import Server
 from tests.tools.simulation.loop import Owner
 from tests.tools.simulation.service import register
 from tests.tools.simulation.staged import engine_of
@@ -63,9 +63,8 @@ class Process:
         self.name = name
         self.clock_offset_s = 0.0
         self.serving = False
-        self.database = SimulatedDatabase(server, alone=alone)
-        if world.settings.payloads == URL:
-            self.database.bucket = SimulatedBucket(world)
+        bucket = SimulatedBucket(world) if world.settings.payloads == URL else None
+        self.database = server.database(name, alone=alone, bucket=bucket)
         self._world = world
         self._poll_s = poll_s
         self._is_gone = is_gone
@@ -123,6 +122,7 @@ class Process:
         self.serving = False
         self.is_over = True
         self._world.loop.kill(self.owner)
+        self.database.die()
         for connection in self._connections:
             if not connection.done():
                 connection.set_exception(Disconnected("the server died"))

@@ -21,7 +21,7 @@ from tests.tools.simulation.budgets import LimitedClient, Spent, kind_of
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
-from tests.tools.simulation.database import Server
+from tests.tools.simulation.database import MemoryServer, Server
 from tests.tools.simulation.departures import DEPARTURES, DepartureDrill
 from tests.tools.simulation.drill import SESSION_ID, Drill, behind
 from tests.tools.simulation.engine import Engines
@@ -33,11 +33,14 @@ from tests.tools.simulation.late import LateClient
 from tests.tools.simulation.listener import Listener, listeners
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.named import Trajectory, trajectories
+from tests.tools.simulation.postgres import PostgresServer
+from tests.tools.simulation.postgres_store import PostgresStore
 from tests.tools.simulation.process import Process, wall
 from tests.tools.simulation.spelling import Spelling
 from tests.tools.simulation.staged_drill import STAGED_SESSION, StagedClient
-from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.store import MemoryStore, Store
 from tests.tools.simulation.sweeping import objects_left, swept
+from tests.tools.simulation.tailing import Tail
 from tests.tools.simulation.trainer import ADAPTERS, Trainer
 from tests.tools.simulation.world import World
 
@@ -79,8 +82,9 @@ class Outcome(msgspec.Struct, frozen=True):
 class Simulation:
     """Runs one schedule after the other on one store."""
 
-    def __init__(self) -> None:
-        self._store = MemoryStore()
+    def __init__(self, store: Store | None = None) -> None:
+        """On a store of its own in memory, unless it is given one, which it closes at the end."""
+        self._store = store or MemoryStore()
 
     def run(self, seed: int, *, trace: bool = False) -> Outcome:
         return _Schedule(seed, self._store, trace).run()
@@ -90,7 +94,7 @@ class Simulation:
 
 
 class _Schedule:
-    def __init__(self, seed: int, store: MemoryStore, tracing: bool) -> None:
+    def __init__(self, seed: int, store: Store, tracing: bool) -> None:
         self._seed = seed
         self._rng = rng = random.Random(seed)
         self._trace: list[str] = []
@@ -99,7 +103,7 @@ class _Schedule:
         loop.shuffled = rng.random() < 0.3
         self._history = History(loop.time)
         self._weather = weather.draw(rng)
-        self._alone = rng.random() < 0.35
+        self._alone = rng.random() < 0.35 and isinstance(store, MemoryStore)
         store.restart(lambda: wall(loop.time()))
         self._wishes = Wishes(seed)
         settings = _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}"))
@@ -107,6 +111,10 @@ class _Schedule:
         if theme == "streams":
             settings = staged.with_streams(settings, seed)
         is_plain = theme != "features"
+        if isinstance(store, PostgresStore):
+            # What processes do all the time costs round trips.
+            settings = settings.model_copy(update={"lease_s": 2 * settings.lease_s})
+            self._weather.be_brief()
         self._store, self._engines = store, Engines(random.Random(f"engines {seed}"), is_plain=is_plain)
         self._world = World(
             loop,
@@ -123,7 +131,12 @@ class _Schedule:
         )
         self._history.is_searched = theme != "fights"
         self._history.closes_idle = settings.idle_close_s is not None
-        self._server = Server(self._world)
+        self._server = _server(self._world, store)
+        self._tails = (
+            [Tail(self._world, self._server.database("the reader", alone=False), seed)]
+            if isinstance(self._server, PostgresServer)
+            else []
+        )
         self._poll_s = rng.choice(POLLS_S)
         self._processes: list[Process | None] = [None] * (1 if self._alone else rng.choice((2, 2, 3)))
         self._one_host = rng.random() < 0.3
@@ -144,6 +157,8 @@ class _Schedule:
         except BaseException as error:
             error.add_note(f"in the schedule with seed {self._seed}")
             raise
+        finally:
+            self._server.close()
         history = self._history
         return Outcome(
             self._seed,
@@ -164,6 +179,7 @@ class _Schedule:
         keeper = Keeper(self._world, self._seed)
         if self._theme == "features" and random.Random(f"kept {self._seed}").random() < KEPT:
             changes.append(asyncio.create_task(keeper.work()))
+        readings = [asyncio.create_task(one.follow()) for one in self._tails]
         storm = asyncio.create_task(self._storm())
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
         groups = feed.draw(self._world, self._seed) if self._theme == "features" else None
@@ -193,7 +209,8 @@ class _Schedule:
         if groups is not None:
             await self._within(RECOVERY_S, groups.finish(), "a complete group was not given")
             groups.judge()
-        await self._drill(trainer)
+        if isinstance(self._server, MemoryServer):  # What the drills know is no matter of statements' order.
+            await self._drill(trainer)
         if random.Random(f"departure {self._seed}").random() < DEPARTURES:
             await self._check_departures(keeper)
         for other in others:
@@ -208,6 +225,9 @@ class _Schedule:
         for process in self._processes:
             if process is not None:
                 await self._stop(process)
+        for reading, reader in zip(readings, self._tails, strict=True):
+            reading.cancel()
+            await self._within(RECOVERY_S, reader.finish(), "a reader of all events was not done")
         await checks.judge(self._store, self._history, self._note)
         keeper.judge()
         staged.judge(self._world)
@@ -437,6 +457,13 @@ class _Schedule:
     def _fault(self, message: str, error: BaseException | None) -> None:
         if not isinstance(error, (AppError, asyncio.CancelledError)):
             self._history.problem(f"{message}: {error!r}")
+
+
+def _server(world: World, store: Store) -> Server:
+    if isinstance(store, MemoryStore):
+        return MemoryServer(world, store)
+    assert isinstance(store, PostgresStore)
+    return PostgresServer(world, store)
 
 
 def _settings(rng: random.Random, engine_sessions: tuple[str, ...], limits: random.Random) -> Settings:

@@ -1,7 +1,7 @@
 """The store that all processes of a simulation share: the real statements on SQLite in memory, and what a crash loses.
 
-A transaction happens at one moment, so what two of them do to each other inside is not seen here; that they wait,
-fail, are done although the answer was lost, and vanish in a crash, is.
+A transaction happens at one moment, so what two of them do to each other inside is seen by `postgres` alone; that they
+wait, fail, are done although the answer was lost, and vanish in a crash, is.
 """
 
 from __future__ import annotations
@@ -38,11 +38,32 @@ class MemoryTx(SqliteTx):
         self.positions = itertools.count(1)
 
 
-class MemoryStore:
-    """One database, used again by one schedule after the other: statements stay compiled."""
+class Store(ABC):
+    """What all processes of a simulation share, used by one schedule after the other. `objects` lie in object storage;
+    `unsynced` is how many transactions a crash could lose."""
+
+    unsynced = 0
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+
+    @abstractmethod
+    def restart(self, now: Callable[[], float]) -> None:
+        """Empty again; `now` gives seconds since the epoch."""
+
+    @abstractmethod
+    def read(self, function: Callable[[Connection], T]) -> T:
+        """What is committed, at once and without a fault."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class MemoryStore(Store):
+    """One database, used again by one schedule after the other: statements stay compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._now: Callable[[], float] = lambda: 0.0
         self._raw = sqlite3.connect(":memory:", isolation_level=None)
         # The database's clock is the simulation's.
@@ -56,7 +77,6 @@ class MemoryStore:
         self._before: list[bytes] = []
 
     def restart(self, now: Callable[[], float]) -> None:
-        """Empty again; `now` gives seconds since the epoch. `objects` are what lies in object storage."""
         self.objects.clear()
         self._now = now
         self._raw.deserialize(self._empty)
@@ -87,8 +107,7 @@ class MemoryStore:
         return result
 
     @property
-    def unsynced(self) -> int:
-        """How many transactions a crash could lose."""
+    def unsynced(self) -> int:  # type: ignore[override]
         return len(self._before)
 
     def crash(self, lost: int) -> None:
@@ -160,17 +179,28 @@ class _Objects(Bucket):
         raise NotImplementedError
 
 
-class MemoryDatabase(Transactions):
-    """`ports.Database` over a memory store without delay or fault, for any event loop."""
+class ReadDatabase(Transactions):
+    """`ports.Database` for reads of a store without delay or fault, for any event loop."""
 
-    def __init__(self, store: MemoryStore) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__()
-        self._store = store
+        self._stored = store
         self.bucket = _Objects(store.objects) if store.objects else None
 
     async def _read(self, function: Callable[[Connection], T]) -> T:
         await asyncio.sleep(0)
-        return self._store.read(function)
+        return self._stored.read(function)
+
+    async def _write(self, function: Callable[[Tx], T], *, durable: bool, runs_inline: bool) -> T:
+        raise NotImplementedError("this one only reads")
+
+
+class MemoryDatabase(ReadDatabase):
+    """`ports.Database` over a memory store without delay or fault."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        super().__init__(store)
+        self._store = store
 
     async def _write(self, function: Callable[[Tx], T], *, durable: bool, runs_inline: bool) -> T:
         await asyncio.sleep(0)

@@ -16,7 +16,7 @@ from app.store.reads import decode_events
 from ops.verify import TABLES
 from tests.tools.simulation import trees, windows
 from tests.tools.simulation.spelling import Asked
-from tests.tools.simulation.store import MemoryDatabase
+from tests.tools.simulation.store import ReadDatabase
 from tests.tools.simulation.told import Story, Unexplained
 from tests.tools.simulation.world import World
 
@@ -39,7 +39,7 @@ async def judge(world: World) -> None:
 
 
 async def _problems(world: World, session_id: str, asked: Mapping[str, Asked]) -> AsyncIterator[str]:
-    database = cast(Database, MemoryDatabase(world.store))
+    database = cast(Database, ReadDatabase(world.store))
     stored = world.store.read(lambda c: bulk.read_sessions(c, [session_id], reads.END, replay=True)).get(session_id)
     if stored is None or stored.status == "erased":
         return

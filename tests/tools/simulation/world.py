@@ -12,7 +12,7 @@ from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.history import History
 from tests.tools.simulation.loop import SimulatedLoop
 from tests.tools.simulation.spelling import Spelling
-from tests.tools.simulation.store import MemoryStore
+from tests.tools.simulation.store import Store
 from tests.tools.simulation.themes import Theme
 from tests.tools.simulation.weather import Weather
 
@@ -31,7 +31,7 @@ class World:
     rng: random.Random
     weather: Weather
     history: History
-    store: MemoryStore
+    store: Store
     theme: Theme
     engines: Engines
     spelling: Spelling

@@ -1,0 +1,74 @@
+"""What the simulation finds on PostgreSQL alone: the store's locks, snapshots and repeats, each broken in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from helpers.databases import Postgres
+
+from app.store import batch, dialect
+from app.store.log import Appended
+from app.store.postgres import LastEvent, PostgresWriter
+from tests.tools.simulation.postgres_store import PostgresStore
+from tests.tools.simulation.schedule import Simulation
+
+pytestmark = pytest.mark.long
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def simulation(postgres: Postgres) -> Iterator[Simulation]:
+    """Of the test's own, since it keeps statements compiled."""
+    with postgres.database(template="template1") as url:
+        made = Simulation(PostgresStore(url))
+        yield made
+        made.close()
+
+
+def a_reader_reads_to_the_end(patch: Patch) -> None:
+    """It passes what a transaction that still runs has written."""
+    patch.setattr(dialect.oldest_tx, "postgresql", dialect.next_tx.postgresql)
+
+
+def a_batch_waits_for_locked_heads(patch: Patch) -> None:
+    patch.setattr(batch, "_lock_heads", batch._known.with_for_update())
+
+
+def what_is_deferred_counts_as_done(patch: Patch) -> None:
+    patch.setattr(batch, "DEFERRED", Appended(()))
+
+
+def a_conflict_of_keys_is_not_tried_again(patch: Patch) -> None:
+    patch.setattr(dialect, "_CONFLICTS", frozenset({"40001", "40P01"}))
+
+
+def a_commit_whose_answer_was_lost_counts_as_done(patch: Patch) -> None:
+    patch.setattr(PostgresWriter, "_holds", _yes)
+
+
+def _yes(self: PostgresWriter, last: LastEvent, connection: object) -> bool:
+    return True
+
+
+MUTANTS: tuple[Callable[[Patch], None], ...] = (
+    a_reader_reads_to_the_end,
+    a_batch_waits_for_locked_heads,
+    what_is_deferred_counts_as_done,
+    a_conflict_of_keys_is_not_tried_again,
+    a_commit_whose_answer_was_lost_counts_as_done,
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_a_mutant_is_found(simulation: Simulation, mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutant(monkeypatch)
+    assert any(simulation.run(seed).problems for seed in range(1, 60))
+
+
+def test_a_seed_gives_the_same_trace(simulation: Simulation) -> None:
+    """Whatever ran before: transactions' ids differ, and are in no trace."""
+    first, again = (simulation.run(3, trace=True).trace for _ in range(2))
+    assert first == again
+    assert len(first) > 30

@@ -1,0 +1,75 @@
+"""A reader of the log of all sessions, which goes on while others write: it must see every event once and in order."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+from sqlalchemy import Connection, select
+
+from app.errors import StoreUnavailable
+from app.store import all_events, tail
+from app.store.all_events import EventFilter
+from app.store.reads import START, Position
+from app.store.schema import events
+from tests.tools.simulation.database import ProcessDatabase
+from tests.tools.simulation.world import World
+
+LOOKS_S = (0.1, 2.0, 2.0)
+"""Each look costs two statements, so most schedules have few."""
+
+PAGE = 20
+
+
+class Tail:
+    """`end` and `page` as `app.sessions.all_events` asks for them, over a database of its own."""
+
+    def __init__(self, world: World, database: ProcessDatabase, seed: int) -> None:
+        self._world = world
+        self._database = database
+        self._rng = random.Random(f"tail {seed}")
+        self._look_s = self._rng.choice(LOOKS_S)
+        self._after = START
+        self._seen: list[Position] = []
+        self._newest: dict[str, int] = {}
+
+    async def follow(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await asyncio.sleep(self._rng.expovariate(1 / self._look_s))
+            try:
+                await self._read()
+            except StoreUnavailable as error:
+                self._world.note(f"the reader: {error}")
+
+    async def _read(self) -> None:
+        upto = max(self._after, await self._database.read(tail.end))
+        while self._after < upto:
+            after = self._after
+            page = await self._database.read(lambda c: all_events.page(c, after, upto, EventFilter(), PAGE))  # noqa: B023
+            for row in page.rows:
+                assert row.session_id is not None
+                assert row.row is not None
+                self._seen.append(row.place)
+                before = self._newest.get(row.session_id, 0)
+                self._world.must(
+                    row.row.seq == before + 1,
+                    f"a reader of all events saw event {row.row.seq} of {row.session_id} behind {before}",
+                )
+                self._newest[row.session_id] = row.row.seq
+            self._after = page.reached
+
+    async def finish(self) -> None:
+        """Nobody writes any more. Raises StoreUnavailable."""
+        await self._read()
+        there = self._world.store.read(_places)
+        missed = set(there).difference(self._seen)
+        self._world.must(not missed, f"a reader of all events has passed {len(missed)} of {len(there)}")
+        self._world.must(
+            self._seen == sorted(set(self._seen)), "a reader of all events saw some twice, or not in order"
+        )
+
+
+def _places(connection: Connection) -> list[Position]:
+    query = select(events.c.tx, events.c.position).order_by(events.c.tx, events.c.position)
+    return [Position(*row) for row in connection.execute(query)]
