@@ -25,7 +25,6 @@ from app.features.gates.pauses import Pauses
 from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
-from app.sessions.lifecycle import Sessions
 from app.store import log_turns, rollouts, writer
 from app.store import statements as sql
 from app.store.affinities import AffinityRow, Ending, EngineTold
@@ -36,7 +35,7 @@ from app.store.log_sessions import Close
 from app.store.log_turns import Claim, Commit, Known, Release
 from app.store.schema import fleet_events, sessions
 from app.turn.claims import Claims
-from app.turn.in_flight import InFlightTurn, TurnReply
+from app.turn.in_flight import InFlightTurn
 from app.turn.placement import Placement
 from app.turn.retries import Retries
 from app.turn.turns import Turns
@@ -345,17 +344,6 @@ def retries_are_told_to_come_again(patch: Patch) -> None:
     patch.setattr(Retries, "joinable", lambda self, entry, flights, turn: None)
 
 
-def closed_sessions_give_replies_again(patch: Patch) -> None:
-    """That another process has closed the session is not looked at before a stored reply is given."""
-
-    async def replay(self: Turns, turn: InFlightTurn, number: int) -> TurnReply:
-        entry = await self._services.cache.get(turn.session_id)
-        assert entry is not None
-        return await self._stored_reply(turn, entry.session, number)
-
-    patch.setattr(Turns, "_replay", replay)
-
-
 def turns_hang_at_the_root(patch: Patch) -> None:
     """One in five turns of a tree that continue another one begins a conversation."""
     plain, joined = Tree.join, itertools.count(1)
@@ -365,18 +353,6 @@ def turns_hang_at_the_root(patch: Patch) -> None:
         return Plan(0, 0) if plan.parent and next(joined) % 5 == 0 else plan
 
     patch.setattr(Tree, "join", join)
-
-
-def a_failed_write_was_not_done(patch: Patch) -> None:
-    """What a process remembers of a session stays when a write of it fails."""
-
-    async def apply(self: Sessions, operation: Any) -> Any:
-        outcome = await self._writer.submit(operation)
-        if isinstance(outcome, Appended):
-            self._cache.advance(operation.session_id, outcome.events)
-        return outcome
-
-    patch.setattr(Sessions, "apply", apply)
 
 
 MUTANTS: tuple[Callable[[Patch], None], ...] = (
@@ -417,8 +393,6 @@ RARER: tuple[Callable[[Patch], None], ...] = (
     a_commit_does_not_wait_for_the_disk,
     a_dead_restore_is_left,
     a_restore_forgets_a_session,
-    closed_sessions_give_replies_again,
-    a_failed_write_was_not_done,
 )
 
 

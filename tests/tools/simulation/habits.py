@@ -27,8 +27,9 @@ class Habits(msgspec.Struct, frozen=True):
     gives_up: float = 0.1
 
 
-def draw_habits(rng: random.Random, fights: random.Random) -> Habits:
-    """Some clients do one thing often and another never. `fights` decides about what only few clients do."""
+def draw_habits(rng: random.Random, fights: random.Random | None) -> Habits:
+    """Some clients do one thing often and another never. `fights` decides how they fight; None: they do not."""
+    more = [0.0] * 4 if fights is None else [fights.choice((0.0, 0.0, most)) for most in (2.0, 1.0, 1.0, 0.5)]
     return Habits(
         go_back=rng.choice((0.0, 1.0, 5.0)),
         read=rng.choice((0.0, 1.0, 8.0)),
@@ -38,10 +39,10 @@ def draw_habits(rng: random.Random, fights: random.Random) -> Habits:
         reuse=rng.choice((0.0, 0.5)),
         close=rng.choice((0.0, 0.2, 1.0)),
         erase=rng.choice((0.0, 0.2, 1.0)),
-        twice=fights.choice((0.0, 0.0, 2.0)),
-        earlier=fights.choice((0.0, 0.0, 1.0)),
-        back=fights.choice((0.0, 0.0, 1.0)),
-        other=fights.choice((0.0, 0.0, 0.5)),
+        twice=more[0],
+        earlier=more[1],
+        back=more[2],
+        other=more[3],
         loyalty=rng.choice((0.0, 0.7, 0.95)),
         gives_up=rng.choice((0.0, 0.1, 0.5)),
     )

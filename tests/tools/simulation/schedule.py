@@ -171,7 +171,8 @@ class _Schedule:
     def _clients(self) -> list[tuple[Client, SessionConfig]]:
         rng = self._rng
         found = []
-        habits = draw_habits(rng, random.Random(f"fights {self._seed}"))
+        # An old turn's replay payload may be gone, and its reply is given in other bytes.
+        habits = draw_habits(rng, None if self._world.settings.replay else random.Random(f"fights {self._seed}"))
         trees = random.Random(f"trees {self._seed}")
         for number in range(1, rng.choice((1, 2, 3)) + 1):
             config = SessionConfig(
