@@ -34,7 +34,6 @@ from app.features.resume.staging import StagedTurn
 from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
-from app.sessions.lifecycle import Sessions
 from app.store import log_turns, rollouts, writer
 from app.store import statements as sql
 from app.store.affinities import AffinityRow, Ending, EngineTold
@@ -45,7 +44,7 @@ from app.store.log_sessions import Close
 from app.store.log_turns import Claim, Commit, Known, Release
 from app.store.schema import fleet_events, sessions
 from app.turn.claims import Claims
-from app.turn.in_flight import InFlightTurn, TurnReply
+from app.turn.in_flight import InFlightTurn
 from app.turn.placement import Placement
 from app.turn.retries import Retries
 from app.turn.turns import Turns
@@ -353,17 +352,6 @@ def the_window_is_a_turn_too_wide(patch: Patch) -> None:
 def retries_are_told_to_come_again(patch: Patch) -> None:
     """A retry does not join the turn in flight."""
     patch.setattr(Retries, "joinable", lambda self, entry, flights, turn: None)
-
-
-def closed_sessions_give_replies_again(patch: Patch) -> None:
-    """That another process has closed the session is not looked at before a stored reply is given."""
-
-    async def replay(self: Turns, turn: InFlightTurn, number: int) -> TurnReply:
-        entry = await self._services.cache.get(turn.session_id)
-        assert entry is not None
-        return await self._stored_reply(turn, entry.session, number)
-
-    patch.setattr(Turns, "_replay", replay)
 
 
 def turns_hang_at_the_root(patch: Patch) -> None:

@@ -6,15 +6,13 @@ import random
 
 import msgspec
 
-from tests.tools.simulation.themes import Theme
-
 
 class Habits(msgspec.Struct, frozen=True):
     """How often clients do what, beside each other. `loyalty`: how often one stays with the process that it knows."""
 
     take: float = 10.0
     go_back: float = 1.0
-    compact: float = 0.3
+    compact: float = 0.0
     read: float = 1.0
     reward: float = 1.0
     snapshot: float = 0.5
@@ -30,9 +28,9 @@ class Habits(msgspec.Struct, frozen=True):
     gives_up: float = 0.1
 
 
-def draw_habits(rng: random.Random, fights: random.Random, theme: Theme) -> Habits:
-    """Some clients do one thing often and another never. `fights` decides about what only rivals do."""
-    rare = 1.0 if theme == "fights" else 0.0
+def draw_habits(rng: random.Random, fights: random.Random | None) -> Habits:
+    """Some clients do one thing often and another never. `fights` decides how rivals fight; None: they do not."""
+    more = [0.0] * 4 if fights is None else [fights.choice((0.0, 0.0, most)) for most in (2.0, 1.0, 1.0, 0.5)]
     return Habits(
         go_back=rng.choice((0.0, 1.0, 5.0)),
         read=rng.choice((0.0, 1.0, 8.0)),
@@ -42,11 +40,11 @@ def draw_habits(rng: random.Random, fights: random.Random, theme: Theme) -> Habi
         reuse=rng.choice((0.0, 0.5)),
         close=rng.choice((0.0, 0.2, 1.0)),
         erase=rng.choice((0.0, 0.2, 1.0)),
-        compact=0.0 if theme == "fights" else 0.3,
-        twice=rare * fights.choice((0.0, 0.0, 2.0)),
-        earlier=rare * fights.choice((0.0, 0.0, 1.0)),
-        back=rare * fights.choice((0.0, 0.0, 1.0)),
-        other=rare * fights.choice((0.0, 0.0, 0.5)),
+        compact=0.3 if fights is None else 0.0,
+        twice=more[0],
+        earlier=more[1],
+        back=more[2],
+        other=more[3],
         loyalty=rng.choice((0.0, 0.7, 0.95)),
         gives_up=rng.choice((0.0, 0.1, 0.5)),
     )

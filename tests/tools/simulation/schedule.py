@@ -246,7 +246,9 @@ class _Schedule:
     def _clients(self) -> list[tuple[LimitedClient, SessionConfig]]:
         rng = self._rng
         found = []
-        habits = draw_habits(rng, random.Random(f"fights {self._seed}"), self._theme)
+        # An old turn's replay payload may be gone, and its reply is given in other bytes.
+        fights = self._theme == "fights" and not self._world.settings.replay
+        habits = draw_habits(rng, random.Random(f"fights {self._seed}") if fights else None)
         trees, kept = random.Random(f"trees {self._seed}"), random.Random(f"kept {self._seed}")
         limited = budgets.draw(self._seed) if self._theme == "features" else lambda config: config
         for number in range(1, rng.choice((1, 2, 3)) + 1):
