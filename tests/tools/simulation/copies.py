@@ -13,9 +13,9 @@ from app.domain.session import Session, fold
 from app.store import reads
 from app.store.schema import annotation_columns, blobs, chunks, turns
 
-ANEW = dict.fromkeys(("turn", "parent", "fence", "segment", "params", "choice_index"), 0) | dict.fromkeys(
-    ("tools", "echo", "images", "new_blobs", "retry_key", "body_hash", "payloads"), ()
-)
+ANEW: dict[str, Any] = dict.fromkeys(
+    ("turn", "parent", "fence", "segment", "params", "choice_index"), 0
+) | dict.fromkeys(("tools", "echo", "images", "new_blobs", "retry_key", "body_hash", "payloads"), ())
 ANEW |= dict.fromkeys(("branch", "branch_cause", "segment_cause", "carries"))
 """Fields that a fork numbers or derives anew."""
 

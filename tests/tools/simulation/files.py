@@ -17,7 +17,7 @@ FOLDER = "s3://archives"
 class Files(Bucket):
     """What a process sees of it. A file that was put is durable."""
 
-    is_folder = True  # type: ignore[assignment]
+    is_folder = True
 
     def __init__(self, world: World) -> None:
         self.url = FOLDER

@@ -53,7 +53,7 @@ class Kept:
             self._world.history.problem(problem)
 
     def _problems(self, connection: Connection) -> Iterator[str]:
-        status: Mapping[str, str] = dict(connection.execute(select(sessions.c.session_id, sessions.c.status)).all())  # type: ignore[arg-type]
+        status: Mapping[str, str] = dict(connection.execute(select(sessions.c.session_id, sessions.c.status)).all())
         now = _stored(connection)
         for key, row in self._rows.items():
             name, session_id = key[:2]
@@ -89,7 +89,7 @@ def _is_being_erased(row: Key | None) -> bool:
 
 def traces(connection: Connection, files: Mapping[str, bytes], history: History) -> Iterator[str]:
     """Where something is left of what was said of or in an erased session."""
-    status = dict(connection.execute(select(sessions.c.session_id, sessions.c.status)).all())  # type: ignore[arg-type]
+    status = dict(connection.execute(select(sessions.c.session_id, sessions.c.status)).all())
     gone = {session_id for session_id, is_now in status.items() if is_now == "erased"}
     gone |= set(connection.execute(select(archived.c.session_id).where(archived.c.state == "erased")).scalars())
     if not gone:

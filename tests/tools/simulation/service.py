@@ -11,7 +11,8 @@ from sqlalchemy import insert
 from app.api.connection_limit import ConnectionLimit
 from app.api.tokens import Tokens
 from app.domain.session import encode_session
-from app.features import annotations, archive, checkpoints, forks, gates, groups, live, resume, session_control
+from app.features import annotations as said_of
+from app.features import archive, checkpoints, forks, gates, groups, live, resume, session_control
 from app.metrics import Metrics, RecentTurnStats
 from app.services import Services
 from app.sessions.lifecycle import Clock
@@ -62,7 +63,7 @@ def made(
         lease_left=lease_left,
         poll_s=poll_s,
     )
-    for feature in (gates, checkpoints, groups, live, resume, session_control, annotations, archive, forks):
+    for feature in (gates, checkpoints, groups, live, resume, session_control, said_of, archive, forks):
         services.features[feature.__name__.rpartition(".")[2]] = feature.add_to(services)
     return services
 
