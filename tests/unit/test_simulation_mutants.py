@@ -365,18 +365,6 @@ def turns_hang_at_the_root(patch: Patch) -> None:
     patch.setattr(Tree, "join", join)
 
 
-def a_failed_write_was_not_done(patch: Patch) -> None:
-    """What a process remembers of a session stays when a write of it fails."""
-
-    async def apply(self: Sessions, operation: Any) -> Any:
-        outcome = await self._writer.submit(operation)
-        if isinstance(outcome, Appended):
-            self._cache.advance(operation.session_id, outcome.events)
-        return outcome
-
-    patch.setattr(Sessions, "apply", apply)
-
-
 def turns_in_flight_use_nothing(patch: Patch) -> None:
     """A claim looks at what is committed alone."""
     plain = budget_operations.allowance
@@ -535,8 +523,6 @@ RARER: tuple[Callable[[Patch], None], ...] = (
     a_commit_does_not_wait_for_the_disk,
     a_dead_restore_is_left,
     a_restore_forgets_a_session,
-    closed_sessions_give_replies_again,
-    a_failed_write_was_not_done,
     nobody_goes_on_from_staged_tokens,
     a_wait_counts_before_it_began,
     orphans_are_not_looked_for,

@@ -13,10 +13,11 @@ from app.domain.session import Session, fold
 from app.store import reads
 from app.store.schema import annotation_columns, blobs, chunks, turns
 
-ANEW: dict[str, Any] = dict.fromkeys(
-    ("turn", "parent", "fence", "segment", "params", "choice_index"), 0
-) | dict.fromkeys(("tools", "echo", "images", "new_blobs", "retry_key", "body_hash", "payloads"), ())
-ANEW |= dict.fromkeys(("branch", "branch_cause", "segment_cause", "carries"))
+ANEW: dict[str, Any] = {
+    **dict.fromkeys(("turn", "parent", "fence", "segment", "params"), 0),
+    **dict.fromkeys(("tools", "echo", "images", "new_blobs", "retry_key", "body_hash", "payloads"), ()),
+    **dict.fromkeys(("branch", "branch_cause", "segment_cause", "carries")),
+}
 """Fields that a fork numbers or derives anew."""
 
 

@@ -40,7 +40,6 @@ def draw_habits(rng: random.Random, fights: random.Random | None) -> Habits:
         reuse=rng.choice((0.0, 0.5)),
         close=rng.choice((0.0, 0.2, 1.0)),
         erase=rng.choice((0.0, 0.2, 1.0)),
-        compact=0.3 if fights is None else 0.0,
         twice=more[0],
         earlier=more[1],
         back=more[2],

@@ -249,6 +249,8 @@ class _Schedule:
         # An old turn's replay payload may be gone, and its reply is given in other bytes.
         fights = self._theme == "fights" and not self._world.settings.replay
         habits = draw_habits(rng, random.Random(f"fights {self._seed}") if fights else None)
+        if self._theme == "features":
+            habits = msgspec.structs.replace(habits, compact=0.3)
         trees, kept = random.Random(f"trees {self._seed}"), random.Random(f"kept {self._seed}")
         limited = budgets.draw(self._seed) if self._theme == "features" else lambda config: config
         for number in range(1, rng.choice((1, 2, 3)) + 1):
