@@ -242,9 +242,9 @@ class Feed:
         return {row[0]: (str(row[1]), float(row[2])) for row in found}
 
 
-def draw(world: World, seed: int) -> Feed | None:
-    """In some schedules."""
-    return Feed(world, seed) if random.Random(f"has feed {seed}").random() < SHARE else None
+def draw(world: World, seed: int) -> list[Feed]:
+    """One in some schedules."""
+    return [Feed(world, seed)] if random.Random(f"has feed {seed}").random() < SHARE else []
 
 
 def _given(line: dict[str, Any], consumer: str, lease_s: float, *, new_only: bool) -> Given:

@@ -303,6 +303,6 @@ class Readers:
             await one.finish()
 
 
-def draw(world: World, seed: int) -> Readers | None:
-    """In some schedules."""
-    return Readers(world, seed) if random.Random(f"has readers {seed}").random() < SHARE else None
+def draw(world: World, seed: int) -> list[Readers]:
+    """Some in some schedules."""
+    return [Readers(world, seed)] if random.Random(f"has readers {seed}").random() < SHARE else []

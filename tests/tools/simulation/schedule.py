@@ -14,7 +14,6 @@ import msgspec
 from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
-from app.store.dialect import WriteConflict
 from tests.tools.simulation import budgets, checks, feed, readers, staged, themes, turns, weather
 from tests.tools.simulation.bucket import URL, large_from
 from tests.tools.simulation.budgets import LimitedClient, Spent, kind_of
@@ -23,7 +22,7 @@ from tests.tools.simulation.client import GaveUp
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
 from tests.tools.simulation.database import MemoryServer, Server
 from tests.tools.simulation.departures import DEPARTURES, DepartureDrill
-from tests.tools.simulation.drill import SESSION_ID, Drill, behind
+from tests.tools.simulation.drill import SESSION_ID, Drill
 from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.errors import expecting_no_errors
 from tests.tools.simulation.habits import Habits, draw_habits
@@ -35,19 +34,15 @@ from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.named import Trajectory, trajectories
 from tests.tools.simulation.postgres import PostgresServer
 from tests.tools.simulation.postgres_store import PostgresStore
-from tests.tools.simulation.process import Process, wall
+from tests.tools.simulation.process import wall
 from tests.tools.simulation.spelling import Spelling
 from tests.tools.simulation.staged_drill import STAGED_SESSION, StagedClient
 from tests.tools.simulation.store import MemoryStore, Store
+from tests.tools.simulation.supervisor import Supervisor
 from tests.tools.simulation.sweeping import objects_left, swept
 from tests.tools.simulation.tailing import Tail
 from tests.tools.simulation.trainer import ADAPTERS, Trainer
 from tests.tools.simulation.world import World
-
-HOUR_S = 3600.0
-
-STORM_S = 40.0
-"""How long things go wrong at most; clients are mostly done before."""
 
 CHECKPOINTS = 0.3
 """How many schedules end with a drill of checkpoints: it costs as much as all else."""
@@ -60,9 +55,6 @@ RECOVERY_S = 120.0
 
 LARGE_BYTES = 48
 """Chunks of fewer stay in the database, where object storage has the others."""
-
-POLLS_S = (0.05, 1.0, 1.0, 1.0, 2.0, 2.0)
-"""How often processes look at the fleet's log. Each look costs as much as ever, so most schedules have few."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -103,7 +95,7 @@ class _Schedule:
         loop.shuffled = rng.random() < 0.3
         self._history = History(loop.time)
         self._weather = weather.draw(rng)
-        self._alone = rng.random() < 0.35 and isinstance(store, MemoryStore)
+        alone = rng.random() < 0.35 and isinstance(store, MemoryStore)
         store.restart(lambda: wall(loop.time()))
         self._wishes = Wishes(seed)
         settings = _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}"))
@@ -126,7 +118,7 @@ class _Schedule:
             self._engines,
             Spelling(seed, is_plain=is_plain),
             settings,
-            self._pick,
+            lambda: self._supervisor.pick(),
             self._note,
         )
         self._history.is_searched = theme != "fights"
@@ -137,11 +129,7 @@ class _Schedule:
             if isinstance(self._server, PostgresServer)
             else []
         )
-        self._poll_s = rng.choice(POLLS_S)
-        self._processes: list[Process | None] = [None] * (1 if self._alone else rng.choice((2, 2, 3)))
-        self._one_host = rng.random() < 0.3
-        self._started: list[Process] = []
-        self._mishaps = 0
+        self._supervisor = Supervisor(self._world, self._server, alone=alone)
 
     def run(self) -> Outcome:
         try:
@@ -165,73 +153,81 @@ class _Schedule:
             history.problems,
             self._trace,
             len(history.turns),
-            self._mishaps,
+            self._supervisor.mishaps,
             self._loop.time(),
             history.searched,
             history.unsearched,
         )
 
     async def _live(self) -> None:
-        await self._keep_all()
+        """Things fail; then nothing does, and all comes to its end; drills; and the judgement."""
+        supervisor, theme = self._supervisor, self._theme
+        await supervisor.keep_all()
         clients = self._clients()
         trainer = Trainer(self._world)
-        changes = [asyncio.create_task(work()) for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
         keeper = Keeper(self._world, self._seed)
-        if self._theme == "features" and random.Random(f"kept {self._seed}").random() < KEPT:
-            changes.append(asyncio.create_task(keeper.work()))
-        readings = [asyncio.create_task(one.follow()) for one in self._tails]
-        storm = asyncio.create_task(self._storm())
+        feeds = feed.draw(self._world, self._seed) if theme == "features" else []
+        log_readers = readers.draw(self._world, self._seed) if theme != "streams" else []
+        callers: list[Trajectory | Listener] = []
+        if theme == "streams":
+            callers = [*trajectories(self._world, self._seed), *listeners(self._world, self._seed)]
+
+        works = [work() for work in (trainer.train, trainer.operate) if self._rng.random() < 0.4]
+        if theme == "features" and random.Random(f"kept {self._seed}").random() < KEPT:
+            works.append(keeper.work())
+        changes = [asyncio.create_task(work) for work in works]
+        followings = [asyncio.create_task(one.follow()) for one in self._tails]
+        changes.append(asyncio.create_task(supervisor.storm()))
         lives = [asyncio.create_task(one.live(config, self._rng.randint(2, 9))) for one, config in clients]
-        groups = feed.draw(self._world, self._seed) if self._theme == "features" else None
-        log_readers = readers.draw(self._world, self._seed) if self._theme != "streams" else None
-        for one in (groups, log_readers):
-            lives += [] if one is None else [asyncio.create_task(work) for work in one.lives()]
-        others: list[Trajectory | Listener] = []
-        if self._theme == "streams":
-            others += trajectories(self._world, self._seed)
-            others += listeners(self._world, self._seed)
-        lives += [asyncio.create_task(one.live()) for one in others]
-        _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
-        if late:
-            self._history.problem(f"{len(late)} clients were not done after {PATIENCE_S:g} s")
+        lives += [asyncio.create_task(work) for groups in feeds for work in groups.lives()]
+        lives += [asyncio.create_task(work) for reader in log_readers for work in reader.lives()]
+        lives += [asyncio.create_task(caller.live()) for caller in callers]
+        await self._all_done(lives)
         self._weather.calm()
         self._note("calm")
-        await asyncio.gather(storm, *changes)
-        for life in lives:
-            if life.done() and not life.cancelled() and life.exception() is not None:
-                self._history.problem(f"a client met {life.exception()!r}")
-        await self._keep_all()
+        await asyncio.gather(*changes)
+
+        await supervisor.keep_all()
         await self._within(RECOVERY_S, trainer.put_back(), "engines could not be put back")
         await self._within(RECOVERY_S, settled(self._store), self._names_left)
         await self._within(RECOVERY_S, keeper.rest(), "not everything that left came back, or a fork took no turn")
         await self._all_go_on(clients)
         budgets.judge(self._store, self._history)
-        if groups is not None:
+        for groups in feeds:
             await self._within(RECOVERY_S, groups.finish(), "a complete group was not given")
             groups.judge()
+
         if isinstance(self._server, MemoryServer):  # What the drills know is no matter of statements' order.
             await self._drill(trainer)
         if random.Random(f"departure {self._seed}").random() < DEPARTURES:
             await self._check_departures(keeper)
-        for other in others:
-            other.judge()
+        for caller in callers:
+            caller.judge()
         if random.Random(f"checkpoint {self._seed}").random() < CHECKPOINTS:
             await self._check_checkpoints(clients, trainer)
+
         await self._within(RECOVERY_S, checks.none_open(self._store), "not every claim was let go")
-        if log_readers is not None:
-            await self._within(RECOVERY_S, log_readers.finish(), "a reader was not answered")
+        for reader in log_readers:
+            await self._within(RECOVERY_S, reader.finish(), "a reader was not answered")
         if self._world.settings.payloads == URL:
-            await self._within(RECOVERY_S, swept(self._world, self._serving), lambda: objects_left(self._world))
-        for process in self._processes:
-            if process is not None:
-                await self._stop(process)
-        for reading, reader in zip(readings, self._tails, strict=True):
-            reading.cancel()
-            await self._within(RECOVERY_S, reader.finish(), "a reader of all events was not done")
+            await self._within(RECOVERY_S, swept(self._world, supervisor.serving), lambda: objects_left(self._world))
+        await supervisor.stop_all()
+        for following, tail in zip(followings, self._tails, strict=True):
+            following.cancel()
+            await self._within(RECOVERY_S, tail.finish(), "a reader of all events was not done")
         await checks.judge(self._store, self._history, self._note)
         keeper.judge()
         staged.judge(self._world)
         await turns.judge(self._world)
+
+    async def _all_done(self, lives: list[asyncio.Task[None]]) -> None:
+        """Whoever is not done in time, or met an error that is no answer, is a problem."""
+        _, late = await asyncio.wait(lives, timeout=PATIENCE_S)
+        if late:
+            self._history.problem(f"{len(late)} clients were not done after {PATIENCE_S:g} s")
+        for life in lives:
+            if life not in late and not life.cancelled() and life.exception() is not None:
+                self._history.problem(f"a client met {life.exception()!r}")
 
     async def _within(self, seconds: float, work: Coroutine[Any, Any, None], late: str | Callable[[], str]) -> None:
         """`late` says what is wrong where the work is not done in time."""
@@ -276,99 +272,6 @@ class _Schedule:
     ) -> LimitedClient:
         return kind(self._world, name, session_id, habits, self._wishes.of)
 
-    def _serving(self) -> list[Process]:
-        return [process for process in self._processes if process is not None and process.serving]
-
-    def _pick(self) -> Process | None:
-        serving = self._serving()
-        return self._rng.choice(serving) if serving else None
-
-    async def _keep_all(self) -> None:
-        for place, process in enumerate(self._processes):
-            if process is None:
-                await self._start(place)
-
-    async def _start(self, place: int) -> None:
-        """As a supervisor does: again, until it runs."""
-        while True:
-            name = f"p{len(self._started) + 1}"
-            process = Process(name, self._world, self._server, self._poll_s, alone=self._alone, is_gone=self._is_gone)
-            self._started.append(process)
-            self._processes[place] = process
-            try:
-                await process.spawn(process.start())
-                return
-            except (AppError, WriteConflict) as error:
-                self._note(f"{process.name} could not start: {error}")
-                process.kill()
-            await asyncio.sleep(0.5)
-
-    async def _storm(self) -> None:
-        """Each schedule has some kinds of mishaps only: all of them together hide what one does."""
-        rng = self._rng
-        kinds: list[Any] = [self._kill, self._freeze, self._jump, self._lose_store, self._outage, self._restart]
-        mishaps = rng.sample(kinds, rng.randint(0, len(kinds)))
-        if not mishaps:
-            return
-        while self._weather.is_bad and self._loop.time() < STORM_S:
-            await asyncio.sleep(rng.expovariate(1 / self._weather.mishap_s))
-            place = rng.randrange(len(self._processes))
-            process = self._processes[place]
-            if process is not None and process.serving:
-                self._mishaps += 1
-                await rng.choice(mishaps)(place, process)
-
-    async def _kill(self, place: int, process: Process) -> None:
-        self._note(f"{process.name} is killed")
-        process.kill()
-        await self._replace(place)
-
-    async def _kill_again(self, process: Process) -> None:
-        await self._kill(self._processes.index(process), process)
-
-    async def _replace(self, place: int) -> None:
-        self._processes[place] = None
-        await asyncio.sleep(self._rng.choice((0.05, 2.0, 15.0)) * self._rng.random())
-        await self._start(place)
-
-    async def _restart(self, place: int, process: Process) -> None:
-        self._note(f"{process.name} is stopped")
-        await self._stop(process)
-        await self._replace(place)
-
-    async def _stop(self, process: Process) -> None:
-        stopping = process.spawn(process.stop())
-        await asyncio.wait({stopping}, timeout=PATIENCE_S)
-        if not stopping.done():
-            self._history.problem(f"{process.name} did not stop")
-        elif stopping.exception() is not None and not isinstance(stopping.exception(), (AppError, WriteConflict)):
-            self._history.problem(f"{process.name} stopped with {stopping.exception()!r}")
-        process.kill()
-
-    async def _freeze(self, place: int, process: Process) -> None:
-        seconds = self._rng.choice((0.5, 3.0, 20.0)) * self._rng.random()
-        self._note(f"{process.name} is frozen for {seconds:.3f} s")
-        process.owner.frozen_until = self._loop.time() + seconds
-
-    async def _jump(self, place: int, process: Process) -> None:
-        process.clock_offset_s += self._rng.choice((-HOUR_S, -1.0, 1.0, HOUR_S)) * self._rng.random()
-        self._note(f"the clock of {process.name} is off by {process.clock_offset_s:.3f} s")
-
-    async def _lose_store(self, place: int, process: Process) -> None:
-        """A power cut; where the process has the store to itself it is on the same machine."""
-        if self._alone:
-            process.kill()
-        self._history.crashes.append(self._loop.time())
-        lost = self._server.crash(self._rng.random() * self._weather.down_s)
-        self._note(f"the database crashes, {lost} transactions are gone")
-        if self._alone:
-            await self._replace(place)
-
-    async def _outage(self, place: int, process: Process) -> None:
-        seconds = self._rng.random() * self._weather.down_s
-        self._note(f"the database cannot be reached for {seconds:.3f} s")
-        self._server.down_until = self._loop.time() + seconds
-
     async def _all_go_on(self, clients: list[tuple[LimitedClient, SessionConfig]]) -> None:
         """Nothing fails any more: each session that was not ended takes a turn, within a bounded time."""
         for session_id in dict.fromkeys(one.session_id for one, _ in clients):
@@ -397,35 +300,38 @@ class _Schedule:
                 await asyncio.sleep(1.0)
 
     async def _drill(self, trainer: Trainer) -> None:
-        await self._all_agree()
+        kill = self._supervisor.kill_again
+        await self._supervisor.all_agree()
         name = self._rng.choice((*ADAPTERS, None))
         drill = Drill(self._world, self._client("drill", SESSION_ID, Habits()), name, trainer)
         await self._unless_idle(2 * RECOVERY_S, drill.run(RECOVERY_S), "the drill was not over")
         asker = self._client("control", CONTROL_SESSION, Habits())
-        names = ControlDrill(self._world, asker, self._rng.choice(HOWS), self._kill_again)
+        names = ControlDrill(self._world, asker, self._rng.choice(HOWS), kill)
         await self._unless_idle(RECOVERY_S, names.run(), self._names_left)
         late = LateClient(self._world, "late", "late", Habits())
         await self._unless_idle(RECOVERY_S, late.drill(), "the drill of late attempts was not over")
         if self._world.settings.upstream_dialect == "vllm":
-            outliving = StagedClient(self._kill_again, self._seed, self._world, "staged", STAGED_SESSION, Habits())
+            outliving = StagedClient(
+                self._supervisor.kill_again, self._seed, self._world, "staged", STAGED_SESSION, Habits()
+            )
             await self._unless_idle(2 * RECOVERY_S, outliving.drill(), "the drill of staged tokens was not over")
-            await self._keep_all()
-        await self._all_agree()
+            await self._supervisor.keep_all()
+        await self._supervisor.all_agree()
 
     async def _check_checkpoints(self, clients: list[tuple[LimitedClient, SessionConfig]], trainer: Trainer) -> None:
         users = [
             self._client(f"user-{session_id}", session_id, Habits(), kind_of(config))
             for session_id, config in {one.session_id: config for one, config in clients}.items()
         ]
-        drill = CheckpointDrill(self._world, self._seed, users, trainer, self._kill_again)
+        drill = CheckpointDrill(self._world, self._seed, users, trainer, self._supervisor.kill_again)
         await self._within(2 * RECOVERY_S, drill.run(), "the drill of checkpoints was not over")
-        await self._keep_all()
-        await self._all_agree()
+        await self._supervisor.keep_all()
+        await self._supervisor.all_agree()
 
     async def _check_departures(self, keeper: Keeper) -> None:
-        drill = DepartureDrill(self._world, self._seed, keeper, self._kill_again)
+        drill = DepartureDrill(self._world, self._seed, keeper, self._supervisor.kill_again)
         await self._within(2 * RECOVERY_S, drill.run(), "the drill of departures was not over")
-        await self._keep_all()
+        await self._supervisor.keep_all()
 
     def _names_left(self) -> str:
         return f"names were not ended: {rows(self._store)}"
@@ -439,20 +345,6 @@ class _Schedule:
         except (SessionClosed, SessionNotFound) as error:
             if self._world.settings.idle_close_s is None:
                 self._history.problem(f"nobody has ended the drill's session, and yet: {error}")
-
-    async def _all_agree(self) -> None:
-        """Every process learns what the fleet's log says, though one may still wait for an answer from the storm."""
-        processes = [process for process in self._processes if process is not None]
-        deadline = self._loop.time() + RECOVERY_S
-        while late := behind(self._store, processes):
-            await asyncio.sleep(self._poll_s)
-            if self._loop.time() > deadline:
-                self._history.problem(f"{late} did not learn within {RECOVERY_S:g} s what the fleet's log says")
-                return
-
-    def _is_gone(self, incarnation: int) -> bool:
-        """Can the others of its host tell that the process is gone?"""
-        return self._one_host and any(one.is_over for one in self._started if one.incarnation == incarnation)
 
     def _note(self, what: str) -> None:
         if self._tracing:
