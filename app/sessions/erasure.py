@@ -130,9 +130,11 @@ class Erasure:
         `unless_pinned`: not if a checkpoint has it.
         Raises SessionUnreadable if the content is on a damaged page.
         """
-        erased = await self._drop_content(session_id, unless_pinned)
+        try:
+            erased = await self._drop_content(session_id, unless_pinned)
+        finally:
+            self._cache.drop(session_id)  # It may be erased although the store did not say so.
         reach("after_erase")
-        self._cache.drop(session_id)
         if isinstance(erased, Appended):
             self._followers.notify(session_id)
         if isinstance(erased, Appended) or erased == Refused("erased"):  # a retry, after a crash in between, too

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from app.domain.events import SessionConfig
 from app.errors import SessionClosed, StoreUnavailable
 from app.fleet.state import POLL_S
+from app.services import Services
 from app.sessions.lifecycle import NewSession
 from app.store.dialect import Tx
 from fault.modelled import SETTINGS, Engine, NoPool
@@ -22,14 +25,15 @@ T = TypeVar("T")
 
 
 class DeafDatabase(MemoryDatabase):
-    """SQLite whose answers to writes are lost while it `is_deaf`."""
+    """SQLite that answers as many writes as it `hears`: those behind them are done, and their answers lost."""
 
     is_sqlite = True
-    is_deaf = False
+    hears = sys.maxsize
 
     async def _write(self, function: Callable[[Tx], T], *, durable: bool, runs_inline: bool) -> T:
         found = await super()._write(function, durable=durable, runs_inline=runs_inline)
-        if self.is_deaf:
+        self.hears -= 1
+        if self.hears < 0:
             raise StoreUnavailable("the answer was lost")
         return found
 
@@ -42,7 +46,13 @@ def test_a_close_that_nobody_heard_of_is_known_to_the_next_read() -> None:
     asyncio.run(close_unheard())
 
 
-async def close_unheard() -> None:
+def test_so_is_an_erasure() -> None:
+    asyncio.run(erase_unheard())
+
+
+@contextlib.asynccontextmanager
+async def served() -> AsyncIterator[tuple[DeafDatabase, Services]]:
+    """A process with one session, `s`."""
     store = MemoryStore()
     store.restart(time.time)
     database = DeafDatabase(store)
@@ -51,12 +61,29 @@ async def close_unheard() -> None:
     await service.start(made)
     try:
         await made.sessions.create(NewSession("s", SessionConfig(rollback_window=1), None))
-        database.is_deaf = True
-        with pytest.raises(StoreUnavailable):
-            await made.sessions.close("s")
-        database.is_deaf = False
-        with pytest.raises(SessionClosed):
-            await made.sessions.require("s")
+        yield database, made
     finally:
         await made.stop()
         store.close()
+
+
+async def close_unheard() -> None:
+    async with served() as (database, made):
+        database.hears = 0
+        with pytest.raises(StoreUnavailable):
+            await made.sessions.close("s")
+        database.hears = sys.maxsize
+        with pytest.raises(SessionClosed):
+            await made.sessions.require("s")
+
+
+async def erase_unheard() -> None:
+    async with served() as (database, made):
+        await made.sessions.close("s")
+        database.hears = 1  # that which frees chunks
+        with pytest.raises(StoreUnavailable):
+            await made.erasure.drop_content("s")
+        database.hears = sys.maxsize
+        entry = await made.cache.current("s")
+        assert entry is not None
+        assert entry.session.status == "erased"

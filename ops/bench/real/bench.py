@@ -58,15 +58,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wires", nargs="+", choices=WIRES, default=["chat", "messages"], help="ids: token-in")
     parser.add_argument("--shape", choices=SHAPES, default="sglang", help="of the engine's replies")
     parser.add_argument("--spaced", action="store_true", help="the engine writes a space after each colon and comma")
-    parser.add_argument("--text", choices=("code", "json"), default="code")
+    parser.add_argument("--text", choices=("code", "json"), default="code", help="of messages; json: full of commas")
     parser.add_argument("--live", action="store_true", help="of vLLM's shape: a client's stream is the engine's")
     parser.add_argument("--before", help="a commit, or the folder of a checkout, to compare with")
     parser.add_argument("--peer", action="store_true", help=f"beside {PEER.name} too, which takes chat alone")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="thousands of tokens of a prompt")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="a session of each size in each")
     parser.add_argument("--turns", type=int, default=8, help="that are measured in a round, of each session")
     parser.add_argument("--sessions", type=int, default=16, help="of the sample that are played; 0: none")
-    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=0, help="of the server, while the sample is played once more")
     parser.add_argument("--quick", action="store_true", help="one round of two small sizes, four sessions, one kill")
 
 

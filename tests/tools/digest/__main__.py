@@ -1,4 +1,4 @@
-"""The command: digests of one checkout, or the first bytes in which two differ."""
+"""The command, as the package describes it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from ops.server import ROOT
+from tests.tools.digest import __doc__ as PURPOSE
 from tests.tools.digest.requests import Taken
 from tests.tools.digest.take import NORMALISED, PINNED, WAYS, digests, taken
 
@@ -17,9 +18,15 @@ AROUND = 160
 
 def main() -> int:
     """Print a digest for each item, or compare with `--before`. Returns 1 where something differs."""
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.digest", description=__doc__)
-    parser.add_argument("--before", type=Path, help="another checkout's folder")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.digest",
+        description=PURPOSE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--before", type=Path, help="the folder of another checkout, to compare with")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=WAYS, help="engines and set-ups; each takes half a minute"
+    )
     parser.add_argument("--all", action="store_true", help="each difference, not only the first")
     parser.add_argument("--save", type=Path, help="a folder for everything that was compared")
     parser.add_argument("--pin", action="store_true", help=f"write the digests that a test compares: {PINNED.name}")

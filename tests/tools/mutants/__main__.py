@@ -1,4 +1,4 @@
-"""Mutants: makes them, lists them, runs families of tests on them, and says which are found."""
+"""The command, as the package describes it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
+from tests.tools.mutants import __doc__ as PURPOSE
 from tests.tools.mutants.areas import all_mutants
 from tests.tools.mutants.copies import Copy
 from tests.tools.mutants.edits import Mutant
@@ -29,20 +30,30 @@ SOUND_SCHEDULES = 3
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.tools.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tools.mutants",
+        description=PURPOSE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--tree", type=Path, default=ROOT, help="the checkout whose code is broken")
     parser.add_argument("--choose", type=int, metavar="N", help="write the list anew")
     parser.add_argument("--seed", type=int, default=1, help="of the choice")
     parser.add_argument("--show", metavar="ID", help="the fault as a diff")
     parser.add_argument("--run", choices=FAMILIES, metavar="FAMILY", help=f"one of {', '.join(FAMILIES)}")
-    parser.add_argument("--into", type=Path, help="the file of results; what stands in it is not run again")
+    parser.add_argument(
+        "--into", type=Path, help="the file of the results of --run; what stands in it is not run again"
+    )
     parser.add_argument("--unfound", action="store_true", help="run only on what no family has found so far")
-    parser.add_argument("--schedules", type=int, default=120)
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--schedules", type=int, default=120, help="of the simulation, for each fault")
+    parser.add_argument("--jobs", type=int, default=1, help="faults that are run at once")
     parser.add_argument("--trace", choices=FAMILIES, metavar="FAMILY", help="note which functions its modules call")
     parser.add_argument("--reach", type=Path, default=REACH, help="the file of these notes")
-    parser.add_argument("--report", type=Path, metavar="FILE")
+    parser.add_argument(
+        "--report", type=Path, metavar="FILE", help="a table of the results in a file, and what none has found"
+    )
     chosen = parser.parse_args()
+    if chosen.run and chosen.into is None:
+        parser.error("--run needs --into, the file of its results")
     tree = chosen.tree.resolve()
     if chosen.choose:
         marks = {one.id: one.equivalent for one in read_list()} if LIST.exists() else {}
@@ -76,7 +87,9 @@ def _count(tree: Path) -> None:
 
 
 def _show(wanted: str, tree: Path) -> None:
-    [one] = [one for _, one in all_mutants(tree) if one.id == wanted]
+    one = next((one for _, one in all_mutants(tree) if one.id == wanted), None)
+    if one is None:
+        sys.exit(f"no pattern makes {wanted} in {tree}")
     source = (tree / one.path).read_text()
     diff = difflib.unified_diff(
         source.splitlines(), one.applied(source).splitlines(), one.path, one.path, lineterm="", n=6
