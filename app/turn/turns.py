@@ -155,9 +155,12 @@ class Turns:
             else:
                 if turn.request.refusal is not None:
                     raise InvalidRequest(turn.request.refusal)
-                # Another turn may have begun while an earlier reply was looked for.
-                if self._in_flight.get(session_id) and (entry.session.history or turn.new_history) != "tree":
-                    raise SessionBusy(f"session {session_id} has a turn in flight")
+                # Another turn may have begun while an earlier reply was looked for, perhaps the one that is repeated.
+                if flights := self._in_flight.get(session_id):
+                    if services.retries.joinable(entry, flights, turn) is not None:
+                        continue
+                    if (entry.session.history or turn.new_history) != "tree":
+                        raise SessionBusy(f"session {session_id} has a turn in flight")
                 upstream = entry.session.config.upstream
                 if upstream is not None:
                     self._require_upstream(session_id, upstream)

@@ -42,9 +42,12 @@ def simulate(store: Store, first: int, count: int, tally: Tally) -> None:
 @pytest.mark.parametrize(
     ("kind", "first", "last"),
     [
-        ("sqlite", 1, 15),
+        ("sqlite", 1, 25),
+        ("sqlite", 26, 50),
+        ("sqlite", 51, 75),
         ("postgresql", 1, 4),
-        pytest.param("sqlite", 16, 50, marks=pytest.mark.long),
+        pytest.param("sqlite", 76, 165, marks=pytest.mark.long),
+        pytest.param("sqlite", 166, 255, marks=pytest.mark.long),
         pytest.param("postgresql", 5, 24, marks=pytest.mark.long),
     ],
 )

@@ -1,10 +1,11 @@
-"""When a session is busy: told at once, however long it took to look for an earlier reply."""
+"""When a session is busy: told at once, however long it took to look for an earlier reply, and not to a retry."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from app.settings import Settings
 from app.store.log_sessions import Settled
 from app.turn.in_flight import InFlightTurn, Stages, Waiter
 from app.turn.points import TurnPoints
+from app.turn.retries import Retries
 from app.turn.turns import Turns
 
 pytestmark = pytest.mark.anyio
@@ -25,19 +27,25 @@ pytestmark = pytest.mark.anyio
 BODY = b'{"model":"m","messages":[{"role":"user","content":"hello"}]}'
 
 
-def request(key: str | None = None) -> InFlightTurn:
-    return InFlightTurn(SESSION, Waiter(lambda size: None), Stages(time.monotonic), retry_key=key)
+def request(key: str, joined: asyncio.Event) -> InFlightTurn:
+    """`joined` is set once the request waits for another's turn."""
+    waiter = Waiter(lambda size: None, watch=lambda waiter: joined.set())
+    return InFlightTurn(SESSION, waiter, Stages(time.monotonic), retry_key=key)
 
 
-async def test_a_turn_that_begins_while_an_earlier_reply_is_looked_for_makes_the_session_busy() -> None:
-    """The second request does not wait at the shut gate."""
-    entry, at_gate, never = CacheEntry(Book().session), asyncio.Event(), asyncio.Event()
+@pytest.mark.parametrize("repeats", [False, True])
+async def test_a_turn_begins_while_an_earlier_reply_is_looked_for(repeats: bool) -> None:
+    """It waits at the shut gate. The request that was looked for joins it if it repeats it, and else is told at once
+    that the session is busy."""
+    entry, at_gate, joined, never = CacheEntry(Book().session), asyncio.Event(), asyncio.Event(), asyncio.Event()
+    first, second = request("key" if repeats else "another", asyncio.Event()), request("key", joined)
 
     async def get(session_id: str) -> CacheEntry:
         return entry
 
     async def repeated(entry: CacheEntry, turn: InFlightTurn) -> None:
-        await at_gate.wait()
+        if turn is second:
+            await at_gate.wait()
 
     async def ended(entry: CacheEntry, turn: InFlightTurn) -> None:
         return None
@@ -55,7 +63,7 @@ async def test_a_turn_that_begins_while_an_earlier_reply_is_looked_for_makes_the
         points=points,
         settings=Settings(),
         cache=SimpleNamespace(get=get, current=get, database=SimpleNamespace(is_sqlite=True)),
-        retries=SimpleNamespace(joinable=lambda entry, flights, turn: None, repeated=repeated, ended=ended),
+        retries=SimpleNamespace(joinable=partial(Retries.joinable, cast(Any, None)), repeated=repeated, ended=ended),
         claims=SimpleNamespace(forget=lambda turn: None),
         engines=SimpleNamespace(members={"http://engine": None}),
         engine_calls=SimpleNamespace(generate=None),
@@ -64,16 +72,21 @@ async def test_a_turn_that_begins_while_an_earlier_reply_is_looked_for_makes_the
         large_bodies=None,
     )
     turns = Turns(cast(Any, services))
-    second = asyncio.create_task(turns.take(request("key"), PROTOCOLS["chat"], BODY))
+    looking = asyncio.create_task(turns.take(second, PROTOCOLS["chat"], BODY))
     await asyncio.sleep(0)
-    first = asyncio.create_task(turns.take(request(), PROTOCOLS["chat"], BODY))
+    waiting = asyncio.create_task(turns.take(first, PROTOCOLS["chat"], BODY))
     try:
         async with asyncio.timeout(10):
-            with pytest.raises(SessionBusy):
-                await second
+            if repeats:
+                await asyncio.wait({asyncio.create_task(joined.wait()), looking}, return_when=asyncio.FIRST_COMPLETED)
+                assert second.waiter.flight is first, looking
+            else:
+                with pytest.raises(SessionBusy):
+                    await looking
     finally:
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
+        for task in (looking, waiting):
+            task.cancel()
+        await asyncio.gather(looking, waiting, return_exceptions=True)
     assert turns.in_flight == 0
 
 
@@ -96,4 +109,4 @@ async def test_a_stored_reply_is_given_once_it_is_on_disk() -> None:
         writer=SimpleNamespace(submit=submit),
     )
     with pytest.raises(StoreUnavailable):
-        await Turns(cast(Any, services))._stored_reply(request(), Book().session, 1)
+        await Turns(cast(Any, services))._stored_reply(request("key", asyncio.Event()), Book().session, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -48,13 +48,16 @@ from app.turn.in_flight import InFlightTurn
 from app.turn.placement import Placement
 from app.turn.retries import Retries
 from app.turn.turns import Turns
+from tests.tools.simulation import themes
 from tests.tools.simulation.schedule import Simulation
+from tests.tools.simulation.themes import Theme
 from tests.tools.simulation.wire import Wire
 from workers.reply import Part
 
 pytestmark = pytest.mark.long
 
 Patch = pytest.MonkeyPatch
+Mutant = Callable[[Patch], None]
 
 
 def _forges(patch: Patch, kinds: Any, changed: Callable[[Tx, Any], Any]) -> None:
@@ -474,59 +477,75 @@ def orphans_are_not_looked_for(patch: Patch) -> None:
     patch.setattr(Objects, "sweep", sweep)
 
 
-MUTANTS: tuple[Callable[[Patch], None], ...] = (
-    the_cached_version_is_trusted,
-    a_commit_that_failed_counts,
-    any_retry_joins,
-    the_socket_is_not_looked_at,
-    late_attempts_are_new_requests,
-    resets_are_not_seen,
-    a_commit_is_not_decided_again,
-    claims_of_nobody_stay,
-    what_an_open_turn_continues_is_dropped,
-    the_dead_keep_their_claims,
-    the_cache_skips_events,
-    a_gate_holds_nobody,
-    a_turn_waits_with_its_claim,
-    a_pause_is_known_where_it_was_ordered,
-    a_session_moves_without_a_word,
-    a_close_ends_no_name,
-    the_dead_keep_their_names,
-    a_name_is_bound_to_nothing,
-    an_engine_is_not_told,
-    valid_turns_are_refused,
-    the_window_is_a_turn_too_wide,
-    retries_are_told_to_come_again,
-    turns_hang_at_the_root,
-    turns_in_flight_use_nothing,
-    an_acknowledgement_is_lost,
-    staged_tokens_are_anybodys,
-    a_part_ends_a_token_early,
-    a_stream_ends_before_its_commit,
-    a_finish_ends_a_name_for_good,
-    payloads_leave_a_window_early,
-    a_budget_drops_everything,
-    a_request_joins_the_first_turn_that_fits,
-    masks_are_shifted,
-    superseded_turns_stay,
-)
-"""Found within a second or two."""
+MUTANTS: Mapping[Theme, tuple[Mutant, ...]] = {
+    "fights": (
+        the_cached_version_is_trusted,
+        a_commit_that_failed_counts,
+        any_retry_joins,
+        the_socket_is_not_looked_at,
+        late_attempts_are_new_requests,
+        resets_are_not_seen,
+        a_commit_is_not_decided_again,
+        claims_of_nobody_stay,
+        the_dead_keep_their_claims,
+        the_cache_skips_events,
+        the_cache_is_not_refreshed,
+        a_close_leaves_the_turn_open,
+        keys_are_forgotten,
+        the_fence_is_not_looked_at,
+        the_claim_goes_before_the_commit,
+        a_commit_does_not_wait_for_the_disk,
+        an_append_does_not_look,
+        a_gate_holds_nobody,
+        a_turn_waits_with_its_claim,
+        a_pause_is_known_where_it_was_ordered,
+        a_lease_never_ends,
+        a_close_ends_no_name,
+        the_dead_keep_their_names,
+        a_name_is_bound_to_nothing,
+        an_engine_is_not_told,
+        valid_turns_are_refused,
+        the_window_is_a_turn_too_wide,
+        retries_are_told_to_come_again,
+        turns_hang_at_the_root,
+    ),
+    "streams": (
+        a_session_moves_without_a_word,
+        staged_tokens_are_anybodys,
+        nobody_goes_on_from_staged_tokens,
+        a_part_ends_a_token_early,
+        a_stream_ends_before_its_commit,
+        a_finish_ends_a_name_for_good,
+        a_wait_counts_before_it_began,
+    ),
+    "features": (
+        what_an_open_turn_continues_is_dropped,
+        a_dead_restore_is_left,
+        a_restore_forgets_a_session,
+        turns_in_flight_use_nothing,
+        an_acknowledgement_is_lost,
+        payloads_leave_a_window_early,
+        a_budget_drops_everything,
+        a_request_joins_the_first_turn_that_fits,
+        masks_are_shifted,
+        superseded_turns_stay,
+        orphans_are_not_looked_for,
+    ),
+}
+"""By the theme of the schedules in which each is looked for."""
 
-RARER: tuple[Callable[[Patch], None], ...] = (
-    an_append_does_not_look,
-    a_lease_never_ends,
-    the_cache_is_not_refreshed,
-    a_close_leaves_the_turn_open,
-    keys_are_forgotten,
-    the_fence_is_not_looked_at,
-    the_claim_goes_before_the_commit,
-    a_commit_does_not_wait_for_the_disk,
-    a_dead_restore_is_left,
-    a_restore_forgets_a_session,
-    nobody_goes_on_from_staged_tokens,
-    a_wait_counts_before_it_began,
-    orphans_are_not_looked_for,
-)
+QUICK = {the_cached_version_is_trusted, a_commit_that_failed_counts, any_retry_joins}
+"""Found within a second or two; the others are left to the untimed lane."""
+
+MOST = 80
+"""Schedules of a mutant's theme that are tried."""
+
+
+def _params() -> Iterator[Any]:
+    for theme, mutants in MUTANTS.items():
+        for mutant in mutants:
+            marks = () if mutant in QUICK else (pytest.mark.untimed,)
+            yield pytest.param(theme, mutant, marks=marks, id=mutant.__name__)
 
 
 @pytest.fixture(scope="module")
@@ -536,11 +555,8 @@ def simulation() -> Iterator[Simulation]:
     made.close()
 
 
-@pytest.mark.parametrize(
-    "mutant",
-    [*MUTANTS[:3], *(pytest.param(mutant, marks=pytest.mark.untimed) for mutant in (*MUTANTS[3:], *RARER))],
-    ids=lambda mutant: mutant.__name__,
-)
-def test_a_mutant_is_found(simulation: Simulation, mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(("theme", "mutant"), _params())
+def test_a_mutant_is_found(simulation: Simulation, theme: Theme, mutant: Mutant, monkeypatch: Patch) -> None:
     mutant(monkeypatch)
-    assert any(simulation.run(seed).problems for seed in range(1, 120))
+    seeds = (seed for seed in itertools.count(1) if themes.draw(seed) == theme)
+    assert any(simulation.run(seed).problems for seed in itertools.islice(seeds, MOST))

@@ -139,7 +139,7 @@ class History:
         mine = self._turns.setdefault(turn.session_id, [])
         for earlier in mine:
             same = earlier.turn == turn.turn
-            if same and earlier.body != turn.body and _bare(earlier.body) != _bare(turn.body):
+            if same and earlier.body != turn.body and bare(earlier.body) != bare(turn.body):
                 self.problem(f"turn {turn.turn} of {turn.session_id} was acknowledged twice, with different replies")
             if same and earlier.logical != turn.logical:
                 self.problem(f"turn {turn.turn} of {turn.session_id} answered {earlier.logical} and {turn.logical}")
@@ -184,6 +184,6 @@ class History:
                 return
 
 
-def _bare(body: bytes) -> bytes:
+def bare(body: bytes) -> bytes:
     """A reply as it is given once its payload has left the window."""
     return re.sub(rb'("routed_experts":)"[^"]*"', rb"\1null", body)

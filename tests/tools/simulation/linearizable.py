@@ -142,7 +142,9 @@ class Checker:
             return [one for one in after if self._is_as_logged(one)]
         if call.is_open or isinstance(reply, Done):
             return _changed(state, request, is_open=call.is_open)
-        return list(_observed(state, reply)) if state.created else []
+        if not state.created:
+            return [state] if reply == Told((), closed=False) else []
+        return list(_observed(state, reply))
 
     def _is_refused(self, state: State, call: Call, chat: Chat, code: str) -> bool:
         """Is this refusal right here? In the order of the checks: 404, 409 and 422, then the history."""

@@ -13,6 +13,7 @@ from app.protocols.registry import PROTOCOLS
 from app.turn.in_flight import InFlightTurn, TurnReply
 from tests.tools.simulation import calls, refusals
 from tests.tools.simulation.calls import Chat, Refused, Shown, Taken
+from tests.tools.simulation.history import bare
 from tests.tools.simulation.process import Process
 from tests.tools.simulation.spelling import Message
 from tests.tools.simulation.world import World
@@ -66,4 +67,4 @@ def _taken(reply: TurnReply) -> calls.Reply:
         return Refused(reply.status, "upstream_error")
     body = b"".join(reply.parts)
     text = msgspec.json.decode(body)["choices"][0]["message"]["content"]
-    return Taken(reply.turn, text, _hash(body), reply.replayed)
+    return Taken(reply.turn, text, _hash(bare(body)), reply.replayed)

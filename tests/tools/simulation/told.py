@@ -16,6 +16,9 @@ from workers import codec
 
 Meanings = Sequence[object]
 
+Claimed = tuple[str, float]
+"""A claim, and when it was made: where a crash of the database undid one, another may have its id."""
+
 
 class Told(msgspec.Struct):
     """A committed turn. `experts` are those of all its tokens but the last, from row `first_row` on; None if its engine
@@ -68,19 +71,21 @@ class Story:
         session: Session,
         log: Sequence[Recorded],
         matcher: Matcher,
-        asked: Mapping[str, Asked],
+        asked: Mapping[Claimed, Asked],
         generated: Mapping[str, Sequence[Generated]],
     ) -> None:
         self.session = session
         self.is_tree = session.is_tree
         self.turns: list[Told] = []
         self.by_number: dict[int, Told] = {}
-        opened = {one.seq: one.event for one in log if isinstance(one.event, TurnOpened)}
+        opened = {one.seq: (one.event, one.at) for one in log if isinstance(one.event, TurnOpened)}
         for turn in session.turns:
             event = log[turn.seq - 1].event
             assert isinstance(event, TurnCommitted)
-            rid = rid_of(session.session_id, event.fence, opened[event.fence].incarnation)
-            if rid not in asked:
+            begun, begun_at = opened[event.fence]
+            rid = rid_of(session.session_id, event.fence, begun.incarnation)
+            request_of = asked.get((rid, begun_at))
+            if request_of is None:
                 raise Unexplained(f"nobody has asked for turn {turn.number}")
             token_frame, exchange = stored.frames[turn.number]
             assert exchange is not None
@@ -90,15 +95,15 @@ class Story:
             if parts is None:
                 raise Unexplained(f"no engine has sampled turn {turn.number} for its request")
             reply = msgspec.json.decode(codec.unpack_messages(exchange).message)
-            request = [meaning(message, matcher) for message in asked[rid].messages]
+            request = [meaning(message, matcher) for message in request_of.messages]
             told = Told(
                 event,
                 turn.branch,
                 turn.opened_seq,
                 turn.seq,
-                asked[rid].turn.agent_id,
-                asked[rid].messages,
-                asked[rid].raws,
+                request_of.turn.agent_id,
+                request_of.messages,
+                request_of.raws,
                 request,
                 [*request, meaning(reply, matcher)],
                 list(parts[0].prompt),

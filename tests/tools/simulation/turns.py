@@ -17,7 +17,7 @@ from ops.verify import TABLES
 from tests.tools.simulation import trees, windows
 from tests.tools.simulation.spelling import Asked
 from tests.tools.simulation.store import ReadDatabase
-from tests.tools.simulation.told import Story, Unexplained
+from tests.tools.simulation.told import Claimed, Story, Unexplained
 from tests.tools.simulation.world import World
 
 
@@ -27,7 +27,7 @@ async def judge(world: World) -> None:
     if world.settings.upstream_dialect == "vllm":
         return
     asked = {
-        rid_of(one.turn.session_id, one.turn.fence, one.turn.incarnation): one
+        (rid_of(one.turn.session_id, one.turn.fence, one.turn.incarnation), one.turn.opened_at): one
         for one in world.spelling.asked
         if one.turn.has_claim
     }
@@ -38,7 +38,7 @@ async def judge(world: World) -> None:
             world.history.problem(f"{session_id}: {problem}")
 
 
-async def _problems(world: World, session_id: str, asked: Mapping[str, Asked]) -> AsyncIterator[str]:
+async def _problems(world: World, session_id: str, asked: Mapping[Claimed, Asked]) -> AsyncIterator[str]:
     database = cast(Database, ReadDatabase(world.store))
     stored = world.store.read(lambda c: bulk.read_sessions(c, [session_id], reads.END, replay=True)).get(session_id)
     if stored is None or stored.status == "erased":
