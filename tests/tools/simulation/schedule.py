@@ -224,7 +224,7 @@ class _Schedule:
             await self._within(RECOVERY_S, log_readers.finish(), "a reader was not answered")
         if self._world.settings.payloads == URL:
             await self._within(RECOVERY_S, swept(self._world, self._serving), lambda: objects_left(self._world))
-        await self._within(RECOVERY_S, agreeing.judge(self._world, self._serving()), "a process was not answered")
+        await self._within(RECOVERY_S, agreeing.judge(self._world, self._seed, self._serving()), "no answer")
         for process in self._processes:
             if process is not None:
                 await self._stop(process)
