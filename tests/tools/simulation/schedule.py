@@ -418,7 +418,7 @@ class _Schedule:
             await self._unless_idle(RECOVERY_S, finishing.drill(), "the drill of a finish was not over")
         if not self._alone and random.Random(f"has undone {self._seed}").random() < UNDONE:
             assert isinstance(self._server, MemoryServer)
-            undone = UndoneDrill(self._world, self._server, self._seed)
+            undone = UndoneDrill(self._world, self._server, self._seed, self._serving)
             await self._unless_idle(2 * RECOVERY_S, undone.run(), "the drill of claims that were undone was not over")
         await self._all_agree()
 

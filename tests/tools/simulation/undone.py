@@ -1,75 +1,102 @@
-"""The drill of claims that were undone: the database crashes while turns are in flight, and others get their fences."""
+"""The drill of what was undone: the database crashes before a claim or a note is on disk, and what others write takes
+its place in the log."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable
+
+from sqlalchemy import select
 
 from app.domain.events import SessionConfig
-from app.errors import AppError
+from app.store.schema import open_turns
 from tests.tools.simulation import fights
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.database import MemoryServer
 from tests.tools.simulation.habits import Habits
-from tests.tools.simulation.process import Disconnected
+from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.tree_client import TreeClient
 from tests.tools.simulation.world import World
 
 UNDONE = 0.4
-"""How many schedules end with this drill, where a process does not die with its database."""
+"""How many schedules have this drill, where a process does not die with its database."""
 
-ROUNDS, RIVALS = 3, 2
+ROUNDS = 2
 
-CRASH_S = 0.12
-"""Mean time between crashes; a turn takes about 0.3 s."""
+LOOK_S, PATIENCE_S = 0.005, 2.0
 
-Does = Callable[[Client], Coroutine[Any, Any, object]]
+SESSION = "undone"
 
 
 class UndoneDrill:
-    """Rivals at all processes, each of which may have lost a claim whose fence is another's now."""
+    """Two clients, each at a process of its own, or both at one."""
 
-    def __init__(self, world: World, server: MemoryServer, seed: int) -> None:
+    def __init__(self, world: World, server: MemoryServer, seed: int, processes: Callable[[], list[Process]]) -> None:
         self._world = world
         self._server = server
+        self._processes = processes
         self._rng = random.Random(f"undone {seed}")
-        kind = self._rng.choice((Client, TreeClient))
-        self._config = SessionConfig(rollback_window=1, history=kind.history, on_abort="return")
-        self._clients = [kind(world, f"undone{name}", "undone", Habits(loyalty=0.3)) for name in "ab"[:RIVALS]]
-        in_order = world.theme == "fights" and not world.settings.replay
-        self._does: Sequence[Does] = (fights.twice, fights.earlier, fights.back) if in_order else (_turn,)
+        self._kind = self._rng.choice((Client, TreeClient, TreeClient))
+        self._clients = [self._kind(world, f"undone{name}", SESSION, Habits(loyalty=1.0)) for name in "ab"]
 
     async def run(self) -> None:
         """Raises SessionClosed, SessionNotFound, GaveUp."""
+        config = SessionConfig(rollback_window=1, history=self._kind.history, on_abort="return")
         for client in self._clients:
-            await client.join(self._config)
+            await client.join(config)
             await client.turn()
-        weather = self._world.weather
-        transaction_s, weather.transaction_s = weather.transaction_s, self._rng.choice((0.002, 0.05))
-        crashing = asyncio.create_task(self._crash())
-        try:
-            await asyncio.gather(*map(self._fight, self._clients))
-        finally:
-            crashing.cancel()
-            weather.transaction_s = transaction_s
-
-    async def _fight(self, client: Client) -> None:
         for _ in range(ROUNDS):
-            await asyncio.sleep(self._rng.expovariate(10.0))
-            with contextlib.suppress(AppError, Disconnected, GaveUp, TimeoutError):
-                await self._rng.choice(self._does)(client)
+            for client, process in zip(self._clients, self._two(), strict=True):
+                client.go_to(process)
+            await self._rng.choice((self._lose_claim, self._lose_claim, self._lose_note))()
 
-    async def _crash(self) -> None:
-        while True:
-            await asyncio.sleep(self._rng.expovariate(1 / CRASH_S))
-            if self._server.store.unsynced:
-                self._world.history.crashes.append(self._world.loop.time())
-                lost = self._server.crash(0.0)
-                self._world.note(f"the database crashes, {lost} transactions are gone")
+    def _two(self) -> list[Process]:
+        processes = self._processes()
+        return [self._rng.choice(processes) for _ in "ab"] if self._rng.random() < 0.3 else self._apart(processes)
+
+    def _apart(self, processes: list[Process]) -> list[Process]:
+        return (self._rng.sample(processes, len(processes)) * 2)[:2]
+
+    async def _lose_claim(self) -> None:
+        """While a turn is generated another gets its fence; in a tree also the same request, at the same process."""
+        first, second = self._clients
+        asked = fights._new(first, first.messages)
+        turn = asyncio.create_task(fights._send(first, *asked, None))
+        await self._until(self._has_claim)
+        self._crash()
+        others = [_try(second.turn(tries=2))] if self._rng.random() < 0.7 else []
+        if self._kind is TreeClient:
+            others.append(_try(fights._send(first, *asked, None)))
+        await asyncio.gather(turn, *others)
+
+    async def _lose_note(self) -> None:
+        """A process has noted that a reply was given again, and goes on where another one has assigned a reward."""
+        first, second = self._clients
+        await fights.again(first)
+        await self._until(lambda: self._server.store.unsynced > 0)
+        self._crash()
+        await _try(second.insist(second._reward, 1))
+        await fights._send(first, *fights._new(first, first.messages), None)
+
+    def _has_claim(self) -> bool:
+        query = select(open_turns.c.fence).where(open_turns.c.session_id == SESSION)
+        return self._server.store.read(lambda connection: connection.execute(query).first()) is not None
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Or for as long as it may take."""
+        deadline = self._world.loop.time() + PATIENCE_S
+        while not is_so() and self._world.loop.time() < deadline:
+            await asyncio.sleep(LOOK_S)
+
+    def _crash(self) -> None:
+        self._world.history.crashes.append(self._world.loop.time())
+        lost = self._server.crash(0.0)
+        self._world.note(f"the database crashes, {lost} transactions are gone")
 
 
-async def _turn(client: Client) -> None:
-    await client.turn(tries=3)
+async def _try(work: Awaitable[object]) -> None:
+    try:
+        await work
+    except (GaveUp, Disconnected):
+        return
