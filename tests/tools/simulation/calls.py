@@ -130,10 +130,12 @@ UNCHANGED = frozenset(
         *("upstream_invalid", "upstream_unreachable", "upstream_timeout", "upstream_error", "engines_failed"),
         *("worker_crash", "generation_aborted", "session_open_failed", "no_upstream", "overloaded"),
         "client_disconnected",
+        "session_finished",
     }
 )
 """Codes that say of nothing but the engines, or that a turn was not begun: they change nothing, whenever they come.
-`upstream_error` stands for an engine's own error, which has its own code."""
+`upstream_error` stands for an engine's own error, which has its own code. That a session was finished is judged by its
+drill (`finished`)."""
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,10 @@ class Client:
         """The process that was asked last, if it still serves."""
         return self._sticky if self._sticky is not None and self._sticky.serving else None
 
+    def go_to(self, process: Process) -> None:
+        """Ask it, for as long as the client is loyal."""
+        self._sticky = process
+
     async def close(self) -> None:
         """Raises SessionNotFound, and GaveUp."""
         with contextlib.suppress(SessionClosed):

@@ -142,7 +142,8 @@ class Feed:
         for producer in self._producers:
             await self._until(producer.roll_out)
         while set(self._groups()) - self._consumers().keys():
-            given = await self._ask("last", 10, LEASES_S[0], new_only=False)
+            given = await self._ask("last", 10, LEASES_S[-1], new_only=False)
+            await self._explain("last", [one.group_id for one in given])
             await self._acknowledge("last", [one.group_id for one in given])
             await asyncio.sleep(AGAIN_S)
 
@@ -170,6 +171,20 @@ class Feed:
                 self._given[one.group_id].append(one)
 
         return await self._call(f"{consumer} asks for groups", hand_out, sent) or ()
+
+    async def _explain(self, consumer: str, group_ids: Sequence[str]) -> None:
+        """Who asks for new groups alone is told why it is not given these, which it has itself."""
+        query = FeedQuery(consumer=consumer, new_only=True, explain=True)
+
+        async def hand_out(process: Process) -> dict[str, Any]:
+            pieces = [piece async for piece in await _of(process).feed.hand_out(query)]
+            lines = [msgspec.json.decode(line) for line in b"".join(pieces).splitlines()]
+            return {line["group_id"]: line["excluded"] for line in lines}
+
+        reasons = await self._call("why not", hand_out, lambda _: None)
+        for group_id in group_ids if reasons is not None else ():
+            reason = reasons.get(group_id)
+            self._world.must(reason == f"leased to {consumer}", f"{group_id} is not given, because: {reason}")
 
     async def _acknowledge(self, consumer: str, group_ids: Sequence[str]) -> None:
         self._asked_acks |= {(consumer, group_id) for group_id in group_ids}

@@ -29,6 +29,13 @@ async def twice(client: Client) -> None:
     await asyncio.gather(*(_send(client, messages, logical, logical) for _ in range(2)))
 
 
+async def again(client: Client) -> None:
+    """A keyed turn, and once it was answered the same again."""
+    messages, logical = _new(client, client.messages)
+    for _ in range(2):
+        await _send(client, messages, logical, logical)
+
+
 async def earlier(client: Client) -> None:
     """One of the session's newest requests once more, whoever sent it, without a mark unless it had a key."""
     asked = [one for one in client._history.asked.get(client.session_id, ()) if isinstance(one.request, Chat)]

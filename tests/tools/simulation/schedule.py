@@ -14,7 +14,7 @@ import msgspec
 from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
-from tests.tools.simulation import budgets, checks, feed, readers, staged, themes, turns, weather
+from tests.tools.simulation import agreeing, budgets, checks, feed, readers, staged, themes, turns, weather
 from tests.tools.simulation.bucket import URL, large_from
 from tests.tools.simulation.budgets import LimitedClient, Spent, kind_of
 from tests.tools.simulation.checkpoints import CheckpointDrill
@@ -25,6 +25,7 @@ from tests.tools.simulation.departures import DEPARTURES, DepartureDrill
 from tests.tools.simulation.drill import SESSION_ID, Drill
 from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.errors import expecting_no_errors
+from tests.tools.simulation.finished import FINISHED, FinishingClient
 from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
 from tests.tools.simulation.keeper import KEPT, Keeper
@@ -42,6 +43,7 @@ from tests.tools.simulation.supervisor import Supervisor
 from tests.tools.simulation.sweeping import objects_left, swept
 from tests.tools.simulation.tailing import Tail
 from tests.tools.simulation.trainer import ADAPTERS, Trainer
+from tests.tools.simulation.undone import UNDONE, UndoneDrill
 from tests.tools.simulation.world import World
 
 CHECKPOINTS = 0.3
@@ -211,6 +213,7 @@ class _Schedule:
             await self._within(RECOVERY_S, reader.finish(), "a reader was not answered")
         if self._world.settings.payloads == URL:
             await self._within(RECOVERY_S, swept(self._world, supervisor.serving), lambda: objects_left(self._world))
+        await self._within(RECOVERY_S, agreeing.judge(self._world, self._seed, supervisor.serving()), "no answer")
         await supervisor.stop_all()
         for following, tail in zip(followings, self._tails, strict=True):
             following.cancel()
@@ -316,6 +319,13 @@ class _Schedule:
             )
             await self._unless_idle(2 * RECOVERY_S, outliving.drill(), "the drill of staged tokens was not over")
             await self._supervisor.keep_all()
+        if random.Random(f"has finished {self._seed}").random() < FINISHED:
+            finishing = FinishingClient(self._world, "finished", "finished", Habits(loyalty=1.0))
+            await self._unless_idle(RECOVERY_S, finishing.drill(), "the drill of a finish was not over")
+        if not self._alone and random.Random(f"has undone {self._seed}").random() < UNDONE:
+            assert isinstance(self._server, MemoryServer)
+            undone = UndoneDrill(self._world, self._server, self._seed, self._supervisor.serving)
+            await self._unless_idle(2 * RECOVERY_S, undone.run(), "the drill of claims that were undone was not over")
         await self._supervisor.all_agree()
 
     async def _check_checkpoints(self, clients: list[tuple[LimitedClient, SessionConfig]], trainer: Trainer) -> None:

@@ -1,0 +1,131 @@
+"""What must hold of every process once nothing fails: what it knows and says of sessions is what the log says."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from sqlalchemy import select
+
+from app.domain.events import name_of
+from app.domain.session import Session, encode_session
+from app.errors import AppError, SessionNotFound
+from app.features.groups import Groups
+from app.sessions import event_log
+from app.sessions.session_list import SessionQuery
+from app.store import projections as heads
+from app.store.dialect import AlchemyTx
+from app.store.projections import FoldedLog
+from app.store.schema import groups
+from ops.verify import TABLES
+from tests.tools.simulation.process import Disconnected, Process
+from tests.tools.simulation.world import World
+
+T = TypeVar("T")
+
+ASKED = 0.3
+"""How many schedules end with one process being asked for all that is there."""
+
+AGAIN_S = 0.5
+ALL = 1000
+
+UNLISTED = frozenset({"open_turns", "body_hash", "root_id", "last_turn", "spent_turns", "spent_tokens"})
+"""Columns of a head that the list has not."""
+
+NOBODY = "nobody"
+"""No session has this id."""
+
+
+async def judge(world: World, seed: int, processes: Sequence[Process]) -> None:
+    """Never ends where one is not answered."""
+    ids = world.store.read(lambda connection: heads.session_ids(connection, TABLES, "", ALL))
+    logs = {one: world.store.read(lambda connection: heads.read_log(AlchemyTx(connection), one)) for one in ids}  # noqa: B023
+    for process in processes:
+        for session_id, log in logs.items():
+            await _knows(world, process, session_id, None if log is None else log.session)
+    rng = random.Random(f"asked {seed}")
+    if processes and rng.random() < ASKED:
+        process = rng.choice(processes)
+        there = {session_id: log for session_id, log in logs.items() if log is not None}
+        await _lists(world, process, there)
+        await _lists_groups(world, process, there)
+        for session_id, log in there.items():
+            lines = await asked(world, process, lambda: _lines(process, session_id))  # noqa: B023
+            events = [(recorded.seq, name_of(recorded.event)) for recorded in log.events]
+            world.must(lines == events, f"{process.name} gives other events of {session_id} than there are")
+        for work in (lambda: _lines(process, NOBODY), lambda: _refused(process, NOBODY)):
+            world.must(await asked(world, process, work) is None, f"{process.name} knows a session that is not there")
+
+
+async def _knows(world: World, process: Process, session_id: str, session: Session | None) -> None:
+    """What it has cached goes on with what the others have written."""
+    if process.service.cache.known(session_id) is None:
+        return
+    entry = await asked(world, process, lambda: process.service.cache.current(session_id))
+    if entry is None or session is None:
+        world.must(entry is session, f"{process.name} knows {session_id}, or the log does")
+        return
+    same = encode_session(entry.session) == encode_session(session)
+    world.must(same, f"{process.name} knows another {session_id} than the log")
+    keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
+    world.must(entry.keyed == keyed, f"{process.name} knows other keys of {session_id} than the log")
+
+
+async def _lists(world: World, process: Process, logs: Mapping[str, FoldedLog]) -> None:
+    """Nobody has a turn in flight any more."""
+    listed = process.service.session_list
+    page = await asked(world, process, lambda: listed.page(SessionQuery(), None, ALL))
+    rows: dict[str, Mapping[str, Any]] = {row["session_id"]: row for row in page["sessions"]} if page else {}
+    world.must(rows.keys() == logs.keys(), f"{process.name} lists {sorted(rows)} of {sorted(logs)}")
+    for session_id, row in rows.items():
+        log = logs[session_id]
+        said = {**heads.head_row(log), "running_since": None, "tags": list(log.session.tags)}
+        other = [name for name, value in said.items() if name not in UNLISTED and row.get(name, "") != value]
+        world.must(not other, f"{process.name} lists {session_id} with another {other} than the log says")
+
+
+async def _lists_groups(world: World, process: Process, logs: Mapping[str, FoldedLog]) -> None:
+    made: Groups = process.service.features["groups"]
+    page = await asked(world, process, lambda: made.listed.page(None, ALL))
+    assert page is not None
+    query = select(groups.c.group_id).where(groups.c.acked_at.is_not(None))
+    acknowledged = set(world.store.read(lambda connection: connection.execute(query).scalars().all()))
+    for group in page["groups"]:
+        group_id = group["group_id"]
+        is_told = group["state"] == "acknowledged"
+        world.must(is_told == (group_id in acknowledged), f"{process.name} says that {group_id} is {group['state']}")
+        attempts = {
+            log.session.config.attempt
+            for log in logs.values()
+            if log.session.config.group_id == group_id and log.root_id is None and log.session.status != "undone"
+        } - {None}
+        most = max((one for one in attempts if one is not None), default=0)
+        missing = [one for one in range(0 if 0 in attempts else 1, most) if one not in attempts]
+        same = group["missing_attempts"] == missing
+        world.must(same, f"{process.name} says that {group_id} lacks {group['missing_attempts']}, not {missing}")
+
+
+async def _lines(process: Process, session_id: str) -> list[tuple[int, str]]:
+    service = process.service
+    lines = await event_log.event_lines(service.database, service.followers, session_id, 0, False)
+    found = [msgspec.json.decode(line) async for piece in lines for line in piece.splitlines()]
+    return [(line["seq"], line["type"]) for line in found]
+
+
+async def _refused(process: Process, session_id: str) -> object:
+    return await event_log.refused_reply(process.service.database, session_id, 1)
+
+
+async def asked(world: World, process: Process, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+    """What a process answers, in the end; None where it does not know the session."""
+    while True:
+        try:
+            return await process.call(work, lambda _: None)
+        except SessionNotFound:
+            return None
+        except (AppError, Disconnected) as error:
+            world.note(f"{process.name} is asked again: {type(error).__name__} {error}")
+            await asyncio.sleep(AGAIN_S)
