@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -15,6 +15,9 @@ from tests.tools.simulation.spelling import Message
 
 if TYPE_CHECKING:
     from tests.tools.simulation.client import Client
+
+RUSH_S = 3.0
+"""Between the moments at which many clients act."""
 
 
 async def go_back(client: Client) -> None:
@@ -27,6 +30,19 @@ async def twice(client: Client) -> None:
     """A keyed turn, sent to two processes at once."""
     messages, logical = _new(client, client.messages)
     await asyncio.gather(*(_send(client, messages, logical, logical) for _ in range(2)))
+
+
+async def rush(client: Client) -> None:
+    """A turn and two rewards at once, at any processes, just when others do the same."""
+    await asyncio.sleep(RUSH_S - client._history.now() % RUSH_S)
+    messages, logical = _new(client, client.messages)
+
+    async def anywhere(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        client._sticky = None
+        await work()
+
+    rewards = [anywhere(lambda: client.insist(client._reward, 1)) for _ in range(2)]
+    await asyncio.gather(anywhere(lambda: _send(client, messages, logical, None)), *rewards)
 
 
 async def earlier(client: Client) -> None:

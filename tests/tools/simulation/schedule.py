@@ -58,11 +58,17 @@ PATIENCE_S = 1200.0
 RECOVERY_S = 120.0
 """How long a turn may take in each session once nothing fails any more."""
 
+RUSHES = 6.0
+"""How often clients take part in a rush, beside ten turns."""
+
 LARGE_BYTES = 48
 """Chunks of fewer stay in the database, where object storage has the others."""
 
 POLLS_S = (0.05, 1.0, 1.0, 1.0, 2.0, 2.0)
 """How often processes look at the fleet's log. Each look costs as much as ever, so most schedules have few."""
+
+BRIEF_POLL_S = 1.0
+"""They look no more often on PostgreSQL, where looks would be half of all round trips."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -137,7 +143,7 @@ class _Schedule:
             if isinstance(self._server, PostgresServer)
             else []
         )
-        self._poll_s = rng.choice(POLLS_S)
+        self._poll_s = max(rng.choice(POLLS_S), BRIEF_POLL_S if isinstance(store, PostgresStore) else 0.0)
         self._processes: list[Process | None] = [None] * (1 if self._alone else rng.choice((2, 2, 3)))
         self._one_host = rng.random() < 0.3
         self._started: list[Process] = []
@@ -251,6 +257,8 @@ class _Schedule:
         habits = draw_habits(rng, random.Random(f"fights {self._seed}") if fights else None)
         if self._theme == "features":
             habits = msgspec.structs.replace(habits, compact=0.3)
+        if fights and isinstance(self._store, PostgresStore):  # In memory no statement comes between two others.
+            habits = msgspec.structs.replace(habits, rush=RUSHES)
         trees, kept = random.Random(f"trees {self._seed}"), random.Random(f"kept {self._seed}")
         limited = budgets.draw(self._seed) if self._theme == "features" else lambda config: config
         for number in range(1, rng.choice((1, 2, 3)) + 1):

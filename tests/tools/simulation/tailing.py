@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from sqlalchemy import Connection, select
+from sqlalchemy import ARRAY, BigInteger, Connection, func, select
 
 from app.errors import StoreUnavailable
 from app.store import all_events, tail
@@ -73,6 +73,10 @@ class Tail:
         there = self._world.store.read(_places)
         missed = set(there).difference(self._seen)
         self._world.must(not missed, f"a reader of all events has passed {len(missed)} of {len(there)}")
+        for name, seqs in self._world.store.read(_repeated):
+            self._world.history.problem(
+                f"events {seqs} of {name} are the same: a transaction that was done was repeated"
+            )
         self._world.must(
             self._seen == sorted(set(self._seen)), "a reader of all events saw some twice, or not in order"
         )
@@ -81,3 +85,11 @@ class Tail:
 def _places(connection: Connection) -> list[Position]:
     query = select(events.c.tx, events.c.position).order_by(events.c.tx, events.c.position)
     return [Position(*row) for row in connection.execute(query)]
+
+
+def _repeated(connection: Connection) -> list[tuple[str, list[int]]]:
+    """Events of a session that were decided at the same moment and say the same."""
+    columns = events.c.session_id, events.c.type, events.c.at, events.c.data
+    seqs = func.array_agg(events.c.seq, type_=ARRAY(BigInteger))
+    query = select(events.c.session_id, seqs).group_by(*columns).having(func.count() > 1)
+    return [(row[0], row[1]) for row in connection.execute(query)]
