@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -33,16 +33,20 @@ async def twice(client: Client) -> None:
 
 
 async def rush(client: Client) -> None:
-    """A turn and two rewards at once, at any processes, just when others do the same."""
+    """Turns and rewards at once, at any processes, just when others do the same. One turn comes behind a reward: so its
+    process knows of the other one."""
     await asyncio.sleep(RUSH_S - client._history.now() % RUSH_S)
-    messages, logical = _new(client, client.messages)
+    turns = [_new(client, client.messages) for _ in range(2)]
 
-    async def anywhere(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def send(messages: list[Message], logical: str, rewards: int) -> None:
         client._sticky = None
-        await work()
+        for _ in range(rewards):
+            await client.insist(client._reward, 1)
+        await _send(client, messages, logical, None)
 
-    rewards = [anywhere(lambda: client.insist(client._reward, 1)) for _ in range(2)]
-    await asyncio.gather(anywhere(lambda: _send(client, messages, logical, None)), *rewards)
+    await asyncio.gather(
+        *(send(*turn, rewards) for rewards, turn in enumerate(turns)), client.insist(client._reward, 1)
+    )
 
 
 async def earlier(client: Client) -> None:
