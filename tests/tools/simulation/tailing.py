@@ -10,6 +10,7 @@ import random
 
 from sqlalchemy import ARRAY, BigInteger, Connection, func, select
 
+from app.domain.events import AnnotationWritten
 from app.errors import StoreUnavailable
 from app.store import all_events, tail
 from app.store.all_events import EventFilter
@@ -88,8 +89,10 @@ def _places(connection: Connection) -> list[Position]:
 
 
 def _repeated(connection: Connection) -> list[tuple[str, list[int]]]:
-    """Events of a session that were decided at the same moment and say the same."""
+    """Events of a session that were decided at the same moment and say the same. Annotations may: their texts can be
+    erased."""
     columns = events.c.session_id, events.c.type, events.c.at, events.c.data
     seqs = func.array_agg(events.c.seq, type_=ARRAY(BigInteger))
-    query = select(events.c.session_id, seqs).group_by(*columns).having(func.count() > 1)
+    query = select(events.c.session_id, seqs).where(events.c.type != AnnotationWritten.__name__)
+    query = query.group_by(*columns).having(func.count() > 1)
     return [(row[0], row[1]) for row in connection.execute(query)]
