@@ -68,7 +68,7 @@ class Retries:
         self._sending: dict[_Key, int] = {}
         self._replaying: set[_Key] = set()
         self._noting: set[asyncio.Task[None]] = set()
-        self._writing: set[tuple[str, ReplyUndelivered | ReplyRedelivered]] = set()
+        self._writing: dict[_Key, list[ReplyUndelivered | ReplyRedelivered]] = {}
         self._sent: OrderedDict[str, dict[int, bool | None]] = OrderedDict()
         self._remembered = 0
 
@@ -249,9 +249,7 @@ class Retries:
         what is not as usual is written down, in the background."""
         event = self._delivery_event(session_id, turn, delivered=delivered, is_replay=is_replay)
         if event is not None:
-            task = asyncio.create_task(self._note(session_id, event))
-            self._noting.add(task)
-            task.add_done_callback(self._noting.discard)
+            self._note(session_id, event)
 
     def _delivery_event(
         self, session_id: str, turn: int, *, delivered: bool | None, is_replay: bool
@@ -297,21 +295,39 @@ class Retries:
         while self._remembered > REMEMBERED and len(self._sent) > 1:
             self.forget(next(iter(self._sent)))
 
-    async def _note(self, session_id: str, event: ReplyUndelivered | ReplyRedelivered) -> None:
-        """Write the event down, unless the log says so already or the turn is none of a retry's any more."""
-        session, note = self._cache.known(session_id), (session_id, event)
-        if note in self._writing or (session is not None and _already_recorded(session, event)):
+    def _note(self, session_id: str, event: ReplyUndelivered | ReplyRedelivered) -> None:
+        """Write the event down, behind what else is told of the turn, unless that or the log says so already, or the
+        turn is none of a retry's any more."""
+        key = session_id, event.turn
+        told = self._writing.get(key)
+        if told is not None:
+            if told[-1] != event:
+                told.append(event)
             return
-        self._writing.add(note)
+        session = self._cache.known(session_id)
+        if session is not None and _already_recorded(session, event):
+            return
+        self._writing[key] = [event]
+        task = asyncio.create_task(self._write(key))
+        self._noting.add(task)
+        task.add_done_callback(self._noting.discard)
+
+    async def _write(self, key: _Key) -> None:
+        """One after the other: two at once may change places in the log."""
+        session_id, turn = key
+        told = self._writing[key]
         try:
-            outcome = await self._writer.submit(NoteDelivery(session_id, self._clock(), event))
-            if isinstance(outcome, Appended):
-                self._cache.advance(session_id, outcome.events)
-                self._followers.notify(session_id)
-        except AppError as error:
-            log.warning("session %s: the delivery of turn %d could not be noted: %s", session_id, event.turn, error)
+            while told:
+                try:
+                    outcome = await self._writer.submit(NoteDelivery(session_id, self._clock(), told[0]))
+                    if isinstance(outcome, Appended):
+                        self._cache.advance(session_id, outcome.events)
+                        self._followers.notify(session_id)
+                except AppError as error:
+                    log.warning("session %s: the delivery of turn %d could not be noted: %s", session_id, turn, error)
+                del told[0]
         finally:
-            self._writing.discard(note)
+            del self._writing[key]
 
 
 def has_key(turn: InFlightTurn, key: str | None, body_hash: str) -> bool:

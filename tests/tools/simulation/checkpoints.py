@@ -20,6 +20,7 @@ from app.store.schema import checkpoint_sessions
 from tests.tools.simulation import orders
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.kills import Kill, while_killed
+from tests.tools.simulation.postgres_store import PostgresStore
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.trainer import Trainer
 from tests.tools.simulation.world import World
@@ -29,6 +30,9 @@ T = TypeVar("T")
 NAME = "drill"
 
 AGAIN_S = 0.5
+
+SLOW_S = 0.3
+"""How long a transaction takes while the cut is made, so that what it meets is not done yet."""
 
 
 class CheckpointDrill:
@@ -51,7 +55,14 @@ class CheckpointDrill:
     async def run(self) -> None:
         """Never ends where a restore is never finished."""
         drain_s = self._rng.choice((None, None, 30.0))
-        await self._while_killed(self._make(drain_s))
+        if isinstance(self._world.store, PostgresStore):  # In memory the cut is one moment.
+            self._world.weather.transaction_s = SLOW_S
+            using = asyncio.create_task(self._use())
+            await self._while_killed(self._make(drain_s))
+            await using
+            self._world.weather.calm()
+        else:
+            await self._while_killed(self._make(drain_s))
         at_cut = self._states(NAME)
         await self._use()
         orders.judge(self._world.store, self._world.history)

@@ -403,5 +403,6 @@ STEPS: Mapping[str, Step] = {
     "earlier": lambda client, _: fights.earlier(client),
     "back": lambda client, _: fights.back(client),
     "other": lambda client, _: fights.other(client),
+    "rush": lambda client, _: fights.rush(client),
 }
 """What a client does by each of its habits."""

@@ -227,7 +227,11 @@ class Feed:
             is_own = first.consumer == second.consumer and not second.new_only
             is_over = second.at >= first.until - ROUNDING_S
             is_larger = first.attempts.keys() < second.attempts.keys()  # A rollout that begins ends the lease.
-            must(is_own or is_over or is_larger, f"{name} was given to {second.consumer}, and {first.consumer} had it")
+            is_renewed = any(  # That lease may be shorter than what was left of the first.
+                first.at < other.at < second.at and other.consumer == first.consumer for other in self._given[name]
+            )
+            is_free = is_own or is_over or is_larger or is_renewed
+            must(is_free, f"{name} was given to {second.consumer}, and {first.consumer} had it")
 
     def judge(self) -> None:
         """What the store says of all that was given."""

@@ -16,6 +16,9 @@ from tests.tools.simulation.spelling import Message
 if TYPE_CHECKING:
     from tests.tools.simulation.client import Client
 
+RUSH_S = 3.0
+"""Between the moments at which many clients act."""
+
 
 async def go_back(client: Client) -> None:
     """Another turn in the newest one's place."""
@@ -34,6 +37,23 @@ async def again(client: Client) -> None:
     messages, logical = _new(client, client.messages)
     for _ in range(2):
         await _send(client, messages, logical, logical)
+
+
+async def rush(client: Client) -> None:
+    """Turns and rewards at once, at any processes, just when others do the same. One turn comes behind a reward: so its
+    process knows of the other one."""
+    await asyncio.sleep(RUSH_S - client._history.now() % RUSH_S)
+    turns = [_new(client, client.messages) for _ in range(2)]
+
+    async def send(messages: list[Message], logical: str, rewards: int) -> None:
+        client._sticky = None
+        for _ in range(rewards):
+            await client.insist(client._reward, 1)
+        await _send(client, messages, logical, None)
+
+    await asyncio.gather(
+        *(send(*turn, rewards) for rewards, turn in enumerate(turns)), client.insist(client._reward, 1)
+    )
 
 
 async def earlier(client: Client) -> None:

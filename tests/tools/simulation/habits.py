@@ -24,6 +24,7 @@ class Habits(msgspec.Struct, frozen=True):
     earlier: float = 0.0
     back: float = 0.0
     other: float = 0.0
+    rush: float = 0.0
     loyalty: float = 0.7
     gives_up: float = 0.1
 

@@ -91,11 +91,13 @@ class PostgresServer(Server):
             return
         if any(part in request.text for part in TIMED):
             self.store.set_clock()
+        connection.has_heads |= _locks_heads(request.text)
         if self.backends.send(connection.backend, request.work):
             self._answered(connection, request)
         else:
             self.world.note(f"{connection.name} waits for a lock")
-            self.world.must(not _locks_heads(request.text), "a batch waits for a session that another one has locked")
+            is_head = _locks_heads(request.text) or (connection.has_heads and _needs_head(request.text))
+            self.world.must(not is_head, "a batch waits for a session that another one has locked")
             self.waiting[connection] = request
             self.world.loop.call_later(LOCK_S, self._give_up, connection, request, context=self.context())
 
@@ -189,6 +191,11 @@ def _locks_heads(text: str) -> bool:
     return "given AS MATERIALIZED" in text or ("= ANY (" in text and "FOR UPDATE" in text)
 
 
+def _needs_head(text: str) -> bool:
+    """Those that change a session's row, or lock it by itself."""
+    return text.startswith("UPDATE sessions") or ("FROM sessions" in text and "FOR UPDATE" in text)
+
+
 def _lost() -> asyncpg.PostgresError:
     return asyncpg.ConnectionDoesNotExistError("connection was closed in the middle of operation")
 
@@ -213,7 +220,7 @@ class Request:
 class Connection:
     """What a process has instead of asyncpg's connection. `request` is the statement that the server has not answered.
 
-    `is_over`: one of both sides has ended it.
+    `is_over`: one of both sides has ended it. `has_heads`: its transaction is a batch, which has locked its sessions.
     """
 
     def __init__(self, server: PostgresServer, name: str) -> None:
@@ -223,6 +230,7 @@ class Connection:
         self.is_over = False
         self.idle_since = 0.0
         self.begun = 0
+        self.has_heads = False
         self._server = server
         self._writes = False
         server.connections.append(self)
@@ -233,6 +241,7 @@ class Connection:
 
     def _begin(self) -> None:
         self._writes = True
+        self.has_heads = False
         self.begun += 1
         self.idle_since = self._server.world.loop.time()
         self._server.world.loop.call_later(

@@ -82,7 +82,7 @@ class Process:
         self.service = service.made(
             world.settings,
             database,
-            engine_of(world, lambda adapter: self.service.fleet.fleet.is_shut(adapter)),
+            engine_of(world, lambda adapter: self.service.fleet.fleet.is_shut(adapter, has_claim=True)),
             SimulatedPool(world),
             self.clock,
             self.incarnation,

@@ -17,7 +17,7 @@ from app.sessions.all_events import EventQuery
 from app.sessions.log_end import decode_position
 from app.sessions.session_list import SessionQuery
 from app.store import heads_view, reads
-from app.store.all_events import EventFilter
+from app.store.all_events import EventFilter, written_at
 from app.store.schema import events
 from tests.tools.simulation import rows
 from tests.tools.simulation.process import Disconnected, Process
@@ -104,11 +104,10 @@ class EventReader:
         """Is another event, or none, at the place that the reader has come to?"""
         assert self._position is not None
         known = decode_position(self._position, "a reader")
-        query = select(events.c.at).where(events.c.position == known.place.position)
-        return self._world.store.read(lambda connection: connection.execute(query).scalar()) != known.at
+        return self._world.store.read(lambda connection: written_at(connection, known.place)) != known.at
 
     def _log(self) -> list[tuple[str, int, float]]:
-        query = select(events.c.session_id, events.c.seq, events.c.at, events.c.type).order_by(events.c.position)
+        query = select(events.c.session_id, events.c.seq, events.c.at).order_by(events.c.tx, events.c.position)
         if self._wanted.session_id is not None:
             query = query.where(events.c.session_id == self._wanted.session_id)
         if self._wanted.types:

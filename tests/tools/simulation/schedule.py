@@ -55,8 +55,14 @@ PATIENCE_S = 1200.0
 RECOVERY_S = 120.0
 """How long a turn may take in each session once nothing fails any more."""
 
+RUSHES = 6.0
+"""How often clients take part in a rush, beside ten turns."""
+
 LARGE_BYTES = 48
 """Chunks of fewer stay in the database, where object storage has the others."""
+
+BRIEF_POLL_S = 1.0
+"""Processes look no more often at the fleet's log on PostgreSQL, where looks would be half of all round trips."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -131,7 +137,8 @@ class _Schedule:
             if isinstance(self._server, PostgresServer)
             else []
         )
-        self._supervisor = Supervisor(self._world, self._server, alone=alone)
+        least_poll_s = BRIEF_POLL_S if isinstance(store, PostgresStore) else 0.0
+        self._supervisor = Supervisor(self._world, self._server, alone=alone, least_poll_s=least_poll_s)
 
     def run(self) -> Outcome:
         try:
@@ -250,6 +257,9 @@ class _Schedule:
         habits = draw_habits(rng, random.Random(f"fights {self._seed}") if fights else None)
         if self._theme == "features":
             habits = msgspec.structs.replace(habits, compact=0.3)
+        if self._theme == "fights" and isinstance(self._store, PostgresStore):
+            # In memory no statement comes between two others.
+            habits = msgspec.structs.replace(habits, rush=RUSHES)
         trees, kept = random.Random(f"trees {self._seed}"), random.Random(f"kept {self._seed}")
         limited = budgets.draw(self._seed) if self._theme == "features" else lambda config: config
         for number in range(1, rng.choice((1, 2, 3)) + 1):
@@ -322,7 +332,7 @@ class _Schedule:
         if random.Random(f"has finished {self._seed}").random() < FINISHED:
             finishing = FinishingClient(self._world, "finished", "finished", Habits(loyalty=1.0))
             await self._unless_idle(RECOVERY_S, finishing.drill(), "the drill of a finish was not over")
-        if not self._alone and random.Random(f"has undone {self._seed}").random() < UNDONE:
+        if not self._supervisor.is_alone and random.Random(f"has undone {self._seed}").random() < UNDONE:
             assert isinstance(self._server, MemoryServer)
             undone = UndoneDrill(self._world, self._server, self._seed, self._supervisor.serving)
             await self._unless_idle(2 * RECOVERY_S, undone.run(), "the drill of claims that were undone was not over")

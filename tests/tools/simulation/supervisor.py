@@ -28,15 +28,16 @@ POLLS_S = (0.05, 1.0, 1.0, 1.0, 2.0, 2.0)
 
 
 class Supervisor:
-    """`alone`: one process has the database to itself. `mishaps` counts what the storm has done."""
+    """`alone`: one process has the database to itself. `mishaps` counts what the storm has done. Processes look at the
+    fleet's log every `least_poll_s` at most."""
 
-    def __init__(self, world: World, server: Server, *, alone: bool) -> None:
+    def __init__(self, world: World, server: Server, *, alone: bool, least_poll_s: float) -> None:
         self.mishaps = 0
         self._world = world
         self._server = server
         self._rng = rng = world.rng
-        self._alone = alone
-        self._poll_s = rng.choice(POLLS_S)
+        self.is_alone = alone
+        self._poll_s = max(rng.choice(POLLS_S), least_poll_s)
         self._processes: list[Process | None] = [None] * (1 if alone else rng.choice((2, 2, 3)))
         self._one_host = rng.random() < 0.3
         self._started: list[Process] = []
@@ -93,7 +94,7 @@ class Supervisor:
         """As a supervisor does: again, until it runs."""
         while True:
             name = f"p{len(self._started) + 1}"
-            process = Process(name, self._world, self._server, self._poll_s, alone=self._alone, is_gone=self._is_gone)
+            process = Process(name, self._world, self._server, self._poll_s, alone=self.is_alone, is_gone=self._is_gone)
             self._started.append(process)
             self._processes[place] = process
             try:
@@ -139,12 +140,12 @@ class Supervisor:
 
     async def _lose_store(self, place: int, process: Process) -> None:
         """A power cut; where the process has the store to itself it is on the same machine."""
-        if self._alone:
+        if self.is_alone:
             process.kill()
         self._world.history.crashes.append(self._world.loop.time())
         lost = self._server.crash(self._rng.random() * self._world.weather.down_s)
         self._world.note(f"the database crashes, {lost} transactions are gone")
-        if self._alone:
+        if self.is_alone:
             await self._replace(place)
 
     async def _outage(self, place: int, process: Process) -> None:

@@ -1,16 +1,20 @@
-"""A reader of the log of all sessions, which goes on while others write: it must see every event once and in order."""
+"""A reader of the log of all sessions, which goes on while others write: it must see every event once and in order.
+
+The events of a session that has left the log come again when it returns.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
 
-from sqlalchemy import Connection, select
+from sqlalchemy import ARRAY, BigInteger, Connection, func, select
 
+from app.domain.events import AnnotationWritten
 from app.errors import StoreUnavailable
 from app.store import all_events, tail
 from app.store.all_events import EventFilter
-from app.store.reads import START, Position
+from app.store.reads import START, Position, last_forgotten
 from app.store.schema import events
 from tests.tools.simulation.database import ProcessDatabase
 from tests.tools.simulation.world import World
@@ -31,7 +35,7 @@ class Tail:
         self._look_s = self._rng.choice(LOOKS_S)
         self._after = START
         self._seen: list[Position] = []
-        self._newest: dict[str, int] = {}
+        self._newest: dict[str, tuple[int, Position]] = {}
 
     async def follow(self) -> None:
         """Until it is cancelled."""
@@ -51,13 +55,18 @@ class Tail:
                 assert row.session_id is not None
                 assert row.row is not None
                 self._seen.append(row.place)
-                before = self._newest.get(row.session_id, 0)
+                before, place = self._newest.get(row.session_id, (0, START))
                 self._world.must(
-                    row.row.seq == before + 1,
+                    row.row.seq == before + 1 or self._has_left(place),
                     f"a reader of all events saw event {row.row.seq} of {row.session_id} behind {before}",
                 )
-                self._newest[row.session_id] = row.row.seq
+                self._newest[row.session_id] = row.row.seq, row.place
             self._after = page.reached
+
+    def _has_left(self, place: Position) -> bool:
+        """Has the session of this event been taken out of the log since?"""
+        forgotten = self._world.store.read(last_forgotten)
+        return START < forgotten >= place
 
     async def finish(self) -> None:
         """Nobody writes any more. Raises StoreUnavailable."""
@@ -65,6 +74,10 @@ class Tail:
         there = self._world.store.read(_places)
         missed = set(there).difference(self._seen)
         self._world.must(not missed, f"a reader of all events has passed {len(missed)} of {len(there)}")
+        for name, seqs in self._world.store.read(_repeated):
+            self._world.history.problem(
+                f"events {seqs} of {name} are the same: a transaction that was done was repeated"
+            )
         self._world.must(
             self._seen == sorted(set(self._seen)), "a reader of all events saw some twice, or not in order"
         )
@@ -73,3 +86,13 @@ class Tail:
 def _places(connection: Connection) -> list[Position]:
     query = select(events.c.tx, events.c.position).order_by(events.c.tx, events.c.position)
     return [Position(*row) for row in connection.execute(query)]
+
+
+def _repeated(connection: Connection) -> list[tuple[str, list[int]]]:
+    """Events of a session that were decided at the same moment and say the same. Annotations may: their texts can be
+    erased."""
+    columns = events.c.session_id, events.c.type, events.c.at, events.c.data
+    seqs = func.array_agg(events.c.seq, type_=ARRAY(BigInteger))
+    query = select(events.c.session_id, seqs).where(events.c.type != AnnotationWritten.__name__)
+    query = query.group_by(*columns).having(func.count() > 1)
+    return [(row[0], row[1]) for row in connection.execute(query)]
