@@ -13,6 +13,7 @@ import msgspec
 from sqlalchemy import select
 
 from app.domain.events import RewardAssigned, SessionClosed, SessionConfig
+from app.domain.session import fold
 from app.errors import AppError, SessionExists
 from app.errors import SessionClosed as Closed
 from app.features.groups import Groups
@@ -236,10 +237,20 @@ class Feed:
             of_rollouts = [
                 one.session_id for one in self._producers if {one.session_id, one.config.parent} & given.attempts.keys()
             ]
-            told = {(one, turn.turn) for one in of_rollouts for turn in self._world.history.turns_of(one)}
+            told = {
+                (one, turn.turn)
+                for one in of_rollouts
+                for turn in self._world.history.turns_of(one)
+                if turn.turn in self._live_turns(one)
+            }
             self._world.must(told <= there, f"{given.group_id} was given without {sorted(told - there)}")
             for problem in rows.problems(given.rows, self._world.history):
                 self._world.history.problem(problem)
+
+    def _live_turns(self, session_id: str) -> list[int]:
+        """Without those that its client, which did not know of them, has rolled back."""
+        session = self._world.store.read(lambda c: fold(session_id, reads.load_events(c, session_id)))
+        return [] if session is None or session.leaf is None else session.line(session.leaf.number)
 
     def _consumers(self) -> dict[str, tuple[str, float]]:
         """Who has acknowledged which group, and when."""

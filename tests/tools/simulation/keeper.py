@@ -150,6 +150,7 @@ class Keeper:
             return None
         self._numbers += 1
         fork_id = f"f{self._numbers}"
+        self._world.spelling.fork(fork_id, source_id)
         turn = rng.choice([turn.number for turn in before.session.turns])
         metadata = rng.choice((None, {"from": self._mark(fork_id)}))
         order = ForkOrder(source_id, turn, None, metadata, rng.random() < 0.5)
