@@ -428,8 +428,8 @@ def is_superseded(session: Session, index: TreeIndex, number: int) -> bool:
     def is_continued(number: int) -> bool:
         return number == continued or index.has_children(number)
 
-    turn = session.turn(number)
-    return not is_continued(number) and any(
+    turn = session.turns.get(number)  # None: a restore has undone it.
+    return not (turn is None or is_continued(number)) and any(
         other in session.turns and is_continued(other) and session.turn(other).supersedes(turn)
         for other in index.with_body(turn.body_hash)
     )

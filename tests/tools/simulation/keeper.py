@@ -184,9 +184,14 @@ class Keeper:
             except (SessionClosed, SessionNotFound):
                 return
             except GaveUp:
-                if not insists:
+                if not insists or self._is_at_its_limit(fork_id):
                     return
                 await asyncio.sleep(LOOK_S)
+
+    def _is_at_its_limit(self, session_id: str) -> bool:
+        """A fork has its source's limits."""
+        session = self._read(lambda connection: fold(session_id, reads.load_events(connection, session_id)))
+        return session is not None and bool(session.reached)
 
     def client(self, session_id: str) -> Client:
         """Of a session that is there already."""
