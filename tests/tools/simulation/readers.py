@@ -181,7 +181,10 @@ class Mirror:
         for session_id in {row["session_id"] for row in self._window}:
             self._rows[session_id] = [row for row in self._window if row["session_id"] == session_id]
         there = {one for every in self._rows.values() for row in every for one in _turns(row)}
+        moved = _left(self._world)  # What came back is in a later window.
         for turn in self._world.history.turns:
+            if turn.session_id in moved:
+                continue
             is_due = turn.sent_at < self._opened_at and (turn.session_id, turn.turn) not in there
             if is_due and not self._is_erased(turn.session_id) and self._is_first_epoch():
                 self._world.must(
