@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from app.domain.events import BlobsTombstoned, ChunkKey, ChunkRef, ReplayKind, TombstoneReason
-from app.domain.rules import RULES, TreeIndex
+from app.domain.rules import RULES, TreeIndex, is_superseded
 from app.domain.session import Payload, Session
 
 
@@ -72,7 +72,7 @@ def tombstones(
         uses = ChunkUses(payloads for payloads in session.every_payload.values() if payloads is not own)
     uses.add(own)
     pinned, every = _pinned(session, pinned_upto), session.every_payload
-    gone = RULES[session.history].just_superseded(session, index)
+    gone = RULES[session.history].superseded_payloads(session, index)
     dropped = _behind_window(session, gone, index if session.history == "tree" else None, pinned)
     kept = _own_rows(session, dropped, gone)
     for payloads in kept.values():
@@ -140,7 +140,7 @@ def _behind_window(
             continue
         for kind in kinds:
             rank = ranks.get((number, kind), 0)
-            if rank and index is not None and _ends_bare(session, index, number, kind, gone):
+            if rank and index is not None and _ends_bare(session, index, number, kind):
                 rank = ranks[number, kind] = 0
             before = _before(session, number, kind)
             ranks[before, kind] = min(ranks.get((before, kind), rank + 1), rank + 1)
@@ -149,12 +149,12 @@ def _behind_window(
     return dropped
 
 
-def _ends_bare(session: Session, index: TreeIndex, number: int, kind: ReplayKind, gone: Collection[int]) -> bool:
+def _ends_bare(session: Session, index: TreeIndex, number: int, kind: ReplayKind) -> bool:
     """Is turn `number`'s payload of a kind the newest of a leaf, which brought none itself?"""
     todo = [number]
     while todo:
         at = todo.pop()
-        children = _continuing(session, index, at) - set(gone)
+        children = {child for child in _continuing(session, index, at) if not is_superseded(session, index, child)}
         if at != number and not children:
             return True
         todo += [child for child in children if session.payload(child, kind) is None]

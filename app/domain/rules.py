@@ -309,8 +309,8 @@ class Rules(Protocol):
     def superseded(self, session: Session) -> set[int]:
         """The turns that no row is made of, unless all branches are asked for."""
 
-    def just_superseded(self, session: Session, index: TreeIndex) -> Collection[int]:
-        """The turns with payloads that the newest turn has superseded; `index` may lack it."""
+    def superseded_payloads(self, session: Session, index: TreeIndex) -> Collection[int]:
+        """The turns with payloads that are superseded; `index` may lack the newest turn."""
 
     def rolled_back(self, session: Session, number: int) -> int:
         """How many live turns the commit of turn `number` rolled back: those from its parent to the previous leaf."""
@@ -347,7 +347,7 @@ class Linear:
         live = set(session.path)
         return {turn.number for turn in session.turns if turn.number not in live}
 
-    def just_superseded(self, session: Session, index: TreeIndex) -> Collection[int]:
+    def superseded_payloads(self, session: Session, index: TreeIndex) -> Collection[int]:
         newest = session.turns.newest
         if newest is None or not session.payloads:
             return ()
@@ -402,14 +402,9 @@ class Tree:
             if (newer := continued.get((turn.history_parent, turn.body_hash, turn.agent_id))) and newer.supersedes(turn)
         }
 
-    def just_superseded(self, session: Session, index: TreeIndex) -> Collection[int]:
-        """Those of which the newest turn's parent, whose first child it is, is a sibling."""
-        newest = session.turns.newest
-        if newest is None or not newest.history_parent or not session.payloads:
-            return ()
-        parent = session.turn(newest.history_parent)
-        siblings = index.siblings(parent.history_parent)
-        return {turn.number for turn in siblings if parent.supersedes(turn) and turn.number not in index.by_parent}
+    def superseded_payloads(self, session: Session, index: TreeIndex) -> Collection[int]:
+        """Not those alone that the newest turn has superseded: a turn in flight that continued one may have kept it."""
+        return {number for number in session.payloads if is_superseded(session, index, number)}
 
     def rolled_back(self, session: Session, number: int) -> int:
         return 0
@@ -423,6 +418,21 @@ RULES: Mapping[History | None, Rules] = {"linear": _LINEAR, None: _LINEAR, "tree
 def superseded(session: Session) -> set[int]:
     """The turns that no row is made of, unless all branches are asked for."""
     return RULES[session.history].superseded(session)
+
+
+def is_superseded(session: Session, index: TreeIndex, number: int) -> bool:
+    """Is a turn of a tree among the `superseded`? `index` may lack the newest turn."""
+    newest = session.turns.newest
+    continued = 0 if newest is None else newest.history_parent
+
+    def is_continued(number: int) -> bool:
+        return number == continued or index.has_children(number)
+
+    turn = session.turns.get(number)  # None: a restore has undone it.
+    return not (turn is None or is_continued(number)) and any(
+        other in session.turns and is_continued(other) and session.turn(other).supersedes(turn)
+        for other in index.with_body(turn.body_hash)
+    )
 
 
 # one live path

@@ -98,10 +98,10 @@ def acknowledged(stand: Stand, group_id: str) -> None:
 
 def test_what_left_comes_back_to_the_byte(own: Stand, tmp_path: Path) -> None:
     one = ended(own)
-    talks = rollout(own)
+    group_id = f"g-{uuid.uuid4().hex[:8]}"
+    talks = rollout(own, group_id=group_id)  # The agents' sessions name no group.
     reward(own, talks[0], 1.0)
     close(own, talks[0])
-    group_id = f"g-{uuid.uuid4().hex[:8]}"
     in_group = grouped(own, group_id)
     acknowledged(own, group_id)
     open_talk = own.talk()

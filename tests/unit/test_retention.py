@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from making import Book, assistant, user
 
@@ -13,6 +15,7 @@ from app.domain.events import (
     ReplayKind,
     RewardAssigned,
     SessionClosed,
+    TurnRejected,
     UnknownEvent,
 )
 
@@ -222,3 +225,22 @@ def test_a_payload_that_shares_what_is_gone_refuses_the_session() -> None:
 
     with pytest.raises(UnknownEvent, match="shares chunks"):
         script.book.turn(script.history, assistant("x"), payloads=shares_too_much)
+
+
+def test_a_superseded_payload_goes_though_a_turn_that_continued_it_fails_later() -> None:
+    book = Book(history="tree")
+
+    def take(messages: list[dict[str, Any]], reply: str) -> list[dict[str, Any]]:
+        book.turn(messages, assistant(reply), payloads=brought)
+        return [*messages, assistant(reply), user("on")]
+
+    def brought(fence: int) -> tuple[PayloadRef, ...]:
+        return (PayloadRef("routed_experts", 0, 1, 0, (2,), (ChunkRef(fence, 0, 0, 1, "uint8", 2, HASH),), 0),)
+
+    asked = take([user("0")], "first")
+    fence = book.open(book.plan(take(asked, "lost")), body_hash="01")
+    history = take(take(asked, "again"), "on it")
+    assert 2 in book.session.payloads, "a turn in flight continues it"
+    book.add(TurnRejected(3, fence, "upstream_invalid"))
+    take(history, "done")
+    assert 2 not in book.session.payloads

@@ -148,6 +148,8 @@ class BudgetClaim(Claim, frozen=True):
             in_flight |= {(row[0], row[1]): row[2] for row in tx.all(_IN_FLIGHT[budget.per_rollout], named)}
         if self._abandon_dead(tx, sorted({session_id for (session_id, _), dead in in_flight.items() if dead})):
             return Stale()
+        if not in_flight:  # Claims of this transaction have reserved it, which may not be won: look again behind it.
+            return Stale()
         return Limited(none.limit, frozenset(incarnation for _, incarnation in in_flight))
 
     def _abandon_dead(self, tx: Tx, session_ids: Sequence[str]) -> bool:

@@ -134,10 +134,11 @@ class CheckpointDrill:
                 continue
             # What a root's reward or close had not reached at the cut, it reaches after the restore.
             is_finished = now.has_roots_reward and not then.has_roots_reward
-            kept = ["turns", "turn_rewards", *(() if is_finished else ("reward",))]
-            if not now.is_reclaimed:  # The janitor goes on at once after the restore.
-                kept.append("status")
-            for what in kept:
+            # Since the restore it, or its root, may have been idle for too long.
+            is_idle = self._world.settings.idle_close_s is not None and (then.status, now.status) == ("open", "closed")
+            compared = ["turns", "turn_rewards"]
+            compared += [*([] if is_idle else ["status"]), *([] if is_finished else ["reward"])]
+            for what in compared:
                 same = getattr(now, what) == getattr(then, what)
                 self._world.must(same, f"{session_id}: {what} is not what it was at checkpoint {name}")
             lost = then.payloads.keys() - now.payloads.keys()

@@ -13,6 +13,7 @@ import msgspec
 from sqlalchemy import select
 
 from app.domain.events import RewardAssigned, SessionClosed, SessionConfig
+from app.domain.session import fold
 from app.errors import AppError, SessionExists
 from app.errors import SessionClosed as Closed
 from app.features.groups import Groups
@@ -74,9 +75,11 @@ class Producer(Client):
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A group that has left a process, with a lease of `consumer` from `at` until `until`, by the database's clock."""
+    """A group that has left a process, with its lease number `number`, of `consumer` from `at` until `until` by the
+    database's clock."""
 
     group_id: str
+    number: int
     consumer: str
     new_only: bool
     at: float
@@ -222,8 +225,11 @@ class Feed:
             if fact.what == "created" and fact.session_id in known and fact.sent_at < asked
         }
         must(created <= given.attempts.keys(), f"{name} was given without {sorted(created - given.attempts.keys())}")
-        for earlier in self._given[name]:
-            first, second = sorted((earlier, given), key=lambda one: one.at)
+        for other in self._given[name]:
+            first, second = sorted((other, given), key=lambda one: one.number)
+            must(first.number < second.number, f"{name} was given twice with lease {given.number}")
+            if first.number + 1 < second.number:
+                continue  # A lease between them, which a consumer had anew, may have been shorter.
             is_own = first.consumer == second.consumer and not second.new_only
             is_over = second.at >= first.until - ROUNDING_S
             is_larger = first.attempts.keys() < second.attempts.keys()  # A rollout that begins ends the lease.
@@ -243,16 +249,27 @@ class Feed:
                 log = self._world.store.read(lambda connection: reads.load_events(connection, session_id))  # noqa: B023
                 rewards = [recorded.event.reward for recorded in log if isinstance(recorded.event, RewardAssigned)]
                 closed = any(isinstance(recorded.event, SessionClosed) for recorded in log)
-                whole = closed and rewards[-1:] == [reward]
+                # Others give a second reward to the sessions of groups that are not the feed's own.
+                whole = closed and reward in (rewards[-1:] if given.group_id in self._groups() else rewards)
                 self._world.must(whole, f"{given.group_id} was given with {session_id}, which was not finished")
             there = {(row["session_id"], span["turn"]) for row in given.rows for span in row["turns"]}
             of_rollouts = [
                 one.session_id for one in self._producers if {one.session_id, one.config.parent} & given.attempts.keys()
             ]
-            told = {(one, turn.turn) for one in of_rollouts for turn in self._world.history.turns_of(one)}
+            told = {
+                (one, turn.turn)
+                for one in of_rollouts
+                for turn in self._world.history.turns_of(one)
+                if turn.turn in self._live_turns(one)
+            }
             self._world.must(told <= there, f"{given.group_id} was given without {sorted(told - there)}")
             for problem in rows.problems(given.rows, self._world.history):
                 self._world.history.problem(problem)
+
+    def _live_turns(self, session_id: str) -> list[int]:
+        """Without those that its client, which did not know of them, has rolled back."""
+        session = self._world.store.read(lambda c: fold(session_id, reads.load_events(c, session_id)))
+        return [] if session is None or session.leaf is None else session.line(session.leaf.number)
 
     def _consumers(self) -> dict[str, tuple[str, float]]:
         """Who has acknowledged which group, and when."""
@@ -269,7 +286,8 @@ def draw(world: World, seed: int) -> list[Feed]:
 def _given(line: dict[str, Any], consumer: str, lease_s: float, *, new_only: bool) -> Given:
     attempts = {one["session_id"]: one["reward"] for one in line["attempts"]}
     until = line["lease_until"]
-    return Given(line["group_id"], consumer, new_only, until - lease_s, until, attempts, line["rows"])
+    number = line["handed_out"]
+    return Given(line["group_id"], number, consumer, new_only, until - lease_s, until, attempts, line["rows"])
 
 
 def _of(process: Process) -> Groups:

@@ -150,6 +150,7 @@ class Keeper:
             return None
         self._numbers += 1
         fork_id = f"f{self._numbers}"
+        self._world.spelling.fork(fork_id, source_id)
         turn = rng.choice([turn.number for turn in before.session.turns])
         metadata = rng.choice((None, {"from": self._mark(fork_id)}))
         order = ForkOrder(source_id, turn, None, metadata, rng.random() < 0.5)
@@ -183,9 +184,14 @@ class Keeper:
             except (SessionClosed, SessionNotFound):
                 return
             except GaveUp:
-                if not insists:
+                if not insists or self._is_at_its_limit(fork_id):
                     return
                 await asyncio.sleep(LOOK_S)
+
+    def _is_at_its_limit(self, session_id: str) -> bool:
+        """A fork has its source's limits."""
+        session = self._read(lambda connection: fold(session_id, reads.load_events(connection, session_id)))
+        return session is not None and bool(session.reached)
 
     def client(self, session_id: str) -> Client:
         """Of a session that is there already."""

@@ -18,7 +18,7 @@ from app.sessions.log_end import decode_position
 from app.sessions.session_list import SessionQuery
 from app.store import heads_view, reads
 from app.store.all_events import EventFilter, written_at
-from app.store.schema import events
+from app.store.schema import archived, events
 from tests.tools.simulation import rows
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.world import World
@@ -36,6 +36,9 @@ FILTERS = (
     EventFilter(types=("TurnCommitted", "SessionClosed")),
     EventFilter(session_id="s1"),
 )
+
+Event = tuple[str, int, float]
+"""Its session, number and time."""
 
 SAID = ("turn", "excluded", "segment", "branch", "tokens", "loss_mask", "logprobs", "reward", "status", "final")
 """What of a row changes only with an event that makes its session come again in the next window."""
@@ -61,14 +64,15 @@ async def ask(world: World, what: str, work: Callable[[Process], Coroutine[Any, 
 
 
 class EventReader:
-    """Has each event once, in the order of the log, whatever process it asks; anew where a crash undid its position."""
+    """Has each event once, in the order of the log, whatever process it asks; anew where a crash undid its position.
+    Those of a session that came back from an archive have new places, and come again."""
 
     def __init__(self, world: World, rng: random.Random) -> None:
         self._world = world
         self._rng = rng
         self._wanted = rng.choice(FILTERS)
         self._position: str | None = None
-        self._seen: list[tuple[str, int, float]] = []
+        self._seen: dict[reads.Position, Event] = {}
 
     async def read(self, follow_s: float = 0.0, limit: int | None = None) -> bool:
         """Go on behind the last line that came, and follow for so long. Was it answered to its end?"""
@@ -87,7 +91,7 @@ class EventReader:
             return True
         except PositionGone as error:
             self._world.must(self._is_undone(), f"an event is there, and yet: {error}")
-            self._position, self._seen = None, []
+            self._position, self._seen = None, {}
         except NotAsked:
             pass
         finally:
@@ -98,22 +102,25 @@ class EventReader:
     def _take(self, line: Mapping[str, Any]) -> None:
         self._position = line["position"]
         if "seq" in line:
-            self._seen.append((line["session_id"], line["seq"], line["at"]))
+            place = decode_position(self._position, "a reader").place
+            self._world.must(place > max(self._seen, default=reads.START), f"an event came at {place}, out of order")
+            self._seen[place] = (line["session_id"], line["seq"], line["at"])
 
     def _is_undone(self) -> bool:
-        """Is another event, or none, at the place that the reader has come to?"""
+        """Is another event, or none, at the place that the reader has come to, and not because its session left?"""
         assert self._position is not None
         known = decode_position(self._position, "a reader")
-        return self._world.store.read(lambda connection: written_at(connection, known.place)) != known.at
+        at = self._world.store.read(lambda connection: written_at(connection, known.place))
+        return at != known.at and not (at is None and known.place <= self._world.store.read(reads.last_forgotten))
 
-    def _log(self) -> list[tuple[str, int, float]]:
-        query = select(events.c.session_id, events.c.seq, events.c.at).order_by(events.c.tx, events.c.position)
+    def _log(self) -> dict[reads.Position, Event]:
+        query = select(events.c.tx, events.c.position, events.c.session_id, events.c.seq, events.c.at)
         if self._wanted.session_id is not None:
             query = query.where(events.c.session_id == self._wanted.session_id)
         if self._wanted.types:
             query = query.where(events.c.type.in_(self._wanted.types))
         found = self._world.store.read(lambda connection: connection.execute(query).all())
-        return [(row[0], row[1], row[2]) for row in found]
+        return {reads.Position(row[0], row[1]): (row[2], row[3], row[4]) for row in found}
 
     async def live(self) -> None:
         for _ in range(self._rng.randint(2, 8)):
@@ -124,11 +131,10 @@ class EventReader:
         """Never ends where the reader is never answered."""
         while not await self.read():
             await asyncio.sleep(AGAIN_S)
-        log = self._log()
-        same = next((at for at, both in enumerate(zip(log, self._seen, strict=False)) if both[0] != both[1]), None)
-        self._world.must(
-            log == self._seen, f"a reader has {len(self._seen)} events of {len(log)}, the first other one is {same}"
-        )
+        log, left = self._log(), _left(self._world)
+        lacks = sorted(place for place, event in log.items() if self._seen.get(place) != event)
+        more = sorted(place for place, event in self._seen.items() if place not in log and event[0] not in left)
+        self._world.must(not lacks and not more, f"a reader lacks the events at {lacks}, and has others at {more}")
 
 
 class Mirror:
@@ -175,7 +181,10 @@ class Mirror:
         for session_id in {row["session_id"] for row in self._window}:
             self._rows[session_id] = [row for row in self._window if row["session_id"] == session_id]
         there = {one for every in self._rows.values() for row in every for one in _turns(row)}
+        moved = _left(self._world)  # What came back is in a later window.
         for turn in self._world.history.turns:
+            if turn.session_id in moved:
+                continue
             is_due = turn.sent_at < self._opened_at and (turn.session_id, turn.turn) not in there
             if is_due and not self._is_erased(turn.session_id) and self._is_first_epoch():
                 self._world.must(
@@ -220,7 +229,11 @@ class Mirror:
         assert self._first is not None
         cursor, before = self._first
         again, _, _ = await self._settled(lambda: self._export(cursor, None))
-        kept, given = ([row for row in every if not self._is_erased(row["session_id"])] for every in (before, again))
+        moved = _left(self._world)  # What came back is in a later window.
+        kept, given = (
+            [row for row in every if row["session_id"] not in moved and not self._is_erased(row["session_id"])]
+            for every in (before, again)
+        )
         same = [_said(row) for row in kept] == [_said(row) for row in given]
         self._world.must(same, "a window's cursor gives other rows than before")
 
@@ -234,6 +247,12 @@ class Mirror:
     def _is_erased(self, session_id: str) -> bool:
         head = self._world.store.read(lambda connection: heads_view.head(connection, session_id))
         return head is None or head.status == "erased"
+
+
+def _left(world: World) -> set[str]:
+    """The sessions that have ever left for a file."""
+    query = select(archived.c.session_id)
+    return set(world.store.read(lambda connection: connection.execute(query).scalars().all()))
 
 
 def _said(row: rows.Row) -> dict[str, Any]:

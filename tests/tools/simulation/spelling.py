@@ -73,6 +73,10 @@ class Spelling:
         drawn: Matcher = "tolerant" if self._is_plain else self._rng.choice(MATCHERS)
         return self._matchers.setdefault(session_id, drawn)
 
+    def fork(self, fork_id: str, source_id: str) -> None:
+        """A fork has its source's matcher."""
+        self._matchers[fork_id] = self.matcher(source_id)
+
     def matcher(self, session_id: str) -> Matcher:
         return self._matchers.get(session_id, "tolerant")
 

@@ -27,7 +27,6 @@ def windows(story: Story, log: Sequence[Recorded], max_bytes: int | None) -> Ite
     """After each commit, the payloads within a window are there and no others, but for what an open turn continues."""
     retain, is_closed = story.session.config.retain, False
     gone_before: set[int] = set()
-    stays: set[int] = set()
     every = list(states(story.session.session_id, log))
     for place, (recorded, state) in enumerate(zip(log, every, strict=True)):
         is_closed |= isinstance(recorded.event, SessionClosed)
@@ -48,11 +47,9 @@ def windows(story: Story, log: Sequence[Recorded], max_bytes: int | None) -> Ite
             yield f"{at} the payloads of turns {sorted(early)} are gone, which are in a window"
         if event is not None and (needed := pinned & set(event.turns)):
             yield f"{at} the payloads of turns {sorted(needed)} are gone, which an open turn continues"
-        # One that a turn in flight continued when it was superseded is not looked at again, if that turn fails.
-        stays |= story.superseded(committed) & pinned
         # A window counts the payloads that can be read; one that had left before may be counted or not.
         readable = {number for number in state.payloads if state.whole_payloads(number)}
-        if late := whole - kept - pinned - stays - _in_windows(story, committed, readable):
+        if late := whole - kept - pinned - _in_windows(story, committed, readable):
             yield f"{at} the payloads of turns {sorted(late)} are there, which are in no window"
         if max_bytes is not None:
             yield from (

@@ -1,0 +1,27 @@
+"""Claims that reserve what limits have left, on both databases."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.log import opened
+from helpers.store import Store
+
+from app.domain.events import Limits
+from app.features.budgets.operations import Budget, BudgetClaim
+from app.store.log import Appended
+from app.store.log_turns import Known, Limited, Stale
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_what_claims_of_one_transaction_have_reserved_is_not_used_up(store: Store) -> None:
+    budget = Budget("s0", Limits(tokens=5))
+    claims = []
+    for session_id in ("s0", "s1"):
+        await store.create(session_id, at=1.0)
+        event = opened(1, 0, store.me)
+        claims.append(BudgetClaim(session_id, Known(1, 1.0, 0), 2.0, event, 60.0, budgets=[budget]))
+    first, second = await store.database.write(lambda tx: BudgetClaim.apply_set(tx, claims), durable=True)
+    assert (type(first), type(second)) == (Appended, Stale)
+    [again] = await store.database.write(lambda tx: BudgetClaim.apply_set(tx, claims[1:]), durable=True)
+    assert again == Limited("tokens", frozenset({store.me}))
