@@ -555,7 +555,7 @@ def simulation() -> Iterator[Simulation]:
     made.close()
 
 
-@pytest.mark.parametrize(("theme", "mutant"), _params())
+@pytest.mark.parametrize(("theme", "mutant"), [*_params()])
 def test_a_mutant_is_found(simulation: Simulation, theme: Theme, mutant: Mutant, monkeypatch: Patch) -> None:
     mutant(monkeypatch)
     seeds = (seed for seed in itertools.count(1) if themes.draw(seed) == theme)
