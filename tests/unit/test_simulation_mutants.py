@@ -27,10 +27,8 @@ from app.features.checkpoints.checkpoints import Checkpoints
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
 from app.features.groups.operations import Acknowledge, Acknowledged
-from app.features.objects.objects import Objects
 from app.features.resume import staging
 from app.features.resume.continuation import Continuation
-from app.features.resume.staging import StagedTurn
 from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
@@ -389,13 +387,6 @@ def staged_tokens_are_anybodys(patch: Patch) -> None:
     patch.setattr(staging, "_request_hash", lambda turn: "")
 
 
-def nobody_goes_on_from_staged_tokens(patch: Patch) -> None:
-    async def restore(self: StagedTurn) -> list[Any]:
-        return []
-
-    patch.setattr(StagedTurn, "restore", restore)
-
-
 def a_part_ends_a_token_early(patch: Patch) -> None:
     plain = Continuation.parts
 
@@ -468,15 +459,6 @@ def superseded_turns_stay(patch: Patch) -> None:
     patch.setattr(Tree, "superseded", lambda self, session: set())
 
 
-def orphans_are_not_looked_for(patch: Patch) -> None:
-    """What was uploaded for a turn that did not commit stays in object storage."""
-
-    async def sweep(self: Objects) -> None:
-        return
-
-    patch.setattr(Objects, "sweep", sweep)
-
-
 MUTANTS: Mapping[Theme, tuple[Mutant, ...]] = {
     "fights": (
         the_cached_version_is_trusted,
@@ -512,7 +494,6 @@ MUTANTS: Mapping[Theme, tuple[Mutant, ...]] = {
     "streams": (
         a_session_moves_without_a_word,
         staged_tokens_are_anybodys,
-        nobody_goes_on_from_staged_tokens,
         a_part_ends_a_token_early,
         a_stream_ends_before_its_commit,
         a_finish_ends_a_name_for_good,
@@ -529,7 +510,6 @@ MUTANTS: Mapping[Theme, tuple[Mutant, ...]] = {
         a_request_joins_the_first_turn_that_fits,
         masks_are_shifted,
         superseded_turns_stay,
-        orphans_are_not_looked_for,
     ),
 }
 """By the theme of the schedules in which each is looked for."""
@@ -555,7 +535,7 @@ def simulation() -> Iterator[Simulation]:
     made.close()
 
 
-@pytest.mark.parametrize(("theme", "mutant"), _params())
+@pytest.mark.parametrize(("theme", "mutant"), [*_params()])
 def test_a_mutant_is_found(simulation: Simulation, theme: Theme, mutant: Mutant, monkeypatch: Patch) -> None:
     mutant(monkeypatch)
     seeds = (seed for seed in itertools.count(1) if themes.draw(seed) == theme)
