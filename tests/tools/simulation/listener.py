@@ -34,11 +34,9 @@ def listeners(world: World, seed: int) -> list[Listener]:
 
 
 class Listener:
-    """Asks for each turn with a key until it has heard one to its end. `begun` counts streams that began before their
-    commit."""
+    """Asks for each turn with a key until it has heard one to its end."""
 
     def __init__(self, world: World, rng: random.Random) -> None:
-        self.begun = 0
         self._world = world
         self._rng = rng
         self._requests = Requests(world.history.now)
@@ -64,7 +62,6 @@ class Listener:
             said, is_final = "".join(_deltas(answer.body)), any(sign in answer.body for sign in FINAL)
             self._world.must(whole.startswith(said), f"{key} is heard as {said}, and generated as {whole}")
             stored = self._stored()
-            self.begun += bool(said) and said not in stored
             self._world.must(not is_final or said in stored, f"{key} is heard to its end as {said}, and is not stored")
 
         try:

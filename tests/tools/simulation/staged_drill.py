@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -15,7 +14,8 @@ from app.errors import AppError, SessionClosed, SessionNotFound
 from app.store import reads
 from tests.tools.simulation.client import Client
 from tests.tools.simulation.engine import Sample, digest
-from tests.tools.simulation.process import Disconnected, Process
+from tests.tools.simulation.kills import Kill
+from tests.tools.simulation.process import Disconnected
 from tests.tools.simulation.spelling import Message
 from tests.tools.simulation.vllm import sampled, text_of
 
@@ -26,8 +26,6 @@ AGAIN_S, NEAR_S = 0.3, 0.05
 
 WRITTEN_S = 0.1
 """More than it takes to write a row where nothing fails."""
-
-Kill = Callable[[Process], Awaitable[None]]
 
 
 class StagedClient(Client):

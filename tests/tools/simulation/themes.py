@@ -8,7 +8,8 @@ from typing import Literal
 
 Theme = Literal["fights", "streams", "features"]
 """`fights`: rivals of one session, whose calls must have an order (`orders`). `streams`: engines that stream, staged
-tokens, names (`staged`, `named`). `features`: messages spelled anew, limits, payloads, feeds, forks, archives."""
+tokens, names (`staged`, `named`). `features`: messages spelled anew, limits, feeds, forks, archives. Readers are in
+all but `streams`; payloads too, where no rivals fight; the drills at the end are in all."""
 
 
 def draw(seed: int) -> Theme:
