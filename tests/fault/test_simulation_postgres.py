@@ -71,7 +71,7 @@ def a_batch_locks_no_heads(patch: Patch) -> None:
 
 
 MUTANTS: tuple[tuple[Callable[[Patch], None], int], ...] = (
-    (a_reader_reads_to_the_end, 1),
+    (a_reader_reads_to_the_end, 10),
     (a_batch_waits_for_locked_heads, 19),
     (what_is_deferred_counts_as_done, 19),
     (a_conflict_of_keys_is_not_tried_again, 19),
