@@ -257,9 +257,8 @@ class _Schedule:
         habits = draw_habits(rng, random.Random(f"fights {self._seed}") if fights else None)
         if self._theme == "features":
             habits = msgspec.structs.replace(habits, compact=0.3)
-        if self._theme == "fights" and isinstance(
-            self._store, PostgresStore
-        ):  # In memory no statement comes between two others.
+        # In memory no statement comes between two others.
+        if self._theme == "fights" and isinstance(self._store, PostgresStore):
             habits = msgspec.structs.replace(habits, rush=RUSHES)
         trees, kept = random.Random(f"trees {self._seed}"), random.Random(f"kept {self._seed}")
         limited = budgets.draw(self._seed) if self._theme == "features" else lambda config: config
