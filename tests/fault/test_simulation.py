@@ -48,7 +48,7 @@ def simulate(store: Store, first: int, count: int, tally: Tally) -> None:
         ("postgresql", 57, 60),
         pytest.param("sqlite", 76, 165, marks=pytest.mark.long),
         pytest.param("sqlite", 166, 255, marks=pytest.mark.long),
-        pytest.param("postgresql", 61, 80, marks=pytest.mark.long),
+        pytest.param("postgresql", 5, 24, marks=pytest.mark.long),
     ],
 )
 def test_every_promise_is_kept(store: Store, tally: Tally, first: int, last: int) -> None:

@@ -22,13 +22,13 @@ from app.features.forks.forks import ForkOrder, Forks
 from app.store import reads
 from app.store.schema import archived, sessions
 from tests.tools.simulation import copies, kept
-from tests.tools.simulation.client import Client, GaveUp
+from tests.tools.simulation.budgets import LimitedClient, LimitedTreeClient
+from tests.tools.simulation.client import GaveUp
 from tests.tools.simulation.files import FOLDER
 from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.kept import Kept
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.said import Said, Told, Word
-from tests.tools.simulation.tree_client import TreeClient
 from tests.tools.simulation.world import World
 from workers import codec
 
@@ -193,10 +193,10 @@ class Keeper:
         session = self._read(lambda connection: fold(session_id, reads.load_events(connection, session_id)))
         return session is not None and bool(session.reached)
 
-    def client(self, session_id: str) -> Client:
-        """Of a session that is there already."""
+    def client(self, session_id: str) -> LimitedClient:
+        """Of a session that is there already. A fork has its source's limits, which may be used up."""
         self._numbers += 1
-        kind = TreeClient if session_id in self.forks and self.forks[session_id].is_tree else Client
+        kind = LimitedTreeClient if session_id in self.forks and self.forks[session_id].is_tree else LimitedClient
         return kind(self._world, f"k{self._numbers}", session_id, Habits())
 
     async def end(self, session_id: str) -> None:

@@ -10,7 +10,7 @@ import random
 
 from sqlalchemy import ARRAY, BigInteger, Connection, func, select
 
-from app.domain.events import AnnotationWritten
+from app.domain.events import RewardAssigned
 from app.errors import StoreUnavailable
 from app.store import all_events, tail
 from app.store.all_events import EventFilter
@@ -76,7 +76,7 @@ class Tail:
         self._world.must(not missed, f"a reader of all events has passed {len(missed)} of {len(there)}")
         for name, seqs in self._world.store.read(_repeated):
             self._world.history.problem(
-                f"events {seqs} of {name} are the same: a transaction that was done was repeated"
+                f"rewards {seqs} of {name} are the same: a transaction that was done was repeated"
             )
         self._world.must(
             self._seen == sorted(set(self._seen)), "a reader of all events saw some twice, or not in order"
@@ -89,10 +89,9 @@ def _places(connection: Connection) -> list[Position]:
 
 
 def _repeated(connection: Connection) -> list[tuple[str, list[int]]]:
-    """Events of a session that were decided at the same moment and say the same. Annotations may: their texts can be
-    erased."""
+    """Rewards of a session that were given at the same moment and are the same: clients draw each anew."""
     columns = events.c.session_id, events.c.type, events.c.at, events.c.data
     seqs = func.array_agg(events.c.seq, type_=ARRAY(BigInteger))
-    query = select(events.c.session_id, seqs).where(events.c.type != AnnotationWritten.__name__)
+    query = select(events.c.session_id, seqs).where(events.c.type == RewardAssigned.__name__)
     query = query.group_by(*columns).having(func.count() > 1)
     return [(row[0], row[1]) for row in connection.execute(query)]
