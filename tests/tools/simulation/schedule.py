@@ -60,8 +60,11 @@ PATIENCE_S = 1200.0
 RECOVERY_S = 120.0
 """How long a turn may take in each session once nothing fails any more."""
 
+LOOKS_EVERY = 6
+"""Mishaps between two looks at what is stored in the middle of everything."""
+
 LARGE_BYTES = 48
-"""Chunks of fewer stay in the database, where object storage has the others."""
+"""Chunks of fewer stay in the database, where object storage has the others; more are written before their commit."""
 
 POLLS_S = (0.05, 1.0, 1.0, 1.0, 2.0, 2.0)
 """How often processes look at the fleet's log. Each look costs as much as ever, so most schedules have few."""
@@ -151,6 +154,7 @@ class _Schedule:
             with (
                 expecting_no_errors(self._history),
                 large_from(LARGE_BYTES),
+                patch("app.turn.claims.STAGE_BYTES", LARGE_BYTES),
                 patch("app.sessions.names.made_session_id", made),
             ):
                 self._loop.run_until_complete(self._live())
@@ -319,6 +323,8 @@ class _Schedule:
             process = self._processes[place]
             if process is not None and process.serving:
                 self._mishaps += 1
+                if self._mishaps % LOOKS_EVERY == 1:
+                    checks.look(self._store, self._history)
                 await rng.choice(mishaps)(place, process)
 
     async def _kill(self, place: int, process: Process) -> None:
