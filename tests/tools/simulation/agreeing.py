@@ -66,7 +66,7 @@ async def _knows(world: World, process: Process, session_id: str, session: Sessi
         return
     entry = await asked(world, process, lambda: process.service.cache.current(session_id))
     if entry is None or session is None:
-        world.must(entry is session, f"{process.name} knows {session_id}, or the log does")
+        world.must((entry is None) == (session is None), f"{process.name} knows {session_id}, or the log does")
         return
     same = encode_session(entry.session) == encode_session(session)
     world.must(same, f"{process.name} knows another {session_id} than the log")
