@@ -64,7 +64,10 @@ LOOKS_EVERY = 6
 """Mishaps between two looks at what is stored in the middle of everything."""
 
 LARGE_BYTES = 48
-"""Chunks of fewer stay in the database, where object storage has the others; more are written before their commit."""
+"""Chunks of fewer stay in the database, where object storage has the others."""
+
+STAGED_BYTES = 20
+"""Chunks of more together are written before their commit."""
 
 POLLS_S = (0.05, 1.0, 1.0, 1.0, 2.0, 2.0)
 """How often processes look at the fleet's log. Each look costs as much as ever, so most schedules have few."""
@@ -154,7 +157,7 @@ class _Schedule:
             with (
                 expecting_no_errors(self._history),
                 large_from(LARGE_BYTES),
-                patch("app.turn.claims.STAGE_BYTES", LARGE_BYTES),
+                patch("app.turn.claims.STAGE_BYTES", STAGED_BYTES),
                 patch("app.sessions.names.made_session_id", made),
             ):
                 self._loop.run_until_complete(self._live())
