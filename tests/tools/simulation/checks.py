@@ -53,6 +53,14 @@ async def none_open(store: Store) -> None:
         await asyncio.sleep(LOOK_S)
 
 
+def look(store: Store, history: History) -> None:
+    """At any moment heads and open turns are what the logs say. What is wrong becomes a problem of the history."""
+    for session_id in store.read(lambda connection: heads.session_ids(connection, heads.DERIVED, "", 1000)):
+        found = store.read(lambda connection: heads.examine(connection, session_id))  # noqa: B023
+        for difference in found.differences:
+            history.problem(f"meanwhile: {session_id}: {difference}")
+
+
 async def judge(store: Store, history: History, note: Callable[[str], None]) -> None:
     """Everything that is wrong becomes a problem of the history."""
     database = ReadDatabase(store)

@@ -64,6 +64,9 @@ LARGE_BYTES = 48
 BRIEF_POLL_S = 1.0
 """Processes look no more often at the fleet's log on PostgreSQL, where looks would be half of all round trips."""
 
+STAGED_BYTES = 20
+"""Chunks of more together are written before their commit."""
+
 
 class Outcome(msgspec.Struct, frozen=True):
     """`problems` is empty where every promise was kept; `trace` is what happened, if that was asked for. `searched`
@@ -146,6 +149,7 @@ class _Schedule:
             with (
                 expecting_no_errors(self._history),
                 large_from(LARGE_BYTES),
+                patch("app.turn.claims.STAGE_BYTES", STAGED_BYTES),
                 patch("app.sessions.names.made_session_id", made),
             ):
                 self._loop.run_until_complete(self._live())

@@ -90,12 +90,16 @@ async def start(made: Services) -> None:
 
 
 async def snapshot(made: Services, session_id: str) -> None:
-    """Save a fold of the session, as a process does with one of a thousand events. Raises AppError."""
+    """Save a fold of the session, as a process does with one of a thousand events; now and then as another release
+    would, which this one cannot read. Raises AppError."""
     live = await made.cache.get(session_id)
     if live is not None:
         session = live.session
         frame = codec.compress(encode_session(session))
-        await made.writer.submit(SaveSnapshot(session_id, session.version, reads.SNAPSHOT_FORMAT, frame))
+        kind = reads.SNAPSHOT_FORMAT
+        if session.version % 4 == 0:
+            kind, frame = "older", b"another structure"
+        await made.writer.submit(SaveSnapshot(session_id, session.version, kind, frame))
 
 
 _register_elsewhere = (

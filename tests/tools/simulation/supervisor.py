@@ -7,6 +7,7 @@ from typing import Any
 
 from app.errors import AppError
 from app.store.dialect import WriteConflict
+from tests.tools.simulation import checks
 from tests.tools.simulation.database import Server
 from tests.tools.simulation.drill import behind
 from tests.tools.simulation.process import Process
@@ -25,6 +26,10 @@ LEARN_S = 120.0
 
 POLLS_S = (0.05, 1.0, 1.0, 1.0, 2.0, 2.0)
 """How often processes look at the fleet's log. Each look costs as much as ever, so most schedules have few."""
+
+
+LOOKS_EVERY = 6
+"""Mishaps between two looks at what is stored in the middle of everything."""
 
 
 class Supervisor:
@@ -88,6 +93,8 @@ class Supervisor:
             process = self._processes[place]
             if process is not None and process.serving:
                 self.mishaps += 1
+                if self.mishaps % LOOKS_EVERY == 1:
+                    checks.look(self._world.store, self._world.history)
                 await rng.choice(mishaps)(place, process)
 
     async def _start(self, place: int) -> None:
