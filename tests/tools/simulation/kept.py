@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, select
 
-from app.domain.events import AnnotationWritten, RewardAssigned, decode
+from app.domain.events import AnnotationWritten, Event, RewardAssigned, decode
 from app.features.archive.rows import CONTENT
 from app.store import reads, tail
 from app.store.schema import annotation_columns, archived, chunks, events, metadata, refused_replies, sessions
@@ -83,7 +83,12 @@ def _is_being_erased(row: Key | None) -> bool:
     if row is None:
         return False
     kind, version, _, data = row
-    match decode(kind, version, data):
+    return lacks_text(decode(kind, version, data))
+
+
+def lacks_text(event: Event) -> bool:
+    """Has an erasure taken a reward's or an annotation's text out of the log?"""
+    match event:
         case AnnotationWritten(erased=True) | RewardAssigned(components_erased=True):
             return True
     return False
