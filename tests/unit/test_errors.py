@@ -31,9 +31,7 @@ STABLE = {
 
 
 def tree(root: type[AppError]) -> list[type[AppError]]:
-    return [
-        found for sub in root.__subclasses__() if not sub.__module__.startswith("tests.") for found in (sub, *tree(sub))
-    ]
+    return [found for sub in root.__subclasses__() for found in (sub, *tree(sub))]
 
 
 ALL = [error for error in tree(AppError) if error.__module__ == "app.errors"]
