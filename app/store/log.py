@@ -7,7 +7,7 @@ does not fail the others.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -22,7 +22,7 @@ from app.domain.events import (
 )
 from app.store import object_names as names
 from app.store import statements as sql
-from app.store.dialect import Row, Tx
+from app.store.dialect import Tx
 
 Result = TypeVar("Result", covariant=True)
 
@@ -155,25 +155,6 @@ class StoreOperation(BaseOperation, frozen=True):
         return ""
 
 
-class SetOperation(BaseOperation, frozen=True):
-    """An operation that is applied in sets: one statement does it for many sessions.
-
-    Those that lose their claim, or come too late, do not fail the others. `is_of_set`: it may be one of a set.
-    """
-
-    @property
-    def is_of_set(self) -> bool:
-        return True
-
-    @classmethod
-    def apply_set(cls, tx: Tx, operations: Sequence[Any]) -> list[Any]:
-        """The outcomes of operations of this kind on different sessions, in the same order."""
-        raise NotImplementedError
-
-    def apply(self, tx: Tx) -> Any:
-        return self.apply_set(tx, [self])[0]
-
-
 class TurnOperation(BaseOperation, frozen=True):
     """An operation on an open turn, by the process that holds it.
 
@@ -202,20 +183,37 @@ class TurnOperation(BaseOperation, frozen=True):
         return tx.one(sql.holds_open_turn, self.held) is not None
 
 
-def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Row], reason: Any) -> Appended:
+class Holder(NamedTuple):
+    """An open turn. `is_dead`: so is the process that claimed it."""
+
+    turn: int
+    fence: int
+    incarnation: int
+    body_hash: str
+    retry_key: str | None
+    opened_at: float
+    is_dead: bool
+
+
+def holders_of(tx: Tx, session_id: str, lease_s: float = 0.0) -> list[Holder]:
+    """The open turns of a session. A process is dead that was ended, or has sent no heartbeat for `lease_s` seconds."""
+    return [Holder(*row[1:]) for row in tx.each(sql.open_turns_of, [{"sid": session_id, "lease": lease_s}])]
+
+
+def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Holder], reason: Any) -> Appended:
     """Abandon open turns of others; those that have ended meanwhile are skipped. Whose process lives may be writing
     objects of it: these are not deleted before it has ended."""
     tx.lock(sql.lock_head, {"sid": session_id})
     abandoned = [
-        TurnAbandoned(row[0], row[1], reason)
-        for row in holders
-        if tx.run(sql.drop_open_turn, {"sid": session_id, "fenced": row[1]})
+        TurnAbandoned(holder.turn, holder.fence, reason)
+        for holder in holders
+        if tx.run(sql.drop_open_turn, {"sid": session_id, "fenced": holder.fence})
     ]
     if not abandoned:
         return Appended(())
     for event in abandoned:
         tx.run(sql.drop_staged, {"sid": session_id, "fenced": event.fence})
-    written = {fence: incarnation for _, fence, incarnation, *_ in holders}
+    written = {holder.fence: holder.incarnation for holder in holders}
     if reason in ("session_closed", "restored"):
         for event in abandoned:
             incarnation = written[event.fence]

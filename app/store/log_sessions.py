@@ -28,7 +28,6 @@ from app.store.log import (
     Appended,
     BaseOperation,
     Refused,
-    SetOperation,
     StoredBlob,
     abandon,
     advance_head,
@@ -36,11 +35,12 @@ from app.store.log import (
     append_all,
     blob_row,
     free_chunks,
+    holders_of,
     refused,
 )
 
 
-class Create(SetOperation, frozen=True):
+class Create(BaseOperation, frozen=True):
     """Create a session. Returns Existing if the id or its generation of the name is taken, Refused if its root is
     closed, or Circular."""
 
@@ -57,11 +57,16 @@ class Create(SetOperation, frozen=True):
 
     @property
     def is_of_set(self) -> bool:
-        """A parent may be created in the same batch, before its child, and so may the generation of a name."""
+        """May it be created with others at once? A parent may be in the same batch, before its child, and so may the
+        generation of a name."""
         return self.parent is None and self.event.generation in (None, 1)
+
+    def apply(self, tx: Tx) -> Appended | Existing | Refused | Circular:
+        return self.apply_set(tx, [self])[0]
 
     @classmethod
     def apply_set(cls, tx: Tx, operations: Sequence[Create]) -> list[Appended | Existing | Refused | Circular]:
+        """The outcomes of creations of different sessions, in the same order, by one statement a table."""
         taken = tx.each(sql.heads, [{"sid": create.session_id} for create in operations])
         outcomes: dict[str, Any] = {session_id: Existing(*head) for session_id, *head in taken}
         named = {create.session_id for create in operations} | {create.parent for create in operations if create.parent}
@@ -252,8 +257,7 @@ class Close(BaseOperation, frozen=True):
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
-        holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})
-        abandoned = abandon(tx, self.session_id, self.at, holders, "session_closed")
+        abandoned = abandon(tx, self.session_id, self.at, holders_of(tx, self.session_id), "session_closed")
         staged_tokens.drop_of_session(tx, self.session_id)
         if self.engine_session is not None:
             end_at_engine(tx, self.session_id, self.engine_session)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -18,28 +19,30 @@ from app.domain.events import (
     TurnCommitted,
     TurnOpened,
 )
-from app.store import pins, staged_tokens
+from app.store import pins, postgres_turns, sqlite_turns, staged_tokens
 from app.store import statements as sql
-from app.store.dialect import Row, Tx
+from app.store.dialect import SqliteTx, Tx
 from app.store.log import (
     Appended,
     BaseOperation,
+    Holder,
     Refused,
-    SetOperation,
     StoredBlob,
     StoredChunk,
+    StoreOperation,
     Tombstones,
     TurnOperation,
     abandon,
     advance_head,
-    append_all,
     blob_row,
     chunk_row,
     free_chunks,
+    holders_of,
     refused,
     size_of,
     tombstones_of,
 )
+from app.store.postgres import PostgresTx
 
 
 class Stale(msgspec.Struct, frozen=True):
@@ -69,26 +72,6 @@ class Limited(msgspec.Struct, frozen=True):
     reserved_by: frozenset[int] = frozenset()
 
 
-class Holder(NamedTuple):
-    """A row of `statements.open_turns_of`: an open turn, and whether the process that claimed it is dead."""
-
-    turn: int
-    fence: int
-    incarnation: int
-    body_hash: str
-    retry_key: str | None
-    opened_at: float
-    is_dead: bool
-
-    def busy(self) -> Busy:
-        return Busy(*self[:6])
-
-
-def holders_of(tx: Tx, session_id: str, lease_s: float) -> list[Holder]:
-    """The open turns of a session."""
-    return [Holder(*row) for row in tx.all(sql.open_turns_of, {"sid": session_id, "lease_s": lease_s})]
-
-
 class Known(msgspec.Struct, frozen=True):
     """The state that an operation was decided for: the log's version, when its last event was written, and how many
     turns were committed.
@@ -102,7 +85,28 @@ class Known(msgspec.Struct, frozen=True):
     turns: int
 
 
-class Claim(SetOperation, frozen=True):
+class Seen(NamedTuple):
+    """A session whose head is locked: what it is like until the transaction ends.
+
+    `now` is its state, and `last_turn` the highest number given to a turn. `is_ahead`: its log goes on from what the
+    operation knows, and since then no turn has been undone, and turns have not been ended. `pinned_upto` and `staged`,
+    the numbers of the turn's staged chunks, are those of a commit that asks for them.
+    """
+
+    status: str
+    now: Known
+    open_turns: int
+    last_turn: int
+    is_ahead: bool
+    holders: list[Holder]
+    pinned_upto: int
+    staged: Collection[int]
+
+
+ClaimRefused = Stale | Busy | TooMany | Limited | Refused
+
+
+class Claim(BaseOperation, frozen=True):
     """Open a turn, if no turn has been committed or undone since `known`, and fewer than `most` are open.
 
     The store gives the turn its number and its fence, the `seq` of the returned event. Busy names the open turn that is
@@ -124,86 +128,54 @@ class Claim(SetOperation, frozen=True):
     is_alone: bool = False
     size: int = 512
 
-    @classmethod
-    def apply_set(cls, tx: Tx, operations: Sequence[Claim]) -> list[Appended | Stale | Busy | TooMany | Refused]:
-        outcomes: dict[str, Any] = {}
-        for claim in operations:
-            if (busy := claim._repeated(tx)) is not None:
-                outcomes[claim.session_id] = busy
-        free = [claim for claim in operations if claim.session_id not in outcomes]
-        won = {row[0]: row for row in tx.each(sql.claim_heads, [claim._conditions() for claim in free])}
-        winners = [(claim, *won[claim.session_id][1:]) for claim in free if claim.session_id in won]
-        tx.insert(sql.insert_open_turn, [claim._open_row(fence, number) for claim, fence, number in winners])
-        logs = [(claim.session_id, fence, claim.at, [claim._opened(number)]) for claim, fence, number in winners]
-        outcomes |= zip((session_id for session_id, *_ in logs), append_all(tx, logs), strict=True)
-        for claim in free:
-            if claim.session_id not in won:
-                outcomes[claim.session_id] = claim._failure(tx)
-        if crash_points.ARMED:
-            crash_points.reach("in_claim")
-        return [outcomes[claim.session_id] for claim in operations]
+    @property
+    def may_repeat(self) -> bool:
+        """The request may be that of an open turn. A linear session's only turn is in the way as it is."""
+        return self.most > 1 and (self.is_retry or self.event.retry_key is not None)
 
-    def _conditions(self) -> dict[str, Any]:
-        known = self.known
-        return {
-            "sid": self.session_id,
-            "known": known.version,
-            "known_at": known.last_event_at,
-            "known_turns": known.turns,
-            "most": self.most,
-        }
+    @property
+    def needs_look(self) -> bool:
+        return self.may_repeat
 
-    def _repeated(self, tx: Tx) -> Busy | None:
-        """The open turn of a living process that the claim's request repeats: with its retry key, or as `is_retry`
-        says. A dead process's is abandoned: it must not commit after all."""
-        key, opened = self.event.retry_key, self.event
-        if self.most == 1 or (key is None and not self.is_retry):
-            return None
-        tx.lock(sql.lock_head, {"sid": self.session_id})
-        holders = holders_of(tx, self.session_id, self.lease_s)
-        if key is not None:
-            same = [holder for holder in holders if holder.retry_key == key]
-        else:
-            elsewhere = (held for held in holders if held.incarnation != opened.incarnation)
-            same = [held for held in elsewhere if held.fence not in self.unlike and held.body_hash == opened.body_hash]
-        live = [holder for holder in same if not holder.is_dead]
-        if same and not live:
-            abandon(tx, self.session_id, self.at, same, "owner_dead")
-        return live[0].busy() if live else None
-
-    def _opened(self, number: int) -> TurnOpened:
-        """The event, with the number that the store has given the turn."""
-        return msgspec.structs.replace(self.event, turn=number)
-
-    def _open_row(self, fence: int, number: int) -> dict[str, Any]:
-        return {
-            "session_id": self.session_id,
-            "fence": fence,
-            "turn": number,
-            "parent_turn": self.event.parent,
-            "incarnation": self.event.incarnation,
-            "body_hash": self.event.body_hash,
-            "retry_key": self.event.retry_key,
-            "adapter": self.event.adapter,
-            "opened_at": self.at,
-            "reserved": self.event.reserved,
-        }
-
-    def _failure(self, tx: Tx) -> Stale | Busy | TooMany | Refused:
-        head = tx.one(sql.head, {"sid": self.session_id})
-        if head is None or head[1] != "open":
-            return Refused(None if head is None else head[1])
-        if head[2] < self.most:
-            return Stale()
-        holders = holders_of(tx, self.session_id, self.lease_s)
-        live = [holder for holder in holders if not holder.is_dead]
-        dead = [holder for holder in holders if holder.is_dead]
+    def decide(self, tx: Tx, seen: Seen | None) -> Claim | ClaimRefused:
+        """The claim for the session as it is, or why there is none."""
+        if seen is None or seen.status != "open":
+            return Refused(None if seen is None else seen.status)
+        now, open_turns = seen.now, seen.open_turns
+        if same := self._repeated(seen.holders):
+            live = [holder for holder in same if not holder.is_dead]
+            if live:
+                return Busy(*live[0][:6])
+            # Its owner may only seem dead, and must not commit after all.
+            ended = abandon(tx, self.session_id, self.at, same, "owner_dead").events
+            now, open_turns = Known(ended[-1].seq, self.at, now.turns), open_turns - len(ended)
+        if open_turns < self.most:
+            if now.turns != self.known.turns or not seen.is_ahead:
+                return Stale()
+            event = msgspec.structs.replace(self.event, turn=seen.last_turn + 1)
+            return msgspec.structs.replace(self, known=now, event=event)
+        dead = [holder for holder in seen.holders if holder.is_dead]
+        live = [holder for holder in seen.holders if not holder.is_dead]
         abandon(tx, self.session_id, self.at, dead, "owner_dead")
         if self.most > 1:
             return Stale() if dead else TooMany()
         if live and self.event.history is not None:
             return Stale()  # Another turn has decided the session's history.
-        return live[0].busy() if live else Stale()
+        return Busy(*live[0][:6]) if live else Stale()
+
+    def _repeated(self, holders: Sequence[Holder]) -> list[Holder]:
+        """The open turns that the request repeats: with its retry key, or as `is_retry` says."""
+        key, opened = self.event.retry_key, self.event
+        if not self.may_repeat:
+            return []
+        if key is not None:
+            return [holder for holder in holders if holder.retry_key == key]
+        elsewhere = (held for held in holders if held.incarnation != opened.incarnation)
+        return [held for held in elsewhere if held.fence not in self.unlike and held.body_hash == opened.body_hash]
+
+    def apply(self, tx: Tx) -> Appended | ClaimRefused:
+        outcome: Appended | ClaimRefused = look_and_write(tx, [self])[self.session_id]
+        return outcome
 
 
 class Stage(TurnOperation, frozen=True):
@@ -237,7 +209,7 @@ COMMIT_BYTES = 1024
 """About what a commit writes besides contents, blobs and chunks."""
 
 
-class Commit(SetOperation, TurnOperation, frozen=True):
+class Commit(TurnOperation, frozen=True):
     """Commit the open turn if this process still holds it; else nothing is written.
 
     Its events depend on the turns committed before it, and tombstones on those that are open too, which may share the
@@ -263,99 +235,147 @@ class Commit(SetOperation, TurnOperation, frozen=True):
     size: int = COMMIT_BYTES
 
     @property
+    def turn(self) -> TurnCommitted:
+        for event in self.events:
+            if type(event) is TurnCommitted:
+                return event
+        raise ValueError("a commit has a turn")
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """The row of `turns`, in the order of both databases' statements, without its session."""
+        turn = self.turn
+        parts = self.tokens, self.exchange
+        return turn.turn, turn.parent, turn.segment, turn.choice_index, turn.protocol, *parts
+
+    @property
     def staged(self) -> set[int]:
         """The numbers of this turn's staged chunks."""
         own = {chunk.number for ref in self.turn.payloads for chunk in ref.chunks if chunk.fence == self.fence}
         return own - {chunk.number for chunk in self.chunks}
 
-    @classmethod
-    def apply_set(cls, tx: Tx, operations: Sequence[Commit]) -> list[Appended | Stale | Pinned | Refused]:
-        for commit in operations:
-            tx.lock(sql.lock_head, {"sid": commit.session_id})
-        outcomes: dict[str, Any] = cls._pinned(tx, [commit for commit in operations if commit.has_tombstones])
-        tried = [commit for commit in operations if commit.session_id not in outcomes and commit._has_staged(tx)]
-        ended = {row[0] for row in tx.each(sql.free_open_turns, [commit._conditions() for commit in tried])}
-        winners = [commit for commit in tried if commit.session_id in ended]
-        tx.insert(sql.insert_turn, [commit._turn_row() for commit in winners])
-        tx.insert(sql.insert_blob, [blob_row(commit.session_id, blob) for commit in winners for blob in commit.blobs])
-        chunks = [(commit, chunk) for commit in winners for chunk in commit.chunks]
-        tx.insert(sql.insert_chunk, [chunk_row(commit.session_id, commit.fence, chunk) for commit, chunk in chunks])
-        staged = [(commit, commit.fence if commit.stages == "turn" else None) for commit in winners if commit.stages]
-        tx.each(staged_tokens.drop_committed, [{"sid": commit.session_id, "fenced": fence} for commit, fence in staged])
-        versions = {row[0]: row[1] for row in tx.each(sql.commit_heads, [commit._changes() for commit in winners])}
-        logs = [
-            (commit.session_id, versions[commit.session_id] - len(commit.events) + 1, commit.at, commit.events)
-            for commit in winners
-        ]
-        freed: list[Tombstones] = []
-        for commit, appended in zip(winners, append_all(tx, logs), strict=True):
-            freed += tombstones_of(commit.session_id, appended)
-            outcomes[commit.session_id] = appended
-        free_chunks(tx, freed)
-        if crash_points.ARMED:
-            crash_points.reach("in_commit")
-        return [outcomes.get(commit.session_id) or commit._failure(tx) for commit in operations]
-
-    @staticmethod
-    def _pinned(tx: Tx, commits: Sequence[Commit]) -> dict[str, Pinned]:
-        """Those whose tombstones do not spare what checkpoints have."""
-        upto = pins.pinned_upto_each(tx, [commit.session_id for commit in commits]) if commits else {}
-        late = [commit.session_id for commit in commits if upto.get(commit.session_id, 0) > commit.pinned_upto]
-        return {session_id: Pinned(upto[session_id]) for session_id in late}
-
-    def _has_staged(self, tx: Tx) -> bool:
-        staged = self.staged
-        if not staged:
-            return True
-        return staged <= {row[0] for row in tx.all(sql.chunk_numbers, {"sid": self.session_id, "fenced": self.fence})}
-
-    def _conditions(self) -> dict[str, Any]:
-        known, is_whole = self.known, self.has_tombstones
-        return {
-            **self.held,
-            "known": known.version if is_whole else None,
-            "known_at": known.last_event_at if is_whole else None,
-            "known_turns": known.turns,
-        }
-
-    def _failure(self, tx: Tx) -> Stale | Refused:
-        """Stale if it is only decided for another state."""
-        head = tx.one(sql.head, {"sid": self.session_id})
-        if head is None or head[1] != "open":
-            return Refused(None if head is None else head[1])
-        is_held = tx.one(sql.holds_open_turn, self.held) is not None
-        return Stale() if is_held and self._has_staged(tx) else Refused("open")
-
     @property
     def has_tombstones(self) -> bool:
-        return any(isinstance(event, BlobsTombstoned) for event in self.events)
+        return any(type(event) is BlobsTombstoned for event in self.events)
 
     @property
-    def turn(self) -> TurnCommitted:
-        return next(event for event in self.events if isinstance(event, TurnCommitted))
+    def needs_look(self) -> bool:
+        """A checkpoint may have what its tombstones free, or its staged chunks may be gone."""
+        return self.has_tombstones or (bool(self.turn.payloads) and bool(self.staged))
 
-    def _changes(self) -> dict[str, Any]:
-        turn = self.turn
-        return {
-            "sid": self.session_id,
-            "count": len(self.events),
-            "moved_at": self.at,
-            "weight": max(turn.version_numbers, default=None),
-            "by": turn.engine,
-        }
+    def decide(self, tx: Tx, seen: Seen | None) -> Commit | Stale | Pinned | Refused:
+        """The commit for the session as it is, or why there is none."""
+        if seen is None or seen.status != "open":
+            return Refused(None if seen is None else seen.status)
+        held = self.fence, self.incarnation, self.opened_at
+        if held not in [(one.fence, one.incarnation, one.opened_at) for one in seen.holders]:
+            return Refused("open")
+        if not self.staged <= set(seen.staged):
+            return Refused("open")
+        if self.has_tombstones:
+            if seen.pinned_upto > self.pinned_upto:
+                return Pinned(seen.pinned_upto)
+            if seen.now != self.known:
+                return Stale()
+        if seen.now.turns != self.known.turns:
+            return Stale()
+        return msgspec.structs.replace(self, known=seen.now)
 
-    def _turn_row(self) -> dict[str, Any]:
-        turn = self.turn
-        return {
-            "session_id": self.session_id,
-            "turn": turn.turn,
-            "parent_turn": turn.parent,
-            "segment": turn.segment,
-            "choice_index": turn.choice_index,
-            "protocol": turn.protocol,
-            "tokens": self.tokens,
-            "exchange": self.exchange,
-        }
+    def also(self, tx: Tx) -> None:
+        """What a feature's kind of commit writes behind the turn's rows."""
+
+    def apply(self, tx: Tx) -> Appended | Stale | Pinned | Refused:
+        outcome: Appended | Stale | Pinned | Refused = look_and_write(tx, [self])[self.session_id]
+        return outcome
+
+
+def write(tx: Tx, claims: Sequence[Claim], commits: Sequence[Commit]) -> dict[str, Appended]:
+    """Write those whose sessions are as they know them, and which nobody else has locked; the outcomes by session.
+
+    No two may be of one session, and none may need a look at it first.
+    """
+    if isinstance(tx, SqliteTx):
+        written = sqlite_turns.write(tx, claims, commits)
+    else:
+        assert isinstance(tx, PostgresTx)
+        written = postgres_turns.write(tx, claims, commits)
+    ended = 0
+    blobs: list[dict[str, Any]] = []
+    chunks: list[dict[str, Any]] = []
+    staged: list[dict[str, Any]] = []
+    freed: list[Tombstones] = []
+    for commit in commits:
+        session_id = commit.session_id
+        if session_id not in written:
+            continue
+        ended += 1
+        if commit.blobs:
+            blobs += [blob_row(session_id, blob) for blob in commit.blobs]
+        if commit.chunks:
+            chunks += [chunk_row(session_id, commit.fence, chunk) for chunk in commit.chunks]
+        if commit.stages:
+            staged.append({"sid": session_id, "fenced": commit.fence if commit.stages == "turn" else None})
+        if commit.has_tombstones:
+            freed += tombstones_of(session_id, written[session_id])
+        commit.also(tx)
+    tx.insert(sql.insert_blob, blobs)
+    tx.insert(sql.insert_chunk, chunks)
+    tx.each(staged_tokens.drop_committed, staged)
+    free_chunks(tx, freed)
+    if crash_points.ARMED:
+        if len(written) > ended:
+            crash_points.reach("in_claim")
+        if ended:
+            crash_points.reach("in_commit")
+    return written
+
+
+def look_and_write(tx: Tx, operations: Sequence[Claim | Commit]) -> dict[str, Any]:
+    """Claims and commits, each of another session, that may not be for the session as it is: the head is locked and
+    looked at, and what is decided then is written by the same statements. The outcomes by session."""
+    seen = _look(tx, operations)
+    outcomes: dict[str, Any] = {}
+    claims: list[Claim] = []
+    commits: list[Commit] = []
+    for operation in operations:
+        decided = operation.decide(tx, seen.get(operation.session_id))
+        if isinstance(decided, Claim):
+            claims.append(decided)
+        elif isinstance(decided, Commit):
+            commits.append(decided)
+        else:
+            outcomes[operation.session_id] = decided
+    written = write(tx, claims, commits)
+    assert len(written) == len(claims) + len(commits), "a session changed while its head was locked"
+    return outcomes | written
+
+
+def _look(tx: Tx, operations: Sequence[Claim | Commit]) -> dict[str, Seen]:
+    """The sessions of the operations that there are."""
+    asked = {operation.session_id: operation for operation in operations}
+    for session_id in asked:
+        tx.lock(sql.lock_head, {"sid": session_id})
+    holders: dict[str, list[Holder]] = defaultdict(list)
+    leases = [{"sid": sid, "lease": one.lease_s if isinstance(one, Claim) else 0.0} for sid, one in asked.items()]
+    for session_id, *holder in tx.each(sql.open_turns_of, leases):
+        holders[session_id].append(Holder(*holder))
+    freeing = [sid for sid, operation in asked.items() if isinstance(operation, Commit) and operation.has_tombstones]
+    pinned = pins.pinned_upto_each(tx, freeing) if freeing else {}
+    staged: dict[str, set[int]] = defaultdict(set)
+    staging = [
+        {"sid": sid, "fenced": operation.fence}
+        for sid, operation in asked.items()
+        if isinstance(operation, Commit) and operation.staged
+    ]
+    for session_id, number in tx.each(sql.chunk_numbers, staging):
+        staged[session_id].add(number)
+    seen: dict[str, Seen] = {}
+    heads = [{"sid": sid, "known": operation.known.version} for sid, operation in asked.items()]
+    for sid, status, version, at, turns, open_turns, last_turn, was_at, is_overtaken in tx.each(sql.heads_since, heads):
+        is_ahead = was_at == asked[sid].known.last_event_at and not is_overtaken
+        now = Known(version, at, turns)
+        seen[sid] = Seen(status, now, open_turns, last_turn, is_ahead, holders[sid], pinned.get(sid, 0), staged[sid])
+    return seen
 
 
 class Release(TurnOperation, frozen=True):
@@ -449,7 +469,7 @@ class AbsorbAttempt(BaseOperation, frozen=True):
         return tx.one(sql.absorb_attempt, given) is not None
 
 
-class AbandonDead(BaseOperation, frozen=True):
+class AbandonDead(StoreOperation, frozen=True):
     """Abandon up to `most` open turns of dead processes, for sessions after `after`; returns the last id seen."""
 
     durable: ClassVar[bool] = False
@@ -462,11 +482,6 @@ class AbandonDead(BaseOperation, frozen=True):
     def size(self) -> int:
         return 256 * self.most
 
-    @property
-    def session_id(self) -> str:
-        """It belongs to no session, so it runs alone."""
-        return ""
-
     def apply(self, tx: Tx) -> tuple[str | None, int]:
         dead = tx.all(sql.dead_open_turns, {"after": self.after, "most": self.most, "lease_s": self.lease_s})
         for (session_id,) in dead:
@@ -475,7 +490,7 @@ class AbandonDead(BaseOperation, frozen=True):
         return (dead[-1][0] if len(dead) == self.most else None), len(dead)
 
 
-class AbandonLost(BaseOperation, frozen=True):
+class AbandonLost(StoreOperation, frozen=True):
     """Abandon the open turns of this process that it knows nothing of; returns how many.
 
     A claim whose answer did not arrive, and one whose release was undone by a crash of PostgreSQL, belong to no turn in
@@ -487,19 +502,17 @@ class AbandonLost(BaseOperation, frozen=True):
     at: float
     known: Collection[tuple[str, float]]
 
-    @property
-    def session_id(self) -> str:
-        """It belongs to no session, so it runs alone."""
-        return ""
-
     def apply(self, tx: Tx) -> int:
-        lost: dict[str, list[Row]] = {}
-        for row in tx.all(sql.open_turns_by, {"incarnation": self.incarnation}):
-            if (row[2], row[3]) not in self.known:
-                lost.setdefault(row[2], []).append(row)
+        lost: dict[str, set[float]] = {}
+        for session_id, opened_at in tx.all(sql.open_turns_by, {"incarnation": self.incarnation}):
+            if (session_id, opened_at) not in self.known:
+                lost.setdefault(session_id, set()).add(opened_at)
+        count = 0
         for session_id in sorted(lost):
-            abandon(tx, session_id, self.at, lost[session_id], "not_released")
-        return sum(map(len, lost.values()))
+            own = [holder for holder in holders_of(tx, session_id) if holder.incarnation == self.incarnation]
+            unknown = [holder for holder in own if holder.opened_at in lost[session_id]]
+            count += len(abandon(tx, session_id, self.at, unknown, "not_released").events)
+        return count
 
 
 def next_dead(connection: Connection, after: str, lease_s: float) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 from sqlalchemy import (
@@ -15,7 +14,6 @@ from sqlalchemy import (
     Text,
     and_,
     bindparam,
-    case,
     delete,
     exists,
     insert,
@@ -69,8 +67,6 @@ insert_event = insert(events).values(tx=tx_not_before(_tx_of_last.scalar_subquer
 """A transaction that began earlier, with other sessions, may write to a session later: its events stand behind those
 that the session has all the same. None of them is passed by a reader, which stays below all that still run."""
 insert_session = insert(sessions)
-insert_open_turn = insert(open_turns)
-insert_turn = insert(turns)
 insert_blob = insert(blobs)
 insert_chunk = insert(chunks)
 insert_refused_reply = insert(refused_replies)
@@ -113,86 +109,45 @@ generations_from = select(sessions.c.status, sessions.c.body_hash).where(
 """The sessions of a name from a generation on: of two processes that begin one, the second finds the first's."""
 
 
-def _has_event(given: Any) -> ColumnElement[bool]:
-    """Does the log of `sid` have event `known`, written at `known_at`?"""
-    return exists().where(events.c.session_id == given.sid, events.c.seq == given.known, events.c.at == given.known_at)
+def _written_at(seq: ColumnElement[int]) -> ColumnElement[float]:
+    """When the event `seq` of a head's log was written."""
+    query = select(events.c.at).where(events.c.session_id == sessions.c.session_id, events.c.seq == seq)
+    return query.scalar_subquery()
 
 
-def _claim_heads(given: Any) -> Executable:
-    """Count a turn as open: in an open session whose log goes on from what the caller knows, where no turn has been
-    committed or undone since, turns are not ended, and fewer than `most` are open."""
+def _heads_since(given: Any) -> Executable:
+    """A head with the time of its last event, and what has come since event `known`: when that was written, and whether
+    turns have been undone or given back, or have been ended, since."""
     overtaken = exists().where(
-        events.c.session_id == given.sid,
+        events.c.session_id == sessions.c.session_id,
         events.c.seq > given.known,
         or_(events.c.type == "SessionRestored", events.c.type == "SessionFinished"),
     )
-    return (
-        update(sessions)
-        .where(
-            sessions.c.session_id == given.sid,
-            sessions.c.status == "open",
-            sessions.c.turns == given.known_turns,
-            sessions.c.open_turns < given.most,
-            _has_event(given),
-            ~overtaken,
-        )
-        .values(
-            version=sessions.c.version + 1,
-            open_turns=sessions.c.open_turns + 1,
-            last_turn=sessions.c.last_turn + 1,
-        )
-        .returning(sessions.c.session_id, sessions.c.version, sessions.c.last_turn)
-    )
+    return select(
+        sessions.c.session_id,
+        sessions.c.status,
+        sessions.c.version,
+        _written_at(sessions.c.version),
+        sessions.c.turns,
+        sessions.c.open_turns,
+        sessions.c.last_turn,
+        _written_at(given.known),
+        overtaken,
+    ).where(sessions.c.session_id == given.sid)
 
 
-claim_heads = ForEach(_claim_heads, sid=Text, known=BigInteger, known_at=Double, known_turns=Integer, most=Integer)
+heads_since = ForEach(_heads_since, sid=Text, known=BigInteger)
+_is_held = and_(
+    of_session(open_turns),
+    open_turns.c.fence == bindparam("fenced"),
+    open_turns.c.incarnation == bindparam("holder"),
+    open_turns.c.opened_at == bindparam("claimed_at"),
+)
+"""Condition on open turns: process `holder` claimed this one at `claimed_at` under the fence `fenced`. The time tells
+it from one that a crash of PostgreSQL has undone, whose fence is given again."""
 
-
-def _is_held(given: Any) -> list[ColumnElement[bool]]:
-    """Conditions on open turns: process `holder` claimed this one at `claimed_at` under the fence `fenced`."""
-    return [
-        open_turns.c.session_id == given.sid,
-        open_turns.c.fence == given.fenced,
-        open_turns.c.incarnation == given.holder,
-        open_turns.c.opened_at == given.claimed_at,
-    ]
-
-
-def _free_open_turns(given: Any) -> Executable:
-    """End held turns whose commits were decided for all turns that are committed; with `known`, for the whole log."""
-    is_last = exists().where(sessions.c.session_id == given.sid, sessions.c.version == given.known)
-    is_current = exists().where(sessions.c.session_id == given.sid, sessions.c.turns == given.known_turns)
-    is_whole = or_(given.known.is_(None), and_(is_last, _has_event(given)))
-    return delete(open_turns).where(*_is_held(given), is_current, is_whole).returning(open_turns.c.session_id)
-
-
-_HELD: dict[str, Any] = {"sid": Text, "fenced": BigInteger, "holder": BigInteger, "claimed_at": Double}
-free_open_turns = ForEach(_free_open_turns, **_HELD, known=BigInteger, known_at=Double, known_turns=Integer)
-
-
-def _commit_heads(given: Any) -> Executable:
-    """Advance heads by `count` events, of which one commits a turn. `weight` is its largest numeric version, or None;
-    `by` its engine."""
-    is_newer = or_(sessions.c.weight_version.is_(None), sessions.c.weight_version < given.weight)
-    return (
-        update(sessions)
-        .where(sessions.c.session_id == given.sid)
-        .values(
-            version=sessions.c.version + given.count,
-            open_turns=sessions.c.open_turns - 1,
-            turns=sessions.c.turns + 1,
-            updated_at=given.moved_at,
-            weight_version=case((is_newer, given.weight), else_=sessions.c.weight_version),
-            engine=given.by,
-        )
-        .returning(sessions.c.session_id, sessions.c.version)
-    )
-
-
-commit_heads = ForEach(_commit_heads, sid=Text, count=BigInteger, moved_at=Double, weight=BigInteger, by=Text)
-_held_given = SimpleNamespace(**{name: bindparam(name, type_=kind()) for name, kind in _HELD.items()})
-free_open_turn = delete(open_turns).where(*_is_held(_held_given)).returning(open_turns.c.fence)
-holds_open_turn = select(open_turns.c.fence).where(*_is_held(_held_given))
+free_open_turn = delete(open_turns).where(_is_held).returning(open_turns.c.fence)
+holds_open_turn = select(open_turns.c.fence).where(_is_held)
 advance_head = (
     update(sessions)
     .where(of_session(sessions))
@@ -235,27 +190,39 @@ erase_head = (
     .values(status="erased", note=None, tags=None)
     .returning(sessions.c.group_id, sessions.c.root_id)
 )
-# No process could send heartbeats while the database was down: after its restart all are believed alive for one lease.
-holder_is_dead = or_(
-    incarnations.c.ended_at.is_not(None),
-    (incarnations.c.heartbeat_at < now() - bindparam("lease_s")) & (up_since() < now() - bindparam("lease_s")),
-    incarnations.c.id.is_(None),
-)
-holders = open_turns.outerjoin(incarnations, incarnations.c.id == open_turns.c.incarnation)
-open_turns_of = (
-    select(
-        open_turns.c.turn,
-        open_turns.c.fence,
-        open_turns.c.incarnation,
-        open_turns.c.body_hash,
-        open_turns.c.retry_key,
-        open_turns.c.opened_at,
-        holder_is_dead.label("dead"),
+
+
+def _holder_is_dead(lease_s: ColumnElement[float]) -> ColumnElement[bool]:
+    # No process could send heartbeats while the database was down: after its restart all are believed alive for one
+    # lease.
+    return or_(
+        incarnations.c.ended_at.is_not(None),
+        (incarnations.c.heartbeat_at < now() - lease_s) & (up_since() < now() - lease_s),
+        incarnations.c.id.is_(None),
     )
-    .select_from(holders)
-    .where(of_session(open_turns))
+
+
+holder_is_dead = _holder_is_dead(bindparam("lease_s"))
+holders = open_turns.outerjoin(incarnations, incarnations.c.id == open_turns.c.incarnation)
+open_turns_of = ForEach(
+    lambda given: (
+        select(
+            open_turns.c.session_id,
+            open_turns.c.turn,
+            open_turns.c.fence,
+            open_turns.c.incarnation,
+            open_turns.c.body_hash,
+            open_turns.c.retry_key,
+            open_turns.c.opened_at,
+            _holder_is_dead(given.lease),
+        )
+        .select_from(holders)
+        .where(open_turns.c.session_id == given.sid)
+    ),
+    sid=Text,
+    lease=Double,
 )
-open_turns_by = select(open_turns.c.turn, open_turns.c.fence, open_turns.c.session_id, open_turns.c.opened_at).where(
+open_turns_by = select(open_turns.c.session_id, open_turns.c.opened_at).where(
     open_turns.c.incarnation == bindparam("incarnation")
 )
 dead_open_turns = (
@@ -317,7 +284,13 @@ take_copies = delete(dead_objects).where(
     dead_objects.c.name == bindparam("object", type_=dead_objects.c.name.type),
     dead_objects.c.incarnation.is_not(None),
 )
-chunk_numbers = select(chunks.c.number).where(_fenced(chunks))
+chunk_numbers = ForEach(
+    lambda given: select(chunks.c.session_id, chunks.c.number).where(
+        chunks.c.session_id == given.sid, chunks.c.fence == given.fenced
+    ),
+    sid=Text,
+    fenced=BigInteger,
+)
 tombstone_event = select(events.c.seq).where(
     of_session(events),
     events.c.seq == bindparam("place", type_=BigInteger),

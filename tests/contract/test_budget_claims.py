@@ -8,8 +8,9 @@ from helpers.store import Store
 
 from app.domain.events import Limits
 from app.features.budgets.operations import Budget, BudgetClaim
+from app.store.batch import apply_all
 from app.store.log import Appended
-from app.store.log_turns import Known, Limited, Stale
+from app.store.log_turns import Known, Limited
 
 pytestmark = pytest.mark.anyio
 
@@ -21,7 +22,8 @@ async def test_what_claims_of_one_transaction_have_reserved_is_not_used_up(store
         await store.create(session_id, at=1.0)
         event = opened(1, 0, store.me)
         claims.append(BudgetClaim(session_id, Known(1, 1.0, 0), 2.0, event, 60.0, budgets=[budget]))
-    first, second = await store.database.write(lambda tx: BudgetClaim.apply_set(tx, claims), durable=True)
-    assert (type(first), type(second)) == (Appended, Stale)
-    [again] = await store.database.write(lambda tx: BudgetClaim.apply_set(tx, claims[1:]), durable=True)
+    first, second = await store.database.write(lambda tx: apply_all(tx, claims), durable=True)
+    assert isinstance(first, Appended)
+    assert second == Limited("tokens", frozenset({store.me}))
+    [again] = await store.database.write(lambda tx: apply_all(tx, claims[1:]), durable=True)
     assert again == Limited("tokens", frozenset({store.me}))

@@ -18,7 +18,7 @@ from app.store import reads
 from app.store.dialect import now
 from app.store.log_sessions import CloseIdle
 from app.store.schema import group_changes, groups, sessions
-from app.store.statements import commit_heads
+from workers.parse_parts import VersionSpan
 
 pytestmark = pytest.mark.anyio
 
@@ -253,11 +253,8 @@ async def test_a_commit_raises_the_weight_version_and_never_lowers_it(made: Grou
     await made.create("g", "a")
     newest = made.store.database.read(acknowledged_reads.newest_version)
     assert await newest is None
-    steps = ((None, None), (5, 5), (3, 5), (None, 5), (7, 7))
-    for number, (weight, expected) in enumerate(steps):
-        row = {"sid": "a", "count": 1, "moved_at": 2.0, "weight": weight, "by": None}
-        versions = await made.store.database.write(lambda tx, row=row: tx.each(commit_heads, [row]), durable=True)  # type: ignore[misc]
-        assert [tuple(version) for version in versions] == [("a", number + 2)]
+    for weight, expected in (("step", None), ("5", 5), ("3", 5), ("step", 5), ("7", 7)):
+        await made.store.take_turn("a", weight_versions=(VersionSpan(weight, 0, 2),))
         assert await made.store.database.read(acknowledged_reads.newest_version) == expected
 
 

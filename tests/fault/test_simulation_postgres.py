@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from helpers.databases import Postgres
 
-from app.store import batch, dialect
+from app.store import batch, dialect, postgres_turns
 from app.store.log import Appended
 from app.store.postgres import LastEvent, PostgresWriter
 from tests.tools.simulation.postgres_store import PostgresStore
@@ -62,8 +62,8 @@ def _no(self: PostgresWriter, last: LastEvent, connection: object) -> bool:
 
 def a_claim_takes_another_version(patch: Patch) -> None:
     condition = "s.version = g.known AND"
-    assert condition in batch._TAKE_ALL
-    patch.setattr(batch, "_TAKE_ALL", batch._TAKE_ALL.replace(condition, ""))
+    assert condition in postgres_turns.TAKE
+    patch.setattr(postgres_turns, "TAKE", postgres_turns.TAKE.replace(condition, ""))
 
 
 def a_batch_locks_no_heads(patch: Patch) -> None:

@@ -18,7 +18,7 @@ from sqlalchemy.exc import IntegrityError
 
 from app.domain.events import BlobsTombstoned, LimitReached, Limits, SessionRestored, TurnOpened
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit
-from app.store import incarnations, pins, staged_tokens
+from app.store import incarnations, pins, sqlite_turns, staged_tokens
 from app.store import statements as sql
 from app.store.batch import apply_all
 from app.store.dialect import Tx
@@ -415,13 +415,6 @@ def _none(claim: BudgetClaim, tx: Tx, session_ids: list[str]) -> bool:
     return False
 
 
-_open_row = Claim._open_row
-
-
-def _without_reserved(claim: Claim, fence: int, number: int) -> dict[str, Any]:
-    return {**_open_row(claim, fence, number), "reserved": 0}
-
-
 def _save_anyway(snapshot: SaveSnapshot, tx: Tx) -> None:
     row = {"session_id": snapshot.session_id, "seq": snapshot.seq, "format": snapshot.format, "data": snapshot.data}
     tx.insert(sql.insert_snapshot, [row])
@@ -524,6 +517,7 @@ class Case(NamedTuple):
     patches: tuple[tuple[Any, str, Any], ...] = ()
 
 
+_NONE_RESERVED = sqlite_turns.OPEN.replace("?)", "0 * ?)")
 _taken_over = (
     update(staged_tokens_table).where(staged_tokens_table.c.fence == bindparam("fenced")).values(fence=bindparam("by"))
 )
@@ -560,7 +554,7 @@ CASES = (
     Case("AbsorbAttempt.came_at", an_attempt_comes_late, given(AbsorbAttempt, came_at=0.0)),
     Case("AbandonLost.known", a_claims_answer_is_lost, no_times),
     Case("SaveSnapshot's look at the head", a_session_is_erased, unchanged, ((SaveSnapshot, "apply", _save_anyway),)),
-    Case("open_turns.reserved", two_turns_reserve_tokens, unchanged, ((Claim, "_open_row", _without_reserved),)),
+    Case("open_turns.reserved", two_turns_reserve_tokens, unchanged, ((sqlite_turns, "OPEN", _NONE_RESERVED),)),
     Case("BudgetClaim.wanted", two_turns_reserve_tokens, given(BudgetClaim, wanted=None)),
     Case("BudgetClaim.budgets", two_turns_reserve_tokens, given(BudgetClaim, budgets=())),
     Case("BudgetClaim.reached", the_time_is_over, given(BudgetClaim, reached=None)),

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers.store import event_at
-from sqlalchemy import func, select, update
+from sqlalchemy import func, insert, select, update
 
 from app.api.client_stream import ClientStream
 from app.domain import retention, rules, samples
@@ -37,10 +37,10 @@ from app.store import statements as sql
 from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx
 from app.store.fleet import AppendFleet
-from app.store.log import Appended, advance_head, refused
+from app.store.log import Appended, advance_head, holders_of, refused
 from app.store.log_sessions import Close
 from app.store.log_turns import Claim, Commit, Known, Release
-from app.store.schema import fleet_events, sessions
+from app.store.schema import fleet_events, open_turns, sessions
 from app.turn.claims import Claims
 from app.turn.in_flight import InFlightTurn
 from app.turn.placement import Placement
@@ -70,8 +70,9 @@ def _forges(patch: Patch, kinds: Any, changed: Callable[[Tx, Any], Any]) -> None
 
 def _held_by_somebody(tx: Tx, operation: Commit | Release) -> Commit | Release | None:
     """The operation as its session's open turn would do it."""
-    for row in tx.all(sql.open_turns_of, {"sid": operation.session_id, "lease_s": 0.0}):
-        return msgspec.structs.replace(operation, fence=row[1], incarnation=row[2], opened_at=row[5])
+    for one in holders_of(tx, operation.session_id):
+        held = {"fence": one.fence, "incarnation": one.incarnation, "opened_at": one.opened_at}
+        return msgspec.structs.replace(operation, **held)
     return None
 
 
@@ -92,6 +93,9 @@ def the_claim_goes_before_the_commit(patch: Patch) -> None:
     _forges(patch, Commit, _claimed_again)
 
 
+_insert_open_turn = insert(open_turns)
+
+
 def _claimed_again(tx: Tx, operation: Commit) -> Commit:
     if tx.one(sql.holds_open_turn, operation.held) is None:
         row = {
@@ -103,7 +107,7 @@ def _claimed_again(tx: Tx, operation: Commit) -> Commit:
             "body_hash": operation.turn.body_hash,
             "opened_at": operation.opened_at,
         }
-        tx.insert(sql.insert_open_turn, [row])
+        tx.insert(_insert_open_turn, [row])
         tx.run(update(sessions).values(open_turns=sessions.c.open_turns + 1), {})
     return operation
 

@@ -10,19 +10,19 @@ sees the other. A commit needs no such lock: it turns what was reserved into wha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import msgspec
-from sqlalchemy import BigInteger, Connection, Executable, Integer, Text, bindparam, func, select, union_all, update
+from sqlalchemy import Connection, Executable, bindparam, func, select, union_all, update
 
 from app.crash_points import reach
 from app.domain.events import LimitName, LimitReached, Limits
 from app.features.budgets.rules import NoneLeft, Used, allowance
 from app.store import statements as sql
 from app.store.batch import DEFERRED, Deferred
-from app.store.dialect import ForEach, Tx
-from app.store.log import Appended, BaseOperation, Refused, abandon, advance_head, refused
-from app.store.log_turns import Busy, Claim, Commit, Limited, Pinned, Release, Stale, TooMany, holders_of
+from app.store.dialect import Tx
+from app.store.log import Appended, BaseOperation, Refused, abandon, advance_head, holders_of, refused
+from app.store.log_turns import Claim, ClaimRefused, Commit, Limited, Release, Seen, Stale
 from app.store.schema import SESSION_ID, open_turns, sessions
 
 _of = bindparam("of", type_=SESSION_ID)
@@ -56,19 +56,13 @@ def _in_flight(per_rollout: bool) -> Executable:
 USED = {per_rollout: _used(per_rollout) for per_rollout in _COUNTED}
 _IN_FLIGHT = {per_rollout: _in_flight(per_rollout) for per_rollout in _COUNTED}
 _lock_if_free = select(sessions.c.session_id).where(sessions.c.session_id == _of).with_for_update(skip_locked=True)
-_spend = ForEach(
-    lambda given: (
-        update(sessions)
-        .where(sessions.c.session_id == given.sid)
-        .values(
-            spent_turns=sessions.c.spent_turns + given.turned,
-            spent_tokens=sessions.c.spent_tokens + given.sampled,
-        )
-        .returning(sessions.c.session_id)
-    ),
-    sid=Text,
-    turned=Integer,
-    sampled=BigInteger,
+_spend = (
+    update(sessions)
+    .where(sql.of_session(sessions))
+    .values(
+        spent_turns=sessions.c.spent_turns + bindparam("turned"),
+        spent_tokens=sessions.c.spent_tokens + bindparam("sampled"),
+    )
 )
 
 
@@ -83,9 +77,6 @@ class Budget(msgspec.Struct, frozen=True):
         return self.limits.per == "rollout"
 
 
-Verdict = int | Limited | Busy | TooMany | Stale | Refused | Deferred
-
-
 class BudgetClaim(Claim, frozen=True):
     """A claim that reserves at most `wanted` tokens of `budgets`; None: all that is left.
 
@@ -97,49 +88,32 @@ class BudgetClaim(Claim, frozen=True):
     wanted: int | None = None
     reached: LimitName | None = None
 
-    @classmethod
-    def apply_set(cls, tx: Tx, operations: Sequence[BudgetClaim]) -> list[Any]:  # type: ignore[override]
-        used: dict[Budget, Used] = {}
-        outcomes: dict[str, Any] = {}
-        reserving: list[BudgetClaim] = []
-        for claim in operations:
-            verdict = claim._reserve(tx, used)
-            if isinstance(verdict, int):
-                event = msgspec.structs.replace(claim.event, reserved=verdict)
-                reserving.append(msgspec.structs.replace(claim, event=event))
-            else:
-                outcomes[claim.session_id] = verdict
-        ids = [claim.session_id for claim in reserving]
-        outcomes |= zip(ids, Claim.apply_set(tx, reserving) if reserving else (), strict=True)
-        return [outcomes[claim.session_id] for claim in operations]
+    @property
+    def needs_look(self) -> bool:
+        return True
 
-    def _reserve(self, tx: Tx, used: dict[Budget, Used]) -> Verdict:
-        """How many tokens the turn may sample. `used` is what this transaction knows, with what it has reserved; what
-        is not won after all is too much, and nobody sees it but the later claims of the same transaction."""
+    def decide(self, tx: Tx, seen: Seen | None) -> Claim | ClaimRefused | Deferred:  # type: ignore[override]
+        """What the request repeats comes first, in the log or in flight."""
+        claim = super().decide(tx, seen)
+        if not isinstance(claim, Claim):
+            return claim
         if self.reached is not None:
-            return self._stopped(tx, NoneLeft(self.reached, is_reserved=False))
+            return Limited(self.reached)
+        used: list[tuple[Limits, Used]] = []
         for budget in self.budgets:
-            if budget not in used:
-                named = {"of": budget.session_id}
-                if tx.is_remote and budget.per_rollout and tx.one(_lock_if_free, named) is None:
-                    return DEFERRED
-                row = tx.one(USED[budget.per_rollout], named)
-                assert row is not None
-                used[budget] = Used(*map(int, row))
-        reserved = allowance([(budget.limits, used[budget]) for budget in self.budgets], self.wanted)
+            named = {"of": budget.session_id}
+            if tx.is_remote and budget.per_rollout and tx.one(_lock_if_free, named) is None:
+                return DEFERRED
+            row = tx.one(USED[budget.per_rollout], named)
+            assert row is not None
+            used.append((budget.limits, Used(*map(int, row))))
+        reserved = allowance(used, self.wanted)
         if isinstance(reserved, NoneLeft):
             return self._stopped(tx, reserved)
-        for budget in self.budgets:
-            used[budget] = used[budget].with_turn(reserved)
-        return reserved
+        event = msgspec.structs.replace(claim.event, reserved=reserved)
+        return msgspec.structs.replace(claim, event=event)
 
-    def _stopped(self, tx: Tx, none: NoneLeft) -> Verdict:
-        """The claim cannot be taken. What the request repeats comes first, in the log or in flight."""
-        if (busy := self._repeated(tx)) is not None:
-            return busy
-        head = tx.one(sql.head, {"sid": self.session_id})
-        if head is None or head[1] != "open" or head[2] >= self.most or head[4] != self.known.turns:
-            return self._failure(tx)
+    def _stopped(self, tx: Tx, none: NoneLeft) -> Limited | Stale:
         if not none.is_reserved:
             return Limited(none.limit)
         in_flight: dict[tuple[str, int], bool] = {}
@@ -148,7 +122,7 @@ class BudgetClaim(Claim, frozen=True):
             in_flight |= {(row[0], row[1]): row[2] for row in tx.all(_IN_FLIGHT[budget.per_rollout], named)}
         if self._abandon_dead(tx, sorted({session_id for (session_id, _), dead in in_flight.items() if dead})):
             return Stale()
-        if not in_flight:  # Claims of this transaction have reserved it, which may not be won: look again behind it.
+        if not in_flight:  # On PostgreSQL they may have ended between the two statements.
             return Stale()
         return Limited(none.limit, frozenset(incarnation for _, incarnation in in_flight))
 
@@ -166,19 +140,9 @@ class BudgetClaim(Claim, frozen=True):
 class BudgetCommit(Commit, frozen=True):
     """A commit that counts its turn and the tokens that this has sampled."""
 
-    @classmethod
-    def apply_set(cls, tx: Tx, operations: Sequence[Commit]) -> list[Appended | Stale | Pinned | Refused]:
-        outcomes = Commit.apply_set(tx, operations)
-        tx.each(
-            _spend,
-            [
-                {"sid": commit.session_id, "turned": 1, "sampled": commit.turn.output_tokens}
-                for commit, outcome in zip(operations, outcomes, strict=True)
-                if isinstance(outcome, Appended)
-            ],
-        )
+    def also(self, tx: Tx) -> None:
+        tx.run(_spend, {"sid": self.session_id, "turned": 1, "sampled": self.turn.output_tokens})
         reach("in_spent")
-        return outcomes
 
 
 class EndAtLimit(Release, frozen=True):
@@ -191,7 +155,7 @@ class EndAtLimit(Release, frozen=True):
     def apply(self, tx: Tx) -> Appended | Refused:
         outcome = Release.apply(self, tx)
         if isinstance(outcome, Appended):
-            tx.each(_spend, [{"sid": self.session_id, "turned": 0, "sampled": self.sampled}])
+            tx.run(_spend, {"sid": self.session_id, "turned": 0, "sampled": self.sampled})
         reach("in_spent")
         return outcome
 

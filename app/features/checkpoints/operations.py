@@ -35,7 +35,7 @@ from app.domain.events import Event
 from app.store import pins, rollouts, staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Tx, now
-from app.store.log import Appended, BaseOperation, Refused, StoreOperation, abandon, advance_head
+from app.store.log import Appended, BaseOperation, Refused, StoreOperation, abandon, advance_head, holders_of
 from app.store.reads import epoch_of_log
 from app.store.restored import next_epoch
 from app.store.schema import (
@@ -314,8 +314,7 @@ class RestoreSession(BaseOperation, frozen=True):
             return Refused(None if row is None else row[1])
         if row[0] != self.expected:
             return Changed()
-        holders = tx.all(sql.open_turns_of, {"sid": self.session_id, "lease_s": 0.0})
-        abandoned = abandon(tx, self.session_id, self.at, holders, "restored")
+        abandoned = abandon(tx, self.session_id, self.at, holders_of(tx, self.session_id), "restored")
         staged_tokens.drop_of_session(tx, self.session_id)
         new = {f"new_{name}": value for name, value in self.head.items()}
         named_by = tx.one(_set_head, {"sid": self.session_id, **new})

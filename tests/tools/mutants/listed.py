@@ -16,8 +16,8 @@ LIST = Path(__file__).with_name("list.txt")
 
 MUST = re.compile(
     r"app/turn/claims.py:Claims\.\w+:field:|app/store/log_turns.py:\w+\.\w+:field:"
-    r"|app/store/statements.py:(_is_held|_claim_heads|_free_open_turns|_has_event):where:"
-    r"|app/store/batch.py:(_TAKE|_ADVANCE)(_ALL)?:text:"
+    r"|app/store/statements.py:(_is_held|_heads_since|_written_at):where:"
+    r"|app/store/(sqlite|postgres)_turns.py:(TAKE|ADVANCE):text:"
 )
 """The odd fields of claims and commits, and the conditions on them in both databases."""
 
