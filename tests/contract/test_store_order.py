@@ -128,7 +128,7 @@ async def test_a_late_commit_is_not_skipped(postgres_store: Store) -> None:
         await store.claim(name, 1)
     async with connected(store.database.url) as connection:
         async with connection.begin():
-            await connection.run_sync(lambda c: commit("slow", 2, store.me).apply(AlchemyTx(c)))
+            await connection.run_sync(lambda c: reward("slow", 1.0).apply(AlchemyTx(c)))
             await store.commit("fast", 2)
             held = await store.horizon()
             early = await store.changed(upto=held)
