@@ -55,6 +55,12 @@ class Refused(msgspec.Struct, frozen=True):
     status: str | None
 
 
+class Deferred:
+    """The outcome of an operation that was not tried: another transaction has locked its session's row."""
+
+
+DEFERRED = Deferred()
+
 VoidedClaim = tuple[int, int]
 """A claim's fence and its incarnation."""
 

@@ -9,6 +9,10 @@ What has been submitted when the loop comes round is one batch; what comes while
 outcome is returned only after the transaction has ended. If one operation fails a batch, the batch is repeated one by
 one, so that the others succeed. PostgreSQL takes several batches at a time (lanes): while one waits for the disk or a
 standby, the next is filled.
+
+There a head is locked without waiting, before anything else of its session. An operation on a head that another
+transaction has locked is `DEFERRED` to a later batch. So no session waits for another's row, and two batches cannot
+deadlock.
 """
 
 from __future__ import annotations
@@ -18,20 +22,22 @@ import contextlib
 import logging
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+from sqlalchemy import ARRAY, String, any_, bindparam, select
 
 from app.domain.events import BlobsTombstoned, Recorded, RolledBack, TurnAbandoned
 from app.errors import AppError, Overloaded, StoreDamaged, StoreLocked, StoreUnavailable
 from app.store import reads
-from app.store.batch import Deferred, apply_all
-from app.store.dialect import WriteConflict
-from app.store.log import Appended, Operation
-from app.store.log_turns import AbandonDead
+from app.store.dialect import Tx, WriteConflict
+from app.store.log import DEFERRED, Appended, Deferred, Operation
+from app.store.log_sessions import Create
+from app.store.log_turns import AbandonDead, Claim, Commit, look_and_write, write
 from app.store.ports import LOCKED_S, Database
+from app.store.schema import sessions
 
 Result = TypeVar("Result")
 
@@ -361,3 +367,56 @@ class Writer:
 def _fail(entry: _Entry, error: BaseException) -> None:
     with contextlib.suppress(asyncio.InvalidStateError):
         entry.outcome.set_exception(error)
+
+
+# One transaction
+
+_known = select(sessions.c.session_id).where(sessions.c.session_id == any_(bindparam("sids", type_=ARRAY(String))))
+_lock_heads = _known.order_by(sessions.c.session_id).with_for_update(skip_locked=True)
+
+
+def apply_all(tx: Tx, operations: Sequence[Operation[Any]]) -> list[Any]:
+    """Apply operations in one transaction; the outcomes in the same order. An operation without a session runs alone.
+
+    First come claims and commits of sessions that are as their process knows them: a few statements for all. The other
+    ones are decided behind one look at all their sessions. Then come creations, and the rest one by one, in its order.
+    """
+    ids = [operation.session_id for operation in operations]
+    repeated: set[str] = set()
+    if len(set(ids)) < len(ids):
+        repeated = {session_id for session_id, count in Counter(ids).items() if count > 1}
+    claims: list[Claim] = []
+    commits: list[Commit] = []
+    for operation in operations:
+        if operation.session_id in repeated:
+            continue
+        if isinstance(operation, Commit):
+            if not operation.needs_look:
+                commits.append(operation)
+        elif isinstance(operation, Claim) and not operation.needs_look:
+            claims.append(operation)
+    outcomes: dict[str, Any] = {}
+    if claims or commits:
+        outcomes.update(write(tx, claims, commits))
+        if len(outcomes) == len(operations):
+            return [outcomes[session_id] for session_id in ids]
+    if tx.is_remote and ids[0]:
+        outcomes |= dict.fromkeys(_locked_by_others(tx, set(ids) - outcomes.keys()), DEFERRED)
+    others = [one for one in operations if one.session_id not in outcomes and one.session_id not in repeated]
+    # A kind of claim that looks at other sessions too is decided when all before it is written.
+    turns = [one for one in others if type(one) is Claim or isinstance(one, Commit)]
+    if turns:
+        outcomes |= look_and_write(tx, turns)
+    creations = [one for one in others if isinstance(one, Create) and one.is_of_set]
+    if creations:
+        outcomes |= zip([one.session_id for one in creations], Create.apply_set(tx, creations), strict=True)
+    return [outcomes[one.session_id] if one.session_id in outcomes else one.apply(tx) for one in operations]
+
+
+def _locked_by_others(tx: Tx, session_ids: set[str]) -> set[str]:
+    """Lock the heads of sessions; returns those that another transaction has locked."""
+    ids = sorted(session_ids)
+    locked = {row[0] for row in tx.all(_lock_heads, {"sids": ids})}
+    tx.add_locked(locked)
+    missing = [session_id for session_id in ids if session_id not in locked]
+    return {row[0] for row in tx.all(_known, {"sids": missing})} if missing else set()

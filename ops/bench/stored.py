@@ -16,11 +16,11 @@ import msgspec
 from app.domain.events import BlobRef, RewardAssigned, SessionConfig, SessionCreated, TurnCommitted, TurnOpened
 from app.domain.history import canonical_hash, decode_message
 from app.sessions.recovery import register
-from app.store.batch import apply_all
 from app.store.engine import Database
 from app.store.log import Operation, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Create
 from app.store.log_turns import Claim, Commit, Known
+from app.store.writer import apply_all
 from ops.bench.load import opening_messages
 from workers import codec
 from workers.codec import TOKEN_BYTES, Exchange, StoredTokens

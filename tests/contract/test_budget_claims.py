@@ -8,9 +8,9 @@ from helpers.store import Store
 
 from app.domain.events import Limits
 from app.features.budgets.operations import Budget, BudgetClaim
-from app.store.batch import apply_all
 from app.store.log import Appended
 from app.store.log_turns import Known, Limited
+from app.store.writer import apply_all
 
 pytestmark = pytest.mark.anyio
 

@@ -14,13 +14,13 @@ from sqlalchemy.engine import make_url
 
 from app.errors import StoreUnavailable
 from app.store import postgres, reads, writer
-from app.store.batch import apply_all
 from app.store.dialect import Tx
 from app.store.engine import Database
 from app.store.log import Appended, BaseOperation, Refused
 from app.store.log_sessions import Existing, SaveSnapshot
 from app.store.log_turns import Busy, Stale
 from app.store.schema import sessions
+from app.store.writer import apply_all
 
 pytestmark = pytest.mark.anyio
 

@@ -10,12 +10,12 @@ from helpers.store import CLAIMED_AT, LEASE_S, Store, add_incarnation, commit, e
 from sqlalchemy import select
 
 from app.store import staged_tokens as staged
-from app.store.batch import apply_all
 from app.store.log import Appended
 from app.store.log_sessions import CloseIdle
 from app.store.log_turns import AbandonDead
 from app.store.schema import staged_tokens as table
 from app.store.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
+from app.store.writer import apply_all
 
 pytestmark = pytest.mark.anyio
 

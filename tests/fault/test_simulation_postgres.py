@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from helpers.databases import Postgres
 
-from app.store import batch, dialect, postgres_turns
+from app.store import dialect, postgres_turns, writer
 from app.store.log import Appended
 from app.store.postgres import LastEvent, PostgresWriter
 from tests.tools.simulation.postgres_store import PostgresStore
@@ -33,11 +33,11 @@ def a_reader_reads_to_the_end(patch: Patch) -> None:
 
 
 def a_batch_waits_for_locked_heads(patch: Patch) -> None:
-    patch.setattr(batch, "_lock_heads", batch._known.with_for_update())
+    patch.setattr(writer, "_lock_heads", writer._known.with_for_update())
 
 
 def what_is_deferred_counts_as_done(patch: Patch) -> None:
-    patch.setattr(batch, "DEFERRED", Appended(()))
+    patch.setattr(writer, "DEFERRED", Appended(()))
 
 
 def a_conflict_of_keys_is_not_tried_again(patch: Patch) -> None:
@@ -67,7 +67,7 @@ def a_claim_takes_another_version(patch: Patch) -> None:
 
 
 def a_batch_locks_no_heads(patch: Patch) -> None:
-    patch.setattr(batch, "_lock_heads", batch._known)
+    patch.setattr(writer, "_lock_heads", writer._known)
 
 
 MUTANTS: tuple[tuple[Callable[[Patch], None], int], ...] = (

@@ -20,7 +20,6 @@ from app.domain.events import BlobsTombstoned, LimitReached, Limits, SessionRest
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit
 from app.store import incarnations, pins, sqlite_turns, staged_tokens
 from app.store import statements as sql
-from app.store.batch import apply_all
 from app.store.dialect import Tx
 from app.store.log import Appended, BaseOperation, Refused, StoredChunk, advance_head
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay, SaveSnapshot
@@ -40,6 +39,7 @@ from app.store.log_turns import (
 from app.store.schema import checkpoint_sessions, checkpoints, chunks, open_turns, sessions, snapshots
 from app.store.schema import staged_tokens as staged_tokens_table
 from app.store.staged_tokens import StagedRow, StageTokens, TakeOverStaged
+from app.store.writer import apply_all
 from tests.tools.simulation.service import register
 from tests.tools.simulation.store import MemoryStore
 

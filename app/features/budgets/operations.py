@@ -19,9 +19,18 @@ from app.crash_points import reach
 from app.domain.events import LimitName, LimitReached, Limits
 from app.features.budgets.rules import NoneLeft, Used, allowance
 from app.store import statements as sql
-from app.store.batch import DEFERRED, Deferred
 from app.store.dialect import Tx
-from app.store.log import Appended, BaseOperation, Refused, abandon, advance_head, holders_of, refused
+from app.store.log import (
+    DEFERRED,
+    Appended,
+    BaseOperation,
+    Deferred,
+    Refused,
+    abandon,
+    advance_head,
+    holders_of,
+    refused,
+)
 from app.store.log_turns import Claim, ClaimRefused, Commit, Limited, Release, Seen, Stale
 from app.store.schema import SESSION_ID, open_turns, sessions
 

@@ -11,7 +11,6 @@ AREAS: dict[str, tuple[str, ...]] = {
     "claims and commits": (
         "app/turn/claims.py",
         "app/store/log_turns.py",
-        "app/store/batch.py",
         "app/store/sqlite_turns.py",
         "app/store/postgres_turns.py",
         "app/store/staged_tokens.py",

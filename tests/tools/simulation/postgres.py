@@ -187,7 +187,7 @@ class PostgresServer(Server):
 
 
 def _locks_heads(text: str) -> bool:
-    """The statements of `app.store.batch` that take heads, or leave out those that are locked."""
+    """The statements of a batch that take heads, or leave out those that are locked."""
     return "given AS MATERIALIZED" in text or ("= ANY (" in text and "FOR UPDATE" in text)
 
 
