@@ -129,13 +129,9 @@ class Claim(BaseOperation, frozen=True):
     size: int = 512
 
     @property
-    def may_repeat(self) -> bool:
-        """The request may be that of an open turn. A linear session's only turn is in the way as it is."""
-        return self.most > 1 and (self.is_retry or self.event.retry_key is not None)
-
-    @property
     def needs_look(self) -> bool:
-        return self.may_repeat
+        """It may repeat an open turn. A linear session's only one is in the way as it is."""
+        return self.most > 1 and (self.is_retry or self.event.retry_key is not None)
 
     def decide(self, tx: Tx, seen: Seen | None) -> Claim | ClaimRefused:
         """The claim for the session as it is, or why there is none."""
@@ -166,7 +162,7 @@ class Claim(BaseOperation, frozen=True):
     def _repeated(self, holders: Sequence[Holder]) -> list[Holder]:
         """The open turns that the request repeats: with its retry key, or as `is_retry` says."""
         key, opened = self.event.retry_key, self.event
-        if not self.may_repeat:
+        if not self.needs_look:
             return []
         if key is not None:
             return [holder for holder in holders if holder.retry_key == key]
@@ -242,13 +238,6 @@ class Commit(TurnOperation, frozen=True):
         raise ValueError("a commit has a turn")
 
     @property
-    def content(self) -> tuple[Any, ...]:
-        """The row of `turns`, in the order of both databases' statements, without its session."""
-        turn = self.turn
-        parts = self.tokens, self.exchange
-        return turn.turn, turn.parent, turn.segment, turn.choice_index, turn.protocol, *parts
-
-    @property
     def staged(self) -> set[int]:
         """The numbers of this turn's staged chunks."""
         own = {chunk.number for ref in self.turn.payloads for chunk in ref.chunks if chunk.fence == self.fence}
@@ -261,7 +250,12 @@ class Commit(TurnOperation, frozen=True):
     @property
     def needs_look(self) -> bool:
         """A checkpoint may have what its tombstones free, or its staged chunks may be gone."""
-        return self.has_tombstones or (bool(self.turn.payloads) and bool(self.staged))
+        for event in self.events:
+            if type(event) is BlobsTombstoned:
+                return True
+            if type(event) is TurnCommitted and event.payloads and self.staged:
+                return True
+        return False
 
     def decide(self, tx: Tx, seen: Seen | None) -> Commit | Stale | Pinned | Refused:
         """The commit for the session as it is, or why there is none."""
@@ -299,7 +293,10 @@ def write(tx: Tx, claims: Sequence[Claim], commits: Sequence[Commit]) -> dict[st
     else:
         assert isinstance(tx, PostgresTx)
         written = postgres_turns.write(tx, claims, commits)
-    ended = 0
+    if crash_points.ARMED and any(claim.session_id in written for claim in claims):
+        crash_points.reach("in_claim")
+    if not commits:
+        return written
     blobs: list[dict[str, Any]] = []
     chunks: list[dict[str, Any]] = []
     staged: list[dict[str, Any]] = []
@@ -308,25 +305,25 @@ def write(tx: Tx, claims: Sequence[Claim], commits: Sequence[Commit]) -> dict[st
         session_id = commit.session_id
         if session_id not in written:
             continue
-        ended += 1
         if commit.blobs:
             blobs += [blob_row(session_id, blob) for blob in commit.blobs]
         if commit.chunks:
             chunks += [chunk_row(session_id, commit.fence, chunk) for chunk in commit.chunks]
         if commit.stages:
             staged.append({"sid": session_id, "fenced": commit.fence if commit.stages == "turn" else None})
-        if commit.has_tombstones:
+        if len(commit.events) > 1:
             freed += tombstones_of(session_id, written[session_id])
         commit.also(tx)
-    tx.insert(sql.insert_blob, blobs)
-    tx.insert(sql.insert_chunk, chunks)
-    tx.each(staged_tokens.drop_committed, staged)
-    free_chunks(tx, freed)
-    if crash_points.ARMED:
-        if len(written) > ended:
-            crash_points.reach("in_claim")
-        if ended:
-            crash_points.reach("in_commit")
+    if blobs:
+        tx.insert(sql.insert_blob, blobs)
+    if chunks:
+        tx.insert(sql.insert_chunk, chunks)
+    if staged:
+        tx.each(staged_tokens.drop_committed, staged)
+    if freed:
+        free_chunks(tx, freed)
+    if crash_points.ARMED and any(commit.session_id in written for commit in commits):
+        crash_points.reach("in_commit")
     return written
 
 

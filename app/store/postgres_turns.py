@@ -142,7 +142,13 @@ def _advance(tx: PostgresTx, commits: Sequence[Commit], written: dict[str, Appen
                 commit.at,
                 max(turn.version_numbers, default=None),
                 turn.engine,
-                *commit.content,
+                turn.turn,
+                turn.parent,
+                turn.segment,
+                turn.choice_index,
+                turn.protocol,
+                commit.tokens,
+                commit.exchange,
             )
         )
         for seq, new in enumerate(commit.events, known.version + 1):

@@ -87,7 +87,18 @@ def write(tx: SqliteTx, claims: Sequence[Claim], commits: Sequence[Commit]) -> d
         weight = max(turn.version_numbers, default=None)
         if execute(ADVANCE, (*held, len(commit.events), at, weight, turn.engine)).rowcount == 1:
             ended.append((session_id, commit.fence))
-            content.append((session_id, *commit.content))
+            content.append(
+                (
+                    session_id,
+                    turn.turn,
+                    turn.parent,
+                    turn.segment,
+                    turn.choice_index,
+                    turn.protocol,
+                    commit.tokens,
+                    commit.exchange,
+                )
+            )
             recorded = []
             for seq, new in enumerate(commit.events, known.version + 1):
                 log.append((session_id, seq, type(new).__name__, new.VERSION, at, encode(new), next(positions)))

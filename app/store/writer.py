@@ -383,7 +383,7 @@ def apply_all(tx: Tx, operations: Sequence[Operation[Any]]) -> list[Any]:
     """
     ids = [operation.session_id for operation in operations]
     repeated: set[str] = set()
-    if len(set(ids)) < len(ids):
+    if len(ids) > 1 and len(set(ids)) < len(ids):
         repeated = {session_id for session_id, count in Counter(ids).items() if count > 1}
     claims: list[Claim] = []
     commits: list[Commit] = []
@@ -393,17 +393,17 @@ def apply_all(tx: Tx, operations: Sequence[Operation[Any]]) -> list[Any]:
         if isinstance(operation, Commit):
             if not operation.needs_look:
                 commits.append(operation)
-        elif isinstance(operation, Claim) and not operation.needs_look:
+        elif type(operation) is Claim and not operation.needs_look:
             claims.append(operation)
     outcomes: dict[str, Any] = {}
     if claims or commits:
-        outcomes.update(write(tx, claims, commits))
+        outcomes |= write(tx, claims, commits)
         if len(outcomes) == len(operations):
             return [outcomes[session_id] for session_id in ids]
     if tx.is_remote and ids[0]:
         outcomes |= dict.fromkeys(_locked_by_others(tx, set(ids) - outcomes.keys()), DEFERRED)
     others = [one for one in operations if one.session_id not in outcomes and one.session_id not in repeated]
-    # A kind of claim that looks at other sessions too is decided when all before it is written.
+    # A feature's claim may look at other sessions too: it is decided by itself, when all before it is written.
     turns = [one for one in others if type(one) is Claim or isinstance(one, Commit)]
     if turns:
         outcomes |= look_and_write(tx, turns)

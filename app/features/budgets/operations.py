@@ -97,10 +97,6 @@ class BudgetClaim(Claim, frozen=True):
     wanted: int | None = None
     reached: LimitName | None = None
 
-    @property
-    def needs_look(self) -> bool:
-        return True
-
     def decide(self, tx: Tx, seen: Seen | None) -> Claim | ClaimRefused | Deferred:  # type: ignore[override]
         """What the request repeats comes first, in the log or in flight."""
         claim = super().decide(tx, seen)
