@@ -161,6 +161,19 @@ class StoreOperation(BaseOperation, frozen=True):
         return ""
 
 
+class Note(BaseOperation, frozen=True):
+    """Append an event to the log of an open session."""
+
+    session_id: str
+    at: float
+    event: Event
+
+    def apply(self, tx: Tx) -> Appended | Refused:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        head = refused(tx, self.session_id)
+        return advance_head(tx, self.session_id, self.at, [self.event]) if head.status == "open" else head
+
+
 class TurnOperation(BaseOperation, frozen=True):
     """An operation on an open turn, by the process that holds it.
 

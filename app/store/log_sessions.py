@@ -16,7 +16,6 @@ from app.domain.events import (
     SessionClosed,
     SessionCreated,
     SessionErased,
-    SessionFinished,
 )
 from app.store import object_names as names
 from app.store import pins, rollouts, staged_tokens
@@ -27,6 +26,7 @@ from app.store.erasure import Rewritten, erase_remaining, rewrite
 from app.store.log import (
     Appended,
     BaseOperation,
+    Note,
     Refused,
     StoredBlob,
     abandon,
@@ -219,21 +219,13 @@ def _value(event: RewardAssigned) -> tuple[float, dict[str, float]]:
     return event.reward, event.components
 
 
-class Finish(BaseOperation, frozen=True):
+class Finish(Note, frozen=True):
     """Let no more turns be opened in an open session. Those that are in flight go on."""
 
-    session_id: str
-    at: float
-    event: SessionFinished
-
     def apply(self, tx: Tx) -> Appended | Refused:
-        tx.lock(sql.lock_head, {"sid": self.session_id})
-        head = refused(tx, self.session_id)
-        if head.status != "open":
-            return head
-        appended = advance_head(tx, self.session_id, self.at, [self.event])
+        outcome = super().apply(tx)
         reach("in_finish")
-        return appended
+        return outcome
 
 
 class Close(BaseOperation, frozen=True):

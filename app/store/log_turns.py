@@ -14,8 +14,6 @@ from app.domain.events import (
     BlobsTombstoned,
     Event,
     LimitName,
-    ReplyRedelivered,
-    ReplyUndelivered,
     TurnCommitted,
     TurnOpened,
 )
@@ -26,6 +24,7 @@ from app.store.log import (
     Appended,
     BaseOperation,
     Holder,
+    Note,
     Refused,
     StoredBlob,
     StoredChunk,
@@ -428,20 +427,10 @@ class Reject(TurnOperation, frozen=True):
         return released
 
 
-class NoteDelivery(BaseOperation, frozen=True):
+class NoteDelivery(Note, frozen=True):
     """Write down that a reply was not delivered, or was given again, in an open session."""
 
     durable: ClassVar[bool] = False
-    session_id: str
-    at: float
-    event: ReplyUndelivered | ReplyRedelivered
-
-    def apply(self, tx: Tx) -> Appended | Refused:
-        tx.lock(sql.lock_head, {"sid": self.session_id})
-        head = tx.one(sql.head, {"sid": self.session_id})
-        if head is None or head[1] != "open":
-            return Refused(None if head is None else head[1])
-        return advance_head(tx, self.session_id, self.at, [self.event])
 
 
 class AbsorbAttempt(BaseOperation, frozen=True):

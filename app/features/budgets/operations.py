@@ -16,21 +16,11 @@ import msgspec
 from sqlalchemy import Connection, Executable, bindparam, func, select, union_all, update
 
 from app.crash_points import reach
-from app.domain.events import LimitName, LimitReached, Limits
+from app.domain.events import LimitName, Limits
 from app.features.budgets.rules import NoneLeft, Used, allowance
 from app.store import statements as sql
 from app.store.dialect import Tx
-from app.store.log import (
-    DEFERRED,
-    Appended,
-    BaseOperation,
-    Deferred,
-    Refused,
-    abandon,
-    advance_head,
-    holders_of,
-    refused,
-)
+from app.store.log import DEFERRED, Appended, Deferred, Note, Refused, abandon, holders_of
 from app.store.log_turns import Claim, ClaimRefused, Commit, Limited, Release, Seen, Stale
 from app.store.schema import SESSION_ID, open_turns, sessions
 
@@ -165,21 +155,13 @@ class EndAtLimit(Release, frozen=True):
         return outcome
 
 
-class NoteLimit(BaseOperation, frozen=True):
+class NoteLimit(Note, frozen=True):
     """Write down that a limit has refused a request of an open session."""
 
-    session_id: str
-    at: float
-    event: LimitReached
-
     def apply(self, tx: Tx) -> Appended | Refused:
-        tx.lock(sql.lock_head, {"sid": self.session_id})
-        head = tx.one(sql.head, {"sid": self.session_id})
-        if head is None or head[1] != "open":
-            return refused(tx, self.session_id)
-        noted = advance_head(tx, self.session_id, self.at, [self.event])
+        outcome = super().apply(tx)
         reach("in_limit_noted")
-        return noted
+        return outcome
 
 
 def read_used(connection: Connection, budget: Budget) -> Used:
