@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -387,19 +388,12 @@ class Tree:
         return branch.number, "drift" if branch.cause == "drift" else None
 
     def superseded(self, session: Session) -> set[int]:
-        """A childless turn is superseded by a sibling with the same request and agent that was opened after it had
-        committed, and has a child."""
         parents = {turn.history_parent for turn in session.turns}
-        continued: dict[tuple[int, str, str | None], Turn] = {}
+        alike: dict[str, list[Turn]] = defaultdict(list)
         for turn in session.turns:
-            if turn.number in parents:
-                key = turn.history_parent, turn.body_hash, turn.agent_id
-                continued[key] = max(continued.get(key, turn), turn, key=lambda sibling: sibling.opened_seq)
-        childless = (turn for turn in session.turns if turn.number not in parents)
+            alike[turn.body_hash].append(turn)
         return {
-            turn.number
-            for turn in childless
-            if (newer := continued.get((turn.history_parent, turn.body_hash, turn.agent_id))) and newer.supersedes(turn)
+            turn.number for turn in session.turns if _is_repeated(turn, alike[turn.body_hash], parents.__contains__)
         }
 
     def superseded_payloads(self, session: Session, index: TreeIndex) -> Collection[int]:
@@ -422,17 +416,17 @@ def superseded(session: Session) -> set[int]:
 
 def is_superseded(session: Session, index: TreeIndex, number: int) -> bool:
     """Is a turn of a tree among the `superseded`? `index` may lack the newest turn."""
-    newest = session.turns.newest
-    continued = 0 if newest is None else newest.history_parent
+    newest, turn = session.turns.newest, session.turns.get(number)
+    if newest is None or turn is None:  # A restore has undone it.
+        return False
+    alike = (session.turn(other) for other in index.with_body(turn.body_hash) if other in session.turns)
+    return _is_repeated(turn, alike, lambda other: other == newest.history_parent or index.has_children(other))
 
-    def is_continued(number: int) -> bool:
-        return number == continued or index.has_children(number)
 
-    turn = session.turns.get(number)  # None: a restore has undone it.
-    return not (turn is None or is_continued(number)) and any(
-        other in session.turns and is_continued(other) and session.turn(other).supersedes(turn)
-        for other in index.with_body(turn.body_hash)
-    )
+def _is_repeated(turn: Turn, alike: Iterable[Turn], has_child: Callable[[int], bool]) -> bool:
+    """Is a childless turn superseded by one of those with its body: a sibling of its agent that was opened after it had
+    committed, and has a child?"""
+    return not has_child(turn.number) and any(has_child(other.number) and other.supersedes(turn) for other in alike)
 
 
 # one live path
