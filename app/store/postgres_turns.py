@@ -27,7 +27,8 @@ WITH given AS MATERIALIZED (
 ), held AS (
     SELECT g.*, e.tx FROM given g
     JOIN sessions s ON s.session_id = g.sid
-    -- Its time too: a crash may undo claims, which are not synced, and other events take their places.
+    -- The time of the last event tells logs of one length apart: a crash of the server may undo claims, which are not
+    -- synced, and other events then take their places.
     JOIN events e ON e.session_id = g.sid AND e.seq = g.known AND e.at = g.known_at
     WHERE s.version = g.known AND s.turns = g.known_turns AND s.open_turns < g.most AND s.last_turn = g.turn - 1
         AND s.status = 'open'
@@ -61,7 +62,7 @@ WITH given AS MATERIALIZED (
     JOIN sessions s ON s.session_id = g.sid
     JOIN events e ON e.session_id = g.sid AND e.seq = g.known
     WHERE s.version = g.known AND s.turns = g.known_turns
-        -- The time of the claim too: the fence of one that a crash has undone is given again.
+        -- It tells claims under one fence apart: the fence of one that a crash has undone is given again.
         -- No join: a plan that was made while few turns were open would read all that are open.
         AND g.opened_at = (SELECT opened_at FROM open_turns o
             WHERE o.session_id = g.sid AND o.fence = g.fence AND o.incarnation = g.incarnation)

@@ -18,21 +18,22 @@ if TYPE_CHECKING:
     from app.store.log_turns import Claim, Commit
 
 # A claim takes its head, and a commit advances it, exactly if the log ends where the process knows it to end. So the
-# number of the next event is known, and a row count of 0 is the only other answer.
+# number of the next event is known, and a row count of 0 is the only other answer. What else is compared follows from
+# that in a sound store.
 
-# `at` tells apart logs of the same length: a crash of the machine may undo claims, which are not synced, and other
-# events then take their places. `last_turn` is the number that the turn was decided to have.
 TAKE = """
 UPDATE sessions SET version = version + 1, open_turns = open_turns + 1, last_turn = last_turn + 1
 WHERE session_id = ?1 AND version = ?2 AND turns = ?3 AND open_turns < ?4 AND last_turn = ?5 AND status = 'open'
+    -- The time of the last event (`last_event_at`) tells logs of one length apart: a crash of the machine may undo
+    -- claims, which are not synced, and other events then take their places.
     AND EXISTS (SELECT 1 FROM events WHERE session_id = ?1 AND seq = ?2 AND at = ?6)
 """
-# `opened_at` tells apart claims under one fence: that of a claim which a crash has undone is given again.
 ADVANCE = """
 UPDATE sessions SET version = version + ?7, open_turns = open_turns - 1, turns = turns + 1, updated_at = ?8,
     weight_version = CASE WHEN weight_version IS NULL OR weight_version < ?9 THEN ?9 ELSE weight_version END,
     engine = ?10
 WHERE session_id = ?1 AND version = ?2 AND turns = ?3
+    -- `opened_at` tells claims under one fence apart: the fence of one that a crash has undone is given again.
     AND EXISTS (SELECT 1 FROM open_turns WHERE session_id = ?1 AND fence = ?4 AND incarnation = ?5 AND opened_at = ?6)
 """
 OPEN = """
