@@ -7,13 +7,16 @@ which releases it; it creates no objects and does not recurse.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 SLICE = 256 << 10
+
+WINDOW = 64 << 10
+"""Bytes searched or compared at a time where that needs a copy: one that fits the processor's cache."""
 
 SMALL = 64 << 10
 """So many bytes are counted without numpy."""
@@ -24,6 +27,11 @@ HEAVY = 10
 _HEAD = 32
 """The beginning of a list of token ids this long is seldom found elsewhere."""
 
+FEW_IDS = 4 << 10
+"""A list with fewer characters is not looked at as an array."""
+
+_WHITE = (b" ", b"\n", b"\t", b"\r")
+_SPACE = 0x20
 _QUOTE, _BACKSLASH, _COMMA, _COLON, _ZERO, _NINE = 0x22, 0x5C, 0x2C, 0x3A, 0x30, 0x39
 _OPENS, _CLOSES = b"[{", b"]}"
 
@@ -100,10 +108,37 @@ def find(text: bytes, part: bytes, start: int = 0) -> int:
     return at if at < 0 or text.startswith(part, at) else text.find(part, at + 1)
 
 
-def is_flat_ids(text: bytes | memoryview) -> bool:
-    """Is this list one of digits and commas, without white space? It may also hold `-`, `.` and `/`."""
-    inner = np.frombuffer(text, np.uint8)[1:-1]
-    return len(inner) > 0 and int(inner.min()) >= _COMMA and int(inner.max()) <= _NINE
+class BareIds(NamedTuple):
+    """The inner text of a list of ids, without white space, and the separator that stood between them."""
+
+    text: bytes
+    separator: Literal[",", ", "]
+
+
+def bare_ids(text: bytes) -> BareIds | None:
+    """A list's text between its brackets, of digits and commas alone; None if it is spelled otherwise, with other white
+    space than one after each comma."""
+    is_spaced = b" " in text
+    bare = text.translate(None, b" ") if is_spaced else text
+    if len(bare) <= FEW_IDS:
+        is_flat = not bare.translate(None, b"0123456789,")
+        places_differ = is_spaced and text != bare.replace(b",", b", ")
+    else:
+        characters = np.frombuffer(bare, np.uint8)
+        is_flat = int(characters.min()) >= _COMMA and int(characters.max()) <= _NINE
+        is_flat = is_flat and not (b"-" in bare or b"." in bare or b"/" in bare)
+        spelled = np.frombuffer(text, np.uint8)
+        behind = spelled[:-1] == _COMMA
+        places_differ = is_spaced and (text[:1] == b" " or not np.array_equal(spelled[1:] == _SPACE, behind))
+    if not is_flat or places_differ:
+        return None
+    return BareIds(bare, ", " if is_spaced else ",")
+
+
+def is_spaced(text: bytes) -> bool:
+    """Does a JSON object, by its beginning, have white space between its tokens?"""
+    colon = text.find(b":")
+    return text[1:2] != b'"' or text[colon + 1 : colon + 2] in _WHITE
 
 
 def plain_ids(text: bytes) -> bytes | None:
