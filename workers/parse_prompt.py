@@ -163,9 +163,7 @@ class Prompt:
             return cls(text, sent, where, known)
         if raw is None:
             raise Rejected(f"{where} is missing")
-        compact = _compact(text)
-        inner = b"".join((memoryview(compact)[1:-1], b",")) if len(compact) > 2 else b""
-        return cls(text, inner, where, known, is_spelled=True)
+        return cls(text, _inner(text), where, known, is_spelled=True)
 
     @property
     def tokens(self) -> int:
@@ -183,9 +181,9 @@ class Prompt:
             return [text]
         if not self.text:
             return [_confirmed(text, where, self._inner)]
-        compact = _compact(text)
-        is_begun = self._begun is None or self._begun.begins(compact, 1)
-        if not (compact[:1] == b"[" and is_begun and compact[1 + self._before :] == self._inner[:-1] + b"]"):
+        inner = _inner(text)
+        is_begun = self._begun is None or self._begun.begins(inner, 0)
+        if text[:1] != b"[" or not is_begun or inner[self._before :] != self._inner:
             typed(IDS, raw, where)
             raise Rejected(f"{where} is another prompt than {self._where}")
         return [text]
@@ -222,6 +220,12 @@ def _require_count(raw: msgspec.Raw | None, where: str, sent: bytes) -> None:
 def _compact(text: bytes) -> bytes:
     has_white = b" " in text or b"\n" in text or b"\t" in text or b"\r" in text
     return text.translate(None, b" \t\r\n") if has_white else text
+
+
+def _inner(text: bytes) -> bytes:
+    """The token text of a list."""
+    compact = _compact(text)
+    return b"".join((memoryview(compact)[1:-1], b",")) if len(compact) > 2 else b""
 
 
 def _confirmed(text: bytes, where: str, sent: bytes) -> bytes:
