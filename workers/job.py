@@ -7,7 +7,7 @@ refused, or a mark is not found where its value belongs, the whole reply is pars
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -67,12 +67,14 @@ def read(job: Job, body: bytes | memoryview, known: KnownText | None = None, fou
 
     `known`: the text of `job.known`, if it is in memory. `found`: the body's long values, if they were looked for.
     """
-    try:
-        source = _cut_out(job, body, known, found or find_long_values(body, known))
-        parsed, values = _parsed(job, body, source)
-    except Rejected:
-        return read_whole(job, body)  # What was cut out may be the cause.
-    return _committed(job, body, source, parsed, values)
+    for cut in _long_values(job, body, known, found):
+        try:
+            source = _cut_out(job, body, known, cut)
+            parsed, values = _parsed(job, body, source)
+        except Rejected:
+            continue  # What was cut out may be the cause.
+        return _committed(job, body, source, parsed, values)
+    return read_whole(job, body)
 
 
 def read_whole(job: Job, body: bytes | memoryview) -> Read:
@@ -92,6 +94,19 @@ class LongValues(NamedTuple):
     def base64_bytes(self) -> int:
         """The bytes of the payloads that are texts."""
         return sum(place.end - place.start for place in self.payloads if not place.is_list)
+
+
+def _long_values(
+    job: Job, body: bytes | memoryview, known: KnownText | None, found: LongValues | None
+) -> Iterator[LongValues]:
+    """What may be cut out of a body, one after the other. A short one is searched for payloads if its rules found one,
+    and for those alone where they stand beside a short prompt that could not be cut out."""
+    if found is None and len(body) <= WINDOW:
+        yield LongValues([], *_prompt(body, len(body), known))
+    found = found or find_long_values(body, known)
+    yield found
+    if found.payloads and found.prompt is not None and found.prompt.end - found.prompt.start <= LONG_PROMPT:
+        yield found._replace(prompt=None)
 
 
 def find_long_values(body: bytes | memoryview, known: KnownText | None = None) -> LongValues:

@@ -143,9 +143,9 @@ class ReplyValidator:
     async def _judged(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> Read:
         engine, body = answer.engine, answer.body
         try:
-            found = _light(body, new_bytes, self._settings.inline_max_bytes, work.known, text)
-            if found is not None:
-                return job.read(work, body.whole(), text, found)
+            weighed = _Weighed(body, new_bytes, self._settings.inline_max_bytes, work.known, text)
+            if weighed.is_light:
+                return job.read(work, body.whole(), text, weighed.long_values)
             result = job.decode_done(await self._pool.run(job.encode(work), *body.pieces))
             return result, None if work.sent else _text_in(body, result)
         except PromptDiffers as error:
@@ -181,23 +181,29 @@ def rest_hash(history: TurnHistory, rest: bytes) -> str | None:
     return None if own == EMPTY_REPLY else bare or own
 
 
-def _light(
-    body: Body, new_bytes: int, limit: int, known: KnownTokens | None, text: KnownText | None
-) -> job.LongValues | None:
-    """The long values of a body, if to validate it and to compress `new_bytes` of messages costs at most as much as
-    `limit` bytes of triples. The prompt is expected to begin with `known`, whose text may be `text`."""
-    size = body.size + new_bytes
-    if text is not None:
-        size -= min(text.known.text_bytes, body.size)
-    if limit == 0 or new_bytes > limit or size > limit * LIGHTER:
-        return None
-    found = job.find_long_values(body.whole(), text)
-    weight, light = body.size + new_bytes, found.base64_bytes
-    if found.begun is not None:
-        weight -= found.begun.known.text_bytes
-    elif found.prompt is not None and known is not None:
-        light += min(found.prompt.end - found.prompt.start, known.text_bytes)
-    return found if weight - light + light // LIGHTER <= limit else None
+class _Weighed:
+    """Does validating a body and compressing `new_bytes` of messages cost at most as much as `limit` bytes of triples?
+
+    The prompt is expected to begin with `known`, whose text may be `text`. `long_values` are the body's, if they
+    decided it.
+    """
+
+    def __init__(
+        self, body: Body, new_bytes: int, limit: int, known: KnownTokens | None, text: KnownText | None
+    ) -> None:
+        weight = body.size + new_bytes
+        self.long_values: job.LongValues | None = None
+        self.is_light = weight <= limit and limit > 0
+        least = weight if text is None else weight - text.known.text_bytes
+        if weight <= limit or new_bytes > limit or least > limit * LIGHTER:
+            return
+        self.long_values = found = job.find_long_values(body.whole(), text)
+        light = found.base64_bytes
+        if found.begun is not None:
+            weight -= found.begun.known.text_bytes  # To compare them costs a thousandth.
+        elif found.prompt is not None and known is not None:
+            light += min(found.prompt.end - found.prompt.start, known.text_bytes)
+        self.is_light = weight - light + light // LIGHTER <= limit
 
 
 def _text_in(body: Body, result: ValidatedReply) -> Callable[[], KnownText | None] | None:
