@@ -114,9 +114,6 @@ class Messages(msgspec.Struct, frozen=True):
     message: bytes
 
 
-LONG_LIST = 4 << 10
-"""Bytes of a list of ids that are faster looked at as an array."""
-
 APART_BYTES = 8 << 10
 """A turn with less content has one frame. In the frame of a reply of at least this size the messages come first, so
 that an export of conversations need not unpack the rest."""
@@ -274,14 +271,8 @@ def prompt_ids_separator(text: bytes, count: int) -> str | None:
 
     None if the text cannot be restored byte for byte.
     """
-    if len(text) > LONG_LIST and scan.is_flat_ids(text) and not (b"." in text or b"-" in text or b"/" in text):
-        return "," if count > 1 else None
-    rest = text.translate(None, b"0123456789,[]")
-    if count > 1 and rest == b"":
-        return ","
-    if count > 1 and len(rest) == count - 1 == text.count(b", ") and rest.isspace():
-        return ", "
-    return None
+    found = scan.bare_ids(text[1:-1]) if count > 1 else None
+    return None if found is None else found.separator
 
 
 def paste(exchange: Exchange, ids: memoryview, payloads: Mapping[str, bytes]) -> bytes:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeGuard
 
 import msgspec
+import orjson
 
 from workers import scan
 from workers.depth import MAX_DEPTH, too_deep
@@ -16,7 +19,6 @@ Fields = dict[str, msgspec.Raw]
 NULL = msgspec.Raw(b"null")
 
 _OBJECT = msgspec.json.Decoder(Fields)
-_OBJECTS = msgspec.json.Decoder(list[Fields])
 _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _CHOICES = b'"choices":['
 _PLACE = re.compile(r" - at `(.*)`$")
@@ -89,20 +91,64 @@ def count_is(raw: msgspec.Raw | None, actual: int, where: str, of: str) -> None:
         raise Rejected(f"{where} is {count}, but {of} has {actual} entries")
 
 
-def no_duplicates(raw: bytes, fields: Fields, where: str) -> None:
-    """Reject duplicate keys. Raises Rejected."""
-    if _compact_length(fields) == len(raw):
-        return
-    pairs = _pairs(raw)
-    if len(dict(pairs)) != len(pairs):
-        raise Rejected(f"{where} has duplicate keys")
+class Keys:
+    """Checks that objects do not have a key twice, each as it is read. `is_late`: all of them at the end, and not even
+    then if a reader that builds objects gives back the text of the reply, as from one without."""
+
+    def __init__(self, *, is_late: bool) -> None:
+        self._late: list[Callable[[], None]] | None = [] if is_late else None
+
+    def stand_once(self, raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
+        """Raises Rejected for a duplicate key."""
+        self._check(partial(_no_duplicates, raw, fields, where))
+
+    def do_not_differ(self, raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
+        """Raises Rejected for duplicate keys with different values, which two readers would read differently.
+
+        Numbers are equal if they are spelled alike, objects in any order.
+        """
+        self._check(partial(no_contradiction, raw, fields, where))
+
+    def _check(self, check: Callable[[], None]) -> None:
+        if self._late is None:
+            check()
+        else:
+            self._late.append(check)
+
+    def finish(self, body: bytes, choice: Fields, bulk: list[bytes], payloads: list[bytes]) -> None:
+        """Require that the reply and its `choice` have no contradicting keys either, and that all of it can be decoded.
+        `bulk` are long lists that were checked, `payloads` have rules of their own. Raises Rejected."""
+        rest = _without(body, bulk)
+        if self._late is None or not _is_plain(rest):
+            for check in self._late or ():
+                check()
+            if not _each_once(body, choice, bulk):
+                root = object_at(body, "the reply")
+                no_contradiction(body, root, "the reply")
+                [whole] = _RAWS.decode(root["choices"])
+                no_contradiction(whole, object_at(whole, "choices[0]"), "choices[0]")
+            rest = _without(rest, payloads)
+            value_at(rest, "the body")
+        if too_deep(rest):
+            raise Rejected(f"nests deeper than {MAX_DEPTH} levels")
+
+
+def _is_plain(text: bytes) -> bool:
+    try:
+        return orjson.dumps(orjson.loads(text)) == text
+    except (ValueError, TypeError):  # Also for what nests too deep for it.
+        return False
+
+
+def _no_duplicates(raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
+    if _compact_length(fields) != len(memoryview(raw)):
+        pairs = _pairs(bytes(raw))
+        if len(dict(pairs)) != len(pairs):
+            raise Rejected(f"{where} has duplicate keys")
 
 
 def no_contradiction(raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
-    """Reject duplicate keys with different values, which two readers would read differently. Raises Rejected.
-
-    Numbers are equal if they are spelled alike, objects in any order.
-    """
+    """As `Keys.do_not_differ`."""
     if _compact_length(fields) == len(memoryview(raw)):
         return
     seen: dict[str, Any] = {}
@@ -115,19 +161,6 @@ def _compact_length(fields: Fields) -> int:
     """Length of a compact object with these fields once each and no escapes in keys."""
     values = sum([len(memoryview(value)) for value in fields.values()])
     return 1 + 4 * len(fields) + len("".join(fields)) + values if fields else 2
-
-
-def unambiguous(body: bytes, choice: Fields, bulk: list[bytes]) -> None:
-    """Require that the reply and its `choice` have no contradicting keys. `bulk` are long lists. Raises Rejected."""
-    if _each_once(body, choice, bulk):
-        return
-    compact = msgspec.json.format(body, indent=-1)
-    if _each_once(compact, _OBJECTS.decode(_OBJECT.decode(compact)["choices"])[0], []):
-        return
-    root = object_at(body, "the reply")
-    no_contradiction(body, root, "the reply")
-    [whole] = _RAWS.decode(root["choices"])
-    no_contradiction(whole, object_at(whole, "choices[0]"), "choices[0]")
 
 
 def _each_once(body: bytes, choice: Fields, bulk: list[bytes]) -> bool:
@@ -164,19 +197,11 @@ def _pairs(raw: bytes) -> list[tuple[str, Any]]:
     return outermost
 
 
-def readable(body: bytes, bulk: list[bytes]) -> None:
-    """Can all of the reply be decoded? `bulk` are long flat lists that were already checked."""
-    rest = _without(body, bulk)
-    value_at(rest, "the body")
-    if too_deep(rest):
-        raise Rejected(f"nests deeper than {MAX_DEPTH} levels")
-
-
 def _without(text: bytes, bulk: list[bytes]) -> bytes:
-    """The text with 0 in place of each of these parts that occurs in it."""
+    """The text with 0 in place of each of these parts that stands behind a colon: a key may have the same text."""
     for part in bulk:
-        at = scan.find(text, part) if part else -1
-        if at >= 0:
+        at = scan.find(text, b":" + part) + 1 if part else 0
+        if at:
             text = b"%b0%b" % (text[:at], text[at + len(part) :])
     return text
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 
 from workers.codec import TopLogprobs
-from workers.parse_json import NULL, Fields, Rejected, is_null, is_object, no_contradiction, object_at, typed, value_at
+from workers.parse_json import NULL, Fields, Rejected, is_null, is_object, object_at, typed, value_at
 from workers.parse_prompt import IDS, MAX_TOKEN_ID, KnownTokens
 
 Dialect = Literal["sglang", "vllm", "openai"]
@@ -131,10 +131,6 @@ class _PromptDetails(msgspec.Struct):
     cached_tokens: CachedTokens | None = None
 
 
-class _Usage(msgspec.Struct):
-    prompt_tokens_details: _PromptDetails | None = None
-
-
 class _Counts(msgspec.Struct):
     prompt_tokens: CachedTokens | None = None
     completion_tokens: CachedTokens | None = None
@@ -143,7 +139,8 @@ class _Counts(msgspec.Struct):
 _SPANS = msgspec.json.Decoder(list[Reported])
 _COUNTS = msgspec.json.Decoder(_Counts | None)
 _CACHED = msgspec.json.Decoder(CachedTokens)
-_USAGE = msgspec.json.Decoder(_Usage)
+_DETAILS = "prompt_tokens_details"
+_USAGE = msgspec.json.Decoder(_PromptDetails)
 
 
 def only_choice(choices: list[Any]) -> Any:
@@ -156,7 +153,9 @@ def only_choice(choices: list[Any]) -> Any:
 def payloads_in(dialect: Dialect, *homes: Fields) -> list[tuple[str, msgspec.Raw]]:
     """The replay payloads in these objects: kind and raw value."""
     named = NAMES[dialect].items()
-    return [(kind, fields[name]) for fields in homes for kind, name in named if not is_null(fields.get(name))]
+    return [
+        (kind, fields[name]) for fields in homes for kind, name in named if name in fields and not is_null(fields[name])
+    ]
 
 
 def extension(top: Top) -> Fields:
@@ -220,18 +219,15 @@ def _version(version: str | int | None) -> str:
     return text
 
 
-def cached_tokens(raw: msgspec.Raw | None, usage: msgspec.Raw) -> int | None:
+def cached_tokens(raw: msgspec.Raw | None, usage: Fields) -> int | None:
     """The count in SGLang's `meta_info` (`raw`), else in `usage`. It is a statistic: None if invalid."""
-    cached: int | None = None
     try:
-        if raw is not None and not is_null(raw):
-            cached = _CACHED.decode(raw)
-        elif not is_null(usage):
-            details = _USAGE.decode(usage).prompt_tokens_details
-            cached = None if details is None else details.cached_tokens
+        if not is_null(raw):
+            return _CACHED.decode(raw or b"")
+        details = None if is_null(usage.get(_DETAILS)) else _USAGE.decode(usage[_DETAILS])
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
-    return cached
+    return None if details is None else details.cached_tokens
 
 
 def counts(top: Top) -> tuple[int, int]:
@@ -285,14 +281,6 @@ def speculative(meta: msgspec.Raw | None, metrics: msgspec.Raw) -> Speculative |
     if metric is None:
         return None
     return Speculative(metric.num_spec_steps, metric.num_draft_tokens, metric.num_accepted_draft_tokens)
-
-
-def usage_of(top: Top) -> Fields:
-    """The engine's counts in `usage`, if any. Raises Rejected if they contradict each other."""
-    usage = _fields(top.usage, "usage")
-    if usage:
-        no_contradiction(top.usage, usage, "usage")
-    return usage
 
 
 def was_queued(finish: str | None, count: msgspec.Raw | None, own: msgspec.Raw = NULL) -> bool:

@@ -30,7 +30,7 @@ PLAIN_BYTES = 4 << 10
 PROMPT = "prompt_token_ids"
 
 LONG_PROMPT = 8 << 10
-"""Bytes of a prompt's ids that are worth finding: fewer are read with the rest, in some ten microseconds."""
+"""Bytes of a prompt's ids that are worth keeping in memory, and a place of their own in the reply."""
 
 
 class PromptDiffers(Rejected):
@@ -73,10 +73,17 @@ class KnownText:
     def hasher(self) -> Hasher:
         return self._hasher.copy()
 
-    def begins(self, text: bytes, at: int) -> bool:
+    def begins(self, text: bytes | memoryview, at: int) -> bool:
         """Does `text` go on with this one at `at`?"""
-        with memoryview(self._buffer) as whole, whole[: self.known.text_bytes] as own:
-            return text.startswith(own, at)
+        size = self.known.text_bytes
+        with memoryview(self._buffer) as whole, whole[:size] as own:
+            if isinstance(text, bytes):
+                return text.startswith(own, at)
+            # Two views are compared byte by byte; a copy that fits the processor's cache is compared at once.
+            return all(
+                text[at + start : at + start + scan.WINDOW].tobytes().startswith(own[start : start + scan.WINDOW])
+                for start in range(0, size, scan.WINDOW)
+            )
 
     def followed_by(self, added: bytes, known: KnownTokens, hasher: Hasher) -> KnownText:
         """The text with `added`. Another turn may have added its own to this one."""
@@ -86,73 +93,33 @@ class KnownText:
         return KnownText(known, buffer, hasher)
 
 
-class CutPrompt:
-    """A prompt's ids that were cut out of a reply: the mark in their place, a JSON string, and the list's text.
-
-    With `begun` the text is that of a list of the ids after these. `prompt` is what has read it.
-    """
-
-    def __init__(self, mark: bytes, text: bytes, begun: KnownText | None = None) -> None:
-        self.mark, self.text, self.begun = mark, text, begun
-        self.prompt: Prompt | None = None
-
-
 def token_text(ids: Iterable[int]) -> bytes:
     """Token ids as text that can be concatenated: decimal, a comma after each."""
     text = msgspec.json.encode(list(ids))[1:-1]
     return text + b"," if text else b""
 
 
-def _require_count(raw: msgspec.Raw | None, where: str, sent: bytes) -> None:
-    """Raises Rejected if the engine reports neither prompt nor count, PromptDiffers if its count differs."""
-    if raw is None or is_null(raw):
-        raise Rejected(f"{where} is missing, and so is the number of prompt tokens")
-    count, expected = typed(_COUNT, raw, "prompt_tokens"), sent.count(b",")
-    if count != expected:
-        raise PromptDiffers(f"prompt_tokens is {count}, but {expected} tokens were sent")
-
-
 class Prompt:
-    """The prompt's ids; only those after `known` are decoded: `suffix_ids`, as little-endian int32.
+    """The prompt's ids, of which only those after `base` known ones are decoded: `suffix_ids`, as little-endian int32.
 
-    `text` is the engine's spelling of them, empty if it reports none.
+    `text` is the engine's spelling of them, or the mark that was put in its place; empty if it reports none.
     """
 
     def __init__(
         self,
-        raw: msgspec.Raw | None,
+        text: bytes,
+        inner: bytes,
         where: str,
         known: KnownTokens | None,
-        sent: bytes | None = None,
-        count: msgspec.Raw | None = None,
-        cut: CutPrompt | None = None,
+        begun: KnownText | None = None,
         *,
-        is_counted: bool = True,
+        is_spelled: bool = False,
     ) -> None:
-        """`sent`: the token text of a prompt sent as ids. If the engine reports ids, they must be these.
-
-        If it does not, its number of prompt tokens (`count`) must match: it may have ignored the ids. `cut`: the ids,
-        if `raw` is the mark in their place. `is_counted`: the engine says how many there are.
-
-        Raises Rejected, or PromptDiffers.
-        """
-        text = b"" if raw is None else bytes(raw)
-        begun = None
-        if cut is not None and text == cut.mark:
-            text, begun, cut.prompt = cut.text, cut.begun, self
-        if sent is not None:
-            self.text = b"" if raw is None or is_null(raw) else _confirmed(text, where, sent)
-            if not self.text and is_counted:
-                _require_count(count, where, sent)
-            inner = sent
-        elif raw is None:
-            raise Rejected(f"{where} is missing")
-        else:
-            self.text = text
-            compact = _compact(text)
-            inner = b"".join((memoryview(compact)[1:-1], b",")) if len(compact) > 2 else b""
+        """`inner` is the ids' token text, behind that of `begun`. `is_spelled`: where nothing of it is known, `text` is
+        decoded in its place. Raises Rejected."""
+        self.text, self._inner, self._where, self._begun = text, inner, where, begun
         self.base = self._before = start = 0
-        self._begun, self._output = begun, b""
+        self._output = b""
         self._hasher: Hasher = hashlib.sha256()
         if begun is not None:
             self.base, self._before, self._hasher = begun.known.tokens, begun.known.text_bytes, begun.hasher()
@@ -161,11 +128,42 @@ class Prompt:
             if hasher.hexdigest() == known.hash:
                 self.base, self._hasher, start = known.tokens, hasher, known.text_bytes
         rest = inner[start:-1]
-        self.suffix_ids = _ids(b"[" + rest + b"]" if start or sent is not None else self.text, where)
+        ids = text if is_spelled and not start else b"[%b]" % rest
+        plain = scan.plain_ids(ids) if len(ids) > PLAIN_BYTES else None
+        self.suffix_ids = int32(typed(IDS, ids, where)) if plain is None else plain
         if b"-" in rest:
             raise Rejected(f"{where} holds a negative zero")
         self._hasher.update(memoryview(inner)[start:])
-        self._inner, self._where = inner, where
+
+    @classmethod
+    def at(
+        cls,
+        raw: msgspec.Raw | None,
+        where: str,
+        known: KnownTokens | None,
+        sent: bytes | None = None,
+        count: msgspec.Raw | None = None,
+        cut: Prompt | None = None,
+        is_counted: bool = True,
+    ) -> Prompt:
+        """`sent`: the token text of a prompt sent as ids. If the engine reports ids, they must be these.
+
+        If it does not, its number of prompt tokens (`count`) must match: it may have ignored the ids. `cut`: the ids,
+        if `raw` is the mark in their place. `is_counted`: the engine says how many there are.
+
+        Raises Rejected, or PromptDiffers.
+        """
+        text = b"" if raw is None else bytes(raw)
+        if cut is not None and text == cut.text:
+            return cut
+        if sent is not None:
+            text = b"" if raw is None or is_null(raw) else _confirmed(text, where, sent)
+            if not text and is_counted:
+                _require_count(count, where, sent)
+            return cls(text, sent, where, known)
+        if raw is None:
+            raise Rejected(f"{where} is missing")
+        return cls(text, _inner(text), where, known, is_spelled=True)
 
     @property
     def tokens(self) -> int:
@@ -179,13 +177,13 @@ class Prompt:
         if raw is None or is_null(raw):
             return []
         text = bytes(raw)
-        if self._before:
-            raise Rejected(f"{where} repeats ids of which only the end was cut out")
         if text == self.text:
             return [text]
         if not self.text:
             return [_confirmed(text, where, self._inner)]
-        if _compact(text) != b"[" + self._inner[:-1] + b"]":
+        inner = _inner(text)
+        is_begun = self._begun is None or self._begun.begins(inner, 0)
+        if text[:1] != b"[" or not is_begun or inner[self._before :] != self._inner:
             typed(IDS, raw, where)
             raise Rejected(f"{where} is another prompt than {self._where}")
         return [text]
@@ -199,18 +197,10 @@ class Prompt:
 
     def known_text(self, known: KnownTokens) -> KnownText:
         """The text of prompt and output together, which are `known`, what `followed_by` has returned."""
-        return text_of(self._begun, b"".join((self._inner, self._output)), known, self._hasher)
-
-
-def text_of(begun: KnownText | None, added: bytes, known: KnownTokens, hasher: Hasher) -> KnownText:
-    """The text of tokens that are `known`: that of the first ones, if it is in memory, and what follows."""
-    return KnownText(known, bytearray(added), hasher) if begun is None else begun.followed_by(added, known, hasher)
-
-
-def _ids(text: bytes, where: str) -> bytes:
-    """The ids of a JSON list as little-endian int32. Raises Rejected."""
-    plain = scan.plain_ids(text) if len(text) > PLAIN_BYTES else None
-    return int32(typed(IDS, text, where)) if plain is None else plain
+        added = b"".join((self._inner, self._output))
+        if self._begun is None:
+            return KnownText(known, bytearray(added), self._hasher)
+        return self._begun.followed_by(added, known, self._hasher)
 
 
 def int32(ids: list[int]) -> bytes:
@@ -218,9 +208,24 @@ def int32(ids: list[int]) -> bytes:
     return array("i", ids).tobytes()
 
 
+def _require_count(raw: msgspec.Raw | None, where: str, sent: bytes) -> None:
+    """Raises Rejected if the engine reports neither prompt nor count, PromptDiffers if its count differs."""
+    if raw is None or is_null(raw):
+        raise Rejected(f"{where} is missing, and so is the number of prompt tokens")
+    count, expected = typed(_COUNT, raw, "prompt_tokens"), sent.count(b",")
+    if count != expected:
+        raise PromptDiffers(f"prompt_tokens is {count}, but {expected} tokens were sent")
+
+
 def _compact(text: bytes) -> bytes:
     has_white = b" " in text or b"\n" in text or b"\t" in text or b"\r" in text
     return text.translate(None, b" \t\r\n") if has_white else text
+
+
+def _inner(text: bytes) -> bytes:
+    """The token text of a list."""
+    compact = _compact(text)
+    return b"".join((memoryview(compact)[1:-1], b",")) if len(compact) > 2 else b""
 
 
 def _confirmed(text: bytes, where: str, sent: bytes) -> bytes:

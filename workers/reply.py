@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from workers.parse import KnownTokens, Protocol, VersionSpan
 from workers.parse_parts import LogprobsOf as LogprobsOf
 from workers.parse_parts import Speculative
+from workers.parse_prompt import KnownText
 from workers.payloads import PayloadSpec, StoredPayload
 from workers.top_logprobs import LogprobWish
 
@@ -70,8 +72,7 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
 
     From its bytes: `message` is the raw JSON of the assistant message (of a completion: of its text). The prompt is
     `base` known tokens and `suffix_tokens` others; `sequence` describes prompt and output together, for the next turn.
-    `tokens` and `exchange` are compressed frames (`codec.pack_turn`). `output_ids` are set if the prompt was sent as
-    ids, since the next one will be too. Of text alone (`openai`) there are only the
+    `tokens` and `exchange` are compressed frames (`codec.pack_turn`). Of text alone (`openai`) there are only the
     numbers, the upstream's. `rest` is the engine's message where the client began it, and `message` both. A
     `miscounted` reply is valid only if its request carries images. `places` are those of its
     payloads in the body, `prompt` that of the prompt's ids, if they are long.
@@ -81,7 +82,7 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     `logprobs_of` are as in `TurnCommitted`, `calls` are the message's. `sent_ids`: the prompt was sent as ids.
     `trimmed`: how many of the parent's last tokens it leaves out. `parts`: which engine generated which output tokens,
     if there were several. `text` makes the text of all tokens (a function without arguments, to `KnownText`), if the
-    reply was validated in the API process and has a long prompt.
+    prompt's ids are long.
     """
 
     dialect: Literal["sglang", "vllm", "openai"]
@@ -114,3 +115,7 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[Part, ...] = ()
     logprobs_of: LogprobsOf | None = None
     text: Any = None
+
+
+Read = tuple[ValidatedReply, Callable[[], KnownText | None] | None]
+"""A valid reply, and what makes the text of all its tokens if the prompt's ids are long."""

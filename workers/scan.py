@@ -7,7 +7,7 @@ which releases it; it creates no objects and does not recurse.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -15,8 +15,14 @@ import numpy.typing as npt
 
 SLICE = 256 << 10
 
+WINDOW = 64 << 10
+"""Bytes searched or compared at a time where that needs a copy: one that fits the processor's cache."""
+
 SMALL = 64 << 10
 """So many bytes are counted without numpy."""
+
+SPARSE = 64
+"""A text with no more commas and brackets than one in so many bytes is not looked at for its strings."""
 
 HEAVY = 10
 """Creating an object, a list or a member of an object costs about as much as this many numbers."""
@@ -24,6 +30,11 @@ HEAVY = 10
 _HEAD = 32
 """The beginning of a list of token ids this long is seldom found elsewhere."""
 
+FEW_IDS = 4 << 10
+"""A list with fewer characters is not looked at as an array."""
+
+_WHITE = (b" ", b"\n", b"\t", b"\r")
+_SPACE = 0x20
 _QUOTE, _BACKSLASH, _COMMA, _COLON, _ZERO, _NINE = 0x22, 0x5C, 0x2C, 0x3A, 0x30, 0x39
 _OPENS, _CLOSES = b"[{", b"]}"
 
@@ -35,6 +46,7 @@ def _table(values: dict[bytes, int]) -> npt.NDArray[np.int8]:
     return table
 
 
+_STARTS = _table({b"," + _OPENS: 1})
 _WEIGHT = _table({b",": 1, b":" + _OPENS: HEAVY})
 _STEP = _table({_OPENS: 1, _CLOSES: -1})
 
@@ -70,11 +82,16 @@ def may_exceed(text: bytes, most: int) -> bool:
 
 
 def count_values(text: bytes | memoryview) -> int:
-    """An upper bound of the values in a text: it counts characters in strings as well."""
+    """An upper bound of the values in a text that begins outside of a string. What is in strings is not counted where
+    that is worth a closer look."""
     if len(text) <= SMALL:
         text = bytes(text)
-        return text.count(b",") + text.count(b"[") + text.count(b"{")
-    return sum(_count(text, start) for start in range(0, len(text), SLICE))
+        total = text.count(b",") + text.count(b"[") + text.count(b"{")
+    else:
+        total = sum(_count(text, start) for start in range(0, len(text), SLICE))
+    if total <= len(text) // SPARSE:
+        return total
+    return sum(int(np.count_nonzero(_STARTS[kinds])) for kinds in _structure(text))
 
 
 def _count(text: bytes | memoryview, start: int) -> int:
@@ -100,10 +117,37 @@ def find(text: bytes, part: bytes, start: int = 0) -> int:
     return at if at < 0 or text.startswith(part, at) else text.find(part, at + 1)
 
 
-def is_flat_ids(text: bytes | memoryview) -> bool:
-    """Is this list one of digits and commas, without white space? It may also hold `-`, `.` and `/`."""
-    inner = np.frombuffer(text, np.uint8)[1:-1]
-    return len(inner) > 0 and int(inner.min()) >= _COMMA and int(inner.max()) <= _NINE
+class BareIds(NamedTuple):
+    """The inner text of a list of ids, without white space, and the separator that stood between them."""
+
+    text: bytes
+    separator: Literal[",", ", "]
+
+
+def bare_ids(text: bytes) -> BareIds | None:
+    """A list's text between its brackets, of digits and commas alone; None if it is spelled otherwise, with other white
+    space than one after each comma."""
+    is_spaced = b" " in text
+    bare = text.translate(None, b" ") if is_spaced else text
+    if len(bare) <= FEW_IDS:
+        is_flat = not bare.translate(None, b"0123456789,")
+        places_differ = is_spaced and text != bare.replace(b",", b", ")
+    else:
+        characters = np.frombuffer(bare, np.uint8)
+        is_flat = int(characters.min()) >= _COMMA and int(characters.max()) <= _NINE
+        is_flat = is_flat and not (b"-" in bare or b"." in bare or b"/" in bare)
+        spelled = np.frombuffer(text, np.uint8)
+        behind = spelled[:-1] == _COMMA
+        places_differ = is_spaced and (text[:1] == b" " or not np.array_equal(spelled[1:] == _SPACE, behind))
+    if not is_flat or places_differ:
+        return None
+    return BareIds(bare, ", " if is_spaced else ",")
+
+
+def is_spaced(text: bytes) -> bool:
+    """Does a JSON object, by its beginning, have white space between its tokens?"""
+    colon = text.find(b":")
+    return text[1:2] != b'"' or text[colon + 1 : colon + 2] in _WHITE
 
 
 def plain_ids(text: bytes) -> bytes | None:
@@ -166,11 +210,11 @@ def members(text: bytes, at_least: int = 0) -> Iterator[bytes]:
     yield text[begin + 1 : -1]
 
 
-def _structure(text: bytes) -> Iterator[Characters]:
+def _structure(text: bytes | memoryview) -> Iterator[Characters]:
     return (kinds for _, kinds, _ in _placed(text))
 
 
-def _placed(text: bytes) -> Iterator[tuple[int, Characters, Places]]:
+def _placed(text: bytes | memoryview) -> Iterator[tuple[int, Characters, Places]]:
     """For each slice: its start, its commas, colons and brackets outside of strings, and their positions."""
     in_string, is_escaped = False, False
     for start in range(0, len(text), SLICE):

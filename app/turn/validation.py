@@ -7,8 +7,9 @@ smaller ones are validated inline. The cost is in logprob triples and ids; base6
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import msgspec
@@ -29,14 +30,13 @@ from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import returns
 from app.upstream.odd_replies import Failure, failure_in, with_text
-from workers import job, light
-from workers.job import LongValues
+from workers import job
 from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
 from workers.parse_parts import UNKNOWN_VERSION, VersionSpan
-from workers.parse_prompt import KnownText
+from workers.parse_prompt import KnownText, token_text
 from workers.payloads import Chunk, Parent, PayloadSpec
 from workers.pool import Crashed, Pool, PoolError
-from workers.reply import Job, ValidatedReply
+from workers.reply import Job, Read, ValidatedReply
 
 LIGHTER = 16
 """How much cheaper a byte of base64 payload, or of the ids of the parent's tokens, is to validate than one of triples
@@ -66,7 +66,7 @@ class ReplyValidator:
         work = Job(
             dialect=settings.upstream_dialect,
             known=known,
-            payload_specs=[],
+            payload_specs=[self._payload_spec(turn, kind, call) for kind in REPLAY],
             messages=list(new),
             headers=answer.headers,
             status=answer.status,
@@ -79,14 +79,7 @@ class ReplyValidator:
             wish=call.wish,
             beginning=b"" if call.is_part else turn.request.beginning or b"",
         )
-        read = None
-        if not settings.replay and answer.body.size + sum(map(len, new)) <= settings.inline_max_bytes:
-            read = light.read(work, answer.body.joined(), text)
-        if read is None:
-            payload_specs = [self._payload_spec(turn, kind, call) for kind in REPLAY]
-            work = msgspec.structs.replace(work, payload_specs=payload_specs)
-            read = await self.by_all_rules(work, answer, sum(map(len, new)), text)
-        result, whole_text = read
+        result, whole_text = await self.by_all_rules(work, answer, sum(map(len, new)), text)
         if result.payloads and turn.session.config.evaluation:
             result = msgspec.structs.replace(
                 result, payloads=[]
@@ -122,7 +115,7 @@ class ReplyValidator:
             text=whole_text,
         )
 
-    async def by_all_rules(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> light.Read:
+    async def by_all_rules(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> Read:
         """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, what
         makes that of all tokens is returned.
 
@@ -147,19 +140,14 @@ class ReplyValidator:
         finally:
             del refusal  # Its traceback has this frame: it would hold itself, and the reply.
 
-    async def _judged(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> light.Read:
+    async def _judged(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> Read:
         engine, body = answer.engine, answer.body
         try:
-            known_bytes = 0 if work.known is None else work.known.text_bytes
-            weighed = Weighed(body, new_bytes, self._settings.inline_max_bytes, known_bytes, text)
-            if not weighed.is_light:
-                return job.decode_done(await self._pool.run(job.encode(work), *body.pieces)), None
-            whole, long_values = body.joined(), weighed.long_values
-            if long_values is not None and not long_values.payloads:
-                read = light.read(work, whole, text)
-            else:
-                read = job.work_usual(work, memoryview(whole), text)
-            return read or job.work_whole(work, memoryview(whole), long_values)
+            weighed = _Weighed(body, new_bytes, self._settings.inline_max_bytes, work.known, text)
+            if weighed.is_light:
+                return job.read(work, body.whole(), text, weighed.long_values)
+            result = job.decode_done(await self._pool.run(job.encode(work), *body.pieces))
+            return result, None if work.sent else _text_in(body, result)
         except PromptDiffers as error:
             raise TokenPrefixMismatch(f"{engine} reports another prompt than it was sent: {error}") from error
         except Crashed as error:
@@ -193,24 +181,45 @@ def rest_hash(history: TurnHistory, rest: bytes) -> str | None:
     return None if own == EMPTY_REPLY else bare or own
 
 
-class Weighed:
+class _Weighed:
     """Does validating a body and compressing `new_bytes` of messages cost at most as much as `limit` bytes of triples?
 
-    `known_bytes` are those of the ids that the prompt is expected to begin with, and `text` may be their text.
-    `long_values` are the body's, if they decided it.
+    The prompt is expected to begin with `known`, whose text may be `text`. `long_values` are the body's, if they
+    decided it.
     """
 
-    def __init__(self, body: Body, new_bytes: int, limit: int, known_bytes: int, text: KnownText | None = None) -> None:
+    def __init__(
+        self, body: Body, new_bytes: int, limit: int, known: KnownTokens | None, text: KnownText | None
+    ) -> None:
         weight = body.size + new_bytes
-        self.long_values: LongValues | None = None
+        self.long_values: job.LongValues | None = None
         self.is_light = weight <= limit and limit > 0
-        if weight <= limit or new_bytes > limit or weight > limit * LIGHTER:
+        least = weight if text is None else weight - text.known.text_bytes
+        if weight <= limit or new_bytes > limit or least > limit * LIGHTER:
             return
-        self.long_values = long_values = job.find_long_values(memoryview(body.joined()), text)
-        light = long_values.base64_bytes
-        if long_values.prompt is not None:
-            light += min(long_values.prompt.end - long_values.prompt.start, known_bytes)
+        self.long_values = found = job.find_long_values(body.whole(), text)
+        light = found.base64_bytes
+        if found.begun is not None:
+            weight -= found.begun.known.text_bytes  # To compare them costs a thousandth.
+        elif found.prompt is not None and known is not None:
+            light += min(found.prompt.end - found.prompt.start, known.text_bytes)
         self.is_light = weight - light + light // LIGHTER <= limit
+
+
+def _text_in(body: Body, result: ValidatedReply) -> Callable[[], KnownText | None] | None:
+    """What makes the text of a reply's tokens, if the prompt's ids are long; a worker has validated it."""
+    place = result.prompt
+    if place is None:
+        return None
+
+    def text() -> KnownText | None:
+        ids = b"".join(body.slices(place.start + 1, place.end - 1)).translate(None, b" ")
+        whole = ids + b"," + token_text(memoryview(result.output_ids).cast("i"))
+        hasher = hashlib.sha256(whole)
+        known = result.sequence
+        return KnownText(known, bytearray(whole), hasher) if hasher.hexdigest() == known.hash else None
+
+    return text
 
 
 def _looked_at(body: bytes) -> tuple[bytes | None, Failure | None]:

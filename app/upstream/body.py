@@ -28,6 +28,10 @@ class Body:
             self.pieces = [joined]
         return joined
 
+    def whole(self) -> bytes | memoryview:
+        """All of it in one piece: what one is already is not copied."""
+        return self.pieces[0] if len(self.pieces) == 1 else self.joined()
+
     def slices(self, start: int, stop: int) -> Iterator[memoryview]:
         """Bytes [start, stop), without a copy."""
         at = 0

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from workers import codec, job, payloads
 from workers.codec import Exchange
-from workers.job import WINDOW
 from workers.parse import REPLAY, KnownTokens, Rejected, token_text
 from workers.payloads import PayloadSpec
 from workers.reply import Job, ValidatedReply
+from workers.scan import WINDOW
 
 EXPERTS, POSITIONS = PayloadSpec("routed_experts"), PayloadSpec("indexer_topk")
 BOTH = (EXPERTS, POSITIONS)

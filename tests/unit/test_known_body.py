@@ -234,16 +234,27 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_not_kept() -> None:
     small = body_of([{"role": "user", "content": "a"}])
-    many = body_of([{"role": "user", "content": "[" * (known_body.MOST_VALUES + 1)}])
+    many = body_of([{"role": "user", "content": [0] * (known_body.MOST_VALUES + 1)}])
     huge = body_of([{"role": "user", "content": "x" * known_body.MOST_HEAD}])
     assert [parse_chat(body).layout for body in (small, many, huge)] == [None, None, None]
 
 
 @pytest.mark.parametrize(
-    "new", ["x" * (known_body.MOST_REST + 1), "[" * (known_body.MOST_REST_VALUES + 1)], ids=["long", "many values"]
+    "new", ["x" * (known_body.MOST_REST + 1), [0] * (known_body.MOST_REST_VALUES + 1)], ids=["long", "many values"]
 )
-def test_a_long_rest_is_not_read_on_the_event_loop(new: str) -> None:
+def test_a_long_rest_is_not_read_on_the_event_loop(new: Any) -> None:
     assert known_after(body_of()).continued(body_of([*MESSAGES, {"role": "user", "content": new}]), "chat") is None
+
+
+@pytest.mark.parametrize("text", ["[", "{,", '"[\\"', "[\\"])
+def test_what_is_in_strings_is_no_value(text: str) -> None:
+    """JSON as a tool's result: as much as a limit of values allows, many times."""
+    said = {"role": "user", "content": text * known_body.MOST_REST_VALUES}
+    first = body_of([*MESSAGES, *[said] * 4])
+    known = known_after(first)
+    continued = continued_of(known, body_of([*MESSAGES, *[said] * 5]))
+    assert continued is not None
+    assert continued.layout.values < 300
 
 
 def test_a_body_with_many_values_is_continued() -> None:

@@ -46,14 +46,13 @@ def judged(body: bytes, shape: str, known: KnownTokens | None = None, sent: byte
     asked = Job("auto", known, [], [], [], 200, "", b"", protocol, sent)
     if known is None or sent:
         return job.work(asked, memoryview(body))
-    found = job.find_long_values(memoryview(body), text_of(known))
     try:
         result = job.work(asked, memoryview(body))
     except Rejected as error:
         with pytest.raises(Rejected, match=f"^{re.escape(str(error))}$"):
-            job.work_whole(asked, memoryview(body), found)
+            job.read(asked, body, text_of(known))
         raise
-    assert job.work_whole(asked, memoryview(body), found)[0] == result
+    assert job.read(asked, body, text_of(known))[0] == result
     return result
 
 
@@ -106,12 +105,12 @@ def test_the_text_of_a_session_s_tokens_is_kept_and_compared(shape: str) -> None
             {PROMPT[shape]: Text("[" + ",".join(map(str, ids)) + "]")},
             separators=(",", ":"),
         )
-        found = job.find_long_values(memoryview(body), text)
-        assert (found.begun is not None) == (turn > 0)
-        result, made = job.work_whole(asked, memoryview(body), found)
+        assert (job.find_long_values(body, text).begun is not None) == (turn > 0)
+        result, made = job.read(asked, body, text)
         assert result == job.work(asked, memoryview(body))
         assert made is not None
         text = made()
+        assert text is not None
         output = array("i", codec.unpack_tokens(result.tokens, result.exchange).output_ids)
         tokens = [*ids, *output]
         assert text.known == known_as(tokens) == result.sequence
@@ -170,7 +169,7 @@ def test_a_second_copy_of_a_long_prompt(shape: str, known: KnownTokens | None) -
 
 def test_a_key_behind_the_beginning_of_a_long_reply() -> None:
     """A reply whose message comes first, and is longer than what is searched at a time."""
-    body = long_body("sglang", TEXT, {CONTENT["sglang"]: "x" * job.WINDOW})
+    body = long_body("sglang", TEXT, {CONTENT["sglang"]: "x" * scan.WINDOW})
     found = job.find_long_values(memoryview(body)).prompt
     assert found is not None
     assert body[found.start : found.end] == TEXT.encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ from helpers.replies import Changes, Text, body_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers import codec, job, light
+from workers import codec, job
 from workers.codec import CorruptContent, TopLogprobs, TopRows
 from workers.parse import Rejected
 from workers.parse_parts import Speculative
@@ -65,10 +64,7 @@ WISH = LogprobWish(2, 2)
 def read(shape: str, *changes: Changes, wish: LogprobWish | None = WISH) -> TopLogprobs | None:
     protocol: Any = "completions" if shape.endswith("completion") else "chat"
     asked = Job("auto", None, [], [], [], 200, "", b"", protocol, wish=wish)
-    body = memoryview(body_of(shape, *changes))
-    if wish is not None:
-        assert light.read(asked, bytes(body), None) is None
-    done = job.work(asked, body)
+    done = job.work(asked, memoryview(body_of(shape, *changes)))
     return codec.unpack_tokens(done.tokens, done.exchange).top
 
 
@@ -222,7 +218,6 @@ def test_speculative_counters(shape: str, changes: Changes, expected: bool) -> N
     """They are statistics: what is no counter refuses no reply."""
     asked = Job("auto", None, [], [], [], 200, "", b"", "completions" if "completion" in shape else "chat")
     body = body_of(shape, changes, separators=(",", ":")).replace(b"\\u00e9", "é".encode())
-    quick, counted = light.read(asked, body, None), Speculative(4, 12, 7) if expected else None
-    assert job.work_whole(asked, memoryview(body))[0].speculative == counted
-    assert quick is None or quick[0].speculative == counted
-    assert (quick is not None) == (shape != "vllm completion" and json.dumps(changes).find(": -4") < 0)
+    counted = Speculative(4, 12, 7) if expected else None
+    assert job.read_whole(asked, body)[0].speculative == counted
+    assert job.read(asked, body)[0].speculative == counted
