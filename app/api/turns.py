@@ -10,25 +10,67 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Send
 
 from app.api.client_stream import ClientStream
-from app.api.disconnect import disconnected
-from app.api.head import TOKEN_SESSION, Head
-from app.api.header_sessions import AGENT_HEADERS, HARNESSES, HeaderSession, agent_of, session_of_request
+from app.api.head import TOKEN_SESSION, Head, generation_in
+from app.api.header_sessions import (
+    AGENT,
+    AGENT_HEADERS,
+    FINAL,
+    HARNESSES,
+    PARENT,
+    HeaderSession,
+    agent_of,
+    session_of_request,
+)
 from app.api.limits import BodyReservation, arrived_body
-from app.api.names import generation_in
-from app.api.replies import INTERNAL, ROLLED_BACK, error_parts, left_out_header, rendered
-from app.crash_points import reach
+from app.api.replies import INTERNAL, LEFT_OUT, ROLLED_BACK, error_parts, left_out_header, rendered, send_reply
+from app.api.requests import disconnected
+from app.api.routes import (
+    ANYTHING,
+    BODY,
+    ENGINE,
+    EVENTS,
+    JSON,
+    PAYLOADS,
+    SESSION,
+    WRITE,
+    Errors,
+    Reply,
+    Route,
+)
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
-from app.errors import AppError, ClientGone, GenerationEnded, Restored, SessionNotFound, forget_frames
+from app.errors import (
+    AppError,
+    ClaimLost,
+    ClientGone,
+    GenerationAborted,
+    GenerationEnded,
+    HistoryMismatch,
+    IdempotencyMismatch,
+    OverBudget,
+    PreviousResponseNotFound,
+    Restored,
+    RollbackTooDeep,
+    SessionBusy,
+    SessionNotFound,
+    SessionOpenFailed,
+    TokenPrefixMismatch,
+    TooManySessions,
+    TooManyTurns,
+    Unsupported,
+    WorkerCrash,
+    forget_frames,
+)
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
+from app.protocols.registry import ROUTES
 from app.protocols.sse import SEARCHED, is_set, wants_stream
 from app.turn.in_flight import (
     ABORTED,
@@ -46,7 +88,6 @@ from app.turn.in_flight import (
 )
 from app.turn.large_bodies import INLINE_BYTES
 from app.turn.live import LiveStream
-from app.upstream.body import pieces_of
 from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
@@ -61,9 +102,6 @@ COUNT_DIGITS = 9
 
 TOLD = HARNESSES[0].session
 """The header that tells a client the id of its session."""
-
-SMALL_BODY = 64 << 10
-"""Bytes of a body that is sent in one piece."""
 
 
 class TurnRequest:
@@ -105,10 +143,7 @@ class TurnRequest:
                 outcome = await self._turn_of_path(session_id, body, reservation)
         except AppError as raised:
             reservation.release()
-            try:
-                error = await app.explained(raised)
-            except AppError as failed:
-                error = failed
+            error = await app.explained(raised)
             forget_frames(raised)
             forget_frames(error)
             outcome = error.code
@@ -332,26 +367,6 @@ class TurnRequest:
             waiter.leave()
 
 
-async def send_reply(send: Send, status: int, headers: Headers, *parts: bytes | memoryview) -> None:
-    """Send a complete reply; its body is `parts` joined."""
-    size = 0
-    for part in parts:
-        size += len(part)
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-    raw.append((b"content-length", b"%d" % size))
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    if size <= SMALL_BODY:
-        await send({"type": "http.response.body", "body": parts[0] if len(parts) == 1 else b"".join(parts)})
-        return
-    sent = 0
-    for piece in pieces_of(parts):
-        sent += len(piece)
-        await send({"type": "http.response.body", "body": piece, "more_body": sent < size})
-        if sent < size:
-            await asyncio.sleep(0)
-            reach("during_reply")
-
-
 def _large_size(body: bytes) -> int:
     """The body's size if even searching it for one field would block the event loop too long, else 0."""
     return len(body) if len(body) > INLINE_BYTES else 0
@@ -383,3 +398,72 @@ def retry_mark(headers: Headers) -> tuple[str | None, int]:
         elif name == "x-stainless-retry-count":
             count = 0 if value.strip("0123456789") else int(value.lstrip("0")[:COUNT_DIGITS] or 0)
     return key, count
+
+
+ERRORS: Errors = (
+    *BODY,
+    Unsupported,
+    RollbackTooDeep,
+    HistoryMismatch,
+    PreviousResponseNotFound,
+    *SESSION,
+    TooManySessions,
+    TooManyTurns,
+    OverBudget,
+    SessionBusy,
+    ClaimLost,
+    IdempotencyMismatch,
+    *ENGINE,
+    WorkerCrash,
+    SessionOpenFailed,
+    GenerationAborted,
+    *WRITE,
+    *PAYLOADS,
+    TokenPrefixMismatch,
+)
+
+HEADERS: Mapping[str, str] = {
+    "idempotency-key": "With the key of a committed turn: that turn's reply again; of the turn in flight: joins it.",
+    "x-stainless-retry-count": "Sent by the OpenAI SDKs: 1 or more marks a retry of the same body.",
+    "x-request-id": "The client's own name for the request; the reply repeats it.",
+}
+SESSION_HEADERS: Mapping[str, str] = {
+    **{harness.session: "Names the session, which is created on first use." for harness in HARNESSES},
+    AGENT: "An agent of the session: a branch of it, or a session of its own.",
+    PARENT: "The session whose agent made this one's.",
+    FINAL: "`true`: close the session after this turn.",
+}
+"""Of the routes that have no session in their path: the first that is present names it."""
+
+
+def entries() -> Iterator[Route]:
+    """Of each protocol's route, with the session in the path and in a header."""
+    told = ("x-turnlog-turn", "x-turnlog-replayed", ROLLED_BACK, LEFT_OUT)
+    for protocol in ROUTES.values():
+        for prefix, summary, headers, more in (
+            ("/sessions/{session_id}", "", HEADERS, ()),
+            (
+                "",
+                ", of the session that a header, its token or the body names",
+                {**SESSION_HEADERS, **HEADERS},
+                (TOLD,),
+            ),
+        ):
+            reply = Reply(
+                "The turn is on disk, and this is the engine's reply, as the protocol spells it.",
+                {JSON: ANYTHING, EVENTS: {}},
+                (*told, *more),
+            )
+            yield Route(
+                methods=protocol.methods,
+                path=prefix + protocol.route,
+                who="session",
+                tag="Turns",
+                summary=f"One turn, {protocol.route.removeprefix('/v1/')}{summary}",
+                protocol=protocol,
+                replies=(reply,),
+                errors=ERRORS,
+                example=protocol.example,
+                headers=headers,
+                passes_engines_errors=True,
+            )
