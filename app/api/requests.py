@@ -15,13 +15,13 @@ from starlette.types import Receive
 
 from app.api.head import TOKEN_SESSION, Head
 from app.api.limits import arrived_body
-from app.api.routes import Route
 from app.domain.surrogates import mended
 from app.errors import ClientGone, Forbidden, InvalidRequest
 from app.tasks import cancelled
 from workers import scan
 
 if TYPE_CHECKING:
+    from app.api.routes import Route
     from app.services import Services
 
 MAX_LABEL = 64 << 10

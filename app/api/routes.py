@@ -12,11 +12,13 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
+from app.api.head import Head
 from app.api.parameters import Parameters
+from app.api.requests import Request
 from app.errors import (
     AppError,
     InvalidRequest,
@@ -42,10 +44,6 @@ from app.errors import (
 )
 from app.protocols.base import WireProtocol
 from app.upstream.headers import Headers
-
-if TYPE_CHECKING:
-    from app.api.head import Head
-    from app.api.requests import Request
 
 Schema = dict[str, Any]
 
