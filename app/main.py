@@ -21,6 +21,7 @@ from app.api.connection import bound_connections
 from app.api.connection_limit import ConnectionLimit
 from app.api.head import Guard, Head, request_ids, with_single_slashes
 from app.api.header_sessions import ROLLOUTS, without_prefix
+from app.api.openapi import document
 from app.api.replies import answer, send_error
 from app.api.routes import Table
 from app.api.tokens import Tokens
@@ -146,8 +147,6 @@ class Turnlog:
     @cached_property
     def document(self) -> bytes:
         """The OpenAPI document. It is made at the first request for it, which takes a second."""
-        from app.api.openapi import document
-
         return msgspec.json.encode(document(self.table, self.release))
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:

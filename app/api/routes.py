@@ -239,29 +239,30 @@ class Table:
     def find(self, head: Head) -> Route:
         """The route of a request; for an unknown path or method one that answers with the error."""
         plain = self._plain.get((head.method, head.path_session is not None, head.route))
-        return self._find_pattern(head) if plain is None else plain
-
-    def _find_pattern(self, head: Head) -> Route:
-        in_session = head.path_session is not None
-        for pattern, route in self._patterns.get((head.method, in_session), ()):
-            if matched := pattern.fullmatch(head.route):
-                head.path_values = matched.groupdict()
-                return route
-        asks_for_websocket = head.method == "GET" and head.path == WEBSOCKETS
-        read = self._at("GET", head) if head.method == "HEAD" else None
-        is_sessions = in_session or asks_for_websocket or (read is not None and read.who == "session")
-        return self._unknown_of_session if is_sessions else self._unknown
-
-    def _at(self, method: str, head: Head) -> Route | None:
-        in_session = head.path_session is not None
-        fitting = (
-            route for pattern, route in self._patterns.get((method, in_session), ()) if pattern.fullmatch(head.route)
+        if plain is not None:
+            return plain
+        route, head.path_values = self._fitting(head.method, head)
+        if route is not None:
+            return route
+        read, _ = self._fitting("GET", head) if head.method == "HEAD" else (None, None)
+        is_of_session = (
+            head.path_session is not None
+            or (read is not None and read.who == "session")
+            or (head.method == "GET" and head.path == WEBSOCKETS)
         )
-        return self._plain.get((method, in_session, head.route)) or next(fitting, None)
+        return self._unknown_of_session if is_of_session else self._unknown
+
+    def _fitting(self, method: str, head: Head) -> tuple[Route | None, Mapping[str, str]]:
+        """The route with this method at the request's path, and the values of the parameters in it."""
+        in_session = head.path_session is not None
+        for pattern, route in self._patterns.get((method, in_session), ()):
+            if matched := pattern.fullmatch(head.route):
+                return route, matched.groupdict()
+        return self._plain.get((method, in_session, head.route)), {}
 
     async def _unknown_route(self, request: Request) -> None:
         head, path = request.head, request.scope["path"]
-        routes = {method: route for method in METHODS if (route := self._at(method, head)) is not None}
+        routes = {method: route for method in METHODS if (route := self._fitting(method, head)[0]) is not None}
         is_turns = any(route.protocol is not None for route in routes.values())
         if is_turns and any(b"websocket" in value.lower() for value in head.headers.get(b"upgrade", ())):
             # Codex tries a WebSocket first. At a 426 it goes on with POST at once, at anything else after seven tries.

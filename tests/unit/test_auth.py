@@ -314,6 +314,7 @@ ADMINS_ROUTES = [
         for path in (
             "/sessions",
             "/sessions/a/fork",
+            "/sessions/a/fork/",
             "/engines",
             "/fleet/pause",
             "/adapters/x/pause",
@@ -321,6 +322,10 @@ ADMINS_ROUTES = [
         )
     ),
     *(("POST", path) for path in ("/skyrl/v1/abort_lora_requests", "/v1/models", "/health", "/v1/chat/completions/")),
+    *(
+        ("PUT", f"/sessions/a/{place}")
+        for place in ("annotations/x/", "turns/1/annotations/x/", "turns/1/annotations/x")
+    ),
     *(("GET", "/v1/responses/"), ("GET", "/v1/responses/a/b"), ("POST", "/v1/messages/batches")),
     *(("GET", "/v1/chat/completions"), ("DELETE", "/engines"), ("DELETE", "/sessions"), ("PUT", "/v1/completions")),
 ]

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Query
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from app.api.parameters import LIMIT, Cursor
 from app.api.requests import Request
@@ -40,6 +40,8 @@ Text = Annotated[str | None, Field(pattern=NO_NUL)]
 
 class SearchQuery(SessionConditions):
     """What to search for, and in which sessions."""
+
+    model_config = ConfigDict(extra="forbid")
 
     q: Text = Field(default=None, max_length=1000, description="Words and phrases.")
     role: Text = Field(default=None, max_length=64, description="Only messages of this role.")
