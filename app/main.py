@@ -132,7 +132,9 @@ class Turnlog:
         # The log looks here when it writes a line, also in the tasks that the request starts.
         CURRENT.set(head)
         try:
-            route = self.table.find(head)
+            # Turns' routes and most others are here; `find` has the rest, and the errors.
+            plain = self.table.plain.get((head.method, head.path_session is not None, head.route))
+            route = plain or self.table.find(head)
             refusal = self._guard.refusal(head, route.who)
             if refusal is not None:
                 await send_error(self.services, head, refusal, send)

@@ -295,23 +295,12 @@ class HeaderSession:
         if parent is None:
             return new
         config = msgspec.structs.replace(
-            new.config,
-            adapter=parent.adapter,
-            on_abort=parent.on_abort,
-            stream_mode=parent.stream_mode,
-            params=parent.params,
-            model=parent.model,
-            params_mode=parent.params_mode,
-            evaluation=parent.evaluation,
-            capture=parent.capture,
-            upstream=parent.upstream,
-            retain=parent.retain,
+            parent,
+            parent=new.config.parent,
+            group_id=new.config.group_id,
+            attempt=new.config.attempt,
             # Else it would have no limits under another name. Those of a rollout hold for it anyway.
             limits=parent.limits if parent.limits is not None and parent.limits.per == "session" else None,
-            on_limit=parent.on_limit,
-            matcher=parent.matcher,
-            rollback_window=parent.rollback_window,
-            on_divergence=parent.on_divergence,
             history=parent.history or new.config.history,
         )
         return msgspec.structs.replace(new, config=config)

@@ -17,12 +17,10 @@ from app.api.head import Head, to_newest
 from app.api.limits import BodyReservation
 from app.api.requests import Request
 from app.api.routes import JSON, Route
-from app.crash_points import reach
 from app.errors import AppError, Overloaded
 from app.protocols.base import WireProtocol
 from app.protocols.errors import own_error
 from app.protocols.registry import PROTOCOLS, protocol_at
-from app.upstream.body import pieces_of
 from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
@@ -34,9 +32,6 @@ INTERNAL = "an internal error; the server's log has it"
 
 RENDER_INLINE = 64 << 10
 """Bytes. What is rendered from a larger body is rendered on a thread."""
-
-SMALL_BODY = 64 << 10
-"""Bytes of a body that is sent in one piece."""
 
 FOLLOWER_BYTES = 64 << 10
 """Memory of a followed log, beside the lines that are being sent: about what a connection's buffers hold."""
@@ -97,8 +92,10 @@ async def send_error(
     """
     app.metrics.request_failed(error.code)
     protocol = protocol_at(head.path) or (PROTOCOLS["messages"] if b"anthropic-version" in head.headers else None)
-    parts = error_parts(error, protocol, head.request_id) if parts_of is None else parts_of(error)
-    await send_reply(head.hardening(send), *parts)
+    status, headers, body = error_parts(error, protocol, head.request_id) if parts_of is None else parts_of(error)
+    hardened = head.hardening(send)
+    await start_reply(hardened, status, [*headers, ("content-length", str(len(body)))])
+    await hardened({"type": "http.response.body", "body": body})
 
 
 def error_parts(
@@ -115,26 +112,6 @@ async def start_reply(send: Send, status: int, headers: Headers) -> None:
     """Send status and headers."""
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
     await send({"type": "http.response.start", "status": status, "headers": raw})
-
-
-async def send_reply(send: Send, status: int, headers: Headers, *parts: bytes | memoryview) -> None:
-    """Send a complete reply; its body is `parts` joined."""
-    size = 0
-    for part in parts:
-        size += len(part)
-    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
-    raw.append((b"content-length", b"%d" % size))
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    if size <= SMALL_BODY:
-        await send({"type": "http.response.body", "body": parts[0] if len(parts) == 1 else b"".join(parts)})
-        return
-    sent = 0
-    for piece in pieces_of(parts):
-        sent += len(piece)
-        await send({"type": "http.response.body", "body": piece, "more_body": sent < size})
-        if sent < size:
-            await asyncio.sleep(0)
-            reach("during_reply")
 
 
 def left_out_header(left_out: Sequence[str]) -> Headers:

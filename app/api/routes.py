@@ -210,11 +210,13 @@ class Table:
     """All routes of an application. Of two that fit a path, one without parameters decides, else the first.
 
     A slash at the end of a path does not matter, but to turns: not every client that sends a body follows a redirect.
+
+    `plain` are those without parameters, by method, whether the path is below a session, and what it is there.
     """
 
     def __init__(self, routes: Iterable[Route]) -> None:
         self.routes = tuple(routes)
-        self._plain: dict[tuple[str, bool, str], Route] = {}
+        self.plain: dict[tuple[str, bool, str], Route] = {}
         self._patterns: dict[tuple[str, bool], list[tuple[re.Pattern[str], Route]]] = {}
         for route in self.routes:
             self._add(route, "")
@@ -232,15 +234,12 @@ class Table:
         pattern = _PARAMETER.sub(_group, below) if "{" in below else None
         for method in route.methods:
             if pattern is None:
-                self._plain.setdefault((method, in_session, below), route)
+                self.plain.setdefault((method, in_session, below), route)
             else:
                 self._patterns.setdefault((method, in_session), []).append((re.compile(pattern), route))
 
     def find(self, head: Head) -> Route:
         """The route of a request; for an unknown path or method one that answers with the error."""
-        plain = self._plain.get((head.method, head.path_session is not None, head.route))
-        if plain is not None:
-            return plain
         route, head.path_values = self._fitting(head.method, head)
         if route is not None:
             return route
@@ -254,11 +253,14 @@ class Table:
 
     def _fitting(self, method: str, head: Head) -> tuple[Route | None, Mapping[str, str]]:
         """The route with this method at the request's path, and the values of the parameters in it."""
-        in_session = head.path_session is not None
-        for pattern, route in self._patterns.get((method, in_session), ()):
+        place = method, head.path_session is not None
+        plain = self.plain.get((*place, head.route))
+        if plain is not None:
+            return plain, {}
+        for pattern, route in self._patterns.get(place, ()):
             if matched := pattern.fullmatch(head.route):
                 return route, matched.groupdict()
-        return self._plain.get((method, in_session, head.route)), {}
+        return None, {}
 
     async def _unknown_route(self, request: Request) -> None:
         head, path = request.head, request.scope["path"]

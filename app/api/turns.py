@@ -29,7 +29,7 @@ from app.api.header_sessions import (
     session_of_request,
 )
 from app.api.limits import BodyReservation, arrived_body
-from app.api.replies import INTERNAL, LEFT_OUT, ROLLED_BACK, error_parts, left_out_header, rendered, send_reply
+from app.api.replies import INTERNAL, LEFT_OUT, ROLLED_BACK, error_parts, left_out_header, rendered
 from app.api.requests import disconnected
 from app.api.routes import (
     ANYTHING,
@@ -44,6 +44,7 @@ from app.api.routes import (
     Reply,
     Route,
 )
+from app.crash_points import reach
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
 from app.errors import (
@@ -88,6 +89,7 @@ from app.turn.in_flight import (
 )
 from app.turn.large_bodies import INLINE_BYTES
 from app.turn.live import LiveStream
+from app.upstream.body import pieces_of
 from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
@@ -99,6 +101,9 @@ _ID = re.compile(ID)
 
 COUNT_DIGITS = 9
 """Digits of a retry count that are read: what they say fits the database's integers."""
+
+SMALL_BODY = 64 << 10
+"""Bytes of a body that is sent in one piece."""
 
 TOLD = HARNESSES[0].session
 """The header that tells a client the id of its session."""
@@ -365,6 +370,26 @@ class TurnRequest:
         if abort_after_s is not None:
             await asyncio.sleep(abort_after_s)
             waiter.leave()
+
+
+async def send_reply(send: Send, status: int, headers: Headers, *parts: bytes | memoryview) -> None:
+    """Send a complete reply; its body is `parts` joined."""
+    size = 0
+    for part in parts:
+        size += len(part)
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
+    raw.append((b"content-length", b"%d" % size))
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    if size <= SMALL_BODY:
+        await send({"type": "http.response.body", "body": parts[0] if len(parts) == 1 else b"".join(parts)})
+        return
+    sent = 0
+    for piece in pieces_of(parts):
+        sent += len(piece)
+        await send({"type": "http.response.body", "body": piece, "more_body": sent < size})
+        if sent < size:
+            await asyncio.sleep(0)
+            reach("during_reply")
 
 
 def _large_size(body: bytes) -> int:

@@ -21,8 +21,9 @@ from app.api.connection import BoundedProtocol
 from app.api.connection_limit import Capacity, ConnectionLimit
 from app.api.head import Guard, Head, request_ids
 from app.api.limits import RequestMemory, read_body
-from app.api.replies import error_parts, send_reply
+from app.api.replies import error_parts
 from app.api.tokens import Tokens
+from app.api.turns import send_reply
 from app.errors import AppError, BodyGivenUp
 from ops.server import KeptServer, ServerProcess
 
