@@ -12,7 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 from pydantic import BaseModel
 
@@ -147,6 +147,17 @@ class Route:
         return _PARAMETER.sub(r"{\1}", self.path)
 
 
+class More(TypedDict, total=False):
+    """What an endpoint may say of its route, beside what each must say."""
+
+    errors: Errors
+    body: type[BaseModel]
+    optional_body: bool
+    example: Mapping[str, Any]
+    largest: int
+    passes_engines_errors: bool
+
+
 Answering = TypeVar("Answering", bound=Endpoint)
 
 
@@ -159,17 +170,7 @@ class Routes:
         self._error_parts = error_parts
 
     def __call__(
-        self,
-        places: str | Iterable[str],
-        summary: str,
-        who: Who,
-        *replies: Reply,
-        errors: Errors = (),
-        body: type[BaseModel] | None = None,
-        optional_body: bool = False,
-        example: Mapping[str, Any] | None = None,
-        largest: int = CONTROL_BYTES,
-        passes_engines_errors: bool = False,
+        self, places: str | Iterable[str], summary: str, who: Who, *replies: Reply, **more: Unpack[More]
     ) -> Callable[[Answering], Answering]:
         """Add the function below as what answers at `places`, each written as `GET /path` or `GET, HEAD /path`."""
 
@@ -185,13 +186,8 @@ class Routes:
                         summary=summary,
                         endpoint=endpoint,
                         replies=replies,
-                        errors=errors,
-                        body=body,
-                        optional_body=optional_body,
-                        example=example,
-                        largest=largest,
-                        passes_engines_errors=passes_engines_errors,
                         error_parts=self._error_parts,
+                        **more,
                     )
                 )
             return endpoint
