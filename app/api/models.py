@@ -107,8 +107,8 @@ async def models_reply(request: Request, session_id: str) -> Response:
 
 
 def _one_of(listed: Response, model_id: str, request: Request) -> Response:
-    """The model of a list; the list itself for no id: a slash behind it. Raises NotFound, UpstreamInvalid."""
-    if listed.status_code != 200 or not model_id:
+    """The model of a list, or an engine's error instead of one. Raises NotFound, UpstreamInvalid."""
+    if listed.status_code != 200:
         return listed
     try:
         raws = msgspec.json.decode(listed.body, type=_Listing).data

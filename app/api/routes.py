@@ -147,7 +147,7 @@ class Route:
         return _PARAMETER.sub(r"{\1}", self.path)
 
 
-class More(TypedDict, total=False):
+class Options(TypedDict, total=False):
     """What an endpoint may say of its route, beside what each must say."""
 
     errors: Errors
@@ -170,7 +170,7 @@ class Routes:
         self._error_parts = error_parts
 
     def __call__(
-        self, places: str | Iterable[str], summary: str, who: Who, *replies: Reply, **more: Unpack[More]
+        self, places: str | Iterable[str], summary: str, who: Who, *replies: Reply, **options: Unpack[Options]
     ) -> Callable[[Answering], Answering]:
         """Add the function below as what answers at `places`, each written as `GET /path` or `GET, HEAD /path`."""
 
@@ -187,7 +187,7 @@ class Routes:
                         endpoint=endpoint,
                         replies=replies,
                         error_parts=self._error_parts,
-                        **more,
+                        **options,
                     )
                 )
             return endpoint

@@ -148,7 +148,7 @@ async def is_paused(request: Request) -> dict[str, Any]:
 async def pass_on(request: Request) -> Response:
     """The answer of one engine, to the same request."""
     app = request.services
-    path, headers = request.head.path, http_headers.to_engine((), "", app.settings.upstream_api_key)
+    path, headers = request.route.path, http_headers.to_engine((), "", app.settings.upstream_api_key)
     body = await request.whole_body() if request.method == "POST" else b""
 
     def ask(url: str) -> Awaitable[EngineReply]:
@@ -233,7 +233,7 @@ async def change(request: Request) -> Response:
 
 def _with_query(request: Request) -> str:
     """The path, with what of the query an engine reads."""
-    path = request.head.path
+    path = request.route.path
     query = urlencode(
         [(name, value) for name in _QUERIES.get(path, ()) for value in request.query_params.getlist(name)]
     )
@@ -302,7 +302,7 @@ async def abort_requests(request: Request) -> dict[str, Any]:
     """The generations of the turns whose requests had these `request_id`s, in any process. Without ids every one on
     `/abort_requests`, as at vLLM, where the other route wants a list, and aborts nothing for an empty one."""
     ids = (await request.body_of(AbortRequests)).request_ids
-    if request.head.path == ABORTS_ALL:
+    if request.route.path == ABORTS_ALL:
         ids = ids or None
     elif ids is None:
         raise InvalidRequest("request_ids is missing")
@@ -330,4 +330,4 @@ async def _abort(app: Services, keys: list[str] | None) -> int:
 async def refuse(request: Request) -> Response:
     """400: the request is meant for one engine's ranks. The message names the engines' own addresses."""
     engines = ", ".join(request.services.engines.members) or "there are none"
-    raise Unsupported(f"{request.head.path} is an engine's own: send it to the engines themselves ({engines})")
+    raise Unsupported(f"{request.route.path} is an engine's own: send it to the engines themselves ({engines})")
