@@ -9,7 +9,7 @@ is None, the header is not sent. A message holds ids, lengths and limits, never 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
@@ -165,6 +165,21 @@ class NotFound(AppError):
     meaning = "a turn, payload, group, engine or adapter that the request names does not exist, or no such path"
 
 
+class MethodNotAllowed(AppError):
+    status, code, type = 405, "method_not_allowed", "invalid_request_error"
+    meaning = "the path has other methods, which `allow` lists"
+    methods: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, method: str, path: str, methods: Sequence[str]) -> MethodNotAllowed:
+        error = cls(f"{method} is not supported on {path}; supported: {', '.join(methods)}")
+        error.methods = methods
+        return error
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "allow": ", ".join(self.methods)}
+
+
 class RequestTimeout(AppError):
     """The connection is closed: the rest of the body would be parsed as the next request."""
 
@@ -302,6 +317,14 @@ class TargetTooLong(AppError):
 class HeadersTooLarge(AppError):
     status, code, type, retry = 431, "headers_too_large", "invalid_request_error", False
     meaning = "the headers have more than 64 KiB"
+
+
+class UpgradeRequired(AppError):
+    status, code, type = 426, "upgrade_required", "invalid_request_error"
+    meaning = "a WebSocket on the route of a turn: go on with `POST`"
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "upgrade": "HTTP/1.1", "connection": "upgrade"}
 
 
 class IdempotencyMismatch(AppError):

@@ -22,7 +22,16 @@ import msgspec
 
 from app import metric_files
 from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
-from app.errors import EnginesFailed, HeadersTooLarge, SessionChanged, TargetTooLong, Unauthorized, codes
+from app.errors import (
+    EnginesFailed,
+    HeadersTooLarge,
+    MethodNotAllowed,
+    SessionChanged,
+    TargetTooLong,
+    Unauthorized,
+    UpgradeRequired,
+    codes,
+)
 from app.turn.in_flight import NEW_TURNS, OUTCOMES, SUCCEEDED, Stages, TurnStage
 
 FOLDER: Path | None = metric_files.folder()
@@ -38,12 +47,13 @@ STAGE_BUCKETS = (*OWN_BUCKETS, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 """Seconds, also for an engine's work and for waiting at a gate."""
 
 NOT_OF_TURNS = frozenset(
-    error.code for error in (Unauthorized, TargetTooLong, HeadersTooLarge, EnginesFailed, SessionChanged)
+    error.code
+    for error in (
+        *(Unauthorized, TargetTooLong, HeadersTooLarge, MethodNotAllowed, UpgradeRequired),
+        *(EnginesFailed, SessionChanged),
+    )
 )
-"""Error codes of authorisation, of pauses and of a `DELETE`, which no turn has."""
-
-NOT_FOUND, METHOD_NOT_ALLOWED, UPGRADE_REQUIRED = "not_found", "method_not_allowed", "upgrade_required"
-"""Error codes of the router."""
+"""Error codes of authorisation and of the table of routes, of pauses and of a `DELETE`, which no turn has."""
 
 Kind = Literal["counter", "gauge", "largest", "histogram"]
 """A `gauge` is summed over the living processes; of `largest`, a gauge too, the largest counts."""
@@ -129,7 +139,7 @@ FAMILIES = (
         "turnlog_request_errors_total",
         "Errors of other requests, and of turns refused by authorisation.",
         "code",
-        (*codes(), NOT_FOUND, METHOD_NOT_ALLOWED, UPGRADE_REQUIRED),
+        codes(),
     ),
     _gauge("turnlog_inflight_bytes", "Bytes of all request and reply bodies in memory."),
     _gauge("turnlog_inflight_limit_bytes", "Limit of turnlog_inflight_bytes."),

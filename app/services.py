@@ -252,9 +252,12 @@ class Services:
             begin()
 
     async def explained(self, error: AppError) -> AppError:
-        """The error to answer, where another says more. Raises AppError."""
+        """The error to answer, where another says more, or where asking fails."""
         session_id = error.session_id if isinstance(error, SessionNotFound) else None
-        asked = [] if session_id is None else [await ask(session_id) for ask in self.explain]
+        try:
+            asked = [] if session_id is None else [await ask(session_id) for ask in self.explain]
+        except AppError as failed:
+            return failed
         return next(filter(None, asked), error)
 
     def end_waits(self) -> None:

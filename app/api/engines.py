@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict
 
-from app.api.bodies import body_of, read_model
-from app.api.describe import BODY, NO_CONTENT, WRITE, describe, json_reply
-from app.api.state import services, whole_body
+from app.api.requests import Request, read_model
+from app.api.routes import BODY, NO_CONTENT, WRITE, Routes, json_reply
 from app.errors import InvalidRequest, NotFound
 from app.fleet.engine_pool import ListedEngine
 from turnlog import replies as reply_types
@@ -18,7 +17,7 @@ from turnlog import replies as reply_types
 if TYPE_CHECKING:
     from app.services import Services
 
-router = APIRouter(tags=["Fleet"])
+route = Routes("Fleet")
 
 
 class PutEngine(BaseModel):
@@ -38,19 +37,18 @@ class RemoveEngine(BaseModel):
     url: str
 
 
-@router.get("/engines")
-@describe("List the engines", "page", json_reply(reply_types.EngineList, "All engines."))
+@route("GET /engines", "List the engines", "page", json_reply(reply_types.EngineList, "All engines."))
 async def get_engines(request: Request) -> dict[str, Any]:
     """All engines: their configuration, which all processes share, and their health as this process sees it."""
-    app = services(request)
+    app = request.services
     return {
         "engines": [engine_fields(app, listed) for listed in app.engine_pool.listed()],
         "version": app.fleet.fleet.version,
     }
 
 
-@router.post("/engines")
-@describe(
+@route(
+    "POST /engines",
     "Add, restore or drain an engine",
     "admin",
     json_reply(reply_types.Engine, "The engine as listed."),
@@ -60,13 +58,13 @@ async def get_engines(request: Request) -> dict[str, Any]:
 )
 async def post_engine(request: Request) -> dict[str, Any]:
     """Add, restore or drain an engine. Repeating the request changes nothing."""
-    app = services(request)
-    body = await body_of(request, PutEngine)
+    app = request.services
+    body = await request.body_of(PutEngine)
     return engine_fields(app, await app.engine_pool.put(body.url, body.state))
 
 
-@router.delete("/engines", status_code=204)
-@describe(
+@route(
+    "DELETE /engines",
     "Remove an engine from the pool",
     "admin",
     NO_CONTENT,
@@ -77,16 +75,15 @@ async def post_engine(request: Request) -> dict[str, Any]:
 async def delete_engine(
     request: Request,
     url: Annotated[str | None, Query(description="An engine's base URL, if it is not in the body.")] = None,
-) -> Response:
+) -> None:
     """Remove an engine from the pool, also one that the settings list."""
-    app = services(request)
-    raw = await whole_body(request)
+    app = request.services
+    raw = await request.whole_body()
     if url is not None and raw.strip():
         raise InvalidRequest("url: name the engine in the query or in the body")
     if url is None and not raw.strip():
         raise InvalidRequest("url is missing: name the engine in the query or in the body")
     await app.engine_pool.remove(read_model(raw, RemoveEngine).url if url is None else url)
-    return Response(status_code=204)
 
 
 def engine_fields(app: Services, listed: ListedEngine) -> dict[str, Any]:

@@ -1,21 +1,30 @@
-"""`GET /export`: training rows."""
+"""`GET /export` and `GET /events`: training rows, and the events of all sessions, in the order of commits."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
-from fastapi.responses import StreamingResponse
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
-from app.api.closed_stream import ClosedStream
-from app.api.describe import ANYTHING, BINARY, BYTES, NDJSON, PAYLOADS, READ, Reply, describe
-from app.api.disconnect import while_connected
-from app.api.parameters import PageCursor, require_known
-from app.api.state import services
-from app.errors import InvalidRequest, Unsupported
+from app.api.parameters import Cursor
+from app.api.replies import ClosedStream, FollowedStream
+from app.api.requests import Request
+from app.api.routes import ANYTHING, BINARY, BYTES, NDJSON, PAYLOADS, READ, Reply, Routes
+from app.domain.events import TYPES
+from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
+from app.errors import InvalidRequest, Overloaded, PositionGone, Unsupported
 from app.export.query import ExportQuery
+from app.sessions.all_events import EventQuery
+from app.store.all_events import EventFilter
+from app.tasks import cancelled
+from turnlog import replies as reply_types
 
-router = APIRouter(tags=["Export"])
+route, event_route = Routes("Export"), Routes("Sessions")
 
 ROWS = Reply(
     "Rows, in the media type of the format.",
@@ -32,11 +41,12 @@ ROWS = Reply(
 class ExportParameters(ExportQuery):
     """The parameters of an export, with the cursor at which it continues."""
 
-    cursor: PageCursor = None
+    model_config = ConfigDict(extra="forbid")
+
+    cursor: Cursor = None
 
 
-@router.get("/export")
-@describe("Export training rows", "page", ROWS, errors=(InvalidRequest, Unsupported, *READ, *PAYLOADS))
+@route("GET /export", "Export training rows", "page", ROWS, errors=(InvalidRequest, Unsupported, *READ, *PAYLOADS))
 async def export(request: Request, query: Annotated[ExportParameters, Query()]) -> StreamingResponse:
     """Training rows in the order of commit, in any format and shape.
 
@@ -44,8 +54,7 @@ async def export(request: Request, query: Annotated[ExportParameters, Query()]) 
     after the last row; with a `limit` that header is only sent when no rows are left. `x-turnlog-empty` says that there
     is no row.
     """
-    require_known(request, ExportParameters)
-    started = await while_connected(request.receive, services(request).exporter.start(query, query.cursor))
+    started = await request.while_connected(request.services.exporter.start(query, query.cursor))
     headers = {
         "x-turnlog-cursor": started.cursor,
         "content-disposition": f'attachment; filename="turnlog{started.suffix}"',
@@ -55,3 +64,75 @@ async def export(request: Request, query: Annotated[ExportParameters, Query()]) 
     if query.limit is None or started.is_empty:
         headers["x-turnlog-next-cursor"] = started.next_cursor
     return ClosedStream(started.pieces, started.media_type, headers)
+
+
+UNREAD_S = 2.0
+"""How long a stopping server waits for a client that does not read what was sent to it."""
+
+
+class EventParameters(BaseModel):
+    """Which events to give (None: any), and from where."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    after: str | None = Field(
+        default=None, description="Only events after this `position`; `end`: only events from now on."
+    )
+    follow: bool = Field(default=False, description="Keep the stream open and send new events.")
+    limit: int | None = Field(default=None, ge=1, le=MAX_INTEGER, description="Maximum number of events.")
+    type: list[str] = Field(default=[], description="Only events of these types, repeated or separated by commas.")
+    session_id: str | None = Field(default=None, pattern=ID, description="Only events of this session.")
+    group_id: str | None = Field(
+        default=None, pattern=NO_NUL, description="Only events of this group's sessions, agents included."
+    )
+
+    name: str | None = Field(default=None, pattern=ID, description="Only events of the sessions that clients call so.")
+    generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
+
+    @field_validator("type", mode="after")
+    @classmethod
+    def _known(cls, given: list[str]) -> list[str]:
+        named = [name.strip() for one in given for name in one.split(",")]
+        for name in named:
+            if name not in TYPES:
+                raise ValueError(f"{name:.64} is no type of events; there are {', '.join(sorted(TYPES))}")
+        return named
+
+
+@event_route(
+    "GET /events",
+    "The events of all sessions, in the order of commits",
+    "page",
+    Reply("Events, and positions.", {NDJSON: reply_types.LogLine}),
+    errors=(InvalidRequest, PositionGone, Overloaded, *READ),
+)
+async def get_events(request: Request, query: Annotated[EventParameters, Query()]) -> StreamingResponse:
+    """Every session's events as NDJSON, in the order of commits; with `follow` the stream stays open.
+
+    Each line has its `position`, with which any process goes on behind it.
+    """
+    feed = request.services.all_events
+    wanted = EventFilter(tuple(query.type), query.session_id, query.group_id, query.name, query.generation)
+    asked = EventQuery(query.after, query.follow, query.limit, wanted)
+    lines = await request.while_connected(feed.start(asked))
+    return _AllFollowed(request, lines) if query.follow else ClosedStream(lines, NDJSON)
+
+
+class _AllFollowed(FollowedStream):
+    """Ends with the server, also if the client does not read."""
+
+    def __init__(self, request: Request, pieces: AsyncGenerator[bytes]) -> None:
+        super().__init__(request, pieces, NDJSON)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        dropping = asyncio.create_task(self._drop(), name="turnlog-drop-unread")
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await cancelled(dropping)
+
+    async def _drop(self) -> None:
+        await self._request.services.all_events.stopping.wait()
+        await asyncio.sleep(UNREAD_S)
+        if self._request.head.connection is not None:
+            self._request.head.connection.drop()

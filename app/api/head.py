@@ -1,19 +1,17 @@
 """What the head of a request says, read once before a route is chosen; whether it is allowed; and the headers that
 every reply gets.
 
-The guard authorises every request:
+The guard authorises every request by what the table of routes says (`routes.Who`):
 
     no admin token is set    clients on this machine, except pages of other sites in a browser; trusted networks
     admin token              everything
     session token            the session's own routes; on routes that name a session in a header, the session itself and
                              its agents' sessions (checked by `header_sessions`, which finds the token's session in the
-                             scope under TOKEN_SESSION). No reward and no erasure (`require_judge`, which the three
-                             routes call that can do that by their path, query or body)
+                             scope under TOKEN_SESSION). No reward and no erasure (`Request.require_judge`, which the
+                             three routes call that can do that by their path, query or body)
     the page's cookie        GET and HEAD; a session's note and tags, where the page itself sends them
 
 A token is sent as `Authorization: Bearer` or, as Anthropic's SDKs do, as `x-api-key`.
-
-It uses the path that the routers match, so a new route is protected by default.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ import itertools
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -41,14 +39,14 @@ from app.errors import (
     TargetTooLong,
     Unauthorized,
 )
-from app.fleet.engines import COUNT_TOKENS, MODELS
 from app.logs import LogContext
-from app.protocols.registry import ROUTES
-from app.settings import Network, Settings
+from app.settings import Network
 from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
     from app.api.connection import BoundedProtocol
+    from app.api.routes import Who
+    from app.services import Services
 
 REQUEST_ID = "x-request-id"
 ANTHROPICS = "request-id"
@@ -70,6 +68,10 @@ _VALID_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _OF_PROXIES = (b"forwarded", b"x-real-ip")
 _SESSIONS = "/sessions/"
 _MESSAGES = "/v1/messages"
+_ID = re.compile(ID)
+
+GENERATION = b"generation="
+"""In a query: which generation of the name in the path."""
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
@@ -77,26 +79,12 @@ TOKEN_SESSION = "turnlog.token_session"
 """Key in a scope: the session of the request's session token; missing for an admin."""
 
 COOKIE = b"turnlog_ui"
-SIGN_IN, SIGN_OUT = "/ui/sign-in", "/ui/sign-out"
 
 _READS = frozenset({"GET", "HEAD"})
-_OPEN = frozenset({"/", "/health", "/ready"})
-_PAGE = frozenset({"/ui", "/ui/", "/docs"})
-_STATIC = "/ui/static/"
 _BELOW_BASE_URLS = (_SESSIONS, "/v1/", "/ng-rollout/")
-_FORK = "/fork"
-_STORED = re.compile(r"/v1/responses(/[^/]+(/input_items)?)?")
-"""A response by its id; the route checks that it is the token's session's. Without an id: a WebSocket, which is
-refused."""
-
-_LEASES = "/export/groups"
-"""A GET that changes something, so the page's cookie does not allow it."""
 
 _NOTES = re.compile(rf"/sessions/{ID[1:-1]}/annotations/(note|tags)")
 """What the page may write: PUT alone, and only if the page itself sends it (`_is_sent_by_page`)."""
-
-_ANNOTATION = re.compile(r"(/turns/[^/]*)?/annotations(/.*)?")
-"""Below a session: what its own token may only read."""
 
 PAGE_HEADER = b"x-turnlog-page"
 """The page sends it with what it writes. A page of another site cannot: a browser would first ask this server, which
@@ -124,12 +112,13 @@ class Head(LogContext):
     `path_session` is the id and `route` what follows; else it is None and `route` is the path. `headers` are the values
     of each header by its name in lower case. `is_forwarded`: a proxy's header is among them. `peer` is the address of
     the connection's other end, `connection` the connection, where uvicorn serves it. `own_headers` are those that the
-    reply gets: the id, which is the client's own `x-request-id` if that is valid.
+    reply gets: the id, which is the client's own `x-request-id` if that is valid. `path_values` are those of the
+    parameters in the path but the session, once the route is found.
     """
 
     __slots__ = (
         *("connection", "header_bytes", "headers", "is_forwarded", "method", "own_headers"),
-        *("path", "path_session", "peer", "route", "scope"),
+        *("path", "path_session", "path_values", "peer", "route", "scope"),
     )
 
     def __init__(self, scope: Scope, ids: Iterator[str]) -> None:
@@ -138,6 +127,7 @@ class Head(LogContext):
         self.path: str = scope["path"] if not scope.get("root_path") else route_path(scope)
         path = self.path
         self.path_session: str | None = None
+        self.path_values: Mapping[str, str] = {}
         self.route = path
         if path.startswith(_SESSIONS):
             name, slash, rest = path[len(_SESSIONS) :].partition("/")
@@ -227,8 +217,9 @@ class Guard:
         self._is_loopback = lru_cache(_CACHED_ADDRESSES)(_is_loopback)
         self._is_in_trusted_network = lru_cache(_CACHED_ADDRESSES)(self._is_in_trusted)
 
-    def refusal(self, head: Head) -> AppError | None:
-        """The error for a request that is not allowed, else None. Stores the token's session in the scope."""
+    def refusal(self, head: Head, who: Who) -> AppError | None:
+        """The error for a request that is not allowed, else None. `who` may ask for its route. Stores the token's
+        session in the scope."""
         if head.header_bytes > MAX_HEADER_BYTES:
             return HeadersTooLarge(f"the headers have {head.header_bytes} bytes; the limit is {MAX_HEADER_BYTES}")
         scope = head.scope
@@ -238,11 +229,9 @@ class Guard:
             return TargetTooLong(f"path and query have {size} bytes; the limit is {MAX_TARGET_BYTES}")
         if query and query.count(b"&") >= MAX_PARAMETERS:
             return InvalidRequest(f"the query has more than {MAX_PARAMETERS} parameters")
-        if head.path in _OPEN and head.method in _READS:
-            return None
-        return self._check(head)
+        return None if who == "anyone" else self._check(head, who)
 
-    def _check_connection(self, head: Head) -> AppError | None:
+    def _check_connection(self, head: Head, who: Who) -> AppError | None:
         """Without admin tokens: decide by the connection. Only this machine itself is served, by a loopback address and
         Host, and trusted networks."""
         headers = head.headers
@@ -266,7 +255,7 @@ class Guard:
                 "the client's network in TURNLOG_TRUSTED_NETWORKS"
             )
         if (b"origin" in headers or b"sec-fetch-site" in headers) and _is_foreign(headers):
-            if head.path in _PAGE and head.method in _READS:
+            if who == "browser" and head.method in _READS:
                 return None
             return Forbidden("another site's page sent this: without TURNLOG_ADMIN_TOKEN it is not served")
         return None
@@ -283,18 +272,15 @@ class Guard:
         address = _address(host)
         return address is not None and any(address in network for network in self._trusted)
 
-    def _check_token(self, head: Head) -> AppError | None:
+    def _check_token(self, head: Head, who: Who) -> AppError | None:
         """With admin tokens: decide by the request's token or cookie."""
-        method, path, headers = head.method, head.path, head.headers
-        if method in _READS and (path in _PAGE or path.startswith(_STATIC)):
-            return None
-        if method == "POST" and path in (SIGN_IN, SIGN_OUT):
-            return Forbidden("another site's page sent this") if _is_foreign(headers) else None
+        headers = head.headers
+        if who == "browser":
+            is_refused = head.method not in _READS and _is_foreign(headers)
+            return Forbidden("another site's page sent this") if is_refused else None
         token = _token(headers)
         if token is None:
-            return (
-                None if self._is_signed_in(method, path, headers) else Unauthorized("a request requires a bearer token")
-            )
+            return None if self._is_signed_in(head, who) else Unauthorized("a request requires a bearer token")
         if isinstance(token, AppError):
             return token
         if self._tokens.is_admin(token):
@@ -303,32 +289,54 @@ class Guard:
         if token_session is None:
             return Unauthorized("the bearer token is unknown")
         head.scope[TOKEN_SESSION] = token_session
-        return _check_session_token(token_session, head)
+        if head.path.startswith(_SESSIONS) and head.path_session != token_session:
+            return unknown_session(head.path_session or "")
+        if who != "session":
+            return Forbidden("the route is the admin's: a session token is only valid for its own session's routes")
+        return None
 
-    def _is_signed_in(self, method: str, path: str, headers: AuthHeaders) -> bool:
+    def _is_signed_in(self, head: Head, who: Who) -> bool:
         """Does the page's cookie allow the request?"""
+        headers = head.headers
         if b"cookie" not in headers or _is_foreign(headers):
             return False
-        reads = method in _READS and path != _LEASES
-        if not reads and not (method == "PUT" and _NOTES.fullmatch(path) and _is_sent_by_page(headers)):
+        reads = head.method in _READS and who != "admin"
+        if not reads and not (head.method == "PUT" and _NOTES.fullmatch(head.path) and _is_sent_by_page(headers)):
             return False
         now = self._clock()
         return any(self._tokens.is_signed_in(cookie, now) for cookie in _cookies(headers[b"cookie"]))
 
 
-def require_judge(scope: Scope, settings: Settings) -> None:
-    """Raises Forbidden where a session's token is about to set a reward or to erase content: the agent that is judged
-    may hold it, whose harness does."""
-    if TOKEN_SESSION in scope and settings.session_rewards == "refuse":
-        raise Forbidden(
-            "a session token sets no reward and erases nothing: use the admin token, or set "
-            "TURNLOG_SESSION_REWARDS=allow"
-        )
+async def to_newest(app: Services, head: Head) -> None:
+    """Let the path of a request that is no turn's name the session that it asks for: the newest that has the name, or
+    with `?generation=` an earlier one. A session's token is that of one generation. Raises AppError."""
+    name = head.path_session
+    if name is None or TOKEN_SESSION in head.scope or not _ID.fullmatch(name):
+        return
+    number = generation_in(head)
+    session_id = await app.names.newest(name) if number is None else await app.names.require(name, number)
+    if session_id != name or number is not None:
+        path: str = head.scope["path"]
+        base = path[: len(path) - len(route_path(head.scope))]
+        query = b"&".join(part for part in head.scope["query_string"].split(b"&") if not part.startswith(GENERATION))
+        head.scope = {**head.scope, "path": f"{base}/sessions/{session_id}{head.route}", "query_string": query}
+        head.path_session = head.session_id = session_id
+
+
+def generation_in(head: Head) -> int | None:
+    """The generation that the query asks for, or None. Raises InvalidRequest."""
+    parts = head.scope["query_string"].split(b"&")
+    given = next((part.removeprefix(GENERATION) for part in parts if part.startswith(GENERATION)), None)
+    if given is None:
+        return None
+    if re.fullmatch(rb"[1-9][0-9]{0,8}", given) is None:
+        raise InvalidRequest("generation must be a number from 1")
+    return int(given)
 
 
 def unknown_session(session_id: str) -> SessionNotFound:
     """The error for a session that does not exist, and for another token's session: a client cannot tell them apart."""
-    if re.fullmatch(ID, session_id) is None:
+    if not _ID.fullmatch(session_id):
         return SessionNotFound("the session id is invalid")
     return SessionNotFound(f"session {session_id} does not exist")
 
@@ -345,24 +353,6 @@ def _token(headers: AuthHeaders) -> bytes | Unauthorized | None:
     if len(tokens) > 1:
         return Unauthorized("Authorization and x-api-key hold different tokens: send one of them, or the same in both")
     return tokens.pop() if tokens else None
-
-
-def _check_session_token(token_session: str, head: Head) -> AppError | None:
-    method, path = head.method, head.path
-    if path.startswith(_SESSIONS):
-        if head.path_session != token_session:
-            return unknown_session(head.path_session or "")
-        if head.route == _FORK:
-            return Forbidden("a session token cannot create sessions")
-        if method not in _READS and _ANNOTATION.fullmatch(head.route):
-            return Forbidden("a session token cannot write annotations")
-        return None
-    protocol = ROUTES.get(path)
-    if (protocol is not None and method in protocol.methods) or (method == "POST" and path == COUNT_TOKENS):
-        return None
-    if method in _READS and (path == MODELS or path.startswith(f"{MODELS}/") or _STORED.fullmatch(path)):
-        return None
-    return Forbidden("a session token is only valid for its own session's routes")
 
 
 def _is_foreign(headers: AuthHeaders) -> bool:

@@ -3,7 +3,12 @@
 Several agents may share a harness's session. An agent with an id of its own in a header is a branch of it, or
 gets its own session, a child of the shared one. If agents cannot be distinguished, the error says which header to send.
 
-Sources of the header names: Dynamo's protocols/agents.rs (dynamo-llm 1.4.0 and 1.5.0) and its page on agent sessions.
+NeMo Gym gives each agent a base URL of its own, `<server>/ng-rollout/<rollout id>`, with `/training-token-capture`
+behind it where the rollout is trained on, and the SDK adds `/v1/...`. Such a request is served as one to `/v1/...` with
+the rollout's id in `x-turnlog-session-id`.
+
+Sources: Dynamo's protocols/agents.rs (dynamo-llm 1.4.0 and 1.5.0) and its page on agent sessions; Gym's
+base_responses_api_model.py and rollout_correlation.py (nemo-gym 0.7.0).
 """
 
 from __future__ import annotations
@@ -17,8 +22,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import msgspec
 from starlette.types import Scope
 
-from app.api.head import unknown_session
-from app.api.sessions import CreateSession, new_session
+from app.api.creation import CreateSession, new_session
+from app.api.head import route_path, unknown_session
 from app.domain import control
 from app.domain.patterns import ID
 from app.domain.surrogates import decoded
@@ -73,6 +78,9 @@ HARNESSES = (
 present is used."""
 
 _OWN = HARNESSES[0].session.encode()
+
+ROLLOUTS = "/ng-rollout/"
+_IN_ROLLOUT = re.compile(ROLLOUTS + r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:/training-token-capture)?(/v1/.*)", re.DOTALL)
 
 AGENT, PARENT, FINAL = "x-turnlog-agent-id", "x-turnlog-parent-session-id", "x-dynamo-session-final"
 """Headers that are valid with any harness and take precedence over the harness's own."""
@@ -287,23 +295,12 @@ class HeaderSession:
         if parent is None:
             return new
         config = msgspec.structs.replace(
-            new.config,
-            adapter=parent.adapter,
-            on_abort=parent.on_abort,
-            stream_mode=parent.stream_mode,
-            params=parent.params,
-            model=parent.model,
-            params_mode=parent.params_mode,
-            evaluation=parent.evaluation,
-            capture=parent.capture,
-            upstream=parent.upstream,
-            retain=parent.retain,
+            parent,
+            parent=new.config.parent,
+            group_id=new.config.group_id,
+            attempt=new.config.attempt,
             # Else it would have no limits under another name. Those of a rollout hold for it anyway.
             limits=parent.limits if parent.limits is not None and parent.limits.per == "session" else None,
-            on_limit=parent.on_limit,
-            matcher=parent.matcher,
-            rollback_window=parent.rollback_window,
-            on_divergence=parent.on_divergence,
             history=parent.history or new.config.history,
         )
         return msgspec.structs.replace(new, config=config)
@@ -395,6 +392,16 @@ def in_header(scope: Scope, session_id: str) -> Scope:
     if agent is not None:
         given = [*((name, value) for name, value in given if name != AGENT.encode()), (AGENT.encode(), agent.encode())]
     return {**scope, "headers": [(_OWN, session_id.encode()), *given]}
+
+
+def without_prefix(scope: Scope) -> Scope:
+    """The scope of the same request without Gym's prefix; the same scope if it has none."""
+    path = route_path(scope)
+    if not path.startswith(ROLLOUTS) or (match := _IN_ROLLOUT.fullmatch(path)) is None:
+        return scope
+    rollout_id, rest = match.groups()
+    root = scope["path"][: len(scope["path"]) - len(path)]
+    return in_header({**scope, "path": root + rest, "raw_path": (root + rest).encode()}, rollout_id)
 
 
 def _given(headers: Headers) -> dict[str, str]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Self
 
-from starlette.types import Receive, Scope
+from starlette.types import Receive
 
 from app.errors import (
     BodyGivenUp,
@@ -23,7 +23,6 @@ from app.upstream.encoding import Decoder, Undecodable, decoder
 from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
-    from app.api.connection import BoundedProtocol
     from app.api.head import Head
 
 MAX_HEADER_BYTES = 64 << 10
@@ -58,10 +57,6 @@ PEER = "peer"
 
 CONNECTION = "connection"
 """Key in a scope's state: the `BoundedProtocol` of the request, where uvicorn serves it."""
-
-
-def connection_of(scope: Scope) -> BoundedProtocol | None:
-    return (scope.get("state") or {}).get(CONNECTION)
 
 
 class BodyReservation:
@@ -241,12 +236,6 @@ def _subtract(counter: dict[str, int], name: str | None, size: int) -> None:
         counter[name] = left
     else:
         del counter[name]
-
-
-def peer_of(scope: Scope) -> str | None:
-    """The address of the connection's peer, or None."""
-    peer = (scope.get("state") or {}).get(PEER) or scope["client"]
-    return None if peer is None else str(peer[0])
 
 
 async def arrived_body(

@@ -16,10 +16,10 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from fastapi import APIRouter, Request, Response
+from starlette.responses import Response
 
-from app.api.describe import TEXT, Reply, describe
-from app.api.state import services
+from app.api.requests import Request
+from app.api.routes import TEXT, Reply, Routes
 from app.domain.events import is_number
 from app.fleet.member import Health, Member
 from app.metrics import FOLDER, Kind, Metric, Sample, render
@@ -28,7 +28,7 @@ from app.store.figures import Figures
 if TYPE_CHECKING:
     from app.services import Services
 
-router = APIRouter(tags=["Service"])
+route = Routes("Service")
 
 PUBLISH_S = 1.0
 """Maximum age of this process's values in another process's scrape. Turns are counted at once."""
@@ -39,12 +39,10 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 HEALTHS: tuple[Health, ...] = get_args(Health)
 
 
-@router.head("/metrics", include_in_schema=False)
-@router.get("/metrics")
-@describe("Metrics for Prometheus", "page", Reply("The metrics.", {"text/plain": TEXT}))
+@route("GET, HEAD /metrics", "Metrics for Prometheus", "page", Reply("The metrics.", {"text/plain": TEXT}))
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format or OpenMetrics, by the request's `accept` header."""
-    app = services(request)
+    app = request.services
     refresh(app)
     state = list(state_of(app, await app.counted.now()))
     is_open = "application/openmetrics-text" in request.headers.get("accept", "")

@@ -1,92 +1,34 @@
-"""Makes the OpenAPI document, which `/docs` shows, from the routes, their `describe` and the protocols' own routes."""
+"""Makes the OpenAPI document, which `/docs` shows, from the table of routes.
+
+FastAPI describes the parameters of the endpoints. It cannot derive the rest, which the table says: bodies are read by
+hand, 422 is 400 here, and replies are streams and structs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from starlette.routing import BaseRoute
 
-from app.api.describe import (
-    ANYTHING,
-    BODY,
-    ENGINE,
-    EVENTS,
-    JSON,
-    NDJSON,
-    PAYLOADS,
-    SESSION,
-    TEXT,
-    WRITE,
-    Reply,
-    RouteDescription,
-    Schema,
-    Who,
-    operation_of,
-)
 from app.api.head import COOKIE
-from app.api.header_sessions import AGENT, FINAL, HARNESSES, PARENT
+from app.api.parameters import SessionId
 from app.api.replies import LEFT_OUT, ROLLED_BACK
-from app.domain.patterns import ID
-from app.errors import (
-    AppError,
-    ClaimLost,
-    EnginesFailed,
-    Forbidden,
-    GenerationAborted,
-    HeadersTooLarge,
-    HistoryMismatch,
-    IdempotencyMismatch,
-    OverBudget,
-    PreviousResponseNotFound,
-    RollbackTooDeep,
-    SessionBusy,
-    SessionOpenFailed,
-    TargetTooLong,
-    TokenPrefixMismatch,
-    TooManySessions,
-    TooManyTurns,
-    Unauthorized,
-    Unsupported,
-    WorkerCrash,
-)
-from app.protocols.registry import ROUTES
+from app.api.routes import ANYTHING, JSON, NDJSON, TEXT, Errors, Reply, Route, Schema, Table, Who
+from app.errors import AppError, EnginesFailed, Forbidden, HeadersTooLarge, TargetTooLong, Unauthorized
 from turnlog.replies import Error, ToldEngines
 
 COMPONENTS, RESPONSES = "#/components/schemas/", "#/components/responses/"
 
-ANYONE: tuple[type[AppError], ...] = (TargetTooLong, HeadersTooLarge, AppError)
-GUARDED: tuple[type[AppError], ...] = (Unauthorized, Forbidden, *ANYONE)
-TURN: tuple[type[AppError], ...] = (
-    *BODY,
-    Unsupported,
-    RollbackTooDeep,
-    HistoryMismatch,
-    PreviousResponseNotFound,
-    *SESSION,
-    TooManySessions,
-    TooManyTurns,
-    OverBudget,
-    SessionBusy,
-    ClaimLost,
-    IdempotencyMismatch,
-    *ENGINE,
-    WorkerCrash,
-    SessionOpenFailed,
-    GenerationAborted,
-    *WRITE,
-    *PAYLOADS,
-    TokenPrefixMismatch,
-    *GUARDED,
-)
+ANYONE: Errors = (TargetTooLong, HeadersTooLarge, AppError)
+GUARDED: Errors = (Unauthorized, Forbidden, *ANYONE)
 
 _ADMIN, _SESSION, _COOKIE = "adminToken", "sessionToken", "pageCookie"
 SECURITY: Mapping[Who, list[dict[str, list[str]]]] = {
     "anyone": [],
+    "browser": [],
     "admin": [{_ADMIN: []}],
     "page": [{_ADMIN: []}, {_COOKIE: []}],
     "session": [{_ADMIN: []}, {_SESSION: []}],
@@ -121,39 +63,23 @@ REPLY_HEADERS: Mapping[str, str] = {
     "www-authenticate": "`Bearer`.",
 }
 
-TURN_REPLY_HEADERS = ("x-turnlog-turn", "x-turnlog-replayed", ROLLED_BACK, LEFT_OUT)
-TURN_HEADERS: Mapping[str, str] = {
-    "idempotency-key": "With the key of a committed turn: that turn's reply again; of the turn in flight: joins it.",
-    "x-stainless-retry-count": "Sent by the OpenAI SDKs: 1 or more marks a retry of the same body.",
-    "x-request-id": "The client's own name for the request; the reply repeats it.",
-}
-SESSION_HEADERS: Mapping[str, str] = {
-    **{harness.session: "Names the session, which is created on first use." for harness in HARNESSES},
-    AGENT: "An agent of the session: a branch of it, or a session of its own.",
-    PARENT: "The session whose agent made this one's.",
-    FINAL: "`true`: close the session after this turn.",
-}
-"""Of the routes that have no session in their path: the first that is present names it."""
 
-
-def document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of all routes of `app`."""
+def document(table: Table, release: str) -> dict[str, Any]:
+    """The OpenAPI 3.1 document of all routes of `table`."""
     builder = _Builder()
-    paths = builder.turns()
-    known = get_openapi(title=app.title, version=app.version, routes=app.routes)["paths"]
-    for route in routes_of(app.routes):
-        for method, fields in known.get(route.path_format, {}).items():
-            if route.include_in_schema and method.upper() in (route.methods or ()):
-                operation = builder.operation(operation_of(route.endpoint), fields)
-                paths.setdefault(route.path_format, {})[method] = operation
-    for direct in app.state.direct_routes:
-        operation = builder.operation(operation_of(direct.endpoint), direct.fields)
-        paths.setdefault(direct.path, {})[direct.method.lower()] = operation
+    routes = [route for route in table.routes if route.summary]
+    described = _described(routes)
+    paths: dict[str, Schema] = {}
+    for route in routes:
+        for method in route.methods:
+            if method != "HEAD":
+                path, method = route.documented_path, method.lower()
+                paths.setdefault(path, {})[method] = builder.operation(route, method, described[path][method])
     return {
         "openapi": "3.1.0",
         "info": {
             "title": "Turnlog",
-            "version": app.version,
+            "version": release,
             "description": "A durable session server between agent harnesses and inference engines.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
@@ -163,13 +89,27 @@ def document(app: FastAPI) -> dict[str, Any]:
     }
 
 
-def routes_of(routes: Iterable[BaseRoute]) -> Iterator[APIRoute]:
-    """All routes, also those of included routers, which newer versions of FastAPI keep as one route."""
-    for route in routes:
-        if isinstance(route, APIRoute):
-            yield route
-        elif (router := getattr(route, "original_router", None)) is not None:
-            yield from routes_of(router.routes)
+def _described(routes: Sequence[Route]) -> dict[str, Any]:
+    """FastAPI's own description of the endpoints, by path and method."""
+    known = [
+        APIRoute(
+            route.documented_path,
+            route.endpoint or (_turn_of_session if "{" in route.path else _turn),
+            methods=[method],
+            response_model=None,
+        )
+        for route in routes
+        for method in route.methods
+        if method != "HEAD"
+    ]
+    paths: dict[str, Any] = get_openapi(title="", version="", routes=known)["paths"]
+    return paths
+
+
+async def _turn() -> None: ...
+
+
+async def _turn_of_session(session_id: SessionId) -> None: ...
 
 
 class _Builder:
@@ -187,59 +127,42 @@ class _Builder:
             "responses": dict(sorted(self._responses.items())),
         }
 
-    def operation(self, known: RouteDescription, fields: Schema) -> Schema:
-        """The operation of a route of FastAPI's, whose `fields` are FastAPI's own description."""
+    def operation(self, route: Route, method: str, fields: Schema) -> Schema:
+        """The operation of a route, whose `fields` are FastAPI's description."""
+        is_open = route.who in ("anyone", "browser")
         made: Schema = {
-            "summary": known.summary,
+            "summary": route.summary,
             "description": _paragraphs(fields.get("description", "")),
-            "tags": fields["tags"],
-            "parameters": [_parameter(parameter) for parameter in fields.get("parameters", ())],
+            "tags": [route.tag],
+            "parameters": [
+                *(_parameter(parameter) for parameter in fields.get("parameters", ())),
+                *(_header_parameter(*header) for header in route.headers.items()),
+            ],
             "responses": {
-                **{str(reply.status): self._reply(reply) for reply in known.replies},
-                **self._errors(
-                    [*known.errors, *(ANYONE if known.who == "anyone" else GUARDED)], known.passes_engines_errors
-                ),
+                **{str(reply.status): self._reply(reply) for reply in route.replies},
+                **self._errors([*route.errors, *(ANYONE if is_open else GUARDED)], route.passes_engines_errors),
             },
-            "security": SECURITY[known.who],
+            # The cookie writes nothing but a note, with PUT.
+            "security": SECURITY["admin" if route.who == "page" and method == "post" else route.who],
         }
-        if known.body is not None:
-            schema = known.body.model_json_schema(ref_template=COMPONENTS + "{model}")
-            self._schemas |= {**schema.pop("$defs", {}), known.body.__name__: schema}
-            body = {"schema": {"$ref": COMPONENTS + known.body.__name__}}
-            if known.example is not None:
-                body["example"] = dict(known.example)
-            made["requestBody"] = {"required": not known.optional_body, "content": {JSON: body}}
+        if (name := self._body_schema(route)) is not None:
+            body: Schema = {"schema": {"$ref": COMPONENTS + name}}
+            if route.example is not None:
+                body["example"] = dict(route.example)
+            made["requestBody"] = {"required": not route.optional_body, "content": {JSON: body}}
         return {name: value for name, value in made.items() if value or name == "security"}
 
-    def turns(self) -> dict[str, Schema]:
-        """The routes that generate: plain ASGI endpoints, with the session in the path or in a header."""
-        session_id = {"name": "session_id", "in": "path", "required": True, "description": "A session's id."}
-        in_path = [{**session_id, "schema": {**TEXT, "pattern": ID}}]
-        in_header = [_header_parameter(name, text) for name, text in SESSION_HEADERS.items()]
-        paths: dict[str, Schema] = {}
-        for protocol in ROUTES.values():
-            name = str(protocol.schema["title"])
-            self._schemas[name] = dict(protocol.schema)
-            for prefix, summary, parameters, told in (
-                ("/sessions/{session_id}", "", in_path, ()),
-                ("", ", of the session that a header, its token or the body names", in_header, HARNESSES[0][:1]),
-            ):
-                body = {"schema": {"$ref": COMPONENTS + name}, "example": protocol.example}
-                reply = Reply(
-                    "The turn is on disk, and this is the engine's reply, as the protocol spells it.",
-                    {JSON: ANYTHING, EVENTS: {}},
-                    (*TURN_REPLY_HEADERS, *told),
-                )
-                operation = {
-                    "summary": f"One turn, {protocol.route.removeprefix('/v1/')}{summary}",
-                    "tags": ["Turns"],
-                    "parameters": [*parameters, *(_header_parameter(*header) for header in TURN_HEADERS.items())],
-                    "requestBody": {"required": True, "content": {JSON: body}},
-                    "responses": {"200": self._reply(reply), **self._errors(TURN, engines_too=True)},
-                    "security": SECURITY["session"],
-                }
-                paths[prefix + protocol.route] = {method.lower(): operation for method in protocol.methods}
-        return paths
+    def _body_schema(self, route: Route) -> str | None:
+        """The name of the body's schema, a component."""
+        if route.protocol is not None:
+            name = str(route.protocol.schema["title"])
+            self._schemas[name] = dict(route.protocol.schema)
+            return name
+        if route.body is None:
+            return None
+        schema = route.body.model_json_schema(ref_template=COMPONENTS + "{model}")
+        self._schemas |= {**schema.pop("$defs", {}), route.body.__name__: schema}
+        return route.body.__name__
 
     def _reply(self, reply: Reply) -> Schema:
         made: Schema = {"description": reply.description}

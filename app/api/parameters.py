@@ -1,38 +1,132 @@
-"""Parameters shared by several routes."""
+"""Reads what an endpoint's signature names from a request's path, query and headers.
+
+A parameter is annotated as FastAPI's are (`Annotated[int, Query(ge=1)]`), so that FastAPI describes it in the OpenAPI
+document. A query may also be one model of pydantic's; with `extra="forbid"` it refuses unknown names, since a misspelt
+filter would filter nothing.
+"""
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from fastapi import Depends, Path, Query, Request
-from pydantic import BaseModel
+from fastapi import Path, Query
+from fastapi.params import Param
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from app.domain.patterns import ID, NO_NUL
 from app.errors import InvalidRequest, SessionNotFound
 
+if TYPE_CHECKING:
+    from app.api.requests import Request
 
-async def _well_formed(
-    session_id: Annotated[str, Path(description="A session's id.", json_schema_extra={"pattern": ID})],
-) -> str:
-    """Raises SessionNotFound for an invalid id, without a look into the database."""
-    if not re.fullmatch(ID, session_id):
-        raise SessionNotFound("the session id is invalid")
-    return session_id
+SessionId = Annotated[str, Path(description="A session's id.", json_schema_extra={"pattern": ID})]
+"""An invalid one is an unknown session, found without a look into the database."""
 
-
-SessionId = Annotated[str, Depends(_well_formed)]
-
-PageCursor = Annotated[
-    str | None, Query(pattern=NO_NUL, description="Where to continue: the cursor of an earlier reply.")
-]
+Cursor = Annotated[str | None, Query(pattern=NO_NUL, description="Where to continue: the cursor of an earlier reply.")]
 
 LIMIT = "Maximum number of items."
 
+_SOURCES = ("path", "query", "header")
+_ID = re.compile(ID)
 
-def require_known(request: Request, model: type[BaseModel]) -> None:
-    """Raises InvalidRequest for an unknown parameter: a misspelt filter would filter nothing."""
-    for name in request.query_params:
-        if name not in model.model_fields:
-            accepted = ", ".join(sorted(model.model_fields))
-            raise InvalidRequest(f"{name} is not a parameter of {request.url.path}; supported are {accepted}")
+
+class InvalidParameters(InvalidRequest):
+    """`errors` as pydantic tells them, each `loc` with the source before the name."""
+
+    def __init__(self, message: str, errors: list[Any]) -> None:
+        super().__init__(message)
+        self.errors = errors
+
+
+class _Parameter(NamedTuple):
+    """`name` in the signature, `sent_name` in the request. `lists`: which names of a query may come more than once.
+    `names`: of a query that is one model, those that it knows."""
+
+    name: str
+    sent_name: str
+    source: str
+    adapter: TypeAdapter[Any]
+    default: Any
+    lists: frozenset[str]
+    names: frozenset[str] | None
+
+
+class Parameters:
+    """The parameters of one endpoint."""
+
+    def __init__(self, endpoint: Callable[..., Any]) -> None:
+        kinds = get_type_hints(endpoint, include_extras=True)
+        signature = inspect.signature(endpoint).parameters
+        made = [_parameter(name, kinds[name], given.default) for name, given in signature.items()]
+        self._parameters = sorted(filter(None, made), key=lambda one: _SOURCES.index(one.source))
+
+    def read(self, request: Request) -> dict[str, Any]:
+        """The arguments by name. Raises SessionNotFound for an invalid id of a session, InvalidParameters."""
+        path_values = request.path_values
+        session_id = path_values.get("session_id")
+        if session_id is not None and not _ID.fullmatch(session_id):
+            raise SessionNotFound("the session id is invalid")
+        values: dict[str, Any] = {}
+        errors: list[Any] = []
+        for one in self._parameters:
+            given: Any
+            if one.source == "path":
+                given = path_values[one.sent_name]
+            elif one.source == "header":
+                given = request.headers.get(one.sent_name)
+            elif one.names is not None:
+                query = request.query_params
+                given = {name: query.getlist(name) if name in one.lists else query[name] for name in query}
+            elif not request.scope["query_string"]:
+                given = None
+            else:
+                query = request.query_params
+                given = (query.getlist(one.sent_name) or None) if one.lists else query.get(one.sent_name)
+            if given is None and one.default is not inspect.Parameter.empty:
+                values[one.name] = one.default
+                continue
+            place = (one.source,) if one.names is not None else (one.source, one.sent_name)
+            if given is None:
+                errors.append({"type": "missing", "loc": place, "msg": "Field required", "input": None})
+                continue
+            try:
+                values[one.name] = one.adapter.validate_python(given)
+            except ValidationError as error:
+                errors += [{**each, "loc": (*place, *each["loc"])} for each in error.errors(include_url=False)]
+        if errors:
+            raise InvalidParameters(self._message(errors[0], request), errors)
+        return values
+
+    def _message(self, error: Mapping[str, Any], request: Request) -> str:
+        place = ".".join(map(str, error["loc"][1:]))
+        if error["type"] == "extra_forbidden":
+            known = next(one.names for one in self._parameters if one.names is not None)
+            return (
+                f"{place} is not a parameter of {request.scope['path']}; supported are {', '.join(sorted(known or ()))}"
+            )
+        given = f"={error['input']:.64}" if isinstance(error["input"], str) else ""
+        return f"{place}{given}: {error['msg'].removeprefix('Value error, ')}"
+
+
+def _parameter(name: str, kind: Any, default: Any) -> _Parameter | None:
+    """None: the request itself."""
+    info = next((each for each in reversed(get_args(kind)) if isinstance(each, Param)), None)
+    if info is None:
+        return None
+    bare, source = get_args(kind)[0], info.in_.value
+    is_model = isinstance(bare, type) and issubclass(bare, BaseModel)
+    fields = bare.model_fields if is_model else {}
+    lists = {each for each, field in fields.items() if _is_list(field.annotation)} or ({name} if _is_list(bare) else ())
+    sent_name = info.alias or (name.replace("_", "-") if source == "header" else name)
+    names = frozenset(fields) if is_model else None
+    return _Parameter(name, sent_name, source, TypeAdapter(kind), default, frozenset(lists), names)
+
+
+def _is_list(kind: Any) -> bool:
+    if get_origin(kind) in (Annotated, Union, UnionType):
+        return any(map(_is_list, get_args(kind)))
+    return get_origin(kind) is list

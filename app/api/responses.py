@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import Path, Query
+from pydantic import BaseModel, Field
+from starlette.responses import Response
 
-from app.api.describe import ANYTHING, JSON, READ, SESSION, Reply, describe
-from app.api.head import TOKEN_SESSION
 from app.api.header_sessions import session_of_request
 from app.api.parameters import LIMIT, SessionId
 from app.api.replies import rendered
-from app.api.state import services
+from app.api.requests import Request
+from app.api.routes import ANYTHING, JSON, READ, SESSION, Reply, Routes
 from app.domain.session import Turn
 from app.domain.split import ITEMS
 from app.errors import InvalidRequest, NotFound, SessionUnreadable
@@ -27,7 +27,7 @@ from app.sessions.cache import CacheEntry, require_open
 if TYPE_CHECKING:
     from app.services import Services
 
-router = APIRouter(tags=["Turns"])
+route = Routes("Turns")
 
 ResponseId = Annotated[str, Path(description="A response's id, as its reply gave it.")]
 
@@ -38,33 +38,24 @@ _RESPONSE = Reply("The response, as its request was answered.", {JSON: ANYTHING}
 _ITEMS = Reply("A page of the input items of the response's request.", {JSON: ANYTHING})
 
 
-class Page(msgspec.Struct, frozen=True):
-    """A page of items, as OpenAI's API names its parameters."""
+class ItemsQuery(BaseModel):
+    """Which items, as OpenAI's API names its parameters; others of its own are ignored."""
 
-    order: Order
-    limit: int
-    after: str | None
-
-
-def _page(
-    order: Annotated[Order, Query(description="`desc`: the newest first.")] = "desc",
-    limit: Annotated[int, Query(ge=1, le=100, description=LIMIT)] = 20,
-    after: Annotated[
-        str | None, Query(pattern="^[A-Za-z0-9_-]{1,128}$", description="The id of the item that the page follows.")
-    ] = None,
-) -> Page:
-    return Page(order, limit, after)
+    order: Order = Field(default="desc", description="`desc`: the newest first.")
+    limit: int = Field(default=20, ge=1, le=100, description=LIMIT)
+    after: str | None = Field(
+        default=None, pattern="^[A-Za-z0-9_-]{1,128}$", description="The id of the item that the page follows."
+    )
 
 
-@router.get(_IN_PATH)
-@describe("A stored response", "session", _RESPONSE, errors=ERRORS)
+@route(f"GET {_IN_PATH}", "A stored response", "session", _RESPONSE, errors=ERRORS)
 async def get_response(request: Request, session_id: SessionId, response_id: ResponseId) -> Response:
     """A response of the session, also after a restart; 404 if it was made with `store: false`."""
-    return await _response(services(request), session_id, response_id)
+    return await _response(request.services, session_id, response_id)
 
 
-@router.get(_BY_HEADER)
-@describe(
+@route(
+    f"GET {_BY_HEADER}",
     "A stored response of the session that a header or token names",
     "session",
     _RESPONSE,
@@ -72,32 +63,42 @@ async def get_response(request: Request, session_id: SessionId, response_id: Res
 )
 async def get_response_by_header(request: Request, response_id: ResponseId) -> Response:
     """As with the session in the path."""
-    return await _response(services(request), await _session_of(request), response_id)
+    return await _response(request.services, await _session_of(request), response_id)
 
 
-@router.get(_IN_PATH + "/input_items")
-@describe("The input items of a stored response", "session", _ITEMS, errors=(InvalidRequest, *ERRORS))
+@route(
+    f"GET {_IN_PATH}/input_items",
+    "The input items of a stored response",
+    "session",
+    _ITEMS,
+    errors=(InvalidRequest, *ERRORS),
+)
 async def get_input_items(
-    request: Request, session_id: SessionId, response_id: ResponseId, page: Annotated[Page, Depends(_page)]
+    request: Request, session_id: SessionId, response_id: ResponseId, query: Annotated[ItemsQuery, Query()]
 ) -> Response:
     """The whole history that the response answered, as input items."""
-    return await _input_items(services(request), session_id, response_id, page)
+    return await _input_items(request.services, session_id, response_id, query)
 
 
-@router.get(_BY_HEADER + "/input_items")
-@describe("As above, of the session that a header or token names", "session", _ITEMS, errors=(InvalidRequest, *ERRORS))
+@route(
+    f"GET {_BY_HEADER}/input_items",
+    "As above, of the session that a header or token names",
+    "session",
+    _ITEMS,
+    errors=(InvalidRequest, *ERRORS),
+)
 async def get_input_items_by_header(
-    request: Request, response_id: ResponseId, page: Annotated[Page, Depends(_page)]
+    request: Request, response_id: ResponseId, query: Annotated[ItemsQuery, Query()]
 ) -> Response:
     """As with the session in the path."""
-    return await _input_items(services(request), await _session_of(request), response_id, page)
+    return await _input_items(request.services, await _session_of(request), response_id, query)
 
 
 async def _session_of(request: Request) -> str:
     """The session in which the same headers generate. Raises InvalidRequest, SessionNotFound."""
-    token_session = request.scope.get(TOKEN_SESSION)
+    token_session = request.token_session
     session = session_of_request(request.headers.items(), b"", token_session)
-    return await session.existing(services(request), token_session)
+    return await session.existing(request.services, token_session)
 
 
 async def _response(app: Services, session_id: str, response_id: str) -> Response:
@@ -107,12 +108,12 @@ async def _response(app: Services, session_id: str, response_id: str) -> Respons
     return Response(await rendered(len(body), lambda: PROTOCOLS["responses"].reply(reply)), media_type=JSON)
 
 
-async def _input_items(app: Services, session_id: str, response_id: str, page: Page) -> Response:
+async def _input_items(app: Services, session_id: str, response_id: str, query: ItemsQuery) -> Response:
     entry, turn, proof, echo = await _stored(app, session_id, response_id)
     history = b"[" + await app.cache.messages(entry, turn.number) + b"]"
 
     def listed() -> bytes:
-        return input_items(ITEMS.decode(history)[:-1], proof, echo, page.order, page.limit, page.after)
+        return input_items(ITEMS.decode(history)[:-1], proof, echo, query.order, query.limit, query.after)
 
     return Response(await rendered(len(history), listed), media_type=JSON)
 

@@ -1,30 +1,34 @@
-"""Routes of the service itself: health, readiness, the OpenAPI document."""
+"""Routes of the service itself: health, readiness, the OpenAPI document, and the page's sign-in."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
 import hashlib
+import logging
 import pathlib
-from typing import TYPE_CHECKING, Any
+import time
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, RedirectResponse, Response
-from starlette.types import Receive
+from fastapi import Query
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
-from app.api.describe import ANYTHING, JSON, TEXT, Reply, Schema, describe, json_reply
-from app.api.direct import DirectRoute, flag
-from app.api.head import Head
-from app.api.openapi import document
-from app.errors import AppError
+from app.api.head import COOKIE
+from app.api.requests import Request
+from app.api.routes import ANYTHING, BODY, JSON, TEXT, Reply, Routes, json_reply
+from app.api.tokens import COOKIE_S
+from app.errors import AppError, Forbidden, Unauthorized
 from app.store import reads
 from turnlog import replies as reply_types
 
-if TYPE_CHECKING:
-    from app.services import Services
+log = logging.getLogger("turnlog.signin")
 
-router = APIRouter(tags=["Service"])
+route, page_route = Routes("Service"), Routes("Page")
+
+FAILED_S = 0.5
+"""Delay of the reply to a wrong token, in seconds."""
 
 
 def _explorer() -> tuple[bytes, int, dict[str, str]]:
@@ -42,25 +46,25 @@ def _explorer() -> tuple[bytes, int, dict[str, str]]:
 EXPLORER = _explorer()
 
 
-@router.head("/", include_in_schema=False)
-@router.get("/", response_model=None)
-@describe(
+@route(
+    "GET, HEAD /",
     "What is here?",
     "anyone",
     json_reply(reply_types.Root, "Where to go on."),
     Reply("A browser: the page.", {}, status=307),
 )
-async def root(request: Request) -> Response:
+async def root(request: Request) -> object:
     """Paths of the page, of this document and of the check of health. A browser is sent to the page."""
     if "text/html" in request.headers.get("accept", ""):
         return RedirectResponse("ui/")
-    return JSONResponse({"service": "turnlog", "page": "/ui", "routes": "/docs", "health": "/health"})
+    return {"service": "turnlog", "page": "/ui", "routes": "/docs", "health": "/health"}
 
 
-@describe("Is the process alive?", "anyone", json_reply(reply_types.Health, "It is alive."))
-async def health(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
+@route("GET, HEAD /health", "Is the process alive?", "anyone", json_reply(reply_types.Health, "It is alive."))
+async def health(request: Request) -> dict[str, Any]:
     """Answers at once while the process is alive; it does not wait for the database or an engine."""
-    return 200, {
+    app = request.services
+    return {
         "status": "ok",
         "session_server_instance_id": app.instance_id,
         "in_flight": app.turns.in_flight,
@@ -69,19 +73,24 @@ async def health(app: Services, head: Head, receive: Receive) -> tuple[int, Any]
     }
 
 
-@describe(
+@route(
+    "GET, HEAD /ready",
     "Can the process serve?",
     "anyone",
     json_reply(reply_types.Readiness, "It can."),
     json_reply(reply_types.Readiness, "It cannot; `checks` says why.", 503),
 )
-async def ready(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
+async def ready(
+    request: Request,
+    writes: Annotated[bool, Query(description="Not ready either while the store takes no writes.")] = False,
+) -> Response:
     """Does the database answer, are its events read in the order of commits, are a worker and an engine alive?
 
     A store that takes no writes, such as a full one, is ready for reads: `writable` is false. With `writes=1` that is
     503 too. Every ten seconds a write is tried; `read_only` is why it failed. `warnings` concern the settings and do
     not change the status.
     """
+    app = request.services
     read_only = app.registration.read_only or app.proof.unwritable
     checks = {
         "database": app.proof.is_ordered,
@@ -94,42 +103,79 @@ async def ready(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
         await app.database.read(reads.epoch)
     except AppError:
         checks["database"] = False
-    needed = checks if flag(head, "writes") else checks.keys() - {"writable"}
+    needed = checks if writes else checks.keys() - {"writable"}
     is_ready = all(checks[name] for name in needed)
-    return 200 if is_ready else 503, {
+    told = {
         "status": "ready" if is_ready else "not_ready",
         "checks": checks,
         "read_only": read_only,
         "warnings": app.settings.warnings,
     }
+    return Response(msgspec.json.encode(told), 200 if is_ready else 503, media_type=JSON)
 
 
-WRITES: Schema = {
-    "name": "writes",
-    "in": "query",
-    "required": False,
-    "schema": {"type": "boolean", "default": False},
-    "description": "Not ready either while the store takes no writes.",
-}
-
-DIRECT_ROUTES = (
-    DirectRoute("GET", False, "/health", health, "Service"),
-    DirectRoute("GET", False, "/ready", ready, "Service", (WRITES,)),
+@route(
+    "GET /docs",
+    "This document, as a page from which routes can be tried",
+    "browser",
+    Reply("The page.", {"text/html": TEXT}),
 )
-
-
-@router.get("/docs")
-@describe("This document, as a page from which routes can be tried", "anyone", Reply("The page.", {"text/html": TEXT}))
-async def explorer() -> Response:
+async def explorer(request: Request) -> Response:
     """The document as a page. It loads nothing but `/openapi.json`, which needs a token where the server does."""
     return Response(*EXPLORER, media_type="text/html; charset=utf-8")
 
 
-@router.get("/openapi.json")
-@describe("This document", "page", Reply("OpenAPI 3.1.", {JSON: ANYTHING}))
+@route("GET /openapi.json", "This document", "page", Reply("OpenAPI 3.1.", {JSON: ANYTHING}))
 async def openapi_json(request: Request) -> Response:
     """The OpenAPI document, built on a thread at the first request."""
-    app: FastAPI = request.app
-    if app.openapi_schema is None:
-        app.openapi_schema = await asyncio.to_thread(document, app)
-    return Response(msgspec.json.encode(app.openapi_schema), media_type="application/json")
+    return Response(await asyncio.to_thread(lambda: request.app.document), media_type=JSON)
+
+
+class SignIn(BaseModel):
+    """The body of `POST /ui/sign-in`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token: str = Field(min_length=1)
+
+
+@page_route(
+    "POST /ui/sign-in",
+    "Get the page's cookie for the admin token",
+    "browser",
+    json_reply(reply_types.SignedIn, "Signed in, with `set-cookie` if the server needs a token."),
+    errors=(*BODY, Unauthorized, Forbidden),
+    body=SignIn,
+    example={"token": "…"},
+    largest=4096,
+)
+async def sign_in(request: Request) -> Response:
+    """Get the page's cookie for the admin token; no cookie if the server needs no token."""
+    app = request.services
+    token = (await request.body_of(SignIn)).token
+    reply = JSONResponse({"signed_in": True})
+    if not app.tokens.are_needed:
+        return reply
+    cookie = app.tokens.cookie_for(token.encode(), time.time())
+    if cookie is None:
+        log.warning("a browser could not sign in: the token is unknown")
+        await asyncio.sleep(FAILED_S)
+        raise Unauthorized("the token is unknown")
+    _set(request, reply, cookie, COOKIE_S)
+    return reply
+
+
+@page_route(
+    "POST /ui/sign-out", "Delete the page's cookie", "browser", json_reply(reply_types.SignedIn), errors=(Forbidden,)
+)
+async def sign_out(request: Request) -> Response:
+    """Delete the page's cookie in the browser."""
+    reply = JSONResponse({"signed_in": False})
+    _set(request, reply, "", 0)
+    return reply
+
+
+def _set(request: Request, reply: Response, value: str, seconds: int) -> None:
+    """Set the cookie, with `Secure` if the browser uses https, also if a trusted proxy says so."""
+    secure = request.url.scheme == "https"
+    reply.set_cookie(COOKIE.decode(), value, max_age=seconds, path="/", secure=secure, httponly=True, samesite="strict")

@@ -10,25 +10,68 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Receive, Send
 
 from app.api.client_stream import ClientStream
-from app.api.disconnect import disconnected
-from app.api.head import TOKEN_SESSION, Head
-from app.api.header_sessions import AGENT_HEADERS, HARNESSES, HeaderSession, agent_of, session_of_request
+from app.api.head import TOKEN_SESSION, Head, generation_in
+from app.api.header_sessions import (
+    AGENT,
+    AGENT_HEADERS,
+    FINAL,
+    HARNESSES,
+    PARENT,
+    HeaderSession,
+    agent_of,
+    session_of_request,
+)
 from app.api.limits import BodyReservation, arrived_body
-from app.api.names import generation_in
-from app.api.replies import INTERNAL, ROLLED_BACK, error_parts, left_out_header, rendered
+from app.api.replies import INTERNAL, LEFT_OUT, ROLLED_BACK, error_parts, left_out_header, rendered
+from app.api.requests import disconnected
+from app.api.routes import (
+    ANYTHING,
+    BODY,
+    ENGINE,
+    EVENTS,
+    JSON,
+    PAYLOADS,
+    SESSION,
+    WRITE,
+    Errors,
+    Reply,
+    Route,
+)
 from app.crash_points import reach
 from app.domain.known_body import LONG_BODY
 from app.domain.patterns import ID
-from app.errors import AppError, ClientGone, GenerationEnded, Restored, SessionNotFound, forget_frames
+from app.errors import (
+    AppError,
+    ClaimLost,
+    ClientGone,
+    GenerationAborted,
+    GenerationEnded,
+    HistoryMismatch,
+    IdempotencyMismatch,
+    OverBudget,
+    PreviousResponseNotFound,
+    Restored,
+    RollbackTooDeep,
+    SessionBusy,
+    SessionNotFound,
+    SessionOpenFailed,
+    TokenPrefixMismatch,
+    TooManySessions,
+    TooManyTurns,
+    Unsupported,
+    WorkerCrash,
+    forget_frames,
+)
 from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
+from app.protocols.registry import ROUTES
 from app.protocols.sse import SEARCHED, is_set, wants_stream
 from app.turn.in_flight import (
     ABORTED,
@@ -59,11 +102,11 @@ _ID = re.compile(ID)
 COUNT_DIGITS = 9
 """Digits of a retry count that are read: what they say fits the database's integers."""
 
-TOLD = HARNESSES[0].session
-"""The header that tells a client the id of its session."""
-
 SMALL_BODY = 64 << 10
 """Bytes of a body that is sent in one piece."""
+
+TOLD = HARNESSES[0].session
+"""The header that tells a client the id of its session."""
 
 
 class TurnRequest:
@@ -105,10 +148,7 @@ class TurnRequest:
                 outcome = await self._turn_of_path(session_id, body, reservation)
         except AppError as raised:
             reservation.release()
-            try:
-                error = await app.explained(raised)
-            except AppError as failed:
-                error = failed
+            error = await app.explained(raised)
             forget_frames(raised)
             forget_frames(error)
             outcome = error.code
@@ -383,3 +423,72 @@ def retry_mark(headers: Headers) -> tuple[str | None, int]:
         elif name == "x-stainless-retry-count":
             count = 0 if value.strip("0123456789") else int(value.lstrip("0")[:COUNT_DIGITS] or 0)
     return key, count
+
+
+ERRORS: Errors = (
+    *BODY,
+    Unsupported,
+    RollbackTooDeep,
+    HistoryMismatch,
+    PreviousResponseNotFound,
+    *SESSION,
+    TooManySessions,
+    TooManyTurns,
+    OverBudget,
+    SessionBusy,
+    ClaimLost,
+    IdempotencyMismatch,
+    *ENGINE,
+    WorkerCrash,
+    SessionOpenFailed,
+    GenerationAborted,
+    *WRITE,
+    *PAYLOADS,
+    TokenPrefixMismatch,
+)
+
+HEADERS: Mapping[str, str] = {
+    "idempotency-key": "With the key of a committed turn: that turn's reply again; of the turn in flight: joins it.",
+    "x-stainless-retry-count": "Sent by the OpenAI SDKs: 1 or more marks a retry of the same body.",
+    "x-request-id": "The client's own name for the request; the reply repeats it.",
+}
+SESSION_HEADERS: Mapping[str, str] = {
+    **{harness.session: "Names the session, which is created on first use." for harness in HARNESSES},
+    AGENT: "An agent of the session: a branch of it, or a session of its own.",
+    PARENT: "The session whose agent made this one's.",
+    FINAL: "`true`: close the session after this turn.",
+}
+"""Of the routes that have no session in their path: the first that is present names it."""
+
+
+def entries() -> Iterator[Route]:
+    """Of each protocol's route, with the session in the path and in a header."""
+    told = ("x-turnlog-turn", "x-turnlog-replayed", ROLLED_BACK, LEFT_OUT)
+    for protocol in ROUTES.values():
+        for prefix, summary, headers, more in (
+            ("/sessions/{session_id}", "", HEADERS, ()),
+            (
+                "",
+                ", of the session that a header, its token or the body names",
+                {**SESSION_HEADERS, **HEADERS},
+                (TOLD,),
+            ),
+        ):
+            reply = Reply(
+                "The turn is on disk, and this is the engine's reply, as the protocol spells it.",
+                {JSON: ANYTHING, EVENTS: {}},
+                (*told, *more),
+            )
+            yield Route(
+                methods=protocol.methods,
+                path=prefix + protocol.route,
+                who="session",
+                tag="Turns",
+                summary=f"One turn, {protocol.route.removeprefix('/v1/')}{summary}",
+                protocol=protocol,
+                replies=(reply,),
+                errors=ERRORS,
+                example=protocol.example,
+                headers=headers,
+                passes_engines_errors=True,
+            )

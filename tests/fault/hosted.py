@@ -27,7 +27,7 @@ class Hosted:
 
     @property
     def services(self) -> Any:
-        return self._app.state.services
+        return self._app.services
 
     def limit_pages(self, pages: int) -> None:
         """The database may not grow past so many pages, or what it has: it is full then, whatever the disk has."""

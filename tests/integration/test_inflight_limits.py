@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fault.hosted import Hosted, hosted
 
-from app.api.closed_stream import FOLLOWER_BYTES
+from app.api.replies import FOLLOWER_BYTES
 from integration.places import Place
 from integration.stand import Api, Talk, error_of, until
 from ops.simulator.process import SimulatorProcess

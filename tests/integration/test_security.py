@@ -34,7 +34,8 @@ def guarded(sglang: SimulatorProcess, places: Places) -> Iterator[Guarded]:
 
 def every_route() -> list[tuple[str, str]]:
     """Method and path of each route that the application has, with `{name}` for what varies."""
-    paths = document(create_app(Settings(workers=1)))["paths"]
+    app = create_app(Settings(workers=1))
+    paths = document(app.table, app.release)["paths"]
     return sorted({(method.upper(), path) for path, methods in paths.items() for method in methods} | PAGE)
 
 

@@ -47,14 +47,15 @@ class Application:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.asked.append(scope["path"])
-        refusal = self.guard.refusal(Head(scope, request_ids()))
+        head = Head(scope, request_ids())
+        refusal = self.guard.refusal(head, "page")
         if refusal is not None:
             await send_reply(send, *error_parts(refusal))
             return
         body: bytes | None = b"ok"
         try:
             if scope["path"] == "/echo":
-                with self.inflight.reserve(peer=limits.peer_of(scope)) as room:
+                with self.inflight.reserve(peer=head.peer) as room:
                     body = await read_body(receive, [], LARGEST, room)
         except AppError as error:
             await send_reply(send, *error_parts(error))

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from app.api.sessions import CreateSession
+from app.api.creation import CreateSession
 from integration.stand import CHAT, FIRST_TURN, Stand, error_of, until, user
 
 

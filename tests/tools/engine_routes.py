@@ -14,8 +14,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from fastapi.routing import APIRoute
-
 from app.api.openapi import document
 from app.features.gates import engine_routes
 from app.main import create_app
@@ -47,14 +45,14 @@ ANSWERS: Mapping[object, str] = {
 
 def answers() -> Mapping[tuple[str, str], str]:
     """By path and method, what becomes of a request: a value of ANSWERS, `a turn`, or `Turnlog`."""
-    documented = document(create_app(Settings(workers=1)))["paths"]
+    app = create_app(Settings(workers=1))
+    documented = document(app.table, app.release)["paths"]
     known = {(_plain(path), method.upper()): "Turnlog" for path in documented for method in documented[path]}
     for path, protocol in ROUTES.items():
         known |= dict.fromkeys(((path, method) for method in protocol.methods), "a turn")
-    for route in engine_routes.router.routes:
-        assert isinstance(route, APIRoute)
+    for route in engine_routes.route.entries:
         answer = ANSWERS.get(route.endpoint, "Turnlog")
-        known |= {(route.path, method): answer for method in route.methods or ()}
+        known |= {(route.path, method): answer for method in route.methods}
     return known
 
 

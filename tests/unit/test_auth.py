@@ -11,7 +11,9 @@ from app.api.head import PEER, TOKEN_SESSION, Guard, Head, request_ids, route_pa
 from app.api.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES
 from app.api.tokens import Tokens
 from app.errors import AppError
+from app.main import create_app
 from app.protocols.registry import ROUTES
+from app.settings import Settings
 
 ADMIN = "admin-token-of-the-tests"
 NOW = 1_800_000_000.0
@@ -19,6 +21,7 @@ TOKENS = Tokens([ADMIN, "the-one-before"])
 LOOPBACK = ("127.0.0.1", 50000)
 LOCAL = Guard(Tokens(()))
 WITH_TOKEN = Guard(TOKENS, clock=lambda: NOW)
+TABLE = create_app(Settings()).table
 
 Scope = dict[str, Any]
 Pairs = list[tuple[str, str]]
@@ -54,7 +57,8 @@ def asked(
 
 
 def refusal_of(guard: Guard, scope: Scope) -> AppError | None:
-    return guard.refusal(Head(scope, request_ids()))
+    head = Head(scope, request_ids())
+    return guard.refusal(head, TABLE.find(head).who)
 
 
 def status(guard: Guard, scope: Scope) -> int:
@@ -310,6 +314,7 @@ ADMINS_ROUTES = [
         for path in (
             "/sessions",
             "/sessions/a/fork",
+            "/sessions/a/fork/",
             "/engines",
             "/fleet/pause",
             "/adapters/x/pause",
@@ -317,6 +322,10 @@ ADMINS_ROUTES = [
         )
     ),
     *(("POST", path) for path in ("/skyrl/v1/abort_lora_requests", "/v1/models", "/health", "/v1/chat/completions/")),
+    *(
+        ("PUT", f"/sessions/a/{place}")
+        for place in ("annotations/x/", "turns/1/annotations/x/", "turns/1/annotations/x")
+    ),
     *(("GET", "/v1/responses/"), ("GET", "/v1/responses/a/b"), ("POST", "/v1/messages/batches")),
     *(("GET", "/v1/chat/completions"), ("DELETE", "/engines"), ("DELETE", "/sessions"), ("PUT", "/v1/completions")),
 ]

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import turnlog
-from app.api.events import EventParameters as EventsRoute
+from app.api.creation import CreateSession
+from app.api.exports import EventParameters as EventsRoute
 from app.api.exports import ExportParameters as ExportRoute
-from app.api.session_lists import SessionListQuery
-from app.api.sessions import CreateSession
+from app.api.sessions import SessionListQuery
 from app.domain import events as server_events
 from app.domain.branches import Branches, Loss
 from app.domain.samples import Stale

@@ -6,11 +6,13 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any, cast
 
-from fastapi import Request
-
-from app.api.counting import _count
+from app.api.head import Head, request_ids
 from app.api.limits import RequestMemory
+from app.api.models import count
+from app.api.requests import Request
+from app.api.routes import Route
 from app.domain.request import ChatRequest
+from app.fleet.engines import COUNT_TOKENS
 from app.services import Services
 from app.turn.large_bodies import LargeBodies
 
@@ -36,7 +38,8 @@ def test_a_body_is_accounted_for_until_it_is_counted() -> None:
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": BODY, "more_body": False}
 
-    request = Request({"type": "http", "method": "POST", "headers": [], "client": ("127.0.0.1", 1)}, receive)
-    reply = asyncio.run(_count(request, cast(Services, app), ""))
-    assert reply.body == b'{"input_tokens":3}'
+    scope = {"type": "http", "method": "POST", "path": COUNT_TOKENS, "headers": [], "client": ("127.0.0.1", 1)}
+    place = Route(methods=("POST",), path=COUNT_TOKENS, who="session")
+    request = Request(cast(Services, app), place, Head(scope, request_ids()), receive)
+    assert asyncio.run(count(request)) == {"input_tokens": 3}
     assert (held, memory.size) == ([len(BODY)], 0)

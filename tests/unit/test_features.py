@@ -11,7 +11,6 @@ from typing import NamedTuple, cast
 import pytest
 
 from app import features, main
-from app.api.openapi import routes_of
 from app.domain.fleet import Fleet, TurnsHeld
 from app.errors import StartupError
 from app.features import checkpoints
@@ -110,7 +109,6 @@ def test_a_feature_says_what_it_adds() -> None:
     for feature in main.FEATURES:
         assert inspect.getdoc(feature)
         assert callable(feature.add_to)
-        assert callable(feature.routers)
 
 
 def test_all_is_each_but_what_changes_others_routes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +129,10 @@ def test_settings_of_what_is_off_have_their_defaults() -> None:
 def test_what_is_off_has_no_routes(name: str) -> None:
     feature = chosen(Settings(features=(name,)))[name]
     others = tuple(other for other in FEATURES if other != name)
-    routes = {route.path for route in routes_of(create_app(Settings(features=others)).routes)}
-    own = {route.path for router in feature.routers() for route in routes_of(router.routes)}
+    routes = {route.path for route in create_app(Settings(features=others)).table.routes}
+    own = {route.path for route in feature.entries()} if hasattr(feature, "entries") else set()
     assert not routes & own
-    assert routes | own == {route.path for route in routes_of(create_app(Settings(features=FEATURES)).routes)}
+    assert routes | own == {route.path for route in create_app(Settings(features=FEATURES)).table.routes}
 
 
 @pytest.mark.anyio

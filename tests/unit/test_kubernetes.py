@@ -13,7 +13,7 @@ import pytest
 import yaml
 from test_deploy import DEPLOY, SETTINGS, run_command
 
-from app.api.service import DIRECT_ROUTES
+from app.api import service
 from app.services import DRAIN_S
 from turnlog.cli.serve import STOP_S
 
@@ -62,7 +62,7 @@ def test_it_runs_the_server_that_there_is(overlay: str) -> None:
     options = dict(zip(server["args"][1::2], server["args"][2::2], strict=False))
     assert options["--port"] == str(server["ports"][0]["containerPort"])
     assert ("--no-migrate" in server["args"]) == any(one["args"] == ["migrate"] for one in containers)
-    routes = {route.path for route in DIRECT_ROUTES if route.method == "GET"}
+    routes = {route.path for route in service.route.entries if route.who == "anyone"}
     probes = [server[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")]
     assert {probe["path"] for probe in probes} == {"/health", "/ready"} <= routes
     image = (DEPLOY / "Dockerfile").read_text()

@@ -13,10 +13,7 @@ from app import errors, metric_files
 from app import metrics as app_metrics
 from app.domain.events import BlobsTombstoned, Recorded, TurnAbandoned, TurnRejected
 from app.metrics import (
-    METHOD_NOT_ALLOWED,
-    NOT_FOUND,
     NOT_OF_TURNS,
-    UPGRADE_REQUIRED,
     Metrics,
     RecentTurnStats,
     Sample,
@@ -119,7 +116,7 @@ def test_each_error_that_a_client_can_meet_has_its_label_from_the_start(metrics:
     assert outcomes == (codes - NOT_OF_TURNS) | set(OUTCOMES)
     assert len(outcomes) <= 50
     others = {sample.labels["code"] for sample in found["turnlog_request_errors"].samples}
-    assert others == codes | {NOT_FOUND, METHOD_NOT_ALLOWED, UPGRADE_REQUIRED}
+    assert others == codes
 
 
 def test_names_have_their_unit_and_labels_few_values(metrics: Metrics) -> None:

@@ -11,16 +11,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
+    from app.api.routes import Route
     from app.features.annotations.annotations import Annotations
     from app.services import Services
 
 
-def routers() -> list[APIRouter]:
-    from app.features.annotations.routes import router
+def entries() -> list[Route]:
+    from app.features.annotations.routes import route
 
-    return [router]
+    return route.entries
 
 
 def add_to(services: Services) -> Annotations:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import Path, Query
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
 
-from app.api.bodies import SHORT, read_model
-from app.api.describe import BINARY, BODY, JSON, NO_CONTENT, READ, SESSION, WRITE, Errors, Reply, describe, json_reply
 from app.api.parameters import SessionId
-from app.api.state import services, whole_body
+from app.api.requests import SHORT, Request, read_model
+from app.api.routes import BINARY, BODY, JSON, NO_CONTENT, READ, SESSION, WRITE, Errors, Reply, Routes, json_reply
 from app.domain.columns import Column
 from app.domain.events import ColumnType, Over
 from app.domain.patterns import ANNOTATION, MAX_INTEGER, TAG
@@ -23,7 +23,7 @@ from app.features.annotations.annotations import Annotations
 from app.features.annotations.bodies import NPY, SAFETENSORS
 from turnlog import replies as reply_types
 
-router = APIRouter(tags=["Sessions"])
+route = Routes("Sessions")
 
 MAX_BODY = 64 << 20
 """Bytes of a body: a column of a long turn is data, not a label."""
@@ -59,13 +59,14 @@ _WRITE: Errors = (*BODY, *SESSION, NotFound, *WRITE)
 _READ: Errors = (InvalidRequest, NotFound, *SESSION, *READ)
 
 
-@router.put(OF_SESSION + "/{name}")
-@describe(
+@route(
+    f"PUT {OF_SESSION}/{{name}}",
     "Say something of a session",
     "page",
     json_reply(reply_types.Annotated),
     errors=_WRITE,
     body=AnnotationBody,
+    largest=MAX_BODY,
     example={"value": "Loops on the same test.", "writer": "ann"},
 )
 async def put_of_session(
@@ -76,13 +77,14 @@ async def put_of_session(
     return await _put(request, session_id, None, name, writer, over)
 
 
-@router.put(OF_TURN + "/{name}")
-@describe(
+@route(
+    f"PUT {OF_TURN}/{{name}}",
     "Say something of a turn or its tokens",
     "admin",
     json_reply(reply_types.Annotated),
     errors=_WRITE,
     body=AnnotationBody,
+    largest=MAX_BODY,
     example={"values": [-0.25, None, -1.5], "dtype": "float32", "over": "output", "writer": "teacher"},
 )
 async def put_of_turn(
@@ -98,15 +100,19 @@ async def put_of_turn(
     return await _put(request, session_id, turn, name, writer, over)
 
 
-@router.get(OF_SESSION + "/{name}")
-@describe("What is said of a session under a name", "session", json_reply(reply_types.Annotation), errors=_READ)
+@route(
+    f"GET {OF_SESSION}/{{name}}",
+    "What is said of a session under a name",
+    "session",
+    json_reply(reply_types.Annotation),
+    errors=_READ,
+)
 async def get_of_session(request: Request, session_id: SessionId, name: Name) -> Response:
     """An annotation of the session."""
     return await _get(request, session_id, None, name, "json")
 
 
-@router.get(OF_TURN + "/{name}")
-@describe("What is said of a turn under a name", "session", _VALUE, errors=_READ)
+@route(f"GET {OF_TURN}/{{name}}", "What is said of a turn under a name", "session", _VALUE, errors=_READ)
 async def get_of_turn(
     request: Request, session_id: SessionId, turn: TurnNumber, name: Name, format: Format = "json"
 ) -> Response:
@@ -114,33 +120,45 @@ async def get_of_turn(
     return await _get(request, session_id, turn, name, format)
 
 
-@router.delete(OF_SESSION + "/{name}", status_code=204)
-@describe("Remove what is said of a session", "admin", NO_CONTENT, errors=(InvalidRequest, *SESSION, *WRITE))
-async def delete_of_session(request: Request, session_id: SessionId, name: Name, writer: Writer = None) -> Response:
+@route(
+    f"DELETE {OF_SESSION}/{{name}}",
+    "Remove what is said of a session",
+    "admin",
+    NO_CONTENT,
+    errors=(InvalidRequest, *SESSION, *WRITE),
+)
+async def delete_of_session(request: Request, session_id: SessionId, name: Name, writer: Writer = None) -> None:
     """Remove an annotation of the session, if there is one."""
     await _annotations(request).remove(session_id, None, name, writer)
-    return Response(status_code=204)
 
 
-@router.delete(OF_TURN + "/{name}", status_code=204)
-@describe("Remove what is said of a turn", "admin", NO_CONTENT, errors=(InvalidRequest, NotFound, *SESSION, *WRITE))
+@route(
+    f"DELETE {OF_TURN}/{{name}}",
+    "Remove what is said of a turn",
+    "admin",
+    NO_CONTENT,
+    errors=(InvalidRequest, NotFound, *SESSION, *WRITE),
+)
 async def delete_of_turn(
     request: Request, session_id: SessionId, turn: TurnNumber, name: Name, writer: Writer = None
-) -> Response:
+) -> None:
     """Remove an annotation of a turn, if there is one."""
     await _annotations(request).remove(session_id, turn, name, writer)
-    return Response(status_code=204)
 
 
-@router.get(OF_SESSION)
-@describe("A session's annotations", "session", json_reply(reply_types.Annotations), errors=(*SESSION, *READ))
+@route(
+    f"GET {OF_SESSION}",
+    "A session's annotations",
+    "session",
+    json_reply(reply_types.Annotations),
+    errors=(*SESSION, *READ),
+)
 async def list_of_session(request: Request, session_id: SessionId) -> dict[str, Any]:
     """The annotations of the session and of all its turns, without their content."""
     return await _list(request, session_id, None)
 
 
-@router.get(OF_TURN)
-@describe("The annotations of a turn", "session", json_reply(reply_types.Annotations), errors=_READ)
+@route(f"GET {OF_TURN}", "The annotations of a turn", "session", json_reply(reply_types.Annotations), errors=_READ)
 async def list_of_turn(request: Request, session_id: SessionId, turn: TurnNumber) -> dict[str, Any]:
     """The annotations of a turn, without their content."""
     return await _list(request, session_id, turn)
@@ -149,7 +167,7 @@ async def list_of_turn(request: Request, session_id: SessionId, turn: TurnNumber
 async def _put(
     request: Request, session_id: str, turn: int | None, name: str, writer: str | None, over: Over | None
 ) -> dict[str, Any]:
-    raw = await whole_body(request, MAX_BODY)
+    raw = await request.whole_body()
     kind = request.headers.get("content-type", JSON).partition(";")[0].strip().lower()
     given: Any
     if len(raw) > SHORT:
@@ -221,5 +239,5 @@ def _described(turn: int, name: str, annotation: Annotation) -> dict[str, Any]:
 
 
 def _annotations(request: Request) -> Annotations:
-    annotations: Annotations = services(request).features["annotations"]
+    annotations: Annotations = request.services.features["annotations"]
     return annotations

@@ -15,16 +15,15 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
+    from app.api.routes import Route
     from app.features.archive.archive import Archive
     from app.services import Services
 
 
-def routers() -> list[APIRouter]:
-    from app.features.archive.routes import router
+def entries() -> list[Route]:
+    from app.features.archive.routes import route
 
-    return [router]
+    return route.entries
 
 
 def add_to(app: Services) -> Archive:

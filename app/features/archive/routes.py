@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.api.bodies import body_of
-from app.api.describe import BODY, PAYLOADS, WRITE, describe, json_reply
-from app.api.limits import peer_of
-from app.api.state import services
+from app.api.requests import Request
+from app.api.routes import BODY, PAYLOADS, WRITE, Routes, json_reply
 from app.domain.patterns import ID
 from app.errors import ArchiveBusy, NotFound, Unsupported
 from app.features.archive.archive import Archive
 from app.features.archive.rows import Place
 from turnlog.replies import ArchiveStep, ImportedFile
 
-router = APIRouter(tags=["Archives"])
+route = Routes("Archives")
 
 MOST = 10_000
 """Rollouts that one request looks at."""
@@ -51,8 +48,8 @@ class ImportFile(BaseModel):
     file: str = Field(max_length=1024)
 
 
-@router.post("/archives")
-@describe(
+@route(
+    "POST /archives",
     "Archive some closed rollouts",
     "admin",
     json_reply(ArchiveStep, "What left the database, and where the next request goes on."),
@@ -63,13 +60,13 @@ class ImportFile(BaseModel):
 async def archive_sessions(request: Request) -> dict[str, Any]:
     """Move some rollouts into one Parquet file: closed, rewarded, in no checkpoint, and those of a group
     acknowledged by the training feed. Repeat with `after` of the reply until it is null; turns go on meanwhile."""
-    given = await body_of(request, ArchiveSessions)
+    given = await request.body_of(ArchiveSessions)
     after = None if given.after is None else Place(given.after.closed_at, given.after.session_id)
     return {**await _archive(request).step(given.older_than_s, given.to, given.limit, after)}
 
 
-@router.post("/archives/import")
-@describe(
+@route(
+    "POST /archives/import",
     "Bring the sessions of an archive back",
     "admin",
     json_reply(ImportedFile, "How many were written, how many were there already, and which were refused."),
@@ -81,11 +78,11 @@ async def import_file(request: Request) -> dict[str, Any]:
     """Write the sessions of a file with their numbers, rewards and payloads. Their events stand at the end of the
     order of commits. No group is offered in the training feed again. Repeat it after a crash. A session is refused
     where this is not the file that it is archived in, or where the file is damaged there."""
-    given = await body_of(request, ImportFile)
-    with services(request).inflight.reserve(peer=peer_of(request.scope)) as memory:
+    given = await request.body_of(ImportFile)
+    with request.services.inflight.reserve(peer=request.head.peer) as memory:
         return {**await _archive(request).bring_back(given.file, memory)}
 
 
 def _archive(request: Request) -> Archive:
-    archive: Archive = services(request).features["archive"]
+    archive: Archive = request.services.features["archive"]
     return archive

@@ -15,14 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
     from app.features.budgets.budgets import Budgets
     from app.services import Services
-
-
-def routers() -> list[APIRouter]:
-    return []
 
 
 def add_to(services: Services) -> Budgets:

@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING
 from app.errors import StartupError
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
+    from app.api.routes import Route
     from app.features.checkpoints.checkpoints import Checkpoints
     from app.services import Services
 
 log = logging.getLogger("turnlog.checkpoints")
 
 
-def routers() -> list[APIRouter]:
+def entries() -> list[Route]:
     from app.features.checkpoints import page_view, routes
 
-    return [routes.router, page_view.router]
+    return [*routes.route.entries, *page_view.route.entries]
 
 
 def add_to(services: Services) -> Checkpoints:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query
 
-from app.api.page_views import MAX_PAGE, for_the_page, page_reply
-from app.api.parameters import LIMIT, PageCursor
-from app.api.state import services
+from app.api.parameters import LIMIT, Cursor
+from app.api.requests import Request
+from app.api.routes import MOST_ROWS, Routes
 from app.errors import NotFound
 from app.features.checkpoints import operations
 from app.features.checkpoints.operations import SessionThen
 from app.features.checkpoints.routes import Name, fields
 
-router = APIRouter(prefix="/ui/api", tags=["Page"])
+route = Routes("Page")
 
 
 class CheckpointView(msgspec.Struct, frozen=True):
@@ -28,16 +28,15 @@ class CheckpointView(msgspec.Struct, frozen=True):
     cursor: str | None
 
 
-@router.get("/checkpoints/{name}")
-@for_the_page
+@route.for_the_page("/checkpoints/{name}")
 async def checkpoint(
     request: Request,
     name: Name,
-    limit: Annotated[int, Query(ge=1, le=MAX_PAGE, description=LIMIT)] = 100,
-    cursor: PageCursor = None,
-) -> Response:
+    limit: Annotated[int, Query(ge=1, le=MOST_ROWS, description=LIMIT)] = 100,
+    cursor: Cursor = None,
+) -> object:
     """A checkpoint and its sessions, by id: the event that each had then, and what it is now."""
-    read = services(request).database.read
+    read = request.services.database.read
     content = await read(lambda c: operations.content(c, name, cursor or "", limit + 1))
     if content is None:
         raise NotFound(f"there is no checkpoint {name}")
@@ -46,4 +45,4 @@ async def checkpoint(
     del shown["erased"]  # GET /checkpoints counts it, which reads every row
     more = len(sessions) > limit
     after = sessions[limit - 1].session_id if more else None
-    return page_reply(CheckpointView(shown, sessions[:limit], after))
+    return CheckpointView(shown, sessions[:limit], after)

@@ -6,18 +6,17 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.api.bodies import body_of
-from app.api.describe import BODY, NO_CONTENT, READ, WRITE, describe, json_reply
-from app.api.state import services
+from app.api.requests import Request
+from app.api.routes import BODY, NO_CONTENT, READ, WRITE, Routes, json_reply
 from app.domain.patterns import ID
 from app.errors import CheckpointBusy, CheckpointExists, InvalidRequest, NotFound
 from app.features.checkpoints.checkpoints import BEFORE, Checkpoints
 from turnlog import replies as reply_types
 
-router = APIRouter(tags=["Checkpoints"])
+route = Routes("Checkpoints")
 
 DRAIN_S = 600.0
 """How long a drain waits for the turns in flight: generations may take minutes, and all other turns are held."""
@@ -37,8 +36,8 @@ class NewCheckpoint(BaseModel):
     drain_s: float = Field(default=DRAIN_S, gt=0, le=MAX_DRAIN_S, allow_inf_nan=False)
 
 
-@router.post("/checkpoints")
-@describe(
+@route(
+    "POST /checkpoints",
     "Make a checkpoint",
     "admin",
     json_reply(reply_types.Checkpoint, "It is made."),
@@ -52,7 +51,7 @@ async def make_checkpoint(request: Request) -> dict[str, Any]:
     With `drain` new turns are held and the turns in flight are waited for, so no generation is cut. The content of its
     sessions is neither freed nor erased until the checkpoint is deleted, except by a client.
     """
-    body = await body_of(request, NewCheckpoint)
+    body = await request.body_of(NewCheckpoint)
     if body.name.startswith(BEFORE):
         raise InvalidRequest(f"name: names that begin with {BEFORE} are those of checkpoints that restores make")
     if not body.name.strip("."):
@@ -61,10 +60,10 @@ async def make_checkpoint(request: Request) -> dict[str, Any]:
     return fields(await _checkpoints(request).make(body.name, drain_s=drain_s))
 
 
-@router.get("/checkpoints")
-@describe(
+@route(
+    "GET /checkpoints",
     "List the checkpoints",
-    "admin",
+    "page",
     json_reply(reply_types.CheckpointList, "All checkpoints, the oldest first."),
     errors=READ,
 )
@@ -72,8 +71,8 @@ async def list_checkpoints(request: Request) -> dict[str, Any]:
     return {"checkpoints": [fields(one) for one in await _checkpoints(request).every()]}
 
 
-@router.post("/checkpoints/{name}/restore")
-@describe(
+@route(
+    "POST /checkpoints/{name}/restore",
     "Take the store back to a checkpoint",
     "admin",
     json_reply(reply_types.RestoredStore, "It is restored."),
@@ -89,16 +88,16 @@ async def restore_checkpoint(request: Request, name: Name) -> Mapping[str, Any]:
     return await _checkpoints(request).restore(name)
 
 
-@router.delete("/checkpoints/{name}", status_code=204)
-@describe("Delete a checkpoint", "admin", NO_CONTENT, errors=(NotFound, CheckpointBusy, *WRITE))
-async def delete_checkpoint(request: Request, name: Name) -> Response:
+@route(
+    "DELETE /checkpoints/{name}", "Delete a checkpoint", "admin", NO_CONTENT, errors=(NotFound, CheckpointBusy, *WRITE)
+)
+async def delete_checkpoint(request: Request, name: Name) -> None:
     """Delete the checkpoint; sessions stay as they are. What only it kept is freed as usual from now on."""
     await _checkpoints(request).delete(name)
-    return Response(status_code=204)
 
 
 def _checkpoints(request: Request) -> Checkpoints:
-    checkpoints: Checkpoints = services(request).features["checkpoints"]
+    checkpoints: Checkpoints = request.services.features["checkpoints"]
     return checkpoints
 
 

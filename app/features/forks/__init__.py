@@ -10,16 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
+    from app.api.routes import Route
     from app.features.forks.forks import Forks
     from app.services import Services
 
 
-def routers() -> list[APIRouter]:
-    from app.features.forks.routes import router
+def entries() -> list[Route]:
+    from app.features.forks.routes import route
 
-    return [router]
+    return route.entries
 
 
 def add_to(services: Services) -> Forks:

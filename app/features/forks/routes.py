@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Request
+from fastapi import Header
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.api.bodies import body_of, require_finite, require_small
-from app.api.describe import BODY, SESSION, WRITE, describe, json_reply
+from app.api.creation import created
 from app.api.parameters import SessionId
-from app.api.sessions import created
-from app.api.state import services
+from app.api.requests import Request, require_finite, require_small
+from app.api.routes import BODY, SESSION, WRITE, Routes, json_reply
 from app.domain.history import digest
 from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.errors import IdempotencyMismatch, NotFound, SessionEnded
@@ -19,7 +18,7 @@ from app.features.forks.forks import ForkOrder, Forks
 from app.sessions.lifecycle import made_session_id
 from turnlog import replies as reply_types
 
-router = APIRouter(tags=["Sessions"])
+route = Routes("Sessions")
 
 MAX_FORKS = 64
 """The most sessions that one request creates."""
@@ -37,8 +36,8 @@ class ForkSession(BaseModel):
     parent_loss: bool = False
 
 
-@router.post("/sessions/{session_id}/fork")
-@describe(
+@route(
+    "POST /sessions/{session_id}/fork",
     "Make sessions that begin after a turn of this one",
     "admin",
     json_reply(reply_types.ForkedSessions, "The new sessions, or those of an earlier request with the same key."),
@@ -58,15 +57,15 @@ async def fork_session(
     Forks restore tokens, not the state of a sandbox. Each new session is created in its own transaction. If a request
     fails halfway, repeat it with its key to create the rest.
     """
-    app = services(request)
-    body = await body_of(request, ForkSession)
+    app = request.services
+    body = await request.body_of(ForkSession)
     require_finite(body.metadata, "metadata")
     require_small("metadata has", body.metadata)
     order = ForkOrder(session_id, body.turn, body.group_id, body.metadata, body.parent_loss)
     fork_ids = [_fork_id(session_id, idempotency_key, nth) for nth in range(body.count)]
     forks: Forks = app.features["forks"]
     await forks.fork(order, fork_ids)
-    return {"sessions": [created(services(request), request.scope, fork_id) for fork_id in fork_ids]}
+    return {"sessions": [created(request, fork_id) for fork_id in fork_ids]}
 
 
 def _fork_id(session_id: str, key: str | None, nth: int) -> str:

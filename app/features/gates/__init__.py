@@ -21,8 +21,7 @@ from app.errors import AppError
 from app.metrics import Family
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
+    from app.api.routes import Route
     from app.features.gates.gates import Gates
     from app.features.gates.pauses import Pauses
     from app.services import Services
@@ -54,10 +53,10 @@ class Paused(NamedTuple):
     updated: Updated
 
 
-def routers() -> list[APIRouter]:
+def entries() -> list[Route]:
     from app.features.gates import engine_routes, routes, skyrl
 
-    return [routes.router, skyrl.router, engine_routes.router]
+    return [*routes.route.entries, *skyrl.route.entries, *engine_routes.route.entries]
 
 
 def add_to(services: Services) -> Paused:

@@ -12,19 +12,19 @@ A path that is not listed is 404: nothing reaches an engine by default.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import sys
+from collections.abc import Awaitable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlencode
 
 import msgspec
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
 
-from app.api.bodies import body_of
-from app.api.describe import ANYTHING, BODY, ENGINE, JSON, WRITE, Reply, describe, json_reply
-from app.api.head import route_path
-from app.api.state import services, whole_body
+from app.api.requests import Request
+from app.api.routes import ANYTHING, BODY, ENGINE, JSON, WRITE, Reply, Routes, json_reply
 from app.domain.fleet import PauseMode
 from app.domain.session import rid_of
 from app.errors import EnginesFailed, InvalidRequest, Unsupported
@@ -39,7 +39,10 @@ from turnlog import replies as reply_types
 if TYPE_CHECKING:
     from app.services import Services
 
-router = APIRouter(tags=["As an engine"])
+route = Routes("As an engine")
+
+WHOLE = sys.maxsize
+"""What goes to an engine is as large as a request may be."""
 
 UPDATE_S = 600.0
 """How long an engine may take to change its weights."""
@@ -108,41 +111,45 @@ class _Stamp(msgspec.Struct):
 # answered
 
 
-@router.get("/ping")
-@router.post("/ping")
-@describe("Is the process there?", "admin", json_reply(ANYTHING))
-async def ping() -> dict[str, Any]:
+@route("GET, POST /ping", "Is the process there?", "page", json_reply(ANYTHING))
+async def ping(request: Request) -> dict[str, Any]:
     return {}
 
 
-@router.get("/workers")
-@describe("The engines, as SGLang's router lists them", "admin", json_reply(ANYTHING))
+@route("GET /workers", "The engines, as SGLang's router lists them", "page", json_reply(ANYTHING))
 async def workers(request: Request) -> dict[str, Any]:
     """Their own addresses: a trainer that aborts or updates each engine by itself reaches them without Turnlog."""
-    urls = list(services(request).engines.members)
+    urls = list(request.services.engines.members)
     return {"workers": [{"id": url, "url": url, "worker_type": "regular"} for url in urls], "total": len(urls)}
 
 
-@router.get("/list_workers")
-@describe("The engines, as older routers list them", "admin", json_reply(ANYTHING))
+@route("GET /list_workers", "The engines, as older routers list them", "page", json_reply(ANYTHING))
 async def list_workers(request: Request) -> dict[str, Any]:
-    return {"urls": list(services(request).engines.members)}
+    return {"urls": list(request.services.engines.members)}
 
 
-@router.get("/is_paused")
-@describe("Are all turns held back?", "admin", json_reply(ANYTHING), errors=WRITE)
+@route("GET /is_paused", "Are all turns held back?", "page", json_reply(ANYTHING), errors=WRITE)
 async def is_paused(request: Request) -> dict[str, Any]:
-    return {"is_paused": (await services(request).fleet.refresh()).gate.is_shut}
+    return {"is_paused": (await request.services.fleet.refresh()).gate.is_shut}
 
 
 # passed to one engine
 
 
+@route(
+    (*(f"GET {path}" for path in PASSED_GETS), *(f"POST {path}" for path in PASSED_POSTS)),
+    "Ask one engine",
+    "page",
+    Reply("The engine's reply.", {JSON: ANYTHING}),
+    errors=(*BODY, *ENGINE),
+    largest=WHOLE,
+    passes_engines_errors=True,
+)
 async def pass_on(request: Request) -> Response:
     """The answer of one engine, to the same request."""
-    app = services(request)
-    path, headers = route_path(request.scope), http_headers.to_engine((), "", app.settings.upstream_api_key)
-    body = await whole_body(request, app.settings.max_request_bytes) if request.method == "POST" else b""
+    app = request.services
+    path, headers = request.route.path, http_headers.to_engine((), "", app.settings.upstream_api_key)
+    body = await request.whole_body() if request.method == "POST" else b""
 
     def ask(url: str) -> Awaitable[EngineReply]:
         return app.client.post(url + path, body, headers) if body else app.client.get(url + path, headers)
@@ -155,8 +162,7 @@ async def pass_on(request: Request) -> Response:
 # gated, then all engines
 
 
-@router.post("/pause")
-@describe("vLLM's pause", "admin", json_reply(ANYTHING), errors=(*BODY, EnginesFailed, *WRITE))
+@route("POST /pause", "vLLM's pause", "admin", json_reply(ANYTHING), errors=(*BODY, EnginesFailed, *WRITE))
 async def pause(
     request: Request,
     mode: Annotated[Literal["abort", "wait", "keep"], Query(description="As vLLM has them.")] = "abort",
@@ -168,8 +174,8 @@ async def pause(
     return reply({"status": "paused"}, await paused(request).pauses.pause_fleet(_VLLMS_MODES[mode], LEASE_S))
 
 
-@router.post("/pause_generation")
-@describe(
+@route(
+    "POST /pause_generation",
     "SGLang's pause",
     "admin",
     json_reply(ANYTHING),
@@ -179,10 +185,17 @@ async def pause(
 )
 async def pause_generation(request: Request) -> Response:
     """As `POST /fleet/pause` with a lease of ten minutes."""
-    order = await body_of(request, PauseGeneration, is_optional=True)
+    order = await request.body_of(PauseGeneration)
     return reply({"status": "ok"}, await paused(request).pauses.pause_fleet(order.mode, LEASE_S))
 
 
+@route(
+    ("POST /resume", "POST /continue_generation"),
+    "Resume",
+    "admin",
+    json_reply(ANYTHING),
+    errors=(*BODY, EnginesFailed, *WRITE),
+)
 async def resume(request: Request) -> Response:
     """As `POST /fleet/resume`, with the version of the last update through this process, if there was one."""
     feature = paused(request)
@@ -190,10 +203,18 @@ async def resume(request: Request) -> Response:
     return reply({"status": "ok"}, await feature.pauses.resume_fleet(version))
 
 
+@route(
+    (*(f"POST {path}" for path in CHANGES), "GET /flush_cache"),
+    "Change every engine",
+    "admin",
+    json_reply(ANYTHING),
+    errors=(*BODY, EnginesFailed, *WRITE),
+    largest=WHOLE,
+)
 async def change(request: Request) -> Response:
     """Hold all turns back, send the request to every engine, and resume, unless the turns were held back before."""
-    app, feature = services(request), paused(request)
-    body = await whole_body(request, app.settings.max_request_bytes)
+    app, feature = request.services, paused(request)
+    body = await request.whole_body()
     stamp = _stamp(body)
     was_shut = (await app.fleet.refresh()).gate.is_shut
     engines = {} if was_shut else await feature.pauses.pause_fleet("in_place", LEASE_S)
@@ -212,7 +233,7 @@ async def change(request: Request) -> Response:
 
 def _with_query(request: Request) -> str:
     """The path, with what of the query an engine reads."""
-    path = route_path(request.scope)
+    path = request.route.path
     query = urlencode(
         [(name, value) for name in _QUERIES.get(path, ()) for value in request.query_params.getlist(name)]
     )
@@ -252,32 +273,41 @@ def _stamp(body: bytes) -> str | None:
 # by id
 
 
-@router.post("/abort_request")
-@describe("Abort one generation, or all", "admin", json_reply(ANYTHING), errors=(*BODY, *WRITE), body=AbortRequest)
+@route(
+    "POST /abort_request",
+    "Abort one generation, or all",
+    "admin",
+    json_reply(ANYTHING),
+    errors=(*BODY, *WRITE),
+    body=AbortRequest,
+)
 async def abort_request(request: Request) -> dict[str, Any]:
     """The generation of the turn whose request had this `rid`, in any process; with `abort_all` every one."""
-    order = await body_of(request, AbortRequest)
+    order = await request.body_of(AbortRequest)
     if not order.abort_all and not order.rid:
         raise InvalidRequest("rid is missing, and abort_all is not true")
     keys = None if order.abort_all else [hash_key(f"sglang_generate:{order.rid}")]
-    return {"aborted": await _abort(services(request), keys)}
+    return {"aborted": await _abort(request.services, keys)}
 
 
-@router.post(ABORTS_ALL)
-@router.post("/inference/v1/abort_requests")
-@describe(
-    "Abort generations by their ids, or all", "admin", json_reply(ANYTHING), errors=(*BODY, *WRITE), body=AbortRequests
+@route(
+    (f"POST {ABORTS_ALL}", "POST /inference/v1/abort_requests"),
+    "Abort generations by their ids, or all",
+    "admin",
+    json_reply(ANYTHING),
+    errors=(*BODY, *WRITE),
+    body=AbortRequests,
 )
 async def abort_requests(request: Request) -> dict[str, Any]:
     """The generations of the turns whose requests had these `request_id`s, in any process. Without ids every one on
     `/abort_requests`, as at vLLM, where the other route wants a list, and aborts nothing for an empty one."""
-    ids = (await body_of(request, AbortRequests)).request_ids
-    if route_path(request.scope) == ABORTS_ALL:
+    ids = (await request.body_of(AbortRequests)).request_ids
+    if request.route.path == ABORTS_ALL:
         ids = ids or None
     elif ids is None:
         raise InvalidRequest("request_ids is missing")
     keys = None if ids is None else [hash_key(f"vllm_generate:{one}") for one in ids]
-    return {"status": "aborted", "aborted": await _abort(services(request), keys)}
+    return {"status": "aborted", "aborted": await _abort(request.services, keys)}
 
 
 async def _abort(app: Services, keys: list[str] | None) -> int:
@@ -290,30 +320,14 @@ async def _abort(app: Services, keys: list[str] | None) -> int:
 # refused
 
 
+@route(
+    (*(f"GET {path}" for path in REFUSED_GETS), *(f"POST {path}" for path in REFUSED_POSTS)),
+    "Refused: the engines' own",
+    "admin",
+    json_reply(ANYTHING),
+    errors=(Unsupported,),
+)
 async def refuse(request: Request) -> Response:
     """400: the request is meant for one engine's ranks. The message names the engines' own addresses."""
-    engines = ", ".join(services(request).engines.members) or "there are none"
-    raise Unsupported(f"{route_path(request.scope)} is an engine's own: send it to the engines themselves ({engines})")
-
-
-_ENGINES_REPLY = Reply("The engine's reply.", {JSON: ANYTHING})
-
-_Endpoint = Callable[[Request], Awaitable[Response]]
-
-
-def _add(paths: tuple[str, ...], methods: list[str], endpoint: _Endpoint, described: Callable[[Any], Any]) -> None:
-    for path in paths:
-        router.add_api_route(path, described(endpoint), methods=methods, include_in_schema=True)
-
-
-_PASSED = describe("Ask one engine", "admin", _ENGINES_REPLY, errors=(*BODY, *ENGINE), passes_engines_errors=True)
-_add(PASSED_GETS, ["GET"], pass_on, _PASSED)
-_add(PASSED_POSTS, ["POST"], pass_on, _PASSED)
-_RESUMED = describe("Resume", "admin", json_reply(ANYTHING), errors=(*BODY, EnginesFailed, *WRITE))
-_add(("/resume", "/continue_generation"), ["POST"], resume, _RESUMED)
-_CHANGED = describe("Change every engine", "admin", json_reply(ANYTHING), errors=(*BODY, EnginesFailed, *WRITE))
-_add(CHANGES, ["POST"], change, _CHANGED)
-_add(("/flush_cache",), ["GET"], change, _CHANGED)
-_REFUSED = describe("Refused: the engines' own", "admin", json_reply(ANYTHING), errors=(Unsupported,))
-_add(REFUSED_GETS, ["GET"], refuse, _REFUSED)
-_add(REFUSED_POSTS, ["POST"], refuse, _REFUSED)
+    engines = ", ".join(request.services.engines.members) or "there are none"
+    raise Unsupported(f"{request.route.path} is an engine's own: send it to the engines themselves ({engines})")

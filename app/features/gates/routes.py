@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request
-from fastapi.responses import JSONResponse
+from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse
 
-from app.api.bodies import body_of
-from app.api.describe import BODY, READ, WRITE, describe, json_reply
-from app.api.path_names import ANY
-from app.api.state import services
+from app.api.requests import Request
+from app.api.routes import BODY, READ, WRITE, Routes, json_reply
 from app.domain.fleet import PauseMode
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed, InvalidRequest, NotFound
 from app.features.gates import Paused
 from turnlog import replies as reply_types
 
-router = APIRouter(tags=["Fleet"])
+route = Routes("Fleet")
 
-ADAPTER = f"/adapters/{{name:{ANY}}}"
+ADAPTER = "/adapters/{name:path}"
 MAX_NAME = 512
 MAX_LEASE_S = 86_400
 LEASE_S = 600.0
@@ -62,8 +60,8 @@ class ResumeFleet(ResumeAdapter):
     """Also for an open gate, whose weight version it then sets."""
 
 
-@router.post(ADAPTER + "/pause")
-@describe(
+@route(
+    f"POST {ADAPTER}/pause",
     "Pause an adapter: hold its turns and abort its generations",
     "admin",
     json_reply(reply_types.PausedAdapter, "The gate is shut, and every engine has aborted the generations."),
@@ -74,15 +72,15 @@ class ResumeFleet(ResumeAdapter):
 )
 async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
     """Hold the adapter's turns and abort its generations, in every process and at every engine."""
-    body = await body_of(request, PauseAdapter, is_optional=True)
+    body = await request.body_of(PauseAdapter)
     pauses = paused(request).pauses
     result = await pauses.pause_adapter(name, body.lease_s)
     state = await pauses.adapter(name)
     return reply({**state, "aborted": result.aborted, "count": len(result.aborted)}, result.engines)
 
 
-@router.post(ADAPTER + "/resume")
-@describe(
+@route(
+    f"POST {ADAPTER}/resume",
     "Resume an adapter's turns",
     "admin",
     json_reply(reply_types.AdapterState, "The state of its gate."),
@@ -93,14 +91,14 @@ async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
 )
 async def resume_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
     """Resume the adapter's turns. An unknown name is added to the list of adapters."""
-    body = await body_of(request, ResumeAdapter, is_optional=True)
+    body = await request.body_of(ResumeAdapter)
     pauses = paused(request).pauses
     await pauses.resume_adapter(name, body.version)
     return await pauses.adapter(name)
 
 
-@router.get(ADAPTER)
-@describe(
+@route(
+    f"GET {ADAPTER}",
     "An adapter's gate",
     "page",
     json_reply(reply_types.AdapterState, "The state of its gate."),
@@ -110,14 +108,13 @@ async def get_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
     return await paused(request).pauses.adapter(name)
 
 
-@router.get("/adapters")
-@describe("List the adapters", "page", json_reply(reply_types.AdapterList, "All adapters."), errors=READ)
+@route("GET /adapters", "List the adapters", "page", json_reply(reply_types.AdapterList, "All adapters."), errors=READ)
 async def list_adapters(request: Request) -> Mapping[str, Any]:
     return {"adapters": await paused(request).pauses.adapters()}
 
 
-@router.post("/fleet/pause")
-@describe(
+@route(
+    "POST /fleet/pause",
     "Pause the fleet: hold all turns and pause every engine",
     "admin",
     json_reply(reply_types.ToldFleet, "The gate is shut, and every engine is paused."),
@@ -128,14 +125,14 @@ async def list_adapters(request: Request) -> Mapping[str, Any]:
 )
 async def pause_fleet(request: Request) -> JSONResponse:
     """Hold all turns and pause every engine."""
-    body = await body_of(request, PauseFleet, is_optional=True)
+    body = await request.body_of(PauseFleet)
     pauses = paused(request).pauses
     engines = await pauses.pause_fleet(body.mode, body.lease_s)
     return reply(await pauses.fleet(), engines)
 
 
-@router.post("/fleet/resume")
-@describe(
+@route(
+    "POST /fleet/resume",
     "Resume every engine and all turns",
     "admin",
     json_reply(reply_types.ToldFleet, "The gate is open, and every engine has resumed."),
@@ -149,20 +146,21 @@ async def resume_fleet(request: Request) -> JSONResponse:
 
     `version` is the weight version of engines that cannot say theirs.
     """
-    body = await body_of(request, ResumeFleet, is_optional=True)
+    body = await request.body_of(ResumeFleet)
     pauses = paused(request).pauses
     engines = await pauses.resume_fleet(body.version)
     return reply(await pauses.fleet(), engines)
 
 
-@router.get("/fleet")
-@describe("The fleet's gate", "page", json_reply(reply_types.FleetGate, "The state of the gate."), errors=READ)
+@route(
+    "GET /fleet", "The fleet's gate", "page", json_reply(reply_types.FleetGate, "The state of the gate."), errors=READ
+)
 async def get_fleet(request: Request) -> Mapping[str, Any]:
     return await paused(request).pauses.fleet()
 
 
 def paused(request: Request) -> Paused:
-    feature: Paused = services(request).features["gates"]
+    feature: Paused = request.services.features["gates"]
     return feature
 
 

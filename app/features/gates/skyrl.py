@@ -5,19 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
+from starlette.responses import JSONResponse
 
-from app.api.bodies import body_of
-from app.api.describe import BODY, WRITE, describe, json_reply
-from app.api.disconnect import disconnected
+from app.api.requests import Request, disconnected
+from app.api.routes import BODY, WRITE, Routes, json_reply
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed
 from app.features.gates.routes import LEASE_S, MAX_NAME, paused, reply
 from turnlog import replies as reply_types
 
-router = APIRouter(prefix="/skyrl/v1", tags=["SkyRL"])
+route = Routes("SkyRL")
 
 MAX_WAIT_S = 3600
 
@@ -32,8 +30,8 @@ class LoraWait(Lora):
     timeout_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, strict=True)] = 60.0
 
 
-@router.post("/abort_lora_requests")
-@describe(
+@route(
+    "POST /skyrl/v1/abort_lora_requests",
     "Pause the adapter",
     "admin",
     json_reply(reply_types.LoraAborted),
@@ -43,7 +41,7 @@ class LoraWait(Lora):
 )
 async def abort_lora_requests(request: Request) -> JSONResponse:
     """The same as `POST /adapters/{name}/pause`."""
-    order = await body_of(request, Lora)
+    order = await request.body_of(Lora)
     result = await paused(request).pauses.pause_adapter(order.lora_name, LEASE_S)
     body = {"status": "ok", "aborted": result.aborted, "count": len(result.aborted)}
     if all(engine["ok"] for engine in result.engines.values()):
@@ -51,8 +49,8 @@ async def abort_lora_requests(request: Request) -> JSONResponse:
     return reply({**body, "status": "failed", "paused": True}, result.engines)
 
 
-@router.post("/resume_lora_requests")
-@describe(
+@route(
+    "POST /skyrl/v1/resume_lora_requests",
     "Resume the adapter",
     "admin",
     json_reply(reply_types.LoraResumed),
@@ -62,13 +60,13 @@ async def abort_lora_requests(request: Request) -> JSONResponse:
 )
 async def resume_lora_requests(request: Request) -> dict[str, Any]:
     """The same as `POST /adapters/{name}/resume`."""
-    order = await body_of(request, Lora)
+    order = await request.body_of(Lora)
     await paused(request).pauses.resume_adapter(order.lora_name, None)
     return {"status": "ok"}
 
 
-@router.post("/wait_lora_unpaused")
-@describe(
+@route(
+    "POST /skyrl/v1/wait_lora_unpaused",
     "Wait until the adapter is not paused",
     "admin",
     json_reply(reply_types.LoraWaited, "The adapter is not paused, or the timeout has passed, or the server stops."),
@@ -78,7 +76,7 @@ async def resume_lora_requests(request: Request) -> dict[str, Any]:
 )
 async def wait_lora_unpaused(request: Request) -> dict[str, Any]:
     """Answers once the adapter is not paused, or after `timeout_s`, or when the server stops."""
-    order = await body_of(request, LoraWait)
+    order = await request.body_of(LoraWait)
     opening = asyncio.ensure_future(paused(request).gates.opens(order.lora_name, order.timeout_s))
     disconnect = asyncio.ensure_future(disconnected(request.receive))
     try:

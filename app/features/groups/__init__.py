@@ -15,8 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
+    from app.api.routes import Route
     from app.features.groups.feed import Feed
     from app.features.groups.groups import GroupList
     from app.services import Services
@@ -27,10 +26,10 @@ class Groups(NamedTuple):
     feed: Feed
 
 
-def routers() -> list[APIRouter]:
-    from app.features.groups.routes import router
+def entries() -> list[Route]:
+    from app.features.groups.routes import route
 
-    return [router]
+    return route.entries
 
 
 def add_to(services: Services) -> Groups:

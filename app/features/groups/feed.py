@@ -26,7 +26,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from app.domain.groups import (
     UNKNOWN_STALENESS,
@@ -75,6 +75,8 @@ class FeedQuery(RowQuery):
 
     `max_staleness`: only groups whose oldest sampled token is at most so many weight versions behind.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     consumer: str = Field(
         pattern=ID, description="The consumer's name. Groups that it has not acknowledged are given to it again."

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import Path, Query
 from pydantic import BaseModel, ConfigDict, FailFast, Field
+from starlette.responses import StreamingResponse
 
-from app.api.bodies import body_of
-from app.api.describe import BODY, JSON, NDJSON, READ, WRITE, Reply, describe, json_reply
-from app.api.parameters import LIMIT, PageCursor, require_known
-from app.api.path_names import ANY
-from app.api.state import services, start_stream
+from app.api.parameters import LIMIT, Cursor
+from app.api.replies import started
+from app.api.requests import Request
+from app.api.routes import BODY, NDJSON, READ, WRITE, Reply, Routes, json_reply
 from app.domain.patterns import ID, NO_NUL
 from app.errors import InvalidRequest, NotFound
 from app.features.groups import Groups
@@ -22,7 +21,7 @@ from app.features.groups.feed import FeedQuery
 from turnlog import replies as reply_types
 from turnlog.rows import Acknowledged, LeasedGroup
 
-router = APIRouter(tags=["Export"])
+route = Routes("Export")
 
 
 class Acknowledgement(BaseModel):
@@ -34,8 +33,8 @@ class Acknowledgement(BaseModel):
     groups: Annotated[list[Annotated[str, Field(pattern=NO_NUL, strict=True)]], FailFast()]
 
 
-@router.get("/export/groups")
-@describe(
+@route(
+    "GET /export/groups",
     "Lease complete groups to a consumer",
     "admin",
     Reply("One group a line; empty if there is none.", {NDJSON: LeasedGroup[dict[str, Any]]}),
@@ -43,13 +42,11 @@ class Acknowledgement(BaseModel):
 )
 async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> StreamingResponse:
     """Up to `size` complete groups as NDJSON, one a line, leased to the consumer before the first byte is sent."""
-    require_known(request, FeedQuery)
-    lines, _ = await start_stream(await _groups(request).feed.hand_out(query))
-    return StreamingResponse(lines, media_type=NDJSON)
+    return await started(await _groups(request).feed.hand_out(query), NDJSON)
 
 
-@router.get("/groups")
-@describe(
+@route(
+    "GET /groups",
     "List groups, ordered by id",
     "page",
     json_reply(reply_types.GroupPage, "One page of groups."),
@@ -58,15 +55,14 @@ async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> St
 async def list_groups(
     request: Request,
     limit: Annotated[int, Query(ge=1, le=1000, description=LIMIT)] = 100,
-    cursor: PageCursor = None,
-) -> Response:
+    cursor: Cursor = None,
+) -> object:
     """Groups with their progress, the statistics of their rewards and their place in the training feed, by id."""
-    page = await _groups(request).listed.page(cursor, limit)
-    return Response(msgspec.json.encode(page), media_type=JSON)
+    return await _groups(request).listed.page(cursor, limit)
 
 
-@router.get(f"/groups/{{group_id:{ANY}}}")
-@describe(
+@route(
+    "GET /groups/{group_id:path}",
     "A group's sessions, and the statistics of their rewards",
     "page",
     json_reply(reply_types.Group, "The group."),
@@ -79,8 +75,8 @@ async def get_group(
     return await _groups(request).feed.group(group_id)
 
 
-@router.post("/export/groups/ack")
-@describe(
+@route(
+    "POST /export/groups/ack",
     "Mark groups as consumed, permanently",
     "admin",
     json_reply(Acknowledged, "The result for each group."),
@@ -90,12 +86,12 @@ async def get_group(
 )
 async def acknowledge(request: Request) -> dict[str, Any]:
     """Mark groups as consumed, permanently. Returns the result for each group."""
-    body = await body_of(request, Acknowledgement)
+    body = await request.body_of(Acknowledgement)
     outcome = await _groups(request).feed.acknowledge(body.consumer, body.groups)
     fields: dict[str, Any] = msgspec.to_builtins(outcome)
     return fields
 
 
 def _groups(request: Request) -> Groups:
-    groups: Groups = services(request).features["groups"]
+    groups: Groups = request.services.features["groups"]
     return groups

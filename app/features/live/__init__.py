@@ -11,14 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
     from app.features.live.live import LiveTurns
     from app.services import Services
-
-
-def routers() -> list[APIRouter]:
-    return []
 
 
 def add_to(services: Services) -> LiveTurns:

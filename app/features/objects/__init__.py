@@ -28,8 +28,6 @@ from app.errors import StartupError
 from app.metrics import Family
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
     from app.features.objects.bucket import Bucket
     from app.features.objects.objects import Objects
     from app.services import Services
@@ -45,10 +43,6 @@ METRICS = (
     Family("turnlog_objects_total", "counter", "Requests to object storage.", "action", ACTIONS),
     Family("turnlog_object_bytes_total", "counter", "Bytes to and from object storage.", "action", ACTIONS[:2]),
 )
-
-
-def routers() -> list[APIRouter]:
-    return []
 
 
 async def prepare(settings: Settings, database: Database) -> Callable[[Tx], object]:

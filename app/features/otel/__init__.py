@@ -17,8 +17,6 @@ from app.extras import install
 from app.metrics import Family
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
     from app.features.otel.turns import TracedTurns
     from app.services import Services
 
@@ -38,10 +36,6 @@ ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 """The variables' names and values are OpenTelemetry's; those of queue, sampler and resource its SDK reads."""
-
-
-def routers() -> list[APIRouter]:
-    return []
 
 
 def add_to(services: Services) -> TracedTurns | None:

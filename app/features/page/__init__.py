@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
+    from app.api.routes import Route
     from app.features.gates import Paused
     from app.features.page.metadata_columns import MetadataColumns
     from app.features.page.overview import Overviews
@@ -37,10 +36,10 @@ class Page(NamedTuple):
     summaries: Summaries
 
 
-def routers() -> list[APIRouter]:
+def entries() -> list[Route]:
     from app.features.page import files, live, routes
 
-    return [routes.router, live.router, files.page_routes()]
+    return [*routes.route.entries, *live.route.entries, *files.entries()]
 
 
 def add_to(services: Services) -> Page:

@@ -7,9 +7,11 @@ import pathlib
 from collections.abc import Mapping
 from typing import Annotated, NamedTuple
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import Path
+from starlette.responses import Response
 
-from app.api.describe import TEXT, Reply, describe
+from app.api.requests import Request
+from app.api.routes import TEXT, Reply, Route, Routes
 from app.errors import Forbidden, NotFound
 
 FOLDER = pathlib.Path(__file__).with_name("static")
@@ -48,34 +50,33 @@ class _File(NamedTuple):
     etag: str
 
 
-def page_routes(folder: pathlib.Path = FOLDER) -> APIRouter:
+def entries(folder: pathlib.Path = FOLDER) -> list[Route]:
     """Routes for the files that are now in `folder`. A name is looked up in memory, never joined to a path."""
-    router = APIRouter(tags=["Page"])
+    route = Routes("Page")
     files = {path.name: _read(path) for path in folder.iterdir() if path.is_file() and path.suffix in MEDIA_TYPES}
 
-    @router.head("/ui", include_in_schema=False)
-    @router.get("/ui")
-    @describe("The web page", "anyone", Reply("The page.", {"text/html": TEXT}), errors=(Forbidden, NotFound))
+    page_reply = Reply("The page.", {"text/html": TEXT})
+
+    @route("GET, HEAD /ui", "The web page", "browser", page_reply, errors=(Forbidden, NotFound))
     async def page(request: Request) -> Response:
         return _served(request, files.get(INDEX))
 
-    @router.api_route("/ui/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def page_with_slash() -> Response:
+    @route("GET, HEAD /ui/", "", "browser")
+    async def page_with_slash(request: Request) -> Response:
         """Redirect to `/ui`: the page's links are relative to it, so that they also work below a proxy's path."""
         return Response(status_code=307, headers={"location": "../ui"})
 
-    @router.head("/ui/static/{name}", include_in_schema=False)
-    @router.get("/ui/static/{name}")
-    @describe(
+    @route(
+        "GET, HEAD /ui/static/{name}",
         "The web page's files",
-        "anyone",
+        "browser",
         Reply("A file.", dict.fromkeys(("text/html", "text/css", "text/javascript", "image/svg+xml"), TEXT)),
         errors=(Forbidden, NotFound),
     )
     async def static(request: Request, name: Annotated[str, Path(description="A file's name.")]) -> Response:
         return _served(request, files.get(name))
 
-    return router
+    return route.entries
 
 
 def _read(path: pathlib.Path) -> _File:

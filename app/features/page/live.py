@@ -8,14 +8,12 @@ from contextlib import aclosing, closing
 from typing import TYPE_CHECKING
 
 import msgspec
-from fastapi import APIRouter, Request
-from fastapi.responses import StreamingResponse
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from app.api.describe import EVENTS, READ, Reply, describe
-from app.api.page_views import HEADERS
-from app.api.parameters import PageCursor
-from app.api.state import services
+from app.api.parameters import Cursor
+from app.api.requests import Request
+from app.api.routes import EVENTS, READ, Reply, Routes
 from app.errors import StoreUnavailable
 from app.features.page.routes import overview_of, page_of
 from app.features.page.watch import Listener
@@ -24,7 +22,7 @@ from app.sessions.log_end import POLL_S, LogPosition
 if TYPE_CHECKING:
     from app.services import Services
 
-router = APIRouter(prefix="/ui/api", tags=["Page"])
+route = Routes("Page")
 
 OVERVIEW_S = 1.0
 COMMENT_S = 15.0
@@ -37,11 +35,10 @@ ROWS = 1000
 """Rows in one event."""
 
 
-@router.get("/live")
-@describe("Stream changes", "page", Reply("Server-sent events.", {EVENTS: {}}), errors=READ)
-async def live(request: Request, cursor: PageCursor = None) -> StreamingResponse:
+@route("GET /ui/api/live", "Stream changes", "page", Reply("Server-sent events.", {EVENTS: {}}), errors=READ)
+async def live(request: Request, cursor: Cursor = None) -> StreamingResponse:
     """Sends `hello`, then `sessions` and `overview` at each change. A browser that reconnects resumes there."""
-    app = services(request)
+    app = request.services
     listener = await page_of(request).watch.listen(request.headers.get("last-event-id") or cursor)
     return _ChangeStream(app, listener)
 
@@ -52,7 +49,7 @@ class _ChangeStream(StreamingResponse):
     def __init__(self, app: Services, listener: Listener) -> None:
         self._listener = listener
         self._events = _events(app, listener)
-        super().__init__(self._events, media_type="text/event-stream", headers=HEADERS | {"x-accel-buffering": "no"})
+        super().__init__(self._events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with closing(self._listener):

@@ -7,14 +7,14 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import Path, Query
 from pydantic import Field
 
 from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
-from app.api.page_views import MAX_PAGE, for_the_page, page_reply
-from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
-from app.api.state import services
+from app.api.parameters import LIMIT, Cursor, SessionId
+from app.api.requests import Request
+from app.api.routes import MOST_ROWS, Routes
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import SessionUnreadable
 from app.features.page.rollout_view import MAX_STEPS
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from app.features.page import Page
     from app.services import Services
 
-router = APIRouter(prefix="/ui/api", tags=["Page"])
+route = Routes("Page")
 
 MAX_TOKENS = 10_000
 
@@ -45,27 +45,25 @@ Columns = Annotated[
 class SessionListParameters(SessionQuery):
     """Filters and paging of the session list."""
 
-    limit: int = Field(default=100, ge=1, le=MAX_PAGE, description=LIMIT)
-    cursor: PageCursor = None
+    limit: int = Field(default=100, ge=1, le=MOST_ROWS, description=LIMIT)
+    cursor: Cursor = None
     columns: Columns = None
 
 
-@router.get("/me")
-@for_the_page
-async def me(request: Request) -> Response:
+@route.for_the_page("/me")
+async def me(request: Request) -> object:
     """How the page must sign in: `auth` is `token` or `none`. A request without the needed token gets 401."""
-    auth = "token" if services(request).tokens.are_needed else "none"
-    return page_reply({"signed_in": True, "auth": auth, "release": request.app.version, "now": time.time()})
+    auth = "token" if request.services.tokens.are_needed else "none"
+    return {"signed_in": True, "auth": auth, "release": request.services.release, "now": time.time()}
 
 
-@router.get("/overview")
-@for_the_page
-async def overview(request: Request) -> Response:
-    return page_reply(await overview_of(services(request)))
+@route.for_the_page("/overview")
+async def overview(request: Request) -> object:
+    return await overview_of(request.services)
 
 
 def page_of(request: Request) -> Page:
-    page: Page = services(request).features["page"]
+    page: Page = request.services.features["page"]
     return page
 
 
@@ -75,24 +73,22 @@ async def overview_of(app: Services) -> dict[str, Any]:
     return {**found, "engines": [engine_fields(app, listed) for listed in app.engine_pool.listed()]}
 
 
-@router.get("/sessions")
-@for_the_page
-async def list_sessions(request: Request, query: Annotated[SessionListParameters, Query()]) -> Response:
+@route.for_the_page("/sessions")
+async def list_sessions(request: Request, query: Annotated[SessionListParameters, Query()]) -> object:
     """Sessions by any filter, in any order; `sort=running_since` lists only those with a turn in flight."""
     listed = page_of(request).listed
-    return page_reply(await listed.page(query, query.cursor, query.limit, query.columns))
+    return await listed.page(query, query.cursor, query.limit, query.columns)
 
 
-@router.get("/summaries")
-@for_the_page
+@route.for_the_page("/summaries")
 async def summaries(
     request: Request,
     session_id: Annotated[
         list[Annotated[str, Field(pattern=ID)]], Query(max_length=MAX_SESSIONS, description="Ids of sessions.")
     ],
-) -> Response:
+) -> object:
     """What each of these sessions is about and did last, by id; unknown ones are missing."""
-    return page_reply(await page_of(request).summaries.of(session_id))
+    return await page_of(request).summaries.of(session_id)
 
 
 Seq = Annotated[
@@ -105,11 +101,10 @@ BranchNumber = Annotated[
 ]
 
 
-@router.get("/sessions/{session_id}")
-@for_the_page
-async def session(request: Request, session_id: SessionId, seq: Seq = None) -> Response:
+@route.for_the_page("/sessions/{session_id}")
+async def session(request: Request, session_id: SessionId, seq: Seq = None) -> object:
     """A session in any state, after event `seq`, the checkpoints that have it now, and, without `seq`, its budgets."""
-    app = services(request)
+    app = request.services
     view = await app.views.at(session_id, seq)
     has_checkpoints = "checkpoints" in app.features
     pins = await app.features["checkpoints"].of_session(session_id) if has_checkpoints else []
@@ -119,38 +114,35 @@ async def session(request: Request, session_id: SessionId, seq: Seq = None) -> R
         with contextlib.suppress(SessionUnreadable):
             live = await app.cache.get(session_id)
             budgets |= {} if live is None else await app.features["budgets"].fields(live.session)
-    return page_reply({**view, "checkpoints": pins, **budgets})
+    return {**view, "checkpoints": pins, **budgets}
 
 
 MAX_TURN = 2**30
 
 
-@router.get("/sessions/{session_id}/actions")
-@for_the_page
+@route.for_the_page("/sessions/{session_id}/actions")
 async def actions(
     request: Request,
     session_id: SessionId,
     start: Annotated[int, Query(ge=1, le=MAX_TURN, description="A turn's number, from 1.")] = 1,
     limit: Annotated[int, Query(ge=1, le=MAX_TURNS, description=LIMIT)] = MAX_TURNS,
-) -> Response:
+) -> object:
     """What each of these turns did and what its request brought, in lines."""
-    return page_reply(await page_of(request).turns.actions(session_id, start, limit))
+    return await page_of(request).turns.actions(session_id, start, limit)
 
 
-@router.get("/sessions/{session_id}/turns/{turn}")
-@for_the_page
+@route.for_the_page("/sessions/{session_id}/turns/{turn}")
 async def turn_messages(
     request: Request,
     session_id: SessionId,
     turn: Annotated[int, Path(ge=1, le=MAX_TURN, description="A turn's number, from 1.")],
     whole: Annotated[bool, Query(description="Also what is long.")] = False,
-) -> Response:
+) -> object:
     """A turn's own messages; of one in flight here, its request's."""
-    return page_reply(await page_of(request).turns.messages(session_id, turn, whole=whole))
+    return await page_of(request).turns.messages(session_id, turn, whole=whole)
 
 
-@router.get("/sessions/{session_id}/find")
-@for_the_page
+@route.for_the_page("/sessions/{session_id}/find")
 async def find(
     request: Request,
     session_id: SessionId,
@@ -159,26 +151,24 @@ async def find(
         Query(min_length=1, max_length=200, pattern=NO_NUL, description="In any case. Default: results like errors."),
     ] = None,
     after: Annotated[int, Query(ge=0, le=MAX_TURN, description="Only later turns.")] = 0,
-) -> Response:
+) -> object:
     """The turns whose own messages have a text, or whose request brought a result that looks like an error."""
-    return page_reply(await page_of(request).turns.find(session_id, text, after))
+    return await page_of(request).turns.find(session_id, text, after)
 
 
-@router.get("/sessions/{session_id}/conversation")
-@for_the_page
+@route.for_the_page("/sessions/{session_id}/conversation")
 async def conversation(
     request: Request,
     session_id: SessionId,
     seq: Seq = None,
     turn: Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="A turn's number, from 1.")] = None,
     branch: BranchNumber = None,
-) -> Response:
+) -> object:
     """The messages up to a turn, live or discarded, or up to a branch's newest."""
-    return page_reply(await page_of(request).conversations.at(session_id, seq, turn, branch))
+    return await page_of(request).conversations.at(session_id, seq, turn, branch)
 
 
-@router.get("/sessions/{session_id}/tokens")
-@for_the_page
+@route.for_the_page("/sessions/{session_id}/tokens")
 async def tokens(
     request: Request,
     session_id: SessionId,
@@ -188,14 +178,13 @@ async def tokens(
     limit: Annotated[int, Query(ge=1, le=MAX_TOKENS, description=LIMIT)] = 2000,
     sampled: Annotated[bool, Query(description="Only sampled tokens.")] = False,
     outline: Annotated[bool, Query(description="Also the whole row's scales and least likely tokens.")] = False,
-) -> Response:
+) -> object:
     """A branch's tokens, as in an export."""
     asked = Asked(start, limit, sampled, outline)
-    return page_reply(await page_of(request).tokens.at(session_id, seq, branch, asked))
+    return await page_of(request).tokens.at(session_id, seq, branch, asked)
 
 
-@router.get("/sessions/{session_id}/rollout")
-@for_the_page
+@route.for_the_page("/sessions/{session_id}/rollout")
 async def rollout(
     request: Request,
     session_id: SessionId,
@@ -204,21 +193,18 @@ async def rollout(
         int, Query(ge=0, le=MAX_INTEGER, description="Index of the first turn whose content is read.")
     ] = 0,
     limit: Annotated[int, Query(ge=0, le=MAX_STEPS, description="How many turns' content is read.")] = 0,
-) -> Response:
+) -> object:
     """A branch of a session as a rollout: all turns in short, and some with their messages."""
-    return page_reply(await page_of(request).rollouts.at(session_id, branch, start, limit))
+    return await page_of(request).rollouts.at(session_id, branch, start, limit)
 
 
-@router.get("/exports")
-@for_the_page
-async def preview_export(request: Request, query: Annotated[ExportParameters, Query()]) -> Response:
+@route.for_the_page("/exports")
+async def preview_export(request: Request, query: Annotated[ExportParameters, Query()]) -> object:
     """What `/export` with the same parameters would contain, and why the others are left out; paged."""
-    require_known(request, ExportParameters)
-    return page_reply(await page_of(request).previews.of(query, query.cursor))
+    return await page_of(request).previews.of(query, query.cursor)
 
 
-@router.get("/versions")
-@for_the_page
-async def versions(request: Request) -> Response:
+@route.for_the_page("/versions")
+async def versions(request: Request) -> object:
     """The newest weight versions with their sessions, turns and rewards."""
-    return page_reply(await services(request).database.read(heads_view.versions))
+    return await request.services.database.read(heads_view.versions)

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 from app.metrics import Family
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
     from app.features.resume.resume import Resume
     from app.services import Services
 
@@ -33,10 +31,6 @@ METRICS = (
     ),
     Family("turnlog_tokens_restored_total", "counter", "Staged tokens that a retry did not have to generate again."),
 )
-
-
-def routers() -> list[APIRouter]:
-    return []
 
 
 def add_to(services: Services) -> Resume:

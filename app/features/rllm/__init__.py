@@ -16,26 +16,23 @@ from typing import TYPE_CHECKING
 from starlette.types import Scope
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter, FastAPI
-
+    from app.api.routes import Route, Table
     from app.features.rllm.traces import Traces
     from app.services import Services
 
 
-def routers() -> list[APIRouter]:
+def entries() -> list[Route]:
     from app.features.rllm import admin, routes
 
-    return [routes.router, admin.router]
+    return [*routes.route.entries, *admin.route.entries]
 
 
-def door(app: FastAPI) -> Callable[[Scope], Scope]:
-    """`app` has all of its routes."""
-    from app.api.openapi import routes_of
+def door(table: Table) -> Callable[[Scope], Scope]:
     from app.features.rllm.paths import Door
 
-    paths = [*(route.path for route in routes_of(app.routes)), *(route.path for route in app.state.direct_routes)]
     below = "/sessions/{session_id}/"
-    return Door({path.removeprefix(below).partition("/")[0] for path in paths if path.startswith(below)})
+    paths = [route.path.removeprefix(below) for route in table.routes if route.path.startswith(below)]
+    return Door({path.partition("/")[0] for path in paths})
 
 
 def add_to(services: Services) -> Traces:

@@ -6,23 +6,22 @@ import hashlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Path, Request
+from fastapi import Path
 from pydantic import BaseModel, ConfigDict
 
-from app.api.bodies import body_of
-from app.api.describe import ANYTHING, BODY, WRITE, describe, json_reply
-from app.api.state import services
+from app.api.requests import Request
+from app.api.routes import ANYTHING, BODY, WRITE, Routes, json_reply
 from app.domain.events import is_number
 from app.domain.fleet import Fleet, FleetEvent, FleetPaused, FleetResumed
 from app.domain.patterns import plain_base_url
 from app.errors import InvalidRequest, NotFound, Unsupported
-from app.features.rllm.spoken import GatewayRoute
+from app.features.rllm.spoken import spoken
 from app.fleet.member import Member
 
 if TYPE_CHECKING:
     from app.services import Services
 
-router = APIRouter(tags=["rLLM"], route_class=GatewayRoute)
+route = Routes("rLLM", spoken)
 
 API_PATH = "/v1"
 
@@ -56,40 +55,46 @@ class Worker(msgspec.Struct):
     active_requests: int
 
 
-@router.get("/admin/workers")
-@describe("List the engines", "page", json_reply(list[Worker]))
+@route("GET /admin/workers", "List the engines", "page", json_reply(list[Worker]))
 async def list_workers(request: Request) -> list[dict[str, Any]]:
-    return _workers(services(request))
+    return _workers(request.services)
 
 
-@router.get("/health/workers")
-@describe("The engines' health", "page", json_reply(ANYTHING))
+@route("GET /health/workers", "The engines' health", "page", json_reply(ANYTHING))
 async def health_workers(request: Request) -> dict[str, Any]:
-    workers = _workers(services(request))
+    workers = _workers(request.services)
     return {"workers": workers, "healthy": sum(worker["healthy"] for worker in workers), "total": len(workers)}
 
 
-@router.post("/admin/workers")
-@describe("Add an engine", "admin", json_reply(ANYTHING), errors=(*BODY, Unsupported, *WRITE), body=AddWorker)
+@route(
+    "POST /admin/workers",
+    "Add an engine",
+    "admin",
+    json_reply(ANYTHING),
+    errors=(*BODY, Unsupported, *WRITE),
+    body=AddWorker,
+    optional_body=True,
+)
 async def add_worker(request: Request) -> dict[str, str]:
     """As `POST /engines`. Engines are asked below `/v1`."""
-    body = await body_of(request, AddWorker, is_optional=True)
+    body = await request.body_of(AddWorker)
     if not body.url:
         raise InvalidRequest("url is required")
     base = plain_base_url(body.url)
     if (body.api_path or API_PATH).rstrip("/") != API_PATH:
         raise Unsupported(f"api_path: engines are asked below {API_PATH}")
-    listed = await services(request).engine_pool.put(base, "serving")
+    listed = await request.services.engine_pool.put(base, "serving")
     return {"worker_id": _id(listed.member.url), "url": listed.member.url, "api_path": API_PATH}
 
 
-@router.delete("/admin/workers/{worker_id}")
-@describe("Remove an engine", "admin", json_reply(ANYTHING), errors=(NotFound, *WRITE))
+@route(
+    "DELETE /admin/workers/{worker_id}", "Remove an engine", "admin", json_reply(ANYTHING), errors=(NotFound, *WRITE)
+)
 async def remove_worker(
     request: Request, worker_id: Annotated[str, Path(description="A worker's id, as the list has it.")]
 ) -> dict[str, str]:
     """As `DELETE /engines`."""
-    app = services(request)
+    app = request.services
     url = next((url for url in app.engines.members if _id(url) == worker_id), None)
     if url is None:
         raise NotFound(f"Worker {worker_id} not found")
@@ -97,32 +102,36 @@ async def remove_worker(
     return {"removed": worker_id}
 
 
-@router.post("/admin/flush")
-@describe("Nothing: a reply is on disk before it leaves", "admin", json_reply(ANYTHING))
-async def flush() -> dict[str, str]:
+@route("POST /admin/flush", "Nothing: a reply is on disk before it leaves", "admin", json_reply(ANYTHING))
+async def flush(request: Request) -> dict[str, str]:
     return {"status": "flushed"}
 
 
-@router.post("/admin/reload")
-@describe("Nothing, as at the gateway", "admin", json_reply(ANYTHING))
-async def reload() -> dict[str, str]:
+@route("POST /admin/reload", "Nothing, as at the gateway", "admin", json_reply(ANYTHING))
+async def reload(request: Request) -> dict[str, str]:
     return {"status": "ok"}
 
 
-@router.get("/admin/weight_version")
-@describe("The trainer's weight version", "page", json_reply(ANYTHING), errors=WRITE)
+@route("GET /admin/weight_version", "The trainer's weight version", "page", json_reply(ANYTHING), errors=WRITE)
 async def get_weight_version(request: Request) -> dict[str, int | None]:
     """Null where none was set, or one that is no number."""
-    version = (await services(request).fleet.refresh()).gate.version
+    version = (await request.services.fleet.refresh()).gate.version
     return {"weight_version": int(version) if version is not None and is_number(version) else None}
 
 
-@router.post("/admin/weight_version")
-@describe("Set the weight version", "admin", json_reply(ANYTHING), errors=(*BODY, *WRITE), body=SetWeightVersion)
+@route(
+    "POST /admin/weight_version",
+    "Set the weight version",
+    "admin",
+    json_reply(ANYTHING),
+    errors=(*BODY, *WRITE),
+    body=SetWeightVersion,
+    optional_body=True,
+)
 async def set_weight_version(request: Request) -> dict[str, int]:
     """Turns that begin from now on are of this version, unless their engine says another. Gates stay as they are: a
     pause that ends without a version forgets it."""
-    given = (await body_of(request, SetWeightVersion, is_optional=True)).weight_version
+    given = (await request.body_of(SetWeightVersion)).weight_version
     if given is None:
         raise InvalidRequest("weight_version is required")
     try:
@@ -140,7 +149,7 @@ async def set_weight_version(request: Request) -> dict[str, int]:
             return FleetPaused(gate.closings, gate.until or 0.0, gate.mode or "abort", version)
         return FleetResumed(gate.closings, version=version)
 
-    await services(request).fleet.append(stamped)
+    await request.services.fleet.append(stamped)
     return {"weight_version": int(version)}
 
 

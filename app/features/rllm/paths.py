@@ -20,9 +20,8 @@ from urllib.parse import parse_qsl
 
 from starlette.types import Scope
 
-from app.api.head import route_path
+from app.api.head import GENERATION, route_path
 from app.api.header_sessions import in_header
-from app.api.names import PARAMETER
 from app.features.rllm.rules import id_of
 
 _SESSIONS = "/sessions"
@@ -47,7 +46,7 @@ class Door:
             return scope
         if path == "/sessions/batch_delete" and method == "POST":
             return _at(scope, "/rllm/sessions/batch_delete")
-        if (turn := _TURN.fullmatch(path)) and PARAMETER not in query:
+        if (turn := _TURN.fullmatch(path)) and GENERATION not in query:
             name, rest = turn.groups()
             return in_header(_at(scope, rest), id_of(name))
         name = path[len(_SESSIONS) + 1 :].rstrip("/")

@@ -7,18 +7,19 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Path, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi import Path, Query
 from pydantic import BaseModel, ConfigDict
+from starlette.responses import StreamingResponse
 
-from app.api.bodies import body_of
-from app.api.describe import ANYTHING, BODY, JSON, PAYLOADS, READ, SESSION, WRITE, describe, json_reply
+from app.api.creation import CreateSession, create
 from app.api.parameters import SessionId
-from app.api.sessions import CreateSession, create, session_json
-from app.api.state import services, start_stream
+from app.api.replies import started
+from app.api.requests import Request
+from app.api.routes import ANYTHING, BODY, JSON, PAYLOADS, READ, SESSION, WRITE, Routes, json_reply
+from app.api.sessions import session_json
 from app.errors import InvalidRequest, NotFound, SessionExists, SessionNotFound
 from app.features.rllm.rules import id_of, name_of, pinned
-from app.features.rllm.spoken import GatewayRoute
+from app.features.rllm.spoken import spoken
 from app.features.rllm.traces import Trace, Traces
 from app.sessions.session_list import SessionQuery
 from app.store import metadata_reads
@@ -26,7 +27,7 @@ from app.store import metadata_reads
 if TYPE_CHECKING:
     from app.services import Services
 
-router = APIRouter(tags=["rLLM"], route_class=GatewayRoute)
+route = Routes("rLLM", spoken)
 
 AT_ONCE = 100
 """Sessions that one request deletes at a time; their writes share a transaction."""
@@ -68,8 +69,8 @@ class TracedSession(msgspec.Struct):
     metadata: msgspec.Raw
 
 
-@router.post("/rllm/sessions")
-@describe(
+@route(
+    "POST /rllm/sessions",
     "Create a session, also of a name that was deleted",
     "admin",
     json_reply(ANYTHING, "The session, as `POST /sessions` tells it, by the name that was given."),
@@ -81,8 +82,8 @@ class TracedSession(msgspec.Struct):
 async def create_session(request: Request) -> dict[str, Any]:
     """What `POST /sessions` is where this feature is on. A session without a turn may be created anew with another
     body; one that has turns is 409, since its traces would be of two."""
-    app = services(request)
-    given = await body_of(request, GatewaySession, is_optional=True)
+    app = request.services
+    given = await request.body_of(GatewaySession)
     name = given.session_id
     # Each request of the gateway's stands for itself: in a tree, none goes back on another.
     fields: dict[str, Any] = {
@@ -96,11 +97,11 @@ async def create_session(request: Request) -> dict[str, Any]:
         fields |= {"params": params or None, "model": model or given.model}
     body = given.model_copy(update=fields)
     try:
-        made = await create(app, body, request.scope)
+        made = await create(request, body)
     except SessionExists:
         if body.session_id is None or not await _begin_anew(app, body.session_id):
             raise
-        made = await create(app, body, request.scope)
+        made = await create(request, body)
     return {**made, "session_id": name or made["session_id"]}
 
 
@@ -113,13 +114,17 @@ async def _begin_anew(app: Services, session_id: str) -> bool:
     return True
 
 
-@router.get("/rllm/sessions")
-@describe("List the open sessions that have traces", "page", json_reply(list[TracedSession]), errors=READ)
+@route(
+    "GET /rllm/sessions",
+    "List the open sessions that have traces",
+    "page",
+    json_reply(list[TracedSession]),
+    errors=READ,
+)
 async def list_sessions(request: Request, since: Since = None, limit: Limit = None) -> StreamingResponse:
     """What `GET /sessions` is where this feature is on and nothing but `since` and `limit` is asked for. Newest
     first."""
-    content, _ = await start_stream(_array(_sessions(services(request), since, limit)))
-    return StreamingResponse(content, media_type=JSON)
+    return await started(_array(_sessions(request.services, since, limit)), JSON)
 
 
 async def _sessions(app: Services, since: float | None, limit: int | None) -> AsyncIterator[TracedSession]:
@@ -137,8 +142,8 @@ async def _sessions(app: Services, since: float | None, limit: int | None) -> As
             return
 
 
-@router.get("/sessions/{session_id}/rllm")
-@describe(
+@route(
+    "GET /sessions/{session_id}/rllm",
     "The session, with the number of its traces",
     "session",
     json_reply(ANYTHING, "What `GET /sessions/{session_id}` tells, `trace_count` and `created_at`."),
@@ -146,33 +151,42 @@ async def _sessions(app: Services, since: float | None, limit: int | None) -> As
 )
 async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
     """What `GET /sessions/{session_id}` is where this feature is on. `metadata` has what was given at create too."""
-    app = services(request)
+    app = request.services
     live = await app.sessions.require(session_id)
     beside = {
         "session_id": name_of(live.session.name or session_id),
         "trace_count": await of_services(app).count(session_id),
         "created_at": live.session.created_at,
     }
-    content, _ = await start_stream(session_json(app, live, beside))
-    return StreamingResponse(content, media_type=JSON)
+    return await started(session_json(app, live, beside), JSON)
 
 
-@router.delete("/sessions/{session_id}/rllm")
-@describe("Delete the session's traces", "session", json_reply(ANYTHING), errors=(*READ, *WRITE))
+@route(
+    "DELETE /sessions/{session_id}/rllm",
+    "Delete the session's traces",
+    "session",
+    json_reply(ANYTHING),
+    errors=(*READ, *WRITE),
+)
 async def delete_session(request: Request, session_id: SessionId) -> dict[str, int]:
     """What `DELETE /sessions/{session_id}` is where this feature is on: the session is closed, and its name may be used
     again. Its rows stay in exports."""
-    return {"deleted": await _delete(services(request), session_id)}
+    return {"deleted": await _delete(request.services, session_id)}
 
 
-@router.post("/rllm/sessions/batch_delete")
-@describe(
-    "Delete the traces of several sessions", "admin", json_reply(ANYTHING), errors=(*BODY, *WRITE), body=SessionIds
+@route(
+    "POST /rllm/sessions/batch_delete",
+    "Delete the traces of several sessions",
+    "admin",
+    json_reply(ANYTHING),
+    errors=(*BODY, *WRITE),
+    body=SessionIds,
+    optional_body=True,
 )
 async def batch_delete(request: Request) -> dict[str, int]:
     """As `DELETE` of each. A name that is not there is nothing deleted."""
-    app = services(request)
-    names = list(dict.fromkeys((await body_of(request, SessionIds, is_optional=True)).session_ids))
+    app = request.services
+    names = list(dict.fromkeys((await request.body_of(SessionIds)).session_ids))
     deleted = 0
     for at in range(0, len(names), AT_ONCE):
         part = await asyncio.gather(
@@ -199,34 +213,43 @@ async def _delete(app: Services, session_id: str) -> int:
     return count
 
 
-@router.get("/sessions/{session_id}/traces")
-@describe("The session's traces", "session", json_reply(list[Trace]), errors=(*SESSION, *READ))
+@route(
+    "GET /sessions/{session_id}/traces",
+    "The session's traces",
+    "session",
+    json_reply(list[Trace]),
+    errors=(*SESSION, *READ),
+)
 async def session_traces(
     request: Request, session_id: SessionId, since: Since = None, limit: Limit = None
 ) -> StreamingResponse:
     """Each committed turn as rLLM's `TraceRecord`, in the order of their commits. Of an unknown name there are none."""
-    app = services(request)
-    content, _ = await start_stream(_array(_traces(app, [session_id], since, limit)))
-    return StreamingResponse(content, media_type=JSON)
+    app = request.services
+    return await started(_array(_traces(app, [session_id], since, limit)), JSON)
 
 
-@router.post("/traces/query")
-@describe("The traces of several sessions", "admin", json_reply(list[Trace]), errors=(*BODY, *READ), body=TraceQuery)
+@route(
+    "POST /traces/query",
+    "The traces of several sessions",
+    "admin",
+    json_reply(list[Trace]),
+    errors=(*BODY, *READ),
+    body=TraceQuery,
+    optional_body=True,
+)
 async def query_traces(request: Request) -> StreamingResponse:
     """`since` and `limit` are of each session."""
-    app = services(request)
-    query = await body_of(request, TraceQuery, is_optional=True)
+    app = request.services
+    query = await request.body_of(TraceQuery)
     ids = [await app.names.newest(id_of(name)) for name in query.session_ids]
-    content, _ = await start_stream(_array(_traces(app, ids, query.since, query.limit)))
-    return StreamingResponse(content, media_type=JSON)
+    return await started(_array(_traces(app, ids, query.since, query.limit)), JSON)
 
 
-@router.get("/traces/{trace_id}")
-@describe("One trace", "admin", json_reply(Trace), errors=(NotFound, *READ))
+@route("GET /traces/{trace_id}", "One trace", "page", json_reply(Trace), errors=(NotFound, *READ))
 async def get_trace(
     request: Request, trace_id: Annotated[str, Path(description="A session's id, a dot, a turn's number.")]
-) -> Response:
-    app = services(request)
+) -> object:
+    app = request.services
     session_id, _, number = trace_id.rpartition(".")
     try:
         if not (number.isascii() and number.isdigit()) or await _is_deleted(app, session_id):
@@ -234,7 +257,7 @@ async def get_trace(
         trace = await of_services(app).of_turn(session_id, int(number))
     except (NotFound, SessionNotFound):
         raise NotFound(f"Trace {trace_id} not found") from None
-    return Response(msgspec.json.encode(trace), media_type=JSON)
+    return trace
 
 
 async def _is_deleted(app: Services, session_id: str) -> bool:

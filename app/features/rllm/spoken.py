@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any
+import msgspec
 
-from fastapi import Request, Response
-from fastapi.encoders import jsonable_encoder
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
-
-from app.api.error_handlers import error_reply
-from app.api.state import services
+from app.api.parameters import InvalidParameters
 from app.errors import AppError
-from app.logs import request_id
+from app.upstream.headers import Headers
 
 
-class GatewayRoute(APIRoute):
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def told(request: Request) -> Response:
-            try:
-                return await handle(request)
-            except AppError as error:
-                status, headers, _ = await error_reply(services(request), None, error, request_id())
-                return JSONResponse({"error": str(error)}, status, dict(headers))
-            except RequestValidationError as error:
-                return JSONResponse({"detail": jsonable_encoder(error.errors())}, 422)
-
-        return told
+def spoken(error: AppError) -> tuple[int, Headers, bytes]:
+    headers: Headers = [("content-type", "application/json")]
+    if isinstance(error, InvalidParameters):
+        return 422, headers, msgspec.json.encode({"detail": error.errors})
+    return error.status, [*headers, *error.headers().items()], msgspec.json.encode({"error": str(error)})

@@ -17,8 +17,7 @@ from app.metrics import Family
 from app.store.sqlite_engine import file_of
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
+    from app.api.routes import Route
     from app.features.search.index import Index
     from app.features.search.routes import Search
     from app.services import Services
@@ -35,10 +34,10 @@ TABLES = ("search_messages", "search_state")
 """PostgreSQL's; the index makes them, no migration does."""
 
 
-def routers() -> list[APIRouter]:
-    from app.features.search.routes import router
+def entries() -> list[Route]:
+    from app.features.search.routes import route
 
-    return [router]
+    return route.entries
 
 
 async def absent(services: Services) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-from fastapi import APIRouter, Query, Request, Response
-from pydantic import Field
+from fastapi import Query
+from pydantic import ConfigDict, Field
 
-from app.api.describe import JSON, READ, describe, json_reply
-from app.api.parameters import LIMIT, PageCursor, require_known
-from app.api.state import services
+from app.api.parameters import LIMIT, Cursor
+from app.api.requests import Request
+from app.api.routes import READ, Routes, json_reply
 from app.domain import cursors
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest
@@ -28,7 +27,7 @@ from turnlog import replies as reply_types
 if TYPE_CHECKING:
     from app.services import Services
 
-router = APIRouter(tags=["Search"])
+route = Routes("Search")
 
 FEW_SESSIONS = 1000
 """Where the filters leave at most so many sessions, only their messages are looked at."""
@@ -42,13 +41,15 @@ Text = Annotated[str | None, Field(pattern=NO_NUL)]
 class SearchQuery(SessionConditions):
     """What to search for, and in which sessions."""
 
+    model_config = ConfigDict(extra="forbid")
+
     q: Text = Field(default=None, max_length=1000, description="Words and phrases.")
     role: Text = Field(default=None, max_length=64, description="Only messages of this role.")
     tool: Text = Field(default=None, max_length=256, description="Only calls of this tool, and its results.")
     finish_reason: Text = Field(default=None, max_length=64, description="Only replies that ended so.")
     session_id: str | None = Field(default=None, pattern=ID, description="Only this session.")
     limit: int = Field(default=20, ge=1, le=100, description=LIMIT)
-    cursor: PageCursor = None
+    cursor: Cursor = None
 
 
 class Search:
@@ -143,19 +144,18 @@ def _hit(message: Message, head: HeadRow, query: SearchedFor | None) -> reply_ty
     )
 
 
-@router.get("/search")
-@describe(
+@route(
+    "GET /search",
     "Find messages over all sessions",
     "page",
     json_reply(reply_types.SearchPage, "The newest messages that match."),
     errors=(InvalidRequest, *READ),
 )
-async def search(request: Request, query: Annotated[SearchQuery, Query()]) -> Response:
+async def search(request: Request, query: Annotated[SearchQuery, Query()]) -> object:
     """Messages, tool calls and tool results that match, newest first, paged by cursor; a page may have fewer hits than
     `limit` though others follow. At least one of `q`, `role`, `tool`, `finish_reason`, `session_id` is needed.
 
     Only where `TURNLOG_FEATURES` names `search`.
     """
-    require_known(request, SearchQuery)
-    of_services: Search = services(request).features["search"]
-    return Response(msgspec.json.encode(await of_services.page(query)), media_type=JSON)
+    of_services: Search = request.services.features["search"]
+    return await of_services.page(query)

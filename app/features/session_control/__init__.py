@@ -14,14 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
     from app.features.session_control.controls import SessionControls
     from app.services import Services
-
-
-def routers() -> list[APIRouter]:
-    return []
 
 
 def add_to(services: Services) -> SessionControls:

@@ -12,14 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
     from app.features.text.calls import TextCalls
     from app.services import Services
-
-
-def routers() -> list[APIRouter]:
-    return []
 
 
 def add_to(services: Services) -> TextCalls | None:

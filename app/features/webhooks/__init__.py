@@ -17,8 +17,6 @@ from app.errors import AppError
 from app.metrics import Family
 
 if TYPE_CHECKING:
-    from fastapi import APIRouter
-
     from app.features.webhooks.sender import Sender
     from app.services import Services
 
@@ -32,10 +30,6 @@ METRICS = (
     ),
     Family("turnlog_webhooks_waiting", "gauge", "Receivers of webhooks that the next notice waits for."),
 )
-
-
-def routers() -> list[APIRouter]:
-    return []
 
 
 def add_to(services: Services) -> Sender | None:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import msgspec
 from sqlalchemy import Connection
 
-from app.api.names import finish_session
 from app.domain.events import TurnCommitted
 from app.errors import AppError
 from app.store import names, reads
@@ -91,9 +90,8 @@ class Trajectory:
 
     async def _finished(self, process: Process) -> bool:
         async def finish() -> bool:
-            head = self._requests.head("/finish_session", {}, f"session_id={self._name}")
-            status, _ = await finish_session(process.service, head, _nothing)
-            return bool(status == 200)
+            await process.service.names.finish(self._name)
+            return True
 
         self._world.note(f"{self._name} is to be finished, by way of {process.name}")
         return await process.call(finish, lambda _: None)
@@ -133,10 +131,6 @@ class Trajectory:
                 is_own = asked.startswith(f"{self._name} {one.number} ")
                 self._world.must(is_own, f"{asked} is in generation {one.number}")
         return found
-
-
-async def _nothing() -> Any:
-    raise NotImplementedError
 
 
 def _content(reply: bytes) -> str:

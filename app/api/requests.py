@@ -1,20 +1,28 @@
-"""Reads and validates JSON bodies with pydantic models."""
+"""A request that is no turn's, as its endpoint gets it, and how bodies are read."""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import math
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
-from fastapi import Request
+import starlette.requests
 from pydantic import BaseModel, ValidationError
+from starlette.types import Receive
 
-from app.api.state import whole_body
+from app.api.head import TOKEN_SESSION, Head
+from app.api.limits import arrived_body
 from app.domain.surrogates import mended
-from app.errors import InvalidRequest
+from app.errors import ClientGone, Forbidden, InvalidRequest
+from app.tasks import cancelled
 from workers import scan
+
+if TYPE_CHECKING:
+    from app.api.routes import Route
+    from app.services import Services
 
 MAX_LABEL = 64 << 10
 """Maximum bytes as JSON of a session's metadata, and of a reward with its components. They are labels, not data."""
@@ -30,13 +38,67 @@ SHORT = 16 << 10
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
+T = TypeVar("T")
 Body = TypeVar("Body", bound=BaseModel)
 
 
-async def body_of(request: Request, kind: type[Body], *, is_optional: bool = False, most: int = MAX_VALUES) -> Body:
-    """The request's body. With `is_optional` an empty one means `{}`. Raises like `read_model` and `whole_body`."""
-    raw = await whole_body(request)
-    return kind() if is_optional and not raw.strip() else read_model(raw, kind, most)
+class Request(starlette.requests.Request):
+    """`path_values` are the values of the parameters in the path."""
+
+    def __init__(self, services: Services, route: Route, head: Head, receive: Receive) -> None:
+        super().__init__(head.scope, receive)
+        self.services = services
+        self.route = route
+        self.head = head
+
+    @property
+    def path_values(self) -> Mapping[str, str]:
+        head = self.head
+        return head.path_values if head.path_session is None else {**head.path_values, "session_id": head.path_session}
+
+    @property
+    def token_session(self) -> str | None:
+        """The session whose own token the request brought."""
+        return self.scope.get(TOKEN_SESSION)
+
+    async def whole_body(self) -> bytes:
+        """The body, at most the route's `largest` bytes; empty if the client disconnects. Raises as `arrived_body`."""
+        app = self.services
+        limit = min(self.route.largest, app.settings.max_request_bytes)
+        with app.inflight.reserve(peer=self.head.peer) as reservation:
+            return await arrived_body(self.head, self.receive, self.headers.items(), limit, reservation) or b""
+
+    async def body_of(self, kind: type[Body], most: int = MAX_VALUES) -> Body:
+        """The body as a model; an empty one means `{}` if it is optional. Raises as `read_model`, `whole_body`."""
+        raw = await self.whole_body()
+        return kind() if self.route.optional_body and not raw.strip() else read_model(raw, kind, most)
+
+    def require_judge(self) -> None:
+        """Raises Forbidden where a session's token is about to set a reward or to erase content: the agent that is
+        judged may hold it, whose harness does."""
+        if self.token_session is not None and self.services.settings.session_rewards == "refuse":
+            raise Forbidden(
+                "a session token sets no reward and erases nothing: use the admin token, or set "
+                "TURNLOG_SESSION_REWARDS=allow"
+            )
+
+    async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns. It is cancelled if the client disconnects first; then ClientGone is raised."""
+        working = asyncio.ensure_future(work)
+        watching = asyncio.ensure_future(disconnected(self.receive))
+        try:
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ClientGone("the client went away before it was answered")
+            return working.result()
+        finally:
+            await cancelled(working, watching)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Return once the client has disconnected. The rest of its body is dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
 
 
 def read_model(raw: bytes, kind: type[Body], most: int = MAX_VALUES) -> Body:

@@ -1,0 +1,280 @@
+"""The table of routes: what the server knows of a request before it is answered.
+
+An entry says a route's methods and path, who may ask, which function answers, how large a body may be, and how the
+OpenAPI document describes it (`app.api.openapi`). A module fills a `Routes` of its own, and `app.main` makes one
+`Table` of all that are on. By it a request finds its route, the guard decides (`head.Guard`), and an error names the
+methods that a path has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+
+from pydantic import BaseModel
+
+from app.api.head import Head
+from app.api.parameters import Parameters
+from app.api.requests import Request
+from app.errors import (
+    AppError,
+    InvalidRequest,
+    MethodNotAllowed,
+    NotFound,
+    NoUpstream,
+    Overloaded,
+    PayloadsUnavailable,
+    RequestTimeout,
+    RequestTooLarge,
+    Restored,
+    SessionClosed,
+    SessionNotFound,
+    SessionReclaimed,
+    SessionUnreadable,
+    StoreFull,
+    StoreUnavailable,
+    UnsupportedEncoding,
+    UpgradeRequired,
+    UpstreamInvalid,
+    UpstreamTimeout,
+    UpstreamUnreachable,
+)
+from app.protocols.base import WireProtocol
+from app.upstream.headers import Headers
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+ANYTHING: Schema = {"type": "object"}
+BINARY: Schema = {"type": "string", "format": "binary"}
+
+JSON, NDJSON, BYTES = "application/json", "application/x-ndjson", "application/octet-stream"
+EVENTS = "text/event-stream"
+
+Who = Literal["anyone", "browser", "session", "page", "admin"]
+"""Who may ask, where an admin token is set. The admin may always.
+
+    anyone     without a token, from any machine, also where no token is set: probes of health
+    browser    without a token: the page's files, and its sign-in, which is refused to other sites' pages
+    session    the session's own token; the page's cookie if it is a GET
+    page       the page's cookie if it is a GET
+    admin      nobody else: it changes something, or is of what sessions must not see
+"""
+
+Errors = tuple[type[AppError], ...]
+
+BODY: Errors = (InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedEncoding, Overloaded)
+READ: Errors = (StoreUnavailable,)
+WRITE: Errors = (Overloaded, StoreUnavailable, StoreFull)
+PAYLOADS: Errors = (PayloadsUnavailable,)
+SESSION: Errors = (SessionNotFound, SessionClosed, SessionReclaimed, Restored, SessionUnreadable)
+ENGINE: Errors = (UpstreamInvalid, UpstreamUnreachable, NoUpstream, UpstreamTimeout)
+
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
+
+CONTROL_BYTES = 1 << 20
+"""Maximum bytes of a body that is not a turn's: it is parsed on the event loop at once."""
+
+_BELOW_SESSION = "/sessions/{session_id}"
+_PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
+
+MOST_ROWS = 500
+"""In a view of the page's."""
+
+WEBSOCKETS = "/v1/responses"
+"""Where Codex asks for a WebSocket first, with its session's token."""
+
+
+class Reply(NamedTuple):
+    """A successful reply. `content` maps media types to schemas or to types: of the whole, for NDJSON of a line."""
+
+    description: str
+    content: Mapping[str, Any]
+    headers: tuple[str, ...] = ()
+    status: int = 200
+
+
+def json_reply(kind: Any, description: str = "Done.", status: int = 200) -> Reply:
+    """`kind` is a type of `turnlog.replies` or of `turnlog.rows`, or a struct that the reply is encoded from."""
+    return Reply(description, {JSON: kind}, status=status)
+
+
+NO_CONTENT = Reply("Done.", {}, status=204)
+
+Endpoint = Callable[..., Awaitable[Any]]
+"""Gets a `Request` and the parameters that its signature names. Returns a response, or what the reply's JSON is made
+of, or None for an empty one. Raises AppError. Its docstring is the description in the document."""
+
+ErrorParts = Callable[[AppError], tuple[int, Headers, bytes]]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Route:
+    """An entry. A `{name}` in `path` is one part of it, a `{name:path}` any text with slashes and line feeds.
+
+    A route of turns has a `protocol` and no endpoint. One without a `summary` is not in the document. `largest` limits
+    the body's bytes; with `optional_body` an empty one means `{}`. `example` is a valid body, `headers` are those a
+    turn reads. `error_parts` makes error replies that are not spelled as the path's protocol spells them.
+    """
+
+    methods: tuple[str, ...]
+    path: str
+    who: Who
+    tag: str = ""
+    summary: str = ""
+    endpoint: Endpoint | None = None
+    protocol: WireProtocol | None = None
+    replies: tuple[Reply, ...] = ()
+    errors: Errors = ()
+    body: type[BaseModel] | None = None
+    optional_body: bool = False
+    example: Mapping[str, Any] | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    largest: int = CONTROL_BYTES
+    passes_engines_errors: bool = False
+    error_parts: ErrorParts | None = None
+
+    @cached_property
+    def parameters(self) -> Parameters:
+        assert self.endpoint is not None
+        return Parameters(self.endpoint)
+
+    @cached_property
+    def documented_path(self) -> str:
+        return _PARAMETER.sub(r"{\1}", self.path)
+
+
+class Options(TypedDict, total=False):
+    """What an endpoint may say of its route, beside what each must say."""
+
+    errors: Errors
+    body: type[BaseModel]
+    optional_body: bool
+    example: Mapping[str, Any]
+    largest: int
+    passes_engines_errors: bool
+
+
+Answering = TypeVar("Answering", bound=Endpoint)
+
+
+class Routes:
+    """Routes of one module, which the document has under `tag`."""
+
+    def __init__(self, tag: str, error_parts: ErrorParts | None = None) -> None:
+        self.entries: list[Route] = []
+        self._tag = tag
+        self._error_parts = error_parts
+
+    def __call__(
+        self, places: str | Iterable[str], summary: str, who: Who, *replies: Reply, **options: Unpack[Options]
+    ) -> Callable[[Answering], Answering]:
+        """Add the function below as what answers at `places`, each written as `GET /path` or `GET, HEAD /path`."""
+
+        def added(endpoint: Answering) -> Answering:
+            for place in (places,) if isinstance(places, str) else places:
+                methods, _, path = place.rpartition(" ")
+                self.entries.append(
+                    Route(
+                        methods=tuple(methods.split(", ")),
+                        path=path,
+                        who=who,
+                        tag=self._tag,
+                        summary=summary,
+                        endpoint=endpoint,
+                        replies=replies,
+                        error_parts=self._error_parts,
+                        **options,
+                    )
+                )
+            return endpoint
+
+        return added
+
+    def for_the_page(self, path: str) -> Callable[[Answering], Answering]:
+        """A view under `/ui/api`: it belongs to the page, and may change with it."""
+        data = Reply("The view's data.", {JSON: ANYTHING})
+        return self(
+            f"GET /ui/api{path}", "For the page", "page", data, errors=(InvalidRequest, NotFound, *SESSION, *READ)
+        )
+
+
+class Table:
+    """All routes of an application. Of two that fit a path, one without parameters decides, else the first.
+
+    A slash at the end of a path does not matter, but to turns: not every client that sends a body follows a redirect.
+
+    `plain` are those without parameters, by method, whether the path is below a session, and what it is there.
+    """
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self.routes = tuple(routes)
+        self.plain: dict[tuple[str, bool, str], Route] = {}
+        self._patterns: dict[tuple[str, bool], list[tuple[re.Pattern[str], Route]]] = {}
+        for route in self.routes:
+            self._add(route, "")
+        for route in self.routes:
+            if route.protocol is None:
+                # Nothing without a token at a path that no document has.
+                self._add(replace(route, who="page") if route.who in ("anyone", "browser") else route, "/")
+        self._unknown, self._unknown_of_session = (
+            Route(methods=(), path="", who=who, endpoint=self._unknown_route) for who in ("page", "session")
+        )
+
+    def _add(self, route: Route, end: str) -> None:
+        in_session = route.path == _BELOW_SESSION or route.path.startswith(_BELOW_SESSION + "/")
+        below = (route.path.removeprefix(_BELOW_SESSION) if in_session else route.path) + end
+        pattern = _PARAMETER.sub(_group, below) if "{" in below else None
+        for method in route.methods:
+            if pattern is None:
+                self.plain.setdefault((method, in_session, below), route)
+            else:
+                self._patterns.setdefault((method, in_session), []).append((re.compile(pattern), route))
+
+    def find(self, head: Head) -> Route:
+        """The route of a request; for an unknown path or method one that answers with the error."""
+        route, head.path_values = self._fitting(head.method, head)
+        if route is not None:
+            return route
+        read, _ = self._fitting("GET", head) if head.method == "HEAD" else (None, None)
+        is_of_session = (
+            head.path_session is not None
+            or (read is not None and read.who == "session")
+            or (head.method == "GET" and head.path == WEBSOCKETS)
+        )
+        return self._unknown_of_session if is_of_session else self._unknown
+
+    def _fitting(self, method: str, head: Head) -> tuple[Route | None, Mapping[str, str]]:
+        """The route with this method at the request's path, and the values of the parameters in it."""
+        place = method, head.path_session is not None
+        plain = self.plain.get((*place, head.route))
+        if plain is not None:
+            return plain, {}
+        for pattern, route in self._patterns.get(place, ()):
+            if matched := pattern.fullmatch(head.route):
+                return route, matched.groupdict()
+        return None, {}
+
+    async def _unknown_route(self, request: Request) -> None:
+        head, path = request.head, request.scope["path"]
+        routes = {method: route for method in METHODS if (route := self._fitting(method, head)[0]) is not None}
+        is_turns = any(route.protocol is not None for route in routes.values())
+        if is_turns and any(b"websocket" in value.lower() for value in head.headers.get(b"upgrade", ())):
+            # Codex tries a WebSocket first. At a 426 it goes on with POST at once, at anything else after seven tries.
+            raise UpgradeRequired(f"there are no WebSockets on {path}; POST is supported")
+        if routes:
+            raise MethodNotAllowed.of(head.method, path, list(routes))
+        message = f"there is no route {head.method} {path}"
+        if "/v1/v1/" in path:
+            message += "; /v1 is there twice: an Anthropic base URL does not end in it"
+        elif path.endswith(("/completions", "/models", "/responses")):
+            message += "; an OpenAI base URL ends in /v1"
+        raise NotFound(message)
+
+
+def _group(parameter: re.Match[str]) -> str:
+    name, is_path = parameter.groups()
+    return f"(?P<{name}>(?s:.*))" if is_path else f"(?P<{name}>[^/]+)"
