@@ -26,7 +26,7 @@ from app.store import restored
 from app.store.engine import Database, create_engine, sqlite_lock
 from app.store.lock import Held
 from app.store.opening import require_known
-from app.store.projections import refuse_if_served, require_revision
+from app.store.repair import refuse_if_served, require_revision
 from ops.store_command import DONE, CommandResult, Progress, require_store, run, settings_for, sqlite_path
 
 MIB = 1 << 20

@@ -21,7 +21,7 @@ from app.domain.events import TYPES
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest, Overloaded, PositionGone
 from app.sessions.all_events import AllEvents, EventQuery
-from app.store.all_events import EventFilter
+from app.store.feed import EventFilter
 from app.tasks import cancelled
 from turnlog import replies as reply_types
 

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from fastapi import APIRouter, Request, Response
 
 from app.api.describe import TEXT, Reply, describe
+from app.api.figures import Figures
 from app.api.state import services
 from app.domain.events import is_number
 from app.fleet.member import Health, Member
 from app.metrics import FOLDER, Kind, Metric, Sample, render
-from app.store.figures import Figures
 
 if TYPE_CHECKING:
     from app.services import Services

@@ -18,7 +18,7 @@ from app.api.direct import DirectRoute, flag
 from app.api.head import Head
 from app.api.openapi import document
 from app.errors import AppError
-from app.store import reads
+from app.store import feed
 from turnlog import replies as reply_types
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ async def ready(app: Services, head: Head, receive: Receive) -> tuple[int, Any]:
         "engine": await app.health.any_alive() if app.engines.members else bool(app.text_upstreams),
     }
     try:
-        await app.database.read(reads.epoch)
+        await app.database.read(feed.epoch)
     except AppError:
         checks["database"] = False
     needed = checks if flag(head, "writes") else checks.keys() - {"writable"}

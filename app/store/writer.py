@@ -26,12 +26,12 @@ import msgspec
 
 from app.domain.events import BlobsTombstoned, Recorded, RolledBack, TurnAbandoned
 from app.errors import AppError, Overloaded, StoreDamaged, StoreLocked, StoreUnavailable
-from app.store import reads
 from app.store.batch import Deferred, apply_all
 from app.store.dialect import WriteConflict
 from app.store.log import Appended, Operation
 from app.store.log_turns import AbandonDead
 from app.store.ports import LOCKED_S, Database
+from app.store.sessions import read_all_rows
 
 Result = TypeVar("Result")
 
@@ -333,7 +333,7 @@ class Writer:
         session_id = batch[0].operation.session_id
         try:
             if session_id:
-                read = partial(reads.read_all_rows, session_id=session_id)
+                read = partial(read_all_rows, session_id=session_id)
                 await self._database.read(read, session_id=session_id)
         except AppError as fault:
             _fail(batch[0], fault)

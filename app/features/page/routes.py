@@ -17,12 +17,12 @@ from app.api.parameters import LIMIT, PageCursor, SessionId, require_known
 from app.api.state import services
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import SessionUnreadable
+from app.features.page import reads
 from app.features.page.rollout_view import MAX_STEPS
 from app.features.page.summaries import MAX_SESSIONS
 from app.features.page.token_view import Asked
 from app.features.page.turn_view import MAX_TURNS
 from app.sessions.session_list import SessionQuery
-from app.store import heads_view
 
 if TYPE_CHECKING:
     from app.features.page import Page
@@ -221,4 +221,4 @@ async def preview_export(request: Request, query: Annotated[ExportParameters, Qu
 @for_the_page
 async def versions(request: Request) -> Response:
     """The newest weight versions with their sessions, turns and rewards."""
-    return page_reply(await services(request).database.read(heads_view.versions))
+    return page_reply(await services(request).database.read(reads.versions))
