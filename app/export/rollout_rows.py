@@ -55,7 +55,8 @@ class RolloutRows:
             states = ("open", "closed")
             below = [member for part in parts for member in rollouts.members(connection, part, status=states)]
         else:
-            below = [(head.session_id, head.rollout) for head in heads.values() if head.root_id in roots]
+            wanted = set(roots)
+            below = [(head.session_id, head.rollout) for head in heads.values() if head.root_id in wanted]
         members = dict(below)
         return members | {root: root for root in members.values()}
 

@@ -13,7 +13,6 @@ import logging
 import sqlite3
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Dialect, LargeBinary, Select, literal_column, select, table
@@ -23,6 +22,7 @@ from app.errors import SessionUnreadable
 
 log = logging.getLogger("turnlog.unreadable")
 
+K = TypeVar("K")
 T = TypeVar("T")
 D = TypeVar("D")
 
@@ -123,14 +123,14 @@ def attempt_or(connection: Connection, read: Callable[[Connection], T], default:
 
 
 def split(
-    connection: Connection, ids: Sequence[str], read: Callable[[Connection, Sequence[str]], Mapping[str, T]]
-) -> tuple[dict[str, T], dict[str, str]]:
-    """What `read` gives of sessions (or groups), and the reason for each that cannot be read.
+    connection: Connection, ids: Sequence[K], read: Callable[[Connection, Sequence[K]], Mapping[K, T]]
+) -> tuple[dict[K, T], dict[K, str]]:
+    """What `read` gives of sessions (or groups, or places), and the reason for each that cannot be read.
 
     `read` is called with at most SPAN of them.
     """
-    readable: dict[str, T] = {}
-    lost: dict[str, str] = {}
+    readable: dict[K, T] = {}
+    lost: dict[K, str] = {}
     parts = [ids[at : at + SPAN] for at in range(0, len(ids), SPAN)]
     while parts:
         part = parts.pop()
@@ -146,30 +146,10 @@ def split(
 
 
 def of_readable(
-    connection: Connection, ids: Sequence[str], read: Callable[[Connection, Sequence[str]], Mapping[str, T]]
-) -> dict[str, T]:
-    """What `read` gives of those sessions (or groups) that can be read."""
+    connection: Connection, ids: Sequence[K], read: Callable[[Connection, Sequence[K]], Mapping[K, T]]
+) -> dict[K, T]:
+    """What `read` gives of those that can be read."""
     return split(connection, ids, read)[0]
-
-
-def rows_in_parts(
-    connection: Connection, low: int, high: int, read: Callable[[Connection, int, int], Sequence[T]]
-) -> tuple[list[T], list[int]]:
-    """The rows numbered `low` to `high`, and the unreadable numbers. `read` takes the first and last number."""
-    rows: list[T] = []
-    lost: list[int] = []
-    waiting = [(low, high)] if low <= high else []
-    while waiting:
-        first, last = waiting.pop()
-        try:
-            rows += attempt(connection, partial(read, first=first, last=last))  # type: ignore[call-arg]
-        except PageDamaged:
-            if first == last:
-                lost.append(first)
-            else:
-                middle = (first + last) // 2
-                waiting += [(first, middle), (middle + 1, last)]
-    return rows, sorted(lost)
 
 
 class Unreadable:

@@ -7,8 +7,10 @@ behind it.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -17,7 +19,7 @@ from sqlalchemy import ColumnElement, Connection, Select, exists, select, tuple_
 from app.domain.events import EXPORTED
 from app.domain.patterns import MAX_INTEGER
 from app.store import rollouts
-from app.store.damage import SPAN, BrokenRow, PageDamaged, attempt, attempt_or, rows_in_parts, split
+from app.store.damage import SPAN, BrokenRow, PageDamaged, attempt, attempt_or, split
 from app.store.dialect import log_synced, log_written, next_tx, oldest_tx, sync_delay_s
 from app.store.names import called
 from app.store.ports import Database
@@ -79,6 +81,11 @@ def epoch(connection: Connection) -> str:
     """The store's epoch: a restore raises it, and with it ends every export cursor."""
     value: str = connection.execute(select(store_meta.c.value).where(store_meta.c.key == "epoch")).scalar_one()
     return value
+
+
+def next_epoch(epoch: str) -> str:
+    """The next number, and a random part that no other store with the same past has."""
+    return f"{int(epoch.partition('-')[0]) + 1}-{secrets.token_hex(4)}"
 
 
 def log_epoch(connection: Connection) -> str:
@@ -322,13 +329,13 @@ def _page_around_damage(
     def place(number: int) -> Position:
         return Position(number, MAX_INTEGER) if by_tx else Position(0, number)
 
-    def read(again: Connection, first: int, last: int) -> list[PlacedRow]:
-        low, high = max(place(first - 1), after), min(place(last), upto)
+    def read(again: Connection, numbers: Sequence[int]) -> dict[int, list[PlacedRow]]:
+        low, high = max(place(numbers[0] - 1), after), min(place(numbers[-1]), upto)
         query = select(*_COLUMNS).where(_later_than(low), at_or_before(high))
-        return _placed(again, query.order_by(events.c.tx, events.c.position))
+        return {numbers[0]: _placed(again, query.order_by(*_IN_ORDER))}
 
-    placed, lost = rows_in_parts(connection, first, last, read)
-    placed = _matching(connection, placed, wanted)
+    parts, lost = split(connection, range(first, last + 1), read)
+    placed = _matching(connection, list(chain.from_iterable(parts.values())), wanted)
     placed += [PlacedRow(place(number), None, None) for number in lost]
     placed.sort(key=lambda row: row.place)
     if len(placed) > limit:

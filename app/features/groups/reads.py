@@ -162,7 +162,8 @@ def _closed_members(connection: Connection, group_ids: Sequence[str]) -> dict[st
     members: dict[str, list[str]] = {group_id: [] for group_id in group_ids}
     query = select(group(), sessions.c.session_id).where(in_groups(group_ids), sessions.c.status == "closed")
     for group_id, session_id in connection.execute(query):
-        members[group_id].append(session_id)
+        if group_id in members:
+            members[group_id].append(session_id)
     return members
 
 
@@ -174,7 +175,8 @@ def _turn_events_of(connection: Connection, session_ids: Sequence[str]) -> dict[
     )
     logs: dict[str, list[EventRow]] = {session_id: [] for session_id in session_ids}
     for session_id, *row in connection.execute(query):
-        logs[session_id].append(EventRow(*row))
+        if session_id in logs:  # a damaged index may lead to another session's rows
+            logs[session_id].append(EventRow(*row))
     return logs
 
 

@@ -7,8 +7,6 @@ that was frozen) must find it invalid.
 
 from __future__ import annotations
 
-import secrets
-
 from sqlalchemy import Connection, delete, func, insert, select, text, update
 
 from app.store import feed
@@ -23,14 +21,9 @@ SESSIONS_AT_ONCE = 100
 """Sessions whose events are rewritten in one transaction."""
 
 
-def next_epoch(epoch: str) -> str:
-    """The next number, and a random part that no other store with the same past has."""
-    return f"{int(epoch.partition('-')[0]) + 1}-{secrets.token_hex(4)}"
-
-
 def raise_epoch(connection: Connection) -> str:
     """Invalidate every export cursor; returns the new epoch."""
-    epoch = next_epoch(feed.epoch(connection))
+    epoch = feed.next_epoch(feed.epoch(connection))
     connection.execute(update(store_meta).where(store_meta.c.key == "epoch").values(value=epoch))
     return epoch
 
