@@ -97,21 +97,22 @@ _ANY_ROW: Select[tuple[int]] = select(literal_column("1")).select_from(table("st
 
 
 def attempt(connection: Connection, read: Callable[[Connection], T]) -> T:
-    """What `read` gives. Raises PageDamaged; the driver's error if the database answers nothing else either.
-
-    An error ends a PostgreSQL transaction, so the read runs in a savepoint there.
-    """
+    """What `read` gives. Raises PageDamaged; the driver's error if the database answers nothing else either."""
+    # An error ends a PostgreSQL transaction, unless there is a savepoint to go back to.
+    savepoint = connection.begin_nested() if connection.dialect.name == "postgresql" else None
     try:
-        if connection.dialect.name != "postgresql":
-            return read(connection)
-        with connection.begin_nested():
-            return read(connection)
+        result = read(connection)
     except (DBAPIError, BrokenRow) as error:
         why = damage(error)
         if why is None:
-            raise
+            raise  # without the savepoint: to go back to it, a server that does not answer would be asked again
+        if savepoint is not None:
+            savepoint.rollback()
         connection.execute(_ANY_ROW).all()  # if this fails too, the file or the disk is damaged, not a page
         raise PageDamaged(f"the database answered {why}") from error
+    if savepoint is not None:
+        savepoint.commit()
+    return result
 
 
 def attempt_or(connection: Connection, read: Callable[[Connection], T], default: D) -> T | D:
