@@ -396,39 +396,3 @@ def _matching(connection: Connection, rows: Sequence[PlacedRow], wanted: EventFi
 
 def _ids(connection: Connection, query: Select[Any]) -> Collection[str | None]:
     return set(connection.execute(query).scalars())
-
-
-# What follows a place, for readers that only want to know which sessions have changed.
-
-
-class Tail(NamedTuple):
-    """Events after a position: their sessions (each once), the last position, and how many events.
-
-    `holds` False: the event at the given position is gone, because a database crash undid it or it is another store.
-    Earlier events may differ too.
-    """
-
-    session_ids: list[str]
-    last: Position
-    events: int
-    holds: bool
-
-
-def since(connection: Connection, after: Position, limit: int) -> Tail:
-    """Events after `after`, at most `limit`."""
-    query = (
-        select(events.c.session_id, events.c.tx, events.c.position)
-        .where(
-            tuple_(events.c.tx, events.c.position) >= (after.tx, after.position),
-            events.c.tx < oldest_tx(),
-        )
-        .order_by(events.c.tx, events.c.position)
-        .limit(limit + (after != START))
-    )
-    rows = connection.execute(query).all()
-    if after != START:
-        if not rows or Position(rows[0][1], rows[0][2]) != after:
-            return Tail([], after, 0, holds=False)
-        rows = rows[1:]
-    last = Position(rows[-1][1], rows[-1][2]) if rows else after
-    return Tail(list(dict.fromkeys(row[0] for row in rows)), last, len(rows), holds=True)

@@ -1,11 +1,15 @@
-"""What the page counts over all sessions, and lists of weight versions."""
+"""What the page counts over all sessions, its weight versions, and which sessions have changed since a place."""
 
 from __future__ import annotations
 
-import msgspec
-from sqlalchemy import Connection, and_, case, func, or_, select
+from typing import NamedTuple
 
-from app.store.schema import open_turns, sessions
+import msgspec
+from sqlalchemy import Connection, and_, case, func, or_, select, tuple_
+
+from app.store.dialect import oldest_tx
+from app.store.feed import START, Position
+from app.store.schema import events, open_turns, sessions
 
 MAX_VERSIONS = 100
 
@@ -70,3 +74,36 @@ def claims(connection: Connection, since: float) -> ClaimCounts:
     )
     row = connection.execute(query).one()
     return ClaimCounts(row[0], row[1] or 0)
+
+
+class Tail(NamedTuple):
+    """Events after a position: their sessions (each once), the last position, and how many events.
+
+    `holds` False: the event at the given position is gone, because a database crash undid it or it is another store.
+    Earlier events may differ too.
+    """
+
+    session_ids: list[str]
+    last: Position
+    events: int
+    holds: bool
+
+
+def since(connection: Connection, after: Position, limit: int) -> Tail:
+    """Events after `after`, at most `limit`."""
+    query = (
+        select(events.c.session_id, events.c.tx, events.c.position)
+        .where(
+            tuple_(events.c.tx, events.c.position) >= (after.tx, after.position),
+            events.c.tx < oldest_tx(),
+        )
+        .order_by(events.c.tx, events.c.position)
+        .limit(limit + (after != START))
+    )
+    rows = connection.execute(query).all()
+    if after != START:
+        if not rows or Position(rows[0][1], rows[0][2]) != after:
+            return Tail([], after, 0, holds=False)
+        rows = rows[1:]
+    last = Position(rows[-1][1], rows[-1][2]) if rows else after
+    return Tail(list(dict.fromkeys(row[0] for row in rows)), last, len(rows), holds=True)

@@ -13,11 +13,13 @@ import logging
 from collections.abc import Callable, Iterable
 
 from app.errors import AppError, Overloaded
+from app.features.page import reads
+from app.features.page.reads import Tail
 from app.sessions.log_end import POLL_S, LogEnd, LogPosition, decode_position
 from app.sessions.session_list import SessionList
 from app.store import feed
 from app.store.engine import Database
-from app.store.feed import START, Tail
+from app.store.feed import START
 from app.store.ports import Connection
 from turnlog.replies import ListedSession
 
@@ -170,7 +172,7 @@ class Watch:
         at_gates = self._sessions.at_gates()
 
         def read(connection: Connection) -> Tail:
-            found = feed.since(connection, resumed.place, MAX_BEHIND + 1)
+            found = reads.since(connection, resumed.place, MAX_BEHIND + 1)
             if found.events <= MAX_BEHIND:
                 rows.extend(self._sessions.rows(connection, found.session_ids, at_gates))
             return found
@@ -206,7 +208,7 @@ class Watch:
 
         def read(connection: Connection) -> Tail:
             rows.clear()
-            found = feed.since(connection, self._position.place, BATCH)
+            found = reads.since(connection, self._position.place, BATCH)
             rows.extend(self._sessions.rows(connection, list({*found.session_ids, *came_or_went}), at_gates))
             return found
 
