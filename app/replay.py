@@ -24,7 +24,7 @@ from app.sessions.event_log import described, event_fields
 from app.sessions.session_at import session_at
 from app.settings import Settings, load_settings
 from app.store.engine import Database
-from app.store.projections import Examined, examined, mended, refuse_if_served, require_revision
+from app.store.repair import Examined, examined, mended, refuse_if_served, require_revision
 
 PROGRESS_S = 5.0
 """Interval of progress lines in a long run."""

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from app.api.connection_limit import ConnectionLimit
+from app.api.figures import CachedFigures
 from app.api.limits import RequestMemory
 from app.api.tokens import Tokens
 from app.domain.proofs import Proofs
@@ -49,7 +50,6 @@ from app.sessions.session_view import SessionViews
 from app.settings import Settings
 from app.stopping import end_without_store
 from app.store.engine import Database
-from app.store.figures import CachedFigures
 from app.store.writer import Writer
 from app.tito.families import check_family
 from app.turn.claims import Claims

@@ -2,7 +2,7 @@
 
 Both are for SQLite. PostgreSQL has its own tools; `turnlog restore` without a file then finishes what they loaded. A
 restored store gets a new epoch, so that cursors of the replaced one are refused, and the server processes that it names
-have ended (`app/store/restored.py`).
+have ended (`ops/restored.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from sqlalchemy import Connection
 from sqlalchemy.engine import make_url
 
 from app.errors import StartupError
-from app.store import restored
 from app.store.engine import Database, create_engine, sqlite_lock
 from app.store.lock import Held
 from app.store.opening import require_known
-from app.store.projections import refuse_if_served, require_revision
+from app.store.repair import refuse_if_served, require_revision
+from ops import restored
 from ops.store_command import DONE, CommandResult, Progress, require_store, run, settings_for, sqlite_path
 
 MIB = 1 << 20

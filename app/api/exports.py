@@ -20,7 +20,7 @@ from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest, Overloaded, PositionGone, Unsupported
 from app.export.query import ExportQuery
 from app.sessions.all_events import EventQuery
-from app.store.all_events import EventFilter
+from app.store.feed import EventFilter
 from app.tasks import cancelled
 from turnlog import replies as reply_types
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from starlette.responses import Response
 
+from app.api.figures import Figures
 from app.api.requests import Request
 from app.api.routes import TEXT, Reply, Routes
 from app.domain.events import is_number
 from app.fleet.member import Health, Member
 from app.metrics import FOLDER, Kind, Metric, Sample, render
-from app.store.figures import Figures
 
 if TYPE_CHECKING:
     from app.services import Services

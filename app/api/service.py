@@ -20,7 +20,7 @@ from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, JSON, TEXT, Reply, Routes, json_reply
 from app.api.tokens import COOKIE_S
 from app.errors import AppError, Forbidden, Unauthorized
-from app.store import reads
+from app.store import feed
 from turnlog import replies as reply_types
 
 log = logging.getLogger("turnlog.signin")
@@ -100,7 +100,7 @@ async def ready(
         "engine": await app.health.any_alive() if app.engines.members else bool(app.text_upstreams),
     }
     try:
-        await app.database.read(reads.epoch)
+        await app.database.read(feed.epoch)
     except AppError:
         checks["database"] = False
     needed = checks if writes else checks.keys() - {"writable"}

@@ -29,10 +29,10 @@ from app.export.parts import PartRows
 from app.export.query import Cursor, ExportQuery, decode_cursor
 from app.export.row import Fields
 from app.export.writing import MadePart, Rows, Threads, begun, next_rows, read_ahead, written
-from app.store import bulk, group_reads, reads
+from app.store import feed
 from app.store.engine import Database
-from app.store.reads import Position
-from app.store.tail import wait_for_horizon
+from app.store.feed import END, Position, wait_for_horizon
+from app.store.sessions import newest_readable_version
 
 
 class ExportMetrics(msgspec.Struct):
@@ -143,13 +143,9 @@ class Exporter:
         """The cursor with its window fixed, and the window's end. Raises InvalidRequest."""
         if given is None or given.high is None:
             await wait_for_horizon(self._database)
-        epoch = await self._database.read(reads.epoch)
+        epoch = await self._database.read(feed.epoch)
         horizon, newest = await self._database.read(
-            lambda connection: (reads.horizon(connection), group_reads.newest_version(connection)),
-            on_damage=lambda connection: (
-                bulk.horizon_of_each(connection),
-                group_reads.newest_version_of_each(connection),
-            ),
+            lambda connection: (feed.horizon(connection), newest_readable_version(connection))
         )
         given = given or Cursor(epoch, Position(0, 0))
         if given.epoch != epoch:
@@ -162,10 +158,10 @@ class Exporter:
 
     async def rows(self, session_ids: Sequence[str], query: ExportQuery) -> list[Fields]:
         """The rows of these sessions as they are now, excluded ones too; meant for few sessions."""
-        export_pages = self._export_pages(reads.END, query)
+        export_pages = self._export_pages(END, query)
         part = await export_pages.of(session_ids)
         stored = await export_pages.read(part)
-        part_rows = self._part_rows(query, Cursor("", Position(0, 0), reads.END))
+        part_rows = self._part_rows(query, Cursor("", Position(0, 0), END))
         return await asyncio.to_thread(lambda: list(part_rows.fields(part, stored)))
 
     def _part_rows(self, query: ExportQuery, window: Cursor) -> PartRows:

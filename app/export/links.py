@@ -12,7 +12,7 @@ from app.domain.events import ChunkRef
 from app.domain.session import Payload
 from app.errors import InvalidRequest
 from app.export.query import ExportQuery
-from app.store.bulk import StoredSession
+from app.store.content import StoredSession
 from app.store.ports import Database
 
 SHAPE, FORMATS = "turnlog", ("ndjson", "msgpack", "parquet")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -20,13 +20,14 @@ from app.export import formats
 from app.export.links import sign
 from app.export.query import ExportQuery
 from app.export.rollout_rows import Members, RolloutRows
-from app.store import bulk, reads
-from app.store.broken import BrokenRow
-from app.store.bulk import ExportHead, StoredSession
-from app.store.chunk_reader import fetch_objects
-from app.store.damaged import attempt_or
+from app.store.content import StoredSession, fetch_objects, read_sessions, rewards
+from app.store.damage import BrokenRow, PageDamaged, attempt
 from app.store.engine import Database
-from app.store.reads import Connection, Position
+from app.store.feed import END, EventFilter, Position, changed_sessions, last_places
+from app.store.ports import Connection
+from app.store.sessions import ExportHead, every_head, export_heads, group_members
+
+T = TypeVar("T")
 
 PAGE = 256
 """Positions read in one query."""
@@ -153,81 +154,75 @@ class ExportPages:
 
         How large the turns of one part were decides how many turns the next one has.
         """
-        asked_for = session_id is not None
+        wanted = EventFilter(tuple(types), session_id, group_id, name, generation)
 
         def read(connection: Connection) -> tuple[list[ExportPage], Position | None]:
-            changed = reads.changed_sessions(
-                connection,
-                after=after,
-                upto=self._high,
-                limit=PAGE,
-                session_id=session_id,
-                group_id=group_id,
-                name=name,
-                generation=generation,
-                types=types,
-            )
-            if not _in_order([after, *(place for _, place in changed)]):
-                raise BrokenRow("places out of order")
-            heads = bulk.heads(connection, [changed_id for changed_id, _ in changed])
-            return self._places(connection, heads, changed, asked_for)
+            if self._heads is not None:
+                changed = self._changed_of_all(connection, self._heads, wanted, after)
+            elif after > self._high:
+                raise BrokenRow("a place behind all events: its session is on a damaged page")
+            else:
+                changed = changed_sessions(connection, wanted, after=after, upto=self._high, limit=PAGE)
+                if not _in_order([after, *(place for _, place in changed)]):
+                    raise BrokenRow("places out of order")
+            heads = self._heads_of(connection, [changed_id for changed_id, _ in changed])
+            return self._places(connection, heads, changed, asked_for=session_id is not None)
 
-        def around_damage(connection: Connection) -> tuple[list[ExportPage], Position | None]:
-            heads = self._every_head(connection)
-            if self._order is None:
-                # A session whose group is not known belongs to every group.
-                in_group = [
-                    head.session_id
-                    for head in heads.values()
-                    if group_id is None or not head.is_known or head.group_id == group_id
-                ]
-                ids = [session_id] if session_id is not None else in_group
-                places = bulk.last_places_of_each(connection, ids, self._high, types)
-                self._order = sorted(places.items(), key=lambda place: place[1])
-            at = bisect_right(self._order, after, key=lambda place: place[1])
-            return self._places(connection, heads, self._order[at : at + PAGE], asked_for)
-
-        if self._order is not None or after > self._high:
-            places, last = await self._database.read(around_damage, one_moment=True)
-        else:
-            places, last = await self._database.read(read, one_moment=True, on_damage=around_damage)
+        places, last = await self._read(read)
         return self._parts(places), last
+
+    async def _read(self, read: Callable[[Connection], T]) -> T:
+        """Read by the lists of sessions; where a damaged page is in their way, by the heads of all sessions, which are
+        read once an export."""
+
+        def by_lists_or_all(connection: Connection) -> T:
+            if self._heads is None:
+                try:
+                    return attempt(connection, read)
+                except PageDamaged:
+                    self._heads = every_head(connection)
+                    self._groups.clear()
+            return read(connection)
+
+        return await self._database.read(by_lists_or_all, one_moment=True)
+
+    def _changed_of_all(
+        self, connection: Connection, heads: Mapping[str, ExportHead], wanted: EventFilter, after: Position
+    ) -> list[tuple[str, Position]]:
+        """As `changed_sessions`, of sessions whose heads are given, by their own events."""
+        if self._order is None:
+            # A session whose group is not known belongs to every group.
+            in_group = [
+                head.session_id
+                for head in heads.values()
+                if wanted.group_id is None or not head.is_known or head.group_id == wanted.group_id
+            ]
+            ids = in_group if wanted.session_id is None else [wanted.session_id]
+            places = last_places(connection, ids, self._high, wanted.types)
+            self._order = sorted(places.items(), key=lambda place: place[1])
+        at = bisect_right(self._order, after, key=lambda place: place[1])
+        return self._order[at : at + PAGE]
 
     async def of(self, session_ids: Sequence[str]) -> list[ExportPage]:
         """The pages of these sessions, each with its group if rows contain groups."""
 
         def read(connection: Connection) -> list[ExportPage]:
-            return reader(connection, bulk.heads(connection, session_ids))
+            heads = self._heads_of(connection, session_ids)
+            # Of a session without a head it is not known, around damage, whether it is there.
+            changed = [(name, END) for name in session_ids if self._heads is not None or name in heads]
+            return self._places(connection, heads, changed, asked_for=True)[0]
 
-        def around_damage(connection: Connection) -> list[ExportPage]:
-            heads = self._every_head(connection)
-            return reader(
-                connection,
-                {session_id: heads.get(session_id, ExportHead(session_id, None, 0)) for session_id in session_ids},
-            )
-
-        def reader(connection: Connection, heads: Mapping[str, ExportHead]) -> list[ExportPage]:
-            there = [(session_id, reads.END) for session_id in session_ids if session_id in heads]
-            return self._places(connection, heads, there, True)[0]
-
-        return await self._database.read(read, one_moment=True, on_damage=around_damage)
+        return await self._read(read)
 
     async def read(self, part: Sequence[ExportPage]) -> dict[str, StoredSession]:
         """The stored content of these pages' sessions; a session whose head is lost gives nothing."""
         every = sorted({member for place in part for member in place.members})
 
         def read(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
-            sessions = bulk.read_sessions(connection, every, self._high, **self._content)
-            return sessions, self._rollout_rows.members(connection, sessions)
+            sessions = read_sessions(connection, every, self._high, **self._content)
+            return sessions, self._rollout_rows.members(connection, sessions, self._heads)
 
-        def around_damage(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
-            sessions = bulk.read_each(connection, every, self._high, **self._content)
-            members = attempt_or(connection, lambda again: self._rollout_rows.members(again, sessions), None)
-            if members is None:
-                members = self._rollout_rows.members_of(sessions, self._every_head(connection).values())
-            return sessions, members
-
-        sessions, members = await self._database.read(read, one_moment=True, on_damage=around_damage)
+        sessions, members = await self._read(read)
         if self._url_s is None:
             await fetch_objects(self._database, sessions.values())
         else:
@@ -235,10 +230,7 @@ class ExportPages:
             sessions = {
                 session_id: msgspec.structs.replace(stored, urls=urls) for session_id, stored in sessions.items()
             }
-        stored = {
-            session_id: sessions.get(session_id) or StoredSession(session_id, "", None, [], {}, {}, {})
-            for session_id in every
-        }
+        stored = {session_id: sessions.get(session_id) or StoredSession(session_id, "", None) for session_id in every}
         self._measure(stored.values())
         return await self._rollout_rows.counted(stored, members)
 
@@ -247,18 +239,15 @@ class ExportPages:
         connection: Connection,
         heads: Mapping[str, ExportHead],
         changed: Sequence[tuple[str, Position]],
+        *,
         asked_for: bool,
     ) -> tuple[list[ExportPage], Position | None]:
         known = ((heads.get(session_id, ExportHead(session_id, None, 0)), at) for session_id, at in changed)
         places = [self._place(connection, head, at, asked_for) for head, at in known]
         return [place for place in places if place is not None], changed[-1][1] if changed else None
 
-    def _every_head(self, connection: Connection) -> dict[str, ExportHead]:
-        """The heads of all sessions, read once an export, where a damaged page is in the way of a query for some."""
-        if self._heads is None:
-            self._heads = bulk.every_head(connection)
-            self._groups.clear()
-        return self._heads
+    def _heads_of(self, connection: Connection, session_ids: Sequence[str]) -> Mapping[str, ExportHead]:
+        return export_heads(connection, session_ids) if self._heads is None else self._heads
 
     def _place(self, connection: Connection, head: ExportHead, at: Position, asked_for: bool) -> ExportPage | None:
         """None if the session's group comes later. `asked_for`: the group is given here, whatever its last position."""
@@ -285,10 +274,9 @@ class ExportPages:
 
     def _looked_up(self, connection: Connection, group_id: str) -> _Group:
         if self._heads is None:
-            heads, rewards, last_places = bulk.group_members(connection, group_id), bulk.rewards, bulk.last_places
+            heads = group_members(connection, group_id)
         else:
             heads = [head for head in self._heads.values() if head.group_id == group_id]
-            rewards, last_places = bulk.rewards_of_each, bulk.last_places_of_each
         roots = [member.session_id for member in heads if member.root_id is None]
         taken = {member.rollout for member in heads if member.turns}
         members = [member for member in heads if member.turns or member.rollout not in taken]

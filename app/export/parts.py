@@ -20,7 +20,7 @@ from app.export.query import Cursor, ExportQuery, session_excluded
 from app.export.row import Fields, Row, Unfit
 from app.export.rows import Known, SessionRows, known
 from app.export.shapes.tree import SessionTree
-from app.store.bulk import StoredSession
+from app.store.content import StoredSession
 
 ERASED = "erased"
 

@@ -27,6 +27,7 @@ from app.domain.rules import superseded
 from app.domain.samples import RoutingOf, Stale, Truncate
 from app.domain.session import Session
 from app.errors import InvalidRequest
+from app.store.feed import Position
 
 if TYPE_CHECKING:
     from app.export.rows import Known
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 import msgspec
 
 from app.domain import cursors
-from app.store.reads import Position
 from workers.top_logprobs import MAX_TOP
 
 Text = Annotated[str | None, Field(pattern=NO_NUL)]

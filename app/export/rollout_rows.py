@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -16,11 +16,12 @@ import msgspec
 from app.domain.branches import Branches, Picker, pick
 from app.domain.session import fold
 from app.export.faults import told
-from app.store import bulk, rollouts
-from app.store.bulk import ExportHead, StoredSession
-from app.store.damaged import split
-from app.store.ports import Database
-from app.store.reads import SPAN, Connection, EventRow, Position, decode_events
+from app.store import rollouts
+from app.store.content import StoredSession, read_logs
+from app.store.damage import SPAN
+from app.store.feed import Position
+from app.store.ports import Connection, Database
+from app.store.sessions import EventRow, ExportHead, decode_events
 
 KEPT = 1024
 """Rollouts whose counts are kept: the sessions of one mostly end close together."""
@@ -45,17 +46,19 @@ class RolloutRows:
         self._high = high
         self._counts: OrderedDict[str, int] = OrderedDict()
 
-    def members(self, connection: Connection, stored: Stored) -> Members:
-        """All sessions of these sessions' rollouts that are not counted yet."""
+    def members(self, connection: Connection, stored: Stored, heads: Mapping[str, ExportHead] | None = None) -> Members:
+        """All sessions of these sessions' rollouts that are not counted yet; of `heads`, those of all sessions, where
+        the list of a rollout's sessions is damaged."""
         roots = self._uncounted(stored)
-        parts = (roots[at : at + SPAN] for at in range(0, len(roots), SPAN))
-        rollout = [member for part in parts for member in rollouts.members(connection, part, status=("open", "closed"))]
-        return _with_roots(rollout)
-
-    def members_of(self, stored: Stored, heads: Iterable[ExportHead]) -> Members:
-        """The same, of the heads of all sessions."""
-        roots = set(self._uncounted(stored))
-        return _with_roots((head.session_id, head.rollout) for head in heads if head.root_id in roots)
+        if heads is None:
+            parts = (roots[at : at + SPAN] for at in range(0, len(roots), SPAN))
+            states = ("open", "closed")
+            below = [member for part in parts for member in rollouts.members(connection, part, status=states)]
+        else:
+            wanted = set(roots)
+            below = [(head.session_id, head.rollout) for head in heads.values() if head.root_id in wanted]
+        members = dict(below)
+        return members | {root: root for root in members.values()}
 
     def _uncounted(self, stored: Stored) -> list[str]:
         return sorted({member.rollout_id for member in stored.values()} - self._counts.keys())
@@ -79,10 +82,7 @@ class RolloutRows:
         counts.update(await asyncio.to_thread(self._rows, logs, members))
         others = sorted(members.keys() - logs.keys())
         for part in (others[at : at + LOGS] for at in range(0, len(others), LOGS)):
-            those = await self._database.read(
-                partial(bulk.read_logs, session_ids=part, upto=self._high),
-                on_damage=partial(_logs_around_damage, session_ids=part, upto=self._high),
-            )
+            those = await self._database.read(partial(read_logs, session_ids=part, upto=self._high))
             counts.update(await asyncio.to_thread(self._rows, those, members))
         return dict(counts)
 
@@ -98,14 +98,3 @@ class RolloutRows:
                 continue
             counts[members[session_id]] += rows
         return counts
-
-
-def _logs_around_damage(
-    connection: Connection, session_ids: Sequence[str], upto: Position
-) -> Mapping[str, list[EventRow]]:
-    return split(connection, session_ids, partial(bulk.read_logs, upto=upto))[0]
-
-
-def _with_roots(below: Iterable[tuple[str, str]]) -> Members:
-    members = dict(below)
-    return members | {root: root for root in members.values()}

@@ -36,8 +36,8 @@ from app.export.row import (
 from app.export.top import top_of
 from app.sessions import replay_payloads as replay
 from app.sessions.conversation import as_messages
-from app.store.bulk import StoredSession
-from app.store.reads import decode_events
+from app.store.content import StoredSession
+from app.store.sessions import decode_events
 from workers import codec
 from workers.codec import CorruptContent, Messages, TopLogprobs
 from workers.parse import REPLAY

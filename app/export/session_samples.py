@@ -19,10 +19,9 @@ from app.export.shapes import miles
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.tree_nodes import NodeTree, node_tree
-from app.store import bulk, reads
-from app.store.bulk import StoredSession
-from app.store.chunk_reader import fetch_objects
-from app.store.reads import Connection
+from app.store.content import StoredSession, fetch_objects, load_blobs, read_sessions
+from app.store.feed import END
+from app.store.ports import Connection
 from app.turn.token_in import TokenIn
 from workers.codec import CorruptContent
 
@@ -54,10 +53,10 @@ class SessionSamples:
         Raises SessionUnreadable.
         """
         session_id = live.session.session_id
-        rollout_rows = RolloutRows(self._cache.database, reads.END, branches, has_text=False)
+        rollout_rows = RolloutRows(self._cache.database, END, branches, has_text=False)
 
         def read(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
-            stored = bulk.read_sessions(connection, [session_id], reads.END, replay=True)
+            stored = read_sessions(connection, [session_id], END, replay=True)
             return stored, rollout_rows.members(connection, stored)
 
         stored, members = await self._cache.database.read(read, session_id=session_id)
@@ -142,7 +141,7 @@ class SessionSamples:
             return msgspec.Raw(b"{}")
         try:
             given = await self._cache.database.read(
-                lambda connection: reads.load_blobs(connection, session.session_id, [blob.number]),
+                lambda connection: load_blobs(connection, session.session_id, [blob.number]),
                 session_id=session.session_id,
             )
         except CorruptContent as error:

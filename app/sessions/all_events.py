@@ -10,8 +10,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import AsyncGenerator, Callable, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
@@ -20,10 +19,11 @@ from app.domain.events import UnknownEvent
 from app.errors import PositionGone, StoreDamaged, StoreUnavailable
 from app.sessions.event_log import event_fields
 from app.sessions.log_end import POLL_S, LogEnd, LogPosition, decode_position
-from app.store import all_events, reads
-from app.store.all_events import EventFilter, EventPage, PlacedRow
+from app.store import feed
 from app.store.engine import Database
-from app.store.reads import START, Connection, Position
+from app.store.feed import START, EventFilter, EventPage, PlacedRow, Position, holds, written_at
+from app.store.ports import Connection
+from app.store.sessions import decode_events
 
 log = logging.getLogger("turnlog.events")
 
@@ -114,13 +114,13 @@ class AllEvents:
         given = None
         if query.after is not None and query.after != END:
             given = decode_position(query.after, "GET /events", "after")
-        epoch = await self._database.read(reads.log_epoch)
+        epoch = await self._database.read(feed.log_epoch)
         if given is not None:
             _require_epoch(given, epoch)
         upto = await self._log_end.present()
         position = given or LogPosition(epoch, START)
         if query.after == END:
-            at = await self._database.read(lambda connection: all_events.written_at(connection, upto))
+            at = await self._database.read(lambda connection: written_at(connection, upto))
             position = LogPosition(epoch, upto, at)
         reader = _Reader(query, position, upto, is_told=given is not None)
         return self._counted(self._lines(reader, await self._page(reader)))
@@ -184,20 +184,16 @@ class AllEvents:
         position, upto = reader.position, reader.upto
         limit = min(PAGE, reader.left)
 
-        def read(connection: Connection, page: Pages) -> EventPage | None:
-            _require_epoch(position, reads.log_epoch(connection))
-            if not all_events.holds(connection, position.place, position.at):
+        def read(connection: Connection) -> EventPage | None:
+            _require_epoch(position, feed.log_epoch(connection))
+            if not holds(connection, position.place, position.at):
                 return None
             if reader.is_at_end:
                 return reader.nothing
-            return page(connection, position.place, upto, reader.wanted, limit)
+            return feed.page(connection, position.place, upto, reader.wanted, limit)
 
         async with self._reads:
-            placed = await self._database.read(
-                partial(read, page=all_events.page),
-                one_moment=True,
-                on_damage=partial(read, page=all_events.page_around_damage),
-            )
+            placed = await self._database.read(read, one_moment=True)
         if placed is None:
             raise PositionGone(
                 f"the event at {position.place.tx}.{position.place.position}, which was the last one given, is not in "
@@ -214,7 +210,7 @@ class AllEvents:
         if placed.row is None:
             return {**named, **_NOTHING_KNOWN, "error": "it cannot be read: a page is damaged"}
         try:
-            [recorded] = reads.decode_events([placed.row])
+            [recorded] = decode_events([placed.row])
         except UnknownEvent as error:
             self._database.unreadable.warn(placed.session_id or "", error)
             known = {name: getattr(placed.row, name) for name in _NOTHING_KNOWN}
@@ -232,6 +228,3 @@ def _require_epoch(position: LogPosition, epoch: str) -> None:
 
 _NOTHING_KNOWN = {"seq": None, "type": None, "at": None}
 """Fields of a line that cannot be read."""
-
-Pages = Callable[[Connection, Position, Position, EventFilter, int], EventPage]
-"""`all_events.page`, or around damage."""

@@ -33,10 +33,21 @@ from app.domain.rules import TreeIndex
 from app.domain.session import Session, Turn, apply, encode_session
 from app.errors import AppError, Restored, SessionClosed, SessionNotFound, SessionReclaimed, SessionUnreadable
 from app.sessions import images
-from app.store import reads, session_load
+from app.store.content import load_frames, unpack_messages, unpack_tokens
 from app.store.log_sessions import SaveSnapshot
 from app.store.ports import Database, Writer
-from app.store.session_load import ContentColumns, LoadedSession
+from app.store.sessions import (
+    SNAPSHOT_FORMAT,
+    ContentColumns,
+    EventRow,
+    Frames,
+    LoadedSession,
+    continues,
+    decode_events,
+    events_since,
+    fold_rows,
+    load_session,
+)
 from app.tasks import cancelled
 from workers import codec
 from workers.codec import CorruptContent
@@ -186,7 +197,7 @@ class StoredContent:
 
     def __init__(self) -> None:
         self.exchanges: dict[int, bytes | None] = {}
-        self.tokens: reads.Frames = {}
+        self.tokens: Frames = {}
 
     @property
     def size(self) -> int:
@@ -414,9 +425,9 @@ class SessionCache:
         if live is None:
             return await self._load_anew(session_id)
         known = live.session
-        rows = await session_load.events_since(self.database, session_id, known.version)
+        rows = await events_since(self.database, session_id, known.version)
         # The last known event is read again: after a PostgreSQL crash it may be lost or replaced.
-        still = reads.continues(known, rows)
+        still = continues(known, rows)
         # Meanwhile another task may have advanced the entry, by fewer events than were just read.
         now = live.session
         still &= all(row.at == now.last_event_at for row in rows if row.seq == now.version)
@@ -504,10 +515,10 @@ class SessionCache:
         chain = live.session.message_chain(turn)
         numbers = [member.number for member in chain]
         exchanges, live.unread.exchanges = live.unread.exchanges, {}
-        known: reads.Frames = {number: (None, exchange) for number, exchange in exchanges.items()}
+        known: Frames = {number: (None, exchange) for number, exchange in exchanges.items()}
         frames = await self._frames(session_id, numbers, known, tokens=False)
         try:
-            saids = await _off_loop(len(chain), lambda: reads.unpack_messages(frames, numbers))
+            saids = await _off_loop(len(chain), lambda: unpack_messages(frames, numbers))
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
         made = PrefixBuffer()
@@ -537,7 +548,7 @@ class SessionCache:
 
         def loaded() -> PrefixBuffer:
             made = PrefixBuffer()
-            tokens = reads.unpack_tokens(frames, numbers)
+            tokens = unpack_tokens(frames, numbers)
             for member in chain:
                 ids = tokens[member.number].suffix_ids + tokens[member.number].output_ids
                 made.extend(member.token_parent, member.number, id_text(ids), _trimmed(session, member))
@@ -566,7 +577,7 @@ class SessionCache:
         numbers = list(odd.unread)
         frames = await self._frames(session_id, numbers, {}, tokens=False)
         try:
-            messages = await _off_loop(len(numbers), lambda: reads.unpack_messages(frames, numbers))
+            messages = await _off_loop(len(numbers), lambda: unpack_messages(frames, numbers))
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}: {error}") from error
         for number in numbers:
@@ -576,17 +587,17 @@ class SessionCache:
         self,
         session_id: str,
         numbers: Sequence[int],
-        known: reads.Frames,
+        known: Frames,
         *,
         tokens: bool = True,
         exchange: bool = True,
-    ) -> reads.Frames:
+    ) -> Frames:
         """The frames of these turns, of which `known` were read with the log."""
         missing = [number for number in numbers if number not in known]
         if not missing:
             return known
         return known | await self.database.read(
-            lambda connection: reads.load_frames(connection, session_id, missing, tokens=tokens, exchange=exchange),
+            lambda connection: load_frames(connection, session_id, missing, tokens=tokens, exchange=exchange),
             session_id=session_id,
         )
 
@@ -616,7 +627,7 @@ class SessionCache:
     async def _read(self, session_id: str, content: ContentColumns) -> CacheEntry | None:
         own = asyncio.current_task()
         while True:
-            loaded = await session_load.load(self.database, session_id, content)
+            loaded = await load_session(self.database, session_id, content)
             session = await _off_loop(len(loaded.rows), lambda: _folded(session_id, loaded))  # noqa: B023
             newest = self._loading.get(session_id)
             if newest is own:
@@ -627,7 +638,7 @@ class SessionCache:
                 return await newest
             self._loading[session_id] = cast("asyncio.Task[CacheEntry | None]", own)
 
-    def _put_read(self, session: Session, frames: reads.Frames, content: ContentColumns) -> CacheEntry:
+    def _put_read(self, session: Session, frames: Frames, content: ContentColumns) -> CacheEntry:
         live = self.put(session)
         if live.session is session and frames:
             live.unread.exchanges = {number: exchange for number, (_, exchange) in frames.items()}
@@ -695,7 +706,7 @@ class SessionCache:
 
     async def _save(self, session: Session) -> None:
         data = await asyncio.to_thread(lambda: codec.compress(encode_session(session)))
-        operation = SaveSnapshot(session.session_id, session.version, reads.SNAPSHOT_FORMAT, data)
+        operation = SaveSnapshot(session.session_id, session.version, SNAPSHOT_FORMAT, data)
         try:
             await self._writer.submit(operation)
         except AppError as error:
@@ -724,15 +735,15 @@ async def _off_loop(rows: int, work: Callable[[], T]) -> T:
     return work() if rows <= OFF_LOOP else await asyncio.to_thread(work)
 
 
-def _decoded(session_id: str, rows: Sequence[reads.EventRow]) -> list[Recorded]:
+def _decoded(session_id: str, rows: Sequence[EventRow]) -> list[Recorded]:
     try:
-        return reads.decode_events(rows)
+        return decode_events(rows)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {session_id}: {error}") from error
 
 
 def _folded(session_id: str, loaded: LoadedSession) -> Session | None:
     try:
-        return reads.fold_rows(session_id, loaded.snapshot, loaded.rows)
+        return fold_rows(session_id, loaded.snapshot, loaded.rows)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {session_id}: {error}") from error

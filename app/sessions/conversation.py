@@ -15,9 +15,9 @@ from app.domain.events import UnknownEvent, shape_of
 from app.domain.session import AssignedReward, Session, Turn
 from app.errors import NotFound, SessionClosed, SessionUnreadable
 from app.sessions.session_at import SessionAt, session_at
-from app.store import reads
+from app.store.content import load_blobs, load_frames
 from app.store.engine import Database
-from app.store.reads import Frames
+from app.store.sessions import Frames
 from workers import codec
 from workers.codec import CorruptContent, Messages
 
@@ -164,15 +164,13 @@ class Conversations:
         """The turns' own messages."""
         numbers = [turn.number for turn in turns]
         frames = await self._database.read(
-            lambda connection: reads.load_frames(connection, session_id, numbers, tokens=False), session_id=session_id
+            lambda connection: load_frames(connection, session_id, numbers, tokens=False), session_id=session_id
         )
         return await asyncio.to_thread(turn_messages, turns, frames)
 
     async def _blob(self, session_id: str, number: int, name: str, errors: dict[str, str]) -> msgspec.Raw | None:
         try:
-            found = await self._database.read(
-                lambda c: reads.load_blobs(c, session_id, [number]), session_id=session_id
-            )
+            found = await self._database.read(lambda c: load_blobs(c, session_id, [number]), session_id=session_id)
         except (CorruptContent, SessionUnreadable) as error:
             errors[name] = str(error)
             return None

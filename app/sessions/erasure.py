@@ -18,11 +18,11 @@ from app.errors import SessionNotFound, SessionUnreadable
 from app.sessions.cache import SessionCache
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Clock, Sessions
-from app.store import reads
 from app.store.erasure import EraseTexts, Rewritten, text_rows, without_text
 from app.store.log import Appended, Refused
 from app.store.log_sessions import Erase, FreeChunks, FreeReplay
 from app.store.ports import Database, Writer
+from app.store.sessions import fold_rows, last_tombstone, session_rows
 from app.store.statements import ENDED
 
 log = logging.getLogger("turnlog.sessions")
@@ -100,10 +100,10 @@ class Erasure:
         `unless_pinned`: not if a checkpoint has it.
         """
         snapshot, rows = await self._database.read(
-            lambda connection: reads.session_rows(connection, session_id), session_id=session_id
+            lambda connection: session_rows(connection, session_id), session_id=session_id
         )
         try:
-            session = await asyncio.to_thread(reads.fold_rows, session_id, snapshot, rows)
+            session = await asyncio.to_thread(fold_rows, session_id, snapshot, rows)
         except UnknownEvent as error:
             self._database.unreadable.warn(session_id, error)
             return
@@ -115,9 +115,7 @@ class Erasure:
             if not (isinstance(outcome, Appended) and outcome.events):
                 return
             reach("after_tombstones")
-        by = await self._database.read(
-            lambda connection: reads.last_tombstone(connection, session_id), session_id=session_id
-        )
+        by = await self._database.read(lambda connection: last_tombstone(connection, session_id), session_id=session_id)
         more = True
         while more:
             more = await self._writer.submit(FreeChunks(session_id, by, FREED_AT_ONCE))

@@ -14,8 +14,9 @@ from app.domain.events import BlobRef, Recorded, SessionErased, UnknownEvent, na
 from app.domain.rules import superseded
 from app.domain.session import Payload, Session, Turn
 from app.errors import NotFound, Overloaded, SessionNotFound, SessionUnreadable
-from app.store import heads_view, reads
+from app.store import content
 from app.store.ports import Database
+from app.store.sessions import load_events, load_head
 from workers import codec
 from workers.codec import CorruptContent
 
@@ -154,7 +155,7 @@ async def event_lines(
     database: Database, followers: Followers, session_id: str, after: int, follow: bool
 ) -> AsyncGenerator[bytes]:
     """The events after seq `after` as NDJSON. Raises SessionNotFound before the first line."""
-    if await database.read(lambda connection: heads_view.head(connection, session_id), session_id=session_id) is None:
+    if await database.read(lambda connection: load_head(connection, session_id), session_id=session_id) is None:
         raise SessionNotFound.of(session_id)
     return _event_lines(database, followers, session_id, after, follow)
 
@@ -179,7 +180,7 @@ async def _event_lines(
 async def _page(database: Database, session_id: str, after: int) -> list[Recorded]:
     try:
         return await database.read(
-            lambda connection: reads.load_events(connection, session_id, after=after, limit=PAGE),
+            lambda connection: load_events(connection, session_id, after=after, limit=PAGE),
             session_id=session_id,
         )
     except UnknownEvent as error:
@@ -194,7 +195,7 @@ async def refused_reply(database: Database, session_id: str, fence: int) -> tupl
     """The size of a refused reply and the part of it that was kept. Raises SessionNotFound, NotFound,
     SessionUnreadable."""
     head, refused = await database.read(
-        lambda c: (heads_view.head(c, session_id), reads.refused_reply(c, session_id, fence)), session_id=session_id
+        lambda c: (load_head(c, session_id), content.refused_reply(c, session_id, fence)), session_id=session_id
     )
     if head is None:
         raise SessionNotFound.of(session_id)

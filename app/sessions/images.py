@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from app.domain import images
 from app.domain.session import Session
 from app.errors import NotFound, SessionUnreadable
-from app.store import reads
+from app.store.content import load_blobs
 from app.store.ports import Database
 from workers.codec import CorruptContent
 
@@ -37,7 +37,7 @@ async def _load(database: Database, session: Session, wanted: set[str]) -> dict[
     numbers = {sha256: session.images[sha256] for sha256 in wanted}
     try:
         blobs = await database.read(
-            lambda connection: reads.load_blobs(connection, session_id, numbers.values()), session_id=session_id
+            lambda connection: load_blobs(connection, session_id, numbers.values()), session_id=session_id
         )
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session_id}: {error}") from error

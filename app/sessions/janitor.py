@@ -20,13 +20,18 @@ from app.errors import AppError, SessionUnreadable, StoreDamaged
 from app.sessions.erasure import Erasure
 from app.sessions.lifecycle import Sessions
 from app.settings import Settings
-from app.store import group_reads, reads
-from app.store.damaged import of_readable
 from app.store.fleet import state
 from app.store.log import Appended
 from app.store.log_sessions import CloseIdle
 from app.store.ports import Database, Writer
-from app.store.reads import Connection
+from app.store.sessions import (
+    acknowledged_groups,
+    closed_sessions,
+    database_bytes,
+    holding_sessions,
+    idle_sessions,
+    listed,
+)
 from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.janitor")
@@ -135,7 +140,7 @@ class Janitor:
     async def round(self) -> None:
         """One round. Raises AppError if the store refuses the writes."""
         if self._settings.max_db_bytes is not None:
-            size = await self._database.read(reads.database_bytes)
+            size = await self._database.read(database_bytes)
             self._sessions.is_full = size > self._settings.max_db_bytes
         await self._close_idle()
         for follow in self.rounds:
@@ -163,7 +168,7 @@ class Janitor:
         if fleet.was_shut_after(self._clock() - GATED_S):
             return
         after = ""
-        while idle := await self._listed(partial(reads.idle_sessions, since=since, after=after, limit=STEP)):
+        while idle := await self._listed(partial(idle_sessions, since=since, after=after, limit=STEP)):
             for session_id in idle:
                 with suppress(SessionUnreadable, StoreDamaged):
                     closed = await self._sessions.apply(
@@ -193,11 +198,9 @@ class Janitor:
     async def _free_acknowledged(self, cutoff: float) -> None:
         """Sessions skipped because their group was not acknowledged; `_free_replay` has passed them by now."""
         after = min(self._acknowledged_upto, (self._acknowledged_upto[0] - LATE_S, ""))
-        while session_ids := await self._database.read(partial(group_reads.acknowledged, after=after, limit=STEP)):
+        while session_ids := await self._database.read(partial(acknowledged_groups, after=after, limit=STEP)):
             for place in session_ids:
-                for session_id in await self._listed(
-                    partial(group_reads.holding_sessions, group_id=place[1], cutoff=cutoff)
-                ):
+                for session_id in await self._listed(partial(holding_sessions, group_id=place[1], cutoff=cutoff)):
                     with suppress(SessionUnreadable, StoreDamaged):
                         await self._erasure.free_replay(session_id, unless_pinned=True)
                         self.done.freed += 1
@@ -226,7 +229,7 @@ class Janitor:
         Sessions whose group is not acknowledged are left out if the retention waits for that.
         """
         acknowledged = self._settings.retain_until_ack
-        read = partial(reads.closed_sessions, cutoff=cutoff, limit=STEP, holding=holding, acknowledged=acknowledged)
+        read = partial(closed_sessions, cutoff=cutoff, limit=STEP, holding=holding, acknowledged=acknowledged)
         while session_ids := await self._listed(partial(read, after=after)):
             for place in session_ids:
                 yield place
@@ -235,8 +238,4 @@ class Janitor:
 
     async def _listed(self, read: Callable[..., list[T]]) -> list[T]:
         """What `read` lists; around damaged pages all of it at once, of the sessions that can be read."""
-
-        def around_damage(connection: Connection) -> list[T]:
-            return sorted(of_readable(connection, lambda again, ids: read(again, among=ids)))
-
-        return await self._database.read(read, on_damage=around_damage)
+        return await self._database.read(lambda c: listed(c, lambda again, among: read(again, among=among)))

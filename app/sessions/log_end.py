@@ -8,10 +8,10 @@ from typing import NamedTuple
 import msgspec
 
 from app.domain import cursors
-from app.store import tail
+from app.store import feed
 from app.store.engine import Database
-from app.store.reads import START, Connection, Position
-from app.store.tail import Synced, wait_for_horizon
+from app.store.feed import START, Position, Synced, wait_for_horizon
+from app.store.ports import Connection
 from app.tasks import cancelled
 
 POLL_S = 0.25
@@ -91,7 +91,7 @@ class LogEnd:
         wanted = _unsynced(last, log)
         while not _is_synced(wanted, log):
             await asyncio.sleep(PAUSE_S)
-            log = await self._database.read(tail.synced)
+            log = await self._database.read(feed.synced)
         return last
 
     async def stop(self) -> None:
@@ -116,7 +116,7 @@ class LogEnd:
 
 
 def _look(connection: Connection) -> tuple[Position, Synced]:
-    return tail.end(connection), tail.synced(connection)
+    return feed.end(connection), feed.synced(connection)
 
 
 def _unsynced(last: Position, log: Synced) -> _Unsynced:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from app.errors import AppError, StartupError, StoreFull, StoreUnavailable
 from app.store.dialect import WriteConflict
 from app.store.engine import Database
-from app.store.proof import StoreUnordered, prove
+from app.store.repair import StoreUnordered, prove
 from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.proof")

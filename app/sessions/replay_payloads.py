@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from app.domain.events import BlobsTombstoned, ChunkKey, PayloadRef, ReplayKind, TurnCommitted, UnknownEvent
 from app.domain.session import Payload, Session
 from app.errors import NotFound, PayloadTombstoned, SessionUnreadable
-from app.store import reads
-from app.store.chunk_reader import load_chunks
+from app.store.content import load_chunks
 from app.store.ports import Database
+from app.store.sessions import load_events
 from workers import payloads, sampling_masks
 from workers.codec import CorruptContent, Exchange
 from workers.payloads import Chunk, Ids
@@ -110,7 +110,7 @@ def unreadable(session_id: str, number: int, kind: str, error: CorruptContent) -
 async def _why_not(database: Database, session_id: str, number: int, kind: str) -> NotFound | PayloadTombstoned:
     """The log's description of a payload that cannot be read."""
     try:
-        log = await database.read(lambda connection: reads.load_events(connection, session_id), session_id=session_id)
+        log = await database.read(lambda connection: load_events(connection, session_id), session_id=session_id)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {session_id}: {error}") from error
     brought: Sequence[PayloadRef] = ()

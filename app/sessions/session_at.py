@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from app.domain.events import AnnotationWritten, Recorded, TurnCommitted, UnknownEvent
 from app.domain.session import Session, states
 from app.errors import InvalidRequest, NotFound, SessionNotFound, SessionUnreadable
-from app.store import reads
 from app.store.engine import Database
-from app.store.reads import EventRow
+from app.store.sessions import EventRow, decode_events, event_rows, last_seq
 
 INLINE = 64
 """Up to this many events are decoded and folded on the event loop, about 1 ms."""
@@ -65,8 +64,8 @@ async def session_at(database: Database, session_id: str, seq: int | None = None
         raise InvalidRequest(f"event {seq}: events are numbered from 1")
     rows, last = await database.read(
         lambda connection: (
-            reads.event_rows(connection, session_id, limit=seq),
-            reads.last_seq(connection, session_id),
+            event_rows(connection, session_id, limit=seq),
+            last_seq(connection, session_id),
         ),
         session_id=session_id,
     )
@@ -85,7 +84,7 @@ def _folded(session_id: str, rows: Sequence[EventRow], last: int, whole: bool) -
     damage = None
     try:
         for row in rows:
-            events += reads.decode_events([row])
+            events += decode_events([row])
     except UnknownEvent as error:
         if whole:
             raise

@@ -13,11 +13,21 @@ from app.domain.events import is_number
 from app.domain.groups import staleness
 from app.errors import InvalidRequest
 from app.fleet.engines import Engines
-from app.store import group_reads, heads_view, metadata_reads
-from app.store.damaged import split
+from app.sessions.metadata import matches
 from app.store.engine import Database
-from app.store.heads_view import COUNTED, HeadFilter, HeadRow, Place, SortOrder, Status
-from app.store.reads import Connection
+from app.store.ports import Connection
+from app.store.sessions import (
+    COUNTED,
+    HeadFilter,
+    HeadRow,
+    Place,
+    SortOrder,
+    Status,
+    count_heads,
+    list_heads,
+    load_heads,
+    newest_version,
+)
 from turnlog.parameters import SessionState
 from turnlog.replies import ListedSession, SessionPage
 
@@ -186,13 +196,8 @@ class SessionList:
         """The ids of those that have the metadata."""
         wanted = query.wanted_metadata
 
-        def read(connection: Connection, ids: Sequence[str]) -> dict[str, bool]:
-            return metadata_reads.matches(connection, ids, wanted)
-
         ids = [row["session_id"] for row in rows if row["state"] != "erased"]
-        metadata = await self._database.read(
-            lambda connection: read(connection, ids), on_damage=lambda connection: split(connection, ids, read)[0]
-        )
+        metadata = await self._database.read(lambda connection: matches(connection, ids, wanted))
         return {session_id for session_id, matches in metadata.items() if matches}
 
     async def _page(self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool) -> SessionPage:
@@ -203,9 +208,9 @@ class SessionList:
         def read(connection: Connection) -> SessionPage:
             newest = self.newest_version(connection)
             wanted = self._wanted(query, newest, at_gates)
-            total = heads_view.count(connection, wanted) if counted else COUNTED + 1
+            total = count_heads(connection, wanted) if counted else COUNTED + 1
             is_of_few = total <= COUNTED or wanted.claimed_before is not None or wanted.among is not None
-            heads = heads_view.page(
+            heads = list_heads(
                 connection,
                 wanted,
                 order=order,
@@ -245,14 +250,14 @@ class SessionList:
     ) -> list[ListedSession]:
         """The rows of these sessions, in no order; for `Database.read`, whose thread must not ask for `at_gates`."""
         newest = self.newest_version(connection)
-        return [session_row(row, newest, at_gates) for row in heads_view.of(connection, session_ids)]
+        return [session_row(row, newest, at_gates) for row in load_heads(connection, session_ids)]
 
     def newest_version(self, connection: Connection) -> int | None:
         """The largest numeric weight version of any session or engine."""
         members = list(self._engines.members.values())  # at once: a read's thread asks, the event loop changes them
         of_engines = (member.weight_version for member in members)
         versions = [int(version) for version in of_engines if version is not None and is_number(version)]
-        sampled = group_reads.newest_version(connection)
+        sampled = newest_version(connection)
         return max(versions if sampled is None else [*versions, sampled], default=None)
 
 

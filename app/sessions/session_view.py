@@ -24,7 +24,7 @@ from app.errors import SessionUnreadable
 from app.sessions.session_at import INLINE, SessionAt, session_at
 from app.sessions.session_list import AtGates
 from app.sessions.tree_view import tree_of
-from app.store import reads
+from app.store.content import load_blobs
 from app.store.engine import Database
 from turnlog import replies
 from turnlog.events import VersionSpan
@@ -61,7 +61,7 @@ class SessionViews:
             return None
         try:
             by_session = await self._database.read(
-                lambda c: reads.load_blobs(c, session.session_id, [blob.number]), session_id=session.session_id
+                lambda c: load_blobs(c, session.session_id, [blob.number]), session_id=session.session_id
             )
         except (CorruptContent, SessionUnreadable) as error:
             problems.append({"part": "metadata", "message": str(error)})

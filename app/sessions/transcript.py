@@ -15,8 +15,9 @@ from app.errors import SessionUnreadable
 from app.fleet.engines import PATHS
 from app.sessions import images
 from app.sessions import replay_payloads as replay
-from app.store import reads
+from app.store.content import load_blobs, load_exchanges, load_messages, load_tokens
 from app.store.ports import Database
+from app.store.sessions import load_events
 from workers import codec
 from workers.codec import TOKEN_BYTES, CorruptContent, Exchange, Messages
 from workers.parse import REPLAY
@@ -34,7 +35,7 @@ async def _continued(database: Database, session: Session, ids: bytes, chain: Se
     numbers = [turn.number for turn in chain]
     try:
         tokens = await database.read(
-            lambda connection: reads.load_tokens(connection, session.session_id, numbers), session_id=session.session_id
+            lambda connection: load_tokens(connection, session.session_id, numbers), session_id=session.session_id
         )
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session.session_id}, turns {numbers}: {error}") from error
@@ -75,7 +76,7 @@ async def _messages(database: Database, session: Session, numbers: Sequence[int]
     """What each of these turns added to the history, its reply too. Raises SessionUnreadable."""
     try:
         return await database.read(
-            lambda connection: reads.load_messages(connection, session.session_id, numbers),
+            lambda connection: load_messages(connection, session.session_id, numbers),
             session_id=session.session_id,
         )
     except CorruptContent as error:
@@ -86,7 +87,7 @@ async def _blobs(database: Database, session: Session, turn: int, numbers: Seque
     """Raises SessionUnreadable."""
     try:
         return await database.read(
-            lambda connection: reads.load_blobs(connection, session.session_id, numbers), session_id=session.session_id
+            lambda connection: load_blobs(connection, session.session_id, numbers), session_id=session.session_id
         )
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session.session_id}, turn {turn}: {error}") from error
@@ -191,7 +192,7 @@ def _prompt(turn: Turn, ids: bytes) -> memoryview:
 async def _exchange(database: Database, session: Session, number: int) -> Exchange:
     try:
         exchanges = await database.read(
-            lambda connection: reads.load_exchanges(connection, session.session_id, [number]),
+            lambda connection: load_exchanges(connection, session.session_id, [number]),
             session_id=session.session_id,
         )
     except CorruptContent as error:
@@ -203,7 +204,7 @@ async def _committed(database: Database, session: Session) -> dict[int, tuple[fl
     """The commit event and time of each turn."""
     try:
         events = await database.read(
-            lambda connection: reads.load_events(connection, session.session_id), session_id=session.session_id
+            lambda connection: load_events(connection, session.session_id), session_id=session.session_id
         )
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {session.session_id}: {error}") from error

@@ -8,7 +8,7 @@ import msgspec
 
 from app.domain.session import Session, Turn
 from app.errors import SessionUnreadable
-from app.store import reads
+from app.store.content import load_exchanges
 from app.store.ports import Database
 from workers import codec
 from workers.codec import CorruptContent, Exchange
@@ -92,7 +92,7 @@ def _leaf(session: Session, turn: Turn, response_id: str | None) -> LeafPath:
 async def _response_ids(database: Database, session_id: str, numbers: Sequence[int]) -> dict[int, str | None]:
     try:
         exchanges = await database.read(
-            lambda connection: reads.load_exchanges(connection, session_id, numbers), session_id=session_id
+            lambda connection: load_exchanges(connection, session_id, numbers), session_id=session_id
         )
     except CorruptContent as error:
         raise SessionUnreadable(f"session {session_id}, turns {numbers}: {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 
@@ -13,7 +14,8 @@ from app.domain.rules import superseded
 from app.domain.session import OpenTurn, Session, Turn
 from app.errors import SessionUnreadable
 from app.sessions.session_at import SessionAt, session_at
-from app.store import reads
+from app.store.content import load_frames
+from app.store.damage import attempt_or
 from app.store.engine import Database
 from turnlog.actions import task_of
 from turnlog.replies import Tree, TreeBranch, TreeTurn
@@ -54,11 +56,8 @@ async def _add_titles(database: Database, session_id: str, tree: Tree) -> None:
     for at in range(0, len(named), TITLES_PER_READ):
         part = named[at : at + TITLES_PER_READ]
         numbers = [first[branch["branch"]] for branch in part]
-        frames = await database.read(
-            lambda connection: reads.load_frames(connection, session_id, numbers, tokens=False),  # noqa: B023
-            session_id=session_id,
-            on_damage=lambda _: {},
-        )
+        read = partial(load_frames, session_id=session_id, numbers=numbers, tokens=False)
+        frames = await database.read(lambda connection: attempt_or(connection, read, {}), session_id=session_id)  # noqa: B023
         titles = await asyncio.to_thread(lambda: [_title_of(frames.get(one)) for one in numbers])  # noqa: B023
         for branch, title in zip(part, titles, strict=True):
             branch["title"] = title

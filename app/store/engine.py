@@ -26,8 +26,8 @@ from sqlalchemy.sql import Executable
 
 from app.database_url import driver_arguments
 from app.errors import StoreDamaged, StoreFull, StoreLost, StoreUnavailable
-from app.store import reads, sqlite_engine
-from app.store.broken import BrokenRow, Unreadable, damage
+from app.store import feed, sqlite_engine
+from app.store.damage import BrokenRow, Unreadable, damage
 from app.store.dialect import (
     Compiler,
     ConnectionLost,
@@ -297,23 +297,19 @@ class Database:
         *,
         one_moment: bool = False,
         session_id: str | None = None,
-        on_damage: Callable[[Connection], T] | None = None,
     ) -> T:
         """Run `function` on a connection; retried if the connection to PostgreSQL is lost.
 
         On SQLite it runs on a thread: it must not look at what the event loop changes.
 
-        `one_moment`: all of its statements see the same state (on SQLite always). `on_damage` is run instead if a
-        needed page is damaged; it must read around it. `session_id`: only this session is read. Raises StoreUnavailable
-        if the database cannot answer; SessionUnreadable, StoreDamaged if it can, but not read this data.
+        `one_moment`: all of its statements see the same state (on SQLite always). `session_id`: only this session is
+        read. Raises StoreUnavailable if the database cannot answer; SessionUnreadable, StoreDamaged if it can, but
+        `function` needs a damaged page and does not read around it (`store.damage`).
         """
         try:
             return await self._answer(function, one_moment)
         except _FAULTS as error:
-            store_fault = await self._error_for(error, session_id)
-            if on_damage is None or not isinstance(store_fault, StoreDamaged):
-                raise store_fault from error
-        return await self.read(on_damage, one_moment=one_moment)
+            raise await self._error_for(error, session_id) from error
 
     async def _answer(self, function: Callable[[Connection], T], one_moment: bool) -> T:
         if self._sqlite_reads is not None:
@@ -334,7 +330,7 @@ class Database:
         if why is None:
             return store_error(error) or error
         try:
-            await self._answer(reads.epoch, one_moment=False)
+            await self._answer(feed.epoch, one_moment=False)
         except _FAULTS:
             return StoreUnavailable(f"the database answered {why}")
         if session_id:
@@ -360,7 +356,7 @@ class Database:
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         """The driver's rows of one frequent statement, without a transaction. Raises as `read`.
 
-        Values are as the driver returns them: those of bytes are to be checked by `broken.as_bytes`.
+        Values are as the driver returns them: those of bytes are to be checked by `damage.as_bytes`.
         """
         if self._autocommit is None:
             text, values = self._sqlite_compiler.bind(statement, parameters)

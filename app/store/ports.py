@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection as Connection
 from sqlalchemy.sql import Executable
 
-from app.store.broken import Unreadable
+from app.store.damage import Unreadable
 from app.store.dialect import Parameters, Row, Tx
 from app.store.log import Operation
 
@@ -72,7 +72,6 @@ class Database(Protocol):
         *,
         one_moment: bool = False,
         session_id: str | None = None,
-        on_damage: Callable[[Connection], T] | None = None,
     ) -> T: ...
 
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...

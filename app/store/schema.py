@@ -32,7 +32,7 @@ from sqlalchemy import (
     text,
 )
 
-from app.store.broken import Content
+from app.store.damage import Content
 from app.store.dialect import current_tx, now
 
 NAMING = {

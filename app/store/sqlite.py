@@ -26,11 +26,11 @@ from typing import Any, TypeVar
 from sqlalchemy import literal_column, select
 
 from app.errors import StartupError, StoreFull, StoreLocked, StoreLost, StoreUnavailable
-from app.store.broken import damage
+from app.store.damage import damage
 from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy, store_error
+from app.store.feed import forgotten_place, select_forgotten
 from app.store.lock import SqliteLock
 from app.store.ports import LOCKED_S, Committed
-from app.store.reads import forgotten_place, select_forgotten
 from app.store.schema import events
 
 T = TypeVar("T")

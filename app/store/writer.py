@@ -31,13 +31,13 @@ from sqlalchemy import ARRAY, String, any_, bindparam, select
 
 from app.domain.events import BlobsTombstoned, Recorded, RolledBack, TurnAbandoned
 from app.errors import AppError, Overloaded, StoreDamaged, StoreLocked, StoreUnavailable
-from app.store import reads
 from app.store.dialect import Tx, WriteConflict
 from app.store.log import DEFERRED, Appended, Deferred, Operation
 from app.store.log_sessions import Create
 from app.store.log_turns import AbandonDead, Claim, Commit, look_and_write, write
 from app.store.ports import LOCKED_S, Database
 from app.store.schema import sessions
+from app.store.sessions import read_all_rows
 
 Result = TypeVar("Result")
 
@@ -339,7 +339,7 @@ class Writer:
         session_id = batch[0].operation.session_id
         try:
             if session_id:
-                read = partial(reads.read_all_rows, session_id=session_id)
+                read = partial(read_all_rows, session_id=session_id)
                 await self._database.read(read, session_id=session_id)
         except AppError as fault:
             _fail(batch[0], fault)

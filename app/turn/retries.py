@@ -23,7 +23,8 @@ from app.domain.session import Session, Turn
 from app.errors import AppError, IdempotencyMismatch, SessionClosed, SessionNotFound, SessionUnreadable
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.event_log import Followers
-from app.store import incarnations, names, reads
+from app.store import incarnations, names
+from app.store.content import load_exchanges
 from app.store.log import Appended
 from app.store.log_turns import AbsorbAttempt, NoteDelivery
 from app.store.ports import Writer
@@ -194,7 +195,7 @@ class Retries:
         """Raises SessionUnreadable."""
         read = self._cache.database.read
         try:
-            exchanges = await read(lambda c: reads.load_exchanges(c, session_id, [turn]), session_id=session_id)
+            exchanges = await read(lambda c: load_exchanges(c, session_id, [turn]), session_id=session_id)
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}, turn {turn}: {error}") from error
         return decode_message(exchanges[turn].message, "the reply's message")

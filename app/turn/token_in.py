@@ -30,7 +30,7 @@ from app.domain.session import Session, Turn
 from app.domain.split import ITEMS
 from app.errors import InvalidRequest, SessionUnreadable, TokenPrefixMismatch, Unsupported
 from app.sessions.cache import SessionCache, id_text
-from app.store import reads
+from app.store.content import load_blobs
 from app.tito import normalise
 from app.tito.extension import Extension, NotAnExtension
 from app.tito.normalise import EngineDialect
@@ -214,9 +214,7 @@ class TokenIn:
         """A turn's parameters and tools by blob number. Raises SessionUnreadable."""
         numbers = {number for number in (turn.params, turn.tools) if number is not None}
         try:
-            return await self._cache.database.read(
-                lambda c: reads.load_blobs(c, session_id, numbers), session_id=session_id
-            )
+            return await self._cache.database.read(lambda c: load_blobs(c, session_id, numbers), session_id=session_id)
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}, turn {turn.number}: {error}") from error
 

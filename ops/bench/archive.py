@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 
 from app.store.engine import Database
-from app.store.reads import database_bytes
+from app.store.sessions import database_bytes
 from ops.bench.export import Incomplete
 from ops.bench.measure import report
 from ops.bench.stand import folder_for_bench

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from app.store import projections as heads
+from app.store import repair
 from app.store.engine import Database
 from ops.engine.process import is_installed, run_module
 from ops.server import ServerProcess
@@ -258,7 +258,7 @@ def read(folder: Path) -> tuple[Evidence, Report]:
 async def _verified(url: str, acknowledged: Sequence[Acknowledged]) -> Report:
     database = Database(url)
     try:
-        await heads.require_revision(database)
+        await repair.require_revision(database)
         return await verify(database, acknowledged)
     finally:
         await database.close()

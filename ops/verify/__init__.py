@@ -17,10 +17,11 @@ from app.domain.events import ChunkRef
 from app.errors import StoreDamaged
 from app.features.objects.bucket import open_bucket
 from app.settings import load_settings
-from app.store import damaged
-from app.store import projections as heads
-from app.store.chunk_reader import live_objects, load_chunks
+from app.store import repair
+from app.store.content import live_objects, load_chunks
+from app.store.damage import PageDamaged, attempt
 from app.store.engine import Database
+from app.store.sessions import readable_ids
 from ops.store_command import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns
 from ops.verify.fleet import check_fleet
@@ -45,9 +46,8 @@ async def verify(
         in_objects = await database.read(
             partial(_check_session, session_id=session_id, report=report),
             one_moment=True,
-            on_damage=partial(check_damaged, session_id=session_id, report=report),
         )
-        await _check_objects(database, session_id, in_objects or (), report)
+        await _check_objects(database, session_id, in_objects, report)
         progress(f"{amount(report.sessions, 'session')}, {amount(len(report.problems), 'problem')}, at {session_id}")
     await acknowledged_turns.check(database, acknowledged, report, progress)
     progress("the file")
@@ -65,7 +65,7 @@ async def _session_ids(database: Database, report: Report) -> AsyncIterator[str]
     seen: set[str] = set()
     after = ""
     try:
-        while ids := await database.read(partial(heads.session_ids, tables=TABLES, after=after, limit=PAGE)):
+        while ids := await database.read(partial(repair.session_ids, tables=TABLES, after=after, limit=PAGE)):
             for session_id in ids:
                 if session_id in seen:
                     raise StoreDamaged(f"session {session_id} is listed twice")
@@ -76,14 +76,18 @@ async def _session_ids(database: Database, report: Report) -> AsyncIterator[str]
         report.found(STORE, f"the sessions cannot be listed, only the known ones are checked: {error}")
     else:
         return
-    for session_id in await database.read(partial(damaged.session_ids, tables=TABLES)):
+    for session_id in await database.read(partial(readable_ids, tables=TABLES)):
         if session_id not in seen:
             yield session_id
 
 
 def _check_session(connection: Connection, session_id: str, report: Report) -> list[ChunkRef]:
     check = SessionCheck(connection, session_id, report)
-    check.run()
+    try:
+        attempt(connection, lambda _: check.run())
+    except PageDamaged:
+        check_damaged(connection, session_id, report)
+        return []
     return check.in_objects
 
 
@@ -103,7 +107,7 @@ async def verify_url(url: str, progress: Callable[[str], None] = silent) -> Repo
     require_store(url)
     database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_timeout_s")))
     try:
-        await heads.require_revision(database)
+        await repair.require_revision(database)
         return await verify(database, progress=progress)
     finally:
         await database.close()

@@ -11,10 +11,10 @@ from app.domain.events import ReplayKind, TurnCommitted, UnknownEvent
 from app.domain.session import Session
 from app.errors import SessionUnreadable
 from app.sessions.transcript import stored_reply
-from app.store import projections as heads
+from app.store import repair
 from app.store.dialect import AlchemyTx
 from app.store.engine import Database
-from app.store.projections import FoldedLog
+from app.store.repair import FoldedLog
 from ops.verify.report import Acknowledged, Report
 
 
@@ -40,7 +40,7 @@ async def _check_session(
 ) -> int:
     try:
         log = await database.read(
-            lambda connection: heads.read_log(AlchemyTx(connection), session_id), session_id=session_id
+            lambda connection: repair.read_log(AlchemyTx(connection), session_id), session_id=session_id
         )
     except (UnknownEvent, SessionUnreadable):
         log = None  # the check of the session has already reported the reason

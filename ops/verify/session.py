@@ -28,12 +28,12 @@ from app.domain.events import (
 )
 from app.domain.session import Session, fold
 from app.sessions.replay_payloads import keys_of
-from app.store import projections as heads
-from app.store import reads
-from app.store.damaged import PageDamaged, attempt
+from app.store import repair
+from app.store.content import load_frames, stored_chunks
+from app.store.damage import PageDamaged, attempt
 from app.store.dialect import AlchemyTx
 from app.store.erasure import has_text
-from app.store.projections import FoldedLog
+from app.store.repair import FoldedLog
 from app.store.schema import (
     annotation_columns,
     blobs,
@@ -46,6 +46,7 @@ from app.store.schema import (
     staged_tokens,
     turns,
 )
+from app.store.sessions import load_snapshot
 from ops.verify.report import Report
 from workers import codec, payloads, sampling_masks
 from workers.codec import TOKEN_BYTES, CorruptContent, Exchange
@@ -161,7 +162,7 @@ class SessionCheck:
     def _folded(self) -> FoldedLog | None:
         """The folded log; None, and a problem reported, if it has a gap or an unreadable event."""
         try:
-            log = heads.read_log(AlchemyTx(self._connection), self._session_id)
+            log = repair.read_log(AlchemyTx(self._connection), self._session_id)
         except UnknownEvent as error:
             self._found(f"the log cannot be read: {error}")
             return None
@@ -170,7 +171,7 @@ class SessionCheck:
         return log
 
     def _derived(self, log: FoldedLog) -> None:
-        for difference in heads.differences(AlchemyTx(self._connection), self._session_id, log):
+        for difference in repair.differences(AlchemyTx(self._connection), self._session_id, log):
             self._found(str(difference))
 
     def _order(self) -> None:
@@ -237,7 +238,7 @@ class SessionCheck:
     def _snapshot(self, session: Session) -> None:
         """Check the snapshot. One whose last event was lost in a crash of the database, or after which there was a
         restore, is ignored here and by readers."""
-        start = reads.load_snapshot(self._connection, self._session_id)
+        start = load_snapshot(self._connection, self._session_id)
         if start is None or all((one.seq, one.at) != (start.version, start.last_event_at) for one in self._log):
             return
         later = [recorded for recorded in self._log if recorded.seq > start.version]
@@ -311,7 +312,7 @@ class SessionCheck:
         chains: _Chains = {(0, 0): (0, hashlib.sha256())}
         for start in range(0, len(committed), TURNS_AT_ONCE):
             part = committed[start : start + TURNS_AT_ONCE]
-            frames = reads.load_frames(self._connection, self._session_id, [turn.turn for turn in part])
+            frames = load_frames(self._connection, self._session_id, [turn.turn for turn in part])
             for turn in part:
                 try:
                     self._turn(turn, *frames.get(turn.turn, (None, None)), chains)
@@ -404,7 +405,7 @@ class SessionCheck:
 
     def _chunk(self, key: ChunkKey, ref: ChunkRef) -> None:
         """Check one chunk. Chunks are large, so only one is in memory."""
-        frame = reads.load_chunks(self._connection, self._session_id, [key]).get(key)
+        frame = stored_chunks(self._connection, self._session_id, [key]).get(key)
         if isinstance(frame, str):
             self.in_objects.append(ref)
         elif (fault := chunk_fault(ref, frame)) is not None:

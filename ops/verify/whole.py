@@ -14,11 +14,12 @@ from app.domain.groups import oldest_version
 from app.domain.restore import in_effect
 from app.features.groups import reads as group_reads
 from app.features.groups.reads import TurnEvents
-from app.store import restored
+from app.store.damage import attempt_or
 from app.store.engine import Database
-from app.store.reads import decode_events
 from app.store.rollouts import is_finished, is_root
 from app.store.schema import events, group_changes, groups, sessions
+from app.store.sessions import decode_events
+from ops import restored
 from ops.verify.report import STORE, Report
 
 POSITIONS = 50_000
@@ -41,15 +42,13 @@ async def check_file(database: Database, report: Report) -> None:
     """Check SQLite's pages and indexes. For PostgreSQL, `pg_amcheck` does that."""
     if not database.is_sqlite:
         return
-    reported = await database.read(_file_problems, on_damage=lambda connection: ["a page at the root is damaged"])
+    reported = await database.read(lambda c: attempt_or(c, _file_problems, ["a page at the root is damaged"]))
     for one in reported:
         report.found(STORE, f"the file: {one}")
     if reported:
         for table in await database.read(_tables):
-            await database.read(
-                partial(_check_table, table=table, report=report),
-                on_damage=partial(_cannot_check, table=table, report=report),
-            )
+            if not await database.read(lambda c: attempt_or(c, partial(_is_sound, table=table), False)):  # noqa: B023
+                report.damaged_tables.append(table)
 
 
 def _file_problems(connection: Connection) -> list[str]:
@@ -63,15 +62,9 @@ def _tables(connection: Connection) -> list[str]:
     )
 
 
-def _check_table(connection: Connection, table: str, report: Report) -> None:
+def _is_sound(connection: Connection, table: str) -> bool:
     """Check one table and its indexes, so that the report can name the damaged table."""
-    reported = connection.exec_driver_sql(f'PRAGMA integrity_check("{table}")').scalars().all()
-    if reported != ["ok"]:
-        report.damaged_tables.append(table)
-
-
-def _cannot_check(connection: Connection, table: str, report: Report) -> None:
-    report.damaged_tables.append(table)
+    return connection.exec_driver_sql(f'PRAGMA integrity_check("{table}")').scalars().all() == ["ok"]
 
 
 async def check_order(database: Database, report: Report, progress: Callable[[str], None]) -> None:

@@ -20,9 +20,9 @@ from app.sessions import all_events as feeds
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.event_log import event_fields
 from app.sessions.log_end import LogEnd
-from app.store import all_events
-from app.store.all_events import EventFilter
+from app.store import feed
 from app.store.dialect import Tx
+from app.store.feed import EventFilter
 from app.store.log_sessions import Create
 from app.store.schema import events, store_meta
 
@@ -117,7 +117,7 @@ FILTERS: list[tuple[Line, list[tuple[str, int]]]] = [
 async def test_a_filter_leaves_events_out_and_no_place_to_go_on(
     store: Store, monkeypatch: pytest.MonkeyPatch, window: int, page: int
 ) -> None:
-    monkeypatch.setattr(all_events, "WINDOW", window)
+    monkeypatch.setattr(feed, "WINDOW", window)
     monkeypatch.setattr(feeds, "PAGE", page)
     await filled(store)
     reading = Reading(store)

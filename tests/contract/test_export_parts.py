@@ -7,7 +7,7 @@ from helpers.store import Store
 
 from app.domain.events import EXPORTED
 from app.export.pages import ExportPages
-from app.store.reads import START
+from app.store.feed import START
 
 
 @pytest.mark.anyio

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, inspect
 from sqlalchemy.engine import make_url
 
 from app.errors import StartupError
-from app.store.broken import Content
+from app.store.damage import Content
 from app.store.engine import Database, sqlite_lock
 from app.store.opening import revision_head, revision_of
 from app.store.schema import metadata

@@ -23,7 +23,7 @@ from app.features.objects.bucket import Bucket
 from app.features.objects.objects import SMALL_BYTES, Copies, Objects
 from app.sessions.replay_payloads import payload_of, values
 from app.store import object_names as names
-from app.store.chunk_reader import load_chunks
+from app.store.content import load_chunks
 from app.store.dialect import Tx
 from app.store.log import Appended, StoredChunk
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay

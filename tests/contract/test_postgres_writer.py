@@ -13,7 +13,7 @@ from sqlalchemy import func, select, text
 from sqlalchemy.engine import make_url
 
 from app.errors import StoreUnavailable
-from app.store import postgres, reads, writer
+from app.store import feed, postgres, writer
 from app.store.dialect import Tx
 from app.store.engine import Database
 from app.store.log import Appended, BaseOperation, Refused
@@ -198,11 +198,11 @@ async def test_what_comes_during_a_transaction_is_gathered_for_the_next(
             while not (await store.database.read_autocommit(_WAITING, {}))[0][0]:
                 await asyncio.sleep(0)
             others = [asyncio.ensure_future(store.create(name)) for name in names[:2]]
-            await store.database.read(reads.epoch)
+            await store.database.read(feed.epoch)
             others += [asyncio.ensure_future(store.create(name)) for name in names[2:]]
             if not gather_s:
                 await asyncio.gather(*others)
-            await store.database.read(reads.epoch)
+            await store.database.read(feed.epoch)
             assert [task.done() for task in (waiting, *others)] == [False] + 4 * [not gather_s]
         await asyncio.gather(waiting, *others)
         if gather_s:

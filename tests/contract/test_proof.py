@@ -11,8 +11,8 @@ from sqlalchemy import func, select, text
 
 from app.errors import StartupError
 from app.sessions.proof import Proof
-from app.store import proof, tail
-from app.store.proof import StoreUnordered
+from app.store import feed, repair
+from app.store.repair import StoreUnordered
 from app.store.schema import events
 
 pytestmark = pytest.mark.anyio
@@ -24,10 +24,10 @@ async def count(store: Store) -> int:
 
 async def test_a_proof_leaves_nothing_for_others_to_read(store: Store) -> None:
     await store.create("s")
-    before, end = await count(store), await store.database.read(tail.end)
-    await asyncio.gather(*(proof.prove(store.database, store.me) for _ in range(4)))
+    before, end = await count(store), await store.database.read(feed.end)
+    await asyncio.gather(*(repair.prove(store.database, store.me) for _ in range(4)))
     assert await count(store) == before
-    assert await store.database.read(tail.end) == end
+    assert await store.database.read(feed.end) == end
     proving = Proof(store.database, lambda: store.me)
     await proving.at_start()
     assert (proving.unwritable, proving.is_ordered) == (None, True)
@@ -86,13 +86,13 @@ async def test_a_dump_of_another_server_is_refused_until_its_restore_is_finished
     async with connected(store.database.url, writes=True) as connection:
         await connection.execute(text("UPDATE events SET tx = tx + 1000000"))
     with pytest.raises(StoreUnordered, match="turnlog restore"):
-        await proof.prove(store.database, store.me)
+        await repair.prove(store.database, store.me)
 
 
 async def test_a_long_transaction_delays_readers_and_is_no_reason_to_refuse(postgres_store: Store) -> None:
     async with connected(postgres_store.database.url, writes=True) as connection:
         await connection.execute(text("SELECT pg_current_xact_id()"))
-        await proof.prove(postgres_store.database, postgres_store.me)
+        await repair.prove(postgres_store.database, postgres_store.me)
 
 
 async def test_statements_of_one_transaction_that_run_apart_write_nothing(store: Store) -> None:
@@ -107,4 +107,4 @@ async def test_statements_of_one_transaction_that_run_apart_write_nothing(store:
             return 100 + self.asked, 0.0
 
     with pytest.raises(StoreUnordered, match="two statements of one transaction ran in two"):
-        proof.write(Apart(), store.me)  # type: ignore[arg-type]
+        repair.write_probe(Apart(), store.me)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from app.sessions.cache import SessionCache
 from app.store.dialect import Parameters, Row
 from app.store.engine import Database
 from app.store.schema import turns as turns_table
-from app.store.session_load import NEWEST_TURNS
+from app.store.sessions import NEWEST_TURNS
 
 T = TypeVar("T")
 

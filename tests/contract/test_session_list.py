@@ -14,11 +14,13 @@ from helpers.store import Store, engines_at, reward
 from sqlalchemy import insert
 
 from app.errors import InvalidRequest
+from app.features.page import reads as page_reads
 from app.sessions.session_list import SessionList, SessionQuery, Sort
-from app.store import heads_view
-from app.store import projections as heads
+from app.store import repair
+from app.store import sessions as session_reads
 from app.store.log_sessions import Create
 from app.store.schema import sessions
+from app.store.sessions import HeadFilter, count_heads
 from turnlog.replies import ListedSession
 from workers.parse_parts import VersionSpan
 
@@ -195,23 +197,23 @@ async def test_a_made_up_cursor_never_reaches_the_database(filled: Filled) -> No
 
 
 async def test_more_than_are_counted_are_said_to_be_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads_view, "COUNTED", 3)
+    monkeypatch.setattr(session_reads, "COUNTED", 3)
     row = {"version": 1, "status": "open", "open_turns": 0, "turns": 0, "updated_at": 1.0, "body_hash": BODY}
     rows = [{**row, "session_id": str(number), "created_at": float(number)} for number in range(5)]
     await store.database.write(lambda tx: tx.insert(insert(sessions), rows), durable=False)
-    counted = await store.database.read(lambda connection: heads_view.count(connection, heads_view.HeadFilter()))
+    counted = await store.database.read(lambda connection: count_heads(connection, HeadFilter()))
     assert counted == 4
 
 
 async def test_the_counts_are_those_of_the_list(filled: Filled) -> None:
     rows = await filled.every()
-    counts = await filled.store.database.read(lambda connection: heads_view.counts(connection, since=2.5))
+    counts = await filled.store.database.read(lambda connection: page_reads.counts(connection, since=2.5))
     by_state = [row["state"] for row in rows]
     assert counts.open == by_state.count("idle") + by_state.count("running")
     assert (counts.closed, counts.erased) == (by_state.count("closed"), by_state.count("erased"))
     changed = [row for row in rows if row["state"] in ("idle", "running") and row["turns"] and row["updated_at"] >= 2.5]
     assert counts.changed == len(changed) > 0
-    claims = await filled.store.database.read(lambda connection: heads_view.claims(connection, since=2.0))
+    claims = await filled.store.database.read(lambda connection: page_reads.claims(connection, since=2.0))
     assert claims.all == by_state.count("running")
     new = [row for row in rows if row["state"] == "running" and (row["updated_at"] < 2.0 or not row["turns"])]
     assert claims.newly_active == len(new)
@@ -220,6 +222,6 @@ async def test_the_counts_are_those_of_the_list(filled: Filled) -> None:
 async def test_each_head_is_what_its_log_says(filled: Filled) -> None:
     rows = await filled.every()
     for row in rows:
-        found = await filled.store.database.read(lambda c: heads.examine(c, row["session_id"]))  # noqa: B023
+        found = await filled.store.database.read(lambda c: repair.examine(c, row["session_id"]))  # noqa: B023
         assert found.sound, found.differences
     assert {row["engine"] for row in rows} == {None, *ENGINES}

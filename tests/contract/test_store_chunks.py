@@ -12,11 +12,14 @@ from sqlalchemy import delete
 from app.domain import retention
 from app.domain.events import BlobsTombstoned, SessionClosed, TurnAbandoned, TurnRejected
 from app.domain.session import fold
-from app.store import bulk, reads
+from app.store.content import read_sessions, refused_reply, stored_chunks
+from app.store.damage import SPAN
+from app.store.feed import END
 from app.store.log import Appended, Refused, StoredChunk
 from app.store.log_sessions import CloseIdle, FreeChunks, FreeReplay
 from app.store.log_turns import REFUSED_KEPT, AbandonDead, Reject
 from app.store.schema import chunks as chunks_table
+from app.store.sessions import closed_sessions, idle_sessions, last_tombstone
 
 pytestmark = pytest.mark.anyio
 
@@ -175,7 +178,7 @@ async def test_a_rollback_a_commit_and_its_tombstone_are_one(store: Store) -> No
     freed = BlobsTombstoned((1,), ((2, 0), (2, 1)))
     done = await store.commit("s", fence, turn=2, before=[rolled_back(0, 1)], after=[freed], chunks=chunks(0))
     assert [recorded.event for recorded in done.events][-1] == freed
-    live = await store.database.read(lambda connection: bulk.read_sessions(connection, ["s"], reads.END, replay=True))
+    live = await store.database.read(lambda connection: read_sessions(connection, ["s"], END, replay=True))
     assert live["s"].chunks == {(fence, 0): b"ab"}
 
 
@@ -184,17 +187,17 @@ async def test_chunks_are_read_by_key(store: Store) -> None:
     first = await take(store, 0, 1)
     await take(store, 0, after=(BlobsTombstoned((1,), ((first, 0),)),))
     wanted = [(first, 0), (first, 1), (first, 9), (99, 0)]
-    found = await store.database.read(lambda connection: reads.load_chunks(connection, "s", wanted))
+    found = await store.database.read(lambda connection: stored_chunks(connection, "s", wanted))
     assert found == {(first, 0): None, (first, 1): b"ab"}
-    assert await store.database.read(lambda connection: reads.load_chunks(connection, "s", [])) == {}
+    assert await store.database.read(lambda connection: stored_chunks(connection, "s", [])) == {}
 
 
 async def test_more_chunks_than_one_statement_takes_are_read(store: Store) -> None:
     fence = await claimed(store)
-    many = reads.SPAN + 20
+    many = SPAN + 20
     await store.commit("s", fence, chunks=chunks(*range(many)))
     keys = [(fence, number) for number in range(many)]
-    found = await store.database.read(lambda connection: reads.load_chunks(connection, "s", keys))
+    found = await store.database.read(lambda connection: stored_chunks(connection, "s", keys))
     assert sorted(found) == keys
 
 
@@ -211,7 +214,7 @@ async def test_a_closed_session_is_freed_in_steps(store: Store) -> None:
     done = await store.submit(FreeReplay("s", session.version, 9.0, event))
     assert [recorded.event for recorded in done.events] == [event]
     by = done.events[0].seq
-    assert await store.database.read(lambda connection: reads.last_tombstone(connection, "s")) == by
+    assert await store.database.read(lambda connection: last_tombstone(connection, "s")) == by
     assert await store.submit(FreeChunks("s", by - 1, 3)) is False, "as after a crash that took the event back"
     assert not any(data is None for data, _ in (await store.chunks("s")).values())
     assert [await store.submit(FreeChunks("s", by, 3)) for _ in range(3)] == [True, False, False]
@@ -241,7 +244,7 @@ async def test_only_a_closed_session_is_freed(store: Store) -> None:
 async def test_a_closed_session_is_found_until_nothing_is_left_to_free(store: Store) -> None:
     async def held(name: str = "s", cutoff: float = 100.0) -> bool:
         places = await store.database.read(
-            lambda connection: reads.closed_sessions(connection, cutoff, (0.0, ""), 10, holding=True)
+            lambda connection: closed_sessions(connection, cutoff, (0.0, ""), 10, holding=True)
         )
         return name in [session_id for _, session_id in places]
 
@@ -278,10 +281,10 @@ async def test_an_idle_session_is_closed(store: Store) -> None:
 async def test_a_session_with_a_turn_in_flight_is_not_idle(store: Store) -> None:
     fence = await claimed(store)
     assert await store.submit(CloseIdle("s", 1e9, 1e9)) == Refused("open")
-    found = await store.database.read(lambda connection: reads.idle_sessions(connection, 1e9, "", 10))
+    found = await store.database.read(lambda connection: idle_sessions(connection, 1e9, "", 10))
     assert found == []
     await store.release("s", fence)
-    found = await store.database.read(lambda connection: reads.idle_sessions(connection, 1e9, "", 10))
+    found = await store.database.read(lambda connection: idle_sessions(connection, 1e9, "", 10))
     assert found == ["s"]
     assert isinstance(await store.submit(CloseIdle("s", 1e9, 1e9)), Appended)
 
@@ -302,7 +305,7 @@ async def reject(store: Store, session_id: str = "s", text: bytes = b"bad") -> i
 
 
 async def refused(store: Store, fence: int, session_id: str = "s") -> tuple[int, bytes] | None:
-    return await store.database.read(lambda connection: reads.refused_reply(connection, session_id, fence))
+    return await store.database.read(lambda connection: refused_reply(connection, session_id, fence))
 
 
 async def test_a_refused_reply_is_kept_and_ends_the_turn(store: Store) -> None:

@@ -13,11 +13,12 @@ from test_store_chunks import chunks
 from app.domain.events import BlobRef, BlobsTombstoned
 from app.features.forks.operation import AT_ONCE, Fork, read_source
 from app.features.forks.rules import Forked, config_of_fork, fork
-from app.store import reads
+from app.store.content import load_blobs
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import Create, Existing
 from app.store.log_turns import Stale
 from app.store.schema import turns
+from app.store.sessions import last_tombstone
 from workers import codec
 
 pytestmark = pytest.mark.anyio
@@ -98,7 +99,7 @@ async def test_the_line_of_a_turn_is_copied_and_numbered_anew(store: Store) -> N
     copies = await content(store, "f")
     assert [row[:2] for row in copies] == [(1, 0), (2, 1), (3, 2)]
     assert [row[2:] for row in copies] == [source[number][2:] for number in (1, 3, 4)]
-    found = await store.database.read(lambda connection: reads.load_blobs(connection, "f", [0, 1, 2]))
+    found = await store.database.read(lambda connection: load_blobs(connection, "f", [0, 1, 2]))
     assert [found[number] for number in range(3)] == [b'{"temperature":1}', b'{"temperature":2}', b"[]"]
     copied = (await decided(store, 4)).copied
     assert [(one.params, one.tools) for one in copied] == [(0, None), (1, 2), (1, 2)]
@@ -166,7 +167,7 @@ async def test_metadata_is_the_sources_or_ones_own(store: Store) -> None:
     made = await decided(store, 1, metadata=ref(ours, "metadata"))
     await store.submit(Fork("s", "ours", 9.0, made, ours, 0))
     for name, text in (("theirs", b'{"a":1}'), ("ours", b'{"b":2}')):
-        found = await store.database.read(lambda c, name=name: reads.load_blobs(c, name, [0, 1]))  # type: ignore[misc]
+        found = await store.database.read(lambda c, name=name: load_blobs(c, name, [0, 1]))  # type: ignore[misc]
         assert found == {0: text, 1: b"{}"}
 
 
@@ -174,7 +175,7 @@ async def test_nothing_is_written_where_the_source_has_changed_or_is_gone(store:
     await branching(store)
     made = await decided(store, 4)
     await store.take_turn("s", params=2, after=(BlobsTombstoned((4,), ()),))
-    tombstone = await store.database.read(lambda connection: reads.last_tombstone(connection, "s"))
+    tombstone = await store.database.read(lambda connection: last_tombstone(connection, "s"))
     assert await store.submit(Fork("s", "f", 9.0, made, None, 0)) == Stale()
     assert await store.submit(Fork("nobody", "f", 9.0, made, None, 0)) == Refused(None)
     await store.close("s")

@@ -12,8 +12,8 @@ from helpers.store import Store, create
 from sqlalchemy.engine import make_url
 
 from app.errors import StoreFull, StoreLocked, StoreUnavailable
-from app.store import reads
 from app.store import writer as writer_module
+from app.store.content import load_frames
 from app.store.log import Appended, StoredBlob
 from app.store.writer import Writer
 from workers import codec
@@ -127,7 +127,7 @@ async def test_erasure_leaves_nothing_in_the_file_nor_its_log(sqlite_store: Stor
     await store.take_turn("s", text=RANDOM)
     await store.create("other")
     await store.take_turn("other")
-    _, exchange = (await store.database.read(lambda c: reads.load_frames(c, "s", [1])))[1]
+    _, exchange = (await store.database.read(lambda c: load_frames(c, "s", [1])))[1]
     assert exchange is not None
     assert RANDOM in codec.unpack(exchange, codec.Exchange).reply
     traces = {"blob": blob.data, "frame": exchange[100:400], "text": RANDOM[1000:1200]}

@@ -13,11 +13,10 @@ from sqlalchemy import func, select
 from app.features.groups import reads as group_reads
 from app.features.groups.operations import Acknowledged, Measure, Settle
 from app.features.groups.reads import Candidate
-from app.store import group_reads as acknowledged_reads
-from app.store import reads
 from app.store.dialect import now
 from app.store.log_sessions import CloseIdle
 from app.store.schema import group_changes, groups, sessions
+from app.store.sessions import acknowledged_groups, closed_sessions, newest_version
 from workers.parse_parts import VersionSpan
 
 pytestmark = pytest.mark.anyio
@@ -251,11 +250,11 @@ async def test_attempts_are_listed_in_order(made: Groups) -> None:
 
 async def test_a_commit_raises_the_weight_version_and_never_lowers_it(made: Groups) -> None:
     await made.create("g", "a")
-    newest = made.store.database.read(acknowledged_reads.newest_version)
+    newest = made.store.database.read(newest_version)
     assert await newest is None
     for weight, expected in (("step", None), ("5", 5), ("3", 5), ("step", 5), ("7", 7)):
         await made.store.take_turn("a", weight_versions=(VersionSpan(weight, 0, 2),))
-        assert await made.store.database.read(acknowledged_reads.newest_version) == expected
+        assert await made.store.database.read(newest_version) == expected
 
 
 async def test_the_age_is_measured_by_the_turns_of_closed_sessions(made: Groups) -> None:
@@ -280,7 +279,7 @@ async def test_retention_can_wait_for_the_acknowledgement(made: Groups) -> None:
 
     async def closed(*, acknowledged: bool) -> list[str]:
         found = await made.store.database.read(
-            lambda c: reads.closed_sessions(c, 9.0, (0.0, ""), 10, holding=False, acknowledged=acknowledged)
+            lambda c: closed_sessions(c, 9.0, (0.0, ""), 10, holding=False, acknowledged=acknowledged)
         )
         return [session_id for _, session_id in found]
 
@@ -290,9 +289,9 @@ async def test_retention_can_wait_for_the_acknowledgement(made: Groups) -> None:
     assert await closed(acknowledged=True) == ["alone"]
     await made.ack("one", "g")
     assert await closed(acknowledged=True) == ["alone", "g-0", "g-1"]
-    (place,) = await made.store.database.read(lambda c: acknowledged_reads.acknowledged(c, (0.0, ""), 10))
+    (place,) = await made.store.database.read(lambda c: acknowledged_groups(c, (0.0, ""), 10))
     assert place[1] == "g"
-    assert await made.store.database.read(lambda c: acknowledged_reads.acknowledged(c, place, 10)) == []
+    assert await made.store.database.read(lambda c: acknowledged_groups(c, place, 10)) == []
 
 
 async def test_the_rows_say_what_the_sessions_say_after_any_operations(made: Groups) -> None:

@@ -30,12 +30,13 @@ from app.domain.events import (
     TurnRejected,
     UnknownEvent,
 )
-from app.store import reads
+from app.store.content import load_blobs, load_exchanges, load_tokens
 from app.store.erasure import UNREADABLE, EraseTexts, TextRow, text_rows, without_text
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Erase, Existing
 from app.store.log_turns import AbandonDead, AbandonLost, AbsorbAttempt, Busy, Stale
 from app.store.schema import events
+from app.store.sessions import load_snapshot
 from workers import codec
 from workers.codec import CorruptContent
 
@@ -62,7 +63,7 @@ async def test_create_of_a_taken_id_writes_nothing_and_tells_by_what_body(store:
 async def test_create_stores_its_metadata_blob(store: Store) -> None:
     blob = StoredBlob(0, "metadata", 2, "h" * 64, codec.compress(b"{}"))
     await store.create("s", blob=blob)
-    assert await store.database.read(lambda c: reads.load_blobs(c, "s", [0])) == {0: b"{}"}
+    assert await store.database.read(lambda c: load_blobs(c, "s", [0])) == {0: b"{}"}
 
 
 async def test_claim_takes_the_open_turn_at_the_known_version(store: Store) -> None:
@@ -109,11 +110,11 @@ async def test_commit_ends_the_open_turn_and_keeps_its_content(store: Store) -> 
     assert isinstance(done, Appended)
     assert [recorded.seq for recorded in done.events] == [3]
     assert await store.open_turns("s") == []
-    exchanges = await store.database.read(lambda c: reads.load_exchanges(c, "s", [1]))
+    exchanges = await store.database.read(lambda c: load_exchanges(c, "s", [1]))
     assert exchanges[1].reply == b'{"a":1}'
-    tokens = await store.database.read(lambda c: reads.load_tokens(c, "s", [1]))
+    tokens = await store.database.read(lambda c: load_tokens(c, "s", [1]))
     assert len(tokens[1].output_ids) == 8
-    assert await store.database.read(lambda c: reads.load_blobs(c, "s", [0])) == {0: b"{}"}
+    assert await store.database.read(lambda c: load_blobs(c, "s", [0])) == {0: b"{}"}
     await store.head_equals_fold("s")
 
 
@@ -126,7 +127,7 @@ async def test_commit_under_another_fence_or_holder_writes_nothing(store: Store,
     assert len(await store.log("s")) == 2
     assert len(await store.open_turns("s")) == 1
     with pytest.raises(CorruptContent):
-        await store.database.read(lambda c: reads.load_exchanges(c, "s", [1]))
+        await store.database.read(lambda c: load_exchanges(c, "s", [1]))
     await store.head_equals_fold("s")
 
 
@@ -232,14 +233,12 @@ async def test_erase_takes_content_and_keeps_the_skeleton(store: Store) -> None:
     assert await store.erase("s") == Refused("erased")
     assert await store.create("s") == Existing("erased", BODY)
     with pytest.raises(CorruptContent):
-        await store.database.read(lambda c: reads.load_tokens(c, "s", [1]))
+        await store.database.read(lambda c: load_tokens(c, "s", [1]))
     with pytest.raises(CorruptContent):
-        await store.database.read(lambda c: reads.load_blobs(c, "s", [0]))
-    assert await store.database.read(lambda c: reads.load_snapshot(c, "s")) is None
+        await store.database.read(lambda c: load_blobs(c, "s", [0]))
+    assert await store.database.read(lambda c: load_snapshot(c, "s")) is None
     await store.save_snapshot(session)
-    assert await store.database.read(lambda c: reads.load_snapshot(c, "s")) is None, (
-        "a late snapshot brings nothing back"
-    )
+    assert await store.database.read(lambda c: load_snapshot(c, "s")) is None, "a late snapshot brings nothing back"
     assert any(isinstance(recorded.event, TurnCommitted) for recorded in await store.log("s"))
     await store.head_equals_fold("s")
 

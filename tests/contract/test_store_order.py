@@ -9,11 +9,13 @@ from helpers.databases import connected
 from helpers.store import FAR, Store, claim, commit, create, reward
 from sqlalchemy import select
 
-from app.store import reads
+from app.domain.events import EXPORTED
+from app.store.content import read_logs
 from app.store.dialect import AlchemyTx
 from app.store.engine import Database
-from app.store.reads import Position
+from app.store.feed import EventFilter, Position, changed_sessions
 from app.store.schema import events
+from app.store.sessions import decode_events
 
 pytestmark = pytest.mark.anyio
 
@@ -82,7 +84,7 @@ async def test_as_of_a_position_later_commits_are_not_seen(store: Store) -> None
     await store.take_turn("c")
     assert await store.changed(upto=then) == before
     assert [name for name, _ in await store.changed(after=then)] == ["a", "c"]
-    as_of = await store.database.read(lambda c: reads.decode_events(reads.event_rows(c, "a", upto=then)))
+    as_of = await store.database.read(lambda c: decode_events(read_logs(c, ["a"], then)["a"]))
     assert [recorded.seq for recorded in as_of] == [1, 2, 3]
 
 
@@ -91,7 +93,7 @@ async def test_a_filter_on_one_session(store: Store) -> None:
         await store.create(name)
         await store.take_turn(name)
     found = await store.database.read(
-        lambda c: reads.changed_sessions(c, after=START, upto=FAR, limit=9, session_id="b")
+        lambda c: changed_sessions(c, EventFilter(EXPORTED, "b"), after=START, upto=FAR, limit=9)
     )
     assert [name for name, _ in found] == ["b"]
 

@@ -10,8 +10,8 @@ from helpers.store import Store, add_incarnation, create, end_incarnation, rewar
 from sqlalchemy.util import await_only
 
 from app.domain.events import TurnAbandoned, TurnOpened
-from app.store import reads
 from app.store.dialect import Tx
+from app.store.feed import EventFilter, Position, changed_sessions
 from app.store.log import Appended, Refused
 from app.store.log_sessions import Existing
 from app.store.log_turns import AbandonDead, Busy, Stale
@@ -134,7 +134,7 @@ async def test_a_reader_that_pages_changed_sessions_skips_and_repeats_nothing(pa
 
         await store.database.write(run, durable=True)
 
-    async def tail(after: reads.Position, seen: list[str]) -> reads.Position:
+    async def tail(after: Position, seen: list[str]) -> Position:
         """Everything new up to the horizon, three sessions at a time."""
         upto = await reader.horizon()
         while page := await created_sessions(reader, after, upto, limit=3):
@@ -143,7 +143,7 @@ async def test_a_reader_that_pages_changed_sessions_skips_and_repeats_nothing(pa
             after = page[-1][1]
         return max(after, upto)
 
-    at, seen, early = reads.Position(0, 0), list[str](), 0
+    at, seen, early = Position(0, 0), list[str](), 0
     lanes = [names[lane::6] for lane in range(6)]
 
     async def write_lane(lane: int) -> None:
@@ -160,9 +160,7 @@ async def test_a_reader_that_pages_changed_sessions_skips_and_repeats_nothing(pa
     assert sorted(seen) == names
 
 
-async def created_sessions(
-    store: Store, after: reads.Position, upto: reads.Position, limit: int
-) -> list[tuple[str, reads.Position]]:
+async def created_sessions(store: Store, after: Position, upto: Position, limit: int) -> list[tuple[str, Position]]:
     return await store.database.read(
-        lambda c: reads.changed_sessions(c, after=after, upto=upto, limit=limit, types=("SessionCreated",))
+        lambda c: changed_sessions(c, EventFilter(("SessionCreated",)), after=after, upto=upto, limit=limit)
     )

@@ -13,12 +13,13 @@ from sqlalchemy import select
 
 from app.domain.events import RewardAssigned, SessionClosed
 from app.features.groups import reads as group_reads
-from app.store import projections as heads
-from app.store import reads, rollouts
+from app.store import repair, rollouts
 from app.store.dialect import AlchemyTx
 from app.store.log import Appended, Refused
 from app.store.log_sessions import Circular, Close, CloseIdle, Create, ShareReward
+from app.store.ports import Connection
 from app.store.schema import sessions
+from app.store.sessions import closed_sessions, idle_sessions
 from ops.verify import verify
 
 pytestmark = pytest.mark.anyio
@@ -31,10 +32,10 @@ def child(session_id: str, parent: str | None, group_id: str | None = None, at: 
 async def roots(store: Store) -> dict[str, str | None]:
     """As stored, which must be as the logs say."""
 
-    def read(connection: reads.Connection) -> dict[str, str | None]:
+    def read(connection: Connection) -> dict[str, str | None]:
         found = {row[0]: row[1] for row in connection.execute(select(sessions.c.session_id, sessions.c.root_id))}
         for session_id, root_id in found.items():
-            log = heads.read_log(AlchemyTx(connection), session_id)
+            log = repair.read_log(AlchemyTx(connection), session_id)
             assert log is not None
             assert log.root_id == root_id, session_id
         return found
@@ -185,10 +186,10 @@ async def test_a_rollout_is_idle_as_a_whole(store: Store) -> None:
     """A root that waits for its agents is not."""
     await store.submit(child("root", None))
     await store.submit(child("agent", "root", at=7.0))
-    idle: Any = await store.database.read(lambda c: reads.idle_sessions(c, 5.0, "", 10))
+    idle: Any = await store.database.read(lambda c: idle_sessions(c, 5.0, "", 10))
     assert idle == []
     assert await store.submit(CloseIdle("root", 9.0, 5.0)) == Refused("open")
-    assert await store.database.read(lambda c: reads.idle_sessions(c, 8.0, "", 10)) == ["agent", "root"]
+    assert await store.database.read(lambda c: idle_sessions(c, 8.0, "", 10)) == ["agent", "root"]
     await store.claim("agent", 1)
     assert await store.submit(CloseIdle("root", 9.0, 8.0)) == Refused("open")
     await store.release("agent", 2)
@@ -208,7 +209,7 @@ async def test_a_childs_content_waits_for_the_acknowledgement_of_its_roots_group
 
     async def due() -> list[str]:
         found = await store.database.read(
-            lambda c: reads.closed_sessions(c, 9.0, (0.0, ""), 10, holding=False, acknowledged=True)
+            lambda c: closed_sessions(c, 9.0, (0.0, ""), 10, holding=False, acknowledged=True)
         )
         return [session_id for _, session_id in found]
 

@@ -7,16 +7,16 @@ from helpers.store import Store
 
 from app.domain.events import SessionRestored
 from app.domain.session import Session, encode_session
-from app.store import reads
 from app.store.dialect import Tx
 from app.store.log import advance_head
+from app.store.sessions import load_snapshot
 from workers import codec
 
 pytestmark = pytest.mark.anyio
 
 
 async def snapshot(store: Store) -> Session | None:
-    return await store.database.read(lambda c: reads.load_snapshot(c, "s"))
+    return await store.database.read(lambda c: load_snapshot(c, "s"))
 
 
 async def session_of(store: Store, turns: int) -> Session:
@@ -66,7 +66,7 @@ async def test_a_damaged_or_foreign_snapshot_is_ignored(store: Store, damage: st
 async def test_a_snapshot_of_no_session_is_not_stored(store: Store) -> None:
     session = await session_of(store, 1)
     await store.save_snapshot(Session("nobody", *(getattr(session, name) for name in session.__struct_fields__[1:])))
-    assert await store.database.read(lambda c: reads.load_snapshot(c, "nobody")) is None
+    assert await store.database.read(lambda c: load_snapshot(c, "nobody")) is None
 
 
 async def test_after_a_restore_the_whole_log_is_read_until_there_is_a_newer_snapshot(store: Store) -> None:

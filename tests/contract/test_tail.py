@@ -7,19 +7,20 @@ from helpers.databases import connected
 from helpers.store import Store, reward
 from sqlalchemy import text
 
-from app.store import tail
-from app.store.reads import Position
-from app.store.tail import START, Tail
+from app.features.page import reads
+from app.features.page.reads import Tail
+from app.store import feed
+from app.store.feed import START, Position
 
 pytestmark = pytest.mark.anyio
 
 
 async def since(store: Store, after: Position, limit: int = 100) -> Tail:
-    return await store.database.read(lambda connection: tail.since(connection, after, limit))
+    return await store.database.read(lambda connection: reads.since(connection, after, limit))
 
 
 async def end(store: Store) -> Position:
-    return await store.database.read(tail.end)
+    return await store.database.read(feed.end)
 
 
 async def test_an_empty_log_ends_where_it_begins(store: Store) -> None:

@@ -29,9 +29,11 @@ from sqlalchemy import Connection
 from app.errors import SessionUnreadable, StoreDamaged, StoreUnavailable
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.log_end import LogEnd
-from app.store import bulk, damaged, reads
+from app.store import sessions
 from app.store.engine import Database
+from app.store.feed import Position, last_places
 from app.store.log import Appended
+from app.store.sessions import load_events, readable_ids
 from fault.damaged_pages import (
     BRIEF,
     RARE,
@@ -156,7 +158,7 @@ def test_a_key_that_leads_backwards_ends_no_walk_in_a_circle(
     whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A changed key may be smaller than those before it: what goes on behind it would begin again."""
-    monkeypatch.setattr(damaged, "PAGE", 4)
+    monkeypatch.setattr(sessions, "WALKED", 4)
     content = bytearray(whole.path.read_bytes())
     for page in pages(whole.path, primary_key(whole.path, "events")):
         place = slice((page.number - 1) * PAGE_BYTES, page.number * PAGE_BYTES)
@@ -164,7 +166,7 @@ def test_a_key_that_leads_backwards_ends_no_walk_in_a_circle(
     path = tmp_path / "turnlog.db"
     path.write_bytes(content)
 
-    assert looked(path, damaged.session_ids) == whole.session_ids
+    assert looked(path, readable_ids) == whole.session_ids
 
 
 @pytest.mark.parametrize("column", ["tx", "position"])
@@ -172,8 +174,8 @@ def test_a_place_that_is_no_number_is_its_sessions_business(whole: Whole, tmp_pa
     path = Path(shutil.copyfile(whole.path, tmp_path / "turnlog.db"))
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute(f"UPDATE events SET {column} = x'00' WHERE session_id = 'session-003' AND seq = 1")
-    upto, types = reads.Position(0, 1 << 40), ("SessionCreated", "TurnCommitted")
-    places = looked(path, lambda connection: bulk.last_places_of_each(connection, whole.session_ids, upto, types))
+    upto, types = Position(0, 1 << 40), ("SessionCreated", "TurnCommitted")
+    places = looked(path, lambda connection: last_places(connection, whole.session_ids, upto, types))
     assert set(places) == set(whole.session_ids)
     assert max(places, key=places.__getitem__) == "session-003", "behind all others"
 
@@ -356,7 +358,7 @@ async def test_a_store_that_cannot_be_read_at_all_is_no_sessions_damage(whole: W
     database = Database(f"sqlite+aiosqlite:///{damaged.path}")
     await database.open()
     with pytest.raises(StoreUnavailable) as refused:
-        await database.read(partial(reads.load_events, session_id="session-000"), session_id="session-000")
+        await database.read(partial(load_events, session_id="session-000"), session_id="session-000")
     assert not isinstance(refused.value, StoreDamaged)
     assert refused.value.headers() == {"retry-after": "2"}
     await database.close()

@@ -16,12 +16,12 @@ from integration.stand import Stand, Talk, error_of, serving, user
 from sqlalchemy import select, text
 
 from app.domain.events import TurnRejected
-from app.store import reads
 from app.store.engine import create_engine
 from app.store.log import Refused, StoredChunk
 from app.store.log_sessions import SaveSnapshot
 from app.store.log_turns import Reject
 from app.store.schema import blobs, chunks, refused_replies, snapshots, turns
+from app.store.sessions import SNAPSHOT_FORMAT
 from fault.verified import verified
 from ops.simulator.process import SimulatorProcess
 
@@ -237,7 +237,7 @@ async def test_no_late_write_brings_content_back(store: Store) -> None:
     for operation in late:
         assert await store.submit(operation) == Refused("erased"), operation
     assert await store.submit(stage("s", fence, store.me, LATE)) is False
-    await store.submit(SaveSnapshot("s", 2, reads.SNAPSHOT_FORMAT, b"late"))
+    await store.submit(SaveSnapshot("s", 2, SNAPSHOT_FORMAT, b"late"))
     for table in (turns, blobs, chunks, refused_replies, snapshots):
         rows = await store.database.read(lambda connection, table=table: connection.execute(select(table)).all())
         assert rows == [], table.name

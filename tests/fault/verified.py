@@ -12,7 +12,7 @@ from integration.stand import Stand
 
 from app.features.objects.bucket import open_bucket
 from app.settings import load_settings
-from app.store import projections as heads
+from app.store import repair
 from app.store.engine import Database
 from fault.table import Tally
 from ops.verify import Acknowledged, Report, verify
@@ -49,7 +49,7 @@ def verified(where: str | Stand, acknowledged: Collection[Acknowledged] = (), ta
 async def _verify(url: str, acknowledged: Collection[Acknowledged]) -> Report:
     database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_timeout_s")))
     try:
-        await heads.require_revision(database)
+        await repair.require_revision(database)
         return await verify(database, acknowledged=acknowledged)
     finally:
         await database.close()

@@ -9,20 +9,30 @@ from typing import Any, cast
 
 from sqlalchemy import bindparam, delete, insert, select, update
 
-from app.domain.events import Event, Recorded, RewardAssigned, TurnCommitted, TurnRejected
+from app.domain.events import EXPORTED, Event, Recorded, RewardAssigned, TurnCommitted, TurnRejected
 from app.domain.fleet import EngineListed
 from app.domain.session import Session, encode_session, fold
 from app.fleet.engines import Engines
-from app.store import heads_view, incarnations, reads, session_load
+from app.store import feed, incarnations
 from app.store.dialect import Tx, now, up_since
 from app.store.engine import Database
-from app.store.heads_view import HeadRow
+from app.store.feed import EventFilter, Position, changed_sessions
 from app.store.log import Appended, BaseOperation, StoredBlob, StoredChunk, size_of
 from app.store.log_sessions import AssignReward, Close, Create, Erase, SaveSnapshot
 from app.store.log_turns import Claim, Commit, Known, Release, Stage
 from app.store.schema import chunks as chunks_table
 from app.store.schema import events, open_turns, sessions
 from app.store.schema import incarnations as incarnations_table
+from app.store.sessions import (
+    SNAPSHOT_FORMAT,
+    ContentColumns,
+    HeadRow,
+    fold_rows,
+    load_events,
+    load_head,
+    load_session,
+    session_rows,
+)
 from app.store.writer import Writer
 from app.upstream.client import EngineClient
 from helpers.databases import database_at
@@ -34,8 +44,8 @@ LEASE_S = 8.0
 CLAIMED_AT = 2.0
 
 event_at = select(events.c.at).where(events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place"))
-START = reads.Position(0, 0)
-FAR = reads.Position(1 << 62, 1 << 62)
+START = Position(0, 0)
+FAR = Position(1 << 62, 1 << 62)
 
 
 def create(session_id: str, *, body_hash: str = BODY, blob: StoredBlob | None = None, at: float = 1.0) -> Create:
@@ -171,7 +181,7 @@ class Store:
         return done
 
     async def log(self, session_id: str) -> list[Recorded]:
-        return await self.database.read(lambda connection: reads.load_events(connection, session_id))
+        return await self.database.read(lambda connection: load_events(connection, session_id))
 
     async def session(self, session_id: str) -> Session | None:
         """The fold of the whole log, whatever a snapshot says."""
@@ -179,14 +189,14 @@ class Store:
 
     async def loaded(self, session_id: str) -> Session | None:
         """What the service would load: snapshot and the rest of the log. Both ways to read them must give the same."""
-        rows = await self.database.read(lambda connection: reads.session_rows(connection, session_id))
-        found = await session_load.load(self.database, session_id, session_load.ContentColumns.NONE)
-        session = reads.fold_rows(session_id, *rows)
-        assert reads.fold_rows(session_id, found.snapshot, found.rows) == session
+        rows = await self.database.read(lambda connection: session_rows(connection, session_id))
+        found = await load_session(self.database, session_id, ContentColumns.NONE)
+        session = fold_rows(session_id, *rows)
+        assert fold_rows(session_id, found.snapshot, found.rows) == session
         return session
 
     async def head(self, session_id: str) -> HeadRow | None:
-        return await self.database.read(lambda connection: heads_view.head(connection, session_id))
+        return await self.database.read(lambda connection: load_head(connection, session_id))
 
     async def open_turns(self, session_id: str) -> list[Any]:
         query = select(open_turns).where(open_turns.c.session_id == session_id)
@@ -199,19 +209,19 @@ class Store:
         rows = await self.database.read(lambda connection: list(connection.execute(query)))
         return {(row[0], row[1]): (row[2], row[3]) for row in rows}
 
-    async def horizon(self) -> reads.Position:
-        return await self.database.read(reads.horizon)
+    async def horizon(self) -> Position:
+        return await self.database.read(feed.horizon)
 
     async def changed(
-        self, after: reads.Position = START, upto: reads.Position = FAR, limit: int = 1000
-    ) -> list[tuple[str, reads.Position]]:
+        self, after: Position = START, upto: Position = FAR, limit: int = 1000
+    ) -> list[tuple[str, Position]]:
         return await self.database.read(
-            lambda connection: reads.changed_sessions(connection, after=after, upto=upto, limit=limit)
+            lambda connection: changed_sessions(connection, EventFilter(EXPORTED), after=after, upto=upto, limit=limit)
         )
 
     async def save_snapshot(self, session: Session, data: bytes | None = None, format: str | None = None) -> None:
         frame = codec.compress(encode_session(session)) if data is None else data
-        await self.submit(SaveSnapshot(session.session_id, session.version, format or reads.SNAPSHOT_FORMAT, frame))
+        await self.submit(SaveSnapshot(session.session_id, session.version, format or SNAPSHOT_FORMAT, frame))
 
     async def head_equals_fold(self, session_id: str) -> None:
         """The rows that are not events must say what the events say."""

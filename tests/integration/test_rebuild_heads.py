@@ -17,7 +17,7 @@ from helpers.store import Store, create, end_incarnation
 from helpers.warm import popen
 from sqlalchemy import select
 
-from app.store import projections as rebuild
+from app.store import repair
 from app.store.engine import Database
 from app.store.schema import group_changes, open_turns, sessions
 from integration.filled import execute, fill, opened, replay
@@ -125,7 +125,7 @@ def test_a_damaged_log_is_reported_and_the_others_are_mended(filled: str, said: 
 
 
 def test_all_pages_are_looked_at(filled: str, said: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rebuild, "PAGE", 3)
+    monkeypatch.setattr(repair, "PAGE", 3)
     execute(filled, "UPDATE sessions SET version = version + 1")
     assert replay(["--heads", "--json"]) == 1
     found = [json.loads(line)["session_id"] for line in said()]
@@ -168,7 +168,7 @@ async def test_sessions_in_motion_are_sound(store: Store) -> None:
     talking = asyncio.gather(*(talk(name) for name in names))
     looks = 0
     while not talking.done():
-        found = [one async for one in rebuild.examined(store.database)]
+        found = [one async for one in repair.examined(store.database)]
         assert [one for one in found if not one.sound] == []
         looks += len(found)
     await talking

@@ -5,8 +5,8 @@ import time
 import pytest
 from helpers.store import Store, create
 
+from app.api.figures import FRESH_S, CachedFigures
 from app.store.engine import Database
-from app.store.figures import FRESH_S, CachedFigures
 from ops.server import reserve_port
 
 pytestmark = pytest.mark.anyio

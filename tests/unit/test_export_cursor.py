@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from app.errors import InvalidRequest
 from app.export.query import Cursor, decode_cursor
 from app.export.writing import SLICE_BYTES, next_rows
-from app.store.reads import Position
+from app.store.feed import Position
 
 PLACE = st.builds(Position, st.integers(0, 2**62), st.integers(0, 2**62))
 

@@ -11,8 +11,7 @@ import pytest
 from app.errors import StoreUnavailable
 from app.sessions.log_end import Ends, LogEnd
 from app.store.engine import Database
-from app.store.reads import Position
-from app.store.tail import START, Synced
+from app.store.feed import START, Position, Synced
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ from app.domain.events import (
 )
 from app.domain.session import fold
 from app.sessions.event_log import described
-from app.store.projections import HEAD, OPEN_TURN, FoldedLog
+from app.store.repair import HEAD, OPEN_TURN, FoldedLog
 from app.store.schema import open_turns, sessions
 from workers.parse_parts import VersionSpan
 

@@ -19,7 +19,7 @@ from app.domain.samples import Sample, TurnTokens, samples
 from app.export import formats
 from app.export.query import Cursor, ExportQuery, session_excluded
 from app.export.rows import Known
-from app.store.reads import Position
+from app.store.feed import Position
 from workers.parse_parts import VersionSpan
 from workers.reply import Part
 

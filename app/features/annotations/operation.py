@@ -14,8 +14,8 @@ from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.erasure import IN_HEAD
 from app.store.log import Appended, BaseOperation, Refused, append, refused
-from app.store.reads import EventRow, decode_events
 from app.store.schema import annotation_columns, events, sessions
+from app.store.sessions import EventRow, decode_events
 
 _insert = insert(annotation_columns)
 _of_name = (

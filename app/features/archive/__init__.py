@@ -6,7 +6,7 @@ this touches the rest:
     SessionNotFound     asks whether the session is in a file: 404 `session_archived`   (`Services.explain`)
     creating a session  refuses an id that left, and a parent that did                 (`store.statements.archived`)
     an erasure          takes the session out of its files, and is 202 until it is     (`Erasure.elsewhere`)
-    the log's end       stays where it was when its last events have left              (`reads.last_forgotten`)
+    the log's end       stays where it was when its last events have left              (`feed.last_forgotten`)
 """
 
 from __future__ import annotations

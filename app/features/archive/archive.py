@@ -39,8 +39,8 @@ from app.features.archive import rows
 from app.features.archive.checks import require_own, require_whole
 from app.features.archive.rows import Indexed, Place, Rollout, StoredRows
 from app.sessions.cache import SessionCache
-from app.store import reads
-from app.store.chunk_reader import load_chunks
+from app.store import feed
+from app.store.content import load_chunks
 from app.store.leases import ReleaseLease, TakeLease
 from app.store.object_names import PROBE
 from app.store.ports import Database, Writer
@@ -456,7 +456,7 @@ class Archive:
     # Files.
 
     async def _new_name(self) -> str:
-        return f"turnlog-{await self._database.read(reads.epoch)}-{secrets.token_hex(8)}.parquet"
+        return f"turnlog-{await self._database.read(feed.epoch)}-{secrets.token_hex(8)}.parquet"
 
     async def _read(self, file: str) -> bytes | None:
         """None: there is no such file. Raises as `_bucket`, PayloadsUnavailable."""

@@ -14,7 +14,6 @@ from sqlalchemy import BigInteger, Column, Double, Integer, SmallInteger, String
 from app.domain.events import UnknownEvent
 from app.domain.patterns import ID
 from app.features.archive.rows import CONTENT, LARGEST_BYTES, LARGEST_EVENTS, Rollout, StoredRows
-from app.store import reads
 from app.store.schema import (
     annotation_columns,
     blobs,
@@ -25,6 +24,7 @@ from app.store.schema import (
     sessions,
     turns,
 )
+from app.store.sessions import EventRow, fold_rows
 from workers import codec
 from workers.codec import APART, CorruptContent, Exchange
 
@@ -45,9 +45,9 @@ _FRAMES = {
 
 def require_whole(session: StoredRows) -> None:
     """Raises CorruptContent unless the log is whole and all content can be read."""
-    rows = [reads.EventRow(*(row[name] for name in reads.EventRow._fields)) for row in session.rows[events.name]]
+    rows = [EventRow(*(row[name] for name in EventRow._fields)) for row in session.rows[events.name]]
     try:
-        folded = reads.fold_rows(session.session_id, None, rows)
+        folded = fold_rows(session.session_id, None, rows)
     except (UnknownEvent, LookupError, ValueError, TypeError, AssertionError) as error:
         raise CorruptContent(f"its log cannot be read: {type(error).__name__}") from error
     if folded is None or folded.version != session.head["version"] or folded.status != session.head["status"]:

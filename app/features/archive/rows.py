@@ -38,11 +38,11 @@ from app.store import object_names as names
 from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx, oldest_tx
+from app.store.feed import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.leases import holds_lease
 from app.store.log import BaseOperation, StoreOperation
 from app.store.log_sessions import Erase
 from app.store.names import marks_of
-from app.store.reads import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.schema import (
     annotation_columns,
     archived,

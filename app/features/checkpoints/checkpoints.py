@@ -34,8 +34,8 @@ from app.features.checkpoints.operations import (
 from app.features.checkpoints.restores import Restores
 from app.features.gates.gates import Gates
 from app.fleet.state import FleetState
+from app.store import feed
 from app.store import fleet as fleet_store
-from app.store import reads
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
 from turnlog.replies import RestoredStore
@@ -168,7 +168,7 @@ class Checkpoints:
             return await asyncio.shield(running)
         if await self._database.read(lambda connection: store.named(connection, name)) is None:
             raise _unknown(name)
-        epoch = await self._database.read(reads.epoch)
+        epoch = await self._database.read(feed.epoch)
         before = f"{BEFORE}{epoch.partition('-')[0]}-{name}"[:128]
         async with self._beginning:
             placed = await self._hold(TurnsHeld(name, "restore", self._incarnation(), before))

@@ -35,9 +35,8 @@ from app.domain.events import Event
 from app.store import pins, rollouts, staged_tokens
 from app.store import statements as sql
 from app.store.dialect import Tx, now
+from app.store.feed import epoch_of_log, next_epoch
 from app.store.log import Appended, BaseOperation, Refused, StoreOperation, abandon, advance_head, holders_of
-from app.store.reads import epoch_of_log
-from app.store.restored import next_epoch
 from app.store.schema import (
     checkpoint_groups,
     checkpoint_sessions,

@@ -38,11 +38,11 @@ from app.features.checkpoints.rules import restoring
 from app.sessions.cache import SessionCache
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
-from app.store import projections, reads
+from app.store import repair
 from app.store.log import Appended
 from app.store.ports import Database, Writer
-from app.store.projections import FoldedLog
-from app.store.reads import EventRow
+from app.store.repair import FoldedLog
+from app.store.sessions import EventRow, decode_events, event_rows
 from turnlog.replies import RestoredStore
 
 log = logging.getLogger("turnlog.checkpoints")
@@ -150,7 +150,7 @@ class Restores:
         while True:
             try:
                 rows = await self._database.read(
-                    lambda connection: reads.event_rows(connection, session_id), session_id=session_id
+                    lambda connection: event_rows(connection, session_id), session_id=session_id
                 )
                 work = partial(_decided, session_id, rows, seq, name, self._clock(), before_id)
                 operation = work() if len(rows) <= INLINE else await asyncio.to_thread(work)
@@ -181,7 +181,7 @@ def _decided(
     session_id: str, rows: Sequence[EventRow], seq: int, name: str, at: float, before_id: int
 ) -> RestoreSession:
     """What takes a session back to its event `seq`. Raises UnknownEvent."""
-    events = reads.decode_events(rows)
+    events = decode_events(rows)
     then = fold(session_id, events[:seq])
     expected = events[-1].seq
     # Nothing may have happened since that a restore would take back, but for claims that are open still.
@@ -195,4 +195,4 @@ def _decided(
 
 def _head(after: Session, events: Sequence[Recorded]) -> dict[str, Any]:
     log = FoldedLog(after, events, None)
-    return {name: projections.HEAD[name](log) for name in HEAD}
+    return {name: repair.HEAD[name](log) for name in HEAD}

@@ -22,11 +22,11 @@ from app.errors import (
 from app.features.forks.operation import Fork, ForkSource, read_source
 from app.features.forks.rules import Forked, config_of_fork, fork
 from app.sessions.lifecycle import Clock, Sessions, hash_of, metadata_blob, metadata_ref, refusal
-from app.store import reads
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
 from app.store.ports import Database, Writer
+from app.store.sessions import decode_events
 from app.store.writer import LOCK_RETRY_PAUSE_S
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Forks:
 def _decided(order: ForkOrder, fork_source: ForkSource, blob: StoredBlob | None) -> _Decided:
     """Decide the fork from the source's log. Raises SessionNotFound, SessionClosed, NotFound, SessionUnreadable."""
     try:
-        log = reads.decode_events(fork_source.log)
+        log = decode_events(fork_source.log)
         source = fold(order.source, log)
         if source is None:
             raise SessionNotFound.of(order.source)

@@ -13,14 +13,14 @@ from sqlalchemy.sql import Executable
 from app.crash_points import reach
 from app.domain.events import AnnotationWritten, BlobsTombstoned, ChunkKey
 from app.features.forks.rules import Forked
-from app.store import reads, rollouts
+from app.store import rollouts
 from app.store import statements as sql
 from app.store.dialect import Parameters, Tx
 from app.store.log import Appended, BaseOperation, Refused, StoredBlob, append, blob_row
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
-from app.store.reads import EventRow
 from app.store.schema import SESSION_ID, annotation_columns, blobs, chunks, events, turns
+from app.store.sessions import EventRow, event_rows
 
 if TYPE_CHECKING:
     from app.features.objects.objects import Copies
@@ -248,7 +248,7 @@ def read_source(connection: Connection, session_id: str) -> ForkSource:
         chunks.c.session_id == session_id, chunks.c.tombstoned_by.is_(None)
     )
     return ForkSource(
-        reads.event_rows(connection, session_id),
+        event_rows(connection, session_id),
         frozenset(connection.execute(whole).scalars()),
         frozenset(connection.execute(kept).scalars()),
         frozenset((row[0], row[1]) for row in connection.execute(live)),

@@ -47,11 +47,9 @@ from app.features.groups.groups import settle_groups
 from app.features.groups.operations import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.features.groups.reads import Candidate, TurnEvents, Waiting
 from app.features.groups.rules import Attempt, Statistics, outcome, statistics
-from app.store.broken import Unreadable
-from app.store.damaged import split
-from app.store.group_reads import newest_version, newest_version_of_each
+from app.store.damage import Unreadable, of_readable
 from app.store.ports import Database, Writer
-from app.store.reads import EventRow, decode_events
+from app.store.sessions import EventRow, decode_events, newest_readable_version
 from turnlog import replies as reply_types
 
 ACKS_AT_ONCE = 200
@@ -137,7 +135,7 @@ class Feed:
             await settle_groups(self._database, self._writer)
             current = query.weight_version
             if current is None:
-                current = await self._database.read(newest_version, on_damage=newest_version_of_each)
+                current = await self._database.read(newest_readable_version)
             given = await self._lease(query, current)
         return self._lines(query, wanted.model_copy(update={"weight_version": current}), current, given)
 
@@ -212,10 +210,7 @@ class Feed:
     async def _readable(self, page: Sequence[Candidate]) -> list[Candidate]:
         """Without the groups that have a head on a damaged page: nobody knows all of their rewards."""
         ids = [group.group_id for group in page]
-        attempts = await self._database.read(
-            partial(group_reads.attempts, group_ids=ids),
-            on_damage=lambda connection: split(connection, ids, group_reads.attempts)[0],
-        )
+        attempts = await self._database.read(lambda connection: of_readable(connection, ids, group_reads.attempts))
         for group_id in ids:
             if group_id not in attempts:
                 self._database.unreadable.warn_of_group(group_id, "a page of it is damaged")
@@ -227,10 +222,7 @@ class Feed:
         ages: dict[str, int | None] = {}
         for at in range(0, len(unknown), GROUPS_AT_ONCE):
             part = unknown[at : at + GROUPS_AT_ONCE]
-            logs = await self._database.read(
-                partial(group_reads.turn_events, group_ids=part),
-                on_damage=partial(group_reads.turn_events_of_each, group_ids=part),
-            )
+            logs = await self._database.read(partial(group_reads.turn_events, group_ids=part))
             ages |= await asyncio.to_thread(_ages, logs, self._database.unreadable)
         return [
             one if one.measured else msgspec.structs.replace(one, measured=True, oldest_version=ages[one.group_id])

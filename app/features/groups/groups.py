@@ -11,8 +11,7 @@ from app.features.groups import reads, rules
 from app.features.groups.operations import Settle, SettleGroup
 from app.features.groups.reads import FeedLease
 from app.features.groups.rules import Attempt
-from app.store.ports import Database, Writer
-from app.store.reads import Connection
+from app.store.ports import Connection, Database, Writer
 from turnlog.replies import GroupPage, ListedGroup
 
 MAX_MISSING = 20

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import msgspec
-from sqlalchemy import Connection, and_, case, or_, select, tuple_
+from sqlalchemy import Connection, case, or_, select, tuple_
 
 from app.domain.events import RolledBack, SessionCreated, SessionRestored, TurnCommitted
 from app.features.groups.rules import Attempt
-from app.store import reads, rollouts
-from app.store.damaged import attempt_or, split
+from app.store import rollouts
+from app.store.damage import SPAN, of_readable
 from app.store.dialect import now
 from app.store.rollouts import group, in_groups, is_finished, is_root
 from app.store.schema import events, group_changes, groups, sessions
+from app.store.sessions import EventRow
 
 is_free = or_(groups.c.consumer.is_(None), groups.c.lease_until.is_(None), groups.c.lease_until <= now())
 """No consumer holds the group. The last one may still acknowledge it until another gets it."""
@@ -55,9 +56,9 @@ class FeedLease(msgspec.Struct, frozen=True):
 def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, FeedLease]:
     """Of the groups that the feed has handed out."""
     by_group: dict[str, FeedLease] = {}
-    for at in range(0, len(group_ids), reads.SPAN):
+    for at in range(0, len(group_ids), SPAN):
         query = select(groups.c.group_id, groups.c.lease_until > now(), groups.c.acked_at.is_not(None))
-        for row in connection.execute(query.where(groups.c.group_id.in_(group_ids[at : at + reads.SPAN]))):
+        for row in connection.execute(query.where(groups.c.group_id.in_(group_ids[at : at + SPAN]))):
             by_group[row[0]] = FeedLease(bool(row[1]), bool(row[2]))
     return by_group
 
@@ -108,7 +109,7 @@ def candidates(
 def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[Attempt]]:
     """The rollouts of each group in the order of their attempts, those without a number last."""
     by_group: dict[str, list[Attempt]] = {group_id: [] for group_id in group_ids}
-    for at in range(0, len(group_ids), reads.SPAN):
+    for at in range(0, len(group_ids), SPAN):
         query = select(
             sessions.c.group_id,
             sessions.c.session_id,
@@ -116,7 +117,7 @@ def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list
             sessions.c.reward,
             sessions.c.status,
             case((is_finished, True), else_=False),
-        ).where(sessions.c.group_id.in_(group_ids[at : at + reads.SPAN]), sessions.c.status != "undone", is_root())
+        ).where(sessions.c.group_id.in_(group_ids[at : at + SPAN]), sessions.c.status != "undone", is_root())
         for row in connection.execute(query):
             by_group[row[0]].append(Attempt(*row[1:]))
     return {group_id: in_order(of_group) for group_id, of_group in by_group.items()}
@@ -129,15 +130,13 @@ def in_order(attempts: Iterable[Attempt]) -> list[Attempt]:
 def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list[str]]:
     """The closed and erased sessions of each root's agents and children."""
     by_group: dict[str, list[str]] = {}
-    for at in range(0, len(root_ids), reads.SPAN):
-        for session_id, root_id in rollouts.members(
-            connection, root_ids[at : at + reads.SPAN], status=("closed", "erased")
-        ):
+    for at in range(0, len(root_ids), SPAN):
+        for session_id, root_id in rollouts.members(connection, root_ids[at : at + SPAN], status=("closed", "erased")):
             by_group.setdefault(root_id, []).append(session_id)
     return by_group
 
 
-TurnEvents = dict[str, dict[str, list[reads.EventRow]]]
+TurnEvents = dict[str, dict[str, list[EventRow]]]
 """Event rows by group and session."""
 
 _AGING = (SessionCreated.__name__, TurnCommitted.__name__, RolledBack.__name__, SessionRestored.__name__)
@@ -145,42 +144,40 @@ _AGING = (SessionCreated.__name__, TurnCommitted.__name__, RolledBack.__name__, 
 
 
 def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
-    """The events of some groups' closed sessions that say which turns are live and their weight versions.
+    """The events of some groups' closed sessions that say which turns are live and their weight versions; none of a
+    session of which an event is on a damaged page.
 
     Sessions of agents and children are included.
     """
-    counted_in = group()
-    of_session = and_(events.c.session_id == sessions.c.session_id, events.c.type.in_(_AGING))
-    query = (
-        select(counted_in, sessions.c.session_id, *(events.c[name] for name in reads.EventRow._fields))
-        .select_from(sessions.outerjoin(events, of_session))
-        .where(in_groups(group_ids), sessions.c.status == "closed")
-        .order_by(sessions.c.session_id, events.c.seq)
-    )
-    by_group: TurnEvents = {group_id: {} for group_id in group_ids}
-    for row in connection.execute(query):
-        log = by_group[row[0]].setdefault(row[1], [])
-        if row[2] is not None:
-            log.append(reads.EventRow(*row[2:]))
-    return by_group
-
-
-def turn_events_of_each(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
-    """As `turn_events`, less the sessions of which an event is on a damaged page."""
-    events_of: TurnEvents = {}
-    for group_id in group_ids:
-        query = select(sessions.c.session_id).where(in_groups([group_id]), sessions.c.status == "closed")
-        ids = attempt_or(connection, lambda again: again.execute(query).scalars().all(), [])  # noqa: B023
-        events_of[group_id], _ = split(connection, ids, turn_events_of)
-    return events_of
-
-
-def turn_events_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, list[reads.EventRow]]:
-    """The same events of some sessions."""
+    members = of_readable(connection, group_ids, _closed_members)
+    every = [session_id for of_group in members.values() for session_id in of_group]
+    events_of = of_readable(connection, every, _turn_events_of)
     return {
-        session_id: [row for row in reads.event_rows(connection, session_id) if row.type in _AGING]
-        for session_id in session_ids
+        group_id: {session_id: events_of.get(session_id, []) for session_id in members.get(group_id, ())}
+        for group_id in group_ids
     }
+
+
+def _closed_members(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[str]]:
+    members: dict[str, list[str]] = {group_id: [] for group_id in group_ids}
+    query = select(group(), sessions.c.session_id).where(in_groups(group_ids), sessions.c.status == "closed")
+    for group_id, session_id in connection.execute(query):
+        if group_id in members:
+            members[group_id].append(session_id)
+    return members
+
+
+def _turn_events_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, list[EventRow]]:
+    query = (
+        select(events.c.session_id, *(events.c[name] for name in EventRow._fields))
+        .where(events.c.session_id.in_(session_ids), events.c.type.in_(_AGING))
+        .order_by(events.c.session_id, events.c.seq)
+    )
+    logs: dict[str, list[EventRow]] = {session_id: [] for session_id in session_ids}
+    for session_id, *row in connection.execute(query):
+        if session_id in logs:  # a damaged index may lead to another session's rows
+            logs[session_id].append(EventRow(*row))
+    return logs
 
 
 class Waiting(msgspec.Struct, frozen=True):

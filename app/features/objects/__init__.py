@@ -10,7 +10,7 @@ An object that no row ever referred to, after a crash between its upload and the
     a turn              uploads its large chunks before its commit   (`TurnPoints.chunks`)
     an erasure          is 202 until the objects are gone            (`Erasure.finishing`)
     a fork              has copies of its own                        (`features.forks`)
-    every reader        fetches what is in objects                   (`Database.bucket`, `store.chunk_reader`)
+    every reader        fetches what is in objects                   (`Database.bucket`, `store.content`)
 
 The kernel's transactions queue what may be deleted (`dead_objects`), and know the objects' names. Without
 `TURNLOG_PAYLOADS` nothing of it runs.

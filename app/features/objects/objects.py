@@ -18,7 +18,7 @@ from app.errors import AppError, ClaimLost, Overloaded
 from app.features.objects import rows
 from app.features.objects.rows import DeadObject
 from app.store import object_names as names
-from app.store.chunk_reader import live_objects
+from app.store.content import live_objects
 from app.store.leases import ReleaseLease, TakeLease
 from app.store.log import StoredChunk
 from app.store.ports import Database, Writer

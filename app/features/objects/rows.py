@@ -25,13 +25,13 @@ from sqlalchemy import (
     update,
 )
 
+from app.store import feed
 from app.store import object_names as names
 from app.store import statements as sql
-from app.store.chunk_reader import is_live
+from app.store.content import is_live
 from app.store.dialect import ForEach, Tx, now
 from app.store.leases import holds_lease
 from app.store.log import StoreOperation
-from app.store.reads import log_epoch
 from app.store.schema import SESSION_ID, chunks, dead_objects, incarnations, open_turns, sessions, store_meta
 
 LEASE = "objects"
@@ -71,7 +71,7 @@ def url_of_objects(connection: Connection) -> str | None:
 
 def owner_name(connection: Connection) -> str:
     """What the store calls itself in object storage; another one after the restore of a backup."""
-    return f"{connection.execute(_owner).scalar()}-{log_epoch(connection)}"
+    return f"{connection.execute(_owner).scalar()}-{feed.log_epoch(connection)}"
 
 
 def is_being_erased(connection: Connection, root_id: str) -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from app.sessions.metadata import MISSING, value_of
 from app.sessions.session_list import SessionList, SessionQuery
-from app.store import metadata_reads
+from app.store.content import metadata_of
 from app.store.engine import Database
 from turnlog.replies import SessionPage
 
@@ -43,7 +44,7 @@ class MetadataColumns:
         keys = [key.strip() for key in (columns or "").split(",") if key.strip()][:MAX_COLUMNS]
         if not keys:
             return {}
-        stored = await self._database.read(lambda c: metadata_reads.metadata_of(c, ids))
+        stored = await self._database.read(lambda c: metadata_of(c, ids))
         return await asyncio.to_thread(
             lambda: {session_id: values for session_id, raw in stored.items() if (values := _values_of(raw, keys))}
         )
@@ -55,8 +56,8 @@ def _values_of(raw: bytes, keys: Sequence[str]) -> dict[str, str]:
 
 
 def _text_of(metadata: object, key: str) -> str | None:
-    value = metadata_reads.value_of(metadata, key)
-    if value is None or value is metadata_reads.MISSING:
+    value = value_of(metadata, key)
+    if value is None or value is MISSING:
         return None
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}…"

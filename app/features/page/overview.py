@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from app.features.page import reads
+from app.features.page.reads import HeadCounts
 from app.fleet.state import FleetState
 from app.metrics import RecentTurnStats
 from app.sessions.recovery import Registration
 from app.sessions.session_list import SessionList
-from app.store import heads_view, reads
 from app.store.engine import Database
-from app.store.heads_view import HeadCounts
+from app.store.sessions import database_bytes
 from turnlog import replies as reply_types
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Overviews:
         counted = await self._count(at)
         claims, newest = await self._database.read(
             lambda connection: (
-                heads_view.claims(connection, at - ACTIVE_S),
+                reads.claims(connection, at - ACTIVE_S),
                 self._sessions.newest_version(connection),
             )
         )
@@ -181,8 +182,8 @@ class Overviews:
         """The count of sessions and the database's size, from memory if they are recent enough."""
         began = time.monotonic()
         if self._counted is None or began >= self._counted.due_at:
-            counts = await self._database.read(partial(heads_view.counts, since=at - ACTIVE_S))
-            size = await self._database.read(reads.database_bytes)
+            counts = await self._database.read(partial(reads.counts, since=at - ACTIVE_S))
+            size = await self._database.read(database_bytes)
             ended = time.monotonic()
             self._counted = _Counted(counts, size, at, ended + COUNT_PAUSE * (ended - began))
         return self._counted

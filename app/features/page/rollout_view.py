@@ -13,9 +13,9 @@ from app.domain.history import Message, canonical_hash, decode_message
 from app.domain.session import Session, Turn
 from app.sessions.conversation import TURNS_PER_READ, ShownMessage, as_messages, turn_messages, unknown_branch
 from app.sessions.session_at import session_at
-from app.store import reads
+from app.store.content import load_frames
 from app.store.engine import Database
-from app.store.reads import Frames
+from app.store.sessions import Frames
 from turnlog.actions import Action, actions_of, has_failed, result_line
 from workers import codec
 from workers.codec import CorruptContent
@@ -120,7 +120,7 @@ class Rollouts:
     async def _frames(self, session_id: str, part: Sequence[Turn]) -> Frames:
         numbers = [turn.number for turn in part]
         return await self._database.read(
-            lambda connection: reads.load_frames(connection, session_id, numbers, tokens=False), session_id=session_id
+            lambda connection: load_frames(connection, session_id, numbers, tokens=False), session_id=session_id
         )
 
 

@@ -17,12 +17,12 @@ from app.api.requests import Request
 from app.api.routes import MOST_ROWS, Routes
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import SessionUnreadable
+from app.features.page import reads
 from app.features.page.rollout_view import MAX_STEPS
 from app.features.page.summaries import MAX_SESSIONS
 from app.features.page.token_view import Asked
 from app.features.page.turn_view import MAX_TURNS
 from app.sessions.session_list import SessionQuery
-from app.store import heads_view
 
 if TYPE_CHECKING:
     from app.features.page import Page
@@ -207,4 +207,4 @@ async def preview_export(request: Request, query: Annotated[ExportParameters, Qu
 @route.for_the_page("/versions")
 async def versions(request: Request) -> object:
     """The newest weight versions with their sessions, turns and rewards."""
-    return await request.services.database.read(heads_view.versions)
+    return await request.services.database.read(reads.versions)

@@ -21,10 +21,11 @@ from app.domain.events import (
 )
 from app.domain.restore import in_effect
 from app.sessions.conversation import as_messages
-from app.store import reads
-from app.store.damaged import split
+from app.store.content import load_frames
+from app.store.damage import of_readable
 from app.store.engine import Database
-from app.store.reads import Connection, EventRow, Frames
+from app.store.ports import Connection
+from app.store.sessions import EventRow, Frames, decode_events, event_rows
 from turnlog.actions import Action, actions_of, task_of
 from workers import codec
 from workers.codec import CorruptContent
@@ -119,21 +120,17 @@ class Summaries:
         def rows(connection: Connection, ids: Sequence[str]) -> dict[str, list[EventRow]]:
             return {session_id: _rows(connection, session_id, known[session_id].version) for session_id in ids}
 
-        new = await self._database.read(
-            lambda connection: rows(connection, list(known)),
-            on_damage=lambda connection: split(connection, list(known), rows)[0],
-        )
+        new = await self._database.read(lambda connection: of_readable(connection, list(known), rows))
         known = await asyncio.to_thread(_folded, known, new)
         unread = {session_id: numbers for session_id, one in known.items() if (numbers := one.unread())}
 
         def frames(connection: Connection, ids: Sequence[str]) -> dict[str, Frames]:
-            return {one: reads.load_frames(connection, one, sorted(unread[one]), tokens=False) for one in ids}
+            return {one: load_frames(connection, one, sorted(unread[one]), tokens=False) for one in ids}
 
         for at in range(0, len(unread), SESSIONS_PER_READ):
             part = list(unread)[at : at + SESSIONS_PER_READ]
             content = await self._database.read(
-                lambda connection: frames(connection, part),  # noqa: B023
-                on_damage=lambda connection: split(connection, part, frames)[0],  # noqa: B023
+                lambda connection: of_readable(connection, part, frames)  # noqa: B023
             )
             await asyncio.to_thread(_read, {one: known[one] for one in part}, content)
         self._keep(known)
@@ -151,9 +148,9 @@ class Summaries:
 
 def _rows(connection: Connection, session_id: str, after: int) -> list[EventRow]:
     """The new events, all of them where a restore took some back."""
-    rows = reads.event_rows(connection, session_id, after=after)
+    rows = event_rows(connection, session_id, after=after)
     if after and any(row.type == SessionRestored.__name__ for row in rows):
-        return reads.event_rows(connection, session_id)
+        return event_rows(connection, session_id)
     return rows
 
 
@@ -162,7 +159,7 @@ def _folded(known: Mapping[str, _Known], new: Mapping[str, Sequence[EventRow]]) 
     folded: dict[str, _Known] = {}
     for session_id, rows in new.items():
         try:
-            log = reads.decode_events(rows)
+            log = decode_events(rows)
         except UnknownEvent:
             continue
         state = known[session_id]

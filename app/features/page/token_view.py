@@ -21,10 +21,11 @@ from app.domain.samples import Array, Inconsistent, Sample, Segment, TurnSpan, T
 from app.domain.session import Session
 from app.sessions.conversation import unknown_branch
 from app.sessions.session_at import session_at
-from app.store import reads
+from app.store.content import load_frames, unpack_tokens
+from app.store.damage import SPAN
 from app.store.engine import Database
-from app.store.reads import Frames
 from app.store.schema import annotation_columns
+from app.store.sessions import Frames
 from workers import codec
 from workers.codec import CorruptContent, Exchange, TopLogprobs
 from workers.join_text import token_texts
@@ -223,9 +224,7 @@ class TokenViews:
 
     async def _frames(self, session_id: str, numbers: Sequence[int], *, exchange: bool) -> Frames:
         return await self._database.read(
-            lambda connection: reads.load_frames(
-                connection, session_id, numbers, tokens=not exchange, exchange=exchange
-            ),
+            lambda connection: load_frames(connection, session_id, numbers, tokens=not exchange, exchange=exchange),
             session_id=session_id,
         )
 
@@ -290,7 +289,7 @@ def _branch(session: Session, row: BranchRow, exported: bool) -> BranchTokens:
 
 def _sample(session: Session, row: BranchRow, turns: Sequence[TurnCommitted], frames: Frames) -> _Row:
     """The same sample that an export makes. Raises CorruptContent, Inconsistent."""
-    tokens = reads.unpack_tokens(frames, row.turns)
+    tokens = unpack_tokens(frames, row.turns)
     content = [
         TurnTokens(turn, tokens[turn.turn].suffix_ids, tokens[turn.turn].output_ids, tokens[turn.turn].logprobs)
         for turn in turns
@@ -428,7 +427,7 @@ def _load_columns(connection: Connection, session_id: str, seqs: Sequence[int]) 
     query = select(annotation_columns.c.seq, annotation_columns.c.data).where(
         annotation_columns.c.session_id == session_id
     )
-    parts = (seqs[at : at + reads.SPAN] for at in range(0, len(seqs), reads.SPAN))
+    parts = (seqs[at : at + SPAN] for at in range(0, len(seqs), SPAN))
     return {
         seq: data for part in parts for seq, data in connection.execute(query.where(annotation_columns.c.seq.in_(part)))
     }

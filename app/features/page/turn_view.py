@@ -12,9 +12,9 @@ from sqlalchemy import Connection, select
 
 from app.errors import NotFound, SessionNotFound
 from app.sessions.conversation import as_messages
-from app.store import reads
 from app.store.engine import Database
 from app.store.schema import turns
+from app.store.sessions import last_seq
 from turnlog.actions import Action, actions_of, has_failed, result_line
 from workers import codec
 from workers.codec import CorruptContent, Messages
@@ -156,7 +156,7 @@ class TurnViews:
                 .order_by(turns.c.turn)
             )
             rows = [_Row(*row) for row in connection.execute(query)]
-            if not rows and not reads.last_seq(connection, session_id):
+            if not rows and not last_seq(connection, session_id):
                 raise SessionNotFound.of(session_id)
             return rows
 

@@ -13,12 +13,14 @@ import logging
 from collections.abc import Callable, Iterable
 
 from app.errors import AppError, Overloaded
+from app.features.page import reads
+from app.features.page.reads import Tail
 from app.sessions.log_end import POLL_S, LogEnd, LogPosition, decode_position
 from app.sessions.session_list import SessionList
-from app.store import reads, tail
+from app.store import feed
 from app.store.engine import Database
-from app.store.reads import START, Connection
-from app.store.tail import Tail
+from app.store.feed import START
+from app.store.ports import Connection
 from turnlog.replies import ListedSession
 
 log = logging.getLogger("turnlog.watch")
@@ -158,7 +160,7 @@ class Watch:
 
     async def _present(self) -> LogPosition:
         return await self._database.read(
-            lambda connection: LogPosition(reads.log_epoch(connection), tail.end(connection))
+            lambda connection: LogPosition(feed.log_epoch(connection), feed.end(connection))
         )
 
     async def _catch_up(self, listener: Listener, resumed: LogPosition) -> None:
@@ -170,7 +172,7 @@ class Watch:
         at_gates = self._sessions.at_gates()
 
         def read(connection: Connection) -> Tail:
-            found = tail.since(connection, resumed.place, MAX_BEHIND + 1)
+            found = reads.since(connection, resumed.place, MAX_BEHIND + 1)
             if found.events <= MAX_BEHIND:
                 rows.extend(self._sessions.rows(connection, found.session_ids, at_gates))
             return found
@@ -206,7 +208,7 @@ class Watch:
 
         def read(connection: Connection) -> Tail:
             rows.clear()
-            found = tail.since(connection, self._position.place, BATCH)
+            found = reads.since(connection, self._position.place, BATCH)
             rows.extend(self._sessions.rows(connection, list({*found.session_ids, *came_or_went}), at_gates))
             return found
 

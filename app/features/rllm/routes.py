@@ -22,7 +22,7 @@ from app.features.rllm.rules import id_of, name_of, pinned
 from app.features.rllm.spoken import spoken
 from app.features.rllm.traces import Trace, Traces
 from app.sessions.session_list import SessionQuery
-from app.store import metadata_reads
+from app.store.content import metadata_of
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -133,7 +133,7 @@ async def _sessions(app: Services, since: float | None, limit: int | None) -> As
         page = await app.session_list.page(query, cursor, PAGE, counted=False)
         rows = [row for row in page["sessions"] if row["turns"] and (since is None or row["created_at"] >= since)]
         ids = [row["session_id"] for row in rows]
-        metadata = await app.database.read(lambda connection: metadata_reads.metadata_of(connection, ids))  # noqa: B023
+        metadata = await app.database.read(lambda connection: metadata_of(connection, ids))  # noqa: B023
         for row in rows[:left]:
             given = msgspec.Raw(metadata.get(row["session_id"], b"{}"))
             yield TracedSession(name_of(row["name"] or row["session_id"]), row["turns"], row["created_at"], given)

@@ -17,7 +17,7 @@ from app.features.rllm.rules import name_of
 from app.sessions import replay_payloads, transcript
 from app.sessions.session_at import session_at
 from app.sessions.transcript import WireTurn
-from app.store import reads
+from app.store.content import load_tokens
 from app.store.engine import Database
 from workers.codec import CorruptContent
 from workers.sampling_masks import Masks
@@ -128,7 +128,7 @@ class Traces:
             return [], []
         try:
             stored = await self._database.read(
-                lambda connection: reads.load_tokens(connection, session.session_id, [number]),
+                lambda connection: load_tokens(connection, session.session_id, [number]),
                 session_id=session.session_id,
             )
         except CorruptContent as error:

@@ -24,9 +24,10 @@ from app.features.search.text import name_of, read_message
 from app.metrics import Metrics
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.log_end import LogEnd, LogPosition, decode_position
-from app.store import reads
+from app.store.content import load_frames
 from app.store.engine import Database
-from app.store.reads import START
+from app.store.feed import START
+from app.store.sessions import fold_rows, session_rows
 from app.tasks import cancelled
 from workers import codec
 from workers.codec import CorruptContent
@@ -148,16 +149,16 @@ class Follower:
 
     async def _live_turns(self, session_id: str) -> set[int]:
         snapshot, rows = await self._database.read(
-            lambda connection: reads.session_rows(connection, session_id), session_id=session_id
+            lambda connection: session_rows(connection, session_id), session_id=session_id
         )
-        session = await asyncio.to_thread(reads.fold_rows, session_id, snapshot, rows)
+        session = await asyncio.to_thread(fold_rows, session_id, snapshot, rows)
         return set() if session is None else {turn.number for turn in session.turns}
 
     async def _messages(self, line: _Line) -> list[Message]:
         """The messages that the turn brought; none if its content is damaged or gone."""
         try:
             frames = await self._database.read(
-                partial(reads.load_frames, session_id=line.session_id, numbers=[line.turn], tokens=False),
+                partial(load_frames, session_id=line.session_id, numbers=[line.turn], tokens=False),
                 session_id=line.session_id,
             )
             if line.turn not in frames:

@@ -20,8 +20,8 @@ import msgspec
 from app.errors import StoreUnavailable
 from app.features.search import index_file, remove_file
 from app.features.search.query import Query
-from app.store import heads_view
 from app.store.engine import Database
+from app.store.sessions import load_heads
 from app.tasks import uncancelled
 
 T = TypeVar("T")
@@ -138,7 +138,7 @@ class SqliteIndex:
     async def write(self, page: Page, fence: int) -> None:
         async with self._lock:  # an erasure that the store has not yet told of waits here, and then finds the words
             ids = sorted({message.session_id for message in page.messages})
-            heads = await self._database.read(lambda connection: heads_view.of(connection, ids))
+            heads = await self._database.read(lambda connection: load_heads(connection, ids))
             living = {head.session_id for head in heads if head.status != "erased"}
             await self._run(partial(_write, page=page, living=living))
             if page.erased:

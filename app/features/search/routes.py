@@ -18,10 +18,10 @@ from app.features.search.index import FIRST, Index, Message, Wanted
 from app.features.search.query import Query as SearchedFor
 from app.features.search.query import parse, snippet
 from app.sessions.log_end import decode_position
+from app.sessions.metadata import matches
 from app.sessions.session_list import SessionConditions
-from app.store import heads_view, metadata_reads
-from app.store.heads_view import HeadFilter, HeadRow
-from app.store.reads import Connection
+from app.store.ports import Connection
+from app.store.sessions import HeadFilter, HeadRow, load_heads, some_ids
 from turnlog import replies as reply_types
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Search:
             return [query.session_id]
         if filtered == HeadFilter():
             return None
-        ids = await self._database.read(lambda connection: heads_view.some(connection, filtered, FEW_SESSIONS + 1))
+        ids = await self._database.read(lambda connection: some_ids(connection, filtered, FEW_SESSIONS + 1))
         return None if len(ids) > FEW_SESSIONS else ids
 
     async def _of(
@@ -110,10 +110,10 @@ class Search:
         ids = sorted(session_ids)
 
         def read(connection: Connection) -> dict[str, HeadRow]:
-            heads = {row.session_id: row for row in heads_view.of(connection, ids, filtered) if row.status != "erased"}
+            heads = {row.session_id: row for row in load_heads(connection, ids, filtered) if row.status != "erased"}
             if not metadata:
                 return heads
-            matching = metadata_reads.matches(connection, list(heads), metadata)
+            matching = matches(connection, list(heads), metadata)
             return {session_id: head for session_id, head in heads.items() if matching.get(session_id)}
 
         return await self._database.read(read)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import ClassVar, cast
 
@@ -15,14 +15,13 @@ from app.domain.fleet import EngineDied
 from app.features.groups.reads import attempts
 from app.features.groups.rules import outcome
 from app.features.webhooks.rules import Notice, page_of
-from app.store import tail
-from app.store.all_events import EventFilter, EventPage, PlacedRow
-from app.store.damaged import attempt_or
+from app.store import feed
+from app.store.damage import attempt_or
 from app.store.dialect import Tx
+from app.store.feed import EventFilter, PlacedRow, Position
 from app.store.fleet import later
 from app.store.leases import holds_lease
 from app.store.log import StoreOperation
-from app.store.reads import Position, epoch, log_epoch
 from app.store.rollouts import group
 from app.store.schema import fleet_events, open_turns, sessions, store_meta
 
@@ -60,38 +59,33 @@ class Pending(msgspec.Struct, frozen=True):
     quiet_from: float | None
 
 
-ReadPage = Callable[[Connection, Position, Position, EventFilter, int], EventPage]
-
-
 def cursor_of(connection: Connection, receiver: str) -> Cursor | None:
     """None: the receiver has none, or one in another log, since a backup was restored."""
     query = select(store_meta.c.value).where(store_meta.c.key == PREFIX + receiver)
     value: str | None = connection.execute(query).scalar()
     found = None if value is None else msgspec.json.decode(value, type=Cursor)
-    return found if found is not None and found.epoch == log_epoch(connection) else None
+    return found if found is not None and found.epoch == feed.log_epoch(connection) else None
 
 
 def present(connection: Connection) -> Cursor:
     """Behind all that has happened."""
-    last = tail.end(connection)
+    last = feed.end(connection)
     newest = select(fleet_events.c.seq).order_by(fleet_events.c.seq.desc()).limit(1)
-    return Cursor(log_epoch(connection), last, last, connection.execute(newest).scalar() or 0)
+    return Cursor(feed.log_epoch(connection), last, last, connection.execute(newest).scalar() or 0)
 
 
-def pending(
-    connection: Connection, cursor: Cursor, upto: Position, old_before: float | None, read_page: ReadPage
-) -> Pending:
+def pending(connection: Connection, cursor: Cursor, upto: Position, old_before: float | None) -> Pending:
     """What follows the cursor, of at most PAGE events each. `old_before`: what was written earlier, and is the last of
     its session, is too old; None: nothing is looked at for that."""
-    named = epoch(connection)
+    named = feed.epoch(connection)
     deaths, fleet = _deaths(connection, cursor.fleet, named)
     notices, finished, quiet, quiet_from = deaths, cursor.finished, cursor.quiet, None
     if finished < upto:
-        page = read_page(connection, finished, upto, EventFilter(types=_FINISHING), PAGE)
+        page = feed.page(connection, finished, upto, EventFilter(types=_FINISHING), PAGE)
         notices += attempt_or(connection, lambda again: _complete(again, page.rows, named), [])
         finished = max(finished, page.reached)
     if old_before is not None and quiet < upto:
-        page = read_page(connection, quiet, upto, EventFilter(), PAGE)
+        page = feed.page(connection, quiet, upto, EventFilter(), PAGE)
         young = next((row for row in page.rows if row.at is not None and row.at >= old_before), None)
         rows = page.rows if young is None else page.rows[: page.rows.index(young)]
         notices += attempt_or(connection, lambda again: _stuck(again, rows, named), [])

@@ -22,7 +22,6 @@ from app.features.webhooks import rows, rules
 from app.features.webhooks.rows import LEASE, BeginCursors, Cursor, MoveCursor, Pending
 from app.features.webhooks.rules import Notice
 from app.settings import Network
-from app.store import all_events
 from app.store.leases import ReleaseLease, TakeLease
 from app.tasks import cancelled
 from app.upstream.client import JSON, ONCE, target_of
@@ -227,11 +226,7 @@ class Sender:
     async def _pending(self, receiver: Receiver, cursor: Cursor, now: float) -> Pending:
         upto, old_before = (await self._services.log_end.now()).synced, self._old_before(receiver, now)
         read = partial(rows.pending, cursor=cursor, upto=upto, old_before=old_before)
-        found = await self._services.database.read(
-            partial(read, read_page=all_events.page),
-            one_moment=True,
-            on_damage=partial(read, read_page=all_events.page_around_damage),
-        )
+        found = await self._services.database.read(read, one_moment=True)
         if old_before is not None:
             receiver.quiet_from = found.quiet_from
         return found

@@ -16,9 +16,9 @@ from app.errors import AppError, SessionNotFound
 from app.features.groups import Groups
 from app.sessions import event_log
 from app.sessions.session_list import SessionQuery
-from app.store import projections as heads
+from app.store import repair
 from app.store.dialect import AlchemyTx
-from app.store.projections import FoldedLog
+from app.store.repair import FoldedLog
 from app.store.schema import groups
 from ops.verify import TABLES
 from tests.tools.simulation.kept import lacks_text
@@ -42,8 +42,8 @@ NOBODY = "nobody"
 
 async def judge(world: World, seed: int, processes: Sequence[Process]) -> None:
     """Never ends where one is not answered."""
-    ids = world.store.read(lambda connection: heads.session_ids(connection, TABLES, "", ALL))
-    logs = {one: world.store.read(lambda connection: heads.read_log(AlchemyTx(connection), one)) for one in ids}  # noqa: B023
+    ids = world.store.read(lambda connection: repair.session_ids(connection, TABLES, "", ALL))
+    logs = {one: world.store.read(lambda connection: repair.read_log(AlchemyTx(connection), one)) for one in ids}  # noqa: B023
     for process in processes:
         for session_id, log in logs.items():
             # An erasure that was cut short has taken texts out of the log, and tells nobody before its end.
@@ -85,7 +85,7 @@ async def _lists(world: World, process: Process, logs: Mapping[str, FoldedLog]) 
     world.must(rows.keys() == logs.keys(), f"{process.name} lists {sorted(rows)} of {sorted(logs)}")
     for session_id, row in rows.items():
         log = logs[session_id]
-        said = {**heads.head_row(log), "running_since": None, "tags": list(log.session.tags)}
+        said = {**repair.head_row(log), "running_since": None, "tags": list(log.session.tags)}
         other = [name for name, value in said.items() if name not in UNLISTED and row.get(name, "") != value]
         world.must(not other, f"{process.name} lists {session_id} with another {other} than the log says")
 

@@ -27,8 +27,10 @@ from app.domain.events import (
 )
 from app.errors import OverBudget
 from app.errors import SessionClosed as Closed
-from app.store import all_events, reads
+from app.store import feed
+from app.store.feed import END, START, EventFilter
 from app.store.schema import sessions
+from app.store.sessions import decode_events, load_events
 from app.turn.in_flight import TurnReply
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.history import History
@@ -106,7 +108,7 @@ def ends(config: SessionConfig) -> bool:
 
 def is_noted(store: Store, session_id: str) -> bool:
     """Does the log say that the session, unless it has ended, has reached a limit?"""
-    log = store.read(lambda connection: reads.load_events(connection, session_id))
+    log = store.read(lambda connection: load_events(connection, session_id))
     return any(isinstance(recorded.event, LimitReached | SessionClosed | SessionErased) for recorded in log) or any(
         isinstance(recorded.event, TurnCommitted) and recorded.event.limit is not None for recorded in log
     )
@@ -142,11 +144,11 @@ class _Ledger:
         self._just_joined: set[str] = set()
 
     def problems(self) -> Iterator[str]:
-        page = all_events.page(self._connection, reads.START, reads.END, all_events.EventFilter(), limit=1_000_000)
+        page = feed.page(self._connection, START, END, EventFilter(), limit=1_000_000)
         for placed in page.rows:
             assert placed.row is not None
             assert placed.session_id is not None
-            [recorded] = reads.decode_events([placed.row])
+            [recorded] = decode_events([placed.row])
             for problem in self._follow(placed.session_id, recorded.seq, recorded.event):
                 yield f"{placed.session_id} {recorded.seq}: {problem}"
         columns = sessions.c.session_id, sessions.c.spent_turns, sessions.c.spent_tokens

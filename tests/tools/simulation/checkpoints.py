@@ -15,8 +15,9 @@ from app.errors import AppError
 from app.features.checkpoints import operations as store
 from app.features.checkpoints.checkpoints import Checkpoints
 from app.store import fleet as fleet_store
-from app.store import pins, reads
+from app.store import pins
 from app.store.schema import checkpoint_sessions
+from app.store.sessions import load_events
 from tests.tools.simulation import orders
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.kills import Kill, while_killed
@@ -123,7 +124,7 @@ class CheckpointDrill:
         return {session_id: self._state(session_id, seq) for session_id, seq in self._read(lambda c: _rows(c, name))}
 
     def _state(self, session_id: str, seq: int | None = None) -> Session:
-        found = fold(session_id, self._read(lambda connection: reads.load_events(connection, session_id, limit=seq)))
+        found = fold(session_id, self._read(lambda connection: load_events(connection, session_id, limit=seq)))
         assert found is not None
         return found
 

@@ -23,10 +23,10 @@ from app.domain.events import (
     name_of,
 )
 from app.domain.restore import in_effect
-from app.store import heads_view, reads
-from app.store import projections as heads
+from app.store import repair
 from app.store.engine import Database as RealDatabase
 from app.store.schema import open_turns
+from app.store.sessions import load_events, load_head
 from ops.verify import TABLES
 from tests.tools.audit import audit
 from tests.tools.simulation import orders
@@ -43,7 +43,7 @@ LOOK_S = 0.5
 
 
 def is_ended(store: Store, session_id: str) -> bool:
-    head = store.read(lambda connection: heads_view.head(connection, session_id))
+    head = store.read(lambda connection: load_head(connection, session_id))
     return head is not None and head.status != "open"
 
 
@@ -55,8 +55,8 @@ async def none_open(store: Store) -> None:
 
 def look(store: Store, history: History) -> None:
     """At any moment heads and open turns are what the logs say. What is wrong becomes a problem of the history."""
-    for session_id in store.read(lambda connection: heads.session_ids(connection, heads.DERIVED, "", 1000)):
-        found = store.read(lambda connection: heads.examine(connection, session_id))  # noqa: B023
+    for session_id in store.read(lambda connection: repair.session_ids(connection, repair.DERIVED, "", 1000)):
+        found = store.read(lambda connection: repair.examine(connection, session_id))  # noqa: B023
         for difference in found.differences:
             history.problem(f"meanwhile: {session_id}: {difference}")
 
@@ -70,7 +70,7 @@ async def judge(store: Store, history: History, note: Callable[[str], None]) -> 
     held = store.read(lambda connection: list(connection.execute(select(open_turns.c.session_id, open_turns.c.fence))))
     for session_id, fence in held:
         history.problem(f"the claim {fence} of {session_id} was never let go")
-    known = store.read(lambda connection: heads.session_ids(connection, TABLES, "", 1000))
+    known = store.read(lambda connection: repair.session_ids(connection, TABLES, "", 1000))
     for session_id in sorted({*known, *(turn.session_id for turn in history.turns)}):
         _Session(store, session_id, history, note).judge()
     orders.judge(store, history)
@@ -90,7 +90,7 @@ class _Session:
 
     def judge(self) -> None:
         try:
-            self._log = self._store.read(lambda connection: reads.load_events(connection, self._session_id))
+            self._log = self._store.read(lambda connection: load_events(connection, self._session_id))
         except UnknownEvent as error:
             self._must(False, f"the log cannot be read: {error}")
             return

@@ -10,8 +10,8 @@ from sqlalchemy import Connection, select
 
 from app.domain.events import Recorded, TurnCommitted
 from app.domain.session import Session, fold
-from app.store import reads
 from app.store.schema import annotation_columns, blobs, chunks, turns
+from app.store.sessions import load_events
 
 ANEW: dict[str, Any] = {
     **dict.fromkeys(("turn", "parent", "fence", "segment", "params"), 0),
@@ -47,7 +47,7 @@ class Stored(NamedTuple):
 
 
 def stored(connection: Connection, session_id: str) -> Stored | None:
-    log = list(reads.load_events(connection, session_id))
+    log = list(load_events(connection, session_id))
     session = fold(session_id, log)
     if session is None:
         return None

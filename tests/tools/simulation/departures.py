@@ -16,8 +16,9 @@ from app.errors import AppError, PositionGone, SessionArchived, SessionClosed, S
 from app.features.archive.rows import CONTENT
 from app.sessions.all_events import EventQuery
 from app.sessions.log_end import LogPosition, decode_position
-from app.store import reads
+from app.store.feed import Position
 from app.store.schema import archived, sessions, snapshots, staged_tokens
+from app.store.sessions import load_events
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.keeper import LOOK_S, Keeper
@@ -65,7 +66,7 @@ class Follower:
             self.seen.append((str(line["session_id"]), int(str(line["seq"])), str(line["type"])))
 
 
-def _place(position: str | None) -> reads.Position:
+def _place(position: str | None) -> Position:
     decoded: LogPosition = decode_position(str(position), "the log")
     return decoded.place
 
@@ -196,7 +197,7 @@ class DepartureDrill:
         await asyncio.gather(one, other)
 
     def _state(self, session_id: str) -> Session:
-        found = self._world.store.read(lambda c: fold(session_id, reads.load_events(c, session_id)))
+        found = self._world.store.read(lambda c: fold(session_id, load_events(c, session_id)))
         assert found is not None, session_id
         return found
 

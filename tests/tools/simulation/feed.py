@@ -19,8 +19,8 @@ from app.errors import SessionClosed as Closed
 from app.features.groups import Groups
 from app.features.groups.feed import FeedQuery
 from app.features.groups.operations import Acknowledged
-from app.store import reads
 from app.store.schema import groups
+from app.store.sessions import load_events
 from tests.tools.simulation import rows
 from tests.tools.simulation.calls import Reward
 from tests.tools.simulation.client import TRIES, Client, GaveUp
@@ -246,7 +246,7 @@ class Feed:
             self._world.must(asked, f"{name} is acknowledged by {consumer}, which did not ask for it")
         for given in (one for every in self._given.values() for one in every):
             for session_id, reward in given.attempts.items():
-                log = self._world.store.read(lambda connection: reads.load_events(connection, session_id))  # noqa: B023
+                log = self._world.store.read(lambda connection: load_events(connection, session_id))  # noqa: B023
                 rewards = [recorded.event.reward for recorded in log if isinstance(recorded.event, RewardAssigned)]
                 closed = any(isinstance(recorded.event, SessionClosed) for recorded in log)
                 # Others give a second reward to the sessions of groups that are not the feed's own.
@@ -268,7 +268,7 @@ class Feed:
 
     def _live_turns(self, session_id: str) -> list[int]:
         """Without those that its client, which did not know of them, has rolled back."""
-        session = self._world.store.read(lambda c: fold(session_id, reads.load_events(c, session_id)))
+        session = self._world.store.read(lambda c: fold(session_id, load_events(c, session_id)))
         return [] if session is None or session.leaf is None else session.line(session.leaf.number)
 
     def _consumers(self) -> dict[str, tuple[str, float]]:

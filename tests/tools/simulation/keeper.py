@@ -19,8 +19,8 @@ from app.errors import AppError, SessionClosed, SessionNotFound
 from app.features.annotations.annotations import Annotations
 from app.features.archive.archive import Archive
 from app.features.forks.forks import ForkOrder, Forks
-from app.store import reads
 from app.store.schema import archived, sessions
+from app.store.sessions import load_events
 from tests.tools.simulation import copies, kept
 from tests.tools.simulation.budgets import LimitedClient, LimitedTreeClient
 from tests.tools.simulation.client import GaveUp
@@ -190,7 +190,7 @@ class Keeper:
 
     def _is_at_its_limit(self, session_id: str) -> bool:
         """A fork has its source's limits."""
-        session = self._read(lambda connection: fold(session_id, reads.load_events(connection, session_id)))
+        session = self._read(lambda connection: fold(session_id, load_events(connection, session_id)))
         return session is not None and bool(session.reached)
 
     def client(self, session_id: str) -> LimitedClient:
@@ -248,7 +248,7 @@ class Keeper:
         if not ids:
             return None
         session_id = self._rng.choice(ids)
-        return self._read(lambda connection: fold(session_id, reads.load_events(connection, session_id)))
+        return self._read(lambda connection: fold(session_id, load_events(connection, session_id)))
 
     def _mark(self, session_id: str) -> str:
         self._numbers += 1

@@ -12,7 +12,8 @@ from sqlalchemy import Connection, select
 
 from app.domain.events import AnnotationWritten, Event, RewardAssigned, decode
 from app.features.archive.rows import CONTENT
-from app.store import reads, tail
+from app.store import feed
+from app.store.feed import START
 from app.store.schema import annotation_columns, archived, chunks, events, metadata, refused_replies, sessions
 from tests.tools.simulation.history import History
 from tests.tools.simulation.world import World
@@ -37,13 +38,13 @@ class Kept:
     def __init__(self, world: World) -> None:
         self._world = world
         self._rows: dict[Key, Key] = {}
-        self._end = reads.START
+        self._end = START
 
     def look(self) -> None:
         """Remember what is there, unless a crash of the database could undo it."""
         if self._world.weather.is_bad and self._world.store.unsynced:
             return
-        now, end = self._world.store.read(lambda connection: (_stored(connection), tail.end(connection)))
+        now, end = self._world.store.read(lambda connection: (_stored(connection), feed.end(connection)))
         self._rows = {**now, **self._rows}
         self._world.must(end >= self._end, f"the log ended at {self._end}, and later at {end}")
         self._end = end

@@ -13,7 +13,8 @@ from sqlalchemy import Connection
 from app.domain.events import SessionConfig, TurnCommitted
 from app.errors import AppError, SessionExists
 from app.sessions.lifecycle import NewSession
-from app.store import reads
+from app.store.content import load_messages
+from app.store.sessions import load_events
 from tests.tools.simulation.asgi import Answer, Requests
 from tests.tools.simulation.engine import digest
 from tests.tools.simulation.process import Disconnected, Process
@@ -97,9 +98,9 @@ class Listener:
 
 
 def _replies(connection: Connection) -> list[str]:
-    log = reads.load_events(connection, SESSION_ID)
+    log = load_events(connection, SESSION_ID)
     turns = [recorded.event.turn for recorded in log if isinstance(recorded.event, TurnCommitted)]
-    found = reads.load_messages(connection, SESSION_ID, turns)
+    found = load_messages(connection, SESSION_ID, turns)
     return [str(msgspec.json.decode(found[turn].message)["content"]) for turn in turns]
 
 

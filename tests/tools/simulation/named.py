@@ -12,7 +12,9 @@ from sqlalchemy import Connection
 
 from app.domain.events import TurnCommitted
 from app.errors import AppError
-from app.store import names, reads
+from app.store import names
+from app.store.content import load_messages
+from app.store.sessions import load_events
 from tests.tools.simulation.asgi import Answer, Requests
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.spelling import Message
@@ -122,9 +124,9 @@ class Trajectory:
         """Of each generation the replies, by what was asked."""
         found = []
         for one in reversed(names.generations(connection, self._name)):
-            log = reads.load_events(connection, one.session_id)
+            log = load_events(connection, one.session_id)
             turns = [recorded.event.turn for recorded in log if isinstance(recorded.event, TurnCommitted)]
-            stored = reads.load_messages(connection, one.session_id, turns).values()
+            stored = load_messages(connection, one.session_id, turns).values()
             found.append([msgspec.json.decode(turn.message)["content"] for turn in stored])
             for turn in stored:
                 asked = msgspec.json.decode(turn.messages[-1])["content"]

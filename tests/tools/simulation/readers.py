@@ -16,9 +16,11 @@ from app.export.query import ExportQuery, decode_cursor
 from app.sessions.all_events import EventQuery
 from app.sessions.log_end import decode_position
 from app.sessions.session_list import SessionQuery
-from app.store import heads_view, reads
-from app.store.all_events import EventFilter, written_at
+from app.store import feed
+from app.store.feed import START, EventFilter, Position, last_forgotten, written_at
+from app.store.ports import Connection
 from app.store.schema import archived, events
+from app.store.sessions import HeadFilter, HeadRow, list_heads, load_head
 from tests.tools.simulation import rows
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.world import World
@@ -72,7 +74,7 @@ class EventReader:
         self._rng = rng
         self._wanted = rng.choice(FILTERS)
         self._position: str | None = None
-        self._seen: dict[reads.Position, Event] = {}
+        self._seen: dict[Position, Event] = {}
 
     async def read(self, follow_s: float = 0.0, limit: int | None = None) -> bool:
         """Go on behind the last line that came, and follow for so long. Was it answered to its end?"""
@@ -103,7 +105,7 @@ class EventReader:
         self._position = line["position"]
         if "seq" in line:
             place = decode_position(self._position, "a reader").place
-            self._world.must(place > max(self._seen, default=reads.START), f"an event came at {place}, out of order")
+            self._world.must(place > max(self._seen, default=START), f"an event came at {place}, out of order")
             self._seen[place] = (line["session_id"], line["seq"], line["at"])
 
     def _is_undone(self) -> bool:
@@ -111,16 +113,16 @@ class EventReader:
         assert self._position is not None
         known = decode_position(self._position, "a reader")
         at = self._world.store.read(lambda connection: written_at(connection, known.place))
-        return at != known.at and not (at is None and known.place <= self._world.store.read(reads.last_forgotten))
+        return at != known.at and not (at is None and known.place <= self._world.store.read(last_forgotten))
 
-    def _log(self) -> dict[reads.Position, Event]:
+    def _log(self) -> dict[Position, Event]:
         query = select(events.c.tx, events.c.position, events.c.session_id, events.c.seq, events.c.at)
         if self._wanted.session_id is not None:
             query = query.where(events.c.session_id == self._wanted.session_id)
         if self._wanted.types:
             query = query.where(events.c.type.in_(self._wanted.types))
         found = self._world.store.read(lambda connection: connection.execute(query).all())
-        return {reads.Position(row[0], row[1]): (row[2], row[3], row[4]) for row in found}
+        return {Position(row[0], row[1]): (row[2], row[3], row[4]) for row in found}
 
     async def live(self) -> None:
         for _ in range(self._rng.randint(2, 8)):
@@ -158,13 +160,13 @@ class Mirror:
         try:
             given, here, following = await self._export(cursor, limit)
         except InvalidRequest as error:
-            epoch = self._world.store.read(reads.epoch)
+            epoch = self._world.store.read(feed.epoch)
             is_old = cursor is not None and decode_cursor(cursor).epoch != epoch
             self._world.must(is_old, f"a cursor of this epoch was refused: {error}")
             self._begin()
             return False
         if cursor is not None:
-            epoch = self._world.store.read(reads.epoch)
+            epoch = self._world.store.read(feed.epoch)
             self._world.must(decode_cursor(cursor).epoch == epoch, "a cursor of an older epoch was taken")
         if self._opened_at is None:
             self._opened_at, self._pinned = asked_at, here
@@ -195,7 +197,7 @@ class Mirror:
 
     def _is_first_epoch(self) -> bool:
         """Has no restore undone turns?"""
-        return self._world.store.read(reads.epoch) == "1"
+        return self._world.store.read(feed.epoch) == "1"
 
     async def _export(self, cursor: str | None, limit: int | None) -> tuple[list[rows.Row], str, str]:
         """Rows, this window's cursor and the next one's. Raises NotAsked, InvalidRequest."""
@@ -245,7 +247,7 @@ class Mirror:
                 await asyncio.sleep(AGAIN_S)
 
     def _is_erased(self, session_id: str) -> bool:
-        head = self._world.store.read(lambda connection: heads_view.head(connection, session_id))
+        head = self._world.store.read(lambda connection: load_head(connection, session_id))
         return head is None or head.status == "erased"
 
 
@@ -296,9 +298,9 @@ class ListReader:
                 world.must(count == 1, f"{session_id} is {count} times in the list by {sort}, where it has stayed")
 
     def _places(self, sort: Any) -> dict[str, Any]:
-        def read(connection: reads.Connection) -> Sequence[heads_view.HeadRow]:
-            every = heads_view.HeadFilter()
-            return heads_view.page(connection, every, order="created_at", newest_first=False, after=None, limit=1000)
+        def read(connection: Connection) -> Sequence[HeadRow]:
+            every = HeadFilter()
+            return list_heads(connection, every, order="created_at", newest_first=False, after=None, limit=1000)
 
         return {head.session_id: getattr(head, sort) for head in self._world.store.read(read)}
 

@@ -9,7 +9,7 @@ from sqlalchemy import Connection
 
 from app.domain.events import AnnotationWritten, Event, Recorded, RewardAssigned, SessionCreated
 from app.domain.session import fold
-from app.store import reads
+from app.store.sessions import load_events
 
 Word = AnnotationWritten | RewardAssigned
 
@@ -34,7 +34,7 @@ class Said:
     def problems(self, connection: Connection) -> Iterator[str]:
         """Of all sessions of which something was said, and of their forks."""
         for session_id in sorted({*self.sent, *(told.session_id for told in self.told)}):
-            log = reads.load_events(connection, session_id)
+            log = load_events(connection, session_id)
             session = fold(session_id, log)
             if session is None:
                 yield f"{session_id}: something was said of it, and it is not there"

@@ -30,10 +30,11 @@ from app.services import Services
 from app.sessions.lifecycle import Clock
 from app.sessions.recovery import Registration
 from app.settings import Settings
-from app.store import incarnations, ports, reads, schema
+from app.store import incarnations, ports, schema
 from app.store.dialect import Tx, now
 from app.store.engine import Database
 from app.store.log_sessions import SaveSnapshot
+from app.store.sessions import SNAPSHOT_FORMAT
 from app.upstream.client import EngineClient
 from workers import codec
 from workers.pool import Pool
@@ -96,7 +97,7 @@ async def snapshot(made: Services, session_id: str) -> None:
     if live is not None:
         session = live.session
         frame = codec.compress(encode_session(session))
-        kind = reads.SNAPSHOT_FORMAT
+        kind = SNAPSHOT_FORMAT
         if session.version % 4 == 0:
             kind, frame = "older", b"another structure"
         await made.writer.submit(SaveSnapshot(session_id, session.version, kind, frame))

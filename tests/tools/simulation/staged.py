@@ -10,8 +10,9 @@ from sqlalchemy import Connection, select
 
 from app.domain.events import Recorded, SessionErased, TurnCommitted, TurnRejected
 from app.settings import Settings
-from app.store import reads
+from app.store.content import load_messages, load_tokens
 from app.store.schema import sessions, staged_tokens
+from app.store.sessions import load_events
 from tests.tools.simulation.engine import Engines, SimulatedEngine
 from tests.tools.simulation.vllm import OF_DIGEST, VllmEngine, logprob, sampled, text_of
 from tests.tools.simulation.world import World
@@ -44,13 +45,13 @@ def judge(world: World) -> None:
 
 
 def _problems(connection: Connection, session_id: str, engines: Engines) -> Iterator[str]:
-    log = reads.load_events(connection, session_id)
+    log = load_events(connection, session_id)
     yield from _left(connection, session_id, log)
     if any(isinstance(recorded.event, SessionErased) for recorded in log):
         return
     turns = {recorded.event.turn: recorded.event for recorded in log if isinstance(recorded.event, TurnCommitted)}
-    messages = reads.load_messages(connection, session_id, list(turns))
-    for number, tokens in reads.load_tokens(connection, session_id, list(turns)).items():
+    messages = load_messages(connection, session_id, list(turns))
+    for number, tokens in load_tokens(connection, session_id, list(turns)).items():
         ids, logprobs = list(memoryview(tokens.output_ids).cast("i")), list(memoryview(tokens.logprobs).cast("d"))
         for problem in _of_turn(turns[number], ids, logprobs, engines):
             yield f"turn {number}, {problem}"

@@ -11,7 +11,7 @@ import msgspec
 
 from app.domain.events import SessionConfig, TurnCommitted
 from app.errors import AppError, SessionClosed, SessionNotFound
-from app.store import reads
+from app.store.sessions import load_events
 from tests.tools.simulation.client import Client
 from tests.tools.simulation.engine import Sample, digest
 from tests.tools.simulation.kills import Kill
@@ -109,5 +109,5 @@ class StagedClient(Client):
         return sum(len(self._sampled(place)) for place in range(len(self._whole)))
 
     def _commits(self) -> int:
-        log = self._world.store.read(lambda connection: reads.load_events(connection, self.session_id))
+        log = self._world.store.read(lambda connection: load_events(connection, self.session_id))
         return sum(isinstance(recorded.event, TurnCommitted) for recorded in log)

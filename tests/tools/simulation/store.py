@@ -17,7 +17,7 @@ from sqlalchemy import Connection, create_engine, insert
 from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
 
-from app.store.broken import Unreadable
+from app.store.damage import Unreadable
 from app.store.dialect import Parameters, Row, SqliteTx, Tx
 from app.store.ports import Bucket
 from app.store.schema import metadata, store_meta
@@ -139,7 +139,6 @@ class Transactions(ABC):
         *,
         one_moment: bool = False,
         session_id: str | None = None,
-        on_damage: Callable[[Connection], T] | None = None,
     ) -> T:
         return await self._read(function)
 

@@ -12,9 +12,8 @@ from sqlalchemy import ARRAY, BigInteger, Connection, func, select
 
 from app.domain.events import RewardAssigned
 from app.errors import StoreUnavailable
-from app.store import all_events, tail
-from app.store.all_events import EventFilter
-from app.store.reads import START, Position, last_forgotten
+from app.store import feed
+from app.store.feed import START, EventFilter, Position, last_forgotten
 from app.store.schema import events
 from tests.tools.simulation.database import ProcessDatabase
 from tests.tools.simulation.world import World
@@ -47,10 +46,10 @@ class Tail:
                 self._world.note(f"the reader: {error}")
 
     async def _read(self) -> None:
-        upto = max(self._after, await self._database.read(tail.end))
+        upto = max(self._after, await self._database.read(feed.end))
         while self._after < upto:
             after = self._after
-            page = await self._database.read(lambda c: all_events.page(c, after, upto, EventFilter(), PAGE))  # noqa: B023
+            page = await self._database.read(lambda c: feed.page(c, after, upto, EventFilter(), PAGE))  # noqa: B023
             for row in page.rows:
                 assert row.session_id is not None
                 assert row.row is not None

@@ -9,7 +9,7 @@ import msgspec
 
 from app.domain.events import Matcher, Recorded, TurnCommitted, TurnOpened
 from app.domain.session import Session, rid_of
-from app.store.bulk import StoredSession
+from app.store.content import StoredSession
 from tests.tools.simulation.engine import EXPERTS, Generated
 from tests.tools.simulation.spelling import Asked, Message, meaning
 from workers import codec

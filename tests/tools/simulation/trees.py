@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from app.domain.branches import Branches, Loss
 from app.export.rows import Known, SessionRows
-from app.store.bulk import StoredSession
+from app.store.content import StoredSession
 from tests.tools.simulation.told import Story, Told
 
 EXPORTS: tuple[tuple[Branches, Loss], ...] = (("all", "once"), ("kept", "once"), ("main", "once"), ("kept", "every"))

@@ -8,11 +8,11 @@ from typing import cast
 from app.domain.events import SessionRestored
 from app.domain.session import rid_of
 from app.export.rows import known
-from app.store import bulk, pins, reads
-from app.store import projections as heads
-from app.store.chunk_reader import fetch_objects
+from app.store import pins, repair
+from app.store.content import fetch_objects, read_sessions
 from app.store.engine import Database
-from app.store.reads import decode_events
+from app.store.feed import END
+from app.store.sessions import decode_events
 from ops.verify import TABLES
 from tests.tools.simulation import trees, windows
 from tests.tools.simulation.spelling import Asked
@@ -31,7 +31,7 @@ async def judge(world: World) -> None:
         for one in world.spelling.asked
         if one.turn.has_claim
     }
-    for session_id in world.store.read(lambda connection: heads.session_ids(connection, TABLES, "", 1000)):
+    for session_id in world.store.read(lambda connection: repair.session_ids(connection, TABLES, "", 1000)):
         if session_id not in world.history.sessions:
             continue
         async for problem in _problems(world, session_id, asked):
@@ -40,7 +40,7 @@ async def judge(world: World) -> None:
 
 async def _problems(world: World, session_id: str, asked: Mapping[Claimed, Asked]) -> AsyncIterator[str]:
     database = cast(Database, ReadDatabase(world.store))
-    stored = world.store.read(lambda c: bulk.read_sessions(c, [session_id], reads.END, replay=True)).get(session_id)
+    stored = world.store.read(lambda c: read_sessions(c, [session_id], END, replay=True)).get(session_id)
     if stored is None or stored.status == "erased":
         return
     await fetch_objects(database, [stored])

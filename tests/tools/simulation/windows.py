@@ -12,7 +12,7 @@ from app.domain.session import Session, states
 from app.errors import PayloadTombstoned
 from app.sessions import replay_payloads
 from app.sessions.transcript import stored_reply
-from app.store.bulk import StoredSession
+from app.store.content import StoredSession
 from app.store.engine import Database
 from tests.tools.simulation.engine import EXPERTS
 from tests.tools.simulation.told import Story, Told

@@ -11,13 +11,13 @@ from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
-from app.store import proof
+from app.store import repair
 from app.store.dialect import AlchemyTx
 from app.store.engine import LANES, SPARE_WRITERS, create_engine
 from app.store.opening import revision_head
 from app.store.ports import READERS
 from app.store.postgres import DRIVER_ERRORS
-from app.store.projections import living
+from app.store.repair import living
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 from turnlog.cli.output import size
 
@@ -99,8 +99,8 @@ async def look(settings: Settings) -> tuple[list[Finding], str | None]:
 def _unordered(connection: Connection) -> str | None:
     """Why events do not come back in the order of commits; what is written for the proof is taken back."""
     try:
-        proof.write(AlchemyTx(connection), 0)
-    except proof.StoreUnordered as error:
+        repair.write_probe(AlchemyTx(connection), 0)
+    except repair.StoreUnordered as error:
         return str(error)
     finally:
         connection.rollback()

@@ -7,12 +7,10 @@ import logging
 from collections.abc import Callable
 
 import msgspec
-from sqlalchemy import Connection, func, select
 
 from app.errors import AppError, StoreDamaged
-from app.store import reads
-from app.store.engine import Database
-from app.store.schema import open_turns, sessions
+from app.store.ports import Connection, Database
+from app.store.sessions import count_by_status, database_bytes
 from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.figures")
@@ -27,10 +25,6 @@ PATIENCE_S = 2.0
 """A caller waits at most this long, then gets the figures known before."""
 
 
-_by_status = select(sessions.c.status, func.count()).group_by(sessions.c.status)
-_open_turns = select(func.count()).select_from(open_turns)
-
-
 class Figures(msgspec.Struct, frozen=True):
     """Sessions by status, turns with a claim, and the database's size in bytes without free pages."""
 
@@ -39,14 +33,11 @@ class Figures(msgspec.Struct, frozen=True):
     bytes: int
 
 
-def figures(connection: Connection) -> Figures:
+def _figures(connection: Connection) -> Figures:
     """Reads every session's head: a second for some millions."""
-    by_status = {row[0]: row[1] for row in connection.execute(_by_status)}
-    return Figures(
-        {"open": 0, "closed": 0, "erased": 0, "undone": 0} | by_status,
-        connection.execute(_open_turns).scalar_one(),
-        reads.database_bytes(connection),
-    )
+    by_status, open_turns = count_by_status(connection)
+    none = dict.fromkeys(("open", "closed", "erased", "undone"), 0)
+    return Figures(none | by_status, open_turns, database_bytes(connection))
 
 
 class CachedFigures:
@@ -78,7 +69,7 @@ class CachedFigures:
     async def _read(self) -> None:
         began = self._clock()
         try:
-            self._known = await self._database.read(figures)
+            self._known = await self._database.read(_figures)
             self.is_up = True
         except AppError as error:
             self.is_up = isinstance(error, StoreDamaged)

@@ -1,26 +1,44 @@
-"""Recognises damaged database pages, by drivers' errors and by values that no version ever wrote, and logs them."""
+"""Damaged pages: how they are recognised, and reads around them.
+
+A page is damaged where the driver says so, or where a value is one that no version ever wrote. There is one way around
+it: a read of several sessions (or groups) is a function of a set of them, run by `split`, which halves a set that
+cannot be read until each damaged session stands alone. Where the list of the sessions is what is damaged,
+`sessions.listed` runs the same read over the ids that other pages name. Exports, the training feed, `GET /events` and
+the janitor step over what is damaged in this way; lists of sessions do not, and say so.
+"""
 
 from __future__ import annotations
 
 import logging
 import sqlite3
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from sqlalchemy import Dialect, LargeBinary
+from sqlalchemy import Connection, Dialect, LargeBinary, Select, literal_column, select, table
 from sqlalchemy.exc import DBAPIError
 
 from app.errors import SessionUnreadable
 
 log = logging.getLogger("turnlog.unreadable")
 
+K = TypeVar("K")
+T = TypeVar("T")
+D = TypeVar("D")
+
 MOST = 10_000
 """How many unreadable sessions are remembered; one that was forgotten is logged again."""
+
+SPAN = 500
+"""Sessions (or turns, chunks, groups) read together in one statement; SQLite takes at most some thousand parameters."""
 
 
 class BrokenRow(Exception):
     """A row holds a value that no version ever wrote: its page is damaged."""
+
+
+class PageDamaged(Exception):
+    """The data is on a damaged page; the connection stays usable."""
 
 
 class Content(LargeBinary):
@@ -73,6 +91,66 @@ def damage(error: BaseException) -> str | None:
         )
     state = getattr(error, "sqlstate", None)
     return f"SQLSTATE {state}" if state in _DAMAGE_STATES else None
+
+
+_ANY_ROW: Select[tuple[int]] = select(literal_column("1")).select_from(table("store_meta")).limit(1)
+
+
+def attempt(connection: Connection, read: Callable[[Connection], T]) -> T:
+    """What `read` gives. Raises PageDamaged; the driver's error if the database answers nothing else either."""
+    # An error ends a PostgreSQL transaction, unless there is a savepoint to go back to.
+    savepoint = connection.begin_nested() if connection.dialect.name == "postgresql" else None
+    try:
+        result = read(connection)
+    except (DBAPIError, BrokenRow) as error:
+        why = damage(error)
+        if why is None:
+            raise  # without the savepoint: to go back to it, a server that does not answer would be asked again
+        if savepoint is not None:
+            savepoint.rollback()
+        connection.execute(_ANY_ROW).all()  # if this fails too, the file or the disk is damaged, not a page
+        raise PageDamaged(f"the database answered {why}") from error
+    if savepoint is not None:
+        savepoint.commit()
+    return result
+
+
+def attempt_or(connection: Connection, read: Callable[[Connection], T], default: D) -> T | D:
+    """`default` where the data is on a damaged page."""
+    try:
+        return attempt(connection, read)
+    except PageDamaged:
+        return default
+
+
+def split(
+    connection: Connection, ids: Sequence[K], read: Callable[[Connection, Sequence[K]], Mapping[K, T]]
+) -> tuple[dict[K, T], dict[K, str]]:
+    """What `read` gives of sessions (or groups, or places), and the reason for each that cannot be read.
+
+    `read` is called with at most SPAN of them.
+    """
+    readable: dict[K, T] = {}
+    lost: dict[K, str] = {}
+    parts = [ids[at : at + SPAN] for at in range(0, len(ids), SPAN)]
+    while parts:
+        part = parts.pop()
+        try:
+            readable |= attempt(connection, lambda again: read(again, part))  # noqa: B023 - called at once
+        except PageDamaged as error:
+            if len(part) == 1:
+                lost[part[0]] = str(error)
+            else:
+                middle = len(part) // 2
+                parts += [part[:middle], part[middle:]]
+    return readable, lost
+
+
+def of_readable(
+    connection: Connection, ids: Sequence[K], read: Callable[[Connection, Sequence[K]], Mapping[K, T]]
+) -> dict[K, T]:
+    """What `read` gives of those that can be read."""
+    return split(connection, ids, read)[0]
 
 
 class Unreadable:

@@ -7,11 +7,9 @@ that was frozen) must find it invalid.
 
 from __future__ import annotations
 
-import secrets
-
 from sqlalchemy import Connection, delete, func, insert, select, text, update
 
-from app.store import reads
+from app.store import feed
 from app.store.dialect import next_tx, now
 from app.store.incarnations import host_name
 from app.store.schema import events, incarnations, sessions, snapshots, store_meta
@@ -23,14 +21,9 @@ SESSIONS_AT_ONCE = 100
 """Sessions whose events are rewritten in one transaction."""
 
 
-def next_epoch(epoch: str) -> str:
-    """The next number, and a random part that no other store with the same past has."""
-    return f"{int(epoch.partition('-')[0]) + 1}-{secrets.token_hex(4)}"
-
-
 def raise_epoch(connection: Connection) -> str:
     """Invalidate every export cursor; returns the new epoch."""
-    epoch = next_epoch(reads.epoch(connection))
+    epoch = feed.next_epoch(feed.epoch(connection))
     connection.execute(update(store_meta).where(store_meta.c.key == "epoch").values(value=epoch))
     return epoch
 
@@ -65,7 +58,7 @@ def newest_tx(connection: Connection) -> tuple[int, bool]:
     """
     newest = max(
         connection.execute(select(func.coalesce(func.max(events.c.tx), 0))).scalar_one(),
-        reads.last_forgotten(connection).tx,
+        feed.last_forgotten(connection).tx,
     )
     if connection.dialect.name == "sqlite":
         return newest, False
@@ -78,8 +71,8 @@ def rebase(connection: Connection, after: str) -> str | None:
     They, and the last place that was forgotten, keep their positions, which within a session grow with it. Returns the
     last of the sessions, None at the end.
     """
-    if not after and (gone := reads.last_forgotten(connection)) != reads.START:
-        forgotten = update(store_meta).where(store_meta.c.key == reads.FORGOTTEN)
+    if not after and (gone := feed.last_forgotten(connection)) != feed.START:
+        forgotten = update(store_meta).where(store_meta.c.key == feed.FORGOTTEN)
         connection.execute(forgotten.values(value=f"0.{gone.position}"))
     page = select(sessions.c.session_id).where(sessions.c.session_id > after).order_by(sessions.c.session_id)
     ids = list(connection.execute(page.limit(SESSIONS_AT_ONCE)).scalars())

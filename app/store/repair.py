@@ -1,17 +1,34 @@
-"""Compares the rows of `sessions` and `open_turns` with what a session's log implies, and repairs them.
+"""Checks and repairs of a store: its heads against their logs, and whether it gives events back in order.
 
-It uses no snapshot or cache. Reads go through `Tx`, so the same code checks on a reading connection and repairs in a
-write transaction.
+The rows of `sessions` and `open_turns` are compared with what a session's log implies, without a snapshot or cache.
+Reads go through `Tx`, so the same code checks on a reading connection and repairs in a write transaction.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, Table, bindparam, delete, insert, not_, select, union, update
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    Double,
+    String,
+    Table,
+    bindparam,
+    delete,
+    exists,
+    func,
+    insert,
+    not_,
+    select,
+    union,
+    update,
+)
 from sqlalchemy.exc import DBAPIError
 
 from app.domain import notes
@@ -19,12 +36,15 @@ from app.domain.events import Recorded, TurnCommitted, TurnOpened, UnknownEvent
 from app.domain.session import OpenTurn, Session, fold
 from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
-from app.store.dialect import AlchemyTx, Row, Tx, WriteConflict
+from app.store.damage import attempt_or
+from app.store.dialect import AlchemyTx, Row, Tx, WriteConflict, current_tx, next_tx, now, oldest_runs, oldest_tx
 from app.store.engine import Database
+from app.store.feed import PAUSE_S, SETTLE_S
+from app.store.incarnations import heartbeat
 from app.store.opening import require_head, revision_of, unopened
-from app.store.reads import EventRow, decode_events
 from app.store.rollouts import note, root_in_logs
 from app.store.schema import events, group_changes, incarnations, open_turns, sessions
+from app.store.sessions import EventRow, decode_events
 
 DERIVED = (sessions, events, open_turns)
 """The log, and the tables derived from it."""
@@ -262,10 +282,8 @@ async def examined(database: Database) -> AsyncIterator[Examined]:
     after = ""
     while ids := await database.read(partial(session_ids, tables=DERIVED, after=after, limit=PAGE)):
         for session_id in ids:
-            yield await database.read(
-                partial(examine, session_id=session_id),
-                on_damage=lambda _: Examined(session_id, unreadable="its rows are on a damaged page"),  # noqa: B023
-            )
+            damaged = Examined(session_id, unreadable="its rows are on a damaged page")
+            yield await database.read(lambda c: attempt_or(c, partial(examine, session_id=session_id), damaged))  # noqa: B023
         after = ids[-1]
 
 
@@ -349,3 +367,113 @@ def open_rows(log: FoldedLog) -> dict[int, dict[str, Any]]:
 
 def _shown(value: Any) -> str:
     return "nothing" if value is None else msgspec.json.encode(value).decode()
+
+
+# Proof that the database takes a write, and gives events back in the order of commits.
+#
+# Exports and `GET /events` end below the oldest transaction that runs. Where events carry other transactions' ids, as
+# of several servers behind a sharding proxy or extension, or where a transaction's statements run apart from each
+# other, as behind a pooler in statement mode, they would be empty, or miss events, without an error.
+#
+#     in one transaction      two events are written, read in order as a reader of all events does, and deleted again
+#     once it is committed    the process's lease is renewed, which is seen on another connection, and the oldest
+#                             running transaction has passed the first one
+
+LOOKS = 5
+"""So many, at least, have to miss a write before the database is refused."""
+
+_probe = insert(events).values(tx=current_tx())
+_forget = delete(events).where(events.c.session_id == bindparam("sid", type_=String()))
+_in_order = (
+    select(events.c.seq, events.c.tx)
+    .where(
+        events.c.session_id == bindparam("sid", type_=String()), events.c.tx >= bindparam("since", type_=BigInteger())
+    )
+    .order_by(events.c.tx, events.c.position)
+)
+_begun = select(current_tx(), now())
+_seen = select(
+    exists().where(
+        incarnations.c.id == bindparam("me", type_=BigInteger()),
+        incarnations.c.heartbeat_at >= bindparam("moment", type_=Double()),
+    ),
+    oldest_tx(),
+    next_tx(),
+    oldest_runs(),
+    select(func.coalesce(func.max(events.c.tx), 0)).scalar_subquery(),
+)
+
+
+class StoreUnordered(StoreUnavailable):
+    """Events do not come back in the order of commits: no export of this database can be trusted."""
+
+    @classmethod
+    def because(cls, why: str) -> StoreUnordered:
+        return cls(
+            f"the database does not give events back in the order of commits: {why}; is it a sharding proxy or "
+            "extension (such as Citus), a replica, or a pooler in statement mode? TURNLOG_DATABASE_URL has to name one "
+            "PostgreSQL server, or a pooler in transaction or session mode before it"
+        )
+
+
+class Written(NamedTuple):
+    """A transaction that wrote events, and a moment before its end by the database's clock."""
+
+    tx: int
+    moment: float
+
+
+def write_probe(tx: Tx, incarnation: int) -> Written:
+    """Write two events, read them and delete them. Raises StoreUnordered.
+
+    No session's id has a `~`. Nobody else ever sees the events, since their transaction deletes them.
+    """
+    begun = tx.one(_begun, {})
+    assert begun is not None
+    written = Written(*begun)
+    name = f"~{incarnation}.{written.tx}"  # another each time: one whose commit still waits would hold its key
+    again = tx.one(_begun, {})
+    if again is None or again[0] != written.tx:  # before anything is written: there is no transaction to take it back
+        raise StoreUnordered.because("two statements of one transaction ran in two")
+    row = {"session_id": name, "type": "Probe", "version": 1, "at": 0.0, "data": b"{}"}
+    for seq in (1, 2):
+        # On SQLite the process numbers events. These take no number from others, so that a probe leaves no gap.
+        tx.insert(_probe, [row | {"seq": seq} | ({} if tx.positions is None else {"position": seq - 3})])
+    rows = [tuple(found) for found in tx.all(_in_order, {"sid": name, "since": written.tx})]
+    tx.run(_forget, {"sid": name})
+    if rows != [(1, written.tx), (2, written.tx)]:
+        raise StoreUnordered.because(
+            f"of two events that transaction {written.tx} wrote, {rows} are read as (number, its id)"
+        )
+    return written
+
+
+async def prove(database: Database, incarnation: int) -> None:
+    """Raises StoreUnordered, StoreUnavailable, StoreFull, WriteConflict."""
+    written = await database.write(partial(write_probe, incarnation=incarnation), durable=True)
+    # Apart: a commit that waits for its standby keeps its locks, and the process would lose its lease meanwhile.
+    await database.write(partial(heartbeat, incarnation=incarnation), durable=False)
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + SETTLE_S
+    for look in itertools.count(1):
+        why = await database.read(partial(unseen, written=written, incarnation=incarnation))
+        if why is None:
+            return
+        # The oldest transaction may end while one look asks about it, and of a slow database there is one a second.
+        if clock() >= deadline and look >= LOOKS:
+            raise StoreUnordered.because(why)
+        await asyncio.sleep(PAUSE_S)
+
+
+def unseen(connection: Connection, written: Written, incarnation: int) -> str | None:
+    """What keeps a committed transaction from readers; None: nothing, or another one that still runs."""
+    row = connection.execute(_seen, {"me": incarnation, "moment": written.moment}).one()
+    is_seen, oldest, following, runs, newest = row
+    if not is_seen:
+        return "a write that was confirmed is not read on another connection"
+    if following <= max(newest, written.tx):
+        return (
+            f"transaction {max(newest, written.tx)} has written events, and the next one has the id {following}; after "
+            "a dump was loaded, run `turnlog restore`"
+        )
+    return None if oldest > written.tx or runs else f"the oldest transaction that runs is {oldest}, which has ended"

@@ -1,4 +1,4 @@
-"""The metadata of several sessions: a blob of each without an index, so callers bound how many they look at."""
+"""Filters on sessions' metadata: keys and values, where a dot in a key leads into an object."""
 
 from __future__ import annotations
 
@@ -6,29 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, select
 
-from app.store.reads import SPAN
-from app.store.schema import blobs
-from workers import codec
-from workers.codec import CorruptContent
-
-KIND = "metadata"
-
-
-def metadata_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, bytes]:
-    """The metadata's JSON by session. Sessions without any, erased ones, and damaged ones are missing."""
-    by_session: dict[str, bytes] = {}
-    for at in range(0, len(session_ids), SPAN):
-        part = blobs.c.session_id.in_(session_ids[at : at + SPAN])
-        query = select(blobs.c.session_id, blobs.c.data).where(part, blobs.c.number == 0, blobs.c.kind == KIND)
-        for session_id, data in connection.execute(query):
-            try:
-                by_session[session_id] = codec.decompress(data)
-            except CorruptContent:
-                continue
-    return by_session
-
+from app.store.content import metadata_of
+from app.store.ports import Connection
 
 Wanted = Sequence[tuple[str, str]]
 """Keys and their values as text."""
