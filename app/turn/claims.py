@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
@@ -33,8 +33,10 @@ from app.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from app.sessions.cache import CacheEntry, require_open
+from app.sessions.cache import CacheEntry, SessionCache, require_open
+from app.sessions.event_log import Followers
 from app.sessions.lifecycle import refusal
+from app.settings import Settings
 from app.store import pins
 from app.store.log import Appended, Refused, StoredBlob, StoredChunk, size_of
 from app.store.log_turns import (
@@ -52,18 +54,17 @@ from app.store.log_turns import (
     Stale,
     TooMany,
 )
+from app.store.ports import Writer
 from app.tasks import cancelled
-from app.turn.engine_call import blobs_of
-from app.turn.in_flight import InFlightTurn
-from app.turn.retries import has_key
+from app.turn.in_flight import InFlightTurn, blobs_of
+from app.turn.placement import Placement
+from app.turn.points import TurnPoints
+from app.turn.retries import Retries, has_key
 from app.turn.token_in import added_text
 from app.turn.validation import payload_refs, stored_chunks
 from app.upstream.body import Body
 from workers import codec
 from workers.reply import ValidatedReply
-
-if TYPE_CHECKING:
-    from app.services import Services
 
 log = logging.getLogger("turnlog.claims")
 
@@ -96,20 +97,27 @@ class Claims:
 
     def __init__(
         self,
-        services: Services,
         *,
+        points: TurnPoints,
+        retries: Retries,
+        placement: Placement,
+        settings: Settings,
+        cache: SessionCache,
+        writer: Writer,
+        followers: Followers,
+        clock: Callable[[], float],
         incarnation: Callable[[], int],
         lease_s: Callable[[], float],
         lease_left: Callable[[int], Awaitable[float | None]],
     ) -> None:
-        self._services = services
-        self._points = services.points
-        self._retries = services.retries
-        self._settings = services.settings
-        self._cache = services.cache
-        self._writer = services.writer
-        self._followers = services.followers
-        self._clock = services.clock
+        self._points = points
+        self._retries = retries
+        self._placement = placement
+        self._settings = settings
+        self._cache = cache
+        self._writer = writer
+        self._followers = followers
+        self._clock = clock
         self._incarnation = incarnation
         self._own_number: int | None = None  # Known once the process is registered, which the first claim may not be.
         self._lease_s = lease_s
@@ -323,7 +331,7 @@ class Claims:
     ) -> Appended | Refused:
         """Other turns may have been committed since the claim: the events are decided for the state that they are
         written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
-        services, session_id = self._services, turn.session_id
+        session_id = turn.session_id
         while True:
             if entry.pinned_upto:
                 entry.pinned_upto = await self._read_pins(session_id)
@@ -349,7 +357,7 @@ class Claims:
                 payloads=payload_refs(turn.fence, reply) if reply.payloads else (),
                 given_ids=turn.given_ids,
                 odd_arguments=turn.odd_arguments,
-                binding=None if is_bound else services.placement.binding(turn, session, reply.engine),
+                binding=None if is_bound else self._placement.binding(turn, session, reply.engine),
                 timing=turn.stages.timing(),
                 left_out=turn.left_out,
                 max_replay_bytes=self._settings.max_replay_bytes,
@@ -372,7 +380,7 @@ class Claims:
                 new_blobs,
                 chunks,
                 is_alone=is_alone,
-                stages=("turn" if session.is_tree else "session") if services.settings.stage_tokens_s else None,
+                stages=("turn" if session.is_tree else "session") if self._settings.stage_tokens_s else None,
                 pinned_upto=entry.pinned_upto,
                 size=size,
             )

@@ -8,30 +8,44 @@ import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from app.domain.completion import RequestPrompt
-from app.domain.events import AffinityBound, AffinityReleased, GivenIds, History, Timing, TurnOpened
+from app.domain.decide import TurnBlobs
+from app.domain.events import (
+    AffinityBound,
+    AffinityReleased,
+    BlobRef,
+    EngineShape,
+    GivenIds,
+    History,
+    Timing,
+    TurnOpened,
+)
 from app.domain.history import RequestHistory
-from app.domain.request import ChatRequest, CompletionRequest
+from app.domain.request import ChatRequest, CompletionRequest, IdsField
 from app.domain.rules import Plan
 from app.domain.session import Session
 from app.errors import AppError, ClientGone, OverBudget, SessionClosed
-from app.fleet.engines import EngineOrder
+from app.fleet.engines import PATHS, EngineOrder
 from app.sessions.cache import CacheEntry
+from app.store.log import StoredBlob
 from app.store.log_turns import Claim, Commit, Limited, Release
 from app.tito.normalise import EngineDialect
 from app.turn.live import LiveStream
+from app.upstream import inference
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
+from app.upstream.dialects import streamed
+from app.upstream.generate import GENERATE
 from app.upstream.headers import Headers
-from app.upstream.streams import Push, StreamReader
+from app.upstream.streams import IDS_STREAM, Push, StreamReader
+from workers import codec
+from workers.parse import KnownTokens
 from workers.reply import LogprobsOf, ValidatedReply
-
-if TYPE_CHECKING:
-    from app.turn.engine_call import EngineCall, PromptIds, SharedBlob
+from workers.top_logprobs import LogprobWish
 
 CancelReason = Literal["session_closed", "disconnect", "limit"]
 
@@ -134,6 +148,86 @@ class StreamKeeper(Protocol):
     async def end_part(self) -> None:
         """The stream is over, and what came of it is kept."""
         ...
+
+
+IdsOrigin = Literal["built", "client", "continued"]
+"""Where a chat's ids come from, which decides what becomes of them at an engine that takes none.
+
+    built       from the messages: the engine renders these instead, and the turn is captured
+    client      the client's own: 400 `unsupported`
+    continued   of a generation that was aborted: it cannot go on (TakesNoIds)
+"""
+
+
+class PromptIds(msgspec.Struct, frozen=True):
+    """A prompt's ids as decimal text, joined by commas. It begins with `known` if it continues the
+    parent's tokens.
+
+    `trimmed`: how many of the parent's last tokens are left out. `extends`: the prompt was built on
+    the stored tokens and must begin with them.
+    """
+
+    text: bytes
+    known: KnownTokens | None
+    trimmed: int = 0
+    extends: bool = False
+
+
+class SharedBlob(msgspec.Struct, frozen=True):
+    """Parameters, tools, an echo or an image, which a session stores once however many turns repeat
+    them.
+
+    `frame` is the compressed content; None where the session was seen to have it already.
+    """
+
+    kind: Literal["params", "tools", "echo", "image"]
+    raw: bytes
+    hash: str
+    frame: bytes | None
+
+
+class EngineCall(msgspec.Struct):
+    """A request to an engine. `params` is a JSON object, `tools` raw JSON, `messages` those of a
+    chat as engines take them, `text` the prompt of a completion.
+
+    `own` are raw JSON members that Turnlog adds to this request only, each after a comma;
+    `first_row` is the first row of `routed_experts` asked for. `ids` are the prompt's, if they are
+    known; `prompt` is None if the engine that was asked last takes no ids, and `ids_field` the field
+    of a chat that it takes them from. `is_part`: it continues a generation. `is_native`: that engine
+    got a request of `/generate`, which `wants_native` asks for; `is_inference`: one of vLLM's
+    `/inference/v1/generate`. `stream` are the members that ask for a stream, if one is wanted, and
+    `push` takes its deltas. `wish`: what else of the logprobs the
+    reply must have.
+    """
+
+    shape: EngineShape
+    params: bytes
+    tools: bytes | None
+    messages: Sequence[bytes | memoryview]
+    text: str | None
+    rid: str
+    ids: PromptIds | None = None
+    origin: IdsOrigin = "built"
+    own: bytes = b""
+    first_row: int = 0
+    is_part: bool = False
+    wants_native: bool = False
+    prompt: PromptIds | None = None
+    ids_field: IdsField | None = None
+    is_native: bool = False
+    stream: bytes = b""
+    is_inference: bool = False
+    push: Push | None = None
+    wish: LogprobWish | None = None
+
+    @property
+    def sent_params(self) -> bytes:
+        return streamed(self.params) if self.stream == IDS_STREAM else self.params
+
+    @property
+    def path(self) -> str:
+        """The route of the body that was made last."""
+        return GENERATE if self.is_native else inference.GENERATE if self.is_inference else PATHS[self.shape]
 
 
 class TemplateInputs(msgspec.Struct, frozen=True):
@@ -372,6 +466,29 @@ class InFlightTurn(msgspec.Struct, eq=False):
         if self.cancel_reason == "session_closed":
             return SessionClosed.of(self.session_id, "was closed during the turn")
         return ClientGone("the client disconnected, which ended its turn")
+
+
+def blobs_of(turn: InFlightTurn, session: Session) -> tuple[TurnBlobs, list[StoredBlob]]:
+    """The numbers in the session of what the turn stores once, and the rows that it does not have yet."""
+    params = turn.call.sent_params
+    numbers: dict[str, int] = {}
+    images: list[int] = []
+    refs: list[BlobRef] = []
+    rows: list[StoredBlob] = []
+    known = {(ref.kind, ref.hash): ref.number for ref in session.blobs}
+    for blob in (SharedBlob("params", params, hashlib.sha256(params).hexdigest(), None), *turn.shared):
+        number = session.images.get(blob.hash) if blob.kind == "image" else known.get((blob.kind, blob.hash))
+        if number is None:
+            number = session.blob_count + len(refs)
+            refs.append(BlobRef(number, blob.kind, len(blob.raw), blob.hash))
+            frame = codec.compress(blob.raw) if blob.frame is None else blob.frame
+            rows.append(StoredBlob(number, blob.kind, len(blob.raw), blob.hash, frame))
+        if blob.kind == "image":
+            images.append(number)
+        else:
+            numbers[blob.kind] = number
+    shared = numbers["params"], numbers.get("tools"), tuple(refs), numbers.get("echo"), tuple(images)
+    return TurnBlobs(*shared), rows
 
 
 def _no_watch(waiter: Waiter) -> None:

@@ -12,11 +12,9 @@ erasures and the like are told by `Sessions` and `Erasure`, since they are no pa
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from functools import partial
 
 from app.store.log import StoredChunk
-from app.turn.engine_call import EngineCall, EngineCalls
-from app.turn.in_flight import InFlightTurn, SessionLimits
+from app.turn.in_flight import EngineCall, InFlightTurn, SessionLimits
 
 Gate = Callable[[InFlightTurn], Callable[[InFlightTurn], Awaitable[None]] | None]
 """What a turn asks before it goes on: None where it may at once, else what waits until it may."""
@@ -61,19 +59,3 @@ class TurnPoints:
         self.ended: list[Callable[[InFlightTurn], None]] = []
         """A turn that had its claim has ended in any way; a fault here is logged and counted. Session
         control, spans."""
-
-
-class TurnPath:
-    """What differs between turns by what their session captures: who takes part, and whom the turn asks.
-
-    `generate` is that of `calls`; `open` puts around it what has been added to the points by then.
-    """
-
-    def __init__(self, points: TurnPoints, calls: EngineCalls) -> None:
-        self.points = points
-        self.calls = calls
-        self.generate: Generate = calls.generate
-
-    def open(self) -> None:
-        for around in self.points.around_engine:
-            self.generate = partial(around, self.generate)

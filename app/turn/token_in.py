@@ -34,8 +34,7 @@ from app.store import reads
 from app.tito import normalise
 from app.tito.extension import Extension, NotAnExtension
 from app.tito.normalise import EngineDialect
-from app.turn.engine_call import PromptIds, blobs_of, template_arguments
-from app.turn.in_flight import InFlightTurn, Request, TemplateInputs
+from app.turn.in_flight import InFlightTurn, PromptIds, Request, TemplateInputs, blobs_of
 from workers.codec import CorruptContent
 from workers.parse import KnownTokens
 
@@ -385,3 +384,13 @@ def _begins_with(text: bytes, parent: Turn) -> bool:
 
 def _known(parent: Turn) -> KnownTokens:
     return KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
+
+
+def template_arguments(params: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """The request's `chat_template_kwargs`. Raises InvalidRequest."""
+    value = value_of(params.get("chat_template_kwargs"), "chat_template_kwargs")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequest("chat_template_kwargs must be an object")
+    return value

@@ -16,9 +16,8 @@ the same time. In any session its fence rejects a commit that comes too late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -28,48 +27,96 @@ from app.domain.events import Capture
 from app.domain.history import RequestHistory, digest
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import in_new_wire, with_pinned
-from app.domain.proofs import HeldProofs
+from app.domain.proofs import HeldProofs, Proofs
 from app.domain.request import ChatRequest, CompletionRequest, canonical_hash, require_own
 from app.domain.rules import RULES, running_hash
 from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
 from app.domain.surrogates import mended
 from app.errors import AppError, GenerationEnded, InvalidRequest, NoUpstream, Restored, SessionBusy, Unsupported
+from app.feature_faults import FeatureFaults
+from app.fleet.engines import Engines
+from app.fleet.state import FleetState
 from app.protocols.base import StoredTurn, WireProtocol
 from app.protocols.registry import PROTOCOLS
 from app.sessions import transcript
-from app.sessions.cache import CacheEntry, require_open
+from app.sessions.cache import CacheEntry, SessionCache, require_open
+from app.settings import Settings
 from app.store.log import VoidedClaim
 from app.store.log_sessions import Settled
+from app.store.ports import Writer
+from app.turn.claims import Claims
 from app.turn.client_reply import Parts, shown
-from app.turn.engine_call import adapter_of
+from app.turn.engine_call import EngineCalls, adapter_of
 from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply, TurnStage, hash_key
-from app.turn.large_bodies import INLINE_BYTES, INLINE_VALUES, large_bytes, large_history
-from app.turn.points import TurnPath
+from app.turn.large_bodies import INLINE_BYTES, INLINE_VALUES, LargeBodies, large_bytes, large_history
+from app.turn.points import Generate, TurnPoints
+from app.turn.retries import Retries
+from app.turn.token_in import TokenIn
 from app.upstream.body import Body
 from app.upstream.dialects import asked_for
 from workers.parse_parts import REPLAY
 from workers.reply import PayloadRange, ValidatedReply
 
-if TYPE_CHECKING:
-    from app.services import Services
+
+class TurnPath:
+    """What differs between turns by what their session captures: who takes part, and whom the turn asks.
+
+    `generate` is that of `calls`; `open` puts around it what has been added to the points by then.
+    """
+
+    def __init__(self, points: TurnPoints, calls: EngineCalls) -> None:
+        self.points = points
+        self.calls = calls
+        self.generate: Generate = calls.generate
+
+    def open(self) -> None:
+        for around in self.points.around_engine:
+            self.generate = partial(around, self.generate)
 
 
 class Turns:
     """The turns of this process."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self.paths: dict[Capture, TurnPath] = {"tokens": TurnPath(services.points, services.engine_calls)}
+    def __init__(
+        self,
+        *,
+        points: TurnPoints,
+        calls: EngineCalls,
+        settings: Settings,
+        cache: SessionCache,
+        writer: Writer,
+        retries: Retries,
+        claims: Claims,
+        token_in: TokenIn,
+        large_bodies: LargeBodies,
+        fleet: FleetState,
+        engines: Engines,
+        proofs: Proofs,
+        text_upstreams: Container[str],
+        feature_faults: FeatureFaults,
+    ) -> None:
+        self._settings = settings
+        self._cache = cache
+        self._writer = writer
+        self._retries = retries
+        self._claims = claims
+        self._token_in = token_in
+        self.large_bodies = large_bodies
+        self._fleet = fleet
+        self._engines = engines
+        self._proofs = proofs
+        self._text_upstreams = text_upstreams
+        self._feature_faults = feature_faults
+        self.paths: dict[Capture, TurnPath] = {"tokens": TurnPath(points, calls)}
         """By what a session captures; a feature adds that of text alone."""
         self._in_flight: dict[str, list[InFlightTurn]] = {}
         self.in_flight = 0
         self._aborting: set[asyncio.Task[None]] = set()
         self._verbatim: frozenset[Capture] = frozenset({"text"})
         """Captures whose replies are not cut: a text upstream was asked for nothing but what its client asked for."""
-        if services.settings.client_reply == "verbatim":
+        if settings.client_reply == "verbatim":
             self._verbatim |= {"tokens"}
-        self.large_bodies = services.large_bodies
 
     def open(self) -> None:
         """Put around the plain generation what features have added by now."""
@@ -83,7 +130,7 @@ class Turns:
 
         Raises AppError in the order 404, 400, 409, 400 (history), then the engine's failures.
         """
-        cache, session_id = self._services.cache, turn.session_id
+        cache, session_id = self._cache, turn.session_id
         entry = await cache.get(session_id)
         is_newest = cache.database.is_sqlite
         while True:
@@ -132,7 +179,7 @@ class Turns:
         continued: ContinuedBody | None,
     ) -> TurnReply:
         """A turn of an open session: parse, match, an earlier reply or a new turn."""
-        services, session_id = self._services, turn.session_id
+        session_id = turn.session_id
         await self._parse(turn, entry, protocol, body, continued)
         while True:
             # Where does the request join the session, and does it repeat a turn, in flight or committed?
@@ -142,10 +189,10 @@ class Turns:
                 self._read(turn, entry)
             reply: TurnReply | None
             flights = self._in_flight.get(session_id)
-            if flights and (flight := services.retries.joinable(entry, flights, turn)) is not None:
+            if flights and (flight := self._retries.joinable(entry, flights, turn)) is not None:
                 reply = await self._join(turn, flight)
             elif (turn.retry_key is not None or entry.index.knows_body(turn.body_hash, turn.partial_hash)) and (
-                number := await services.retries.repeated(entry, turn)
+                number := await self._retries.repeated(entry, turn)
             ) is not None:
                 reply = await self._replay(turn, number)
             elif (turn.retry_key is not None or turn.retry_count) and (
@@ -157,27 +204,27 @@ class Turns:
                     raise InvalidRequest(turn.request.refusal)
                 # Another turn may have begun while an earlier reply was looked for, perhaps the one that is repeated.
                 if flights := self._in_flight.get(session_id):
-                    if services.retries.joinable(entry, flights, turn) is not None:
+                    if self._retries.joinable(entry, flights, turn) is not None:
                         continue
                     if (entry.session.history or turn.new_history) != "tree":
                         raise SessionBusy(f"session {session_id} has a turn in flight")
                 upstream = entry.session.config.upstream
                 if upstream is not None:
                     self._require_upstream(session_id, upstream)
-                elif not services.engines.members:
-                    services.engines.require_some()
+                elif not self._engines.members:
+                    self._engines.require_some()
                 reply = await self._take_new(turn, entry)
             if reply is not None:
                 echo = turn.request.echo
                 return reply if echo is None else msgspec.structs.replace(reply, echo=echo)
-            entry = require_open(await services.cache.get(session_id), session_id)
+            entry = require_open(await self._cache.get(session_id), session_id)
 
     async def _take_new(self, turn: InFlightTurn, entry: CacheEntry) -> TurnReply | None:
         """Gate, claim, engine, commit, reply; None if the claim finds that the request must be read again.
 
         Whatever happens, a claim ends with a commit, a rejection or a release.
         """
-        path, claims, stages = self.paths[entry.session.config.capture], self._services.claims, turn.stages
+        path, claims, stages = self.paths[entry.session.config.capture], self._claims, turn.stages
         points = path.points
         turn.waiter.flight = turn
         turn.waiters = [turn.waiter]
@@ -232,7 +279,7 @@ class Turns:
                     try:
                         ended(turn)
                     except Exception:  # noqa: BLE001 - the turn is on disk: a feature's fault may not cost its reply
-                        self._services.feature_faults.note(ended)
+                        self._feature_faults.note(ended)
             return reply
         finally:
             claims.forget(turn)
@@ -254,7 +301,7 @@ class Turns:
         continued: ContinuedBody | None,
     ) -> None:
         """Raises InvalidRequest, Unsupported; Forbidden for what the request's token may not ask for."""
-        services, config = self._services, entry.session.config
+        config = entry.session.config
         if continued is not None and continued.known not in entry.bodies:
             continued = None
         large = large_bytes(body, continued) if len(body) > INLINE_VALUES else 0
@@ -276,7 +323,7 @@ class Turns:
             large = large or large_history(body, request, entry.index)
         token_session = turn.waiter.token_session
         if token_session is not None:
-            require_own(request, turn.session_id, token_session, services.settings.session_params)
+            require_own(request, turn.session_id, token_session, self._settings.session_params)
         if config.params or config.model is not None:
             request = with_pinned(request, config)
         if config.evaluation is not None:
@@ -288,11 +335,11 @@ class Turns:
         turn.request, turn.large = request, large
         if request.key is not None and turn.retry_key is None:
             turn.retry_key = hash_key(request.key)
-        turn.adapter = adapter_of(entry.session, request, services.fleet.fleet)
+        turn.adapter = adapter_of(entry.session, request, self._fleet.fleet)
 
     async def _look_at(self, turn: InFlightTurn, entry: CacheEntry) -> None:
         """`_read`, with what it needs of the store, and off the event loop if the request is large."""
-        await self._services.cache.read_odd_calls(entry)
+        await self._cache.read_odd_calls(entry)
         await self.large_bodies.run(turn.large, partial(self._read, turn, entry))
 
     def _read(self, turn: InFlightTurn, entry: CacheEntry) -> None:
@@ -300,7 +347,7 @@ class Turns:
         what it is told by. Raises InvalidRequest, Unsupported."""
         request, session = turn.request, entry.session
         if isinstance(request, ChatRequest):
-            proven = HeldProofs(self._services.proofs, session.session_id, request.proofs) if request.proofs else ()
+            proven = HeldProofs(self._proofs, session.session_id, request.proofs) if request.proofs else ()
             turn.history = RequestHistory(
                 request.messages,
                 session.config.matcher,
@@ -320,8 +367,8 @@ class Turns:
             if turn.partial_reply is not None and (before := history.hash_before_last) is not None:
                 turn.partial_hash = canonical_hash(request, before)
         turn.session = session
-        if self._services.token_in.prompts is not None and not session.is_text:
-            turn.template = self._services.token_in.template_of(request)
+        if self._token_in.prompts is not None and not session.is_text:
+            turn.template = self._token_in.template_of(request)
 
     def _read_beginning(self, turn: InFlightTurn, beginning: bytes) -> None:
         """Tell the request by its history and by the reply's beginning, which in Messages may be what came of one."""
@@ -335,7 +382,7 @@ class Turns:
 
     def _require_upstream(self, session_id: str, upstream: str) -> None:
         """Raises NoUpstream for a session whose upstream is no longer there."""
-        if upstream not in self._services.text_upstreams:
+        if upstream not in self._text_upstreams:
             raise NoUpstream(f"session {session_id}: TURNLOG_TEXT_UPSTREAMS has no {upstream}")
 
     async def _stored_turns(self, entry: CacheEntry, request: ChatRequest) -> dict[str, StoredTurn]:
@@ -343,7 +390,7 @@ class Turns:
 
         Of those that it needs only the replies are read: the histories of a session's turns grow with their square.
         """
-        cache, session = self._services.cache, entry.session
+        cache, session = self._cache, entry.session
         needed = {proof: turn.number for proof in request.needs if (turn := self._proven_chat(session, proof))}
         messages = await transcript.reply_messages(cache.database, session, list(needed.values())) if needed else {}
         stored = {proof: StoredTurn([msgspec.Raw(messages[number])]) for proof, number in needed.items()}
@@ -354,7 +401,7 @@ class Turns:
 
     def _proven_chat(self, session: Session, proof: str) -> Turn | None:
         """Raises Restored if it is undone."""
-        number = self._services.proofs.turn_of(session.session_id, proof) or 0
+        number = self._proofs.turn_of(session.session_id, proof) or 0
         if number in session.undone:
             raise Restored.of(session.session_id, number)
         turn = session.turns.get(number)
@@ -371,10 +418,10 @@ class Turns:
 
     async def _replay(self, turn: InFlightTurn, number: int) -> TurnReply:
         """A committed turn's reply, byte for byte. Raises SessionClosed if the session was closed meanwhile."""
-        retries, session_id = self._services.retries, turn.session_id
+        retries, session_id = self._retries, turn.session_id
         retries.begin_replay(session_id, number)
         try:
-            session = require_open(await self._services.cache.current(session_id), session_id).session
+            session = require_open(await self._cache.current(session_id), session_id).session
             return await self._stored_reply(turn, session, number)
         except BaseException:
             retries.cancel_replay(session_id, number)
@@ -383,7 +430,7 @@ class Turns:
     async def _replay_ended(self, turn: InFlightTurn, entry: CacheEntry) -> TurnReply | None:
         """The reply of a turn of an ended generation of the session's name, if the request repeats one. Raises
         as `Retries.ended`."""
-        ended = await self._services.retries.ended(entry, turn)
+        ended = await self._retries.ended(entry, turn)
         if ended is None:
             return None
         session, number = ended
@@ -392,10 +439,10 @@ class Turns:
 
     async def _stored_reply(self, turn: InFlightTurn, session: Session, number: int) -> TurnReply:
         """The reply, once it is on disk. Raises SessionUnreadable, StoreUnavailable, StoreFull."""
-        cache, session_id = self._services.cache, session.session_id
+        cache, session_id = self._cache, session.session_id
         if not cache.database.is_sqlite:
             # The commit may be another process's, and visible here before it is on disk.
-            await self._services.writer.submit(Settled(session_id))
+            await self._writer.submit(Settled(session_id))
         kinds = self._payloads(turn)
         status, headers, body = await transcript.stored_reply(cache.database, session, number, kinds)
         turn.waiter.grow(len(body))
@@ -421,7 +468,7 @@ class Turns:
         stages.marks.append((TurnStage.GATE, stages.clock()))
         if turn.session.name is not None and not turn.has_waited:
             # One that was finished before the request came is told from one that is finished while it waits.
-            require_open(await self._services.cache.current(turn.session_id), turn.session_id)
+            require_open(await self._cache.current(turn.session_id), turn.session_id)
         try:
             with turn.waiting_at_gate(), turn.cancellable():
                 turn.has_waited = True
@@ -433,7 +480,7 @@ class Turns:
     async def _refused(self, turn: InFlightTurn) -> TurnReply:
         """An engine's own error, which is passed to the client."""
         refusal = turn.answer
-        await self._services.claims.reject(turn, "engine_error", refusal.status)
+        await self._claims.reject(turn, "engine_error", refusal.status)
         return TurnReply(refusal.status, refusal.headers, refusal.body.pieces)
 
     async def _cancelled(self, turn: InFlightTurn) -> AppError:
@@ -441,13 +488,13 @@ class Turns:
         if turn.engine_asked:
             self._abort(turn.rid)
         if turn.cancel_reason != "session_closed":
-            await self._services.claims.abandon(turn, "disconnect")
+            await self._claims.abandon(turn, "disconnect")
         turn.aborts = frozenset(self._aborting)
         return turn.cancel_error()
 
     def _abort(self, rid: str) -> None:
         """Have the engine end a generation, without waiting for it."""
-        task = asyncio.create_task(self._services.engines.abort(rid))
+        task = asyncio.create_task(self._engines.abort(rid))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
@@ -509,7 +556,7 @@ class Turns:
         flights = self._in_flight.get(session_id, ())
         for flight in flights:
             flight.cancel("session_closed")
-        known = self._services.cache.known(session_id)
+        known = self._cache.known(session_id)
         if known is not None and known.is_text:
             return
         own = {flight.fence for flight in flights}

@@ -23,8 +23,7 @@ from app.domain.session import Session
 from app.errors import GenerationFailed, Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerCrash
 from app.settings import Settings
 from app.store.log import StoredChunk
-from app.turn.engine_call import EngineCall
-from app.turn.in_flight import InFlightTurn, TurnHistory
+from app.turn.in_flight import EngineCall, InFlightTurn, TurnHistory
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import returns

@@ -19,8 +19,7 @@ from app.sessions.cache import SessionCache
 from app.sessions.event_log import Followers
 from app.settings import Settings
 from app.turn.claims import Claims
-from app.turn.engine_call import EngineCall
-from app.turn.in_flight import InFlightTurn, Stages, Waiter
+from app.turn.in_flight import EngineCall, InFlightTurn, Stages, Waiter
 from app.turn.points import TurnPoints
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
@@ -35,18 +34,15 @@ class Process:
 
     def __init__(self, store: Store) -> None:
         self.cache = SessionCache(store.database, store.writer, 1 << 20)
-        services = SimpleNamespace(
+        self._claims = Claims(
             points=TurnPoints(),
-            retries=None,
+            retries=cast(Any, None),
+            placement=cast(Any, SimpleNamespace(binding=lambda turn, session, engine: None)),
             settings=Settings(),
             cache=self.cache,
             writer=store.writer,
             followers=Followers(),
             clock=time.time,
-            placement=SimpleNamespace(binding=lambda turn, session, engine: None),
-        )
-        self._claims = Claims(
-            cast(Any, services),
             incarnation=lambda: store.me,
             lease_s=lambda: LEASE_S,
             lease_left=cast(Any, None),

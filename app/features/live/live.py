@@ -10,8 +10,7 @@ from app.upstream.streams import IDS_STREAM, STREAM
 
 if TYPE_CHECKING:
     from app.services import Services
-    from app.turn.engine_call import EngineCall
-    from app.turn.in_flight import InFlightTurn
+    from app.turn.in_flight import EngineCall, InFlightTurn
 
 
 class LiveTurns:

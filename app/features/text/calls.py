@@ -39,7 +39,21 @@ class TextCalls(EngineCalls):
     the session, with its own key. No engine is asked, and none of what engines are told goes there."""
 
     def __init__(self, services: Services, upstreams: Sequence[TextUpstream]) -> None:
-        super().__init__(services)
+        super().__init__(
+            points=services.points,
+            settings=services.settings,
+            clock=services.clock,
+            cache=services.cache,
+            fleet=services.fleet,
+            engines=services.engines,
+            native=services.native,
+            placement=services.placement,
+            token_in=services.token_in,
+            validator=services.validator,
+            large_bodies=services.large_bodies,
+            proofs=services.proofs,
+        )
+        self._client = services.client
         self._replays_experts = self._takes_rid = False
         self._names_engine_sessions = True  # All parameters are those of `_other_params`.
         self._upstreams = {upstream.name: upstream for upstream in upstreams}
@@ -68,14 +82,14 @@ class TextCalls(EngineCalls):
 
     async def _asked(self, turn: InFlightTurn, upstream: TextUpstream) -> EngineReply:
         """The upstream's answer, without its key. Raises as `generate`."""
-        services, call, stages = self._services, turn.call, turn.stages
+        call, stages = turn.call, turn.stages
         if crash_points.ARMED:
             crash_points.reach("before_engine")
-        body = await services.large_bodies.run(turn.large, partial(body_of, call))
+        body = await self._large_bodies.run(turn.large, partial(body_of, call))
         url, headers = upstream.url + ROUTES[call.shape], http_headers.to_vendor(upstream.key)
         stages.marks.append((TurnStage.ENGINE, stages.clock()))
         try:
-            answer = await services.client.post(url, body, headers, turn.waiter.grow)
+            answer = await self._client.post(url, body, headers, turn.waiter.grow)
         except NotSent as error:
             raise UpstreamUnreachable(f"{upstream.name} cannot be connected to: {error}") from error
         except UNUSABLE as error:
@@ -93,7 +107,7 @@ class TextCalls(EngineCalls):
 
     async def _validated(self, turn: InFlightTurn, answer: EngineReply) -> ValidatedReply:
         """As `ReplyValidator.validate`, of a reply that need not have ids."""
-        validator, new = self._services.validator, list(turn.stored)
+        new = list(turn.stored)
         work = Job(
             dialect="openai",
             known=None,
@@ -106,9 +120,9 @@ class TextCalls(EngineCalls):
             protocol=turn.call.shape,
             beginning=turn.request.beginning or b"",
         )
-        result, _ = await validator.by_all_rules(work, answer, sum(map(len, new)), None)
+        result, _ = await self._validator.by_all_rules(work, answer, sum(map(len, new)), None)
         size = len(result.message)
-        if size >= self._services.settings.max_request_bytes or bounds.is_too_much(result.message):
+        if size >= self._settings.max_request_bytes or bounds.is_too_much(result.message):
             raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
         message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
         if result.rest:
@@ -126,7 +140,7 @@ class TextCalls(EngineCalls):
     async def finish(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
         """There are no tokens that could drift."""
         if reply.calls and isinstance(turn.request, ChatRequest):
-            turn.given_ids = await self._services.large_bodies.run(turn.large, lambda: self._given_ids(turn, reply))
+            turn.given_ids = await self._large_bodies.run(turn.large, lambda: self._given_ids(turn, reply))
 
 
 def _hide(answer: EngineReply, key: str) -> None:
