@@ -17,7 +17,7 @@ from app.protocols.registry import PROTOCOLS
 from app.sessions.cache import CacheEntry
 from app.settings import Settings
 from app.store.log_sessions import Settled
-from app.turn.in_flight import InFlightTurn, Stages, Waiter
+from app.turn.in_flight import InFlightTurn, Placed, Stages, Waiter
 from app.turn.points import TurnPoints
 from app.turn.retries import Retries
 from app.turn.turns import Turns
@@ -51,11 +51,11 @@ async def test_a_turn_begins_while_an_earlier_reply_is_looked_for(repeats: bool)
     async def get(session_id: str) -> CacheEntry:
         return entry
 
-    async def repeated(entry: CacheEntry, turn: InFlightTurn) -> None:
-        if turn is second:
+    async def repeated(entry: CacheEntry, placed: Placed) -> None:
+        if placed.flight is second:
             await at_gate.wait()
 
-    async def ended(entry: CacheEntry, turn: InFlightTurn) -> None:
+    async def ended(entry: CacheEntry, placed: Placed) -> None:
         return None
 
     async def wait(turn: InFlightTurn) -> None:
@@ -108,5 +108,7 @@ async def test_a_stored_reply_is_given_once_it_is_on_disk() -> None:
         cache=SimpleNamespace(current=current, database=SimpleNamespace(is_sqlite=False)),
         writer=SimpleNamespace(submit=submit),
     )
+    read, session = PROTOCOLS["chat"].parse(BODY, True, None), Book().session
+    placed = Placed(request("key", asyncio.Event()), read, 0, session, cast(Any, None))
     with pytest.raises(StoreUnavailable):
-        await turns._stored_reply(request("key", asyncio.Event()), Book().session, 1)
+        await turns._stored_reply(placed, session, 1)
