@@ -365,7 +365,15 @@ class Turns:
     def _place(self, flight: InFlightTurn, entry: CacheEntry, request: Request, large: int) -> Placed:
         """Compare the request with the session: its history, the template inputs if the prompt is rendered here, and
         what it is told by. Raises InvalidRequest, Unsupported."""
-        session, history = entry.session, self._history_of(entry.session, request)
+        session = entry.session
+        if isinstance(request, ChatRequest):
+            matcher, is_exact = session.config.matcher, request.has_object_arguments
+            proven = HeldProofs(self._proofs, session.session_id, request.proofs) if request.proofs else ()
+            history: TurnHistory = RequestHistory(
+                request.messages, matcher, proven, trusts_ids=is_exact, prefix=request.prefix
+            )
+        else:
+            history = RequestPrompt(request)
         history.check(entry.index, session, flight.agent_id)
         partial_reply = partial_hash = template = None
         if request.beginning is None:
@@ -383,14 +391,6 @@ class Turns:
         if self._token_in.prompts is not None and not session.is_text:
             template = self._token_in.template_of(request)
         return Placed(flight, request, large, session, history, partial_reply, partial_hash, template)
-
-    def _history_of(self, session: Session, request: Request) -> TurnHistory:
-        if not isinstance(request, ChatRequest):
-            return RequestPrompt(request)
-        proven = HeldProofs(self._proofs, session.session_id, request.proofs) if request.proofs else ()
-        is_exact = request.has_object_arguments
-        matcher = session.config.matcher
-        return RequestHistory(request.messages, matcher, proven, trusts_ids=is_exact, prefix=request.prefix)
 
     async def _stored_turns(self, entry: CacheEntry, request: ChatRequest) -> dict[str, StoredTurn]:
         """The session's turns that the request continues or needs, by proof. Raises SessionUnreadable.

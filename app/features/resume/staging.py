@@ -14,13 +14,13 @@ import asyncio
 import hashlib
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from app.domain.request import ChatRequest, value_of
 from app.errors import AppError
-from app.features.resume import OUTCOMES
 from app.features.resume.continuation import can_continue
 from app.settings import Settings
 from app.store import staged_tokens
@@ -43,9 +43,9 @@ AnyStream = ReplyStream | GenerateStream
 
 
 class StagingCounters(msgspec.Struct):
-    """What this process has staged: turns by outcome, and tokens that were not generated again."""
+    """What this process has staged: turns by outcome (`resume.OUTCOMES`), and tokens that were not generated again."""
 
-    turns: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    turns: Counter[str] = msgspec.field(default_factory=Counter)
     tokens_restored: int = 0
 
 
