@@ -179,12 +179,52 @@ class Services:
             incarnation=incarnation,
             lease_s=lease,
         )
-        self.claims = Claims(self, incarnation=incarnation, lease_s=lease, lease_left=self.lease_left)
         self.placement = Placement(self.engines, self.cache, settings, clock)
+        self.claims = Claims(
+            points=self.points,
+            retries=self.retries,
+            placement=self.placement,
+            settings=settings,
+            cache=self.cache,
+            writer=self.writer,
+            followers=self.followers,
+            clock=clock,
+            incarnation=incarnation,
+            lease_s=lease,
+            lease_left=self.lease_left,
+        )
         self.validator = ReplyValidator(pool, settings)
         self.large_bodies = LargeBodies()
-        self.engine_calls = EngineCalls(self)
-        self.turns = Turns(self)
+        self.engine_calls = EngineCalls(
+            points=self.points,
+            settings=settings,
+            clock=clock,
+            cache=self.cache,
+            fleet=self.fleet,
+            engines=self.engines,
+            native=self.native,
+            placement=self.placement,
+            token_in=self.token_in,
+            validator=self.validator,
+            large_bodies=self.large_bodies,
+            proofs=self.proofs,
+        )
+        self.turns = Turns(
+            points=self.points,
+            calls=self.engine_calls,
+            settings=settings,
+            cache=self.cache,
+            writer=self.writer,
+            retries=self.retries,
+            claims=self.claims,
+            token_in=self.token_in,
+            large_bodies=self.large_bodies,
+            fleet=self.fleet,
+            engines=self.engines,
+            proofs=self.proofs,
+            text_upstreams=self.text_upstreams,
+            feature_faults=self.feature_faults,
+        )
 
         # sessions
         self.sessions = Sessions(

@@ -6,14 +6,14 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import msgspec
 
 from app import crash_points
 from app.domain import decide
 from app.domain.decide import TurnBlobs
-from app.domain.events import Event, TurnAbandoned, TurnOpened, TurnRejected
+from app.domain.events import Event, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
 from app.domain.history import RequestHistory
 from app.domain.request import ChatRequest
 from app.domain.session import Session, fold, rid_of
@@ -33,8 +33,10 @@ from app.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from app.sessions.cache import CacheEntry, require_open
+from app.sessions.cache import CacheEntry, SessionCache, require_open
+from app.sessions.event_log import Followers
 from app.sessions.lifecycle import refusal
+from app.settings import Settings
 from app.store import pins
 from app.store.log import Appended, Refused, StoredBlob, StoredChunk, size_of
 from app.store.log_turns import (
@@ -52,18 +54,17 @@ from app.store.log_turns import (
     Stale,
     TooMany,
 )
+from app.store.ports import Writer
 from app.tasks import cancelled
-from app.turn.engine_call import blobs_of
-from app.turn.in_flight import InFlightTurn
-from app.turn.retries import has_key
+from app.turn.in_flight import Claimed, EngineCall, Generated, InFlightTurn, Placed, blobs_of
+from app.turn.placement import Placement
+from app.turn.points import TurnPoints
+from app.turn.retries import Retries, has_key
 from app.turn.token_in import added_text
 from app.turn.validation import payload_refs, stored_chunks
 from app.upstream.body import Body
 from workers import codec
 from workers.reply import ValidatedReply
-
-if TYPE_CHECKING:
-    from app.services import Services
 
 log = logging.getLogger("turnlog.claims")
 
@@ -96,20 +97,27 @@ class Claims:
 
     def __init__(
         self,
-        services: Services,
         *,
+        points: TurnPoints,
+        retries: Retries,
+        placement: Placement,
+        settings: Settings,
+        cache: SessionCache,
+        writer: Writer,
+        followers: Followers,
+        clock: Callable[[], float],
         incarnation: Callable[[], int],
         lease_s: Callable[[], float],
         lease_left: Callable[[int], Awaitable[float | None]],
     ) -> None:
-        self._services = services
-        self._points = services.points
-        self._retries = services.retries
-        self._settings = services.settings
-        self._cache = services.cache
-        self._writer = services.writer
-        self._followers = services.followers
-        self._clock = services.clock
+        self._points = points
+        self._retries = retries
+        self._placement = placement
+        self._settings = settings
+        self._cache = cache
+        self._writer = writer
+        self._followers = followers
+        self._clock = clock
         self._incarnation = incarnation
         self._own_number: int | None = None  # Known once the process is registered, which the first claim may not be.
         self._lease_s = lease_s
@@ -120,23 +128,23 @@ class Claims:
         self._looking: asyncio.Task[None] | None = None
         self._releasing: asyncio.Task[None] | None = None
 
-    async def take(self, turn: InFlightTurn, entry: CacheEntry, *, has_waited: bool, is_alone: bool) -> bool:
-        """Claim the session at a version that the request fits; False if its turn is already committed, or the request
+    async def take(self, placed: Placed, entry: CacheEntry, *, has_waited: bool, is_alone: bool) -> Claimed | None:
+        """Claim the session at a version that the request fits; None if its turn is already committed, or the request
         must be read again: another process has committed turns, or a restore has undone some or given some back.
 
         `has_waited`: the turn waited since its request was read; `is_alone`: no other is in flight in this process.
         """
-        session_id = turn.session_id
+        session_id = placed.flight.session_id
         tries, look_s = 0, MIN_POLL_S
         while tries < CLAIM_TRIES:
             tries += 1
             # Meanwhile what the request repeats may have been committed.
-            is_as_read = entry.session is turn.session and not has_waited
-            if not is_as_read and await self._retries.repeated(entry, turn) is not None:
-                return False
-            outcome = await self._claim(turn, entry, is_alone)
-            if outcome is None:
-                return True
+            is_as_read = entry.session is placed.session and not has_waited
+            if not is_as_read and await self._retries.repeated(entry, placed) is not None:
+                return None
+            outcome = await self._claim(placed, entry, is_alone)
+            if isinstance(outcome, Claimed):
+                return outcome
             has_waited = True
             if isinstance(outcome, Refused):
                 self._cache.drop(session_id)
@@ -145,11 +153,11 @@ class Claims:
                 raise _too_many_open(session_id, self._settings.max_open_turns)
             if isinstance(outcome, Limited):
                 assert self._points.limits is not None
-                error = await self._points.limits.refused(turn, outcome)
+                error = await self._points.limits.refused(placed, outcome)
                 if error is not None:
                     raise error
             if isinstance(outcome, Busy):
-                left = await self._check_busy(turn, outcome)
+                left = await self._check_busy(placed.flight, outcome)
                 if left is not None:
                     await asyncio.sleep(min(look_s, max(left, MIN_POLL_S)))
                     tries, look_s = 0, min(2 * look_s, MAX_POLL_S)
@@ -157,8 +165,8 @@ class Claims:
             entry = require_open(await self._cache.refresh(session_id), session_id)
             newer = list(entry.session.turns.committed_after(before.version))
             is_restored = entry.session.turns.count != before.turns.count + len(newer)
-            if is_restored or any(other.incarnation != turn.incarnation for other in newer):
-                return False  # How the request was read depends on the turns that were known then.
+            if is_restored or any(other.incarnation != self._own_number for other in newer):
+                return None  # How the request was read depends on the turns that were known then.
             if newer:
                 tries -= 1  # Others have got on: this turn's claim was only out of date.
         busy = SessionBusy(f"session {session_id} changed {CLAIM_TRIES} times while it was being claimed")
@@ -166,45 +174,45 @@ class Claims:
         raise busy
 
     async def _claim(
-        self, turn: InFlightTurn, entry: CacheEntry, is_alone: bool
-    ) -> Refused | Busy | TooMany | Limited | Stale | None:
-        """Claim the session at `entry`'s version; None if it is claimed.
+        self, placed: Placed, entry: CacheEntry, is_alone: bool
+    ) -> Claimed | Refused | Busy | TooMany | Limited | Stale:
+        """Claim the session at `entry`'s version.
 
         Raises AlreadyFinished; TooManyTurns; Restored (the request carries a turn that is undone), SessionBusy and
         OverBudget (these two take precedence over the others), RollbackTooDeep, HistoryMismatch; ClientGone.
         """
-        session, session_id, settings = entry.session, turn.session_id, self._settings
-        is_tree = session.history == "tree"
+        flight, session, settings, limits = placed.flight, entry.session, self._settings, self._points.limits
+        session_id = flight.session_id
         if session.finished is not None:
             raise AlreadyFinished(f"session {session_id} was finished; it takes no more turns")
         if session.turns.count >= settings.max_turns:
             raise TooManyTurns(f"session {session_id} has {session.turns.count} turns, the most that it may have")
-        if session.undone.count and (undone := turn.history.undone_turn(session, entry.every_index)) is not None:
+        if session.undone.count and (undone := placed.history.undone_turn(session, entry.every_index)) is not None:
             raise Restored.of(session_id, undone)
         try:
-            plan = turn.history.join(session, entry.index, turn.agent_id)
+            plan = placed.history.join(session, entry.index, flight.agent_id)
         except (RollbackTooDeep, HistoryMismatch) as error:
             await self._require_not_held(session)
-            if session.budgets and self._points.limits is not None:
-                await self._points.limits.require_left(session)
+            if session.budgets and limits is not None:
+                await limits.require_left(session)
             if isinstance(error, HistoryMismatch) and not self._has_told_of_mismatch:
                 self._has_told_of_mismatch = True  # an agent that replaces its history is refused every time
                 log.warning("session %s: %s", session_id, error)
             raise
         if self._own_number is None:
             self._own_number = self._incarnation()
-        incarnation = turn.incarnation = self._own_number
+        incarnation = self._own_number
         opened = decide.open_turn(
             session,
             plan,
             incarnation=incarnation,
-            body_hash=turn.body_hash,
-            retry_key=turn.retry_key,
-            retry_count=turn.retry_count,
-            protocol=turn.request.protocol,
-            adapter=turn.adapter,
-            agent_id=turn.agent_id,
-            history=turn.new_history,
+            body_hash=flight.body_hash,
+            retry_key=flight.retry_key,
+            retry_count=flight.retry_count,
+            protocol=placed.request.protocol,
+            adapter=flight.adapter,
+            agent_id=flight.agent_id,
+            history=flight.new_history,
         )
         at = self._clock()
         claim = Claim(
@@ -213,42 +221,57 @@ class Claims:
             at,
             opened,
             math.inf if self._cache.database.is_sqlite else self._lease_s(),
-            most=settings.max_open_turns if is_tree else 1,
+            most=settings.max_open_turns if session.history == "tree" else 1,
             is_alone=is_alone,
         )
         # A marked retry waits for a turn that it repeats at another process: whether that turn's client still waits is
         # known there alone. Of SQLite there is no other process.
-        if turn.retry_count and turn.retry_key is None and not self._cache.database.is_sqlite:
-            same = turn.body_hash, turn.agent_id
+        if flight.retry_count and flight.retry_key is None and not self._cache.database.is_sqlite:
+            same = flight.body_hash, flight.agent_id
             unlike = [held.fence for held in session.open_turns.values() if (held.body_hash, held.agent_id) != same]
             claim = msgspec.structs.replace(claim, is_retry=True, unlike=unlike)
-        if session.budgets and self._points.limits is not None:
-            turn.plan = plan
-            claim = await self._points.limits.claiming(turn, session, claim)
-        if not turn.has_client:
+        if session.budgets and limits is not None:
+            claim = await limits.claiming(placed, plan, session, claim)
+        if not flight.has_client:
             raise ClientGone("the client went away before its turn was begun")
         if crash_points.ARMED:
             crash_points.reach("before_claim")
         self._known[session_id, at] = self._known.get((session_id, at), 0) + 1
-        turn.attempts.append(at)
+        flight.attempts.append(at)
         outcome: Appended | Stale | Busy | TooMany | Limited | Refused = await self._writer.submit(claim)
         if not isinstance(outcome, Appended):
             return outcome
         if crash_points.ARMED:
             crash_points.reach("after_claim")
-        fence, event = outcome.events[0].seq, outcome.events[0].event
+        flight.claim = outcome.events[0]
+        fence, event = flight.claim.seq, flight.claim.event
         assert isinstance(event, TurnOpened)
         # If a PostgreSQL crash undid an earlier claim, the next claim gets the same fence.
         self._unreleased.pop((session_id, fence), None)
-        turn.entry, turn.plan, turn.opened, turn.fence, turn.opened_at = entry, plan, event, fence, at
-        turn.idle_since, turn.rid = session.last_event_at, rid_of(session_id, fence, incarnation)
-        if turn.limit is not None:
-            turn.limit.claimed(turn)
+        turn = Claimed(
+            flight,
+            placed.request,
+            placed.history,
+            placed.template,
+            placed.large,
+            entry,
+            session,
+            plan,
+            event,
+            fence,
+            incarnation,
+            opened_at=at,
+            idle_since=session.last_event_at,
+            requested_at=self._clock(),
+            rid=rid_of(session_id, fence, incarnation),
+        )
+        if session.budgets and limits is not None:
+            limits.claimed(turn)
         self.appended(session_id, outcome)
         turn.session = entry.session
         if entry.session.version != outcome.events[-1].seq:
             turn.session = _session_after(entry, session, outcome)
-        return None
+        return turn
 
     async def _require_not_held(self, session: Session) -> None:
         """Raises SessionBusy if the open turn is that of another living process. On SQLite there is none."""
@@ -258,23 +281,23 @@ class Claims:
         if await self._lease_left(held.incarnation) is not None:
             raise SessionBusy(f"session {session.session_id} has a turn in flight") from None
 
-    async def _check_busy(self, turn: InFlightTurn, busy: Busy) -> float | None:
+    async def _check_busy(self, flight: InFlightTurn, busy: Busy) -> float | None:
         """Seconds until the claim of another process, whose turn the request repeats, becomes void without a heartbeat.
 
         None if the session can be claimed again: this process had failed to release the claim, or its owner is dead.
         Raises SessionBusy for any other turn; IdempotencyMismatch; StoreUnavailable, StoreFull.
         """
-        session_id = turn.session_id
+        session_id = flight.session_id
         if (session_id, busy.opened_at) in self._known:
             raise SessionBusy(f"session {session_id} has a turn in flight")
-        if busy.incarnation == turn.incarnation:
+        if busy.incarnation == self._own_number:
             event = TurnAbandoned(busy.turn, busy.fence, "not_released")
             held = (session_id, busy.fence, busy.incarnation, busy.opened_at)
             await self._write_release(Release(*held, self._clock(), event))
             return None
         left = await self._lease_left(busy.incarnation)
-        repeats = has_key(turn, busy.retry_key, busy.body_hash) or (
-            turn.retry_key is None and turn.is_retry and busy.body_hash == turn.body_hash
+        repeats = has_key(flight, busy.retry_key, busy.body_hash) or (
+            flight.retry_key is None and flight.is_retry and busy.body_hash == flight.body_hash
         )
         if left is None or repeats:
             return left
@@ -282,12 +305,12 @@ class Claims:
 
     # commit
 
-    async def commit(self, turn: InFlightTurn, reply: ValidatedReply, *, is_alone: bool) -> None:
+    async def commit(self, turn: Claimed, call: EngineCall, generated: Generated, *, is_alone: bool) -> TurnCommitted:
         """Commit the turn: it is on disk when this returns. Raises ClaimLost, SessionClosed, StoreUnavailable,
         StoreFull."""
-        session_id, stages = turn.session_id, turn.stages
+        session_id, stages, reply = turn.flight.session_id, turn.flight.stages, generated.reply
         chunks: Sequence[StoredChunk] = stored_chunks(reply) if reply.payloads else ()
-        stages.reply_bytes = turn.answer.body.size
+        stages.reply_bytes = generated.answer.body.size
         stages.stored_bytes = len(reply.tokens or b"") + len(reply.exchange)
         try:
             if chunks:
@@ -295,10 +318,10 @@ class Claims:
                 chunks = await self._stage(turn, chunks)
             entry = await self._cache.open(session_id)
             if entry.session.history != "tree":
-                outcome = await self._commit_to(turn, reply, chunks, entry, is_alone)
+                outcome = await self._commit_to(turn, call, generated, chunks, entry, is_alone)
             else:  # This process's commits would make each other stale.
                 async with entry.committing:
-                    outcome = await self._commit_to(turn, reply, chunks, entry, is_alone)
+                    outcome = await self._commit_to(turn, call, generated, chunks, entry, is_alone)
         except AppError as error:
             self._cache.drop(session_id)
             await self.fail(turn, error)
@@ -311,19 +334,21 @@ class Claims:
                 raise ClaimLost(f"the claim on session {session_id} was taken over during the turn")
             raise refusal(session_id, outcome.status)
         self.appended(session_id, outcome)
-        self._remember(turn, reply)
+        self._remember(turn, call, reply)
+        return next(one.event for one in outcome.events if isinstance(one.event, TurnCommitted))
 
     async def _commit_to(
         self,
-        turn: InFlightTurn,
-        reply: ValidatedReply,
+        turn: Claimed,
+        call: EngineCall,
+        generated: Generated,
         chunks: Sequence[StoredChunk],
         entry: CacheEntry,
         is_alone: bool,
     ) -> Appended | Refused:
         """Other turns may have been committed since the claim: the events are decided for the state that they are
         written to. Raises StoreUnavailable, StoreFull, SessionClosed."""
-        services, session_id = self._services, turn.session_id
+        session_id, reply, limits = turn.flight.session_id, generated.reply, self._points.limits
         while True:
             if entry.pinned_upto:
                 entry.pinned_upto = await self._read_pins(session_id)
@@ -331,12 +356,10 @@ class Claims:
             if not turn.may_hold_claim(session):
                 return Refused(session.status)
             known = entry.newest_params
-            if known is not None and known[0] == turn.call.params and not turn.shared:
+            if known is not None and known[0] == call.params and not call.shared:
                 blobs, new_blobs = TurnBlobs(known[1]), list[StoredBlob]()
             else:
-                blobs, new_blobs = blobs_of(turn, session)
-            affinity = session.affinity
-            is_bound = turn.control is None and affinity is not None and affinity.engine == reply.engine
+                blobs, new_blobs = blobs_of(call, session)
             events = decide.commit_turn(
                 session,
                 entry.index,
@@ -347,11 +370,11 @@ class Claims:
                 reply,
                 blobs=blobs,
                 payloads=payload_refs(turn.fence, reply) if reply.payloads else (),
-                given_ids=turn.given_ids,
-                odd_arguments=turn.odd_arguments,
-                binding=None if is_bound else services.placement.binding(turn, session, reply.engine),
-                timing=turn.stages.timing(),
-                left_out=turn.left_out,
+                given_ids=generated.given_ids,
+                odd_arguments=call.odd_arguments,
+                binding=self._placement.binding(turn.choice, session, reply.engine),
+                timing=turn.flight.stages.timing(),
+                left_out=call.left_out,
                 max_replay_bytes=self._settings.max_replay_bytes,
                 uses=entry.uses,
                 pinned_upto=entry.pinned_upto,
@@ -372,12 +395,12 @@ class Claims:
                 new_blobs,
                 chunks,
                 is_alone=is_alone,
-                stages=("turn" if session.is_tree else "session") if services.settings.stage_tokens_s else None,
+                stages=("turn" if session.is_tree else "session") if self._settings.stage_tokens_s else None,
                 pinned_upto=entry.pinned_upto,
                 size=size,
             )
-            if turn.limit is not None:
-                commit = turn.limit.committing(commit)
+            if turn.session.budgets and limits is not None:
+                commit = limits.committing(turn, commit)
             if crash_points.ARMED:
                 crash_points.reach("before_commit")
             outcome: Appended | Stale | Pinned | Refused = await self._writer.submit(commit)
@@ -385,8 +408,8 @@ class Claims:
                 crash_points.reach("after_commit")
             if isinstance(outcome, Appended):
                 if new_blobs:
-                    turn.stages.stored_bytes += size_of(new_blobs)
-                entry.newest_params = turn.call.params, blobs.params
+                    turn.flight.stages.stored_bytes += size_of(new_blobs)
+                entry.newest_params = call.params, blobs.params
                 return outcome
             if isinstance(outcome, Refused):
                 return outcome
@@ -400,43 +423,43 @@ class Claims:
             lambda connection: pins.read_pinned_upto(connection, session_id), session_id=session_id
         )
 
-    async def _stage(self, turn: InFlightTurn, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
+    async def _stage(self, turn: Claimed, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
         """Write chunks before the commit: as objects, or, if there are many bytes of them, into the database, one at a
         time. Returns the chunks that the commit must write. Raises as `Objects.stored`."""
         for stored in self._points.chunks:
-            chunks = await stored(turn.session_id, turn.fence, chunks)
+            chunks = await stored(turn.flight.session_id, turn.fence, chunks)
         if size_of(chunks) <= STAGE_BYTES:
             return chunks
         for chunk in chunks:
-            stage = Stage(turn.session_id, turn.fence, turn.incarnation, turn.opened_at, [chunk])
+            stage = Stage(turn.flight.session_id, turn.fence, turn.incarnation, turn.opened_at, [chunk])
             if not await self._writer.submit(stage):
                 break
             if crash_points.ARMED:
                 crash_points.reach("after_staged")
         return ()
 
-    def _remember(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
+    def _remember(self, turn: Claimed, call: EngineCall, reply: ValidatedReply) -> None:
         """Keep what the next request repeats of the committed turn."""
-        prompt, request = turn.call.prompt, turn.request
-        if reply.calls or turn.odd_arguments:
+        prompt, request = call.prompt, turn.request
+        if reply.calls or call.odd_arguments:
             odd = turn.entry.index.odd_calls
             if turn.opened.turn in odd:
                 odd.learn(turn.opened.turn, reply.calls)
         tokens = None if prompt is None else added_text(prompt, reply.base, reply.output_ids)
-        messages = b",".join((*turn.new, reply.message))
+        messages = b",".join((*call.new, reply.message))
         layout = request.layout if isinstance(request, ChatRequest) else None
         prefix_hasher = text = None
         if layout is not None:
             prefix_hasher = turn.history.prefix_hasher() if isinstance(turn.history, RequestHistory) else None
             text = None if reply.text is None else reply.text()
-        turn.call.messages = ()  # While the stored history is in use, the cache can only append to a copy of it.
-        self._cache.remember(turn.session_id, turn.opened.turn, messages, tokens, layout, prefix_hasher, text)
+        call.messages = ()  # While the stored history is in use, the cache can only append to a copy of it.
+        self._cache.remember(turn.flight.session_id, turn.opened.turn, messages, tokens, layout, prefix_hasher, text)
 
     # release
 
     async def reject(
         self,
-        turn: InFlightTurn,
+        turn: Claimed,
         reason: str,
         status: int | None = None,
         detail: str | None = None,
@@ -453,18 +476,16 @@ class Claims:
             return
         kept = reply.beginning(KEPT_BYTES)
         event = TurnRejected(number, fence, reason, status, detail, reply.size, len(kept))
-        held = turn.session_id, fence, turn.incarnation, turn.opened_at
+        held = turn.flight.session_id, fence, turn.incarnation, turn.opened_at
         await self._release(Reject(*held, self._clock(), event, reply.size, codec.compress(kept)))
 
-    async def fail(
-        self, turn: InFlightTurn, error: AppError, detail: str | None = None, reply: Body | None = None
-    ) -> None:
+    async def fail(self, turn: Claimed, error: AppError, detail: str | None = None, reply: Body | None = None) -> None:
         """Release a claim after an error. If the store is unavailable, release it in the background. Of a turn whose
         engine did not finish, or that could not be written, a retry may go on from what it has staged."""
         keeps_staged = isinstance(error, (UpstreamUnreachable, UpstreamTimeout, StoreUnavailable))
-        if turn.limit is not None and isinstance(error, OverBudget):
+        if isinstance(error, OverBudget) and self._points.limits is not None:
             event = TurnRejected(turn.opened.turn, turn.fence, error.code, None, detail)
-            await self._release(turn.limit.ending(_end(turn, self._clock(), event), error))
+            await self._release(self._points.limits.ending(turn, _end(turn, self._clock(), event), error))
             return
         if not isinstance(error, StoreUnavailable):
             await self.reject(turn, error.code, None, detail, reply, keeps_staged=keeps_staged)
@@ -472,7 +493,7 @@ class Claims:
         event = TurnRejected(turn.opened.turn, turn.fence, error.code, None, detail)
         self._retry_release(_end(turn, self._clock(), event, keeps_staged), 0)
 
-    async def abandon(self, turn: InFlightTurn, reason: Literal["disconnect", "not_released"]) -> None:
+    async def abandon(self, turn: Claimed, reason: Literal["disconnect", "not_released"]) -> None:
         """Release the claim of a turn that no longer runs."""
         event = TurnAbandoned(turn.opened.turn, turn.fence, reason)
         await self._release(_end(turn, self._clock(), event))
@@ -532,15 +553,15 @@ class Claims:
     def start(self) -> None:
         self._looking = asyncio.create_task(self._look_for_lost(), name="turnlog-claims")
 
-    def forget(self, turn: InFlightTurn) -> None:
+    def forget(self, flight: InFlightTurn) -> None:
         """The turn is no longer in flight: what the store may still hold of its claims is nobody's."""
-        for at in turn.attempts:
-            left = self._known[turn.session_id, at] - 1
+        for at in flight.attempts:
+            left = self._known[flight.session_id, at] - 1
             if left:
-                self._known[turn.session_id, at] = left
+                self._known[flight.session_id, at] = left
             else:
-                del self._known[turn.session_id, at]
-        turn.attempts = []
+                del self._known[flight.session_id, at]
+        flight.attempts = []
 
     async def _look_for_lost(self) -> None:
         while True:
@@ -559,8 +580,8 @@ class Claims:
         await cancelled(self._looking)
 
 
-def _end(turn: InFlightTurn, at: float, event: Event, keeps_staged: bool = False) -> Release:
-    return Release(turn.session_id, turn.fence, turn.incarnation, turn.opened_at, at, event, keeps_staged)
+def _end(turn: Claimed, at: float, event: Event, keeps_staged: bool = False) -> Release:
+    return Release(turn.flight.session_id, turn.fence, turn.incarnation, turn.opened_at, at, event, keeps_staged)
 
 
 def _session_after(entry: CacheEntry, before: Session, outcome: Appended) -> Session:

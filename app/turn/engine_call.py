@@ -12,27 +12,43 @@ import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, cast
 
 import msgspec
 
 from app import crash_points
 from app.domain import calls, decide
-from app.domain.decide import TurnBlobs
-from app.domain.events import BlobRef, EngineShape, GivenIds
+from app.domain.events import GivenIds
 from app.domain.fleet import Fleet
 from app.domain.history import RequestHistory
 from app.domain.images import ESCAPED_LETTER, IMAGE_MARK, REFERENCE_MARK, take_out
 from app.domain.left_out import bounded
-from app.domain.request import FIRST_ROW_NAMES, ChatRequest, IdsField, chat_body, completion_body, join_object, value_of
+from app.domain.proofs import Proofs
+from app.domain.request import FIRST_ROW_NAMES, ChatRequest, chat_body, completion_body, join_object, value_of
 from app.domain.session import Session, engine_session_of
 from app.domain.split import ITEMS
 from app.errors import ClaimLost, GenerationFailed, InvalidRequest, TokenPrefixMismatch, Unsupported, UpstreamInvalid
-from app.fleet.engines import PATHS, OpenStream
-from app.sessions.cache import require_open
-from app.store.log import StoredBlob
-from app.turn.in_flight import InFlightTurn, Request, TurnCancelled, TurnStage
-from app.turn.large_bodies import INLINE_BYTES
+from app.fleet.engines import Engines, OpenStream
+from app.fleet.native import NativeRoutes
+from app.fleet.state import FleetState
+from app.sessions.cache import SessionCache, require_open
+from app.settings import Settings
+from app.turn.in_flight import (
+    Claimed,
+    EngineCall,
+    EngineChoice,
+    Generated,
+    InFlightTurn,
+    Request,
+    SharedBlob,
+    TurnCancelled,
+    TurnStage,
+)
+from app.turn.large_bodies import INLINE_BYTES, LargeBodies
+from app.turn.placement import Placement
+from app.turn.points import TurnPoints
+from app.turn.token_in import TokenIn
+from app.turn.validation import ReplyValidator
 from app.upstream import headers as http_headers
 from app.upstream import inference
 from app.upstream.body import Body
@@ -44,29 +60,15 @@ from app.upstream.dialects import (
     for_adapter,
     from_row,
     logprob_wish,
-    streamed,
     takes_rid,
     top_needed,
 )
-from app.upstream.generate import GENERATE, Fields, generate_body
+from app.upstream.generate import Fields, generate_body
 from app.upstream.http import EngineError
-from app.upstream.streams import IDS_STREAM, Push, ReplyStream, limit_of
+from app.upstream.streams import IDS_STREAM, ReplyStream, limit_of
 from workers import codec
-from workers.parse import KnownTokens
 from workers.parse_parts import UNKNOWN_VERSION
 from workers.reply import ValidatedReply
-from workers.top_logprobs import LogprobWish
-
-if TYPE_CHECKING:
-    from app.services import Services
-
-IdsOrigin = Literal["built", "client", "continued"]
-"""Where a chat's ids come from, which decides what becomes of them at an engine that takes none.
-
-    built       from the messages: the engine renders these instead, and the turn is captured
-    client      the client's own: 400 `unsupported`
-    continued   of a generation that was aborted: it cannot go on (TakesNoIds)
-"""
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -80,84 +82,37 @@ class TakesNoIds(EngineError):
     """The generation cannot be continued at this engine."""
 
 
-class PromptIds(msgspec.Struct, frozen=True):
-    """A prompt's ids as decimal text, joined by commas. It begins with `known` if it continues the
-    parent's tokens.
-
-    `trimmed`: how many of the parent's last tokens are left out. `extends`: the prompt was built on
-    the stored tokens and must begin with them.
-    """
-
-    text: bytes
-    known: KnownTokens | None
-    trimmed: int = 0
-    extends: bool = False
-
-
-class SharedBlob(msgspec.Struct, frozen=True):
-    """Parameters, tools, an echo or an image, which a session stores once however many turns repeat
-    them.
-
-    `frame` is the compressed content; None where the session was seen to have it already.
-    """
-
-    kind: Literal["params", "tools", "echo", "image"]
-    raw: bytes
-    hash: str
-    frame: bytes | None
-
-
-class EngineCall(msgspec.Struct):
-    """A request to an engine. `params` is a JSON object, `tools` raw JSON, `messages` those of a
-    chat as engines take them, `text` the prompt of a completion.
-
-    `own` are raw JSON members that Turnlog adds to this request only, each after a comma;
-    `first_row` is the first row of `routed_experts` asked for. `ids` are the prompt's, if they are
-    known; `prompt` is None if the engine that was asked last takes no ids, and `ids_field` the field
-    of a chat that it takes them from. `is_part`: it continues a generation. `is_native`: that engine
-    got a request of `/generate`, which `wants_native` asks for; `is_inference`: one of vLLM's
-    `/inference/v1/generate`. `stream` are the members that ask for a stream, if one is wanted, and
-    `push` takes its deltas. `wish`: what else of the logprobs the
-    reply must have.
-    """
-
-    shape: EngineShape
-    params: bytes
-    tools: bytes | None
-    messages: Sequence[bytes | memoryview]
-    text: str | None
-    rid: str
-    ids: PromptIds | None = None
-    origin: IdsOrigin = "built"
-    own: bytes = b""
-    first_row: int = 0
-    is_part: bool = False
-    wants_native: bool = False
-    prompt: PromptIds | None = None
-    ids_field: IdsField | None = None
-    is_native: bool = False
-    stream: bytes = b""
-    is_inference: bool = False
-    push: Push | None = None
-    wish: LogprobWish | None = None
-
-    @property
-    def sent_params(self) -> bytes:
-        return streamed(self.params) if self.stream == IDS_STREAM else self.params
-
-    @property
-    def path(self) -> str:
-        """The route of the body that was made last."""
-        return GENERATE if self.is_native else inference.GENERATE if self.is_inference else PATHS[self.shape]
-
-
 class EngineCalls:
     """Prepares, sends and validates the generations of this process's turns."""
 
-    def __init__(self, services: Services) -> None:
-        settings = services.settings
-        self._services = services
-        self._points = services.points
+    def __init__(
+        self,
+        *,
+        points: TurnPoints,
+        settings: Settings,
+        clock: Callable[[], float],
+        cache: SessionCache,
+        fleet: FleetState,
+        engines: Engines,
+        native: NativeRoutes,
+        placement: Placement,
+        token_in: TokenIn,
+        validator: ReplyValidator,
+        large_bodies: LargeBodies,
+        proofs: Proofs,
+    ) -> None:
+        self._points = points
+        self._settings = settings
+        self._clock = clock
+        self._cache = cache
+        self._fleet = fleet
+        self._engines = engines
+        self._native = native
+        self._placement = placement
+        self._token_in = token_in
+        self._validator = validator
+        self._large_bodies = large_bodies
+        self._proofs = proofs
         self._dialect = settings.upstream_dialect
         self._replay: Collection[str] = settings.replay
         self._replays_experts = "routed_experts" in settings.replay
@@ -168,41 +123,38 @@ class EngineCalls:
 
     # what is sent
 
-    async def prepare(self, turn: InFlightTurn) -> None:
-        """Set what is to be sent, from `new` to `call`.
-
-        Raises InvalidRequest, TokenPrefixMismatch, SessionUnreadable, TurnCancelled.
-        """
-        services, request, plan = self._services, turn.request, turn.plan
-        turn.requested_at = services.clock()
+    async def prepare(self, turn: Claimed) -> EngineCall:
+        """What is to be sent. Raises InvalidRequest, TokenPrefixMismatch, SessionUnreadable, TurnCancelled."""
+        request, plan = turn.request, turn.plan
         if turn.large:
-            call = await services.large_bodies.run(turn.large, partial(self._call, turn))
+            call = await self._large_bodies.run(turn.large, partial(self._call, turn))
         else:
             call = self._call(turn)
-        turn.call = call
         if plan.base_messages and call.shape == "chat":
-            stored = await services.cache.messages(turn.entry, plan.parent)
+            stored = await self._cache.messages(turn.entry, plan.parent)
             history = await self._sendable(turn, stored) if turn.entry.index.has_odd_calls else (stored,)
             call.messages = (*history, *call.messages)
         if request.ids is not None or turn.template is not None:
-            await self._add_prompt(turn)
+            await self._add_prompt(turn, call)
         elif turn.request.left_out:
-            turn.left_out = bounded(turn.request.left_out)
+            call.left_out = bounded(turn.request.left_out)
         if self._replays_experts and not turn.session.config.evaluation:
-            self._ask_for_rows(turn)
+            self._ask_for_rows(turn, call)
         elif FIRST_ROW_NAMES[0] in request.params or FIRST_ROW_NAMES[1] in request.params:
             call.first_row = clients_first_row(request.params)
+        return call
 
-    def _call(self, turn: InFlightTurn) -> EngineCall:
+    def _call(self, turn: Claimed) -> EngineCall:
         """The request, with its new messages alone. Raises InvalidRequest."""
         request = turn.request
-        new = turn.new = turn.stored = turn.history.new(turn.plan)
+        new = turn.history.new(turn.plan)
         rid = turn.rid if self._takes_rid else ""
         if not isinstance(request, ChatRequest):
             wish = logprob_wish(request.params, "completions")
-            return EngineCall("completions", self._other_params(turn), None, (), request.text, rid, wish=wish)
+            params = self._other_params(turn)
+            return EngineCall("completions", params, None, (), request.text, rid, wish=wish, new=new, stored=new)
         wish = None
-        if turn.adapter is not None or self._names_engine_sessions:
+        if turn.flight.adapter is not None or self._names_engine_sessions:
             params, wish = self._other_params(turn), logprob_wish(request.params)
         else:
             # The client's raw fields and the dialect's own members, which take their places.
@@ -220,106 +172,107 @@ class EngineCalls:
                     fields.pop(name, None)
             params = msgspec.json.encode(fields)
         tools = None if request.tools is None else bytes(request.tools)
+        call = EngineCall("chat", params, tools, new, None, rid, wish=wish, new=new, stored=new)
         if tools is not None or request.echo is not None:
-            turn.shared = _shared_blobs(turn.session, tools, request.echo)
-        messages: Sequence[bytes] = new
+            call.shared = _shared_blobs(turn.session, tools, request.echo)
         for message in new:
             if calls.NAME in message or IMAGE_MARK in message or REFERENCE_MARK in message or ESCAPED_LETTER in message:
-                messages = [calls.sendable(raw) for raw in new]
-                turn.odd_arguments = messages != new
-                if turn.odd_arguments:
+                messages = call.messages = [calls.sendable(raw) for raw in new]
+                call.odd_arguments = messages != new
+                if call.odd_arguments:
                     told = (*request.left_out, *calls.halves_in(new, turn.plan.base_messages))
                     turn.request = msgspec.structs.replace(request, left_out=told)
-                turn.stored, images = _without_images(turn.session, new)
-                turn.shared = (*turn.shared, *images)
+                call.stored, images = _without_images(turn.session, new)
+                call.shared = (*call.shared, *images)
                 break
         if request.beginning is not None:
-            messages = [*messages, request.beginning]
-        return EngineCall("chat", params, tools, messages, None, rid, wish=wish)
+            call.messages = [*call.messages, request.beginning]
+        return call
 
-    def _other_params(self, turn: InFlightTurn) -> bytes:
+    def _other_params(self, turn: Claimed) -> bytes:
         """The parameters of a completion, of an adapter's turn, or with the name of the engine's session."""
-        request = turn.request
+        request, adapter = turn.request, turn.flight.adapter
         replay = () if turn.session.config.evaluation else self._replay
         fields = complete(request.params, self._dialect, replay, request.shape)
-        engines = self._services.engines.dialect
-        if turn.adapter is not None:
-            fields = for_adapter(fields, turn.adapter, engines)
+        engines = self._engines.dialect
+        if adapter is not None:
+            fields = for_adapter(fields, adapter, engines)
         if self._names_engine_sessions and request.shape == "chat" and engines != "vllm":
-            fields["session_id"] = msgspec.json.encode(engine_session_of(turn.session_id))
+            fields["session_id"] = msgspec.json.encode(engine_session_of(turn.flight.session_id))
         return join_object(fields)
 
-    async def _sendable(self, turn: InFlightTurn, stored: bytes | memoryview) -> Sequence[bytes | memoryview]:
+    async def _sendable(self, turn: Claimed, stored: bytes | memoryview) -> Sequence[bytes | memoryview]:
         """Stored messages, joined by commas, as every engine takes them."""
         chain = turn.session.message_chain(turn.plan.parent)
         if not any(earlier.odd_arguments for earlier in chain):
             return (stored,)
         large = len(stored) if len(stored) > INLINE_BYTES else 0
-        return await self._services.large_bodies.run(
+        return await self._large_bodies.run(
             large, lambda: [calls.sendable(bytes(raw)) for raw in ITEMS.decode(b"[" + stored + b"]")]
         )
 
-    async def _add_prompt(self, turn: InFlightTurn) -> None:
+    async def _add_prompt(self, turn: Claimed, call: EngineCall) -> None:
         """The token ids to send: the client's own, or those of a chat if there is a tokenizer."""
-        request, history, token_in = turn.request, turn.history, self._services.token_in
-        left_out = list(request.left_out)
-        with turn.cancellable():
+        request, history, token_in = turn.request, turn.history, self._token_in
+        left_out, prompt = list(request.left_out), None
+        with turn.flight.cancellable():
             if request.ids is not None:
-                turn.prompt = await token_in.given(turn, request.ids)
+                prompt = await token_in.given(turn, request.ids)
             elif turn.template is not None and isinstance(history, RequestHistory):
-                turn.prompt = await token_in.built(turn, turn.template, history)
+                prompt = await token_in.built(turn, call, turn.template, history)
                 if request.beginning is not None:
-                    dialect = self._services.engines.dialect
-                    turn.prompt = await token_in.begun(turn.template, turn.prompt, request.beginning, dialect)
+                    dialect = self._engines.dialect
+                    prompt = await token_in.begun(turn.template, prompt, request.beginning, dialect)
                 left_out += await token_in.silent(history, turn.plan.base_messages)
-        turn.call.ids = turn.call.prompt = turn.prompt
-        turn.call.origin = "built" if request.ids is None else "client"
-        turn.left_out = bounded(left_out)
+        call.ids = call.prompt = prompt
+        call.origin = "built" if request.ids is None else "client"
+        call.left_out = bounded(left_out)
 
-    def _ask_for_rows(self, turn: InFlightTurn) -> None:
+    def _ask_for_rows(self, turn: Claimed, call: EngineCall) -> None:
         """Rows that the parent has are not asked for again, if the operator says that engines keep them."""
-        call, plan = turn.call, turn.plan
-        if not self._services.settings.replay_incremental:
+        plan = turn.plan
+        if not self._settings.replay_incremental:
             return
         before = turn.session.payload(plan.parent, "routed_experts")
-        starts_new = not plan.base_messages or (turn.prompt is not None and turn.prompt.known is None)
+        starts_new = not plan.base_messages or (call.ids is not None and call.ids.known is None)
         call.first_row = 0 if before is None or starts_new else before.stop
         call.own = from_row(call.first_row, self._dialect)
 
     # to an engine and back
 
-    async def generate(self, turn: InFlightTurn) -> None:
+    async def generate(self, turn: Claimed, call: EngineCall) -> Generated | EngineReply:
         """Ask an engine and validate its reply. Raises TurnCancelled, and AppError from both."""
-        if turn.cancel_reason is not None:
+        flight = turn.flight
+        if flight.cancel_reason is not None:
             raise TurnCancelled
-        turn.task = task = asyncio.current_task()
+        flight.task = task = asyncio.current_task()
         try:
             await self.place(turn)
-            answer = await self.ask(turn)
+            answer = await self.ask(turn, call)
         except asyncio.CancelledError:
-            if turn.cancel_reason is None or task is None:
+            if flight.cancel_reason is None or task is None:
                 raise
             task.uncancel()
             raise TurnCancelled from None
         finally:
-            turn.task = None
+            flight.task = None
             del task  # In a stream its error's traceback has this frame: it would hold itself, and the turn.
-        turn.reply = await self.validate(turn, turn.call, answer, turn.stored)
+        return await self.validate(turn, call, answer, call.stored)
 
-    async def place(self, turn: InFlightTurn) -> None:
+    async def place(self, turn: Claimed) -> None:
         """Choose the engines to try, once the gates are open. Raises as `before_engine`, NoUpstream, StoreUnavailable,
         SessionClosed, ClaimLost."""
         for gate in self._points.before_engine:
-            if (wait := gate(turn)) is not None:
+            if (wait := gate(turn.flight)) is not None:
                 await self._wait_before_engine(turn, wait)
-        await self._services.placement.place(turn)
-        if turn.controlled is not None:
-            await turn.controlled.place(turn)
+        turn.choice = await self._placement.place(turn)
+        if turn.request.control is not None:
+            for placing in self._points.placing:
+                await placing(turn, turn.choice)
 
-    async def ask(self, turn: InFlightTurn) -> EngineReply:
+    async def ask(self, turn: Claimed, call: EngineCall) -> EngineReply:
         """Send the turn's first request; returns the engine's answer. Raises as `Engines.generate`."""
-        call = turn.call
-        if turn.waiter.live is not None:
+        if turn.flight.waiter.live is not None:
             for streaming in self._points.streaming:
                 streaming(turn, call)
         try:
@@ -332,39 +285,40 @@ class EngineCalls:
             answer = await self.send(turn, call)
         return answer
 
-    async def send(self, turn: InFlightTurn, call: EngineCall) -> EngineReply:
+    async def send(self, turn: Claimed, call: EngineCall) -> EngineReply:
         """Send one request while the gates are open; returns the engine's answer. Raises as `Engines.generate`."""
-        services, stages = self._services, turn.stages
+        flight, stages, choice = turn.flight, turn.flight.stages, turn.choice
+        assert choice is not None
         if crash_points.ARMED:
             crash_points.reach("before_engine")
         headers = http_headers.to_engine(
-            turn.headers, turn.session_id, services.settings.upstream_api_key, turn.session.config.parent
+            flight.headers, flight.session_id, self._settings.upstream_api_key, turn.session.config.parent
         )
         is_asked_anew = False
         while True:
             stages.marks.append((TurnStage.ENGINE, stages.clock()))
             try:
-                answer = await services.engines.generate(
-                    turn.order,
+                answer = await self._engines.generate(
+                    choice.order,
                     call.shape,
-                    partial(self._body, turn, call),
+                    partial(self._body, turn, call, choice),
                     headers,
-                    turn.waiter.grow,
+                    flight.waiter.grow,
                     rid=turn.rid,
-                    version=None if turn.adapter is None else services.fleet.fleet.gates(turn.adapter)[1].version,
-                    may_send=partial(self._may_send, turn),
-                    open_stream=self._open_stream(turn, call) if call.stream else None,
+                    version=None if flight.adapter is None else self._fleet.fleet.gates(flight.adapter)[1].version,
+                    may_send=partial(self._may_send, flight),
+                    open_stream=_stream_of(call) if call.stream else None,
                     path=None if call.ids is None else lambda: call.path,
                 )
             except Withheld:
                 for gate in self._points.before_engine:
-                    if (wait := gate(turn)) is not None:
+                    if (wait := gate(flight)) is not None:
                         await self._wait_before_engine(turn, wait)
                 continue
             if call.is_inference and answer.status == 403 and not is_asked_anew:
                 # The engine was restarted without the route, and no turn saw that; or what is before it refuses this
                 # request, and would do so for ever.
-                services.engines.forget_ids_field(answer.engine)
+                self._engines.forget_ids_field(answer.engine)
                 is_asked_anew = True
                 continue
             stages.marks.append((TurnStage.VALIDATE, stages.clock()))
@@ -375,10 +329,12 @@ class EngineCalls:
             answer.is_native = call.is_native and answer.status == 200
             return answer
 
-    async def _body(self, turn: InFlightTurn, call: EngineCall, engine: str) -> Sequence[bytes | memoryview]:
+    async def _body(
+        self, turn: Claimed, call: EngineCall, choice: EngineChoice, engine: str
+    ) -> Sequence[bytes | memoryview]:
         """The body for this engine, in parts. Raises as `Engines.ids_field`, TakesNoIds, Unsupported."""
-        if turn.control is not None:
-            await turn.control.prepare(engine)
+        if choice.control is not None:
+            await choice.control.prepare(engine)
         if call.wants_native:
             if body := await self._native_body(call, engine):
                 return [body]
@@ -393,29 +349,29 @@ class EngineCalls:
         elif call.ids is not None and call.shape == "chat":
             await self._choose_ids_field(turn, call, engine)
         if turn.large or call.prompt is not None or call.shape != "chat":
-            return await self._services.large_bodies.run(turn.large, partial(body_of, call))
+            return await self._large_bodies.run(turn.large, partial(body_of, call))
         return chat_body(call.sent_params, call.tools, call.messages, call.rid, call.own + call.stream, None)
 
-    async def _choose_stream(self, turn: InFlightTurn, call: EngineCall, engine: str) -> None:
+    async def _choose_stream(self, turn: Claimed, call: EngineCall, engine: str) -> None:
         """Where this SGLang streams no ids, the reply comes whole. Raises EngineError."""
-        if not (await self._services.native.info(engine)).streams_ids:
+        if not (await self._native.info(engine)).streams_ids:
             call.stream = b""
-            if turn.live is not None:
-                turn.live.mode, turn.live = "whole", None
+            if turn.flight.waiter.live is not None:
+                turn.flight.waiter.live.mode = "whole"
 
-    async def _choose_ids_field(self, turn: InFlightTurn, call: EngineCall, engine: str) -> None:
+    async def _choose_ids_field(self, turn: Claimed, call: EngineCall, engine: str) -> None:
         """May the engine render the messages instead, if it takes no ids? Raises TakesNoIds, Unsupported."""
-        call.ids_field = await self._services.engines.ids_field(engine, turn.request.params.get("model"))
+        call.ids_field = await self._engines.ids_field(engine, turn.request.params.get("model"))
         call.prompt = call.ids if call.ids_field is not None else None
         if call.ids_field is None and call.origin == "continued":
             raise TakesNoIds(engine)
         if call.ids_field is None and call.origin == "client":
             raise Unsupported(f"input_ids: the chat of {engine} takes no token ids; /v1/completions does")
 
-    async def _inference_body(self, turn: InFlightTurn, call: EngineCall, engine: str) -> bytes | None:
+    async def _inference_body(self, turn: Claimed, call: EngineCall, engine: str) -> bytes | None:
         """The request of vLLM's `/inference/v1/generate`; None if the engine does not take this prompt of ids there.
         Raises EngineError."""
-        offer = await self._services.engines.offer(engine)
+        offer = await self._engines.offer(engine)
         if offer is None or call.ids is None:
             return None
         params: Fields = _FIELDS.decode(call.params)
@@ -432,19 +388,19 @@ class EngineCalls:
             ids, row, messages = call.ids.text, call.first_row, call.messages if tools is not None else ()
             body = partial(_inference_chat, params, tools, ids, rendered, row, messages)
         call.is_inference, call.prompt, call.ids_field = True, call.ids, None
-        return await self._services.large_bodies.run(turn.large, body)
+        return await self._large_bodies.run(turn.large, body)
 
     async def _in_shape(self, call: EngineCall, body: Body) -> Body:
         """The reply of `/inference/v1/generate` as the chat or the completion that the turn is."""
         if call.shape == "chat":
             return inference.as_chat(body)
         large = body.size if body.size > INLINE_BYTES else 0
-        return await self._services.large_bodies.run(large, partial(inference.as_completion, body))
+        return await self._large_bodies.run(large, partial(inference.as_completion, body))
 
     async def _with_limit(self, call: EngineCall, engine: str) -> bytes:
         """The parameters of a completion without a limit: engines' completions have none for the rest of the model's
         context. Raises EngineError, Unsupported."""
-        context = await self._services.engines.context(engine)
+        context = await self._engines.context(engine)
         if context is None or call.ids is None:
             raise Unsupported(f"max_tokens is missing, and {engine} does not say how long its model's context is")
         # A prompt that is too long is the engine's to refuse.
@@ -456,7 +412,7 @@ class EngineCalls:
         """The request of `/generate`; None if this engine would not answer it as its chat. Raises EngineError,
         TakesNoIds."""
         params: Fields = _FIELDS.decode(call.params)
-        info = await self._services.native.info(engine)
+        info = await self._native.info(engine)
         call.is_native = call.ids is not None and info.takes(params)
         if call.ids is None or not call.is_native:
             if call.origin == "continued":
@@ -466,104 +422,100 @@ class EngineCalls:
         call.prompt = call.ids
         return generate_body(params, call.ids.text, call.rid, offers_tools=offers)
 
-    def _open_stream(self, turn: InFlightTurn, call: EngineCall) -> OpenStream:
-        """What reads the reply of a stream."""
-        staged, push, limit = turn.staged, call.push, limit_of(call.params)
-        if staged is None:
-            return lambda engine, version, logprobs_of: ReplyStream(push, limit)
-        return partial(staged.stream, push, limit)
-
-    def _may_send(self, turn: InFlightTurn) -> bool:
+    def _may_send(self, flight: InFlightTurn) -> bool:
         """Ask the gates at the last moment, when a connection is ready."""
         for may_send in self._points.may_send:
-            if not may_send(turn):
+            if not may_send(flight):
                 return False
-        turn.engine_asked = True
+        flight.engine_asked = True
         return True
 
-    async def _wait_before_engine(self, turn: InFlightTurn, wait: Callable[[InFlightTurn], Awaitable[None]]) -> None:
+    async def _wait_before_engine(self, turn: Claimed, wait: Callable[[InFlightTurn], Awaitable[None]]) -> None:
         """Wait at a gate. Before an engine was asked, a turn whose clients are all gone is cancelled here.
 
         Raises as `Gates.wait`, SessionClosed, ClaimLost.
         """
-        stages = turn.stages
-        with contextlib.nullcontext() if turn.engine_asked else turn.waiting_at_gate():
+        flight, stages = turn.flight, turn.flight.stages
+        with contextlib.nullcontext() if flight.engine_asked else flight.waiting_at_gate():
             stages.marks.append((TurnStage.GATE, stages.clock()))
-            await wait(turn)
+            await wait(flight)
             stages.marks.append((TurnStage.PREPARE, stages.clock()))
         await self.require_still_open(turn)
 
-    async def require_still_open(self, turn: InFlightTurn) -> None:
+    async def require_still_open(self, turn: Claimed) -> None:
         """Raises SessionClosed if another process has closed the session while this turn waited at a gate, ClaimLost if
         the store was taken back to a checkpoint."""
-        session = require_open(await self._services.cache.current(turn.session_id), turn.session_id).session
+        session_id = turn.flight.session_id
+        session = require_open(await self._cache.current(session_id), session_id).session
         if not turn.may_hold_claim(session):
-            raise ClaimLost(f"the claim on session {turn.session_id} was ended while the turn waited at a gate")
+            raise ClaimLost(f"the claim on session {session_id} was ended while the turn waited at a gate")
 
     # validation
 
     async def validate(
-        self, turn: InFlightTurn, call: EngineCall, answer: EngineReply, new: Sequence[bytes]
-    ) -> ValidatedReply | None:
-        """Validate one generation, the turn's `answer` from now on; None for an engine's own error, which is passed to
-        the client, also where it comes with a 200. Raises as `ReplyValidator.validate`."""
-        engines = self._services.engines
+        self, turn: Claimed, call: EngineCall, answer: EngineReply, new: Sequence[bytes]
+    ) -> Generated | EngineReply:
+        """Validate one generation. An engine's own error is passed to the client, also where it comes with a 200: it is
+        returned as it is. Raises as `ReplyValidator.validate`."""
+        engines = self._engines
         answer.headers = http_headers.to_client(answer.headers)
-        turn.answer = answer
+        turn.answer, turn.generated = answer, None
         if answer.status != 200:
-            return None
+            return answer
         engine = engines.known(answer.engine)
         named = engine.rid_in(answer.body)
         if named not in (None, turn.rid):
             raise UpstreamInvalid("the reply is that of another request")
         turn.received = answer.body
         try:
-            validated = await self._services.validator.validate(turn, call, answer, new)
+            reply = await self._validator.validate(turn, call, answer, new)
         except TokenPrefixMismatch:
             # The engine may have been restarted with other settings since it was asked whether it takes ids.
             engines.forget_ids_field(answer.engine)
             raise
         except GenerationFailed as failed:
             answer.status, answer.body = failed.told_status, Body([failed.told])
-            return None
+            return answer
         if named is None and engine.lacks_id(answer.body):
             raise UpstreamInvalid("the reply has no id, which this engine gives: it may be that of another request")
         if crash_points.ARMED:
             crash_points.reach("after_judged")
-        spans = validated.weight_versions
+        spans = reply.weight_versions
         version = spans[-1].version if spans else UNKNOWN_VERSION
         reported = None if version in (UNKNOWN_VERSION, answer.dispatched) else version
-        engines.seen(answer.engine, reported, answer.known, validated.dialect)
-        return validated
+        engines.seen(answer.engine, reported, answer.known, reply.dialect)
+        turn.generated = generated = Generated(answer, reply)
+        return generated
 
     async def validate_body(
-        self, turn: InFlightTurn, call: EngineCall, answer: EngineReply, new: Sequence[bytes]
+        self, turn: Claimed, call: EngineCall, answer: EngineReply, new: Sequence[bytes]
     ) -> ValidatedReply:
         """As `validate`, of a reply that comes from no engine as it is: joined, or staged."""
         turn.received = answer.body
         try:
-            return await self._services.validator.validate(turn, call, answer, new)
+            return await self._validator.validate(turn, call, answer, new)
         except TokenPrefixMismatch:
-            self._services.engines.forget_ids_field(answer.engine)
+            self._engines.forget_ids_field(answer.engine)
             raise
 
-    async def finish(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
+    async def finish(self, turn: Claimed, call: EngineCall, generated: Generated) -> None:
         """What a whole reply needs before its commit. Raises TokenPrefixMismatch, SessionUnreadable."""
+        reply = generated.reply
         if turn.plan.base_messages and not reply.base:
-            await self._require_no_drift(turn, reply)
+            await self._require_no_drift(turn, call, reply)
         if reply.calls and isinstance(turn.request, ChatRequest):
-            turn.given_ids = await self._services.large_bodies.run(turn.large, lambda: self._given_ids(turn, reply))
+            generated.given_ids = await self._large_bodies.run(turn.large, lambda: self._given_ids(turn, reply))
 
-    async def _require_no_drift(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
+    async def _require_no_drift(self, turn: Claimed, call: EngineCall, reply: ValidatedReply) -> None:
         """Raises TokenPrefixMismatch if the prompt must continue the stored tokens but does not.
 
         It must if it was built on them, or if the session rejects drift.
         """
-        session, prompt = turn.session, turn.call.prompt
+        session, prompt = turn.session, call.prompt
         parent = decide.token_parent(session, turn.plan)
         if parent is None or not (session.config.on_drift == "reject" or (prompt is not None and prompt.extends)):
             return
-        at = await self._services.token_in.first_difference(
+        at = await self._token_in.first_difference(
             turn, parent, lambda: memoryview(codec.unpack_tokens(reply.tokens, reply.exchange).suffix_ids).cast("i")
         )
         raise TokenPrefixMismatch(
@@ -571,9 +523,9 @@ class EngineCalls:
             f"they differ at position {at}"
         )
 
-    def _given_ids(self, turn: InFlightTurn, reply: ValidatedReply) -> GivenIds | None:
+    def _given_ids(self, turn: Claimed, reply: ValidatedReply) -> GivenIds | None:
         assert isinstance(turn.request, ChatRequest)
-        proof = self._services.proofs.of(turn.session_id, turn.opened.turn)
+        proof = self._proofs.of(turn.flight.session_id, turn.opened.turn)
         return calls.given_ids(reply.calls, turn.opened.protocol, proof, turn.request.messages)
 
 
@@ -595,6 +547,14 @@ def body_of(call: EngineCall) -> Sequence[bytes | memoryview]:
         field = call.ids_field or "input_ids"
         return chat_body(call.sent_params, call.tools, call.messages, call.rid, call.own + call.stream, ids, field)
     return completion_body(call.params, call.text, ids, call.rid, call.own)
+
+
+def _stream_of(call: EngineCall) -> OpenStream:
+    """What reads the reply of a stream."""
+    push, limit = call.push, limit_of(call.params)
+    if call.open_stream is not None:
+        return partial(call.open_stream, push, limit)
+    return lambda engine, version, logprobs_of: ReplyStream(push, limit)
 
 
 # what a session stores once
@@ -622,29 +582,6 @@ def _without_images(session: Session, new: Sequence[bytes]) -> tuple[list[bytes]
         SharedBlob("image", data, sha256, None if sha256 in session.images else codec.compress(data))
         for sha256, data in images.items()
     ]
-
-
-def blobs_of(turn: InFlightTurn, session: Session) -> tuple[TurnBlobs, list[StoredBlob]]:
-    """The numbers in the session of what the turn stores once, and the rows that it does not have yet."""
-    params = turn.call.sent_params
-    numbers: dict[str, int] = {}
-    images: list[int] = []
-    refs: list[BlobRef] = []
-    rows: list[StoredBlob] = []
-    known = {(ref.kind, ref.hash): ref.number for ref in session.blobs}
-    for blob in (SharedBlob("params", params, hashlib.sha256(params).hexdigest(), None), *turn.shared):
-        number = session.images.get(blob.hash) if blob.kind == "image" else known.get((blob.kind, blob.hash))
-        if number is None:
-            number = session.blob_count + len(refs)
-            refs.append(BlobRef(number, blob.kind, len(blob.raw), blob.hash))
-            frame = codec.compress(blob.raw) if blob.frame is None else blob.frame
-            rows.append(StoredBlob(number, blob.kind, len(blob.raw), blob.hash, frame))
-        if blob.kind == "image":
-            images.append(number)
-        else:
-            numbers[blob.kind] = number
-    shared = numbers["params"], numbers.get("tools"), tuple(refs), numbers.get("echo"), tuple(images)
-    return TurnBlobs(*shared), rows
 
 
 # the adapter
@@ -677,13 +614,3 @@ def _adapter_in_model(model: Any, fleet: Fleet) -> str | None:
     if not isinstance(model, str):
         return None
     return next((name for name in (model, model.partition(":")[2].strip()) if name in fleet.adapters), None)
-
-
-def template_arguments(params: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
-    """The request's `chat_template_kwargs`. Raises InvalidRequest."""
-    value = value_of(params.get("chat_template_kwargs"), "chat_template_kwargs")
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise InvalidRequest("chat_template_kwargs must be an object")
-    return value

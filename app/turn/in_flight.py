@@ -1,37 +1,58 @@
-"""A turn in flight: one object from a request's arrival to its reply, the clients that wait for it, and the stages in
-which it spends its time."""
+"""What there is of a turn, phase by phase, the clients that wait for it, and the stages in which it spends its time.
+
+InFlightTurn    a request, its clients, and how its work is cancelled: from its arrival to its reply
+Placed          where it joins its session: it was read and compared with the history
+Claimed         its claim, a fence, is in the store; `EngineCall` is what an engine is asked for it
+Generated       an engine's answer, with the reply that was found valid
+TurnCommitted   the event of the log (`domain.events`): it is on disk
+TurnReply       what its client gets
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from app.domain.completion import RequestPrompt
-from app.domain.events import AffinityBound, AffinityReleased, GivenIds, History, Timing, TurnOpened
+from app.domain.decide import TurnBlobs
+from app.domain.events import (
+    AffinityBound,
+    AffinityReleased,
+    BlobRef,
+    EngineShape,
+    GivenIds,
+    History,
+    Recorded,
+    Timing,
+    TurnOpened,
+)
 from app.domain.history import RequestHistory
-from app.domain.request import ChatRequest, CompletionRequest
+from app.domain.request import ChatRequest, CompletionRequest, IdsField
 from app.domain.rules import Plan
 from app.domain.session import Session
-from app.errors import AppError, ClientGone, OverBudget, SessionClosed
-from app.fleet.engines import EngineOrder
+from app.errors import AppError, ClientGone, SessionClosed
+from app.fleet.engines import PATHS, EngineOrder
 from app.sessions.cache import CacheEntry
-from app.store.log_turns import Claim, Commit, Limited, Release
+from app.store.log import StoredBlob
 from app.tito.normalise import EngineDialect
 from app.turn.live import LiveStream
+from app.upstream import inference
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
+from app.upstream.dialects import streamed
+from app.upstream.generate import GENERATE
 from app.upstream.headers import Headers
-from app.upstream.streams import Push, StreamReader
+from app.upstream.streams import IDS_STREAM, Push, StreamReader
+from workers import codec
+from workers.parse import KnownTokens
 from workers.reply import LogprobsOf, ValidatedReply
-
-if TYPE_CHECKING:
-    from app.turn.engine_call import EngineCall, PromptIds, SharedBlob
+from workers.top_logprobs import LogprobWish
 
 CancelReason = Literal["session_closed", "disconnect", "limit"]
 
@@ -41,9 +62,6 @@ Request = ChatRequest | CompletionRequest
 
 TurnHistory = RequestHistory | RequestPrompt
 """A request's history: a chat's messages, or a completion's prompt."""
-
-_LATER: Any = None
-"""Stands for what a later step of the turn sets, before anything asks for it."""
 
 
 def hash_key(key: str) -> str:
@@ -62,11 +80,8 @@ class Connection(Protocol):
         ...
 
 
-class EngineChoice(Protocol):
-    """What a client has said of its turn's engine (session control)."""
-
-    async def place(self, turn: InFlightTurn) -> None:
-        """Choose the turn's engine; its `order` is the choice without it. Raises StoreUnavailable, Overloaded."""
+class EngineControl(Protocol):
+    """A client's own say over the engine of its turn (session control)."""
 
     async def prepare(self, engine: str) -> None:
         """Prepare `engine` before the turn is sent to it. Raises NotSent, SessionOpenFailed, StoreUnavailable."""
@@ -74,66 +89,109 @@ class EngineChoice(Protocol):
     def binding(self, session: Session, engine: str) -> AffinityBound | AffinityReleased | None:
         """The binding event of the turn's commit, for the engine that answered."""
 
-    def finish(self, aborts: Collection[asyncio.Task[None]]) -> None:
-        """The turn has ended in any way; `aborts` are tasks that may still abort its generation."""
+
+class EngineChoice(msgspec.Struct):
+    """The engines in the `order` in which they are tried; `away` says why the session's own is not the first. `control`
+    is set if the client chose the engine."""
+
+    order: EngineOrder
+    away: AwayCause | None = None
+    control: EngineControl | None = None
 
 
-class SessionLimits(Protocol):
-    """Holds the turns of sessions to their limits (budgets)."""
-
-    async def claiming(self, turn: InFlightTurn, session: Session, claim: Claim) -> Claim:
-        """The claim that also reserves what the turn may use; sets the turn's `limit`. Raises InvalidRequest,
-        StoreUnavailable."""
-        ...
-
-    async def require_left(self, session: Session) -> None:
-        """Raises OverBudget, StoreUnavailable."""
-
-    async def refused(self, turn: InFlightTurn, outcome: Limited) -> AppError | None:
-        """The error of a turn that was not claimed, once the log has it; None if it is to be tried again. Raises
-        StoreUnavailable, StoreFull."""
-        ...
+OpenStagedStream = Callable[[Push | None, int | None, str, str | None, LogprobsOf | None], StreamReader]
+"""`fleet.engines.OpenStream` with what takes the deltas, and the most tokens, before it."""
 
 
-class TurnLimit(Protocol):
-    """The limits that hold for a turn."""
+IdsOrigin = Literal["built", "client", "continued"]
+"""Where a chat's ids come from, which decides what becomes of them at an engine that takes none.
+
+    built       from the messages: the engine renders these instead, and the turn is captured
+    client      the client's own: 400 `unsupported`
+    continued   of a generation that was aborted: it cannot go on (TakesNoIds)
+"""
+
+
+class PromptIds(msgspec.Struct, frozen=True):
+    """A prompt's ids as decimal text, joined by commas. It begins with `known` if it continues the
+    parent's tokens.
+
+    `trimmed`: how many of the parent's last tokens are left out. `extends`: the prompt was built on
+    the stored tokens and must begin with them.
+    """
+
+    text: bytes
+    known: KnownTokens | None
+    trimmed: int = 0
+    extends: bool = False
+
+
+class SharedBlob(msgspec.Struct, frozen=True):
+    """Parameters, tools, an echo or an image, which a session stores once however many turns repeat
+    them.
+
+    `frame` is the compressed content; None where the session was seen to have it already.
+    """
+
+    kind: Literal["params", "tools", "echo", "image"]
+    raw: bytes
+    hash: str
+    frame: bytes | None
+
+
+class EngineCall(msgspec.Struct):
+    """A request to an engine. `params` is a JSON object, `tools` raw JSON, `messages` those of a
+    chat as engines take them, `text` the prompt of a completion.
+
+    `own` are raw JSON members that Turnlog adds to this request only, each after a comma;
+    `first_row` is the first row of `routed_experts` asked for. `ids` are the prompt's, if they are
+    known; `prompt` is None if the engine that was asked last takes no ids, and `ids_field` the field
+    of a chat that it takes them from. `is_part`: it continues a generation. `is_native`: that engine
+    got a request of `/generate`, which `wants_native` asks for; `is_inference`: one of vLLM's
+    `/inference/v1/generate`. `stream` are the members that ask for a stream, if one is wanted,
+    `push` takes its deltas, and `open_stream` makes its reader if that is not the usual one. `wish`:
+    what else of the logprobs the reply must have.
+
+    What is stored of it: `new` are the messages that are not stored yet, `stored` these with
+    references to their images. `shared` are the blobs that the session may not have.
+    `odd_arguments`: a new message has a call whose arguments are no JSON object. `left_out`: what of
+    the request is not sent (`app.domain.left_out`).
+    """
+
+    shape: EngineShape
+    params: bytes
+    tools: bytes | None
+    messages: Sequence[bytes | memoryview]
+    text: str | None
+    rid: str
+    ids: PromptIds | None = None
+    origin: IdsOrigin = "built"
+    own: bytes = b""
+    first_row: int = 0
+    is_part: bool = False
+    wants_native: bool = False
+    prompt: PromptIds | None = None
+    ids_field: IdsField | None = None
+    is_native: bool = False
+    stream: bytes = b""
+    is_inference: bool = False
+    push: Push | None = None
+    open_stream: OpenStagedStream | None = None
+    wish: LogprobWish | None = None
+    new: Sequence[bytes] = ()
+    stored: Sequence[bytes] = ()
+    shared: Sequence[SharedBlob] = ()
+    odd_arguments: bool = False
+    left_out: tuple[str, ...] = ()
 
     @property
-    def is_late(self) -> bool:
-        """Is the turn's time over? What an engine ends then is not continued."""
-        ...
+    def sent_params(self) -> bytes:
+        return streamed(self.params) if self.stream == IDS_STREAM else self.params
 
-    def claimed(self, turn: InFlightTurn) -> None:
-        """The turn has its claim: its request asks for no more than that."""
-
-    async def around(self, generate: Callable[[InFlightTurn], Awaitable[None]], turn: InFlightTurn) -> None:
-        """Generate within the limits. Raises as `generate`, OverBudget."""
-
-    def committing(self, commit: Commit) -> Commit:
-        """The commit that also counts what the turn has used."""
-        ...
-
-    def ending(self, release: Release, error: OverBudget) -> Release:
-        """The release of a turn that a limit has ended."""
-        ...
-
-
-class StreamKeeper(Protocol):
-    """Keeps the tokens of a stream that the engine sends (resume)."""
-
-    def stream(
-        self, push: Push | None, limit: int | None, engine: str, version: str | None, logprobs_of: LogprobsOf | None
-    ) -> StreamReader:
-        """What reads the next stream of this engine, of at most `limit` tokens; its weight version is `version` if
-        known."""
-
-    def cut(self) -> EngineReply | None:
-        """What had come when the engine died; None: nothing."""
-        ...
-
-    async def end_part(self) -> None:
-        """The stream is over, and what came of it is kept."""
-        ...
+    @property
+    def path(self) -> str:
+        """The route of the body that was made last."""
+        return GENERATE if self.is_native else inference.GENERATE if self.is_inference else PATHS[self.shape]
 
 
 class TemplateInputs(msgspec.Struct, frozen=True):
@@ -145,6 +203,85 @@ class TemplateInputs(msgspec.Struct, frozen=True):
     offered: Sequence[Any] | None
     arguments: Mapping[str, Any]
     dialect: EngineDialect
+
+
+class Placed(msgspec.Struct, frozen=True, eq=False):
+    """A request that was read for `session`, the state of the session in which it joins `history`.
+
+    If the last message is an assistant's, `partial_reply` is that message and `partial_hash` the hash of the body
+    without it. `template` is None unless the prompt is rendered here. `large` is the body's size in bytes if it must
+    not be processed on the event loop, else 0.
+    """
+
+    flight: InFlightTurn
+    request: Request
+    large: int
+    session: Session
+    history: TurnHistory
+    partial_reply: Mapping[str, Any] | None = None
+    partial_hash: str | None = None
+    template: TemplateInputs | None = None
+
+
+class Claimed(msgspec.Struct, eq=False):
+    """A turn whose claim is in the store, under `fence`. Whatever happens, it ends with a commit, a rejection or a
+    release.
+
+    `request`, `history`, `template` and `large` are those of `Placed`; a limit may let the request ask for less.
+    `session` is the state at the claim, and its live turns cannot change while the claim stands. `idle_since` is the
+    time of the session's last event before the claim, `opened_at` that of the claim, and the engine is asked from
+    `requested_at` on. `rid` names the generation at the engine.
+
+    What came of it so far: `call` is what is asked, `choice` whom. `answer` is the newest answer; `received` is the
+    body that is being validated, which is kept if the reply is rejected. `failure` are the code and message of the
+    error that ended it; None also where an engine's own error is passed on. Not the error itself, whose traceback would
+    keep the turn.
+    """
+
+    flight: InFlightTurn
+    request: Request
+    history: TurnHistory
+    template: TemplateInputs | None
+    large: int
+    entry: CacheEntry
+    session: Session
+    plan: Plan
+    opened: TurnOpened
+    fence: int
+    incarnation: int
+    opened_at: float
+    idle_since: float
+    requested_at: float
+    rid: str
+    call: EngineCall | None = None
+    choice: EngineChoice | None = None
+    answer: EngineReply | None = None
+    received: Body | None = None
+    generated: Generated | None = None
+    failure: tuple[str, str] | None = None
+
+    def may_hold_claim(self, session: Session) -> bool:
+        """May the claim still stand in this state of the session? A state from before the claim does not tell.
+
+        Without it nothing can be decided: what the turn continues is no longer kept for it, and where a crash of the
+        database undid it, its number and fence may be another turn's.
+        """
+        if session.version < self.fence:
+            return True
+        held, opened = session.open_turns.get(self.opened.turn), self.opened
+        return held is not None and (held.fence, held.parent, held.body_hash) == (
+            self.fence,
+            opened.parent,
+            opened.body_hash,
+        )
+
+
+class Generated(msgspec.Struct):
+    """An engine's answer and the reply in it, which was found valid. `given_ids` as in `TurnCommitted`."""
+
+    answer: EngineReply
+    reply: ValidatedReply
+    given_ids: GivenIds | None = None
 
 
 class TurnReply(msgspec.Struct, frozen=True):
@@ -173,12 +310,20 @@ class TurnReply(msgspec.Struct, frozen=True):
 
 
 class InFlightTurn(msgspec.Struct, eq=False):
-    """A request for a turn, and what is known of it so far: each step adds to it.
+    """A request for a turn, from its arrival to its reply; if it begins one, also who waits for that.
 
-    `retry_key` (hashed) and `retry_count` are the marks of a retry: an idempotency key, and the
-    OpenAI SDKs' count of the attempts before this one. `new_history` becomes the session's where its first turn
-    decides that. `headers` are the client's. `has_waited`: at a gate, or for a turn that it repeats, so that the
-    session may have been finished after the request came.
+    `retry_key` (hashed) and `retry_count` are the marks of a retry: an idempotency key, and the OpenAI SDKs' count of
+    the attempts before this one. `body_hash` is that of the canonical body, by which other retries are known, once it
+    is placed. `new_history` becomes the session's where its first turn decides that. `headers` are the client's,
+    `adapter` is the LoRA adapter. `has_waited`: at a gate, or for a turn that it repeats, so that the session may have
+    been finished after the request came. `absorbed_by` is the committed turn that has absorbed it, a late attempt
+    (`Retries.repeated`).
+
+    `waiters` are its client and those that joined; `finished`, made for the first that joins, resolves to the reply if
+    the turn commits, else to None. `is_at_gate`: it waits at a gate. `claim` is its `TurnOpened`, once that is written;
+    `attempts` are the times of all its attempts to claim. `engine_asked`: its request may have reached an engine;
+    `aborts` are tasks that may still abort its generation. `features` is what features keep of it, by their names: the
+    kernel reads none of it.
     """
 
     session_id: str
@@ -187,91 +332,22 @@ class InFlightTurn(msgspec.Struct, eq=False):
     headers: Headers = []
     retry_key: str | None = None
     retry_count: int = 0
+    body_hash: str = ""
     agent_id: str | None = None
     has_waited: bool = False
     new_history: History = "linear"
-
-    # Read. `body_hash` is that of the canonical body, by which a retry is known. If the last message
-    # is an assistant's, `partial_reply` is that message and `partial_hash` the hash of the body
-    # without it. `template` is None unless the prompt is rendered here. `large` is the body's size
-    # in bytes if it must not be processed on the event loop, else 0. `adapter` is the LoRA adapter.
-    request: Request = _LATER
-    history: TurnHistory = _LATER
-    template: TemplateInputs | None = None
-    body_hash: str = ""
-    partial_reply: Mapping[str, Any] | None = None
-    partial_hash: str | None = None
     adapter: str | None = None
-    large: int = 0
-
-    # In flight. `waiters` are its client and those that joined; `finished`, made for the first that
-    # joins, resolves to the reply if the turn commits, else to None. `is_at_gate`: it waits at a gate.
-    # `engine_asked`: its request may have reached an engine. `attempts` are the times of all its
-    # attempts to claim.
+    absorbed_by: int | None = None
     waiters: list[Waiter] = []
     finished: asyncio.Future[TurnReply | None] | None = None
     cancel_reason: CancelReason | None = None
     is_at_gate: bool = False
-    engine_asked: bool = False
+    claim: Recorded | None = None
     attempts: list[float] = []
-    task: asyncio.Task[object] | None = None
-
-    # At a gate: its place in the line, and how often the gates had been shut when it was sent.
-    ticket: int = 0
-    closings: tuple[int, int] = (0, 0)
-
-    # Claimed: `session` is the state at the claim (before it, the state for which the request was
-    # read); its live turns cannot change while the claim stands. `idle_since` is the time of the
-    # session's last event before the claim, `opened_at` that of the claim. `rid` names the
-    # generation at the engine.
-    entry: CacheEntry = _LATER
-    session: Session = _LATER
-    plan: Plan = _LATER
-    opened: TurnOpened = _LATER
-    fence: int = 0
-    incarnation: int = 0
-    rid: str = ""
-    idle_since: float = 0.0
-    opened_at: float = 0.0
-
-    # Prepared: `new` are the messages that are not stored yet, `stored` these with references to
-    # their images. `shared` are the blobs that the session may not have. `odd_arguments`: a new
-    # message has a call whose arguments are no JSON object. `prompt` are the ids to send, if any.
-    new: Sequence[bytes] = ()
-    stored: Sequence[bytes] = ()
-    shared: Sequence[SharedBlob] = ()
-    odd_arguments: bool = False
-    prompt: PromptIds | None = None
-    left_out: tuple[str, ...] = ()
-    requested_at: float = 0.0
-
-    # Generated. `order` are the engines in the order in which they are tried, `away` says why the
-    # session's own is not the first. `control` is set if the client chose the engine, `controlled`
-    # if it asked for session control at all. `aborts` are tasks that may still abort its generation.
-    # `received` is the body being validated, which is kept if the reply is rejected. `reply` stays
-    # None for an engine's own error.
-    call: EngineCall = _LATER
-    order: EngineOrder = _LATER
-    away: AwayCause | None = None
-    controlled: EngineChoice | None = None
-    control: EngineChoice | None = None
+    engine_asked: bool = False
     aborts: Collection[asyncio.Task[None]] = ()
-    staged: StreamKeeper | None = None
-    live: LiveStream | None = None
-    received: Body | None = None
-    answer: EngineReply = _LATER
-    reply: ValidatedReply | None = None
-    given_ids: GivenIds | None = None
-
-    # Ended without a commit: the error's code and message; None also where an engine's own error is
-    # passed on. Not the error itself, whose traceback would keep the turn.
-    failure: tuple[str, str] | None = None
-
-    # Claimed, where limits hold for it.
-    limit: TurnLimit | None = None
-
-    # The committed turn that has absorbed it, a late attempt (`Retries.repeated`).
-    absorbed_by: int | None = None
+    task: asyncio.Task[object] | None = None
+    features: dict[str, Any] = {}
 
     @property
     def is_retry(self) -> bool:
@@ -287,22 +363,7 @@ class InFlightTurn(msgspec.Struct, eq=False):
 
     @property
     def has_claim(self) -> bool:
-        return self.fence > 0
-
-    def may_hold_claim(self, session: Session) -> bool:
-        """May the claim still stand in this state of the session? A state from before the claim does not tell.
-
-        Without it nothing can be decided: what the turn continues is no longer kept for it, and where a crash of the
-        database undid it, its number and fence may be another turn's.
-        """
-        if session.version < self.fence:
-            return True
-        held, opened = session.open_turns.get(self.opened.turn), self.opened
-        return held is not None and (held.fence, held.parent, held.body_hash) == (
-            self.fence,
-            opened.parent,
-            opened.body_hash,
-        )
+        return self.claim is not None
 
     def add(self, waiter: Waiter) -> None:
         self.waiters.append(waiter)
@@ -372,6 +433,29 @@ class InFlightTurn(msgspec.Struct, eq=False):
         if self.cancel_reason == "session_closed":
             return SessionClosed.of(self.session_id, "was closed during the turn")
         return ClientGone("the client disconnected, which ended its turn")
+
+
+def blobs_of(call: EngineCall, session: Session) -> tuple[TurnBlobs, list[StoredBlob]]:
+    """The numbers in the session of what the turn stores once, and the rows that it does not have yet."""
+    params = call.sent_params
+    numbers: dict[str, int] = {}
+    images: list[int] = []
+    refs: list[BlobRef] = []
+    rows: list[StoredBlob] = []
+    known = {(ref.kind, ref.hash): ref.number for ref in session.blobs}
+    for blob in (SharedBlob("params", params, hashlib.sha256(params).hexdigest(), None), *call.shared):
+        number = session.images.get(blob.hash) if blob.kind == "image" else known.get((blob.kind, blob.hash))
+        if number is None:
+            number = session.blob_count + len(refs)
+            refs.append(BlobRef(number, blob.kind, len(blob.raw), blob.hash))
+            frame = codec.compress(blob.raw) if blob.frame is None else blob.frame
+            rows.append(StoredBlob(number, blob.kind, len(blob.raw), blob.hash, frame))
+        if blob.kind == "image":
+            images.append(number)
+        else:
+            numbers[blob.kind] = number
+    shared = numbers["params"], numbers.get("tools"), tuple(refs), numbers.get("echo"), tuple(images)
+    return TurnBlobs(*shared), rows
 
 
 def _no_watch(waiter: Waiter) -> None:

@@ -15,7 +15,7 @@ from app.errors import SessionUnreadable
 from app.fleet.engines import Engines
 from app.sessions.cache import SessionCache
 from app.settings import Settings
-from app.turn.in_flight import InFlightTurn
+from app.turn.in_flight import AwayCause, Claimed, EngineChoice
 
 log = logging.getLogger("turnlog.placement")
 
@@ -31,19 +31,20 @@ class Placement:
         self._ttl_s = settings.affinity_ttl_s
         self._clock = clock
 
-    async def place(self, turn: InFlightTurn) -> None:
-        """Set the engines to try. Raises NoUpstream, StoreUnavailable."""
+    async def place(self, turn: Claimed) -> EngineChoice:
+        """The engines to try. Raises NoUpstream, StoreUnavailable."""
         session = turn.session
-        affinity, turn.away = session.affinity, None
+        affinity = session.affinity
+        away: AwayCause | None = None
         if affinity is None:
             parent = session.config.parent
             preferred = None if parent is None else await self._engine_of(parent)
         # A binding that a client controls has its own time to live.
         elif affinity.control is None and self._ttl_s is not None and self._clock() - turn.idle_since > self._ttl_s:
-            preferred, turn.away = None, "expired"
+            preferred, away = None, "expired"
         else:
-            preferred, turn.away = affinity.engine, self._engines.why_unavailable(affinity.engine)
-        turn.order = self._engines.order(session.session_id, preferred)
+            preferred, away = affinity.engine, self._engines.why_unavailable(affinity.engine)
+        return EngineChoice(self._engines.order(session.session_id, preferred), away)
 
     async def _engine_of(self, session_id: str) -> str | None:
         """The engine of a sub-agent's parent: their prompts share a prefix. Raises StoreUnavailable."""
@@ -54,18 +55,21 @@ class Placement:
             return None
         return None if entry is None or entry.session.affinity is None else entry.session.affinity.engine
 
-    def binding(self, turn: InFlightTurn, session: Session, engine: str) -> AffinityBound | AffinityReleased | None:
-        """The binding event for the engine that answered; None if the session is bound to it already.
+    def binding(
+        self, choice: EngineChoice | None, session: Session, engine: str
+    ) -> AffinityBound | AffinityReleased | None:
+        """The binding event for the engine that answered; None if the session is bound to it already, or if no engine
+        was chosen: a text upstream is.
 
         If the first choice did not answer, it refused the connection: the cause is `dead`.
         """
-        if turn.control is not None:
-            return turn.control.binding(session, engine)
-        if session.config.upstream is not None:
+        if choice is None:
             return None
+        if choice.control is not None:
+            return choice.control.binding(session, engine)
         affinity = session.affinity
         if affinity is None:
             return AffinityBound(engine)
         if engine == affinity.engine:
             return None
-        return AffinityBound(engine, turn.away or "dead", affinity.control)
+        return AffinityBound(engine, choice.away or "dead", affinity.control)

@@ -29,7 +29,7 @@ from app.store.log import Appended
 from app.store.log_turns import AbsorbAttempt, NoteDelivery
 from app.store.ports import Writer
 from app.tasks import cancelled
-from app.turn.in_flight import InFlightTurn
+from app.turn.in_flight import InFlightTurn, Placed
 from workers.codec import CorruptContent
 
 log = logging.getLogger("turnlog.retries")
@@ -75,40 +75,41 @@ class Retries:
 
     # what a request repeats
 
-    def joinable(self, entry: CacheEntry, flights: Iterable[InFlightTurn], turn: InFlightTurn) -> InFlightTurn | None:
+    def joinable(self, entry: CacheEntry, flights: Iterable[InFlightTurn], own: InFlightTurn) -> InFlightTurn | None:
         """The turn in flight here that the request repeats. Raises IdempotencyMismatch."""
         for flight in flights:
-            if has_key(turn, flight.retry_key, flight.body_hash):
+            if has_key(own, flight.retry_key, flight.body_hash):
                 return flight
-            if turn.retry_key is not None or (flight.body_hash, flight.agent_id) != (turn.body_hash, turn.agent_id):
+            if own.retry_key is not None or (flight.body_hash, flight.agent_id) != (own.body_hash, own.agent_id):
                 continue
-            is_alone = turn.is_retry and not entry.session.is_tree
+            is_alone = own.is_retry and not entry.session.is_tree
             if is_alone or not flight.has_client:
                 return flight
         return None
 
-    async def repeated(self, entry: CacheEntry, turn: InFlightTurn) -> int | None:
+    async def repeated(self, entry: CacheEntry, placed: Placed) -> int | None:
         """The committed turn whose reply the request is to be given. Raises IdempotencyMismatch."""
-        if not turn.has_client:
+        flight = placed.flight
+        if not flight.has_client:
             return None  # The reply would count as on its way, and a retry whose client waits would generate.
-        if turn.retry_key is not None:
-            number = entry.keyed.get(turn.retry_key)
+        if flight.retry_key is not None:
+            number = entry.keyed.get(flight.retry_key)
             first = None if number is None else entry.session.turn(number)
-            return number if first is not None and has_key(turn, first.retry_key, first.body_hash) else None
-        if not entry.index.knows_body(turn.body_hash, turn.partial_hash):
+            return number if first is not None and has_key(flight, first.retry_key, first.body_hash) else None
+        if not entry.index.knows_body(flight.body_hash, placed.partial_hash):
             return None
         died_after: dict[int, float | None] = {}
-        for earlier in self._childless(entry, turn, turn.body_hash):
-            if turn.is_retry:
+        for earlier in self._childless(entry, flight.agent_id, flight.body_hash):
+            if flight.is_retry:
                 is_newest = earlier is entry.session.leaf and not entry.session.is_tree
                 if is_newest or not self._is_delivered(entry, earlier):
                     return earlier.number
             elif await self._is_undelivered(entry, earlier, died_after):
                 return earlier.number
-        number = await self._resumed(entry, turn, died_after)
-        return number if number is not None else await self._absorbing(entry, turn)
+        number = await self._resumed(entry, placed, died_after)
+        return number if number is not None else await self._absorbing(entry, placed)
 
-    async def ended(self, entry: CacheEntry, turn: InFlightTurn) -> tuple[Session, int] | None:
+    async def ended(self, entry: CacheEntry, placed: Placed) -> tuple[Session, int] | None:
         """The turn of an ended generation of the session's name that a marked request repeats, and its session. For an
         agent's own session, that of the agent in an ended generation of its root's name.
 
@@ -116,15 +117,15 @@ class Retries:
         reply is the last that its client can have missed. Raises SessionClosed if the reply is gone or that generation
         ended without it; SessionNotFound if that has left; IdempotencyMismatch; SessionUnreadable, StoreUnavailable.
         """
-        newest, read = entry.session, self._cache.database.read
+        newest, read, flight = entry.session, self._cache.database.read, placed.flight
         root = await self._named_root(newest)
         if root is None or root.name is None or (root.generation == 1 and root.status == "open"):
             return None
-        name, mark = root.name, turn.retry_key or turn.body_hash
+        name, mark = root.name, flight.retry_key or flight.body_hash
         agent = newest.session_id.removeprefix(root.session_id)
         for session_id in await read(lambda c: names.attempted(c, name, mark, agent)):
             is_own = session_id == newest.session_id
-            if not is_own and turn.waiter.token_session is not None:
+            if not is_own and flight.waiter.token_session is not None:
                 continue
             found = entry if is_own else await self._cache.current(session_id)
             if found is None:
@@ -132,12 +133,13 @@ class Retries:
             session = found.session
             if session.status == "open":
                 return None  # It is the newest, and this process has only now heard of it.
-            if turn.retry_key is not None:
-                number = found.keyed.get(turn.retry_key)
+            if flight.retry_key is not None:
+                number = found.keyed.get(flight.retry_key)
                 if number is not None:
-                    has_key(turn, turn.retry_key, session.turn(number).body_hash)
+                    has_key(flight, flight.retry_key, session.turn(number).body_hash)
             else:
-                number = next((one.number for one in self._childless(found, turn, turn.body_hash)), None)
+                childless = self._childless(found, flight.agent_id, flight.body_hash)
+                number = next((one.number for one in childless), None)
                 if number is None:
                     continue
             if number is None or session.status != "closed":
@@ -155,39 +157,40 @@ class Retries:
             session = above.session
         return session
 
-    async def _absorbing(self, entry: CacheEntry, turn: InFlightTurn) -> int | None:
+    async def _absorbing(self, entry: CacheEntry, placed: Placed) -> int | None:
         """The turn that a later attempt at the same request, by its client's count, has committed after this one came.
 
         In a tree, equal requests are samples.
         """
-        session, connection = entry.session, turn.waiter.connection
+        session, flight = entry.session, placed.flight
+        connection = flight.waiter.connection
         if session.is_tree or connection is None:
             return None
-        for number in entry.index.with_body(turn.body_hash):
+        for number in entry.index.with_body(flight.body_hash):
             later = session.turn(number)
-            if later.retry_count <= turn.retry_count or later.agent_id != turn.agent_id:
+            if later.retry_count <= flight.retry_count or later.agent_id != flight.agent_id:
                 continue
-            if turn.absorbed_by == number:
+            if flight.absorbed_by == number:
                 return number
             age_s = connection.data_age_s()
             if age_s is None:
                 return None
-            clock = turn.stages.clock
+            clock = flight.stages.clock
             came_at = clock() - age_s + AGE_ERROR_S
             attempt = AbsorbAttempt(session.session_id, number, later.retry_count, came_at, clock)
             if await self._writer.submit(attempt):
-                turn.absorbed_by = number
+                flight.absorbed_by = number
                 return number
         return None
 
-    async def _resumed(self, entry: CacheEntry, turn: InFlightTurn, died_after: dict[int, float | None]) -> int | None:
+    async def _resumed(self, entry: CacheEntry, placed: Placed, died_after: dict[int, float | None]) -> int | None:
         """The turn whose undelivered reply begins with the request's last message: its client got no more of it."""
-        if turn.partial_hash is None or turn.partial_reply is None:
+        if placed.partial_hash is None or placed.partial_reply is None:
             return None
-        for earlier in self._childless(entry, turn, turn.partial_hash):
+        for earlier in self._childless(entry, placed.flight.agent_id, placed.partial_hash):
             if await self._is_undelivered(entry, earlier, died_after):
                 reply = await self._reply_message(entry.session.session_id, earlier.number)
-                if is_beginning(turn.partial_reply, reply) and not self._is_delivered(entry, earlier):
+                if is_beginning(placed.partial_reply, reply) and not self._is_delivered(entry, earlier):
                     return earlier.number
         return None
 
@@ -200,14 +203,14 @@ class Retries:
             raise SessionUnreadable(f"session {session_id}, turn {turn}: {error}") from error
         return decode_message(exchanges[turn].message, "the reply's message")
 
-    def _childless(self, entry: CacheEntry, own: InFlightTurn, body_hash: str) -> Iterator[Turn]:
+    def _childless(self, entry: CacheEntry, agent_id: str | None, body_hash: str) -> Iterator[Turn]:
         """The childless turns of the same agent with this body, the newest first; in a linear session only the newest
         turn can be one."""
         session, index = entry.session, entry.index
         for number in index.with_body(body_hash):
             turn = session.turn(number)
             is_current = turn is session.leaf if not session.is_tree else not index.has_children(number)
-            if is_current and turn.agent_id == own.agent_id:
+            if is_current and turn.agent_id == agent_id:
                 yield turn
 
     def _is_delivered(self, entry: CacheEntry, turn: Turn) -> bool:
@@ -331,14 +334,14 @@ class Retries:
             del self._writing[key]
 
 
-def has_key(turn: InFlightTurn, key: str | None, body_hash: str) -> bool:
+def has_key(flight: InFlightTurn, key: str | None, body_hash: str) -> bool:
     """Does the turn with this key and body hash have the request's key?
 
     Raises IdempotencyMismatch if the key was used with another body.
     """
-    if turn.retry_key is None or turn.retry_key != key:
+    if flight.retry_key is None or flight.retry_key != key:
         return False
-    if body_hash != turn.body_hash:
+    if body_hash != flight.body_hash:
         raise IdempotencyMismatch("the idempotency key was used with another request body")
     return True
 

@@ -34,8 +34,7 @@ from app.store.content import load_blobs
 from app.tito import normalise
 from app.tito.extension import Extension, NotAnExtension
 from app.tito.normalise import EngineDialect
-from app.turn.engine_call import PromptIds, blobs_of, template_arguments
-from app.turn.in_flight import InFlightTurn, Request, TemplateInputs
+from app.turn.in_flight import Claimed, EngineCall, PromptIds, Request, TemplateInputs, blobs_of
 from workers.codec import CorruptContent
 from workers.parse import KnownTokens
 
@@ -116,7 +115,7 @@ class TokenIn:
 
         return await self._run(sum(len(memoryview(raw)) for raw in raws), counted)
 
-    async def given(self, turn: InFlightTurn, ids: TokenIds) -> PromptIds:
+    async def given(self, turn: Claimed, ids: TokenIds) -> PromptIds:
         """The client's own ids. Raises TokenPrefixMismatch if the session rejects drift, and SessionUnreadable."""
         parent = decide.token_parent(turn.session, turn.plan)
         if parent is None or not parent.token_count:
@@ -130,7 +129,9 @@ class TokenIn:
             )
         return PromptIds(ids.text, None)
 
-    async def built(self, turn: InFlightTurn, template: TemplateInputs, incoming: RequestHistory) -> PromptIds:
+    async def built(
+        self, turn: Claimed, call: EngineCall, template: TemplateInputs, incoming: RequestHistory
+    ) -> PromptIds:
         """The ids of a chat's prompt.
 
         Raises InvalidRequest (refused by the template), TokenPrefixMismatch (the session rejects drift, or the stored
@@ -140,7 +141,7 @@ class TokenIn:
         parent = decide.token_parent(turn.session, turn.plan)
         if parent is not None and parent.token_count:
             try:
-                return await self._extend(turn, parent, incoming, template)
+                return await self._extend(turn, call, parent, incoming, template)
             except NotAnExtension as error:
                 if turn.session.config.on_drift == "reject":
                     raise TokenPrefixMismatch(
@@ -218,7 +219,7 @@ class TokenIn:
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}, turn {turn.number}: {error}") from error
 
-    async def first_difference(self, turn: InFlightTurn, parent: Turn, given: Callable[[], Iterable[int]]) -> int:
+    async def first_difference(self, turn: Claimed, parent: Turn, given: Callable[[], Iterable[int]]) -> int:
         """The first position at which the prompt's ids differ from the stored tokens.
 
         `given` returns the prompt's ids; it runs on a thread. Raises SessionUnreadable.
@@ -235,14 +236,15 @@ class TokenIn:
 
     async def _extend(
         self,
-        turn: InFlightTurn,
+        turn: Claimed,
+        call: EngineCall,
         parent: Turn,
         incoming: RequestHistory,
         template: TemplateInputs,
     ) -> PromptIds:
         """The stored tokens and the new messages' tokens. Raises NotAnExtension, and as `built`."""
         assert self.prompts is not None
-        await self._require_same_template(turn, parent, template)
+        await self._require_same_template(turn.session, call, parent, template)
         stored = await self._cache.tokens(turn.entry, parent.number)
         base = turn.plan.base_messages
         new = [incoming.message(index) for index in range(base, len(incoming))]
@@ -266,16 +268,17 @@ class TokenIn:
             known = KnownTokens(parent.token_count - extension.trim, len(text), hashlib.sha256(text).hexdigest())
         return PromptIds(stored + b"," + added if added else stored, known, extension.trim, extends=True)
 
-    async def _require_same_template(self, turn: InFlightTurn, parent: Turn, template: TemplateInputs) -> None:
+    async def _require_same_template(
+        self, session: Session, call: EngineCall, parent: Turn, template: TemplateInputs
+    ) -> None:
         """Require the tools and template arguments that the history began with: both may change its tokens.
 
         A `tool_choice` of "none" removes no tools from stored tokens. Raises NotAnExtension for other tools,
         InvalidRequest for arguments that would change what is stored.
         """
         assert self.prompts is not None
-        session = turn.session
         first = session.token_chain(parent.number)[0]
-        blobs, _ = blobs_of(turn, session)
+        blobs, _ = blobs_of(call, session)
         if (first.params, first.tools) == (blobs.params, blobs.tools):
             return
         before = await self._rendered_with(session, parent)
@@ -287,7 +290,7 @@ class TokenIn:
                 "chat_template_kwargs would render the stored history otherwise; use those that it began with"
             )
 
-    async def _all_messages(self, turn: InFlightTurn, incoming: RequestHistory) -> list[Mapping[str, Any]]:
+    async def _all_messages(self, turn: Claimed, incoming: RequestHistory) -> list[Mapping[str, Any]]:
         """All messages, the stored ones in their stored form."""
         new = [incoming.message(index) for index in range(turn.plan.base_messages, len(incoming))]
         if not turn.plan.base_messages:
@@ -295,7 +298,7 @@ class TokenIn:
         stored = await self._cache.messages(turn.entry, turn.plan.parent)
         return [*msgspec.json.decode(b"[" + stored + b"]"), *new]
 
-    async def _reply(self, turn: InFlightTurn, parent: Turn) -> Mapping[str, Any]:
+    async def _reply(self, turn: Claimed, parent: Turn) -> Mapping[str, Any]:
         """The stored reply of turn `parent`. Raises SessionUnreadable."""
         history = await self._cache.messages(turn.entry, parent.number)
         start = 0
@@ -383,3 +386,13 @@ def _begins_with(text: bytes, parent: Turn) -> bool:
 
 def _known(parent: Turn) -> KnownTokens:
     return KnownTokens(parent.token_count, parent.tokens_text_bytes, parent.tokens_hash)
+
+
+def template_arguments(params: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """The request's `chat_template_kwargs`. Raises InvalidRequest."""
+    value = value_of(params.get("chat_template_kwargs"), "chat_template_kwargs")
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequest("chat_template_kwargs must be an object")
+    return value

@@ -16,60 +16,121 @@ the same time. In any session its fence rejects a commit that comes too late.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from app.domain import prefill
 from app.domain.completion import RequestPrompt
-from app.domain.events import Capture
+from app.domain.events import Capture, SessionConfig, TurnCommitted
 from app.domain.history import RequestHistory, digest
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import in_new_wire, with_pinned
-from app.domain.proofs import HeldProofs
+from app.domain.proofs import HeldProofs, Proofs
 from app.domain.request import ChatRequest, CompletionRequest, canonical_hash, require_own
 from app.domain.rules import RULES, running_hash
 from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
 from app.domain.surrogates import mended
 from app.errors import AppError, GenerationEnded, InvalidRequest, NoUpstream, Restored, SessionBusy, Unsupported
+from app.feature_faults import FeatureFaults
+from app.fleet.engines import Engines
+from app.fleet.state import FleetState
 from app.protocols.base import StoredTurn, WireProtocol
 from app.protocols.registry import PROTOCOLS
 from app.sessions import transcript
-from app.sessions.cache import CacheEntry, require_open
+from app.sessions.cache import CacheEntry, SessionCache, require_open
+from app.settings import Settings
 from app.store.log import VoidedClaim
 from app.store.log_sessions import Settled
+from app.store.ports import Writer
+from app.turn.claims import Claims
 from app.turn.client_reply import Parts, shown
-from app.turn.engine_call import adapter_of
-from app.turn.in_flight import InFlightTurn, TurnCancelled, TurnReply, TurnStage, hash_key
-from app.turn.large_bodies import INLINE_BYTES, INLINE_VALUES, large_bytes, large_history
-from app.turn.points import TurnPath
+from app.turn.engine_call import EngineCalls, adapter_of
+from app.turn.in_flight import (
+    Claimed,
+    Generated,
+    InFlightTurn,
+    Placed,
+    Request,
+    TurnCancelled,
+    TurnHistory,
+    TurnReply,
+    TurnStage,
+    hash_key,
+)
+from app.turn.large_bodies import INLINE_BYTES, INLINE_VALUES, LargeBodies, large_bytes, large_history
+from app.turn.points import Generate, TurnPoints
+from app.turn.retries import Retries
+from app.turn.token_in import TokenIn
 from app.upstream.body import Body
+from app.upstream.client import EngineReply
 from app.upstream.dialects import asked_for
 from workers.parse_parts import REPLAY
-from workers.reply import PayloadRange, ValidatedReply
+from workers.reply import PayloadRange
 
-if TYPE_CHECKING:
-    from app.services import Services
+
+class TurnPath:
+    """What differs between turns by what their session captures: who takes part, and whom the turn asks.
+
+    `generate` is that of `calls`; `open` puts around it what has been added to the points by then.
+    """
+
+    def __init__(self, points: TurnPoints, calls: EngineCalls) -> None:
+        self.points = points
+        self.calls = calls
+        self.generate: Generate = calls.generate
+
+    def open(self) -> None:
+        for around in self.points.around_engine:
+            self.generate = partial(around, self.generate)
 
 
 class Turns:
     """The turns of this process."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self.paths: dict[Capture, TurnPath] = {"tokens": TurnPath(services.points, services.engine_calls)}
+    def __init__(
+        self,
+        *,
+        points: TurnPoints,
+        calls: EngineCalls,
+        settings: Settings,
+        cache: SessionCache,
+        writer: Writer,
+        retries: Retries,
+        claims: Claims,
+        token_in: TokenIn,
+        large_bodies: LargeBodies,
+        fleet: FleetState,
+        engines: Engines,
+        proofs: Proofs,
+        text_upstreams: Container[str],
+        feature_faults: FeatureFaults,
+    ) -> None:
+        self._points = points
+        self._settings = settings
+        self._cache = cache
+        self._writer = writer
+        self._retries = retries
+        self._claims = claims
+        self._token_in = token_in
+        self.large_bodies = large_bodies
+        self._fleet = fleet
+        self._engines = engines
+        self._proofs = proofs
+        self._text_upstreams = text_upstreams
+        self._feature_faults = feature_faults
+        self.paths: dict[Capture, TurnPath] = {"tokens": TurnPath(points, calls)}
         """By what a session captures; a feature adds that of text alone."""
         self._in_flight: dict[str, list[InFlightTurn]] = {}
+        self._claimed: dict[tuple[str, int], Claimed] = {}
         self.in_flight = 0
         self._aborting: set[asyncio.Task[None]] = set()
         self._verbatim: frozenset[Capture] = frozenset({"text"})
         """Captures whose replies are not cut: a text upstream was asked for nothing but what its client asked for."""
-        if services.settings.client_reply == "verbatim":
+        if settings.client_reply == "verbatim":
             self._verbatim |= {"tokens"}
-        self.large_bodies = services.large_bodies
 
     def open(self) -> None:
         """Put around the plain generation what features have added by now."""
@@ -77,29 +138,29 @@ class Turns:
             path.open()
 
     async def take(
-        self, turn: InFlightTurn, protocol: WireProtocol, body: bytes, continued: ContinuedBody | None = None
+        self, flight: InFlightTurn, protocol: WireProtocol, body: bytes, continued: ContinuedBody | None = None
     ) -> TurnReply:
         """Take one turn. `continued`: what the cache knows of the body (`SessionCache.continued`).
 
         Raises AppError in the order 404, 400, 409, 400 (history), then the engine's failures.
         """
-        cache, session_id = self._services.cache, turn.session_id
+        cache, session_id = self._cache, flight.session_id
         entry = await cache.get(session_id)
         is_newest = cache.database.is_sqlite
         while True:
             known = None if entry is None else entry.session
-            if entry is not None and entry.session.has_next and not turn.has_waited:
-                return await self._take_ended(turn, entry, protocol, body, continued)
+            if entry is not None and entry.session.has_next and not flight.has_waited:
+                return await self._take_ended(flight, entry, protocol, body, continued)
             try:
                 if entry is None or entry.session.status != "open":
                     entry = require_open(entry, session_id)
-                return await self._take(turn, entry, protocol, body, continued)
+                return await self._take(flight, entry, protocol, body, continued)
             except AppError as error:
                 # Nobody asks again after such an answer, and another process may have outdated what it rests on.
-                if error.retry is not False or turn.fence or turn.cancel_reason is not None:
+                if error.retry is not False or flight.claim is not None or flight.cancel_reason is not None:
                     raise
                 entry = await cache.current(session_id)
-                if entry is not None and entry.session.has_next and not turn.has_waited:
+                if entry is not None and entry.session.has_next and not flight.has_waited:
                     continue
                 if is_newest or entry is None or entry.session is known:
                     require_open(entry, session_id)
@@ -108,7 +169,7 @@ class Turns:
 
     async def _take_ended(
         self,
-        turn: InFlightTurn,
+        flight: InFlightTurn,
         entry: CacheEntry,
         protocol: WireProtocol,
         body: bytes,
@@ -116,145 +177,151 @@ class Turns:
     ) -> TurnReply:
         """The reply that an ended generation has for the request. Raises GenerationEnded if it has none: the request is
         the next one's."""
-        await self._parse(turn, entry, protocol, body, continued)
-        if turn.retry_key is not None or turn.retry_count:
-            await self._look_at(turn, entry)
-            if (reply := await self._replay_ended(turn, entry)) is not None:
+        request, large = await self._parse(flight, entry, protocol, body, continued)
+        if flight.retry_key is not None or flight.retry_count:
+            placed = await self._look_at(flight, entry, request, large)
+            if (reply := await self._replay_ended(placed, entry)) is not None:
                 return reply
-        raise GenerationEnded.of(turn.session_id, "is closed")
+        raise GenerationEnded.of(flight.session_id, "is closed")
 
     async def _take(
         self,
-        turn: InFlightTurn,
+        flight: InFlightTurn,
         entry: CacheEntry,
         protocol: WireProtocol,
         body: bytes,
         continued: ContinuedBody | None,
     ) -> TurnReply:
         """A turn of an open session: parse, match, an earlier reply or a new turn."""
-        services, session_id = self._services, turn.session_id
-        await self._parse(turn, entry, protocol, body, continued)
+        session_id, retries = flight.session_id, self._retries
+        request, large = await self._parse(flight, entry, protocol, body, continued)
         while True:
             # Where does the request join the session, and does it repeat a turn, in flight or committed?
-            if entry.index.has_odd_calls or entry.session.undone.count or turn.large:
-                await self._look_at(turn, entry)
+            if entry.index.has_odd_calls or entry.session.undone.count or large:
+                placed = await self._look_at(flight, entry, request, large)
             else:
-                self._read(turn, entry)
+                placed = self._place(flight, entry, request, large)
             reply: TurnReply | None
             flights = self._in_flight.get(session_id)
-            if flights and (flight := services.retries.joinable(entry, flights, turn)) is not None:
-                reply = await self._join(turn, flight)
-            elif (turn.retry_key is not None or entry.index.knows_body(turn.body_hash, turn.partial_hash)) and (
-                number := await services.retries.repeated(entry, turn)
+            if flights and (other := retries.joinable(entry, flights, flight)) is not None:
+                reply = await self._join(flight, other)
+            elif (flight.retry_key is not None or entry.index.knows_body(flight.body_hash, placed.partial_hash)) and (
+                number := await retries.repeated(entry, placed)
             ) is not None:
-                reply = await self._replay(turn, number)
-            elif (turn.retry_key is not None or turn.retry_count) and (
-                ended := await self._replay_ended(turn, entry)
+                reply = await self._replay(placed, number)
+            elif (flight.retry_key is not None or flight.retry_count) and (
+                ended := await self._replay_ended(placed, entry)
             ) is not None:
                 reply = ended
             else:
-                if turn.request.refusal is not None:
-                    raise InvalidRequest(turn.request.refusal)
+                if request.refusal is not None:
+                    raise InvalidRequest(request.refusal)
                 # Another turn may have begun while an earlier reply was looked for, perhaps the one that is repeated.
                 if flights := self._in_flight.get(session_id):
-                    if services.retries.joinable(entry, flights, turn) is not None:
+                    if retries.joinable(entry, flights, flight) is not None:
                         continue
-                    if (entry.session.history or turn.new_history) != "tree":
+                    if (entry.session.history or flight.new_history) != "tree":
                         raise SessionBusy(f"session {session_id} has a turn in flight")
                 upstream = entry.session.config.upstream
                 if upstream is not None:
-                    self._require_upstream(session_id, upstream)
-                elif not services.engines.members:
-                    services.engines.require_some()
-                reply = await self._take_new(turn, entry)
+                    if upstream not in self._text_upstreams:
+                        raise NoUpstream(f"session {session_id}: TURNLOG_TEXT_UPSTREAMS has no {upstream}")
+                elif not self._engines.members:
+                    self._engines.require_some()
+                reply = await self._take_new(placed, entry)
             if reply is not None:
-                echo = turn.request.echo
-                return reply if echo is None else msgspec.structs.replace(reply, echo=echo)
-            entry = require_open(await services.cache.get(session_id), session_id)
+                return reply if request.echo is None else msgspec.structs.replace(reply, echo=request.echo)
+            entry = require_open(await self._cache.get(session_id), session_id)
 
-    async def _take_new(self, turn: InFlightTurn, entry: CacheEntry) -> TurnReply | None:
+    async def _take_new(self, placed: Placed, entry: CacheEntry) -> TurnReply | None:
         """Gate, claim, engine, commit, reply; None if the claim finds that the request must be read again.
 
         Whatever happens, a claim ends with a commit, a rejection or a release.
         """
-        path, claims, stages = self.paths[entry.session.config.capture], self._services.claims, turn.stages
-        points = path.points
-        turn.waiter.flight = turn
-        turn.waiters = [turn.waiter]
-        self._in_flight.setdefault(turn.session_id, []).append(turn)
+        path, claims, flight = self.paths[entry.session.config.capture], self._claims, placed.flight
+        points, stages, session_id = path.points, flight.stages, flight.session_id
+        flight.waiter.flight = flight
+        flight.waiters = [flight.waiter]
+        self._in_flight.setdefault(session_id, []).append(flight)
         self.in_flight += 1
         reply: TurnReply | None = None
         has_waited = False
         try:
             for gate in points.before_claim:
-                if (wait := gate(turn)) is not None:
-                    await self._wait_at_gate(turn, wait)
+                if (wait := gate(flight)) is not None:
+                    await self._wait_at_gate(placed, wait)
                     has_waited = True
-            if not await claims.take(turn, entry, has_waited=has_waited, is_alone=self.in_flight == 1):
+            turn = await claims.take(placed, entry, has_waited=has_waited, is_alone=self.in_flight == 1)
+            if turn is None:
                 return None
             stages.marks.append((TurnStage.PREPARE, stages.clock()))
-            is_settled = is_generated = False
+            self._claimed[session_id, turn.opened.turn] = turn
+            holds_claim, is_judged = True, False
             try:
                 for claimed in points.claimed:
                     claimed(turn)
-                await path.calls.prepare(turn)
-                if turn.limit is None:
-                    await path.generate(turn)
+                call = turn.call = await path.calls.prepare(turn)
+                if self._points.limits is not None and turn.session.budgets:
+                    generated = await self._points.limits.around(path.generate, turn, call)
                 else:
-                    await turn.limit.around(path.generate, turn)
-                if turn.reply is None:
-                    is_generated = True
-                    reply = await self._refused(turn)
-                    is_settled = True
+                    generated = await path.generate(turn, call)
+                if isinstance(generated, EngineReply):  # its own error, which is passed to the client
+                    turn.answer, is_judged = generated, True
+                    await claims.reject(turn, "engine_error", generated.status)
+                    holds_claim = False
+                    reply = TurnReply(generated.status, generated.headers, generated.body.pieces)
                 else:
-                    await path.calls.finish(turn, turn.reply)
-                    is_generated = True
+                    turn.generated = generated
+                    await path.calls.finish(turn, call, generated)
+                    is_judged = True
                     stages.marks.append((TurnStage.COMMIT, stages.clock()))
-                    await claims.commit(turn, turn.reply, is_alone=self.in_flight == 1)
-                    is_settled = True
+                    committed = await claims.commit(turn, call, generated, is_alone=self.in_flight == 1)
+                    holds_claim = False
                     stages.marks.append((TurnStage.REPLY, stages.clock()))
-                    reply = await self._reply(turn, turn.reply)
+                    reply = await self._reply(turn, generated, committed)
             except TurnCancelled:
                 error = await self._cancelled(turn)
                 turn.failure = error.code, str(error)
-                is_settled = True
+                holds_claim = False
                 raise error from None
             except AppError as error:
                 turn.failure = error.code, str(error)
-                if not is_generated:
+                if not is_judged:
                     await claims.fail(turn, error, str(error), turn.received)
-                is_settled = True
+                holds_claim = False  # `commit` and `reject` have ended it, or will.
                 raise
             finally:
-                if not is_settled:
+                if holds_claim:
                     await claims.abandon(turn, "not_released")
                 for ended in points.ended:
                     try:
                         ended(turn)
                     except Exception:  # noqa: BLE001 - the turn is on disk: a feature's fault may not cost its reply
-                        self._services.feature_faults.note(ended)
+                        self._feature_faults.note(ended)
+                self._claimed.pop((session_id, turn.opened.turn), None)
             return reply
         finally:
-            claims.forget(turn)
-            flights = self._in_flight[turn.session_id]
-            flights.remove(turn)
+            claims.forget(flight)
+            flights = self._in_flight[session_id]
+            flights.remove(flight)
             if not flights:
-                del self._in_flight[turn.session_id]
+                del self._in_flight[session_id]
             self.in_flight -= 1
-            turn.finish(reply if reply is not None and reply.turn is not None else None)
+            flight.finish(reply if reply is not None and reply.turn is not None else None)
 
     # read
 
     async def _parse(
         self,
-        turn: InFlightTurn,
+        flight: InFlightTurn,
         entry: CacheEntry,
         protocol: WireProtocol,
         body: bytes,
         continued: ContinuedBody | None,
-    ) -> None:
-        """Raises InvalidRequest, Unsupported; Forbidden for what the request's token may not ask for."""
-        services, config = self._services, entry.session.config
+    ) -> tuple[Request, int]:
+        """The request, and the body's size if the event loop must not process it, else 0. Sets what the request is
+        known by to others. Raises InvalidRequest, Unsupported; Forbidden for what its token may not ask for."""
+        config = entry.session.config
         if continued is not None and continued.known not in entry.bodies:
             continued = None
         large = large_bytes(body, continued) if len(body) > INLINE_VALUES else 0
@@ -274,9 +341,9 @@ class Turns:
             request = protocol.complete(request, await self._stored_turns(entry, request))
         if continued is not None:
             large = large or large_history(body, request, entry.index)
-        token_session = turn.waiter.token_session
+        token_session = flight.waiter.token_session
         if token_session is not None:
-            require_own(request, turn.session_id, token_session, services.settings.session_params)
+            require_own(request, flight.session_id, token_session, self._settings.session_params)
         if config.params or config.model is not None:
             request = with_pinned(request, config)
         if config.evaluation is not None:
@@ -285,65 +352,52 @@ class Turns:
             raise Unsupported("a session that captures text alone takes no token ids")
         if prefill.CONTINUES in request.params and isinstance(request, ChatRequest):
             request = prefill.with_beginning(request)
-        turn.request, turn.large = request, large
-        if request.key is not None and turn.retry_key is None:
-            turn.retry_key = hash_key(request.key)
-        turn.adapter = adapter_of(entry.session, request, services.fleet.fleet)
+        if request.key is not None and flight.retry_key is None:
+            flight.retry_key = hash_key(request.key)
+        flight.adapter = adapter_of(entry.session, request, self._fleet.fleet)
+        return request, large
 
-    async def _look_at(self, turn: InFlightTurn, entry: CacheEntry) -> None:
-        """`_read`, with what it needs of the store, and off the event loop if the request is large."""
-        await self._services.cache.read_odd_calls(entry)
-        await self.large_bodies.run(turn.large, partial(self._read, turn, entry))
+    async def _look_at(self, flight: InFlightTurn, entry: CacheEntry, request: Request, large: int) -> Placed:
+        """`_place`, with what it needs of the store, and off the event loop if the request is large."""
+        await self._cache.read_odd_calls(entry)
+        return await self.large_bodies.run(large, partial(self._place, flight, entry, request, large))
 
-    def _read(self, turn: InFlightTurn, entry: CacheEntry) -> None:
+    def _place(self, flight: InFlightTurn, entry: CacheEntry, request: Request, large: int) -> Placed:
         """Compare the request with the session: its history, the template inputs if the prompt is rendered here, and
         what it is told by. Raises InvalidRequest, Unsupported."""
-        request, session = turn.request, entry.session
+        session = entry.session
         if isinstance(request, ChatRequest):
-            proven = HeldProofs(self._services.proofs, session.session_id, request.proofs) if request.proofs else ()
-            turn.history = RequestHistory(
-                request.messages,
-                session.config.matcher,
-                proven,
-                trusts_ids=request.has_object_arguments,
-                prefix=request.prefix,
+            matcher, is_exact = session.config.matcher, request.has_object_arguments
+            proven = HeldProofs(self._proofs, session.session_id, request.proofs) if request.proofs else ()
+            history: TurnHistory = RequestHistory(
+                request.messages, matcher, proven, trusts_ids=is_exact, prefix=request.prefix
             )
         else:
-            turn.history = RequestPrompt(request)
-        history = turn.history
-        history.check(entry.index, session, turn.agent_id)
-        if request.beginning is not None:
-            self._read_beginning(turn, request.beginning)
+            history = RequestPrompt(request)
+        history.check(entry.index, session, flight.agent_id)
+        partial_reply = partial_hash = template = None
+        if request.beginning is None:
+            flight.body_hash = canonical_hash(request, history.whole_hash)
+            partial_reply = history.partial_reply
+            if partial_reply is not None and (before := history.hash_before_last) is not None:
+                partial_hash = canonical_hash(request, before)
         else:
-            turn.body_hash = canonical_hash(request, history.whole_hash)
-            turn.partial_reply, turn.partial_hash = history.partial_reply, None
-            if turn.partial_reply is not None and (before := history.hash_before_last) is not None:
-                turn.partial_hash = canonical_hash(request, before)
-        turn.session = session
-        if self._services.token_in.prompts is not None and not session.is_text:
-            turn.template = self._services.token_in.template_of(request)
-
-    def _read_beginning(self, turn: InFlightTurn, beginning: bytes) -> None:
-        """Tell the request by its history and by the reply's beginning, which in Messages may be what came of one."""
-        request, history = turn.request, turn.history
-        assert isinstance(request, ChatRequest)
-        turn.body_hash = canonical_hash(request, running_hash(history.whole_hash, digest(beginning)))
-        turn.partial_reply = turn.partial_hash = None
-        if request.protocol == "messages":
-            turn.partial_reply = msgspec.json.decode(beginning)
-            turn.partial_hash = canonical_hash(prefill.unprefilled(request), history.whole_hash)
-
-    def _require_upstream(self, session_id: str, upstream: str) -> None:
-        """Raises NoUpstream for a session whose upstream is no longer there."""
-        if upstream not in self._services.text_upstreams:
-            raise NoUpstream(f"session {session_id}: TURNLOG_TEXT_UPSTREAMS has no {upstream}")
+            # It is told by its history and by the reply's beginning, which in Messages may be what came of one.
+            assert isinstance(request, ChatRequest)
+            flight.body_hash = canonical_hash(request, running_hash(history.whole_hash, digest(request.beginning)))
+            if request.protocol == "messages":
+                partial_reply = msgspec.json.decode(request.beginning)
+                partial_hash = canonical_hash(prefill.unprefilled(request), history.whole_hash)
+        if self._token_in.prompts is not None and not session.is_text:
+            template = self._token_in.template_of(request)
+        return Placed(flight, request, large, session, history, partial_reply, partial_hash, template)
 
     async def _stored_turns(self, entry: CacheEntry, request: ChatRequest) -> dict[str, StoredTurn]:
         """The session's turns that the request continues or needs, by proof. Raises SessionUnreadable.
 
         Of those that it needs only the replies are read: the histories of a session's turns grow with their square.
         """
-        cache, session = self._services.cache, entry.session
+        cache, session = self._cache, entry.session
         needed = {proof: turn.number for proof in request.needs if (turn := self._proven_chat(session, proof))}
         messages = await transcript.reply_messages(cache.database, session, list(needed.values())) if needed else {}
         stored = {proof: StoredTurn([msgspec.Raw(messages[number])]) for proof, number in needed.items()}
@@ -354,7 +408,7 @@ class Turns:
 
     def _proven_chat(self, session: Session, proof: str) -> Turn | None:
         """Raises Restored if it is undone."""
-        number = self._services.proofs.turn_of(session.session_id, proof) or 0
+        number = self._proofs.turn_of(session.session_id, proof) or 0
         if number in session.undone:
             raise Restored.of(session.session_id, number)
         turn = session.turns.get(number)
@@ -362,47 +416,48 @@ class Turns:
 
     # join or replay
 
-    async def _join(self, turn: InFlightTurn, flight: InFlightTurn) -> TurnReply | None:
+    async def _join(self, flight: InFlightTurn, other: InFlightTurn) -> TurnReply | None:
         """The reply of the turn in flight, which the request repeats; None if it did not commit."""
-        reply = await turn.waiter.join(flight)
+        reply = await flight.waiter.join(other)
         # One that never had a claim may have found that the session was finished before it came.
-        turn.has_waited |= flight.has_claim or flight.has_waited
+        flight.has_waited |= other.has_claim or other.has_waited
         return None if reply is None else msgspec.structs.replace(reply, replayed=True, joined=True)
 
-    async def _replay(self, turn: InFlightTurn, number: int) -> TurnReply:
+    async def _replay(self, placed: Placed, number: int) -> TurnReply:
         """A committed turn's reply, byte for byte. Raises SessionClosed if the session was closed meanwhile."""
-        retries, session_id = self._services.retries, turn.session_id
+        retries, session_id = self._retries, placed.flight.session_id
         retries.begin_replay(session_id, number)
         try:
-            session = require_open(await self._services.cache.current(session_id), session_id).session
-            return await self._stored_reply(turn, session, number)
+            session = require_open(await self._cache.current(session_id), session_id).session
+            return await self._stored_reply(placed, session, number)
         except BaseException:
             retries.cancel_replay(session_id, number)
             raise
 
-    async def _replay_ended(self, turn: InFlightTurn, entry: CacheEntry) -> TurnReply | None:
+    async def _replay_ended(self, placed: Placed, entry: CacheEntry) -> TurnReply | None:
         """The reply of a turn of an ended generation of the session's name, if the request repeats one. Raises
         as `Retries.ended`."""
-        ended = await self._services.retries.ended(entry, turn)
+        ended = await self._retries.ended(entry, placed)
         if ended is None:
             return None
         session, number = ended
-        reply = await self._stored_reply(turn, session, number)
-        return msgspec.structs.replace(reply, session_id=session.session_id, echo=turn.request.echo)
+        reply = await self._stored_reply(placed, session, number)
+        return msgspec.structs.replace(reply, session_id=session.session_id, echo=placed.request.echo)
 
-    async def _stored_reply(self, turn: InFlightTurn, session: Session, number: int) -> TurnReply:
+    async def _stored_reply(self, placed: Placed, session: Session, number: int) -> TurnReply:
         """The reply, once it is on disk. Raises SessionUnreadable, StoreUnavailable, StoreFull."""
-        cache, session_id = self._services.cache, session.session_id
+        cache, session_id = self._cache, session.session_id
         if not cache.database.is_sqlite:
             # The commit may be another process's, and visible here before it is on disk.
-            await self._services.writer.submit(Settled(session_id))
-        kinds = self._payloads(turn)
+            await self._writer.submit(Settled(session_id))
+        config = placed.session.config
+        kinds = self._payloads(placed.request, config)
         status, headers, body = await transcript.stored_reply(cache.database, session, number, kinds)
-        turn.waiter.grow(len(body))
+        placed.flight.waiter.grow(len(body))
         return TurnReply(
             status,
             headers,
-            await self._shown(turn, Body([body]), ()),
+            await self._shown(placed.request, config, Body([body]), ()),
             turn=number,
             replayed=True,
             rolled_back=RULES[session.history].rolled_back(session, number),
@@ -410,87 +465,84 @@ class Turns:
             given_ids=session.turn(number).given_ids,
         )
 
-    # wait, cancel, refuse
+    # wait, cancel
 
-    async def _wait_at_gate(self, turn: InFlightTurn, wait: Callable[[InFlightTurn], Awaitable[None]]) -> None:
+    async def _wait_at_gate(self, placed: Placed, wait: Callable[[InFlightTurn], Awaitable[None]]) -> None:
         """Wait before the claim, so that no claim exists while a gate is shut.
 
         Raises SessionClosed, ClientGone, Overloaded, StoreUnavailable.
         """
-        stages = turn.stages
+        flight, stages = placed.flight, placed.flight.stages
         stages.marks.append((TurnStage.GATE, stages.clock()))
-        if turn.session.name is not None and not turn.has_waited:
+        if placed.session.name is not None and not flight.has_waited:
             # One that was finished before the request came is told from one that is finished while it waits.
-            require_open(await self._services.cache.current(turn.session_id), turn.session_id)
+            require_open(await self._cache.current(flight.session_id), flight.session_id)
         try:
-            with turn.waiting_at_gate(), turn.cancellable():
-                turn.has_waited = True
-                await wait(turn)
+            with flight.waiting_at_gate(), flight.cancellable():
+                flight.has_waited = True
+                await wait(flight)
         except TurnCancelled:
-            raise turn.cancel_error() from None
+            raise flight.cancel_error() from None
         stages.marks.append((TurnStage.CLAIM, stages.clock()))
 
-    async def _refused(self, turn: InFlightTurn) -> TurnReply:
-        """An engine's own error, which is passed to the client."""
-        refusal = turn.answer
-        await self._services.claims.reject(turn, "engine_error", refusal.status)
-        return TurnReply(refusal.status, refusal.headers, refusal.body.pieces)
-
-    async def _cancelled(self, turn: InFlightTurn) -> AppError:
+    async def _cancelled(self, turn: Claimed) -> AppError:
         """The turn was cancelled: tell the engine, release the claim, and return the error."""
-        if turn.engine_asked:
+        flight = turn.flight
+        if flight.engine_asked:
             self._abort(turn.rid)
-        if turn.cancel_reason != "session_closed":
-            await self._services.claims.abandon(turn, "disconnect")
-        turn.aborts = frozenset(self._aborting)
-        return turn.cancel_error()
+        if flight.cancel_reason != "session_closed":
+            await self._claims.abandon(turn, "disconnect")
+        flight.aborts = frozenset(self._aborting)
+        return flight.cancel_error()
 
     def _abort(self, rid: str) -> None:
         """Have the engine end a generation, without waiting for it."""
-        task = asyncio.create_task(self._services.engines.abort(rid))
+        task = asyncio.create_task(self._engines.abort(rid))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
     # reply
 
-    async def _reply(self, turn: InFlightTurn, reply: ValidatedReply) -> TurnReply:
+    async def _reply(self, turn: Claimed, generated: Generated, committed: TurnCommitted) -> TurnReply:
+        answer, reply = generated.answer, generated.reply
         places = reply.places if reply.prompt is None else [*reply.places, reply.prompt]
         return TurnReply(
             200,
-            turn.answer.headers,
-            await self._shown(turn, turn.answer.body, places),
-            turn=turn.opened.turn,
-            is_aborted=reply.finish_reason == "abort",
+            answer.headers,
+            await self._shown(turn.request, turn.session.config, answer.body, places),
+            turn=committed.turn,
+            is_aborted=committed.finish_reason == "abort",
             rolled_back=len(turn.plan.discarded),
-            left_out=turn.left_out,
-            given_ids=turn.given_ids,
+            left_out=committed.left_out,
+            given_ids=committed.given_ids,
         )
 
-    def _is_verbatim(self, turn: InFlightTurn) -> bool:
+    def _is_verbatim(self, config: SessionConfig) -> bool:
         """Is it shown all? A session of miles' newer wire is shown what its client asked for, whatever is set."""
-        config = turn.session.config
         return config.capture in self._verbatim and (config.evaluation is None or config.capture == "text")
 
-    def _payloads(self, turn: InFlightTurn) -> Collection[str]:
+    def _payloads(self, request: Request, config: SessionConfig) -> Collection[str]:
         """The kinds of replay payload that the reply keeps."""
-        if self._is_verbatim(turn) or PROTOCOLS[turn.request.protocol].gives_payloads:
+        if self._is_verbatim(config) or PROTOCOLS[request.protocol].gives_payloads:
             return REPLAY
-        return asked_for(turn.request.params)
+        return asked_for(request.params)
 
-    async def _shown(self, turn: InFlightTurn, body: Body, places: Sequence[PayloadRange]) -> Parts:
+    async def _shown(
+        self, request: Request, config: SessionConfig, body: Body, places: Sequence[PayloadRange]
+    ) -> Parts:
         """The reply, whose long values are at these places, without what the client did not ask for, or what no other
         protocol has."""
-        if not PROTOCOLS[turn.request.protocol].is_native:
-            kinds = self._payloads(turn)
+        if not PROTOCOLS[request.protocol].is_native:
+            kinds = self._payloads(request, config)
             return body.without([(place.start, place.end) for place in places if place.kind not in kinds])
-        if turn.session.config.capture in self._verbatim and self._is_verbatim(turn):
+        if config.capture in self._verbatim and self._is_verbatim(config):
             return body.pieces
         decoded_bytes = body.size
         for place in places:
             decoded_bytes -= place.end - place.start
         if decoded_bytes <= INLINE_BYTES:
-            return shown(body, places, turn.request.params)
-        return await asyncio.to_thread(shown, body, places, turn.request.params)
+            return shown(body, places, request.params)
+        return await asyncio.to_thread(shown, body, places, request.params)
 
     # the process's turns
 
@@ -499,27 +551,26 @@ class Turns:
         at_gates = {name: [turn for turn in flights if turn.is_at_gate] for name, flights in self._in_flight.items()}
         return {name: any(turn.has_claim for turn in flights) for name, flights in at_gates.items() if flights}
 
-    def flight(self, session_id: str, number: int) -> InFlightTurn | None:
+    def claimed(self, session_id: str, number: int) -> Claimed | None:
         """The turn with this number, if it is in flight here and has its claim."""
-        flights = self._in_flight.get(session_id, ())
-        return next((turn for turn in flights if turn.has_claim and turn.opened.turn == number), None)
+        return self._claimed.get((session_id, number))
 
     def close(self, session_id: str, ended: Sequence[VoidedClaim]) -> None:
         """The session was closed, which ended these claims: cancel their work, here or elsewhere."""
         flights = self._in_flight.get(session_id, ())
         for flight in flights:
             flight.cancel("session_closed")
-        known = self._services.cache.known(session_id)
+        known = self._cache.known(session_id)
         if known is not None and known.is_text:
             return
-        own = {flight.fence for flight in flights}
+        own = {flight.claim.seq for flight in flights if flight.claim is not None}
         for fence, incarnation in ended:
             if fence not in own:
                 self._abort(rid_of(session_id, fence, incarnation))
 
     async def drain(self, grace_s: float) -> None:
         """Wait at most `grace_s` for the turns in flight; the rest are abandoned when the process ends."""
-        finished = [turn.joined() for flights in self._in_flight.values() for turn in flights]
+        finished = [flight.joined() for flights in self._in_flight.values() for flight in flights]
         if finished:
             await asyncio.wait(finished, timeout=grace_s)
         for task in self._aborting:

@@ -24,8 +24,7 @@ from app.domain.session import Session
 from app.errors import GenerationFailed, Overloaded, TokenPrefixMismatch, UpstreamInvalid, WorkerCrash
 from app.settings import Settings
 from app.store.log import StoredChunk
-from app.turn.engine_call import EngineCall
-from app.turn.in_flight import InFlightTurn, TurnHistory
+from app.turn.in_flight import Claimed, EngineCall, TurnHistory
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import returns
@@ -51,7 +50,7 @@ class ReplyValidator:
         self._settings = settings
 
     async def validate(
-        self, turn: InFlightTurn, call: EngineCall, answer: EngineReply, new: Sequence[bytes]
+        self, turn: Claimed, call: EngineCall, answer: EngineReply, new: Sequence[bytes]
     ) -> ValidatedReply:
         """`new` are the messages that are stored with it. Raises UpstreamInvalid, TokenPrefixMismatch, WorkerCrash,
         Overloaded."""
@@ -155,7 +154,7 @@ class ReplyValidator:
         except (PoolError, OSError) as error:
             raise Overloaded(f"the reply of {engine} cannot be judged now: {error}") from error
 
-    def _payload_spec(self, turn: InFlightTurn, kind: ReplayKind, call: EngineCall) -> PayloadSpec:
+    def _payload_spec(self, turn: Claimed, kind: ReplayKind, call: EngineCall) -> PayloadSpec:
         of_experts = kind == "routed_experts"
         # If the client left out rows itself, they are not known to be the parent's.
         is_unchecked = of_experts and call.first_row > 0 and not call.own

@@ -19,8 +19,7 @@ from app.sessions.cache import SessionCache
 from app.sessions.event_log import Followers
 from app.settings import Settings
 from app.turn.claims import Claims
-from app.turn.engine_call import EngineCall
-from app.turn.in_flight import InFlightTurn, Stages, Waiter
+from app.turn.in_flight import EngineCall, Generated, InFlightTurn, Placed, Stages, Waiter
 from app.turn.points import TurnPoints
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
@@ -35,18 +34,15 @@ class Process:
 
     def __init__(self, store: Store) -> None:
         self.cache = SessionCache(store.database, store.writer, 1 << 20)
-        services = SimpleNamespace(
+        self._claims = Claims(
             points=TurnPoints(),
-            retries=None,
+            retries=cast(Any, None),
+            placement=cast(Any, SimpleNamespace(binding=lambda choice, session, engine: None)),
             settings=Settings(),
             cache=self.cache,
             writer=store.writer,
             followers=Followers(),
             clock=time.time,
-            placement=SimpleNamespace(binding=lambda turn, session, engine: None),
-        )
-        self._claims = Claims(
-            cast(Any, services),
             incarnation=lambda: store.me,
             lease_s=lambda: LEASE_S,
             lease_left=cast(Any, None),
@@ -63,24 +59,24 @@ class Process:
         entry = await self.cache.open("s")
         request = PROTOCOLS["chat"].parse(json.dumps({"messages": messages}).encode(), True, None)
         waiter = Waiter(lambda size: None)
-        turn = InFlightTurn("s", waiter, Stages(time.monotonic), request=request, waiters=[waiter])
-        turn.history = history = RequestHistory(cast(Any, request).messages, "tolerant")
+        flight = InFlightTurn("s", waiter, Stages(time.monotonic), waiters=[waiter])
+        history = RequestHistory(cast(Any, request).messages, "tolerant")
         history.check(entry.index, entry.session)
-        turn.session = entry.session
-        assert await self._claims.take(turn, entry, has_waited=False, is_alone=False)
-        plan = turn.plan
-        turn.new = history.new(plan)
-        turn.call = EngineCall("chat", params, None, turn.new, None, "")
+        placed = Placed(flight, request, 0, entry.session, history)
+        turn = await self._claims.take(placed, entry, has_waited=False, is_alone=False)
+        assert turn is not None
+        plan, new = turn.plan, history.new(turn.plan)
+        call = EngineCall("chat", params, None, new, None, "", new=new)
         if plan.base_messages:
-            turn.call.messages = (await self.cache.messages(entry, plan.parent), *turn.new)
-        turn.answer = EngineReply(200, [], Body([b"{}"]))
+            call.messages = (await self.cache.messages(entry, plan.parent), *new)
         message = json.dumps(answer).encode()
         message_hash = history.reply_hashes(message)[0]
         reply = validated([1, 2, 3], 0, 1, message_hash, message=message, exchange=b"exchange")
         if abandoned is not None:
             await self._claims.abandon(turn, abandoned)
-        await self._claims.commit(turn, reply, is_alone=False)
-        self.turn = turn  # Its reply is still being sent.
+        generated = Generated(EngineReply(200, [], Body([b"{}"])), reply)
+        await self._claims.commit(turn, call, generated, is_alone=False)
+        self.turn, self.call = turn, call  # Its reply is still being sent.
 
 
 async def test_a_turns_messages_are_added_to_the_stored_history_without_a_copy_of_it(sqlite_store: Store) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import httpx
@@ -17,7 +16,7 @@ from app.fleet.engines import EngineOrder, Engines
 from app.sessions.cache import SessionCache
 from app.settings import ALL, Settings
 from app.store.affinities import Use
-from app.turn.in_flight import InFlightTurn, Stages, Waiter
+from app.turn.in_flight import EngineChoice
 from app.upstream.client import EngineClient
 from app.upstream.sessions import EngineSessions
 from ops.simulator.process import SimulatorProcess
@@ -70,12 +69,10 @@ def turn(controls: SessionControls, action: Action | None) -> ControlledTurn:
 
 async def sent(of: ControlledTurn, url: str) -> None:
     """All but the generation."""
-    placed = InFlightTurn(
-        of.session_id, Waiter(lambda size: None), Stages(time.monotonic), order=EngineOrder(url, list)
-    )
-    await of.place(placed)
-    if placed.control is not None:
-        await placed.control.prepare(url)
+    choice = EngineChoice(EngineOrder(url, list))
+    await of.place(choice)
+    if choice.control is not None:
+        await choice.control.prepare(url)
 
 
 async def opened(controls: SessionControls, url: str) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from app.features.gates.gates import Closings
+from typing import Any
+
+from app.features.gates.gates import GATES, Passage
 
 
 class Passing:
     """A turn at the gates."""
 
-    ticket = 0
-    closings: Closings = (0, 0)
-
     def __init__(self, adapter: str, *, has_claim: bool = False) -> None:
+        self.features: dict[str, Any] = {GATES: Passage(0)}
         self.adapter = adapter
         self.has_claim = has_claim
+
+    @property
+    def ticket(self) -> int:
+        passage: Passage = self.features[GATES]
+        return passage.ticket

@@ -106,7 +106,7 @@ def test_a_feature_that_fails_after_a_commit_costs_no_reply(
 
     with Place(tmp_path).database() as url, hosted(url, engine) as server, closing(Api(server.base_url)) as api:
         services = server.services
-        services.points.ended[:0] = [fails, lambda turn: told.append(turn.session_id)]
+        services.points.ended[:0] = [fails, lambda turn: told.append(turn.flight.session_id)]
         services.sessions.on_close(fails)
         talk = api.talk()
         talk.say("Hello")

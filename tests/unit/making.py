@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from types import SimpleNamespace
+from typing import Any, Literal, cast
 
 import msgspec
 from helpers.log import float64, int32
@@ -28,6 +29,7 @@ from app.domain.history import RequestHistory
 from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens
 from app.domain.session import Session, fold
+from app.turn.in_flight import Claimed, InFlightTurn, Stages, Waiter
 from workers.parse_parts import VersionSpan
 from workers.reply import ValidatedReply
 
@@ -208,3 +210,13 @@ class Book:
         )
         self.content[committed.turn] = TurnTokens(committed, int32(prompt[base:]), int32(output), float64(logprobs))
         return committed
+
+
+def claimed(session: Session, opened: TurnOpened | None = None, fence: int = 2, idle_since: float = 0.0) -> Claimed:
+    """A turn of the session that has its claim, with nothing of a request."""
+    flight, nothing = InFlightTurn(session.session_id, Waiter(lambda size: None), Stages(lambda: 0.0)), cast(Any, None)
+    opened = opened or TurnOpened(1, 0, 1, "", None)
+    places: Any = {"entry": nothing, "session": session, "plan": nothing, "opened": opened, "fence": fence}
+    times = {"opened_at": 0.0, "idle_since": idle_since, "requested_at": 0.0}
+    request = cast(Any, SimpleNamespace(control=None))
+    return Claimed(flight, request, nothing, None, 0, incarnation=1, rid="", **places, **times)

@@ -17,7 +17,7 @@ from app.protocols.registry import PROTOCOLS
 from app.sessions.cache import CacheEntry
 from app.settings import Settings
 from app.store.log_sessions import Settled
-from app.turn.in_flight import InFlightTurn, Stages, Waiter
+from app.turn.in_flight import InFlightTurn, Placed, Stages, Waiter
 from app.turn.points import TurnPoints
 from app.turn.retries import Retries
 from app.turn.turns import Turns
@@ -33,6 +33,14 @@ def request(key: str, joined: asyncio.Event) -> InFlightTurn:
     return InFlightTurn(SESSION, waiter, Stages(time.monotonic), retry_key=key)
 
 
+def making(**collaborators: Any) -> Turns:
+    """Turns that have these collaborators, and no other is asked."""
+    names = ("cache", "writer", "retries", "claims", "token_in", "large_bodies", "fleet", "engines", "proofs")
+    others: dict[str, Any] = dict.fromkeys((*names, "text_upstreams", "feature_faults"))
+    calls, plain = SimpleNamespace(generate=None), {"points": TurnPoints(), "settings": Settings()}
+    return Turns(**{**others, **plain, "calls": calls, **collaborators})
+
+
 @pytest.mark.parametrize("repeats", [False, True])
 async def test_a_turn_begins_while_an_earlier_reply_is_looked_for(repeats: bool) -> None:
     """It waits at the shut gate. The request that was looked for joins it if it repeats it, and else is told at once
@@ -43,11 +51,11 @@ async def test_a_turn_begins_while_an_earlier_reply_is_looked_for(repeats: bool)
     async def get(session_id: str) -> CacheEntry:
         return entry
 
-    async def repeated(entry: CacheEntry, turn: InFlightTurn) -> None:
-        if turn is second:
+    async def repeated(entry: CacheEntry, placed: Placed) -> None:
+        if placed.flight is second:
             await at_gate.wait()
 
-    async def ended(entry: CacheEntry, turn: InFlightTurn) -> None:
+    async def ended(entry: CacheEntry, placed: Placed) -> None:
         return None
 
     async def wait(turn: InFlightTurn) -> None:
@@ -59,19 +67,15 @@ async def test_a_turn_begins_while_an_earlier_reply_is_looked_for(repeats: bool)
 
     points = TurnPoints()
     points.before_claim.append(arrive)
-    services = SimpleNamespace(
+    turns = making(
         points=points,
-        settings=Settings(),
         cache=SimpleNamespace(get=get, current=get, database=SimpleNamespace(is_sqlite=True)),
         retries=SimpleNamespace(joinable=partial(Retries.joinable, cast(Any, None)), repeated=repeated, ended=ended),
         claims=SimpleNamespace(forget=lambda turn: None),
         engines=SimpleNamespace(members={"http://engine": None}),
-        engine_calls=SimpleNamespace(generate=None),
         fleet=SimpleNamespace(fleet=SimpleNamespace(adapters={})),
         token_in=SimpleNamespace(prompts=None),
-        large_bodies=None,
     )
-    turns = Turns(cast(Any, services))
     looking = asyncio.create_task(turns.take(second, PROTOCOLS["chat"], BODY))
     await asyncio.sleep(0)
     waiting = asyncio.create_task(turns.take(first, PROTOCOLS["chat"], BODY))
@@ -100,13 +104,11 @@ async def test_a_stored_reply_is_given_once_it_is_on_disk() -> None:
         assert operation == Settled(SESSION)
         raise StoreUnavailable("the database is away")
 
-    services = SimpleNamespace(
-        points=TurnPoints(),
-        settings=Settings(),
-        engine_calls=SimpleNamespace(generate=None),
-        large_bodies=None,
+    turns = making(
         cache=SimpleNamespace(current=current, database=SimpleNamespace(is_sqlite=False)),
         writer=SimpleNamespace(submit=submit),
     )
+    read, session = PROTOCOLS["chat"].parse(BODY, True, None), Book().session
+    placed = Placed(request("key", asyncio.Event()), read, 0, session, cast(Any, None))
     with pytest.raises(StoreUnavailable):
-        await Turns(cast(Any, services))._stored_reply(request("key", asyncio.Event()), Book().session, 1)
+        await turns._stored_reply(placed, session, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from unit.making import claimed
 
 from app.domain.events import AffinityBound, SessionConfig
 from app.domain.fleet import EngineListed
@@ -13,7 +14,7 @@ from app.errors import SessionUnreadable
 from app.fleet.engines import Engines
 from app.sessions.cache import CacheEntry
 from app.settings import Settings
-from app.turn.in_flight import InFlightTurn, Stages, Waiter
+from app.turn.in_flight import EngineChoice
 from app.turn.placement import Placement
 
 pytestmark = pytest.mark.anyio
@@ -53,11 +54,8 @@ class Placed:
             lambda: self.now,
         )
 
-    async def place(self, of: Session, idle_s: float = 0.0) -> InFlightTurn:
-        turn = InFlightTurn(of.session_id, Waiter(lambda size: None), Stages(lambda: self.now), session=of)
-        turn.idle_since = self.now - idle_s
-        await self._placement.place(turn)
-        return turn
+    async def place(self, of: Session, idle_s: float = 0.0) -> EngineChoice:
+        return await self._placement.place(claimed(of, idle_since=self.now - idle_s))
 
     async def bound(self, of: Session, answered: str | None = None, idle_s: float = 0.0) -> AffinityBound | None:
         """What is written where `answered`, or else the first one, has answered."""

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 from helpers.log import BODY, created, opened
+from unit.making import claimed
 
 from app.domain.events import Event, Recorded, SessionClosed, TurnAbandoned
 from app.domain.session import fold
@@ -158,6 +159,5 @@ def test_a_claim_may_stand_where_the_log_does_not_say_otherwise(log: list[Event]
     """A crash of PostgreSQL may undo a claim, and its number and fence are then another turn's."""
     session = fold("s", [Recorded(seq, 1.0, event) for seq, event in enumerate([created(), *log], 1)])
     assert session is not None
-    turn = flight()
-    turn.opened, turn.fence = opened(1, 0, body_hash=BODY), 2
+    turn = claimed(session, opened(1, 0, body_hash=BODY))
     assert turn.may_hold_claim(session) is may_hold

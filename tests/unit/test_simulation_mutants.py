@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -42,7 +43,7 @@ from app.store.log_sessions import Close
 from app.store.log_turns import Claim, Commit, Known, Release
 from app.store.schema import fleet_events, open_turns, sessions
 from app.turn.claims import Claims
-from app.turn.in_flight import InFlightTurn
+from app.turn.in_flight import Claimed, EngineChoice, InFlightTurn, Placed
 from app.turn.placement import Placement
 from app.turn.retries import Retries
 from app.turn.turns import Turns
@@ -85,9 +86,9 @@ def the_claim_goes_before_the_commit(patch: Patch) -> None:
     """The claim is let go of as soon as the engine has answered, and the commit does without."""
     plain = Claims.commit
 
-    async def commit(self: Claims, turn: InFlightTurn, *rest: Any, **options: Any) -> None:
+    async def commit(self: Claims, turn: Claimed, *rest: Any, **options: Any) -> Any:
         await self.abandon(turn, "not_released")
-        await plain(self, turn, *rest, **options)
+        return await plain(self, turn, *rest, **options)
 
     patch.setattr(Claims, "commit", commit)
     _forges(patch, Commit, _claimed_again)
@@ -130,9 +131,10 @@ def a_commit_does_not_wait_for_the_disk(patch: Patch) -> None:
 def a_commit_that_failed_counts(patch: Patch) -> None:
     plain = Claims.commit
 
-    async def commit(self: Claims, *arguments: Any, **options: Any) -> None:
+    async def commit(self: Claims, turn: Claimed, *rest: Any, **options: Any) -> Any:
         with contextlib.suppress(AppError):
-            await plain(self, *arguments, **options)
+            return await plain(self, turn, *rest, **options)
+        return SimpleNamespace(turn=turn.opened.turn, finish_reason="stop", left_out=(), given_ids=None)
 
     patch.setattr(Claims, "commit", commit)
 
@@ -140,7 +142,7 @@ def a_commit_that_failed_counts(patch: Patch) -> None:
 def keys_are_forgotten(patch: Patch) -> None:
     """A retry is not known again once its turn has been committed."""
 
-    async def repeated(self: Retries, entry: CacheEntry, turn: InFlightTurn) -> None:
+    async def repeated(self: Retries, entry: CacheEntry, placed: Placed) -> None:
         return None
 
     patch.setattr(Retries, "repeated", repeated)
@@ -167,7 +169,7 @@ def the_socket_is_not_looked_at(patch: Patch) -> None:
 def late_attempts_are_new_requests(patch: Patch) -> None:
     """An attempt that comes behind its retry's commit generates."""
 
-    async def absorbing(self: Retries, entry: CacheEntry, turn: InFlightTurn) -> None:
+    async def absorbing(self: Retries, entry: CacheEntry, placed: Placed) -> None:
         return None
 
     patch.setattr(Retries, "_absorbing", absorbing)
@@ -274,8 +276,8 @@ def a_session_moves_without_a_word(patch: Patch) -> None:
     """Only the first binding is written."""
     plain = Placement.binding
 
-    def binding(self: Placement, turn: InFlightTurn, session: Session, engine: str) -> Any:
-        return plain(self, turn, session, engine) if session.affinity is None else None
+    def binding(self: Placement, choice: EngineChoice | None, session: Session, engine: str) -> Any:
+        return plain(self, choice, session, engine) if session.affinity is None else None
 
     patch.setattr(Placement, "binding", binding)
 
@@ -297,8 +299,8 @@ def the_dead_keep_their_names(patch: Patch) -> None:
 def a_name_is_bound_to_nothing(patch: Patch) -> None:
     """A turn goes where it would without its name."""
 
-    async def place(self: ControlledTurn, turn: InFlightTurn) -> None:
-        await self._acquire(turn.order.first)
+    async def place(self: ControlledTurn, choice: EngineChoice) -> None:
+        await self._acquire(choice.order.first)
 
     patch.setattr(ControlledTurn, "place", place)
 
@@ -421,10 +423,10 @@ def a_finish_ends_a_name_for_good(patch: Patch) -> None:
 def a_wait_counts_before_it_began(patch: Patch) -> None:
     """Whether a session was finished before a request came is not looked up before the request waits at a gate."""
 
-    async def wait_at_gate(self: Turns, turn: InFlightTurn, wait: Callable[[InFlightTurn], Any]) -> None:
-        with turn.waiting_at_gate():
-            turn.has_waited = True
-            await wait(turn)
+    async def wait_at_gate(self: Turns, placed: Placed, wait: Callable[[InFlightTurn], Any]) -> None:
+        with placed.flight.waiting_at_gate():
+            placed.flight.has_waited = True
+            await wait(placed.flight)
 
     patch.setattr(Turns, "_wait_at_gate", wait_at_gate)
 

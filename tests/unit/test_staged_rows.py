@@ -35,10 +35,11 @@ def chunk(text: str, token: int, finish: str | None = None) -> bytes:
 
 async def test_an_end_that_comes_before_the_row_is_written_is_not_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A retry would ask an engine to go on behind a whole reply."""
-    monkeypatch.setattr(staging, "_request_hash", lambda turn: "")
-    turn = SimpleNamespace(session_id="s", fence=1, incarnation=1, opened_at=0.0, opened=SimpleNamespace(turn=1))
+    monkeypatch.setattr(staging, "_request_hash", lambda turn, call: "")
+    flight, opened, none = SimpleNamespace(session_id="s"), SimpleNamespace(turn=1), cast(Any, None)
+    turn = cast(Any, SimpleNamespace(flight=flight, fence=1, incarnation=1, opened_at=0.0, opened=opened))
     rows, settings = Rows(), Settings.model_construct(stage_tokens_s=0.0)
-    staged = StagedTurn(cast(Any, turn), cast(Any, None), cast(Any, rows), settings, StagingCounters(), is_native=False)
+    staged = StagedTurn(turn, none, none, cast(Any, rows), settings, StagingCounters(), is_native=False)
     stream = staged.stream(None, None, "http://engine", None, None)
     stream.feed(chunk("a", 1))
     stream.feed(chunk("b", 2, "stop") + b"data: [DONE]\n\n")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.sessions.cache import PrefixBuffer
-from app.turn.engine_call import PromptIds
+from app.turn.in_flight import PromptIds
 from app.turn.token_in import added_text
 from workers.parse import KnownTokens, token_text
 

@@ -1,7 +1,7 @@
 """Budgets: limits of a session or a rollout on turns, sampled tokens, context and time, kept while it runs.
 
     a claim          reserves what its turn may sample, or is refused with 409   (`TurnPoints.limits`)
-    a generation     asks for no more than that, and ends with the time          (`InFlightTurn.limit`)
+    a generation     asks for no more than that, and ends with the time          (`SessionLimits.around`)
     a commit         counts what was sampled; every other end gives all of it back
     a session's GET  says what holds for it, what is used and what is left       (`Services.session_fields`)
 

@@ -12,6 +12,7 @@ import msgspec
 from app.domain import decide
 from app.domain.events import LimitName, LimitReached, OnLimit, TurnCommitted
 from app.domain.request import value_of
+from app.domain.rules import Plan
 from app.domain.session import Session
 from app.errors import AppError, InvalidRequest, OverBudget, SessionBusy
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit, NoteLimit, read_used
@@ -20,10 +21,10 @@ from app.protocols.errors import engine_error
 from app.store.log import Appended
 from app.store.log_turns import Claim, Commit, Limited, Release
 from app.tasks import cancelled
-from app.turn.in_flight import InFlightTurn, TurnCancelled
+from app.turn.in_flight import Claimed, EngineCall, Generated, Placed, TurnCancelled
 from app.turn.points import Generate
 from app.upstream.body import Body
-from workers.reply import ValidatedReply
+from app.upstream.client import EngineReply
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -35,6 +36,10 @@ FEW_TOKENS = 16
 """Where an engine has no room for all that is left, half of it is asked for, and so on down to this."""
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+NAME = "budgets"
+"""The name of a turn's `LimitedTurn` in `InFlightTurn.features`."""
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -69,28 +74,28 @@ class Budgets:
                 held.append(Held(Budget(name, of.config.limits), of.created_at, of.config.on_limit))
         return held
 
-    async def claiming(self, turn: InFlightTurn, session: Session, claim: Claim) -> Claim:
+    async def claiming(self, placed: Placed, plan: Plan, session: Session, claim: Claim) -> Claim:
         """The claim that also reserves what the turn may use. Raises InvalidRequest, StoreUnavailable."""
         held = await self.held(session)
-        params = turn.request.params
+        params = placed.request.params
         try:
             wanted = wanted_tokens([value_of(params.get(name), name) for name in NAMES])
         except ValueError:
             raise InvalidRequest("max_tokens must be an integer, at least 1") from None
-        turn.limit = LimitedTurn(self._services, held, session, wanted)
+        placed.flight.features[NAME] = LimitedTurn(self._services, held, session, plan.parent, wanted)
         return BudgetClaim(
             **msgspec.structs.asdict(claim),
             budgets=[one.budget for one in held],
             wanted=wanted,
-            reached=self._reached(turn, session, held),
+            reached=self._reached(plan, session, held),
         )
 
-    def _reached(self, turn: InFlightTurn, session: Session, held: Sequence[Held]) -> LimitName | None:
+    def _reached(self, plan: Plan, session: Session, held: Sequence[Held]) -> LimitName | None:
         """A limit that needs no look at the store: the time, and the context if the turn continues one that is full."""
         now = self._services.clock()
         if _is_over(held, now):
             return "seconds"
-        parent = decide.token_parent(session, turn.plan)
+        parent = decide.token_parent(session, plan)
         most = _context(held)
         return "context" if parent is not None and most is not None and parent.token_count >= most else None
 
@@ -104,24 +109,49 @@ class Budgets:
         if isinstance(verdict, NoneLeft) and not verdict.is_reserved:
             raise OverBudget.of(session.session_id, verdict.limit)
 
-    async def refused(self, turn: InFlightTurn, outcome: Limited) -> AppError | None:
+    async def refused(self, placed: Placed, outcome: Limited) -> AppError | None:
         """The error of a turn that was not claimed; None if a process that has reserved something is gone, which ends
         its claims. What the turn continues is noted to have reached the limit, once."""
-        session_id = turn.session_id
+        session_id = placed.flight.session_id
         if outcome.reserved_by:
-            for incarnation in outcome.reserved_by - {turn.incarnation}:
+            for incarnation in outcome.reserved_by - {self._services.registration.incarnation()}:
                 if await self._services.lease_left(incarnation) is None:
                     return None
             busy = SessionBusy(f"turns in flight have reserved what session {session_id} has left of {outcome.limit}")
             busy.retry, busy.retry_after_s = True, 1
             return busy
-        session = turn.session
-        if turn.plan.parent not in session.reached:
-            event = LimitReached(outcome.limit, turn.plan.parent)
+        limited: LimitedTurn = placed.flight.features[NAME]
+        if limited.parent not in placed.session.reached:
+            event = LimitReached(outcome.limit, limited.parent)
             noted = await self._services.writer.submit(NoteLimit(session_id, self._services.clock(), event))
             if isinstance(noted, Appended):
                 self._services.claims.appended(session_id, noted)
         return OverBudget.of(session_id, outcome.limit)
+
+    def claimed(self, turn: Claimed) -> None:
+        """The turn has its claim: its request asks for no more than what was reserved."""
+        limited: LimitedTurn = turn.flight.features[NAME]
+        limited.claimed(turn)
+
+    async def around(self, generate: Generate, turn: Claimed, call: EngineCall) -> Generated | EngineReply:
+        """Generate within the limits, if some held for the turn's claim. Raises as `generate`, OverBudget."""
+        limited: LimitedTurn | None = turn.flight.features.get(NAME)
+        return await (generate(turn, call) if limited is None else limited.around(generate, turn, call))
+
+    def is_late(self, turn: Claimed) -> bool:
+        """Is the turn's time over?"""
+        limited: LimitedTurn | None = turn.flight.features.get(NAME)
+        return limited is not None and limited.is_late
+
+    def committing(self, turn: Claimed, commit: Commit) -> Commit:
+        """The commit that also counts what the turn has used."""
+        limited: LimitedTurn | None = turn.flight.features.get(NAME)
+        return commit if limited is None else limited.committing(commit)
+
+    def ending(self, turn: Claimed, release: Release, error: OverBudget) -> Release:
+        """The release of a turn that a limit has ended."""
+        limited: LimitedTurn = turn.flight.features[NAME]
+        return limited.ending(release, error)
 
     async def fields(self, session: Session) -> dict[str, Any]:
         """What `GET /sessions/{id}` says of the budgets that hold for the session."""
@@ -148,18 +178,20 @@ class Budgets:
 
 
 class LimitedTurn:
-    """The limits of one turn. `wanted`: what its client asked for at most.
+    """The limits of one turn, which continues turn `parent`. `wanted`: what its client asked for at most.
 
     `_most` is what it may sample, and `_cut_by` the limit that made that less than its client wants.
     """
 
-    def __init__(self, services: Services, held: Sequence[Held], session: Session, wanted: int | None) -> None:
+    def __init__(
+        self, services: Services, held: Sequence[Held], session: Session, parent: int, wanted: int | None
+    ) -> None:
         self._services = services
         self._held = held
         self._session_id = session.session_id
         self._ends_as_length = all(one.on_limit == "length" for one in held)
         self._wanted = wanted
-        self._parent = 0
+        self.parent = parent
         self._most: int | None = None
         self._cut_by: LimitName | None = None
         self.is_late = False
@@ -168,13 +200,13 @@ class LimitedTurn:
 
     # a claim
 
-    def claimed(self, turn: InFlightTurn) -> None:
+    def claimed(self, turn: Claimed) -> None:
         """The request asks for no more than what was reserved."""
-        self._parent, reserved = turn.opened.parent, turn.opened.reserved
+        reserved = turn.opened.reserved
         if reserved:
             self._cut(turn, reserved, "tokens")
 
-    def _cut(self, turn: InFlightTurn, most: int, by: LimitName) -> None:
+    def _cut(self, turn: Claimed, most: int, by: LimitName) -> None:
         if self._most is not None and most >= self._most:
             return
         if self._most is None and self._wanted is not None and most >= self._wanted:
@@ -183,7 +215,7 @@ class LimitedTurn:
         self._most, self._cut_by = most, by
         self._ask_for(turn, most)
 
-    def _ask_for(self, turn: InFlightTurn, most: int) -> None:
+    def _ask_for(self, turn: Claimed, most: int) -> None:
         """Let the request, and the call if that is made already, ask for at most so many tokens."""
         turn.request = msgspec.structs.replace(turn.request, params=_with_most(turn.request.params, most))
         if turn.call is not None:
@@ -191,27 +223,28 @@ class LimitedTurn:
 
     # a generation
 
-    async def around(self, generate: Generate, turn: InFlightTurn) -> None:
+    async def around(self, generate: Generate, turn: Claimed, call: EngineCall) -> Generated | EngineReply:
         """Generate within the limits. Raises as `generate`, OverBudget."""
-        self._fit_context(turn)
+        self._fit_context(turn, call)
         timer = self._start_timer(turn)
         try:
-            await generate(turn)
-            while self._has_no_room(turn):
-                await generate(turn)
+            generated = await generate(turn, call)
+            while self._has_no_room(generated):
+                self._ask_for_half(turn)
+                generated = await generate(turn, call)
         except (TurnCancelled, AppError) as error:
-            if self.is_late and turn.cancel_reason in (None, "limit"):
+            if self.is_late and turn.flight.cancel_reason in (None, "limit"):
                 raise OverBudget.of(self._session_id, "seconds") from error
             raise
         finally:
             if timer is not None:
                 timer.cancel()
             await cancelled(self._aborting)
-        await self._settle(turn)
+        return await self._settle(turn, call, generated)
 
-    def _fit_context(self, turn: InFlightTurn) -> None:
+    def _fit_context(self, turn: Claimed, call: EngineCall) -> None:
         """Where the prompt's ids are known, the reply has what is left of the context. Raises OverBudget."""
-        most, ids = _context(self._held), turn.call.ids
+        most, ids = _context(self._held), call.ids
         if most is None or ids is None:
             return
         room = most - (ids.text.count(b",") + 1 if ids.text else 0)
@@ -219,18 +252,20 @@ class LimitedTurn:
             raise OverBudget.of(self._session_id, "context")
         self._cut(turn, room, "context")
 
-    def _has_no_room(self, turn: InFlightTurn) -> bool:
-        """Has the engine's model no room for what is asked for on behalf of a client that gave no limit? Then the
-        request asks for half."""
-        if turn.reply is not None or self._wanted is not None or self._most is None or self._most <= FEW_TOKENS:
+    def _has_no_room(self, generated: Generated | EngineReply) -> bool:
+        """Has the engine's model no room for what is asked for on behalf of a client that gave no limit?"""
+        if isinstance(generated, Generated) or self._wanted is not None:
             return False
-        if turn.answer.status != 400 or not engine_error(400, turn.answer.body.joined()).is_context:
+        if self._most is None or self._most <= FEW_TOKENS or generated.status != 400:
             return False
+        return engine_error(400, generated.body.joined()).is_context
+
+    def _ask_for_half(self, turn: Claimed) -> None:
+        assert self._most is not None
         self._most, self._cut_by = self._most // 2, None
         self._ask_for(turn, self._most)
-        return True
 
-    def _start_timer(self, turn: InFlightTurn) -> asyncio.TimerHandle | None:
+    def _start_timer(self, turn: Claimed) -> asyncio.TimerHandle | None:
         now = self._services.clock()
         times = [seconds for one in self._held if (seconds := one.seconds_left(now)) is not None]
         if not times:
@@ -238,47 +273,50 @@ class LimitedTurn:
         loop = asyncio.get_running_loop()
         return loop.call_later(max(min(times), 0.0), self._time_is_over, turn)
 
-    def _time_is_over(self, turn: InFlightTurn) -> None:
+    def _time_is_over(self, turn: Claimed) -> None:
         """End the generation. An engine that has it returns the tokens so far, for which it has ABORT_S."""
         self.is_late = True
         engine = self._services.engines.engine_of(turn.rid)
-        if turn.task is None or engine is None:
-            turn.cancel("limit")  # A reply that is there already is not lost by it.
+        if turn.flight.task is None or engine is None:
+            turn.flight.cancel("limit")  # A reply that is there already is not lost by it.
         else:
             self._aborting = asyncio.create_task(self._abort(turn, engine))
 
-    async def _abort(self, turn: InFlightTurn, engine: str) -> None:
+    async def _abort(self, turn: Claimed, engine: str) -> None:
         member = self._services.engines.members.get(engine)
         await self._services.control.abort(engine, [turn.rid], None if member is None else member.dialect)
         await asyncio.sleep(ABORT_S)
-        if turn.task is not None:
-            turn.cancel("limit")
+        if turn.flight.task is not None:
+            turn.flight.cancel("limit")
 
-    async def _settle(self, turn: InFlightTurn) -> None:
+    async def _settle(
+        self, turn: Claimed, call: EngineCall, generated: Generated | EngineReply
+    ) -> Generated | EngineReply:
         """Did a limit end the generation? Raises OverBudget if the turn ends with it."""
-        reply = turn.reply
-        if reply is None:
+        if isinstance(generated, EngineReply):
             if self.is_late:
                 raise OverBudget.of(self._session_id, "seconds")
-            return
+            return generated
+        reply = generated.reply
         if self.is_late and reply.finish_reason == "abort":
             self._ended_by = "seconds"
         elif reply.finish_reason == "length" and self._cut_by is not None and reply.output_tokens >= (self._most or 0):
             self._ended_by = self._cut_by
         if self._ended_by is None:
-            return
-        if not self._ends_as_length or not reply.output_tokens or turn.answer.is_native:
+            return generated
+        if not self._ends_as_length or not reply.output_tokens or generated.answer.is_native:
             raise OverBudget.of(self._session_id, self._ended_by, reply.output_tokens)
-        if reply.finish_reason == "abort":
-            await self._end_as_length(turn, reply)
+        return await self._as_length(turn, call, generated) if reply.finish_reason == "abort" else generated
 
-    async def _end_as_length(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
+    async def _as_length(self, turn: Claimed, call: EngineCall, generated: Generated) -> Generated:
         """What an engine returned of a generation that it was told to end becomes a reply that ended as `length`."""
-        calls = self._services.engine_calls
-        body = _ended_as_length(turn.answer.body.joined(), reply.output_tokens)
-        turn.answer = msgspec.structs.replace(turn.answer, body=Body([body]))
-        ended = await calls.validate_body(turn, turn.call, turn.answer, turn.stored)
-        turn.reply = msgspec.structs.replace(ended, parts=reply.parts, weight_versions=reply.weight_versions)
+        reply = generated.reply
+        body = _ended_as_length(generated.answer.body.joined(), reply.output_tokens)
+        answer = msgspec.structs.replace(generated.answer, body=Body([body]))
+        ended = await self._services.engine_calls.validate_body(turn, call, answer, call.stored)
+        return Generated(
+            answer, msgspec.structs.replace(ended, parts=reply.parts, weight_versions=reply.weight_versions)
+        )
 
     # an end
 
@@ -293,7 +331,7 @@ class LimitedTurn:
 
     def ending(self, release: Release, error: OverBudget) -> Release:
         """The release of a turn that a limit has ended, with what was generated in vain."""
-        reached = LimitReached(error.limit, self._parent, error.sampled)
+        reached = LimitReached(error.limit, self.parent, error.sampled)
         ended = EndAtLimit(**msgspec.structs.asdict(release), sampled=error.sampled)
         return msgspec.structs.replace(ended, then=[reached])
 

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -25,12 +25,23 @@ AT_ONCE, REST_S = 16, 0.005
 second and finish no sooner."""
 
 
-class GatedTurn(Protocol):
-    """What gates know of a turn. `ticket` is its place in the order; a turn that `has_claim` goes on while others
-    drain; `closings` are those of the moment when its request was sent."""
+class Passage(msgspec.Struct):
+    """What gates keep of a turn. `ticket` is its place in the order; `closings` are those of the moment when its
+    request was sent."""
 
     ticket: int
-    closings: Closings
+    closings: Closings = (0, 0)
+
+
+GATES = "gates"
+"""The name of a turn's `Passage` in `InFlightTurn.features`."""
+
+
+class GatedTurn(Protocol):
+    """What gates know of a turn. One that `has_claim` goes on while others drain."""
+
+    @property
+    def features(self) -> dict[str, Any]: ...
 
     @property
     def adapter(self) -> str | None: ...
@@ -88,7 +99,7 @@ class Gates:
     def arrive(self, turn: GatedTurn) -> Wait | None:
         """Give an arriving turn its place in the order, which it keeps if it waits more than once; None if it may pass
         at once, which it may not while earlier turns are being let through."""
-        turn.ticket = next(self._tickets)
+        turn.features[GATES] = Passage(next(self._tickets))
         if self._fleet.is_calm and self._next_release is None:
             return None
         if self.is_open(turn) and not self._is_line_moving(turn.adapter):
@@ -111,7 +122,8 @@ class Gates:
         state = self._fleet
         if not (state.is_calm or self.is_open(turn)):
             return False
-        turn.closings = (state.fleet.gate.closings, 0) if turn.adapter is None else state.fleet.closings(turn.adapter)
+        fleet, adapter = state.fleet, turn.adapter
+        turn.features[GATES].closings = (fleet.gate.closings, 0) if adapter is None else fleet.closings(adapter)
         return True
 
     async def was_shut(self, turn: GatedTurn) -> bool:
@@ -119,9 +131,10 @@ class Gates:
 
         Raises StoreUnavailable.
         """
-        if self._fleet.fleet.closings(turn.adapter) != turn.closings:
+        sent: Closings = turn.features[GATES].closings
+        if self._fleet.fleet.closings(turn.adapter) != sent:
             return True
-        return (await self._fleet.refresh()).closings(turn.adapter) != turn.closings
+        return (await self._fleet.refresh()).closings(turn.adapter) != sent
 
     def _is_line_moving(self, adapter: str | None) -> bool:
         """Are turns that arrived earlier being let through?"""
@@ -139,7 +152,7 @@ class Gates:
                 continue
             if self._stopping:
                 raise Overloaded("the server is stopping; the gate is shut")
-            await self._wait_in_line(turn.adapter, turn.ticket, turn.has_claim)
+            await self._wait_in_line(turn.adapter, turn.features[GATES].ticket, turn.has_claim)
             may_try = True
 
     async def _wait_in_line(self, adapter: str | None, ticket: int, has_claim: bool) -> None:

@@ -10,8 +10,7 @@ from app.upstream.streams import IDS_STREAM, STREAM
 
 if TYPE_CHECKING:
     from app.services import Services
-    from app.turn.engine_call import EngineCall
-    from app.turn.in_flight import InFlightTurn
+    from app.turn.in_flight import Claimed, EngineCall
 
 
 class LiveTurns:
@@ -20,10 +19,10 @@ class LiveTurns:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    def streaming(self, turn: InFlightTurn, call: EngineCall) -> None:
+    def streaming(self, turn: Claimed, call: EngineCall) -> None:
         """Have the engine stream. Not if the engines may not stream with ids, if something is needed that their stream
         does not have, or if the generation may be continued by another."""
-        live, request, session = turn.waiter.live, turn.request, turn.session
+        live, request, session = turn.flight.waiter.live, turn.request, turn.session
         if live is None or not isinstance(request, ChatRequest):
             return
         if (request.stream_mode or session.config.stream_mode) == "whole" or live.mode is not None:
@@ -37,5 +36,5 @@ class LiveTurns:
             return
         if (session.config.on_abort or settings.abort_policy) == "continue":
             return
-        live.go_live(turn.opened.turn, request.echo, turn.left_out)
-        turn.live, call.push, call.stream = live, live.push, STREAM if dialect == "vllm" else IDS_STREAM
+        live.go_live(turn.opened.turn, request.echo, call.left_out)
+        call.push, call.stream = live.push, STREAM if dialect == "vllm" else IDS_STREAM

@@ -11,7 +11,7 @@ import msgspec
 
 from app.errors import AppError
 from app.features.otel.sending import SpanSender
-from app.turn.in_flight import InFlightTurn, TurnStage
+from app.turn.in_flight import Claimed, TurnStage
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -73,7 +73,7 @@ class TracedTurns:
         self._with_content = with_content
         self._closing: set[asyncio.Task[None]] = set()
 
-    def ended(self, turn: InFlightTurn) -> None:
+    def ended(self, turn: Claimed) -> None:
         """Note a turn that had its claim; what is kept of it holds nothing of its body or its reply but content."""
         self._sender.put(self._noted(turn))
 
@@ -88,37 +88,38 @@ class TracedTurns:
             await asyncio.wait(self._closing)
         await self._sender.stop()
 
-    def _noted(self, turn: InFlightTurn) -> NotedSpan:
-        opened, session, marks = turn.opened, turn.session, turn.stages.marks
-        now, elapsed = self._services.clock(), turn.stages.clock()
+    def _noted(self, turn: Claimed) -> NotedSpan:
+        opened, session, flight, marks = turn.opened, turn.session, turn.flight, turn.flight.stages.marks
+        now, elapsed = self._services.clock(), flight.stages.clock()
         times = [(stage, now - (elapsed - at)) for stage, at in marks]
         ended = now
         if times[-1][0] is TurnStage.REPLY:  # it is on disk since then
             ended = times.pop()[1]
         failure = _failure(turn, times)
-        parent = (turn.session_id, opened.parent) if opened.parent else None
+        parent = (flight.session_id, opened.parent) if opened.parent else None
         fork = session.fork
         if fork is not None and 0 < opened.parent <= fork.turns:  # a copy, which has no span
             parent = (fork.session, fork.turn) if opened.parent == fork.turns else None
         content = None
         if self._with_content:
-            message = None if turn.reply is None or failure else turn.reply.message
-            content = [bytes(raw) for raw in turn.stored], message
+            message = None if turn.generated is None or failure else turn.generated.reply.message
+            content = [bytes(raw) for raw in ([] if turn.call is None else turn.call.stored)], message
         return NotedSpan(
-            session_id=turn.session_id,
+            session_id=flight.session_id,
             turn=opened.turn,
             began=times[0][1],
             ended=ended,
             attributes={**self._attributes(turn), **_of_session(session.config.group_id, session.config.attempt)},
             parent=parent,
-            traceparent=next((value for name, value in turn.headers if name == "traceparent"), None),
+            traceparent=next((value for name, value in flight.headers if name == "traceparent"), None),
             stages=[(stage.name.lower(), at) for stage, at in times],
             content=content,
             **failure,
         )
 
-    def _attributes(self, turn: InFlightTurn) -> Attributes:
-        opened, request, reply = turn.opened, turn.request, turn.reply
+    def _attributes(self, turn: Claimed) -> Attributes:
+        opened, request = turn.opened, turn.request
+        reply = None if turn.generated is None else turn.generated.reply
         attributes: Attributes = {
             "gen_ai.operation.name": "chat" if request.shape == "chat" else "text_completion",
             "turnlog.turn": opened.turn,
@@ -181,15 +182,15 @@ class TracedTurns:
         )
 
 
-def _failure(turn: InFlightTurn, stages: Sequence[tuple[TurnStage, float]]) -> dict[str, Any]:
+def _failure(turn: Claimed, stages: Sequence[tuple[TurnStage, float]]) -> dict[str, Any]:
     """What ended the turn without a commit: `error`, `reason` and `failed` of `NotedSpan`; empty if it committed."""
     last = len(stages) - 1
-    if turn.stages.marks[-1][0] is TurnStage.REPLY:
+    if turn.flight.stages.marks[-1][0] is TurnStage.REPLY:
         return {}
     if turn.failure is not None:
         error, reason = turn.failure
         return {"error": error, "reason": reason, "failed": last}
-    if turn.reply is None and turn.answer is not None:  # an engine's own error, which is passed on
+    if turn.generated is None and turn.answer is not None:  # an engine's own error, which is passed on
         asked = [place for place, (stage, _) in enumerate(stages) if stage is TurnStage.ENGINE]
         status = turn.answer.status
         return {"error": str(status), "reason": f"the engine answered {status}", "failed": asked[-1]}

@@ -70,7 +70,7 @@ def add_to(services: Services) -> Page:
         ),
         watch=watch,
         conversations=Conversations(database),
-        turns=TurnViews(database, services.turns.flight, services.engines.engine_of),
+        turns=TurnViews(database, services.turns.claimed, services.engines.engine_of),
         tokens=TokenViews(database, services.prompts),
         rollouts=Rollouts(database),
         previews=Previews(database, services.release),

@@ -20,7 +20,7 @@ from workers import codec
 from workers.codec import CorruptContent, Messages
 
 if TYPE_CHECKING:
-    from app.turn.in_flight import InFlightTurn
+    from app.turn.in_flight import Claimed
 
 MAX_TURNS = 100
 """Turns whose actions are read at once."""
@@ -96,16 +96,16 @@ class _Row(NamedTuple):
 
 
 class TurnViews:
-    """`flight` finds a turn in flight at this process by its session and number; `engine_of` its engine."""
+    """`claimed` finds a turn in flight at this process by its session and number; `engine_of` its engine."""
 
     def __init__(
         self,
         database: Database,
-        flight: Callable[[str, int], InFlightTurn | None],
+        claimed: Callable[[str, int], Claimed | None],
         engine_of: Callable[[str], str | None],
     ) -> None:
         self._database = database
-        self._flight = flight
+        self._claimed = claimed
         self._engine_of = engine_of
 
     async def actions(self, session_id: str, start: int, limit: int) -> list[TurnActions]:
@@ -121,12 +121,13 @@ class TurnViews:
         rows = await self._rows(session_id, turn, 1)
         if rows:
             return TurnMessages(turn, await asyncio.to_thread(_messages, rows[0], whole))
-        flight = self._flight(session_id, turn)
-        if flight is None:
+        claimed = self._claimed(session_id, turn)
+        if claimed is None:
             raise NotFound(f"turn {turn} of session {session_id} has no messages here")
-        protocol, sent = flight.opened.protocol, Messages(list(flight.stored), b"null")
+        flight, call = claimed.flight, claimed.call
+        protocol, sent = claimed.opened.protocol, Messages([] if call is None else list(call.stored), b"null")
         state = "gate" if flight.is_at_gate else flight.stages.marks[-1][0].name.lower()
-        engine = self._engine_of(flight.rid)
+        engine = self._engine_of(claimed.rid)
         messages = await asyncio.to_thread(
             lambda: [_message(message, False, whole) for message in as_messages(protocol, sent)[:-1]]
         )

@@ -41,7 +41,8 @@ def add_to(services: Services) -> Resume:
     resume = Resume(services, staging)
 
     def refresh() -> None:
-        services.metrics.set_all("turnlog_turns_staged_total", staging.counters.turns)
+        turns = staging.counters.turns
+        services.metrics.set_all("turnlog_turns_staged_total", {outcome: turns[outcome] for outcome in OUTCOMES})
         services.metrics.set("turnlog_tokens_restored_total", staging.counters.tokens_restored)
 
     services.points.around_engine.append(resume.around)

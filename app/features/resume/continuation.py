@@ -12,8 +12,7 @@ from app.domain.request import FIRST_ROW_NAMES, ChatRequest, has_more_than_text,
 from app.errors import UpstreamInvalid
 from app.sessions.cache import id_text
 from app.settings import Settings
-from app.turn.engine_call import EngineCall, PromptIds
-from app.turn.in_flight import Request
+from app.turn.in_flight import EngineCall, PromptIds, Request
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import PROMPT_WISHES, from_row

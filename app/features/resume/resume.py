@@ -19,7 +19,7 @@ from app.features.resume.continuation import Continuation, GeneratedPart, can_co
 from app.features.resume.staging import StagedTurn, Staging
 from app.sessions.cache import id_text
 from app.turn.engine_call import TakesNoIds
-from app.turn.in_flight import InFlightTurn, TurnStage
+from app.turn.in_flight import Claimed, EngineCall, Generated, TurnStage
 from app.turn.points import Generate
 from app.upstream.client import EngineReply
 from app.upstream.streams import STREAM
@@ -47,148 +47,156 @@ class Resume:
         paused: Paused | None = services.features.get("gates")
         self._gates = None if paused is None else paused.gates
 
-    async def around(self, generate: Generate, turn: InFlightTurn) -> None:
+    async def around(self, generate: Generate, turn: Claimed, call: EngineCall) -> Generated | EngineReply:
         """Generate the turn, with whatever goes on from earlier tokens. Raises as `generate`, GenerationAborted."""
-        services = self._services
         if self._staging.is_on:
-            turn.staged = staged = self._staging.begin(turn, services.engines.dialect)
+            staged = self._staging.begin(turn, call, self._services.engines.dialect)
             if staged is not None:
-                await self._staged(turn, staged)
-                return
-        await generate(turn)
-        if turn.reply is not None and turn.reply.finish_reason == "abort":
-            await self._ended_early(turn, GeneratedPart(turn.answer, turn.reply))
+                return await self._staged(turn, call, staged)
+        generated = await generate(turn, call)
+        if isinstance(generated, Generated) and generated.reply.finish_reason == "abort":
+            return await self._ended_early(turn, call, None, GeneratedPart(generated.answer, generated.reply))
+        return generated
 
-    def on_abort(self, turn: InFlightTurn) -> OnAbort:
+    def on_abort(self, turn: Claimed) -> OnAbort:
         return turn.session.config.on_abort or self._services.settings.abort_policy
 
-    async def _was_shut(self, turn: InFlightTurn) -> bool:
+    async def _was_shut(self, turn: Claimed) -> bool:
         """Was a gate shut since the turn's request was sent? Raises StoreUnavailable."""
-        return self._gates is not None and await self._gates.was_shut(turn)
+        return self._gates is not None and await self._gates.was_shut(turn.flight)
+
+    def _is_late(self, turn: Claimed) -> bool:
+        """Is the turn's time over? What an engine ends then is not continued."""
+        limits = self._services.points.limits
+        return limits is not None and limits.is_late(turn)
 
     # a turn that is staged
 
-    async def _staged(self, turn: InFlightTurn, staged: StagedTurn) -> None:
-        turn.call.stream, turn.call.wants_native = STREAM, staged.is_native
+    async def _staged(self, turn: Claimed, call: EngineCall, staged: StagedTurn) -> Generated | EngineReply:
+        call.stream, call.wants_native, call.open_stream = STREAM, staged.is_native, staged.stream
         try:
-            if not await self._restored(turn, staged):
-                await self._generated(turn, staged)
+            restored = await self._restored(turn, call, staged)
+            return await self._generated(turn, call, staged) if restored is None else restored
         except (UpstreamUnreachable, UpstreamTimeout):
-            if turn.staged is not None:
+            if call.open_stream is not None:
                 await staged.end_part()
             raise
         finally:
             await staged.settled()
 
-    async def _generated(self, turn: InFlightTurn, staged: StagedTurn) -> None:
+    async def _generated(self, turn: Claimed, call: EngineCall, staged: StagedTurn) -> Generated | EngineReply:
         """As the plain generation; what had come of it when its engine died is continued elsewhere."""
-        call, is_cut = turn.call, False
-        with turn.cancellable():
+        is_cut = False
+        keeper: StagedTurn | None = staged
+        with turn.flight.cancellable():
             await self._calls.place(turn)
             try:
-                answer = await self._calls.ask(turn)
+                answer = await self._calls.ask(turn, call)
             except UpstreamUnreachable as error:
-                answer, is_cut = self._cut(turn, error), True
+                answer, is_cut = _cut(turn, keeper, error), True
             if staged.is_native and not call.is_native:
                 staged.counters.turns["not_staged"] += 1
-                turn.staged = None
+                keeper = call.open_stream = None
             elif not is_cut and staged.has_ended:
-                answer = await self._as_chat(turn, answer)
-        turn.reply = await self._calls.validate(turn, call, answer, turn.stored)
-        if turn.reply is not None and turn.reply.finish_reason == "abort":
-            await self._ended_early(turn, GeneratedPart(turn.answer, turn.reply, is_cut))
+                answer = await self._as_chat(turn, call, answer)
+        generated = await self._calls.validate(turn, call, answer, call.stored)
+        if isinstance(generated, Generated) and generated.reply.finish_reason == "abort":
+            part = GeneratedPart(generated.answer, generated.reply, is_cut)
+            return await self._ended_early(turn, call, keeper, part)
+        return generated
 
-    def _cut(self, turn: InFlightTurn, error: UpstreamUnreachable) -> EngineReply:
-        """What had come when the engine died. Raises `error` if there is nothing, and where the client has got some of
-        it live: it would get no more, so it gets the error, and its retry goes on."""
-        has_begun = turn.live is not None and turn.live.begun
-        answer = None if turn.staged is None or has_begun else turn.staged.cut()
-        if answer is None:
-            raise error
-        return answer
-
-    async def _restored(self, turn: InFlightTurn, staged: StagedTurn) -> bool:
-        """Go on from what an earlier turn with the same request has staged; False if there is nothing to go on from."""
+    async def _restored(self, turn: Claimed, call: EngineCall, staged: StagedTurn) -> Generated | EngineReply | None:
+        """Go on from what an earlier turn with the same request has staged; None if there is nothing to go on from."""
         answers = await staged.restore()
         if not answers:
-            return False
+            return None
         try:
             first, *rest = answers
-            reply = await self._calls.validate_body(turn, turn.call, first, turn.stored)
-            ids = turn.prompt.text if turn.prompt is not None else await self._reported_ids(turn, reply)
+            reply = await self._calls.validate_body(turn, call, first, call.stored)
+            ids = call.ids.text if call.ids is not None else await self._reported_ids(turn, reply)
             part = GeneratedPart(first, reply, is_cut=True)
-            continuation = Continuation(turn.request, self._services.settings, ids, turn.call, part)
+            continuation = Continuation(turn.request, self._services.settings, ids, call, part)
             for answer in rest:
                 reply = await self._calls.validate_body(turn, continuation.next_call(), answer, ())
                 await continuation.add(GeneratedPart(answer, reply, is_cut=True))
         except (UpstreamInvalid, TokenPrefixMismatch) as error:
             turn.received = None
             await staged.drop(str(error))
-            return False
+            return None
         staged.restored(continuation.tokens)
-        with turn.cancellable():
+        with turn.flight.cancellable():
             await self._calls.place(turn)
-        turn.answer, turn.reply = continuation.first.answer, continuation.first.reply
         try:
-            await self._continued(turn, continuation)
+            continued = await self._continued(turn, call, staged, continuation)
         except TakesNoIds as engine:
             await staged.drop(f"{engine} takes no token ids")
-            turn.reply = None
-            return False
-        return True
+            return None
+        return Generated(part.answer, part.reply) if continued is None else continued
 
     # a generation that an engine ended early
 
-    async def _ended_early(self, turn: InFlightTurn, first: GeneratedPart) -> None:
+    async def _ended_early(
+        self, turn: Claimed, call: EngineCall, staged: StagedTurn | None, first: GeneratedPart
+    ) -> Generated | EngineReply:
         """Handle a generation that an engine ended early, by the session's policy, or that it could not end."""
         try:
-            is_whole = not await self._after_abort(turn, first)
+            continued = await self._after_abort(turn, call, staged, first)
         except TakesNoIds as engine:
             raise UpstreamUnreachable(f"{first.answer.engine} died, and {engine} takes no token ids") from engine
-        if is_whole and first.answer.is_native:
-            answer = await self._as_chat(turn, first.answer)
-            turn.answer, turn.reply = answer, await self._calls.validate_body(turn, turn.call, answer, turn.stored)
+        if continued is not None:
+            return continued
+        if not first.answer.is_native:
+            return Generated(first.answer, first.reply)
+        answer = await self._as_chat(turn, call, first.answer)
+        return Generated(answer, await self._calls.validate_body(turn, call, answer, call.stored))
 
-    async def _after_abort(self, turn: InFlightTurn, first: GeneratedPart) -> bool:
-        """Was the turn continued? An aborted generation is only if a gate was shut since it was sent: a driver that has
-        enough samples ends the others for good. Raises GenerationAborted, TakesNoIds for one that is cut."""
+    async def _after_abort(
+        self, turn: Claimed, call: EngineCall, staged: StagedTurn | None, first: GeneratedPart
+    ) -> Generated | EngineReply | None:
+        """What came of continuing the turn; None if it was not. An aborted generation is only if a gate was shut since
+        it was sent: a driver that has enough samples ends the others for good. Raises GenerationAborted, TakesNoIds for
+        one that is cut."""
         services, policy = self._services, self.on_abort(turn)
         if not first.is_cut:
-            if _is_late(turn):
-                return False
+            if self._is_late(turn):
+                return None
             if policy == "fail":
                 raise GenerationAborted(f"{first.answer.engine} ended the generation before its time")
             if policy == "return" or not await self._was_shut(turn):
-                return False
+                return None
             engine, is_chat = first.answer.engine, turn.request.shape == "chat"
             if not can_continue(turn.request) or (is_chat and services.engines.takes_no_ids(engine)):
                 services.engines.warn_of_aborts(engine)
-                return False
-        prompt = turn.call.prompt
-        ids = prompt.text if prompt is not None else await self._reported_ids(turn, first.reply)
-        return await self._continued(turn, Continuation(turn.request, services.settings, ids, turn.call, first))
+                return None
+        ids = call.prompt.text if call.prompt is not None else await self._reported_ids(turn, first.reply)
+        continuation = Continuation(turn.request, services.settings, ids, call, first)
+        return await self._continued(turn, call, staged, continuation)
 
-    async def _continued(self, turn: InFlightTurn, continuation: Continuation) -> bool:
-        """Generate the rest of the turn; False if nothing was added to its first part. Raises as `_continue`."""
-        if not await self._continue(turn, continuation):
-            return True
+    async def _continued(
+        self, turn: Claimed, call: EngineCall, staged: StagedTurn | None, continuation: Continuation
+    ) -> Generated | EngineReply | None:
+        """Generate the rest of the turn; None if nothing was added to its first part. Raises as `_continue`."""
+        refusal = await self._continue(turn, staged, continuation)
+        if refusal is not None:
+            return refusal
         if continuation.newest is continuation.first and not continuation.is_complete:
-            return False
-        answer = await self._as_chat(turn, await continuation.join())
-        turn.waiter.grow(answer.body.size)
-        reply = await self._calls.validate_body(turn, turn.call, answer, turn.stored)
-        turn.answer = answer
-        turn.reply = msgspec.structs.replace(
+            return None
+        answer = await self._as_chat(turn, call, await continuation.join())
+        turn.flight.waiter.grow(answer.body.size)
+        reply = await self._calls.validate_body(turn, call, answer, call.stored)
+        joined = msgspec.structs.replace(
             reply,
             parts=continuation.parts(),
             weight_versions=continuation.versions(),
             speculative=continuation.speculative(),
         )
-        return True
+        return Generated(answer, joined)
 
-    async def _continue(self, turn: InFlightTurn, continuation: Continuation) -> bool:
-        """Continue the generation after each pause, until it is complete or ended for good; False if an engine refused
-        with an error of its own, which is the turn's answer then.
+    async def _continue(
+        self, turn: Claimed, staged: StagedTurn | None, continuation: Continuation
+    ) -> EngineReply | None:
+        """Continue the generation after each pause, until it is complete or ended for good. An engine's own error, with
+        which it refuses, is returned.
 
         An engine may still be ending generations when the gate has opened. A part without tokens is retried after a
         pause, a limited number of times, and so is one whose engine has died. All parts use the turn's rid, so that
@@ -197,12 +205,12 @@ class Resume:
         """
         misses = 0
         while not continuation.is_complete:
-            if turn.staged is not None:
-                await turn.staged.end_part()
+            if staged is not None:
+                await staged.end_part()
             try:
-                part = await self._rest(turn, continuation, misses)
+                part = await self._rest(turn, staged, continuation, misses)
             except UpstreamUnreachable:
-                if turn.staged is None or misses == EMPTY_TRIES:
+                if staged is None or misses == EMPTY_TRIES:
                     raise
                 misses += 1
                 continue
@@ -211,10 +219,10 @@ class Resume:
                     raise
                 self._services.engines.warn_of_aborts(str(engine))
                 break
-            if part is None:
-                return False
+            if isinstance(part, EngineReply):
+                return part
             await continuation.add(part)
-            if _is_late(turn):
+            if self._is_late(turn):
                 break
             if part.is_cut or await self._was_shut(turn):
                 misses = 0
@@ -222,54 +230,57 @@ class Resume:
                 break
             else:
                 misses += 1
-        return True
+        return None
 
-    async def _rest(self, turn: InFlightTurn, continuation: Continuation, misses: int) -> GeneratedPart | None:
-        """The next part, or what has come of it until its engine died; None for an engine's own error. `misses` were in
-        vain before it."""
-        call, stages, is_cut = continuation.next_call(), turn.stages, False
+    async def _rest(
+        self, turn: Claimed, staged: StagedTurn | None, continuation: Continuation, misses: int
+    ) -> GeneratedPart | EngineReply:
+        """The next part, or what has come of it until its engine died; an engine's own error is returned as it is.
+        `misses` were in vain before it."""
+        call, flight, is_cut = continuation.next_call(), turn.flight, False
+        stages = flight.stages
         stages.marks.append((TurnStage.GATE, stages.clock()))
-        with turn.cancellable():
+        with flight.cancellable():
             if misses:
                 await asyncio.sleep(FIRST_PAUSE_S * 2 ** (misses - 1))
             for gate in self._services.points.before_engine:
-                if (wait := gate(turn)) is not None:
-                    await wait(turn)
+                if (wait := gate(flight)) is not None:
+                    await wait(flight)
             stages.marks.append((TurnStage.PREPARE, stages.clock()))
             await self._calls.require_still_open(turn)
             await self._place_again(turn, continuation.newest.answer.engine)
             try:
                 answer = await self._calls.send(turn, call)
             except UpstreamUnreachable as error:
-                answer, is_cut = self._cut(turn, error), True
-        reply = await self._calls.validate(turn, call, answer, ())
-        if reply is None:
-            turn.reply = None
-            return None
-        return GeneratedPart(turn.answer, reply, is_cut)
+                answer, is_cut = _cut(turn, staged, error), True
+        generated = await self._calls.validate(turn, call, answer, ())
+        if isinstance(generated, EngineReply):
+            return generated
+        return GeneratedPart(generated.answer, generated.reply, is_cut)
 
-    async def _place_again(self, turn: InFlightTurn, engine: str) -> None:
+    async def _place_again(self, turn: Claimed, engine: str) -> None:
         """Prefer the engine that has the tokens so far in its cache, if it still accepts turns.
 
         Raises as `Placement.place`.
         """
-        services, away = self._services, turn.away
-        order = services.engines.order(turn.session_id, engine)
-        if turn.control is None:
-            await services.placement.place(turn)
-            turn.away = turn.away or away
-        turn.order = order
+        services, choice = self._services, turn.choice
+        assert choice is not None
+        order = services.engines.order(turn.flight.session_id, engine)
+        if choice.control is None:
+            again = await services.placement.place(turn)
+            choice.away = again.away or choice.away
+        choice.order = order
 
-    async def _as_chat(self, turn: InFlightTurn, answer: EngineReply) -> EngineReply:
+    async def _as_chat(self, turn: Claimed, call: EngineCall, answer: EngineReply) -> EngineReply:
         """The answer as a chat's, if it is not one. Raises as `NativeRoutes.chat`."""
-        call, params = turn.call, turn.request.params
+        params = turn.request.params
         if not answer.is_native or call.prompt is None:
             return answer
         offers = value_of(params.get("tool_choice"), "tool_choice") != "none"
         tools = call.tools if offers else None
-        return await self._services.native.chat(answer, turn.session_id, params, tools, call.prompt.text)
+        return await self._services.native.chat(answer, turn.flight.session_id, params, tools, call.prompt.text)
 
-    async def _reported_ids(self, turn: InFlightTurn, reply: ValidatedReply) -> bytes:
+    async def _reported_ids(self, turn: Claimed, reply: ValidatedReply) -> bytes:
         """The prompt's ids as text, as reported by the engine that tokenised it. Raises SessionUnreadable."""
         suffix = id_text(codec.unpack_tokens(reply.tokens, reply.exchange).suffix_ids)
         parent = decide.token_parent(turn.session, turn.plan)
@@ -279,5 +290,12 @@ class Resume:
         return b",".join(filter(None, (stored, suffix)))
 
 
-def _is_late(turn: InFlightTurn) -> bool:
-    return turn.limit is not None and turn.limit.is_late
+def _cut(turn: Claimed, staged: StagedTurn | None, error: UpstreamUnreachable) -> EngineReply:
+    """What had come when the engine died. Raises `error` if there is nothing, and where the client has got some of it
+    live: it would get no more, so it gets the error, and its retry goes on."""
+    live = turn.flight.waiter.live
+    has_begun = live is not None and live.begun
+    answer = None if staged is None or has_begun else staged.cut()
+    if answer is None:
+        raise error
+    return answer

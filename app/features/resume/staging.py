@@ -14,19 +14,19 @@ import asyncio
 import hashlib
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from app.domain.request import ChatRequest, value_of
 from app.errors import AppError
-from app.features.resume import OUTCOMES
 from app.features.resume.continuation import can_continue
 from app.settings import Settings
 from app.store import staged_tokens
 from app.store.ports import Database, Writer
 from app.store.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
-from app.turn.in_flight import InFlightTurn
+from app.turn.in_flight import Claimed, EngineCall, Request
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import DialectChoice, asked_for, asks_for_prompt
@@ -43,9 +43,9 @@ AnyStream = ReplyStream | GenerateStream
 
 
 class StagingCounters(msgspec.Struct):
-    """What this process has staged: turns by outcome, and tokens that were not generated again."""
+    """What this process has staged: turns by outcome (`resume.OUTCOMES`), and tokens that were not generated again."""
 
-    turns: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(OUTCOMES, 0))
+    turns: Counter[str] = msgspec.field(default_factory=Counter)
     tokens_restored: int = 0
 
 
@@ -59,24 +59,23 @@ class Staging:
         self._writer = writer
         self._settings = settings
 
-    def begin(self, turn: InFlightTurn, dialect: DialectChoice) -> StagedTurn | None:
+    def begin(self, turn: Claimed, call: EngineCall, dialect: DialectChoice) -> StagedTurn | None:
         """None if the turn cannot be continued. `dialect` is that of all engines."""
-        if not self._can_stage(turn, dialect):
+        if not self._can_stage(turn.request, call, dialect):
             self.counters.turns["not_staged"] += 1
             return None
         return StagedTurn(
-            turn, self._database, self._writer, self._settings, self.counters, is_native=dialect == "sglang"
+            turn, call, self._database, self._writer, self._settings, self.counters, is_native=dialect == "sglang"
         )
 
-    def _can_stage(self, turn: InFlightTurn, dialect: DialectChoice) -> bool:
+    def _can_stage(self, request: Request, call: EngineCall, dialect: DialectChoice) -> bool:
         """Do the engines stream the turn with its ids, and can it be continued from them? A stream has no payloads,
         and vLLM's no logprobs of the prompt."""
-        request = turn.request
         if not isinstance(request, ChatRequest) or dialect == "auto":
             return False
-        if dialect == "sglang" and (turn.prompt is None or not can_translate(request.params, turn.call.tools)):
+        if dialect == "sglang" and (call.ids is None or not can_translate(request.params, call.tools)):
             return False
-        if dialect == "vllm" and asks_for_prompt(turn.call.wish):
+        if dialect == "vllm" and asks_for_prompt(call.wish):
             return False
         if self._settings.replay or asked_for(request.params) or not can_continue(request):
             return False
@@ -88,7 +87,8 @@ class StagedTurn:
 
     def __init__(
         self,
-        turn: InFlightTurn,
+        turn: Claimed,
+        call: EngineCall,
         database: Database,
         writer: Writer,
         settings: Settings,
@@ -98,10 +98,10 @@ class StagedTurn:
     ) -> None:
         self.counters = counters
         self.is_native = is_native
-        self._session_id = turn.session_id
+        self._session_id = turn.flight.session_id
         self._turn = turn.opened.turn
-        self._held = (turn.session_id, turn.fence, turn.incarnation, turn.opened_at)
-        self._request_hash = _request_hash(turn)
+        self._held = (turn.flight.session_id, turn.fence, turn.incarnation, turn.opened_at)
+        self._request_hash = _request_hash(turn, call)
         self._database = database
         self._writer = writer
         self._interval_s = settings.stage_tokens_s
@@ -256,12 +256,12 @@ class StagedStream:
         return b"".join(pieces)
 
 
-def _request_hash(turn: InFlightTurn) -> str:
+def _request_hash(turn: Claimed, call: EngineCall) -> str:
     """What must be the same for a turn to go on from another's tokens: the body, the place, the agent, and what the
     engine is asked for besides messages."""
-    parts = [turn.body_hash, str(turn.plan.parent), turn.agent_id or ""]
-    parts.append(hashlib.sha256(turn.call.params).hexdigest())
-    parts += [blob.hash for blob in turn.shared if blob.kind == "tools"]
+    parts = [turn.opened.body_hash, str(turn.plan.parent), turn.opened.agent_id or ""]
+    parts.append(hashlib.sha256(call.params).hexdigest())
+    parts += [blob.hash for blob in call.shared if blob.kind == "tools"]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -1,6 +1,6 @@
 """`nvext.session_control`: clients bind engines to a name, and engines hold sessions under it (Dynamo).
 
-    a turn with a claim     uses its name, and chooses the engine by it   (`TurnPoints.claimed`, `EngineChoice`)
+    a turn with a claim     uses its name, and chooses the engine by it   (`TurnPoints.claimed`, `placing`)
     a turn that has ended   releases it                                   (`TurnPoints.ended`)
     a close                 ends the name that the session used last      (`Sessions.on_close`)
     in the background       names whose time is over, and those of dead processes
@@ -33,6 +33,7 @@ def add_to(services: Services) -> SessionControls:
         lease_s=services.recovery.lease_to_judge_by,
     )
     services.points.claimed.append(controls.claimed)
+    services.points.placing.append(controls.placing)
     services.points.ended.append(controls.ended)
     services.sessions.on_close(controls.session_closed)
     services.registered_calls.append(controls.start)

@@ -30,12 +30,15 @@ from app.store.affinities import Ending
 from app.store.log import Operation, VoidedClaim
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
-from app.turn.in_flight import InFlightTurn
+from app.turn.in_flight import Claimed, EngineChoice
 from app.upstream.sessions import EngineSessions, OpenUnknown
 
 log = logging.getLogger("turnlog.session_control")
 
 T = TypeVar("T")
+
+NAME = "session_control"
+"""The name of a turn's `ControlledTurn` in `InFlightTurn.features`."""
 
 NAME_POLL_S = 0.05
 """Interval at which a turn checks whether another one has released the name."""
@@ -102,15 +105,21 @@ class SessionControls:
                     await asyncio.wait(set(self._background))
         await cancelled(*self._background)
 
-    def claimed(self, turn: InFlightTurn) -> None:
+    def claimed(self, turn: Claimed) -> None:
         """The turn has its claim (`points.claimed`)."""
         if turn.request.control is not None:
-            turn.controlled = self.turn(turn.request.control, turn.session_id)
+            turn.flight.features[NAME] = self.turn(turn.request.control, turn.flight.session_id)
 
-    def ended(self, turn: InFlightTurn) -> None:
+    async def placing(self, turn: Claimed, choice: EngineChoice) -> None:
+        """The turn's name has its say (`points.placing`). Raises StoreUnavailable, Overloaded."""
+        controlled: ControlledTurn = turn.flight.features[NAME]
+        await controlled.place(choice)
+
+    def ended(self, turn: Claimed) -> None:
         """A turn that had its claim has ended (`points.ended`)."""
-        if turn.controlled is not None:
-            turn.controlled.finish(turn.aborts)
+        controlled: ControlledTurn | None = turn.flight.features.get(NAME)
+        if controlled is not None:
+            controlled.finish(turn.flight.aborts)
 
     def turn(self, control: SessionControl, session_id: str) -> ControlledTurn:
         """Begin a turn that holds its session's claim; call `finish` on it in the end."""
@@ -283,13 +292,12 @@ class ControlledTurn:
         now = asyncio.get_running_loop().time()
         self.slides_at = now + self._timeout_s / SLIDES_A_TIMEOUT if self._state == "bound" else float("inf")
 
-    async def place(self, turn: InFlightTurn) -> None:
-        """Choose the turn's engine; its `order` is the choice without session control. Raises StoreUnavailable,
-        Overloaded."""
-        await self._acquire(turn.order.first)
+    async def place(self, choice: EngineChoice) -> None:
+        """Choose the turn's engine; `choice` is that without session control. Raises StoreUnavailable, Overloaded."""
+        await self._acquire(choice.order.first)
         if self._state != "unbound":
-            turn.order = self._controls.engines.order(self.session_id, self._engine)
-            turn.control = self
+            choice.order = self._controls.engines.order(self.session_id, self._engine)
+            choice.control = self
 
     async def _acquire(self, candidate: str) -> None:
         """Request the name until no other turn uses it; a new binding would be to `candidate`."""

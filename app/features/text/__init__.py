@@ -21,7 +21,8 @@ def add_to(services: Services) -> TextCalls | None:
     if not upstreams:
         return None
     from app.features.text.calls import TextCalls
-    from app.turn.points import TurnPath, TurnPoints
+    from app.turn.points import TurnPoints
+    from app.turn.turns import TurnPath
 
     calls = TextCalls(services, upstreams)
     services.turns.paths["text"] = TurnPath(TurnPoints(), calls)

@@ -16,7 +16,7 @@ from app.errors import GenerationFailed, UpstreamInvalid, UpstreamUnauthorized, 
 from app.fleet.engines import UNUSABLE, failure, require_status
 from app.text_upstreams import SHORT_KEY, TextUpstream
 from app.turn.engine_call import EngineCalls, body_of
-from app.turn.in_flight import InFlightTurn, TurnStage
+from app.turn.in_flight import Claimed, EngineCall, Generated, TurnStage
 from app.turn.validation import rest_hash
 from app.upstream import headers as http_headers
 from app.upstream.body import Body
@@ -39,43 +39,59 @@ class TextCalls(EngineCalls):
     the session, with its own key. No engine is asked, and none of what engines are told goes there."""
 
     def __init__(self, services: Services, upstreams: Sequence[TextUpstream]) -> None:
-        super().__init__(services)
+        super().__init__(
+            points=services.points,
+            settings=services.settings,
+            clock=services.clock,
+            cache=services.cache,
+            fleet=services.fleet,
+            engines=services.engines,
+            native=services.native,
+            placement=services.placement,
+            token_in=services.token_in,
+            validator=services.validator,
+            large_bodies=services.large_bodies,
+            proofs=services.proofs,
+        )
+        self._client = services.client
         self._replays_experts = self._takes_rid = False
         self._names_engine_sessions = True  # All parameters are those of `_other_params`.
         self._upstreams = {upstream.name: upstream for upstream in upstreams}
 
-    def _other_params(self, turn: InFlightTurn) -> bytes:
+    def _other_params(self, turn: Claimed) -> bytes:
         """The client's alone."""
         return join_object({name: bytes(raw) for name, raw in turn.request.params.items()})
 
-    async def generate(self, turn: InFlightTurn) -> None:
+    async def generate(self, turn: Claimed, call: EngineCall) -> Generated | EngineReply:
         """Raises TurnCancelled, UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid, UpstreamUnauthorized, and as
         `ReplyValidator.by_all_rules`."""
         upstream = self._upstreams[turn.session.config.upstream or ""]
-        with turn.cancellable():
-            answer = turn.answer = await self._asked(turn, upstream)
-        if answer.status == 200:
-            turn.received = answer.body
-            try:
-                turn.reply = await self._validated(turn, answer)
-            except GenerationFailed as failed:
-                answer.status, answer.body = failed.told_status, Body([failed.told])
-                if upstream.key is not None:
-                    _hide(answer, upstream.key)  # a short one too, now that it is an error
-                return
-            if crash_points.ARMED:
-                crash_points.reach("after_judged")
+        with turn.flight.cancellable():
+            answer = turn.answer = await self._asked(turn, call, upstream)
+        if answer.status != 200:
+            return answer
+        turn.received = answer.body
+        try:
+            reply = await self._validated(turn, call, answer)
+        except GenerationFailed as failed:
+            answer.status, answer.body = failed.told_status, Body([failed.told])
+            if upstream.key is not None:
+                _hide(answer, upstream.key)  # a short one too, now that it is an error
+            return answer
+        if crash_points.ARMED:
+            crash_points.reach("after_judged")
+        return Generated(answer, reply)
 
-    async def _asked(self, turn: InFlightTurn, upstream: TextUpstream) -> EngineReply:
+    async def _asked(self, turn: Claimed, call: EngineCall, upstream: TextUpstream) -> EngineReply:
         """The upstream's answer, without its key. Raises as `generate`."""
-        services, call, stages = self._services, turn.call, turn.stages
+        stages = turn.flight.stages
         if crash_points.ARMED:
             crash_points.reach("before_engine")
-        body = await services.large_bodies.run(turn.large, partial(body_of, call))
+        body = await self._large_bodies.run(turn.large, partial(body_of, call))
         url, headers = upstream.url + ROUTES[call.shape], http_headers.to_vendor(upstream.key)
         stages.marks.append((TurnStage.ENGINE, stages.clock()))
         try:
-            answer = await services.client.post(url, body, headers, turn.waiter.grow)
+            answer = await self._client.post(url, body, headers, turn.flight.waiter.grow)
         except NotSent as error:
             raise UpstreamUnreachable(f"{upstream.name} cannot be connected to: {error}") from error
         except UNUSABLE as error:
@@ -91,9 +107,9 @@ class TextCalls(EngineCalls):
             _hide(answer, upstream.key)
         return answer
 
-    async def _validated(self, turn: InFlightTurn, answer: EngineReply) -> ValidatedReply:
+    async def _validated(self, turn: Claimed, call: EngineCall, answer: EngineReply) -> ValidatedReply:
         """As `ReplyValidator.validate`, of a reply that need not have ids."""
-        validator, new = self._services.validator, list(turn.stored)
+        new = list(call.stored)
         work = Job(
             dialect="openai",
             known=None,
@@ -103,12 +119,12 @@ class TextCalls(EngineCalls):
             status=answer.status,
             rid="",
             own=b"",
-            protocol=turn.call.shape,
+            protocol=call.shape,
             beginning=turn.request.beginning or b"",
         )
-        result, _ = await validator.by_all_rules(work, answer, sum(map(len, new)), None)
+        result, _ = await self._validator.by_all_rules(work, answer, sum(map(len, new)), None)
         size = len(result.message)
-        if size >= self._services.settings.max_request_bytes or bounds.is_too_much(result.message):
+        if size >= self._settings.max_request_bytes or bounds.is_too_much(result.message):
             raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
         message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
         if result.rest:
@@ -123,10 +139,11 @@ class TextCalls(EngineCalls):
             calls=() if calls_hash is None else sampled_calls(result.message),
         )
 
-    async def finish(self, turn: InFlightTurn, reply: ValidatedReply) -> None:
+    async def finish(self, turn: Claimed, call: EngineCall, generated: Generated) -> None:
         """There are no tokens that could drift."""
+        reply = generated.reply
         if reply.calls and isinstance(turn.request, ChatRequest):
-            turn.given_ids = await self._services.large_bodies.run(turn.large, lambda: self._given_ids(turn, reply))
+            generated.given_ids = await self._large_bodies.run(turn.large, lambda: self._given_ids(turn, reply))
 
 
 def _hide(answer: EngineReply, key: str) -> None:

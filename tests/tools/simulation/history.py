@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from app.domain.events import SessionConfig
+from app.domain.events import SessionConfig, TurnOpened
 from app.errors import AppError
 from app.turn.in_flight import InFlightTurn, hash_key
 from ops.verify import Acknowledged as Told
@@ -73,11 +73,17 @@ class Asked:
         self.end = math.inf
         self.reply: Reply | None = None
 
+    @property
+    def opened(self) -> TurnOpened | None:
+        """Of the turn, once it has its claim."""
+        claim = None if self.turn is None else self.turn.claim
+        return claim.event if claim is not None and isinstance(claim.event, TurnOpened) else None
+
     def call(self) -> Call:
         """As it is known by now."""
         request = self.request
         if isinstance(request, Chat) and self.turn is not None:
-            request = replace(request, number=self.turn.opened.turn if self.turn.fence else 0)
+            request = replace(request, number=0 if self.opened is None else self.opened.turn)
         return Call(self.start, self.end, request, self.reply)
 
 

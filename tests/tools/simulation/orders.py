@@ -51,9 +51,9 @@ def _audit(store: Store, session_id: str, asked: Sequence[Asked], now: float) ->
     """The log as it is now. The body of a turn is that of the request which it was opened for."""
     log = store.read(lambda connection: load_events(connection, session_id))
     bodies = {
-        (one.turn.opened.turn, one.turn.body_hash): one.request.body
+        (one.opened.turn, one.opened.body_hash): one.request.body
         for one in asked
-        if one.turn is not None and one.turn.fence and isinstance(one.request, Chat)
+        if one.opened is not None and isinstance(one.request, Chat)
     }
     turns = [recorded.event for recorded in log if isinstance(recorded.event, TurnCommitted)]
     told = tuple((turn.turn, turn.parent, bodies.get((turn.turn, turn.body_hash), "")) for turn in turns)

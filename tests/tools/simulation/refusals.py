@@ -34,7 +34,8 @@ def check(world: World, asked: Asked, error: AppError) -> None:
     log = world.store.read(lambda connection: load_events(connection, asked.session_id))
     if isinstance(error, ClaimLost):
         ends = {recorded.event.fence for recorded in log if isinstance(recorded.event, TurnAbandoned)}
-        world.must(turn.fence in ends, f"{asked.session_id} lost the claim {turn.fence}, which nobody has ended")
+        fence = None if turn.claim is None else turn.claim.seq
+        world.must(fence in ends, f"{asked.session_id} lost the claim {fence}, which nobody has ended")
         return
     rivals = {*_opened(log, asked), *_beside(history, asked)}
     if turn.new_history == "tree":
@@ -73,4 +74,4 @@ def _beside(history: History, asked: Asked) -> Iterator[int]:
     for place, other in enumerate(history.asked.get(asked.session_id, ()), 1):
         is_beside = other.process == asked.process and other.end >= asked.start and other is not asked
         if is_beside and isinstance(other.request, Chat) and not request.repeats(other.request):
-            yield -place if other.turn is None or not other.turn.fence else other.turn.fence
+            yield -place if other.turn is None or other.turn.claim is None else other.turn.claim.seq

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import cast
 
-from app.domain.events import SessionRestored
+from app.domain.events import SessionRestored, TurnOpened
 from app.domain.session import rid_of
 from app.export.rows import known
 from app.store import pins, repair
@@ -27,9 +27,9 @@ async def judge(world: World) -> None:
     if world.settings.upstream_dialect == "vllm":
         return
     asked = {
-        (rid_of(one.turn.session_id, one.turn.fence, one.turn.incarnation), one.turn.opened_at): one
+        (rid_of(one.turn.session_id, claim.seq, cast(TurnOpened, claim.event).incarnation), claim.at): one
         for one in world.spelling.asked
-        if one.turn.has_claim
+        if (claim := one.turn.claim) is not None
     }
     for session_id in world.store.read(lambda connection: repair.session_ids(connection, TABLES, "", 1000)):
         if session_id not in world.history.sessions:
