@@ -27,7 +27,7 @@ from ops.bench.peers.survival import AGENTS, Survival
 from ops.bench.peers.witness import WitnessEngine
 from ops.bench.stand import cores, folder_for_bench, pinned, started
 from ops.server import ServerDidNotStart
-from ops.simulator.config import Dialect
+from ops.simulator.wire import Dialect
 from ops.simulator.process import SimulatorProcess
 
 QUICK_CASES = ("1", "16")

@@ -17,7 +17,7 @@ from ops.bench.client import Connection
 from ops.bench.load import Session
 from ops.bench.primary import Database
 from ops.server import ROOT, OwnProcess, is_healthy
-from ops.simulator.config import Dialect
+from ops.simulator.wire import Dialect
 
 ENVIRONMENTS = ROOT / "var" / "peers"
 
