@@ -1,5 +1,5 @@
 """What the benchmark must know of a server: how to install and start it, open a session, call chat, and read what it
-recorded. A file in `ops/bench/peers/servers` has a `Peer` of a few lines for each."""
+recorded. `ops/bench/peers/servers.py` has a `Peer` of a few lines for each."""
 
 from __future__ import annotations
 
