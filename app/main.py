@@ -47,9 +47,9 @@ from app.features import (
     webhooks,
 )
 from app.logs import CURRENT
+from app.process import on_stop_signal
 from app.services import Services, running
 from app.settings import Settings, load_settings
-from app.stopping import on_stop_signal
 
 log = logging.getLogger("turnlog")
 

@@ -21,20 +21,18 @@ from app.api.tokens import Tokens
 from app.domain.proofs import Proofs
 from app.domain.session import Session
 from app.errors import AppError, SessionNotFound, StartupError
-from app.event_loop_lag import LoopLag
 from app.export.exporter import Exporter, ExportMetrics, load_picker
 from app.export.helpers import MOST_HELPERS, Helpers
 from app.export.session_samples import SessionSamples
 from app.extras import install
-from app.feature_faults import FeatureFaults
 from app.fleet.engine_pool import EnginePool
 from app.fleet.engines import Engines
 from app.fleet.health import HealthWatch
 from app.fleet.native import NativeRoutes
 from app.fleet.state import POLL_S, FleetState
 from app.fleet.versions import WeightVersions
-from app.freed_memory import FreedMemory
 from app.metrics import Metrics, RecentTurnStats
+from app.process import FeatureFaults, FreedMemory, LoopLag, end_without_store
 from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
@@ -48,7 +46,6 @@ from app.sessions.recovery import BEATS_PER_LEASE, Recovery, Registration
 from app.sessions.session_list import SessionList
 from app.sessions.session_view import SessionViews
 from app.settings import Settings
-from app.stopping import end_without_store
 from app.store.engine import Database
 from app.store.writer import Writer
 from app.tito.families import check_family

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
+import tomllib
 from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from functools import cached_property
 from ipaddress import IPv4Network, IPv6Network, ip_network
-from typing import Annotated, Any, Literal, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import (
     BaseModel,
@@ -29,8 +33,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from app import config_file, crash_points
-from app.config_file import ConfigFile, read_config
+from app import crash_points
 from app.database_url import driver_arguments
 from app.domain import patterns
 from app.domain.addresses import AddressPattern, address_pattern
@@ -39,11 +42,12 @@ from app.domain.request import SETTABLE
 from app.errors import StartupError
 from app.logs import Format as LogFormat
 from app.logs import Level as LogLevel
-from app.setting_names import PREFIX, unknown_variables
 from app.text_upstreams import TextUpstream, read_upstreams
 
 log = logging.getLogger("turnlog.settings")
 
+PREFIX = "TURNLOG_"
+CONFIG = PREFIX + "CONFIG"
 MIB = 1 << 20
 DRIVERS = ("sqlite+aiosqlite", "postgresql+asyncpg")
 
@@ -475,7 +479,7 @@ def load_settings(*names: str) -> Settings:
 
 def known_names() -> frozenset[str]:
     """All supported variables, without the one for tests (`crash_points.VARIABLE`)."""
-    return CLIENT_VARIABLES | {config_file.VARIABLE} | {PREFIX + name.upper() for name in Settings.model_fields}
+    return CLIENT_VARIABLES | {CONFIG} | {PREFIX + name.upper() for name in Settings.model_fields}
 
 
 def unknown_names() -> dict[str, str | None]:
@@ -551,3 +555,118 @@ def _one_line(problem: Mapping[str, Any], config: ConfigFile) -> str:
 def _without_password(url: str) -> str:
     """Hide the password, also in a URL that cannot be parsed, and in a query parameter."""
     return re.sub(r"([?&](?:ssl)?password=)[^&,]*", r"\1***", re.sub(r"(://[^:/@,]*):[^,]*@", r"\1:***@", url))
+
+
+# The file that TURNLOG_CONFIG names; a variable takes precedence over it.
+
+
+class ConfigFile(NamedTuple):
+    """`values` are texts as a variable would have, by the settings' names; `lines` where they stand."""
+
+    path: str
+    values: Mapping[str, str]
+    lines: Mapping[str, int]
+
+    def place(self, name: str) -> str:
+        return f"{self.path}:{self.lines[name]}: {name}"
+
+
+def read_config(known: Collection[str]) -> ConfigFile:
+    """The values that no variable sets; none without a file.
+
+    Raises StartupError for a file that cannot be read, an unknown key and a date. No value is in its lines.
+    """
+    path = os.environ.get(CONFIG, "").strip()
+    if not path:
+        return ConfigFile("", {}, {})
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        given = tomllib.loads(text)
+    except OSError as error:
+        raise StartupError(f"{CONFIG}={path!r}: {error.strerror}") from None
+    except ValueError as error:  # of TOML, with its line, or of UTF-8
+        raise StartupError(f"{path}: {'not UTF-8' if isinstance(error, UnicodeError) else error}") from None
+    lines = {name: _line_of(name, text) for name in given}
+    mistakes = [_unknown(path, lines[name], name, known) for name in given if name not in known]
+    if mistakes:
+        raise StartupError(*mistakes)
+    variables = {name.upper() for name, value in os.environ.items() if value.strip()}
+    chosen = {name: value for name, value in given.items() if PREFIX + name.upper() not in variables}
+    try:
+        values = {name: _as_text(value) for name, value in chosen.items()}
+    except TypeError:  # a date, which JSON does not have either
+        raise StartupError(f"{path}: expected text, a number, true or false, a list or a table") from None
+    return ConfigFile(path, values, lines)
+
+
+def _as_text(value: object) -> str:
+    """Raises TypeError."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ",".join(value)
+    return json.dumps(value)
+
+
+def _line_of(name: str, text: str) -> int:
+    """Where a key stands at the top level: `name = …`, `name.field = …` or `[name]`."""
+    key = rf"[\"']?{re.escape(name)}[\"']?"
+    match = re.search(rf"^[ \t]*(?:{key}[ \t]*[.=]|\[+[ \t]*{key}[ \t]*[.\]])", text, re.MULTILINE)
+    return 1 if match is None else text.count("\n", 0, match.start()) + 1
+
+
+def _unknown(path: str, line: int, name: str, known: Collection[str]) -> str:
+    near = get_close_matches(name.lower().removeprefix(PREFIX.lower()), known, n=1)
+    return f"{path}:{line}: {name} is not a setting" + (f": did you mean {near[0]}?" if near else "")
+
+
+# Variables that are no settings: misspelt, unrelated, or set by a Kubernetes cluster.
+
+MIN_RATIO = 0.75
+"""Similarity (`difflib`'s ratio) from which a word counts as a misspelling of another: `DATABSE` has 0.93 of
+`DATABASE`, `BASE` 0.67. The same ratio of the whole names, without the prefix, makes a setting the nearest one."""
+
+
+class UnknownName(NamedTuple):
+    """A variable that is not a setting. `nearest` is the most similar setting, or None."""
+
+    name: str
+    nearest: str | None
+    is_misspelt: bool
+
+
+_INJECTED = re.compile(
+    r"""TURNLOG_(?:
+      SERVICE_\w+ | PORT(?:_\w+)?
+      | \w+_SERVICE_(?: HOST | PORT(?:_\w+)? )
+      | \w+_PORT(?: _\d+_(?:TCP|UDP|SCTP)(?:_(?:PROTO|PORT|ADDR))? )?
+    )""",
+    re.VERBOSE,
+)
+"""Kubernetes sets these in each pod for a service `turnlog`, and for any `turnlog-…`."""
+
+
+def unknown_variables(environment: Mapping[str, str], known: Collection[str]) -> list[UnknownName]:
+    """Variables that are not settings, ordered by name, without empty ones and those that a cluster injects."""
+    names = (name for name, value in environment.items() if name.startswith(PREFIX) and value.strip())
+    unknown = [name for name in names if name not in known and not _INJECTED.fullmatch(name)]
+    return [_unknown_name(name, known) for name in sorted(unknown)]
+
+
+def _unknown_name(name: str, known: Collection[str]) -> UnknownName:
+    def closest(given: str, others: Collection[str]) -> list[str]:
+        return get_close_matches(given, others, n=1, cutoff=MIN_RATIO)
+
+    def is_misspelling(given: str, meant: str) -> bool:
+        """Is `given` a misspelling of `meant`: only other separators, or as many words, each of them similar?"""
+        words, others = given.split("_"), meant.split("_")
+        if "".join(words) == "".join(others):
+            return True
+        pairs = zip(words, others, strict=False)
+        return len(words) == len(others) and all(closest(word, [other]) for word, other in pairs)
+
+    given = name.removeprefix(PREFIX)
+    settings = [setting.removeprefix(PREFIX) for setting in known]
+    misspelt = [setting for setting in settings if is_misspelling(given, setting)]
+    nearest = closest(given, misspelt) or closest(given, settings)
+    return UnknownName(name, PREFIX + nearest[0] if nearest else None, bool(misspelt))

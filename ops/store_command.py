@@ -18,8 +18,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from app.errors import AppError, StartupError
-from app.setting_names import PREFIX
-from app.settings import Settings, load_settings
+from app.settings import PREFIX, Settings, load_settings
 from app.store.dialect import store_error
 
 DONE, NOT_ALL_WELL, IMPOSSIBLE, INTERRUPTED = 0, 1, 2, 130

@@ -1,7 +1,7 @@
-"""The events of sessions, as the server gives them.
+"""The events of sessions, as the server gives them: made by `python -m ops.event_types`, not edited.
 
 `type` tells which one it is. In the events of all sessions each also has `session_id` and `position`. Fields that have
-their default are left out: `app/domain/events.py` has the defaults.
+their default are left out: `app/domain/events.py` has the defaults, and says more of each event.
 """
 
 from __future__ import annotations
@@ -9,6 +9,46 @@ from __future__ import annotations
 from typing import Any, Literal, NotRequired, TypedDict
 
 BranchCause = Literal["start", "retry", "fork", "root", "agent", "compaction", "drift"]
+
+EventType = Literal[
+    "SessionCreated",
+    "TurnOpened",
+    "TurnCommitted",
+    "TurnRejected",
+    "TurnAbandoned",
+    "ReplyUndelivered",
+    "ReplyRedelivered",
+    "RolledBack",
+    "LimitReached",
+    "BlobsTombstoned",
+    "RewardAssigned",
+    "AnnotationWritten",
+    "RolloutJoined",
+    "AffinityBound",
+    "AffinityReleased",
+    "SessionFinished",
+    "SessionClosed",
+    "SessionRestored",
+    "SessionErased",
+]
+
+
+class VersionSpan(TypedDict):
+    """Output tokens [start, end) of one turn were sampled under the weight version `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class ColumnRef(TypedDict):
+    """A column: `length` numbers, of which `absent` have no value. `hash` is the stored frame's SHA-256."""
+
+    dtype: Literal["float32", "int32"]
+    over: Literal["output", "own"]
+    length: int
+    hash: str
+    absent: NotRequired[int]
 
 
 class _Event(TypedDict):
@@ -21,7 +61,7 @@ class _Event(TypedDict):
 
 
 class SessionCreated(_Event):
-    """`config` is what was given at the creation, without defaults."""
+    """`body_hash` distinguishes a repeated create from a conflicting one."""
 
     type: Literal["SessionCreated"]
     config: dict[str, Any]
@@ -34,6 +74,8 @@ class SessionCreated(_Event):
 
 
 class TurnOpened(_Event):
+    """A claim was taken. Its `seq` is the fence: it only grows, and the turn's commit must name it."""
+
     type: Literal["TurnOpened"]
     turn: int
     parent: int
@@ -48,16 +90,8 @@ class TurnOpened(_Event):
     retry_count: NotRequired[int]
 
 
-class VersionSpan(TypedDict):
-    """The output tokens [start, end) were sampled by this weight version."""
-
-    version: str
-    start: int
-    end: int
-
-
 class TurnCommitted(_Event):
-    """Lengths are in tokens: the prompt is `base_tokens` of the parent's and `suffix_tokens` of its own."""
+    """A turn is part of the session for good."""
 
     type: Literal["TurnCommitted"]
     turn: int
@@ -93,8 +127,8 @@ class TurnCommitted(_Event):
     sent_ids: NotRequired[bool]
     adapter: NotRequired[str | None]
     dispatched: NotRequired[str | None]
-    parts: NotRequired[list[Any]]
-    timing: NotRequired[list[int] | None]
+    parts: NotRequired[list[list[Any]]]
+    timing: NotRequired[list[Any] | None]
     branch: NotRequired[int | None]
     branch_cause: NotRequired[BranchCause | None]
     carries: NotRequired[int | None]
@@ -103,17 +137,17 @@ class TurnCommitted(_Event):
     calls_hash: NotRequired[str | None]
     bare_hash: NotRequired[str | None]
     logprobs_of: NotRequired[Literal["raw", "scaled", "processed", "logits"] | None]
+    left_out: NotRequired[list[str]]
     given_ids: NotRequired[list[Any] | None]
     odd_ids: NotRequired[bool]
     odd_arguments: NotRequired[bool]
     images: NotRequired[list[int]]
-    left_out: NotRequired[list[str]]
     limit: NotRequired[Literal["turns", "tokens", "context", "seconds"] | None]
-    speculative: NotRequired[dict[str, int] | None]
+    speculative: NotRequired[dict[str, Any] | None]
 
 
 class TurnRejected(_Event):
-    """The engine's reply was refused, or the engine answered with an error."""
+    """The open turn ended without a commit: the engine failed (`status`) or its reply was invalid."""
 
     type: Literal["TurnRejected"]
     turn: int
@@ -126,6 +160,8 @@ class TurnRejected(_Event):
 
 
 class TurnAbandoned(_Event):
+    """The open turn ended without a reply."""
+
     type: Literal["TurnAbandoned"]
     turn: int
     fence: int
@@ -133,18 +169,30 @@ class TurnAbandoned(_Event):
 
 
 class ReplyUndelivered(_Event):
+    """The connection that awaited the turn's reply ended before the reply's last byte was handed to the kernel."""
+
     type: Literal["ReplyUndelivered"]
     turn: int
     is_unknown: NotRequired[bool]
 
 
 class ReplyRedelivered(_Event):
+    """The turn's reply, believed undelivered, was given to a retry: it is not given again without a mark."""
+
     type: Literal["ReplyRedelivered"]
     turn: int
 
 
+class RolledBack(_Event):
+    """The turns after `to_turn` (0: all) are no longer live. Stands in the commit of the turn that replaces them."""
+
+    type: Literal["RolledBack"]
+    to_turn: int
+    discarded: list[int]
+
+
 class LimitReached(_Event):
-    """A limit refused a request that continues `turn` (0: none), or ended its generation: `sampled` tokens in vain."""
+    """A limit stood in the way of a request that continues turn `turn` (0: none)."""
 
     type: Literal["LimitReached"]
     limit: Literal["turns", "tokens", "context", "seconds"]
@@ -152,13 +200,9 @@ class LimitReached(_Event):
     sampled: NotRequired[int]
 
 
-class RolledBack(_Event):
-    type: Literal["RolledBack"]
-    to_turn: int
-    discarded: list[int]
-
-
 class BlobsTombstoned(_Event):
+    """The replay payloads of these turns can no longer be read."""
+
     type: Literal["BlobsTombstoned"]
     turns: list[int]
     freed: list[tuple[int, int]]
@@ -167,7 +211,7 @@ class BlobsTombstoned(_Event):
 
 
 class RewardAssigned(_Event):
-    """Of the session, or of one turn."""
+    """A later assignment replaces an earlier one for the same `turn` (None: the session)."""
 
     type: Literal["RewardAssigned"]
     reward: float
@@ -177,16 +221,9 @@ class RewardAssigned(_Event):
     components_erased: NotRequired[bool]
 
 
-class ColumnRef(TypedDict):
-    dtype: Literal["float32", "int32"]
-    over: Literal["output", "own"]
-    length: int
-    hash: str
-    absent: NotRequired[int]
-
-
 class AnnotationWritten(_Event):
-    """What `writer` says of the session or a turn: a value or a column; without either it was removed."""
+    """What `writer` says of the session or of its turn `turn`: it replaces what an earlier event says under this
+    name."""
 
     type: Literal["AnnotationWritten"]
     name: str
@@ -199,7 +236,8 @@ class AnnotationWritten(_Event):
 
 
 class RolloutJoined(_Event):
-    """A parent that the session's line names was created after it: its rollout's root is now `root`."""
+    """A parent that the session's line names was created after it: its rollout's root is now `root`. `has_limits`: it
+    has limits that hold for all of its sessions."""
 
     type: Literal["RolloutJoined"]
     root: str
@@ -207,6 +245,8 @@ class RolloutJoined(_Event):
 
 
 class AffinityBound(_Event):
+    """From now on the session's turns go to the engine with this base URL, which has its prefix cached."""
+
     type: Literal["AffinityBound"]
     engine: str
     cause: NotRequired[Literal["first", "listed", "draining", "dead", "expired", "control"]]
@@ -214,12 +254,14 @@ class AffinityBound(_Event):
 
 
 class AffinityReleased(_Event):
+    """The session is no longer bound to an engine: a client ended it (`closed`), or it expired (`expired`)."""
+
     type: Literal["AffinityReleased"]
     reason: NotRequired[Literal["closed", "expired"]]
 
 
 class SessionFinished(_Event):
-    """No turn is opened from now on: the samples are those of the snapshot."""
+    """No turn is opened from now on: once those in flight have ended, `snapshot_id` names the samples for good."""
 
     type: Literal["SessionFinished"]
     snapshot_id: str
@@ -232,8 +274,7 @@ class SessionClosed(_Event):
 
 
 class SessionRestored(_Event):
-    """The store was taken back to a checkpoint, in which this session ended with event `to_seq`; 0: it was created
-    later. Turns of after that event are undone: in no row, and continued by nobody."""
+    """The session is again what it was after event `to_seq`: the store was taken back to checkpoint `checkpoint`."""
 
     type: Literal["SessionRestored"]
     checkpoint: str
@@ -241,6 +282,8 @@ class SessionRestored(_Event):
 
 
 class SessionErased(_Event):
+    """The content is deleted. The events and the id stay, so that the id is never used again."""
+
     type: Literal["SessionErased"]
 
 

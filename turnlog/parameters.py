@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypedDict
 
+from turnlog.events import EventType
+
 TrainerShape = Literal["miles", "slime", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos", "tree"]
 """The other shapes: a trainer's own, and whole sessions as trees."""
 
@@ -19,28 +21,6 @@ Stale = Literal["drop", "mask", "keep"]
 SessionStatus = Literal["open", "closed", "erased", "undone"]
 SessionState = Literal["open", "idle", "running", "paused", "closed", "erased", "undone"]
 SessionOrder = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
-
-EventType = Literal[
-    "SessionCreated",
-    "TurnOpened",
-    "TurnCommitted",
-    "TurnRejected",
-    "TurnAbandoned",
-    "ReplyUndelivered",
-    "ReplyRedelivered",
-    "RolledBack",
-    "LimitReached",
-    "BlobsTombstoned",
-    "RewardAssigned",
-    "AnnotationWritten",
-    "RolloutJoined",
-    "AffinityBound",
-    "AffinityReleased",
-    "SessionFinished",
-    "SessionClosed",
-    "SessionRestored",
-    "SessionErased",
-]
 
 
 class Limits(TypedDict, total=False):

@@ -18,7 +18,7 @@ from app.errors import (
     RequestTooLarge,
     UnsupportedEncoding,
 )
-from app.freed_memory import LARGE
+from app.process import LARGE
 from app.upstream.encoding import Decoder, Undecodable, decoder
 from app.upstream.headers import Headers
 

@@ -39,7 +39,7 @@ from app.errors import (
     StoreFull,
     TooManySessions,
 )
-from app.feature_faults import FeatureFaults
+from app.process import FeatureFaults
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.event_log import Followers, wait_for_change
 from app.store import rollouts

@@ -6,11 +6,10 @@ import argparse
 import contextlib
 import os
 import random
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
@@ -21,7 +20,7 @@ from app.store.engine import Database
 from app.store.schema import sessions
 from ops.bench import client
 from ops.bench.load import Conversation, opening_messages, timed_turn
-from ops.bench.measure import cpu_s, resident_bytes, save_figures, stat, table
+from ops.bench.measure import MIB, Figures, Peak, cpu_s, save_figures, stat, table
 from ops.bench.stand import Cores, cores, folder_for_bench, pinned, simulator, started
 from ops.bench.stored import StoredSession, StoredTurn, write_sessions
 from ops.server import ServerProcess
@@ -38,8 +37,6 @@ FORMS = (
     "ndjson trl",
     "parquet trl",
 )
-
-MIB = 1 << 20
 
 POOL = 2048
 """Number of different turns from which all sessions are composed. It exceeds the rows of a Parquet row group; otherwise
@@ -58,8 +55,6 @@ READS = {
     "SELECT number, data FROM blobs WHERE session_id BETWEEN :first AND :last": 1,
 }
 """The queries of the plain read, and how many of their last columns are content."""
-
-SAMPLE_S = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +170,7 @@ async def _stored_bytes(server: ServerProcess) -> int:
         await database.close()
 
 
-async def _export(server: ServerProcess, form: str, count: int, stored: int, cpu_sets: Cores) -> dict[str, Any]:
+async def _export(server: ServerProcess, form: str, count: int, stored: int, cpu_sets: Cores) -> Figures:
     """Measure one export by a new server, and one plain read. MB are 10^6 bytes, of the store's content and of the
     output. The ratio of CPU times holds also where other programs have a share of the cores."""
     format, shape = form.split()
@@ -183,11 +178,11 @@ async def _export(server: ServerProcess, form: str, count: int, stored: int, cpu
     read_s = await _plain_read(server, stored)
     read_cpu = time.process_time() - cpu
     with started(server, cpu_sets):
-        await _download(server, format, shape, limit=1)
+        await download(server, format=format, shape=shape, limit="1")
         cpu = _cpu_s(server.pid)
-        with _Peak(server.pid) as peak:
+        with Peak(server.pid) as peak:
             began = time.perf_counter()
-            downloaded = await _download(server, format, shape)
+            downloaded = await download(server, format=format, shape=shape)
             seconds = time.perf_counter() - began
         cpu = _cpu_s(server.pid) - cpu
     if format == "ndjson" and downloaded.lines != count:
@@ -212,50 +207,26 @@ def _cpu_s(pid: int) -> float:
     return cpu_s(pid) + (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
-class _Peak(threading.Thread):
-    """Samples the memory of a process and its children, which a large export starts, and keeps the maximum."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__(daemon=True)
-        self._pid = pid
-        self._stopped = threading.Event()
-        self.before = self.most = resident_bytes(pid)
-
-    def run(self) -> None:
-        while not self._stopped.wait(SAMPLE_S):
-            self.most = max(self.most, resident_bytes(self._pid))
-
-    def __enter__(self) -> _Peak:
-        self.start()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._stopped.set()
-        self.join()
-
-
 class Incomplete(Exception):
     """A read or an export did not contain everything."""
 
 
-class _Downloaded(NamedTuple):
+class Downloaded(NamedTuple):
     size: int
-    lines: int
+    lines: int  # of NDJSON
 
 
-async def _download(server: ServerProcess, format: str, shape: str, limit: int | None = None) -> _Downloaded:
+async def download(server: ServerProcess, **query: str) -> Downloaded:
     """Read an export and discard it. Raises aiohttp.ClientError if it ends early."""
-    parameters = {"format": format, "shape": shape, **({} if limit is None else {"limit": str(limit)})}
     size = lines = 0
     async with (
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20) as session,
-        session.get(f"{server.base_url}/export", params=parameters, raise_for_status=True) as response,
+        session.get(f"{server.base_url}/export", params=query, raise_for_status=True) as response,
     ):
         async for piece in response.content.iter_any():
             size += len(piece)
-            if format == "ndjson":
-                lines += piece.count(b"\n")
-    return _Downloaded(size, lines)
+            lines += piece.count(b"\n")
+    return Downloaded(size, lines)
 
 
 async def _plain_read(server: ServerProcess, stored: int) -> float:

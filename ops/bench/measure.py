@@ -1,16 +1,22 @@
-"""Measuring and printing: CPU from /proc, percentiles, the time of a disk sync, tables."""
+"""Measuring and printing: CPU and memory from /proc, rounds, percentiles and ratios, tables."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import statistics
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+MIB = 1 << 20
+SAMPLE_S = 0.1
+
+Figures = dict[str, Any]
 
 
 def cpu_s(pid: int) -> float:
@@ -89,6 +95,28 @@ def _own_resident_bytes(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
+class Peak(threading.Thread):
+    """Samples the memory of a process and its children meanwhile, and keeps the maximum."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self._pid = pid
+        self._stopped = threading.Event()
+        self.before = self.most = resident_bytes(pid)
+
+    def run(self) -> None:
+        while not self._stopped.wait(SAMPLE_S):
+            self.most = max(self.most, resident_bytes(self._pid))
+
+    def __enter__(self) -> Peak:
+        self.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stopped.set()
+        self.join()
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The nearest-rank percentile; NaN if there are no values."""
     if not values:
@@ -97,13 +125,33 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, math.ceil(len(ordered) * percent / 100) - 1))]
 
 
-def sync_once_s(descriptor: int, size: int = 4096) -> float:
-    """Seconds of an append of `size` bytes followed by fdatasync."""
-    block = os.urandom(size)
-    began = time.perf_counter()
-    os.write(descriptor, block)
-    os.fdatasync(descriptor)
-    return time.perf_counter() - began
+async def alternate(
+    names: Collection[str], rounds: int, measure: Callable[[str], Awaitable[Figures | None]]
+) -> dict[str, list[Figures]]:
+    """Measure everything of these names in each round, in an order that alternates: a slowdown of the machine affects
+    all of them. What `measure` has no figures of is left out."""
+    periods: dict[str, list[Figures]] = {name: [] for name in names}
+    for number in range(rounds):
+        for name in sorted(names, reverse=number % 2 == 1):
+            if (figures := await measure(name)) is not None:
+                periods[name].append(figures)
+    return periods
+
+
+def medians(periods: Sequence[Figures]) -> Figures:
+    """Of each figure of a side; of figures that are no numbers nothing."""
+    return {
+        name: statistics.median(one[name] for one in periods)
+        for name, value in periods[0].items()
+        if isinstance(value, int | float)
+    }
+
+
+def against(who: str, what: str, ours: Sequence[Figures], theirs: Sequence[Figures]) -> Figures:
+    """The median of the ratios of a figure, each of the two sides' periods of one round, and their quartiles."""
+    ratios = [one[what] / other[what] for one, other in zip(ours, theirs, strict=True)]
+    quartiles = f"{percentile(ratios, 25):.3f}-{percentile(ratios, 75):.3f}"
+    return {f"/ {who}": statistics.median(ratios), f"quartiles, {who}": quartiles}
 
 
 def report(name: str, figures: Mapping[str, Any]) -> None:

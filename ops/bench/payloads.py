@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import httpx
 import msgspec
 
 from ops.bench.load import REQUESTED_FIELDS, SIZES, Script
-from ops.bench.measure import cpu_s, save_figures, table
+from ops.bench.measure import Figures, alternate, cpu_s, medians, save_figures, table
 from ops.bench.primary import primary
 from ops.bench.stand import Cores, Side, folder_for_bench, simulator, turnlog
 from ops.server import PORT, OwnProcess
@@ -63,7 +62,6 @@ async def main(arguments: argparse.Namespace) -> int:
     everywhere = Cores(os.sched_getaffinity(0), os.sched_getaffinity(0))
     size = SIZES[arguments.size]
     size = size._replace(completion_tokens=max(size.completion_tokens, COMPLETION_TOKENS))
-    rows: list[dict[str, Any]] = []
     with (
         primary(arguments.folder) as database,
         simulator(everywhere) as engine,
@@ -78,48 +76,34 @@ async def main(arguments: argparse.Namespace) -> int:
             "bucket": (whole, fast.bucket()),
             "bucket, 30 ms": (whole, slow.bucket()),
         }
-        for number in range(arguments.rounds):
-            for place in arguments.places:
-                script, environment = places[place]
-                before = cpu_s(fast.pid) + cpu_s(slow.pid)
-                store = database.new_database()
-                with turnlog(engine, everywhere, arguments.folder, environment, store.url) as server:
-                    side = Side(
-                        [server],
-                        script,
-                        clients=arguments.clients,
-                        turns_per_session=size.turns_per_session,
-                        database=store,
-                    )
-                    row = (await side.measured(arguments.seconds)).figures()
-                storage = (cpu_s(fast.pid) + cpu_s(slow.pid) - before) * 1000 / max(row["turns"], 1)
-                rows.append({"round": number + 1, "payloads": place, **row, "storage ms/turn": storage})
-    shown = [_shown(row) for row in rows]
-    table(shown)
-    table(_medians(shown))
-    save_figures(f"payloads-{arguments.clients}x{arguments.size}", shown)
-    return 1 if any(row["errors"] for row in rows) else 0
+
+        async def measure(place: str) -> Figures:
+            script, environment = places[place]
+            before = cpu_s(fast.pid) + cpu_s(slow.pid)
+            store = database.new_database()
+            load = {"clients": arguments.clients, "turns_per_session": size.turns_per_session}
+            with turnlog(engine, everywhere, arguments.folder, environment, store.url) as server:
+                period = await Side([server], script, database=store, **load).measured(arguments.seconds)
+            storage = (cpu_s(fast.pid) + cpu_s(slow.pid) - before) * 1000 / max(period.turns, 1)
+            return {**period.figures(), "storage ms/turn": storage}
+
+        periods = await alternate(arguments.places, arguments.rounds, measure)
+    rows = [{"payloads": place, **_shown(row)} for place, own in periods.items() for row in own]
+    table(rows)
+    middle = {place: medians([_shown(row) for row in own]) for place, own in periods.items()}
+    first = next(iter(middle.values()))
+    ratio = f"of that of {next(iter(middle))}"
+    table([{"payloads": place, **row, ratio: row[CEILING] / first[CEILING]} for place, row in middle.items()])
+    save_figures(f"payloads-{arguments.clients}x{arguments.size}", rows)
+    return 1 if any(row["errors"] for own in periods.values() for row in own) else 0
 
 
-def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    load = ("round", "payloads", "turns/s", "p50 ms", "p99 ms", "transactions a turn")
+def _shown(row: Figures) -> Figures:
+    load = ("turns/s", "p50 ms", "p99 ms", "transactions a turn")
     costs = ("server CPU ms a turn", "database CPU ms a turn", "storage ms/turn", "WAL KiB a turn", "reply KiB")
     found = {name: row[name] for name in (*load, *costs)}
     cost = row["database CPU ms a turn"]
     return {**found, "database CPU ms a transaction": cost / row["transactions a turn"], CEILING: 1000 / cost}
-
-
-def _medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Each figure's median over the rounds, by place."""
-    places = dict.fromkeys(row["payloads"] for row in rows)
-    found = []
-    for place in places:
-        own = [row for row in rows if row["payloads"] == place]
-        figures = {
-            name: statistics.median(row[name] for row in own) for name in own[0] if name not in ("round", "payloads")
-        }
-        found.append({"median of": len(own), "payloads": place, **figures})
-    return [{**row, "of that without": row[CEILING] / found[0][CEILING]} for row in found]
 
 
 def _without_payloads(script: Script) -> Script:

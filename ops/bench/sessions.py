@@ -15,19 +15,17 @@ import time
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
-import aiohttp
 import httpx
 import msgspec
 
 from ops.bench.client import Broken, Connection
+from ops.bench.export import download
 from ops.bench.load import Conversation, error_code, opening_messages, reply_message
-from ops.bench.measure import cpu_s, percentile, report, resident_bytes
+from ops.bench.measure import MIB, Figures, cpu_s, percentile, report, resident_bytes
 from ops.bench.payloads import S3Server
 from ops.bench.primary import Database, primary
 from ops.bench.stand import Cores, folder_for_bench, simulator
 from ops.server import ServerProcess
-
-MIB = 1 << 20
 
 BYTES_PER_TOKEN = 4.9
 """Approximate bytes of text for each token of the simulator's vocabulary."""
@@ -195,7 +193,7 @@ class _Sessions:
 
 async def _measured(
     name: str, server: ServerProcess, database: Database, running: Coroutine[Any, Any, _Turns]
-) -> dict[str, Any]:
+) -> Figures:
     """What the turns cost each."""
     before, hits = await database.work(), _lookups(server)
     cpu = cpu_s(server.pid)
@@ -219,32 +217,25 @@ async def _measured(
     return {f"{name}{what}": value for what, value in figures.items()}
 
 
-async def _exported(server: ServerProcess, sessions: _Sessions, clients: int) -> dict[str, Any]:
+async def _exported(server: ServerProcess, sessions: _Sessions, clients: int) -> Figures:
     """The whole export while turns go on."""
     stop = asyncio.Event()
     going_on = asyncio.create_task(sessions.go_on(stop, clients))
-    size = rows = 0
     began = time.perf_counter()
-    async with (
-        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), read_bufsize=MIB) as http,
-        http.get(f"{server.base_url}/export", raise_for_status=True) as response,
-    ):
-        async for piece in response.content.iter_any():
-            size += len(piece)
-            rows += piece.count(b"\n")
+    downloaded = await download(server)
     seconds = time.perf_counter() - began
     stop.set()
     turns = await going_on
     return {
         "export s": seconds,
-        "export rows": rows,
-        "export MiB": size / MIB,
+        "export rows": downloaded.lines,
+        "export MiB": downloaded.size / MIB,
         "export: turns/s meanwhile": len(turns.latencies) / turns.seconds,
         "export: p99 ms meanwhile": percentile(turns.latencies, 99) * 1000,
     }
 
 
-async def _restarted(server: ServerProcess, sessions: _Sessions) -> dict[str, Any]:
+async def _restarted(server: ServerProcess, sessions: _Sessions) -> Figures:
     """After `kill -9`."""
     server.kill()
     began = time.perf_counter()
@@ -258,7 +249,7 @@ async def _restarted(server: ServerProcess, sessions: _Sessions) -> dict[str, An
     }
 
 
-async def _closed(server: ServerProcess, database: Database) -> dict[str, Any]:
+async def _closed(server: ServerProcess, database: Database) -> Figures:
     """The janitor's pace at closing idle sessions."""
     with server:
         await asyncio.sleep(WARM_UP_S)

@@ -1,4 +1,5 @@
-"""The setup of all benchmarks: servers on one core, the engine simulator and the clients on another; their profile."""
+"""The setup of all benchmarks: servers on one core, the engine simulator and the clients on another; what is asked of
+them meanwhile; their profile."""
 
 from __future__ import annotations
 
@@ -10,18 +11,22 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ops.bench.load import Load, Open, Source, Tally, open_session
+from ops.bench.client import Connection
+from ops.bench.load import Load, Open, Source, Tally, open_session, timed_turn
 from ops.bench.measure import cpu_s, percentile
 from ops.bench.primary import Database, Work
 from ops.server import ROOT, OwnProcess, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
 WARM_UP_S = 2.0
+DIRECT_TURNS = 60
+HEALTH_INTERVAL_S = 0.02
 
 
 class Cores(NamedTuple):
@@ -58,9 +63,9 @@ def folder_for_bench(folder: Path | None = None) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def simulator(cpu_sets: Cores) -> Iterator[SimulatorProcess]:
+def simulator(cpu_sets: Cores, *options: str) -> Iterator[SimulatorProcess]:
     """A running engine simulator. The caller is pinned to the same core meanwhile, as the clients' core."""
-    with pinned(cpu_sets.others), SimulatorProcess("--reasoning", "0") as engine:
+    with pinned(cpu_sets.others), SimulatorProcess("--reasoning", "0", *options) as engine:
         yield engine
 
 
@@ -208,6 +213,35 @@ class Side:
     async def _create_ahead(self, turns: float) -> None:
         for load in self._loads:
             await load.create_ahead(turns / len(self._loads))
+
+
+async def direct_s(engine_url: str, source: Source) -> Sequence[float]:
+    """Latencies of the same requests at the engine itself, of which a single client's latency is a multiple."""
+    async with await Connection.connect(engine_url) as connection:
+        body = next(source.dialogues()).body()
+        return [(await timed_turn(connection, source.wire.route, body))[1] for _ in range(DIRECT_TURNS)]
+
+
+@contextlib.asynccontextmanager
+async def asking(base_url: str, path: str = "/health") -> AsyncIterator[list[float]]:
+    """Ask a light route again and again meanwhile; the list gets the seconds of each answer."""
+    times: list[float] = []
+
+    async def ask() -> None:
+        async with await Connection.connect(base_url) as connection:
+            while True:
+                began = time.perf_counter()
+                await connection.request("GET", path)
+                times.append(time.perf_counter() - began)
+                await asyncio.sleep(HEALTH_INTERVAL_S)
+
+    task = asyncio.create_task(ask())
+    try:
+        yield times
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
 
 
 def source_tree(commit: str, folder: Path) -> Path:

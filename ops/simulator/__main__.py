@@ -15,7 +15,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ops.simulator.app import Simulator
-from ops.simulator.config import Config
+from ops.simulator.wire import Config
 
 _FIELDS = {field.name for field in dataclasses.fields(Config)}
 

@@ -13,20 +13,17 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from ops.simulator import inference, openai
-from ops.simulator.config import Config
-from ops.simulator.control import Control
-from ops.simulator.engine import Engine
-from ops.simulator.records import PROBES, ReceivedRequest, RequestLog
-from ops.simulator.wire import NOT_FOUND, Delivery, FaultOrder, Reply, json_reply
+from ops.simulator import openai, sglang, vllm
+from ops.simulator.control import ReceivedRequest, RequestLog, common
+from ops.simulator.engine import NOT_FOUND, Engine, Wire
+from ops.simulator.running import HungUp
+from ops.simulator.wire import Config, Dialect, FaultOrder, Reply, json_reply
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
-_CHAT = "/v1/chat/completions"
-_COMPLETIONS = "/v1/completions"
-_GENERATE = "/generate"
+_WIRES: dict[Dialect, Wire] = {"sglang": sglang, "vllm": vllm, "openai": openai}
 
 
 class Simulator:
@@ -34,55 +31,52 @@ class Simulator:
 
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
-        self.engine = Engine(self.config)
+        self.engine = Engine(self.config, _WIRES[self.config.dialect])
         self.requests = RequestLog(self.config.keep_requests, self.config.keep_request_bytes)
-        self.control = Control(self.engine, self.requests)
-        self._generating = {("POST", _CHAT): self.engine.chat, ("POST", _COMPLETIONS): self.engine.complete}
-        if self.config.dialect == "sglang":
-            self._generating |= {(method, _GENERATE): self.engine.generate for method in ("POST", "PUT")}
-        if self.config.dialect == "vllm":
-            self._generating["POST", inference.GENERATE] = self.engine.infer
+        self._common = common(self.requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
             return
-        if scope["type"] != "http":
-            return
-        body = await _read_body(receive)
+        body = await _read_body(receive) if scope["type"] == "http" else None
         if body is None:
             return
-        path = scope["path"]
-        seen = ReceivedRequest(path, scope["headers"], body)
-        if path in PROBES:
-            self.requests.probes[path] += 1
-        elif not path.startswith("/sim/"):
+        seen = ReceivedRequest(scope["path"], scope["headers"], body)
+        if not seen.path.startswith("/sim/"):
             self.requests.add(seen)
-        refusal = None
-        if self.config.dialect == "openai" and not path.startswith("/sim/"):
-            refusal = openai.refusal(path, scope["headers"], body, self.config.api_key)
-        if refusal is not None:
-            reply: Reply | None = refusal
-        elif (generate := self._generating.get((scope["method"], path))) and not self.control.is_disabled(path):
-            names = _header(scope, b"x-request-id"), _header(scope, b"x-smg-routing-key")
-            reply = await generate(body, lambda: _hung_up(receive), *names)
-        else:
-            reply = await self._controlled(scope, path, body)
+        reply = await self._answer(scope, body, receive)
         if reply is not None:
             await _deliver(reply, receive, send)
             seen.answered = time.monotonic()
 
-    async def _controlled(self, scope: Scope, path: str, body: bytes) -> Reply:
-        handler = self.control.find(scope["method"], path)
-        if handler is None:
-            is_known = self.control.has(path) or any(path == known for _, known in self._generating)
+    async def generate(
+        self, path: str, body: bytes, hung_up: HungUp, request_id: str | None = None, session: str | None = None
+    ) -> Reply | None:
+        """Answer a request of a route that generates; None if the client left. Raises KeyError for another route."""
+        route = self.engine.wire.routes(self.engine)["POST", path]
+        return await self.engine.answer(route, body, hung_up, request_id, session)
+
+    async def _answer(self, scope: Scope, body: bytes, receive: Receive) -> Reply | None:
+        engine, method, path = self.engine, scope["method"], scope["path"]
+        if self.config.dialect == "openai" and not path.startswith("/sim/"):
+            refusal = openai.refusal(path, scope["headers"], body, self.config.api_key)
+            if refusal is not None:
+                return refusal
+        routes = engine.wire.routes(engine)
+        if route := routes.get((method, path)):
+            names = _header(scope, b"x-request-id"), _header(scope, b"x-smg-routing-key")
+            return await engine.answer(route, body, lambda: _hung_up(receive), *names)
+        controls = {**self._common, **engine.wire.control(engine, path)}
+        control = controls.get((method, path))
+        if control is None:
+            is_known = any(path == known for _, known in (*controls, *routes))
             return json_reply({"detail": "Method Not Allowed"}, 405) if is_known else json_reply(NOT_FOUND, 404)
-        values = parse_qs(scope["query_string"].decode("latin-1"))
-        query = {name: found[-1] for name, found in values.items()}
+        query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
         try:
-            return await handler(body, query)
+            return await control(engine, body, query)
         except msgspec.DecodeError as error:
-            return self.engine.error(str(error), 400, "Bad Request")
+            return engine.wire.error(str(error), 400, "Bad Request")
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:
@@ -115,7 +109,7 @@ async def _hung_up(receive: Receive) -> None:
 
 
 async def _deliver(reply: Reply, receive: Receive, send: Send) -> None:
-    if reply.delivery is Delivery.NEVER:
+    if reply.delivery == "never":
         await _hung_up(receive)
         return
     parts = reply.parts or (b"",)
@@ -127,12 +121,12 @@ async def _deliver(reply: Reply, receive: Receive, send: Send) -> None:
         headers.append((b"content-length", b"%d" % size))
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     order = reply.order
-    if order is not None and reply.delivery is Delivery.RESET:
+    if order is not None and reply.delivery == "reset":
         at = size // 2 if order.at_byte is None else order.at_byte
         await send({"type": "http.response.body", "body": reply.body[:at], "more_body": True})
         # If the body is unfinished at the return, the server closes the socket.
         return
-    if order is not None and reply.delivery is Delivery.DRIP:
+    if order is not None and reply.delivery == "drip":
         await _drip(reply.body, order, send)
         return
     if reply.over_s:

@@ -1,32 +1,36 @@
-"""A finished generation, and the parts of its reply that both dialects share."""
+"""A finished generation, and the parts of its reply that the dialects share."""
 
 from __future__ import annotations
 
 import codecs
 import math
 import random
+import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import Generic, TypeVar
+from itertools import accumulate, zip_longest
+from typing import Generic, Literal, TypeVar
 
-import msgspec
+import numpy as np
+import numpy.typing as npt
+import pybase64
 from msgspec import Raw
 
-from ops.simulator.config import Config
-from ops.simulator.generate import Draft
-from ops.simulator.payloads import Payloads, Shape
-from ops.simulator.tokenizer import IM_END, Encoded, Tokenizer
-from ops.simulator.wire import ChatRequest, CompletionRequest, Experts, Sim
+from ops.simulator.policy import Draft
+from ops.simulator.tokenizer import IM_END, Encoded, Lru, Tokenizer
+from ops.simulator.wire import ChatRequest, Config, Experts, Reply, Request, Sim, encode
 
 _LOGPROBS = 8191
-
-encode = msgspec.json.Encoder().encode
-
+_DELTA = 24
+_BLOCK = b"x" * 256 * 2**10
+CHUNK = 8
+"""Tokens in an event of a request that does not say it."""
 
 Alternatives = list[tuple[bytes, int]]
 """Logprobs as JSON, and ids."""
+
+R_co = TypeVar("R_co", bound=Request, covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +42,14 @@ class Span:
     end: int
 
 
-R = TypeVar("R", ChatRequest, CompletionRequest)
-
-
 @dataclass(frozen=True, slots=True)
-class Generation(Generic[R]):
+class Generation(Generic[R_co]):
     """All data from which a reply is written. ``queued``: SGLang aborted it in its waiting queue. ``seconds`` is the
     time of a whole generation."""
 
     id: str
     created: int
-    request: R
+    request: R_co
     prompt: Encoded
     draft: Draft
     cached_tokens: int
@@ -98,11 +99,11 @@ class Generation(Generic[R]):
 class ReplyWriter:
     """Writes parts of replies. Tables hold the wire form of each token, so that a reply only joins them."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, payloads: Payloads) -> None:
+    def __init__(self, config: Config, tokenizer: Tokenizer) -> None:
         self.config = config
-        self.payloads = payloads
+        self.tokenizer = tokenizer
         self.end_id = tokenizer.special_ids[IM_END]
-        self._tokenizer = tokenizer
+        self._payloads = Payloads(config.seed)
         rng = random.Random(f"logprobs {config.seed}")
         values = [math.log1p(-rng.random()) * rng.random() - 1e-9 for _ in range(_LOGPROBS)]
         self._numbers = [repr(value).encode() for value in values]
@@ -131,7 +132,7 @@ class ReplyWriter:
         return b"[" + b",".join([b"[" + number + tails[token] for number, token in pairs]) + b"]"
 
     def content_logprobs(
-        self, draft: Draft, numbers: list[bytes], tops: Sequence[Alternatives] = (), as_ids: bool = False
+        self, ids: list[int], numbers: list[bytes], tops: Sequence[Alternatives] = (), as_ids: bool = False
     ) -> bytes:
         """``{"content": [{token, logprob, bytes, top_logprobs}]}`` as in OpenAI's. With ``as_ids``, tokens are named by
         their ids, as vLLM does: the sampled ones keep the bytes of their text."""
@@ -139,10 +140,10 @@ class ReplyWriter:
         if as_ids:
             sampled = [
                 b'{"token":"token_id:%d",%b' % (token, heads[token][heads[token].index(b'"bytes":[') :])
-                for token in draft.ids
+                for token in ids
             ]
         else:
-            sampled = [heads[token] for token in draft.ids]
+            sampled = [heads[token] for token in ids]
         shown = [b",".join([self._alternative(one, as_ids) for one in top]) for top in tops] or [b""] * len(sampled)
         entries = [b'%b%b,"top_logprobs":[%b]}' % entry for entry in zip(sampled, numbers, shown, strict=True)]
         return b'{"content":[' + b",".join(entries) + b"]}"
@@ -159,7 +160,7 @@ class ReplyWriter:
 
         Its id decides at which place the sampled token is, or that it is behind all of them.
         """
-        vocabulary = len(self._tokenizer.texts)
+        vocabulary = len(self.tokenizer.texts)
         found = []
         for token, number in zip(ids, numbers, strict=True):
             rank, sampled = token % (count + 1), float(number)
@@ -192,7 +193,7 @@ class ReplyWriter:
         return b"[" + b",".join([b"null", *map(self._by_id, tops)]) + b"]"
 
     def _by_id(self, row: Alternatives) -> bytes:
-        texts = self._tokenizer.json_texts
+        texts = self.tokenizer.json_texts
         entries = [
             b'"%d":{"logprob":%b,"rank":%d,"decoded_token":%b}' % (token, number, rank, texts[token])
             for rank, (number, token) in enumerate(row, 1)
@@ -200,26 +201,21 @@ class ReplyWriter:
         return b"{" + b",".join(entries) + b"}"
 
     def token_logprobs(
-        self,
-        ids: list[int],
-        numbers: list[bytes],
-        counted: bool,
-        tops: Sequence[Alternatives | None],
-        as_ids: bool = False,
+        self, ids: list[int], numbers: list[bytes], counted: bool, tops: Sequence[Alternatives | None], as_ids: bool
     ) -> bytes:
         """``{"text_offset", "token_logprobs", "tokens", "top_logprobs"}`` of a completion.
 
         ``numbers`` has ``null`` for a token without a logprob, ``tops`` None, and nothing where no alternatives were
         asked for. With ``counted``, offsets are in characters, else -1. With ``as_ids``, tokens are named by their ids.
         """
-        known = len(self._tokenizer.texts)
-        lengths = [len(self._tokenizer.texts[token]) if token < known else 0 for token in ids]
+        known = len(self.tokenizer.texts)
+        lengths = [len(self.tokenizer.texts[token]) if token < known else 0 for token in ids]
         offsets = [0, *accumulate(lengths)][: len(ids)] if counted else [-1] * len(ids)
 
         def name(token: int) -> bytes:
             if as_ids:
                 return b'"token_id:%d"' % token
-            return self._tokenizer.json_texts[token] if token < known else b'""'
+            return self.tokenizer.json_texts[token] if token < known else b'""'
 
         shown = [
             b"null" if top is None else b"{%b}" % b",".join([b"%b:%b" % (name(token), number) for number, token in top])
@@ -232,44 +228,75 @@ class ReplyWriter:
             b",".join(shown),
         )
 
-    def text_of(self, ids: list[int]) -> str:
-        """The text of ids, for an echoed prompt."""
-        return self._tokenizer.decode(ids)
-
     def texts_of(self, ids: list[int], size: int) -> list[str]:
         """The text of each ``size`` ids, without an end token; a character that is cut comes with its last byte."""
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         shown = ids[:-1] if ids[-1:] == [self.end_id] else ids
         pieces = [shown[at : at + size] for at in range(0, len(shown), size)]
-        return [decode(b"".join(map(self._tokenizer.token_bytes.__getitem__, piece))) for piece in pieces]
+        return [decode(b"".join(map(self.tokenizer.token_bytes.__getitem__, piece))) for piece in pieces]
 
-    def experts(self, generation: Generation[R], is_requested: bool, start: int, npy: bool = False) -> bytes | None:
-        """The ``routed_experts`` value, or ``None`` if it was not requested."""
-        options = generation.sim.experts
-        if not is_requested and not (options and options.unasked):
+    def chunks(self, generation: Generation[Request]) -> Iterator[tuple[range, str, bool]]:
+        """A stream of plain text: the places of each chunk's ids, its text, and whether it is the last."""
+        draft, size = generation.draft, generation.sim.chunk_tokens or CHUNK
+        said, places = 0, range(len(draft.ids))
+        starts, texts = range(0, max(len(draft.ids), 1), size), self.texts_of(draft.ids, size)
+        for start, text in zip_longest(starts, texts[: len(starts)], fillvalue=""):
+            at = int(start)
+            delta = draft.text[said:] if at == starts[-1] else text[: len(draft.text) - said]
+            said += len(delta)
+            yield places[at : at + size], delta, at == starts[-1]
+
+    def deltas(self, generation: Generation[Request]) -> list[dict[str, object]]:
+        """A message in a stream, without the delta that only names the role."""
+        draft, size = generation.draft, generation.sim.chunk_tokens
+        if size is not None and not (draft.calls or draft.reasoning):
+            return [{"content": text} for text in self.texts_of(draft.ids, size)]
+        found: list[dict[str, object]] = []
+        for field, text in (("reasoning_content", draft.reasoning or ""), ("content", draft.content)):
+            found += [{field: text[at : at + _DELTA]} for at in range(0, len(text), _DELTA)]
+        for index, call in enumerate(draft.calls):
+            named = {"name": call.name, "arguments": ""}
+            found.append({"tool_calls": [{"id": call.id, "index": index, "type": "function", "function": named}]})
+            found += [
+                {"tool_calls": [{"index": index, "function": {"arguments": call.arguments[at : at + _DELTA]}}]}
+                for at in range(0, len(call.arguments), _DELTA)
+            ]
+        return found
+
+    def experts(self, generation: Generation[Request]) -> bytes | None:
+        """The ``routed_experts`` value, or ``None`` if it was not requested or its abort came in the queue."""
+        request, options = generation.request, generation.sim.experts or Experts()
+        if not options.unasked and (not request.return_routed_experts or generation.queued):
             return None
         layers, top_k, experts = self.config.experts
-        options = options or Experts()
-        shape = Shape(options.layers or layers, options.top_k or top_k, options.experts or experts, options.shift)
-        return self._payload(generation, shape, options, start, npy)
+        shape = (options.layers or layers, options.top_k or top_k, options.experts or experts)
+        if self.config.dialect == "vllm":
+            return self._payload(generation, shape, options, request.routed_experts_prompt_start, "npy")
+        return self._payload(generation, shape, options, request.routed_experts_start_len, "raw")
 
     def indexer(self, generation: Generation[ChatRequest]) -> bytes | None:
         """The ``indexer_topk`` value, or ``None`` if it was not requested."""
         options = generation.sim.indexer_topk
         if not generation.request.return_indexer_topk and options is None:
             return None
-        layers, top_k = self.config.indexer
         options = options or Experts()
-        return self._payload(
-            generation, Shape(options.layers or layers, options.top_k or top_k, 0, options.shift), options, 0, False
-        )
+        layers, top_k = self.config.indexer
+        return self._payload(generation, (options.layers or layers, options.top_k or top_k, 0), options, 0, "raw")
+
+    def _payload(
+        self, generation: Generation[Request], shape: Shape, options: Experts, start: int, form: PayloadForm
+    ) -> bytes:
+        stop = max(generation.prompt.count + generation.completion_tokens - 1, 0)
+        head = generation.prompt.packed[:_HEAD_BYTES] + array("i", generation.draft.ids[:16]).tobytes()
+        shift = (zlib.crc32(head[:_HEAD_BYTES]) + options.shift) % _SHIFTS
+        return self._payloads.of(shape, min(start, stop), stop, shift, "nested" if options.nested else form)
 
     def masks(self, generation: Generation[ChatRequest]) -> bytes | None:
         """The ids that each sampled token was drawn from, at most ``top_k``, ascending; ``None`` if not requested."""
         request = generation.request
         if not request.return_sampling_mask:
             return None
-        known = len(self._tokenizer.texts)
+        known = len(self.tokenizer.texts)
         most = min(request.top_k or known, 64)
         return encode(
             [
@@ -278,18 +305,13 @@ class ReplyWriter:
             ]
         )
 
-    def _payload(self, generation: Generation[R], shape: Shape, options: Experts, start: int, npy: bool) -> bytes:
-        stop = max(generation.prompt.count + generation.completion_tokens - 1, 0)
-        write = self.payloads.nested if options.nested else self.payloads.npy if npy else self.payloads.base64
-        head = generation.prompt.packed[:64] + array("i", generation.draft.ids[:16]).tobytes()
-        return write(shape, min(start, stop), stop, head)
-
-    def padded(self, parts: list[bytes], wanted: int | None) -> tuple[bytes, ...]:
-        """Close the object in ``parts``, and pad it to ``wanted`` bytes."""
+    def padded(self, parts: list[bytes], wanted: int | None) -> Reply:
+        """Close the object in ``parts``, and pad it to ``wanted`` bytes, with blocks that all replies share."""
         missing = (wanted or 0) - sum(map(len, parts)) - len(b',"padding":}')
         if missing < 2:
-            return (b"".join(parts) + b"}",) if len(parts) < 3 else (*parts[:-1], parts[-1] + b"}")
-        return (*parts, b',"padding":', *self.payloads.padding(missing), b"}")
+            return Reply((b"".join(parts) + b"}",) if len(parts) < 3 else (*parts[:-1], parts[-1] + b"}"))
+        blocks, rest = divmod(missing - 2, len(_BLOCK))
+        return Reply((*parts, b',"padding":', b'"', *[_BLOCK] * blocks, _BLOCK[:rest], b'"', b"}"))
 
 
 def sampled_first(tops: Sequence[Alternatives], ids: list[int], numbers: list[bytes]) -> list[Alternatives]:
@@ -324,24 +346,62 @@ def tool_calls(draft: Draft) -> list[dict[str, object]]:
     ]
 
 
-def deltas(draft: Draft, size: int = 24) -> list[dict[str, object]]:
-    """The message as a list of stream deltas."""
-    found: list[dict[str, object]] = [{"role": "assistant", "content": ""}]
-    for field, text in (("reasoning_content", draft.reasoning or ""), ("content", draft.content)):
-        found += [{field: text[at : at + size]} for at in range(0, len(text), size)]
-    for index, call in enumerate(draft.calls):
-        named = {"name": call.name, "arguments": ""}
-        found.append({"tool_calls": [{"id": call.id, "index": index, "type": "function", "function": named}]})
-        found += [
-            {"tool_calls": [{"index": index, "function": {"arguments": call.arguments[at : at + size]}}]}
-            for at in range(0, len(call.arguments), size)
-        ]
-    return found
+Shape = tuple[int, int, int]
+"""Layers, ids for each, and the exclusive bound of an id; 0: ids are positions, bounded by their row."""
+
+PayloadForm = Literal["raw", "npy", "nested"]
+
+_SHIFTS = 997
+_HEAD_BYTES = 64
+_FIRST_ROWS = 2048
+_CACHE_BYTES = 512 * 2**20
 
 
-EVENT_STREAM = b"text/event-stream"
-DONE = b"data: [DONE]\n\n"
+class Payloads:
+    """Draws replay payloads from tables, and caches their encoded form.
+
+    A row depends on its position and on the beginning of the prompt, which gives the ``shift``, not on the turn. So a
+    longer turn of a conversation repeats the rows of the shorter one, as an engine with a warm cache does.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = abs(seed)
+        self._tables: dict[Shape, npt.NDArray[np.int32]] = {}
+        self._encoded: Lru[tuple[Shape, int, int, int, PayloadForm], bytes] = Lru(_CACHE_BYTES)
+
+    def of(self, shape: Shape, start: int, stop: int, shift: int, form: PayloadForm) -> bytes:
+        """Rows ``[start, stop)`` of int32 as JSON: base64 of their bytes or of a ``.npy`` file, or nested lists."""
+        key = (shape, start, stop, shift, form)
+        found = self._encoded.get(key)
+        if found is not None:
+            return found
+        rows = self._rows(shape, start, max(start, stop), shift)
+        if form == "nested":
+            text = str(rows.tolist()).replace(" ", "").encode()
+        else:
+            text = b'"' + pybase64.b64encode(_npy(rows) if form == "npy" else rows.tobytes()) + b'"'
+        return self._encoded.put(key, text, len(text) + 200)
+
+    def _rows(self, shape: Shape, start: int, stop: int, shift: int) -> npt.NDArray[np.int32]:
+        layers, top_k, experts = shape
+        if experts == 0:  # row r holds positions in [0, r], as sparse attention would select
+            row = np.arange(start, stop, dtype=np.int64)[:, None, None]
+            cell = np.arange(layers * top_k, dtype=np.int64).reshape(1, layers, top_k)
+            return ((row * 7_919 + cell * 104_729 + shift) % (row + 1)).astype("<i4")
+        table = self._tables.get(shape)
+        if table is None or len(table) < stop + _SHIFTS:
+            size = _FIRST_ROWS
+            while size < stop + _SHIFTS:
+                size *= 2
+            rng = np.random.Generator(np.random.PCG64(self._seed))
+            first = rng.integers(0, experts, (size, layers, 1), dtype=np.int32)
+            table = ((first + np.arange(top_k, dtype=np.int32)) % experts).astype("<i4")
+            self._tables[shape] = table
+        return table[start + shift : stop + shift]
 
 
-def event(value: object) -> bytes:
-    return b"data: " + encode(value) + b"\n\n"
+def _npy(rows: npt.NDArray[np.int32]) -> bytes:
+    """A version 1.0 ``.npy`` file of ``rows``."""
+    header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {rows.shape}, }}".encode()
+    header += b" " * (63 - (10 + len(header)) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + rows.tobytes()

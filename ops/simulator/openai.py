@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
 
-from ops.simulator.config import Config
-from ops.simulator.generation import Generation, ReplyWriter, encode, tool_calls
-from ops.simulator.wire import BadRequest, ChatRequest, CompletionRequest, Reply, Request, json_reply
+from ops.simulator.engine import Control, Engine, Route
+from ops.simulator.generation import Generation, ReplyWriter, tool_calls
+from ops.simulator.template import Conversation
+from ops.simulator.tokenizer import Encoded
+from ops.simulator.vllm import read_chat, read_completion
+from ops.simulator.wire import ChatRequest, CompletionRequest, Config, Reply, Request, encode, json_reply
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 
@@ -45,15 +49,26 @@ def refusal(path: str, headers: list[tuple[bytes, bytes]], body: bytes, key: str
     return error(f"Unrecognized request argument supplied: {sorted(unknown)[0]}") if unknown else None
 
 
+# `refusal` has looked at the fields; any model, prompt and sampling will do.
+
+
 def adapter(request: Request, config: Config) -> str | None:
     return None
 
 
-def check(request: ChatRequest) -> None:
-    """`refusal` has looked at the fields."""
+def check(request: Request) -> None:
+    pass
 
 
-def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
+def check_chat(request: ChatRequest) -> None:
+    pass
+
+
+def check_prompt(request: Request, prompt: Encoded, config: Config, history: Conversation | None) -> None:
+    pass
+
+
+def render_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     draft = generation.draft
     message: dict[str, object] = {"role": "assistant", "content": draft.content or None, "refusal": None}
     if draft.reasoning:
@@ -61,36 +76,38 @@ def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     if draft.calls:
         calls = tool_calls(draft)
         message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": draft.finish}
-    return _reply(generation, "chat.completion", choice, writer)
+    return _reply(generation, "chat.completion", {"message": message}, writer)
 
 
-def completion(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
-    draft = generation.draft
-    choice = {"index": 0, "text": draft.text, "logprobs": None, "finish_reason": draft.finish}
-    return _reply(generation, "text_completion", choice, writer)
+def render_completion(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
+    return _reply(generation, "text_completion", {"text": generation.draft.text}, writer)
 
 
-def _reply(
-    generation: Generation[ChatRequest] | Generation[CompletionRequest],
-    kind: str,
-    choice: dict[str, object],
-    writer: ReplyWriter,
-) -> Reply:
+def _reply(generation: Generation[Request], kind: str, said: dict[str, object], writer: ReplyWriter) -> Reply:
     body = encode(
         {
             "id": f"chatcmpl-{generation.id}",
             "object": kind,
             "created": generation.created,
             "model": f"{generation.request.model}-2026-08-01",
-            "choices": [choice],
+            "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": generation.draft.finish}],
             "usage": {**generation.usage, "completion_tokens_details": {"reasoning_tokens": 0}},
             "service_tier": "default",
             "system_fingerprint": "fp_simulated",
         }
     )
-    return replace(Reply(writer.padded([body[:-1]], generation.sim.body_bytes)), headers=VENDOR)
+    return replace(writer.padded([body[:-1]], generation.sim.body_bytes), headers=VENDOR)
 
 
-def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
-    raise BadRequest("this vendor is not asked for streams")
+_ROUTES = {
+    ("POST", "/v1/chat/completions"): Route(read_chat, render_chat, render_chat),
+    ("POST", "/v1/completions"): Route(read_completion, render_completion, render_completion),
+}
+
+
+def routes(engine: Engine) -> Mapping[tuple[str, str], Route]:
+    return _ROUTES
+
+
+def control(engine: Engine, path: str) -> Mapping[tuple[str, str], Control]:
+    return {}

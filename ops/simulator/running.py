@@ -7,29 +7,25 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 
+HungUp = Callable[[], Awaitable[None]]
+"""Returns when the client of a request has left."""
+
 
 @dataclass(slots=True)
 class Run:
-    """One generation in flight.
-
-    ``external_id`` is vLLM's name of it, by which ``/abort_requests`` finds it. ``versions`` lists
-    ``(share done, version)`` for each weight version it has used. ``prefill`` is the time in seconds before its first
-    token, and ``duration`` the time of its tokens. ``gone`` is set when the client disconnected, and ``aborted`` when
-    the generation was aborted. ``retracted``: it was taken back into the waiting queue; ``queued``: it was aborted
-    there. ``wake`` ends its wait.
-    """
+    """One generation in flight. Times are in seconds."""
 
     rid: str
-    external_id: str
-    duration: float
-    versions: list[tuple[float, str]]
-    prefill: float = 0.0
+    external_id: str  # vLLM's name of it, by which `/abort_requests` finds it
+    duration: float  # of its tokens
+    versions: list[tuple[float, str]]  # the share that was done, and the weight version from there on
+    prefill: float = 0.0  # before its first token
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     began: float = 0.0
     aborted: bool = False
-    retracted: bool = False
-    queued: bool = False
-    gone: bool = False
+    retracted: bool = False  # taken back into the waiting queue
+    queued: bool = False  # aborted there
+    gone: bool = False  # the client disconnected
 
     def progress(self, now: float) -> float:
         """The share of the generation that is done, in [0, 1]."""
@@ -99,7 +95,7 @@ class Runs:
     async def drained(self) -> None:
         await self._idle.wait()
 
-    async def hold(self, run: Run, hung_up: Callable[[], Awaitable[None]]) -> float:
+    async def hold(self, run: Run, hung_up: HungUp) -> float:
         """Wait for the duration of ``run``; returns the share of it that was generated.
 
         Returns at once if the duration is 0, so that a benchmark needs no task for it.
@@ -123,7 +119,7 @@ class Runs:
         return share
 
     @staticmethod
-    async def _watch(run: Run, hung_up: Callable[[], Awaitable[None]]) -> None:
+    async def _watch(run: Run, hung_up: HungUp) -> None:
         await hung_up()
         run.gone = run.aborted = True
         run.wake.set()

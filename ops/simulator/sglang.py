@@ -1,42 +1,62 @@
-"""Replies in the format of SGLang 0.5.23."""
+"""SGLang 0.5.23 on the wire: chats, completions, its native ``/generate``, its parsers and its control routes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import asyncio
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from msgspec import Raw, to_builtins
+import msgspec
+from msgspec import Raw, Struct, to_builtins
 
-from ops.simulator.config import Config
-from ops.simulator.generation import (
-    DONE,
-    EVENT_STREAM,
-    Alternatives,
-    Generation,
-    R,
-    ReplyWriter,
-    deltas,
+from ops.simulator.completions import completion_request, logprobs_of, read_prompt
+from ops.simulator.control import detokenize, tokenize
+from ops.simulator.engine import Asked, Control, Engine, Query, Refused, Route, always
+from ops.simulator.generation import Alternatives, Generation, ReplyWriter, message_json
+from ops.simulator.policy import parse
+from ops.simulator.template import Conversation, bare_conversation
+from ops.simulator.tokenizer import IM_START, Encoded
+from ops.simulator.wire import (
+    EMPTY,
+    Abort,
+    BadRequest,
+    ChatRequest,
+    CompletionRequest,
+    Config,
+    Reply,
+    Request,
+    Sim,
     encode,
     event,
-    message_json,
+    json_reply,
+    stream_reply,
 )
-from ops.simulator.template import Conversation
-from ops.simulator.wire import BadConversion, BadRequest, ChatRequest, Reply, Request, json_reply
 
-_NOT_STREAMED = {
-    "return_meta_info": "",
-    "return_prompt_token_ids": "",
-    "return_token_ids": " on /v1/chat/completions",
-}
-
+_NOT_STREAMED = {"return_meta_info": "", "return_prompt_token_ids": "", "return_token_ids": " on /v1/chat/completions"}
 
 SENT = 1795881708.25
 """Seconds since the epoch at which every reply is said to have been sent: a real one's digits vary."""
 
+HEALTH_PATIENCE_S = 20.0
+"""Seconds that ``/health`` waits for the token that it generates."""
+
+# Errors
+
 
 def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Reply:
-    """SGLang's flat error object."""
+    """A flat error object."""
     body = {"object": "error", "message": message, "type": kind, "param": None, "code": status}
     return json_reply(body, status)
+
+
+def native_error(message: str, is_streamed: bool = False) -> Reply:
+    """What ``/generate`` answers where it refuses a request that it could read; a stream's status is 200."""
+    if not is_streamed:
+        return json_reply({"error": {"message": message}}, 400)
+    fields = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}
+    return stream_reply([event({"error": fields})])
 
 
 def adapter(request: Request, config: Config) -> str | None:
@@ -51,14 +71,22 @@ def adapter(request: Request, config: Config) -> str | None:
     return asked
 
 
-def check(request: ChatRequest) -> None:
-    """Refuse what SGLang refuses. Raises :class:`BadRequest`."""
-    if request.stream:
-        for name, where in _NOT_STREAMED.items():
-            if getattr(request, name):
-                raise BadConversion(
-                    f"{name} is not supported with streaming{where}. Please set stream=false when using {name}=true."
-                )
+def check(request: Request) -> None:
+    """Refuse what cannot be sampled with. Raises :class:`BadRequest`."""
+    if request.temperature is not None and request.temperature < 0:
+        raise BadRequest(f"temperature must be a non-negative finite number, got {request.temperature}.")
+    if request.top_p is not None and not 0 < request.top_p <= 1:
+        raise BadRequest(f"top_p must be in (0, 1], got {request.top_p}.")
+
+
+def check_chat(request: ChatRequest) -> None:
+    """Raises :class:`BadRequest`."""
+    for name, where in _NOT_STREAMED.items():
+        if request.stream and getattr(request, name):
+            raise BadRequest(
+                f"{name} is not supported with streaming{where}. Please set stream=false when using {name}=true.",
+                kind="BadRequest",
+            )
     if request.return_sampling_mask and not request.return_meta_info:
         raise BadRequest("return_sampling_mask requires return_meta_info=true.")
     if request.return_sampling_mask and (request.top_k or 0) < 1:
@@ -67,89 +95,57 @@ def check(request: ChatRequest) -> None:
         raise BadRequest("Tools cannot be empty if tool choice is set to required.")
 
 
-def check_sampling(request: Request) -> None:
-    """Refuse what cannot be sampled with. Raises :class:`BadRequest`."""
-    if request.temperature is not None and request.temperature < 0:
-        raise BadRequest(f"temperature must be a non-negative finite number, got {request.temperature}.")
-    if request.top_p is not None and not 0 < request.top_p <= 1:
-        raise BadRequest(f"top_p must be in (0, 1], got {request.top_p}.")
-
-
-def check_history(conversation: Conversation) -> None:
-    """Refuse what SGLang cannot give to a chat template. Raises :class:`BadRequest`."""
-    for message in conversation.messages:
-        if not message.calls_objects:
-            raise BadConversion("Assistant tool call function.arguments must be valid JSON.")
-
-
-def check_length(prompt_tokens: int, limit: int | None, length: int) -> None:
-    """Refuse what does not fit the context. Raises :class:`BadRequest`."""
-    if prompt_tokens >= length:
-        raise BadRequest(
-            f"The input ({prompt_tokens} tokens) is longer than the model's context length ({length} tokens)."
-        )
-    if limit is not None and prompt_tokens + limit > length:
+def check_prompt(request: Request, prompt: Encoded, config: Config, history: Conversation | None) -> None:
+    """Refuse what the chat template cannot render, what does not fit the context, and a first row outside the prompt.
+    Raises :class:`BadRequest`."""
+    if history and not all(message.calls_objects for message in history.messages):
+        raise BadRequest("Assistant tool call function.arguments must be valid JSON.", kind="BadRequest")
+    tokens, limit, length = prompt.count, request.limit or 0, config.context_length
+    if tokens >= length:
+        raise BadRequest(f"The input ({tokens} tokens) is longer than the model's context length ({length} tokens).")
+    if tokens + limit > length:
         raise BadRequest(
             f"Requested token count exceeds the model's maximum context length of {length} tokens. You requested a "
-            f"total of {prompt_tokens + limit} tokens: {prompt_tokens} tokens from the input messages and {limit} "
+            f"total of {tokens + limit} tokens: {tokens} tokens from the input messages and {limit} "
             "tokens for the completion. Please reduce the number of tokens in the input messages or the completion to "
             "fit within the limit."
         )
+    if not 0 <= request.routed_experts_start_len <= tokens:
+        raise BadRequest(f"routed_experts_start_len must be in [0, {tokens}].")
 
 
-def check_start(request: Request, prompt_tokens: int) -> None:
-    """Refuse a first row outside the prompt. Raises :class:`BadRequest`."""
-    if not 0 <= request.routed_experts_start_len <= prompt_tokens:
-        raise BadRequest(f"routed_experts_start_len must be in [0, {prompt_tokens}].")
+def aborted(generation: Generation[Request]) -> Abort | None:
+    """The abort that is answered with an error in place of a reply."""
+    abort = generation.sim.abort
+    return abort if generation.draft.finish == "abort" and abort.status_code is not None else None
 
 
-def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
-    """The whole reply, with large payloads as separate parts."""
-    request, draft = generation.request, generation.draft
-    numbers = writer.logprobs(draft) if request.logprobs else []
-    wants_experts = request.return_routed_experts and not generation.queued
-    experts = writer.experts(generation, wants_experts, request.routed_experts_start_len)
-    asked = request.alternatives if request.logprobs else 0
-    tops = writer.alternatives(draft.ids, numbers, asked) if asked else []
-    head = [
-        b'{"id":%s,"object":"chat.completion","created":%d,"model":%s,"choices":[{"index":0,"message":'
-        % (encode(generation.id), generation.created, encode(request.model)),
-        message_json(draft, b'""'),
-        b',"logprobs":',
-        writer.content_logprobs(draft, numbers, tops) if request.logprobs else b"null",
-        b',"finish_reason":"%s","matched_stop":' % draft.finish.encode(),
-        encode(None if draft.finish == "tool_calls" else matched_stop(generation, writer)),
-    ]
-    if request.return_prompt_token_ids or request.return_token_ids:
-        head += [b',"prompt_token_ids":[', generation.prompt.json, b"]"]
-    if request.return_token_ids:
-        head += [b',"response_token_ids":', encode(draft.ids)]
-    parts = [b"".join(head)]
-    if request.return_meta_info:
-        finish: dict[str, object] | None = None
-        if draft.finish == "tool_calls":
-            finish = {"type": "tool_calls", "matched": None}
-        triples = writer.triples(draft.ids, numbers) if request.logprobs else None
-        parts += [b',"meta_info":', *meta_info(generation, writer, triples, tops, experts, finish)]
-    parts.append(b'}],"usage":%s,"metadata":%s' % (encode(usage(generation, writer)), metadata(generation)))
-    extension: list[bytes] = []
-    if experts is not None and not request.return_meta_info:
-        extension += [b'"routed_experts":', experts]
-    if request.return_input_ids_in_sglext:
-        extension += [b"," if extension else b"", b'"input_ids":[', generation.prompt.json, b"]"]
-    if request.return_output_ids_in_sglext:
-        extension += [b"," if extension else b"", b'"output_ids":[', encode(draft.ids), b"]"]
-    if extension:
-        parts += [b',"sglext":{', *extension, b"}"]
-    return Reply(writer.padded(parts, generation.sim.body_bytes))
+def abort_error(abort: Abort) -> Reply:
+    status = abort.status_code or 500
+    return error(abort.message, status, "BadRequestError" if status == 400 else str(status))
 
 
-def matched_stop(generation: Generation[R], writer: ReplyWriter) -> int | str | None:
+# What replies share
+
+
+def matched_stop(generation: Generation[Request], writer: ReplyWriter) -> int | str | None:
     """What ended the generation: a stop string, or the end token."""
     return generation.draft.stop_text or (writer.end_id if generation.ended_itself else None)
 
 
-def finish_of(generation: Generation[R], writer: ReplyWriter) -> dict[str, object]:
+def usage(generation: Generation[Request], writer: ReplyWriter) -> dict[str, object]:
+    """Cached tokens are counted with ``--enable-cache-report`` alone."""
+    counted = generation.usage
+    if not writer.config.cache_report:
+        counted["prompt_tokens_details"] = None
+    return {**counted, "reasoning_tokens": 0, "completion_tokens_details": None}
+
+
+def metadata(generation: Generation[Request]) -> bytes:
+    return encode({"weight_version": generation.weight_version, "weight_versions": generation.versions})
+
+
+def finish_of(generation: Generation[Request], writer: ReplyWriter) -> dict[str, object]:
     """The finish reason of ``/generate``, and in ``meta_info`` where no tool call was parsed."""
     finish = generation.draft.finish
     if finish == "length":
@@ -165,42 +161,41 @@ def meta_info(
     writer: ReplyWriter,
     triples: bytes | None,
     tops: list[Alternatives],
-    experts: bytes | None = None,
-    finish: dict[str, object] | None = None,
+    finish: dict[str, object] | None,
     of_prompt: bytes = b"[]",
 ) -> list[bytes]:
     """The ``meta_info`` of a whole reply in parts. ``triples`` is None where no logprobs were asked for."""
     logprobs = logprob_lists(triples, len(generation.draft.ids), of_prompt)
     if generation.queued:
         return [queued_info(generation, logprobs)]
-    masks = writer.masks(generation)
-    parts = [
-        begun_info(generation, generation.completion_tokens, finish or finish_of(generation, writer)),
-        logprobs,
-    ]
+    parts = [begun_info(generation, generation.completion_tokens, finish), logprobs]
     if tops:
         # A chat's prompt has no logprobs: its `logprob_start_len` is -1.
         parts += [b',"input_top_logprobs":[],"output_top_logprobs":', writer.top_triples(tops)]
+    masks = writer.masks(generation)
     if masks is not None:
         # Renormalised over what was kept: nearer to 0.
         numbers = b",".join(repr(float(one) / 2).encode() for one in writer.logprobs(generation.draft))
         parts += [b',"output_token_sampling_mask":', masks, b',"output_token_sampling_logprobs":[', numbers, b"]"]
         parts.append(b',"output_token_sampling_mask_length":%d' % generation.completion_tokens)
     parts.append(counted_info(generation, generation.completion_tokens))
-    for name, payload in (("routed_experts", experts), ("indexer_topk", writer.indexer(generation))):
+    for name, payload in (
+        (b"routed_experts", writer.experts(generation)),
+        (b"indexer_topk", writer.indexer(generation)),
+    ):
         if payload is not None:
-            parts += [b',"%s":' % name.encode(), payload]
+            parts += [b',"%b":' % name, payload]
     ended = {"e2e_latency": generation.seconds, **speculative_of(generation), "response_sent_to_client_ts": SENT}
     return [*parts, b',"dp_rank":0,', encode(ended)[1:]]
 
 
-def begun_info(generation: Generation[R], tokens: int, finish: dict[str, object] | None) -> bytes:
+def begun_info(generation: Generation[Request], tokens: int, finish: dict[str, object] | None) -> bytes:
     """The beginning of ``meta_info``, open at its end, up to where its logprobs stand."""
     facts = {
         "id": generation.id,
         "finish_reason": finish,
         "prompt_tokens": generation.prompt.count,
-        "weight_version": generation.version_at(tokens),
+        "weight_version": generation.versions_until(tokens)[-1].version,
         "num_retractions": 0,
     }
     return encode(facts)[:-1]
@@ -214,7 +209,7 @@ def logprob_lists(triples: bytes | None, tokens: int, of_prompt: bytes) -> bytes
     return lists % (of_prompt, triples, tokens)
 
 
-def counted_info(generation: Generation[R], tokens: int) -> bytes:
+def counted_info(generation: Generation[Request], tokens: int) -> bytes:
     """What of ``meta_info`` follows the logprobs of ``tokens`` tokens so far."""
     facts = {
         "reasoning_tokens": 0,
@@ -225,7 +220,7 @@ def counted_info(generation: Generation[R], tokens: int) -> bytes:
     return b"," + encode(facts)[1:-1]
 
 
-def queued_info(generation: Generation[R], logprobs: bytes) -> bytes:
+def queued_info(generation: Generation[Request], logprobs: bytes) -> bytes:
     """The ``meta_info`` of an abort in the waiting queue: the scheduler, which counts, has no part in it."""
     facts = {
         "id": generation.id,
@@ -238,7 +233,7 @@ def queued_info(generation: Generation[R], logprobs: bytes) -> bytes:
     return encode(facts)[:-1] + logprobs + b"," + encode(ended)[1:]
 
 
-def speculative_of(generation: Generation[R]) -> dict[str, object]:
+def speculative_of(generation: Generation[Request]) -> dict[str, object]:
     """What `meta_info` says of speculative decoding: nothing where there is none."""
     if generation.sim.speculative is None:
         return {}
@@ -252,32 +247,65 @@ def speculative_of(generation: Generation[R]) -> dict[str, object]:
     }
 
 
-def usage(generation: Generation[R], writer: ReplyWriter) -> dict[str, object]:
-    """SGLang's: cached tokens with ``--enable-cache-report`` alone."""
-    counted = generation.usage
-    if not writer.config.cache_report:
-        counted["prompt_tokens_details"] = None
-    return {**counted, "reasoning_tokens": 0, "completion_tokens_details": None}
+# /v1/chat/completions
 
 
-def metadata(generation: Generation[R]) -> bytes:
-    return encode({"weight_version": generation.weight_version, "weight_versions": generation.versions})
+def read_chat(engine: Engine, body: bytes, session: str | None) -> Asked:
+    request = _decode_chat(body)
+    return engine.read_chat(request, session, request.input_ids)
 
 
-def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
+_decode_chat = msgspec.json.Decoder(ChatRequest).decode
+
+
+def render_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
+    if abort := aborted(generation):
+        return abort_error(abort)
+    request, draft = generation.request, generation.draft
+    numbers = writer.logprobs(draft) if request.logprobs else []
+    asked = request.alternatives if request.logprobs else 0
+    tops = writer.alternatives(draft.ids, numbers, asked) if asked else []
+    head = [
+        b'{"id":%s,"object":"chat.completion","created":%d,"model":%s,"choices":[{"index":0,"message":'
+        % (encode(generation.id), generation.created, encode(request.model)),
+        message_json(draft, b'""'),
+        b',"logprobs":',
+        writer.content_logprobs(draft.ids, numbers, tops) if request.logprobs else b"null",
+        b',"finish_reason":"%s","matched_stop":' % draft.finish.encode(),
+        encode(None if draft.finish == "tool_calls" else matched_stop(generation, writer)),
+    ]
+    if request.return_prompt_token_ids or request.return_token_ids:
+        head += [b',"prompt_token_ids":[', generation.prompt.json, b"]"]
+    if request.return_token_ids:
+        head += [b',"response_token_ids":', encode(draft.ids)]
+    parts = [b"".join(head)]
+    if request.return_meta_info:
+        is_called = draft.finish == "tool_calls"
+        finish: dict[str, object] = (
+            {"type": "tool_calls", "matched": None} if is_called else finish_of(generation, writer)
+        )
+        triples = writer.triples(draft.ids, numbers) if request.logprobs else None
+        parts += [b',"meta_info":', *meta_info(generation, writer, triples, tops, finish)]
+    parts.append(b'}],"usage":%s,"metadata":%s' % (encode(usage(generation, writer)), metadata(generation)))
+    extension: list[bytes] = []
+    if not request.return_meta_info and (experts := writer.experts(generation)) is not None:
+        extension += [b'"routed_experts":', experts]
+    if request.return_input_ids_in_sglext:
+        extension += [b"," if extension else b"", b'"input_ids":[', generation.prompt.json, b"]"]
+    if request.return_output_ids_in_sglext:
+        extension += [b"," if extension else b"", b'"output_ids":[', encode(draft.ids), b"]"]
+    if extension:
+        parts += [b',"sglext":{', *extension, b"}"]
+    return writer.padded(parts, generation.sim.body_bytes)
+
+
+def stream_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     """The reply as server-sent events. A chunk has its share of the sampled tokens' logprobs, the ids come behind the
     last. No chunk names a weight version."""
     request, draft = generation.request, generation.draft
-    common = {
-        "id": generation.id,
-        "object": "chat.completion.chunk",
-        "created": generation.created,
-        "model": request.model,
-    }
-    size = generation.sim.chunk_tokens
-    begun, *found = deltas(draft)
-    if size is not None and not (draft.calls or draft.reasoning):
-        found = [{"content": text} for text in writer.texts_of(draft.ids, size)]
+    kind = "chat.completion.chunk"
+    common = {"id": generation.id, "object": kind, "created": generation.created, "model": request.model}
+    size, found = generation.sim.chunk_tokens, writer.deltas(generation)
     numbers = writer.logprobs(draft) if request.logprobs else []
     # The end token is a step of its own, which shows no text.
     shown = len(draft.ids) - generation.ended_itself
@@ -290,29 +318,30 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
         told = {"reasoning_content": None, **delta}
         return event({**common, "choices": [{"index": 0, "delta": told, **silent, **more}]})
 
-    def logprobs_of(start: int, end: int) -> Raw | None:
+    def logprobs_of_share(start: int, end: int) -> Raw | None:
         if not request.logprobs or start == end:
             return None
         ids, of_ids = draft.ids[start:end], numbers[start:end]
         tops = writer.alternatives(ids, of_ids, request.alternatives) if request.alternatives else []
-        return Raw(writer.content_logprobs(replace(draft, ids=ids), of_ids, tops))
+        return Raw(writer.content_logprobs(ids, of_ids, tops))
 
-    events = [chunk(begun)]
+    events = [chunk({"role": "assistant", "content": ""})]
     for delta, start, end in zip(found, ends, ends[1:], strict=False):
+        logprobs = logprobs_of_share(start, end)
         if "tool_calls" not in delta:
-            events.append(chunk(delta, logprobs=logprobs_of(start, end)))
+            events.append(chunk(delta, logprobs=logprobs))
             continue
         # What parses calls sends these as they come, and their tokens' logprobs behind them.
         said = {"role": None, "content": None, "reasoning_content": None, "tool_calls": delta["tool_calls"]}
         events.append(event({**common, "choices": [{"index": 0, "delta": said, **silent}], "usage": None}))
-        if logprobs := logprobs_of(start, end):
+        if logprobs:
             events.append(chunk({}, logprobs=logprobs))
-    if logprobs := logprobs_of(ends[-1], len(draft.ids)):
+    if logprobs := logprobs_of_share(ends[-1], len(draft.ids)):
         events.append(chunk({}, logprobs=logprobs))
     events.append(chunk({}, finish_reason=draft.finish, matched_stop=matched_stop(generation, writer)))
     extension: dict[str, object] = {}
-    if request.return_routed_experts and not generation.queued:
-        extension["routed_experts"] = Raw(writer.experts(generation, True, request.routed_experts_start_len) or b"null")
+    if (experts := writer.experts(generation)) is not None:
+        extension["routed_experts"] = Raw(experts)
     if request.return_input_ids_in_sglext:
         extension["input_ids"] = generation.prompt.ids()
     if request.return_output_ids_in_sglext:
@@ -321,4 +350,466 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
         events.append(event({**common, "choices": [], "usage": None, "sglext": extension}))
     if request.stream_options and request.stream_options.include_usage:
         events.append(event({**common, "choices": [], "usage": usage(generation, writer)}))
-    return Reply((*events, DONE), content_type=EVENT_STREAM)
+    return stream_reply(events)
+
+
+# /v1/completions
+
+
+def read_completion(engine: Engine, body: bytes, session: str | None) -> Asked:
+    request = completion_request(engine, body)
+    prompt = read_prompt(request.prompt, engine.tokenizer)
+    check_prompt(request, prompt, engine.config, None)
+    return Asked(request, prompt, bare_conversation(prompt))
+
+
+def render_completion(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
+    """Without ``meta_info``: payloads are in ``sglext``, weight versions in ``metadata``."""
+    if abort := aborted(generation):
+        return abort_error(abort)
+    request, draft = generation.request, generation.draft
+    text, logprobs = _completion_text(generation, writer, range(len(draft.ids)), draft.text)
+    choice = [
+        b'{"id":%s,"object":"text_completion","created":%d,"model":%s,"choices":[{"index":0,"text":'
+        % (encode(generation.id), generation.created, encode(request.model)),
+        text,
+        b',"logprobs":',
+        logprobs,
+        b',"finish_reason":"%s","matched_stop":' % draft.finish.encode(),
+        encode(matched_stop(generation, writer)),
+    ]
+    if request.return_token_ids:
+        choice += [b',"token_ids":', encode(draft.ids), b',"prompt_token_ids":[', generation.prompt.json, b"]"]
+    tail = b'}],"usage":%s,"metadata":%s' % (encode(usage(generation, writer)), metadata(generation))
+    parts = [b"".join(choice), tail]
+    if (experts := writer.experts(generation)) is not None:
+        parts += [b',"sglext":{"routed_experts":', experts, b"}"]
+    return writer.padded(parts, generation.sim.body_bytes)
+
+
+def stream_completion(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
+    """Events of ``chunk_tokens`` each: the first has an echoed prompt and the prompt's ids."""
+    request, draft = generation.request, generation.draft
+    common = {"id": generation.id, "object": "text_completion", "created": generation.created, "model": request.model}
+    events: list[bytes] = []
+    for places, delta, is_last in writer.chunks(generation):
+        text, logprobs = _completion_text(generation, writer, places, delta)
+        choice: dict[str, object] = {
+            "index": 0,
+            "text": Raw(text),
+            "logprobs": Raw(logprobs),
+            "finish_reason": draft.finish if is_last else None,
+            "matched_stop": matched_stop(generation, writer) if is_last else None,
+        }
+        if request.return_token_ids:
+            choice["token_ids"] = draft.ids[places.start : places.stop]
+            if not events:
+                choice["prompt_token_ids"] = generation.prompt.ids()
+        events.append(event({**common, "choices": [choice], "usage": None}))
+    if (experts := writer.experts(generation)) is not None:
+        events.append(event({**common, "choices": [], "usage": None, "sglext": {"routed_experts": Raw(experts)}}))
+    if request.stream_options and request.stream_options.include_usage:
+        counted = {name: count for name, count in usage(generation, writer).items() if count is not None}
+        events.append(event({**common, "choices": [], "usage": counted}))
+    return stream_reply(events)
+
+
+def _completion_text(
+    generation: Generation[CompletionRequest], writer: ReplyWriter, places: range, text: str
+) -> tuple[bytes, bytes]:
+    """The text of these places and its logprobs, at the first after those of an echoed prompt."""
+    request, is_echoed = generation.request, bool(generation.request.echo and places.start == 0)
+    before = writer.tokenizer.decode(generation.prompt.ids()) if is_echoed else ""
+    logprobs = logprobs_of(generation, writer, places, with_prompt=is_echoed and bool(request.logprobs))
+    return encode(before + text), logprobs
+
+
+# /generate
+
+
+class Sampling(Struct, frozen=True):
+    temperature: float | None = None
+    top_p: float | None = None
+    max_new_tokens: int | None = 128
+    stop: str | list[str] | None = None
+
+
+class GenerateBody(Struct):
+    text: str | None = None
+    input_ids: Raw = Raw(b"")
+    sampling_params: Sampling = Sampling()
+    return_logprob: bool = False
+    return_text_in_logprobs: bool = False
+    logprob_start_len: int = -1
+    top_logprobs_num: int = 0
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
+    stream: bool = False
+    rid: str | None = None
+    lora_path: str | None = None
+    sim: Sim | None = None
+
+
+class GenerateRequest(ChatRequest, kw_only=True):
+    """A chat whose prompt is text or ids. ``logprob_start_len`` is the first token of the prompt that has a logprob."""
+
+    return_text_in_logprobs: bool
+    logprob_start_len: int
+
+
+_decode_generate = msgspec.json.Decoder(GenerateBody).decode
+
+
+def read_generate(engine: Engine, body: bytes, session: str | None) -> Asked:
+    """A prompt that was rendered from a chat gets that chat's answer."""
+    asked = _decode_generate(body)
+    sampling = asked.sampling_params
+    request = GenerateRequest(
+        messages=[],
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        stop=sampling.stop,
+        stream=asked.stream,
+        logprobs=asked.return_logprob,
+        top_logprobs=asked.top_logprobs_num,
+        return_text_in_logprobs=asked.return_text_in_logprobs,
+        logprob_start_len=asked.logprob_start_len,
+        return_routed_experts=asked.return_routed_experts,
+        routed_experts_start_len=asked.routed_experts_start_len,
+        rid=asked.rid,
+        lora_path=asked.lora_path,
+        sim=asked.sim,
+    )
+    raw = bytes(asked.input_ids)
+    try:
+        if asked.text is None and not raw:
+            raise BadRequest("Either text, input_ids or input_embeds should be provided.")
+        engine.check(request)
+        prompt = engine.ids_of(raw) if raw else engine.tokenizer.encode(asked.text or "")
+        check_prompt(request, prompt, engine.config, None)
+        text = engine.tokenizer.decode(prompt.ids())
+        conversation = engine.template.reread(text) if IM_START in text else bare_conversation(prompt)
+    except BadRequest as refusal:
+        raise Refused(native_error(str(refusal), is_streamed=asked.stream)) from refusal
+    # A generation that a test aborts at a token is held, and delivered at once.
+    return Asked(request, prompt, conversation, is_paced=asked.stream and not (asked.sim and asked.sim.abort_at))
+
+
+def _of_prompt(generation: Generation[GenerateRequest], writer: ReplyWriter) -> bytes:
+    """The triples of the prompt's tokens from the first asked for."""
+    first = generation.request.logprob_start_len
+    if first < 0:
+        return b"[]"
+    prompt = generation.prompt.ids()
+    numbers = [b"null", *writer.prompt_numbers(prompt[first + 1 :])]
+    return writer.triples(prompt[first:], numbers, generation.request.return_text_in_logprobs)
+
+
+def render_generate(generation: Generation[GenerateRequest], writer: ReplyWriter) -> Reply:
+    if abort := aborted(generation):
+        return native_error(abort.message) if abort.status_code == 400 else abort_error(abort)
+    request, draft, numbers = generation.request, generation.draft, writer.logprobs(generation.draft)
+    triples = writer.triples(draft.ids, numbers, request.return_text_in_logprobs) if request.logprobs else None
+    tops = writer.alternatives(draft.ids, numbers, request.alternatives) if triples and request.alternatives else []
+    finish, of_prompt = finish_of(generation, writer), _of_prompt(generation, writer)
+    meta = meta_info(generation, writer, triples, tops, finish, of_prompt)
+    head = b'{"text":%b,"output_ids":%b,"meta_info":' % (encode(draft.text), encode(draft.ids))
+    return writer.padded([head, *meta], generation.sim.body_bytes)
+
+
+def stream_generate(generation: Generation[GenerateRequest], writer: ReplyWriter) -> Reply:
+    """Each event has what is new or, without ``--incremental-streaming-output``, all so far, and counts so far."""
+    request, draft, numbers = generation.request, generation.draft, writer.logprobs(generation.draft)
+    of_prompt, is_incremental = _of_prompt(generation, writer), writer.config.incremental
+
+    def logprobs(start: int, end: int) -> bytes:
+        ids, of_ids = draft.ids[start:end], numbers[start:end]
+        triples = writer.triples(ids, of_ids, request.return_text_in_logprobs) if request.logprobs else None
+        return logprob_lists(triples, end, of_prompt)
+
+    events: list[bytes] = []
+    said = ""
+    for places, delta, is_last in writer.chunks(generation):
+        if generation.queued and not draft.ids:
+            break
+        said += delta
+        end, is_first = places.stop, not events
+        first, shown = (places.start, delta) if is_incremental else (0, said)
+        finish = finish_of(generation, writer) if is_last and not generation.queued else None
+        meta = [begun_info(generation, end, finish), logprobs(first, end), counted_info(generation, end)]
+        if is_last and (experts := writer.experts(generation)) is not None:
+            meta += [b',"routed_experts":', experts]
+        ended = {"e2e_latency": generation.seconds, **speculative_of(generation)} if finish else {}
+        sent = {"response_sent_to_client_ts": SENT} if is_first else {}
+        info = Raw(b"".join([*meta, b"," + encode({"dp_rank": 0, **ended, **sent})[1:]]))
+        events.append(event({"text": shown, "output_ids": draft.ids[first:end], "meta_info": info}))
+    if generation.queued:  # what came is repeated: all text and logprobs, and with increments the last id alone
+        ids = draft.ids[-1:] if is_incremental else draft.ids
+        info = Raw(queued_info(generation, logprobs(0, len(draft.ids))))
+        events.append(event({"text": draft.text, "output_ids": ids, "meta_info": info}))
+    return stream_reply(events)
+
+
+# The parsers' routes
+
+# The arguments are taken as the model wrote them, whether they are JSON or not.
+_CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": (.*)\}', re.DOTALL)
+
+
+class Parsed(Struct):
+    text: str
+    reasoning_parser: str | None = None
+    tool_call_parser: str | None = None
+    tools: list[dict[str, Any]] = []
+
+
+async def separate_reasoning(engine: Engine, body: bytes, query: Query) -> Reply:
+    text = msgspec.json.decode(body, type=Parsed).text
+    reasoning, content, _ = parse(text, ())
+    if not text.startswith("<think>"):
+        return json_reply({"reasoning_text": "", "text": text})
+    rest = text.partition("</think>")[2].removeprefix("\n\n").removeprefix("\n")
+    return json_reply({"reasoning_text": reasoning or "", "text": rest or content})
+
+
+async def parse_function_call(engine: Engine, body: bytes, query: Query) -> Reply:
+    text = msgspec.json.decode(body, type=Parsed).text
+    content, *rest = text.split("<tool_call>")
+    calls = []
+    for number, one in enumerate(rest):
+        called, end, _ = one.partition("</tool_call>")
+        written = _CALL.fullmatch(called.strip()) if end else None
+        if written is None:
+            return json_reply({"normal_text": text, "calls": []})
+        name, arguments = written.groups()
+        calls.append({"tool_index": number, "name": msgspec.json.decode(name, type=str), "parameters": arguments})
+    return json_reply({"normal_text": content.removesuffix("\n"), "calls": calls})
+
+
+# Control
+
+
+class OpenSession(Struct):
+    capacity_of_str_len: int
+    session_id: str | None = None
+    streaming: bool | None = None
+    timeout: float | None = None
+
+
+class CloseSession(Struct):
+    session_id: str
+
+
+class AbortRequest(Struct):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class PauseGeneration(Struct):
+    mode: Literal["abort", "in_place", "retract"] = "abort"
+
+
+class UpdateWeightVersion(Struct):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+class UpdateWeights(Struct):
+    """From a folder, which is not read."""
+
+    model_path: str
+    weight_version: str | None = None
+
+
+class LoadAdapter(Struct):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadAdapter(Struct):
+    lora_name: str
+
+
+async def health(engine: Engine, body: bytes, query: Query) -> Reply:
+    """It generates a token, for which it waits while generation is paused."""
+    if failed := engine.failed(engine.behaviour.health):
+        return failed
+    if engine.behaviour.health_hangs_when_paused:
+        try:
+            await asyncio.wait_for(engine.runs.resumed(), HEALTH_PATIENCE_S)
+        except TimeoutError:
+            return Reply(status=503)
+    return EMPTY
+
+
+async def open_session(engine: Engine, body: bytes, query: Query) -> Reply:
+    request = msgspec.json.decode(body, type=OpenSession)
+    await asyncio.sleep(engine.behaviour.sessions_delay_s)
+    if failed := engine.failed(engine.behaviour.sessions):
+        return failed
+    name = request.session_id or uuid.uuid4().hex
+    if name in engine.sessions:
+        message = "Failed to open the session. Check if a session with the same id is still open."
+        return json_reply({"error": {"message": message}}, 400)
+    engine.sessions.append(name)
+    return json_reply(name)
+
+
+async def close_session(engine: Engine, body: bytes, query: Query) -> Reply:
+    name = msgspec.json.decode(body, type=CloseSession).session_id
+    await asyncio.sleep(engine.behaviour.sessions_delay_s)
+    if failed := engine.failed(engine.behaviour.sessions):
+        return failed
+    engine.closed.append(name)
+    if name in engine.sessions:
+        engine.sessions.remove(name)
+    return EMPTY
+
+
+async def abort_request(engine: Engine, body: bytes, query: Query) -> Reply:
+    request = msgspec.json.decode(body, type=AbortRequest)
+    if failed := engine.failed(engine.behaviour.abort):
+        return failed
+    engine.runs.abort(request.rid or "", request.abort_all)
+    return EMPTY
+
+
+async def pause_generation(engine: Engine, body: bytes, query: Query) -> Reply:
+    mode = msgspec.json.decode(body or b"{}", type=PauseGeneration).mode
+    if failed := engine.failed(engine.behaviour.pause):
+        return failed
+    engine.runs.pause(retract=mode == "retract")
+    if mode == "abort":
+        engine.runs.abort("", everything=True)
+    return json_reply({"message": "Generation paused successfully.", "status": "ok"})
+
+
+async def continue_generation(engine: Engine, body: bytes, query: Query) -> Reply:
+    if failed := engine.failed(engine.behaviour.resume):
+        return failed
+    engine.runs.resume()
+    return json_reply({"message": "Generation continued successfully.", "status": "ok"})
+
+
+async def update_weight_version(engine: Engine, body: bytes, query: Query) -> Reply:
+    request = msgspec.json.decode(body, type=UpdateWeightVersion)
+    if request.abort_all_requests:
+        engine.runs.abort("", everything=True)
+    else:
+        engine.runs.new_version(request.new_version)
+    engine.weight_version = request.new_version
+    message = f"Weight version updated to {request.new_version}"
+    return json_reply({"success": True, "message": message, "new_version": request.new_version})
+
+
+async def update_weights(engine: Engine, body: bytes, query: Query) -> Reply:
+    request = msgspec.json.decode(body, type=UpdateWeights)
+    message = "Succeeded to update model weights."
+    if request.weight_version is not None:
+        engine.runs.new_version(request.weight_version)
+        engine.weight_version = request.weight_version
+        message += f" Weight version updated to {request.weight_version}."
+    return json_reply({"success": True, "message": message, "num_paused_requests": 0})
+
+
+async def load_adapter(engine: Engine, body: bytes, query: Query) -> Reply:
+    request = msgspec.json.decode(body, type=LoadAdapter)
+    engine.adapters[request.lora_name] = request.lora_path
+    return json_reply({"success": True, "error_message": None, "loaded_adapters": engine.adapters})
+
+
+async def unload_adapter(engine: Engine, body: bytes, query: Query) -> Reply:
+    name = msgspec.json.decode(body, type=UnloadAdapter).lora_name
+    if engine.adapters.pop(name, None) is None:
+        message = f"LoRA with name {name} does not exist."
+        return json_reply({"success": False, "error_message": message, "loaded_adapters": None}, 400)
+    return json_reply({"success": True, "error_message": None, "loaded_adapters": engine.adapters})
+
+
+async def model_info(engine: Engine, body: bytes, query: Query) -> Reply:
+    return json_reply(
+        {
+            "model_path": engine.config.model,
+            "served_model_name": engine.config.model,
+            "tokenizer_path": engine.config.model,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": engine.weight_version,
+            "reasoning_parser": "simulator",
+            "tool_call_parser": "simulator",
+        }
+    )
+
+
+async def server_info(engine: Engine, body: bytes, query: Query) -> Reply:
+    """Of SGLang's arguments those that say how it samples, streams and parses."""
+    return engine.failed(engine.behaviour.server_info) or json_reply(
+        {
+            "sampling_defaults": engine.config.sampling_defaults,
+            "incremental_streaming_output": engine.config.incremental,
+            "reasoning_parser": "simulator",
+            "tool_call_parser": "simulator",
+            "enable_cache_report": engine.config.cache_report,
+            "return_input_ids": False,
+            "return_output_ids": False,
+            "weight_version": engine.weight_version,
+            "version": "0.5.23",
+        }
+    )
+
+
+_flush_cache = always(
+    Reply(
+        (
+            b"Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests, "
+            b"the operation will not be performed.)\n",
+        ),
+        content_type=b"",
+    )
+)
+_occupy = always(json_reply(None))
+"""Memory is released and resumed in silence."""
+
+_GENERATE = Route(read_generate, render_generate, stream_generate)
+_ROUTES = {
+    ("POST", "/v1/chat/completions"): Route(read_chat, render_chat, stream_chat),
+    ("POST", "/v1/completions"): Route(read_completion, render_completion, stream_completion),
+    ("POST", "/generate"): _GENERATE,
+    ("PUT", "/generate"): _GENERATE,
+}
+_CONTROL: dict[tuple[str, str], Control] = {
+    ("GET", "/"): always(json_reply("SGLang is running")),
+    ("GET", "/ping"): always(EMPTY),
+    ("GET", "/health"): health,
+    ("GET", "/health_generate"): health,
+    ("POST", "/v1/tokenize"): tokenize,
+    ("POST", "/v1/detokenize"): detokenize,
+    ("POST", "/open_session"): open_session,
+    ("POST", "/close_session"): close_session,
+    ("POST", "/abort_request"): abort_request,
+    ("POST", "/pause_generation"): pause_generation,
+    ("POST", "/continue_generation"): continue_generation,
+    ("POST", "/update_weight_version"): update_weight_version,
+    ("POST", "/update_weights_from_disk"): update_weights,
+    ("POST", "/flush_cache"): _flush_cache,
+    ("GET", "/flush_cache"): _flush_cache,
+    ("POST", "/load_lora_adapter"): load_adapter,
+    ("POST", "/unload_lora_adapter"): unload_adapter,
+    ("POST", "/release_memory_occupation"): _occupy,
+    ("POST", "/resume_memory_occupation"): _occupy,
+    ("GET", "/model_info"): model_info,
+    ("GET", "/get_model_info"): model_info,
+    ("GET", "/server_info"): server_info,
+    ("GET", "/get_server_info"): server_info,
+    ("POST", "/separate_reasoning"): separate_reasoning,
+    ("POST", "/parse_function_call"): parse_function_call,
+}
+
+
+def routes(engine: Engine) -> Mapping[tuple[str, str], Route]:
+    return _ROUTES
+
+
+def control(engine: Engine, path: str) -> Mapping[tuple[str, str], Control]:
+    return _CONTROL

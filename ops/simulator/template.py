@@ -19,8 +19,7 @@ from typing import Any
 
 import msgspec
 
-from ops.simulator.lru import Lru
-from ops.simulator.tokenizer import IM_END, IM_START, IMAGE_PAD, VISION_END, VISION_START, Encoded, Tokenizer
+from ops.simulator.tokenizer import IM_END, IM_START, IMAGE_PAD, VISION_END, VISION_START, Encoded, Lru, Tokenizer
 from ops.simulator.wire import BadRequest, SentMessage, SentToolCall, Tool
 
 GENERATION_PROMPT = f"{IM_START}assistant\n"
@@ -75,6 +74,16 @@ class Conversation:
     digest: bytes
     task_digest: bytes
     tool_results: int
+
+
+def digest_of(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def bare_conversation(prompt: Encoded) -> Conversation:
+    """The prompt as a conversation for the policy: without messages and tools, with the digest of its ids."""
+    digest = digest_of(prompt.packed)
+    return Conversation((), Toolbox((), ""), digest, digest, 0)
 
 
 def call_text(name: str, arguments: str) -> str:

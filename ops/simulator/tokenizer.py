@@ -9,25 +9,22 @@ from __future__ import annotations
 import functools
 import random
 from array import array
+from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import msgspec
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Bpe
 
-from ops.simulator.lru import Lru
+K = TypeVar("K")
+V = TypeVar("V")
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
 SPECIALS = (
-    IM_START,
-    IM_END,
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
+    *(IM_START, IM_END, "<think>", "</think>"),
+    *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"),
 )
 VISION_START, IMAGE_PAD, VISION_END = IMAGE_SPECIALS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
 """Qwen's; their ids come after all others."""
@@ -55,21 +52,8 @@ with without word work world would write year yes yet you young your zero
 """
 WORDS = tuple(_WORD_LIST.split())
 SPICE = (
-    " Zürich",
-    " naïve",
-    " 東京",
-    " 🚀",
-    " 42",
-    " 3",
-    " (",
-    ".",
-    ",",
-    ";",
-    " мир",
-    " Ωmega",
-    " x_1",
-    " é",
-    " 👩\u200d🔬",
+    *(" Zürich", " naïve", " 東京", " 🚀", " 42", " 3", " (", ".", ",", ";"),
+    *(" мир", " Ωmega", " x_1", " é", " 👩\u200d🔬"),
 )
 _CORPUS_SEED = 20_240_607
 _VOCABULARY = 2048
@@ -122,6 +106,47 @@ def _byte_of_char() -> dict[str, int]:
     return table
 
 
+class Lru(Generic[K, V]):
+    """A least-recently-used map, bounded by the sum of its entries' weights.
+
+    The simulator's memory must not grow in a long benchmark, since it would be counted as the server's.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._total = 0
+        self._items: OrderedDict[K, tuple[V, int]] = OrderedDict()
+
+    def get(self, key: K) -> V | None:
+        """The value, which becomes the most recently used; ``None`` if absent."""
+        found = self._items.get(key)
+        if found is None:
+            return None
+        self._items.move_to_end(key)
+        return found[0]
+
+    def put(self, key: K, value: V, weight: int = 1) -> V:
+        """Store ``value`` and drop the least recently used entries over the capacity. Returns ``value``.
+
+        An entry heavier than the whole cache is not stored.
+        """
+        old = self._items.pop(key, None)
+        if old is not None:
+            self._total -= old[1]
+        if weight > self._capacity:
+            return value
+        self._items[key] = (value, weight)
+        self._total += weight
+        while self._total > self._capacity:
+            _, (_, dropped) = self._items.popitem(last=False)
+            self._total -= dropped
+        return value
+
+    def clear(self) -> None:
+        self._items.clear()
+        self._total = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """Token ids in the two forms used in replies and comparisons.
@@ -169,8 +194,7 @@ class Tokenizer:
 
     def remember(self, text: str, ids: list[int]) -> Encoded:
         """Cache ids that are known to be canonical, which saves the encoding."""
-        encoded = Encoded.of(ids)
-        return self._cache.put(text, encoded, 200 + 2 * len(text) + 10 * encoded.count)
+        return self._cache.put(text, Encoded.of(ids), 200 + 2 * len(text) + 10 * len(ids))
 
     def decode(self, ids: list[int]) -> str:
         """The text of ``ids``. Incomplete UTF-8 at a cut becomes U+FFFD, as in engines."""

@@ -1,26 +1,38 @@
-"""Replies in the format of vLLM's OpenAI server."""
+"""vLLM on the wire: its OpenAI server, what ``--enable-scale-out`` adds to 0.33, and its control routes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from typing import Literal
 
 import msgspec
+from msgspec import Raw, Struct
 
-from ops.simulator.config import Config
-from ops.simulator.generate import Draft
-from ops.simulator.generation import (
-    DONE,
-    EVENT_STREAM,
-    Generation,
-    R,
-    ReplyWriter,
-    deltas,
+from ops.simulator.completions import completion_request, logprobs_of, read_prompt
+from ops.simulator.engine import Asked, Control, Engine, Query, Route, always
+from ops.simulator.generation import Generation, ReplyWriter, message_json, sampled_first
+from ops.simulator.template import Conversation, bare_conversation
+from ops.simulator.tokenizer import Encoded
+from ops.simulator.wire import (
+    EMPTY,
+    BadRequest,
+    ChatRequest,
+    CompletionRequest,
+    Config,
+    KvTransfer,
+    Reply,
+    Request,
+    Sim,
     encode,
     event,
-    message_json,
-    sampled_first,
+    json_reply,
+    stream_reply,
 )
-from ops.simulator.wire import BadRequest, ChatRequest, Reply, Request, UnknownModel, json_reply
+
+GENERATE, RENDER, ABORT = "/inference/v1/generate", "/v1/chat/completions/render", "/inference/v1/abort_requests"
+
+MODEL_DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "stop_token_ids": [7]}
+"""What the model's ``generation_config.json`` says, with ``--sampling-defaults model``."""
 
 
 def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Reply:
@@ -29,38 +41,46 @@ def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Rep
 
 
 def adapter(request: Request, config: Config) -> str | None:
-    """The adapter of a request, which only ``model`` can name. Raises :class:`UnknownModel`."""
+    """The adapter of a request, which only ``model`` can name. Raises :class:`BadRequest`."""
     if request.model in config.adapters:
         return request.model
     if config.adapters and request.model != config.model:
-        raise UnknownModel(f"The model `{request.model}` does not exist.")
+        raise BadRequest(f"The model `{request.model}` does not exist.", 404)
     return None
 
 
-def check(request: ChatRequest) -> None:
-    """Refuse what vLLM refuses. Raises :class:`BadRequest`."""
+def check(request: Request) -> None:
+    """vLLM's other rules are about a single route."""
+
+
+def check_chat(request: ChatRequest) -> None:
     if request.stream and request.prompt_logprobs:
         raise BadRequest("`prompt_logprobs` are not available when `stream=True`.")
 
 
-def _logprobs(generation: Generation[ChatRequest], writer: ReplyWriter) -> bytes:
-    """``choices[].logprobs``; empty if ``top_logprobs`` is an explicit null."""
-    request = generation.request
-    if not request.logprobs:
-        return b"null"
-    if request.top_logprobs is None:
-        return b'{"content":[]}'
-    return content_of(request, writer, generation.draft, writer.logprobs(generation.draft))
+def check_prompt(request: Request, prompt: Encoded, config: Config, history: Conversation | None) -> None:
+    """Any prompt fits, and arguments that are no object are rendered as `{}`."""
 
 
-def content_of(request: ChatRequest, writer: ReplyWriter, draft: Draft, numbers: list[bytes]) -> bytes:
+# /v1/chat/completions
+
+
+def read_chat(engine: Engine, body: bytes, session: str | None) -> Asked:
+    request = _decode_chat(body)
+    return engine.read_chat(request, session, (request.kv_transfer_params or KvTransfer()).prompt_token_ids)
+
+
+_decode_chat = msgspec.json.Decoder(ChatRequest).decode
+
+
+def content_of(request: ChatRequest, writer: ReplyWriter, ids: list[int], numbers: list[bytes]) -> bytes:
+    """``logprobs`` with the alternatives that were asked for, the sampled token first."""
     count, as_ids = request.alternatives, bool(request.return_tokens_as_token_ids)
-    tops = writer.alternatives(draft.ids, numbers, count) if count else []
-    shown = [top[:count] for top in sampled_first(tops, draft.ids, numbers)] if count else []
-    return writer.content_logprobs(draft, numbers, shown, as_ids)
+    tops = sampled_first(writer.alternatives(ids, numbers, count), ids, numbers) if count else []
+    return writer.content_logprobs(ids, numbers, [top[:count] for top in tops], as_ids)
 
 
-def metrics_of(generation: Generation[R]) -> bytes:
+def metrics_of(generation: Generation[Request]) -> bytes:
     """What a reply has behind the rest where it was speculated."""
     if generation.sim.speculative is None:
         return b""
@@ -77,53 +97,54 @@ def metrics_of(generation: Generation[R]) -> bytes:
     return b',"metrics":' + encode({"speculative_decoding": counted})
 
 
-def render(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
+def prompt_ids_of(generation: Generation[Request]) -> bytes:
+    return b"[" + generation.prompt.json + b"]" if generation.request.return_token_ids else b"null"
+
+
+def render_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     """The whole reply, with large payloads as separate parts."""
     request, draft = generation.request, generation.draft
-    experts = writer.experts(generation, request.return_routed_experts, request.routed_experts_prompt_start, npy=True)
+    logprobs = b"null"
+    if request.logprobs and request.top_logprobs is None:
+        logprobs = b'{"content":[]}'
+    elif request.logprobs:
+        logprobs = content_of(request, writer, draft.ids, writer.logprobs(draft))
     head = [
         b'{"id":%s,"object":"chat.completion","created":%d,"model":%s,"choices":[{"index":0,"message":'
         % (encode(f"chatcmpl-{generation.id}"), generation.created, encode(request.model)),
         message_json(draft, b"null"),
         b',"logprobs":',
-        _logprobs(generation, writer),
+        logprobs,
         b',"finish_reason":"%s","stop_reason":%s,"token_ids":' % (draft.finish.encode(), encode(draft.stop_text)),
         encode(draft.ids) if request.return_token_ids else b"null",
     ]
     if request.return_weight_versions:
         head += [b',"weight_versions":', encode(generation.versions)]
     parts = [b"".join(head)]
-    if experts is not None:
-        parts += [b',"routed_experts":', experts]
-    masks = writer.masks(generation)
-    if masks is not None:
-        parts += [b',"sampling_mask":', masks]
-    prompt_ids = b"[" + generation.prompt.json + b"]" if request.return_token_ids else b"null"
+    for name, payload in (
+        (b"routed_experts", writer.experts(generation)),
+        (b"sampling_mask", writer.masks(generation)),
+    ):
+        if payload is not None:
+            parts += [b',"%b":' % name, payload]
     of_prompt = writer.prompt_logprobs(generation.prompt, request.prompt_logprobs)
     parts.append(
         b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"prompt_logprobs":%s,'
         b'"prompt_token_ids":%s,"kv_transfer_params":null%s'
-        % (encode(generation.usage), of_prompt, prompt_ids, metrics_of(generation))
+        % (encode(generation.usage), of_prompt, prompt_ids_of(generation), metrics_of(generation))
     )
-    return Reply(writer.padded(parts, generation.sim.body_bytes))
+    return writer.padded(parts, generation.sim.body_bytes)
 
 
-def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
+def stream_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     """The reply as server-sent events: the prompt's ids come first; each later chunk has its share of the sampled ids
     and logprobs, and the last of them what a whole choice has besides."""
     request, draft = generation.request, generation.draft
-    common = {
-        "id": f"chatcmpl-{generation.id}",
-        "object": "chat.completion.chunk",
-        "created": generation.created,
-        "model": request.model,
-    }
-    size = generation.sim.chunk_tokens
-    begun, *found = deltas(draft)
-    if size is not None and not (draft.calls or draft.reasoning):
-        found = [{"content": text} for text in writer.texts_of(draft.ids, size)]
-    pieces: list[dict[str, object]] = [*found, {}]
+    name, kind = f"chatcmpl-{generation.id}", "chat.completion.chunk"
+    common = {"id": name, "object": kind, "created": generation.created, "model": request.model}
+    size, pieces = generation.sim.chunk_tokens, [*writer.deltas(generation), {}]
     prompt_ids = generation.prompt.ids() if request.return_token_ids else None
+    begun = {"role": "assistant", "content": ""}
     first: dict[str, object] = {"index": 0, "delta": begun, "logprobs": None, "finish_reason": None}
     events = [event({**common, "choices": [first], "prompt_token_ids": prompt_ids})]
     ends = [number * len(draft.ids) // len(pieces) for number in range(len(pieces) + 1)]
@@ -132,9 +153,7 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     numbers = writer.logprobs(draft)
     for delta, start, end in zip(pieces, ends, ends[1:], strict=False):
         ids = draft.ids[start:end]
-        logprobs = None
-        if request.logprobs:
-            logprobs = msgspec.Raw(content_of(request, writer, replace(draft, ids=ids), numbers[start:end]))
+        logprobs = Raw(content_of(request, writer, ids, numbers[start:end])) if request.logprobs else None
         choice: dict[str, object] = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         choice["token_ids"] = ids if request.return_token_ids else None
         if not delta:
@@ -144,4 +163,317 @@ def stream(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
         events.append(event({**common, "choices": [choice]}))
     if request.stream_options and request.stream_options.include_usage:
         events.append(event({**common, "choices": [], "usage": generation.usage}))
-    return Reply((*events, DONE), content_type=EVENT_STREAM)
+    return stream_reply(events)
+
+
+# /v1/completions
+
+
+def read_completion(engine: Engine, body: bytes, session: str | None) -> Asked:
+    request = completion_request(engine, body)
+    prompt = read_prompt(request.prompt, engine.tokenizer)
+    return Asked(request, prompt, bare_conversation(prompt))
+
+
+def render_completion(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
+    """All data about the tokens is in the choice."""
+    request, draft = generation.request, generation.draft
+    # With return_token_ids, only the ids contain an echoed prompt.
+    is_echoed = request.echo and not request.return_token_ids
+    text = (writer.tokenizer.decode(generation.prompt.ids()) if is_echoed else "") + draft.text
+    choice = (
+        b'{"id":%s,"object":"text_completion","created":%d,"model":%s,"choices":[{"index":0,"text":%s,"logprobs":%s,'
+        b'"finish_reason":"%s","stop_reason":%s,"token_ids":%s,"prompt_logprobs":%s,"prompt_token_ids":%s,'
+        b'"weight_versions":%s,"routed_experts":'
+    ) % (
+        encode(f"cmpl-{generation.id}"),
+        generation.created,
+        encode(request.model),
+        encode(text),
+        logprobs_of(generation, writer, range(len(draft.ids)), with_prompt=bool(request.echo)),
+        draft.finish.encode(),
+        encode(draft.stop_text),
+        encode(draft.ids) if request.return_token_ids else b"null",
+        writer.prompt_logprobs(generation.prompt, request.prompt_logprobs),
+        prompt_ids_of(generation),
+        encode(generation.versions) if request.return_weight_versions else b"null",
+    )
+    tail = b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"kv_transfer_params":null'
+    parts = [choice, writer.experts(generation) or b"null", tail % encode(generation.usage)]
+    return writer.padded(parts, generation.sim.body_bytes)
+
+
+# /inference/v1/generate and /v1/chat/completions/render, which `--enable-scale-out` adds. Fields and their order are
+# those of vLLM's models.
+
+OutputMode = Literal["tokens", "text", "derender"]
+
+
+class Sampling(Struct):
+    """Of ``sampling_params``, what the simulator reads. Without ``max_tokens`` the rest of the model's context."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    stop: str | list[str] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+    routed_experts_prompt_start: int = 0
+
+
+class ParseContext(Struct, forbid_unknown_fields=True):
+    """What parses the message of ``output_mode`` ``derender``."""
+
+    tools: Raw = Raw(b"")
+    tool_choice: str | dict[str, object] | None = "none"
+    parallel_tool_calls: bool | None = True
+    include_reasoning: bool = True
+    chat_template_kwargs: dict[str, object] = {}
+    history_tool_call_cnt: int = 0
+
+
+class GenerateBody(Struct):
+    """``return_routed_experts`` and ``return_sampling_mask`` are the engine's arguments in vLLM."""
+
+    token_ids: Raw
+    sampling_params: Sampling
+    model: str | None = None
+    output_mode: OutputMode = "tokens"
+    parse_context: ParseContext | None = None
+    return_token_ids: bool | None = None
+    stream: bool | None = False
+    return_routed_experts: bool = False
+    return_sampling_mask: bool = False
+    sim: Sim | None = None
+
+
+class TokensRequest(ChatRequest, kw_only=True):
+    """A chat whose prompt is ids, answered as ``output_mode`` says."""
+
+    output_mode: OutputMode
+
+
+def read_generate(engine: Engine, body: bytes, session: str | None) -> Asked:
+    """A prompt of ids gets the answer that its chat would with ``output_mode`` ``derender``, else a completion's."""
+    asked = msgspec.json.decode(body, type=GenerateBody)
+    sampling, context, is_parsed = asked.sampling_params, asked.parse_context, asked.output_mode == "derender"
+    if is_parsed and engine.config.silent_versions:
+        raise BadRequest("output_mode: Input should be 'tokens' or 'text'")
+    if is_parsed and context is None:
+        raise BadRequest("output_mode='derender' requires parse_context on a server with a tool or reasoning parser.")
+    if asked.stream:
+        raise BadRequest("this simulator's /inference/v1/generate does not stream")
+    if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        raise BadRequest(f"max_tokens must be at least 1, got {sampling.max_tokens}.")
+    context = context or ParseContext()
+    request: ChatRequest = TokensRequest(
+        messages=[],
+        tools=context.tools,
+        tool_choice=context.tool_choice,
+        model=asked.model or engine.config.model,
+        n=sampling.n,
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        stop=sampling.stop,
+        logprobs=sampling.logprobs is not None,
+        top_logprobs=sampling.logprobs or 0,
+        prompt_logprobs=sampling.prompt_logprobs,
+        routed_experts_prompt_start=sampling.routed_experts_prompt_start,
+        return_routed_experts=asked.return_routed_experts,
+        return_sampling_mask=asked.return_sampling_mask,
+        return_token_ids=asked.return_token_ids,
+        return_weight_versions=True,
+        sim=asked.sim,
+        output_mode=asked.output_mode,
+    )
+    engine.check(request)
+    prompt = engine.ids_of(bytes(asked.token_ids))
+    conversation = bare_conversation(prompt)
+    if is_parsed:
+        conversation = engine.template.reread(engine.tokenizer.decode(prompt.ids()))
+        request = engine.planned(request, conversation, session)
+    return Asked(request, prompt, conversation)
+
+
+def render_generate(generation: Generation[TokensRequest], writer: ReplyWriter) -> Reply:
+    """The whole reply, with large payloads as separate parts."""
+    request, draft, mode = generation.request, generation.draft, generation.request.output_mode
+    finish = draft.finish if mode == "derender" or draft.finish != "tool_calls" else "stop"
+    head = (
+        b'{"request_id":%s,"model":%s,"created":%d,"usage":%s,"prompt_logprobs":%s,"prompt_token_id_logprobs":null,'
+        b'"prompt_token_ids":%s,"mm_placeholders":null%s,"kv_transfer_params":null,"ec_transfer_params":null,'
+        b'"output_mode":"%s","choices":[{"index":0,"finish_reason":"%s","stop_reason":%s,"token_ids":%s,'
+        b'"routed_experts":'
+    ) % (
+        encode(f"generate-tokens-{generation.id}"),
+        encode(request.model),
+        generation.created,
+        encode(generation.usage),
+        writer.prompt_logprobs(generation.prompt, request.prompt_logprobs),
+        prompt_ids_of(generation),
+        metrics_of(generation) or b',"metrics":null',
+        mode.encode(),
+        finish.encode(),
+        encode(draft.stop_text),
+        encode(draft.ids),
+    )
+    content = {"derender": b',"message":' + message_json(draft, b"null"), "text": b',"text":' + encode(draft.text)}
+    logprobs, numbers = b"null", writer.logprobs(draft)
+    if request.logprobs and mode == "tokens":
+        entry = b'{"token_id":%d,"logprob":%b,"rank":null,"top_logprobs":[]}'
+        entries = [entry % pair for pair in zip(draft.ids, numbers, strict=True)]
+        logprobs = b'{"content":[' + b",".join(entries) + b"]}"
+    elif request.logprobs:
+        logprobs = content_of(request, writer, draft.ids, numbers)
+    tail = b',"sampling_mask":%s,"weight_versions":%s%s,"logprobs":%s}]' % (
+        writer.masks(generation) or b"null",
+        encode(generation.versions) if request.return_weight_versions else b"null",
+        content.get(mode, b""),
+        logprobs,
+    )
+    return writer.padded([head, writer.experts(generation) or b"null", tail], generation.sim.body_bytes)
+
+
+async def render_prompt(engine: Engine, body: bytes, query: Query) -> Reply:
+    """The ids of a chat, and the parameters that differ from vLLM's own."""
+    request, config = _decode_chat(body), engine.config
+    filled: dict[str, object] = dict(MODEL_DEFAULTS) if config.sampling_defaults == "model" else {}
+    if bytes(request.tools):
+        filled["skip_special_tokens"] = False
+    reply: dict[str, object] = {
+        "request_id": "chatcmpl-rendered",
+        "token_ids": engine.template.prompt(engine.template.read(request.messages, request.tools)).ids(),
+        "features": None,
+        "sampling_params": {**filled, "max_tokens": 1_048_000, "output_kind": 2, "skip_clone": True},
+        "model": request.model,
+        "reasoning_parser_kwargs": {"chat_template_kwargs": {}},
+    }
+    if not config.silent_versions:
+        reply["parse_context"] = {"tools": None, "tool_choice": "none", "chat_template_kwargs": {}}
+    return json_reply(reply)
+
+
+async def abort_scaled_out(engine: Engine, body: bytes, query: Query) -> Reply:
+    request = msgspec.json.decode(body, type=AbortRequests)
+    if failed := engine.failed(engine.behaviour.abort):
+        return failed
+    if request.request_ids is None:
+        return json_reply({"detail": "Missing 'request_ids' in request body"}, 400)
+    engine.runs.abort_external(request.request_ids)
+    return EMPTY
+
+
+# Control, in its development mode
+
+
+class AbortRequests(Struct):
+    """Of both routes. None or no ids at all: the development mode aborts everything."""
+
+    request_ids: list[str] | None = None
+
+
+class UpdateWeightVersion(Struct):
+    """It aborts nothing."""
+
+    new_version: str
+
+
+async def health(engine: Engine, body: bytes, query: Query) -> Reply:
+    return engine.failed(engine.behaviour.health) or EMPTY
+
+
+async def pause(engine: Engine, body: bytes, query: Query) -> Reply:
+    mode = query.get("mode", "abort")
+    if mode not in ("abort", "wait", "keep"):
+        return error(f"unknown mode {mode[:40]!r}")
+    if failed := engine.failed(engine.behaviour.pause):
+        return failed
+    if mode == "wait":
+        await engine.runs.drained()
+    engine.runs.pause()
+    if mode == "abort":
+        engine.runs.abort("", everything=True)
+    return json_reply({"status": "paused"})
+
+
+async def resume(engine: Engine, body: bytes, query: Query) -> Reply:
+    if failed := engine.failed(engine.behaviour.resume):
+        return failed
+    engine.runs.resume()
+    return json_reply({"status": "resumed"})
+
+
+async def is_paused(engine: Engine, body: bytes, query: Query) -> Reply:
+    return json_reply({"is_paused": engine.runs.paused})
+
+
+async def abort_requests(engine: Engine, body: bytes, query: Query) -> Reply:
+    request = msgspec.json.decode(body, type=AbortRequests)
+    if failed := engine.failed(engine.behaviour.abort):
+        return failed
+    if not request.request_ids:
+        return json_reply({"status": "aborted", "aborted": engine.runs.abort("", everything=True)})
+    engine.runs.abort_external(request.request_ids)
+    return json_reply({"status": "aborted", "aborted": len(request.request_ids)})
+
+
+async def weight_info(engine: Engine, body: bytes, query: Query) -> Reply:
+    return json_reply({"weight_version": engine.weight_version})
+
+
+async def update_weight_version(engine: Engine, body: bytes, query: Query) -> Reply:
+    version = msgspec.json.decode(body, type=UpdateWeightVersion).new_version
+    engine.runs.new_version(version)
+    engine.weight_version = version
+    return json_reply({"success": True, "new_version": version})
+
+
+async def server_info(engine: Engine, body: bytes, query: Query) -> Reply:
+    model_config = {"model": engine.config.model, "logprobs_mode": engine.config.logprobs_mode}
+    return json_reply({"vllm_config": {"model_config": model_config}, "vllm_env": {}, "system_env": {}})
+
+
+_ROUTES = {
+    ("POST", "/v1/chat/completions"): Route(read_chat, render_chat, stream_chat),
+    ("POST", "/v1/completions"): Route(read_completion, render_completion, render_completion, "cmpl-%s-0"),
+}
+_DISABLED = always(
+    error(
+        "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them.",
+        403,
+        "PermissionDeniedError",
+    )
+)
+_SCALED_OUT_ROUTES = _ROUTES | {
+    ("POST", GENERATE): Route(read_generate, render_generate, render_generate, "generate-tokens-%s")
+}
+_SCALED_OUT_CONTROL: dict[tuple[str, str], Control] = {
+    ("POST", ABORT): abort_scaled_out,
+    ("POST", RENDER): render_prompt,
+}
+_DEVELOPMENT: dict[tuple[str, str], Control] = {
+    ("POST", "/pause"): pause,
+    ("POST", "/resume"): resume,
+    ("GET", "/is_paused"): is_paused,
+    ("POST", "/abort_requests"): abort_requests,
+    ("GET", "/weight_info"): weight_info,
+    ("POST", "/reset_prefix_cache"): always(EMPTY),
+    ("POST", "/update_weight_version"): update_weight_version,
+}
+
+
+def routes(engine: Engine) -> Mapping[tuple[str, str], Route]:
+    return _SCALED_OUT_ROUTES if engine.behaviour.scale_out else _ROUTES
+
+
+def control(engine: Engine, path: str) -> Mapping[tuple[str, str], Control]:
+    if path in (GENERATE, RENDER, ABORT) and not engine.behaviour.scale_out:
+        return {(method, path): _DISABLED for method in ("GET", "POST", "PUT")}
+    found: dict[tuple[str, str], Control] = {("GET", "/health"): health}
+    if engine.behaviour.dev_mode:
+        found |= _DEVELOPMENT
+        if engine.config.logprobs_mode is not None:
+            found["GET", "/server_info"] = server_info
+    return found | _SCALED_OUT_CONTROL if engine.behaviour.scale_out else found

@@ -1,24 +1,59 @@
-"""The request formats, and the reply type that every handler returns.
+"""What goes in and out: the start-up settings, what a request may hold, and the reply that every handler returns.
 
 Fields that the simulator does not use are accepted and ignored, as in engines.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Raw, Struct
 
-Headers = tuple[tuple[bytes, bytes], ...]
+Dialect = Literal["sglang", "vllm", "openai"]
+Delivery = Literal["whole", "drip", "reset", "never"]
+"""How the body of a reply reaches the client."""
 
-NOT_FOUND = {"detail": "Not Found"}
-"""What both engines answer to a path that they do not have."""
+Headers = tuple[tuple[bytes, bytes], ...]
 
 MAX_ID = 2**31 - 1
 """The largest possible token id."""
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings of the process; everything else comes with each request."""
+
+    dialect: Dialect = "sglang"
+    seed: int = 0
+    latency_s: float = 0.0  # of a generation whose request names none
+    prefill_s: float = 0.0  # for each token of a prompt that is not in the prefix cache
+    cache_tokens: int = 2**22
+    context_length: int = 2**20  # SGLang refuses what does not fit
+    model: str = "simulator"
+    adapters: tuple[str, ...] = ()  # loaded ones: other names are refused; without any, every name is accepted
+    weight_version: str = "default"
+    reasoning: float = 0.25  # the share of generations with reasoning
+    max_turn_tool_results: int = 3  # the policy calls no more tools after a seeded number of results from 1 to this
+    experts: tuple[int, int, int] = (4, 2, 64)  # layers, top_k and experts of a routing payload
+    indexer: tuple[int, int] = (2, 8)
+    token_in: bool = True  # a chat takes its prompt's ids from the dialect's own field, as newer builds do
+    api_key: str = ""  # what the vendor of the dialect `openai` wants in each request
+    # vLLM: as 0.32, replies name no weight version, and its route for prompts of ids, which `scale_out` adds, parses no
+    # message. With `logprobs_mode`, `/server_info` names it; it does not change the logprobs.
+    silent_versions: bool = False
+    scale_out: bool = False
+    logprobs_mode: str | None = None
+    # SGLang: `/generate` streams what is new in each event; `usage` counts cached tokens; where a chat takes the
+    # parameters that a request does not name.
+    incremental: bool = False
+    cache_report: bool = False
+    sampling_defaults: str = "openai"
+    keep_requests: int = 256
+    keep_request_bytes: int = 64 * 2**20
 
 
 class ToolFunction(Struct):
@@ -64,22 +99,17 @@ class Experts(Struct, forbid_unknown_fields=True):
 
 
 class FaultOrder(Struct, forbid_unknown_fields=True):
-    """A fault to apply ``count`` times; the other fields are parameters of some faults.
-
-    ``delay_s`` and ``pieces`` belong to ``drip``, ``at_byte`` (where the reply ends) to ``reset``, ``retry_after`` to
-    ``status_429`` and ``location`` to ``redirect``. ``tokens`` is the number of tokens after which ``abort`` ends the
-    generation.
-    """
+    """A fault to apply to ``count`` requests; the other fields are parameters of some faults."""
 
     fault: str
     count: int = 1
-    delay_s: float = 0.05
+    delay_s: float = 0.05  # of `drip`, between its pieces
     pieces: int = 20
-    at_byte: int | None = None
-    retry_after: str = "1"
-    location: str = "http://127.0.0.1:9/elsewhere"
-    message: str | None = None
-    tokens: int | None = None
+    at_byte: int | None = None  # of `reset`: where the reply ends
+    retry_after: str = "1"  # of `status_429`
+    location: str = "http://127.0.0.1:9/elsewhere"  # of `redirect`
+    message: str | None = None  # of a status
+    tokens: int | None = None  # of `abort`: the number of tokens after which it ends the generation
 
 
 class Abort(Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,38 +122,30 @@ class Abort(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sim(Struct, forbid_unknown_fields=True):
-    """The ``sim`` field of a request: instructions to the simulator, which a real engine ignores.
-
-    ``abort_at`` is the number of tokens after which an abort cuts the generation, instead of the number that its time
-    determines. The second number is for the generation that continues after the first abort, and so on. ``calls`` are
-    the tool calls of the reply, whatever tools the request offers; their arguments may be any text. ``call_ids`` are
-    the ids of the reply's calls in order; a call without one gets a drawn id. ``text`` may hold reasoning between its
-    tags, which stays in the content, or be empty. ``reasoning`` says whether the reply has some or, with a ``text``,
-    what it is. ``chunk_tokens`` is the number of tokens in each chunk of a stream of a plain text. ``speculative`` are
-    the counters of speculative decoding: how often drafts were verified, how many tokens they had, and how many were
-    accepted. ``abort`` words SGLang's aborts. ``queued``: SGLang's abort comes in the waiting queue, after the engine
-    took the generation back.
-    """
+    """The ``sim`` field of a request: instructions to the simulator, which a real engine ignores."""
 
     completion_tokens: int | None = None
     latency_s: float | None = None
     tool_calls: bool | None = None
-    reasoning: bool | str | None = None
+    reasoning: bool | str | None = None  # whether the reply has some or, with a `text`, what it is
     finish_reason: str | None = None
-    text: str | None = None
+    text: str | None = None  # may be empty, or hold reasoning between its tags, which stays in the content
     experts: Experts | None = None
     indexer_topk: Experts | None = None
     weight_version: str | None = None
-    weight_versions: list[str] | None = None
+    weight_versions: list[str] | None = None  # each for an equal share of the tokens
     body_bytes: int | None = None
     fault: str | FaultOrder | None = None
+    # The number of tokens after which an abort cuts the generation, instead of what its time determines; the second is
+    # for the generation that continues after the first abort, and so on.
     abort_at: list[int] | None = None
-    calls: list[CalledFunction] | None = None
-    call_ids: list[str | int | None] = []
-    chunk_tokens: int | None = None
+    calls: list[CalledFunction] | None = None  # whatever tools the request offers; arguments may be any text
+    call_ids: list[str | int | None] = []  # of the calls in order; one without gets a drawn id
+    chunk_tokens: int | None = None  # in each chunk of a stream of a plain text
+    # Of speculative decoding: how often drafts were verified, how many tokens they had, how many were accepted.
     speculative: tuple[int, int, int] | None = None
     abort: Abort = Abort()
-    queued: bool = False
+    queued: bool = False  # SGLang's abort comes in the waiting queue, after the engine took the generation back
 
 
 class PlannedReply(Struct, forbid_unknown_fields=True):
@@ -144,7 +166,7 @@ class StreamOptions(Struct):
 
 
 class Request(Struct, kw_only=True):
-    """The fields that chat and completion requests of both dialects share."""
+    """The fields that several routes share."""
 
     model: str = "default"
     stream: bool | None = None
@@ -153,17 +175,22 @@ class Request(Struct, kw_only=True):
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
+    stop: str | list[str] | None = None
     rid: str | None = None
+    lora_path: str | list[str | None] | None = None
     return_token_ids: bool | None = None
     return_weight_versions: bool = False
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
     routed_experts_prompt_start: int = 0
-    stop: str | list[str] | None = None
-    lora_path: str | list[str | None] | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: int | None = None
     sim: Sim | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """The number of tokens that the reply may have."""
+        return self.max_tokens
 
     @property
     def alternatives(self) -> int:
@@ -178,7 +205,7 @@ class KvTransfer(Struct):
 
 
 class ChatRequest(Request, kw_only=True):
-    """The body of a chat request in both dialects. Messages stay raw, since they are cache keys."""
+    """The body of a chat request in all dialects. Messages stay raw, since they are cache keys."""
 
     messages: list[Raw]
     tools: Raw = Raw(b"")
@@ -186,6 +213,7 @@ class ChatRequest(Request, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | msgspec.UnsetType | None = msgspec.UNSET
+    top_k: int | None = None
     input_ids: Raw = Raw(b"")
     kv_transfer_params: KvTransfer | None = None
     continue_final_message: bool | None = None
@@ -195,20 +223,18 @@ class ChatRequest(Request, kw_only=True):
     return_sampling_mask: bool = False
     return_input_ids_in_sglext: bool = False
     return_output_ids_in_sglext: bool = False
-    top_k: int | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def alternatives(self) -> int:
         return self.top_logprobs or 0 if isinstance(self.top_logprobs, int) else 0
 
-    def prompt_ids(self, dialect: str) -> bytes:
-        """The prompt's ids as JSON, from the field that an engine of this dialect reads; empty if there are none."""
-        raw = self.input_ids if dialect == "sglang" else (self.kv_transfer_params or KvTransfer()).prompt_token_ids
-        return b"" if bytes(raw) == b"null" else bytes(raw)
-
 
 class CompletionRequest(Request, kw_only=True):
-    """The body of a completion in both dialects. ``logprobs`` is the number of alternatives for each token; 0 means
+    """The body of a completion in all dialects. ``logprobs`` is the number of alternatives for each token; 0 means
     none."""
 
     prompt: Raw
@@ -224,35 +250,10 @@ class CompletionRequest(Request, kw_only=True):
 class BadRequest(Exception):
     """An engine would refuse the request; the message is sent to the client."""
 
-    status = 400
-    kind = "BadRequestError"
-
-
-class InvalidBody(BadRequest):
-    """A field's value breaks the rules of the body, whatever the rest says."""
-
-    kind = "Bad Request"
-
-
-class BadConversion(BadRequest):
-    """SGLang cannot make a generation of it."""
-
-    kind = "BadRequest"
-
-
-class UnknownModel(BadRequest):
-    """vLLM has no model and no adapter with this name."""
-
-    status = 404
-
-
-class Delivery(Enum):
-    """How the body of a reply reaches the client."""
-
-    WHOLE = "whole"
-    DRIP = "drip"
-    RESET = "reset"
-    NEVER = "never"
+    def __init__(self, message: str, status: int = 400, kind: str = "BadRequestError") -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +265,7 @@ class Reply:
     status: int = 200
     headers: Headers = ()
     content_type: bytes = b"application/json"
-    delivery: Delivery = Delivery.WHOLE
+    delivery: Delivery = "whole"
     order: FaultOrder | None = None
     over_s: float = 0.0
 
@@ -273,10 +274,22 @@ class Reply:
         """The whole body in one piece."""
         return self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
 
-    def with_body(self, body: bytes) -> Reply:
-        """The same response with another body."""
-        return replace(self, parts=(body,))
+
+EMPTY = Reply((b"",), content_type=b"")
+"""What several control routes answer."""
 
 
 def json_reply(value: object, status: int = 200) -> Reply:
-    return Reply((msgspec.json.encode(value),), status)
+    return Reply((encode(value),), status)
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: object) -> bytes:
+    """An event of a stream."""
+    return b"data: " + encode(value) + b"\n\n"
+
+
+def stream_reply(events: list[bytes]) -> Reply:
+    return Reply((*events, DONE), content_type=b"text/event-stream")

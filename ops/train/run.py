@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ops.bench.peers.protocol import Place, interpreter
-from ops.bench.peers.servers.rllm import Gateway
+from ops.bench.peers.servers import Gateway
 from ops.engine.process import PYTHON, EngineProcess, environment, kept_model, run_module
 from ops.server import ROOT, VERBATIM, OwnProcess, ServerProcess
 from ops.train.agents import AGENTS

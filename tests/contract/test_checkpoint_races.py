@@ -10,9 +10,9 @@ from helpers.store import Meanwhile, Store
 
 from app.domain.events import SessionConfig, SessionCreated, SessionRestored
 from app.errors import NotFound, StoreUnavailable
-from app.feature_faults import FeatureFaults
 from app.features.checkpoints.operations import Delete, DropRows, Make, RestoreSession
 from app.features.checkpoints.restores import HEAD, Restores
+from app.process import FeatureFaults
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers

@@ -23,7 +23,7 @@ import httpx
 import pytest
 
 from ops.simulator.app import Simulator
-from ops.simulator.config import Config
+from ops.simulator.wire import Config
 
 pytestmark = pytest.mark.anyio
 

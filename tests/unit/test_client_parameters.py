@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, get_args, get_origin, get_type_hints, is_typeddict
+from typing import Any, get_args, get_type_hints, is_typeddict
 
 import msgspec
 import numpy as np
@@ -13,7 +13,6 @@ from app.api.creation import CreateSession
 from app.api.exports import EventParameters as EventsRoute
 from app.api.exports import ExportParameters as ExportRoute
 from app.api.sessions import SessionListQuery
-from app.domain import events as server_events
 from app.domain.branches import Branches, Loss
 from app.domain.samples import Stale
 from app.export.formats import SHAPES, columns_of
@@ -23,8 +22,8 @@ from app.features.groups.operations import Acknowledged
 from app.features.groups.rules import Attempt, Statistics
 from app.features.search.routes import SearchQuery
 from app.sessions.session_list import Sort, Status
-from ops import unasync
-from turnlog import events, parameters, replies, rows
+from ops import event_types, unasync
+from turnlog import parameters, replies, rows
 from turnlog.client import names as client
 from turnlog.client.checked import checked, metadata_filter, rows_wanted
 
@@ -56,9 +55,8 @@ def test_choices_are_the_servers(ours: Any, theirs: Any) -> None:
     assert set(get_args(ours)) == set(get_args(theirs))
 
 
-def test_shapes_and_event_types_are_the_servers() -> None:
+def test_shapes_are_the_servers() -> None:
     assert {"turnlog", *get_args(parameters.TrainerShape)} == set(SHAPES)
-    assert set(get_args(parameters.EventType)) == set(server_events.TYPES)
 
 
 @pytest.mark.parametrize(
@@ -79,14 +77,7 @@ def test_rows_are_the_servers() -> None:
 
 
 def test_events_are_the_servers() -> None:
-    """What has a default is left out where it is the default, and so need not be there."""
-    ours = {get_args(get_type_hints(one)["type"])[0]: one for one in get_args(events.Event)}
-    assert set(ours) == set(server_events.TYPES)
-    for name, kind in server_events.TYPES.items():
-        fields = {field.name: field.required for field in msgspec.structs.fields(kind)}
-        typed = get_type_hints(ours[name], include_extras=True)
-        needed = {one: get_origin(hint) is not NotRequired for one, hint in typed.items()}
-        assert needed == {"seq": True, "at": True, "type": True, "session_id": False, "position": False, **fields}, name
+    assert event_types.FILE.read_text() == event_types.generate(), "run python -m ops.event_types"
 
 
 def test_all_types_are_public_and_nothing_else_is_typed() -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ops.simulator.config import Config, Dialect
-from ops.simulator.engine import Engine
+from ops.simulator.app import Simulator
+from ops.simulator.wire import Config, Dialect
 from workers.join import Piece, Shape, join, stopped
 from workers.parse import Protocol, VersionSpan, parse_reply
 
@@ -39,24 +39,24 @@ class Cutting:
     """One engine, one route, and a way to ask it in pieces."""
 
     def __init__(self, dialect: Dialect, protocol: Protocol) -> None:
-        self.engine = Engine(Config(dialect=dialect, seed=5))
+        self.simulator = Simulator(Config(dialect=dialect, seed=5))
         self.dialect: Dialect = dialect
         self.protocol: Protocol = protocol
 
     async def ask(self, body: Fields) -> Fields:
-        call = self.engine.chat if self.protocol == "chat" else self.engine.complete
-        reply = await call(json.dumps(body).encode(), _never)
+        path = "/v1/chat/completions" if self.protocol == "chat" else "/v1/completions"
+        reply = await self.simulator.generate(path, json.dumps(body).encode(), _never)
         assert reply is not None
         assert reply.status == 200, reply.body
         found: Fields = json.loads(reply.body)
         return found
 
     async def whole(self, body: Fields) -> Fields:
-        self.engine.reset()
+        self.simulator.engine.reset()
         return await self.ask(body)
 
     async def joined(self, body: Fields, rng: random.Random, stops: list[str]) -> Fields:
-        self.engine.reset()
+        self.simulator.engine.reset()
         prompt: list[int] | None = None
         tokens: list[int] = []
         pieces: list[Piece] = []

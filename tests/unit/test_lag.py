@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from app import event_loop_lag as lag
-from app.event_loop_lag import SPAN_S, SPANS, LoopLag
+from app import process as lag
+from app.process import SPAN_S, SPANS, LoopLag
 
 
 class Clock:

@@ -10,9 +10,8 @@ import pytest
 
 from app.upstream.dialects import streamed
 from app.upstream.streams import IDS_STREAM, BadStream, CutStream, ReplyStream, limit_of
-from ops.simulator.config import Config, Dialect
-from ops.simulator.engine import Engine
-from ops.simulator.wire import Reply
+from ops.simulator.app import Simulator
+from ops.simulator.wire import Config, Dialect, Reply
 from workers.parse import Parsed, Rejected, parse_reply
 from workers.parse_parts import UNKNOWN_VERSION
 
@@ -48,7 +47,7 @@ SGLANG_ASKS = {
 
 async def replied(seed: int, dialect: Dialect = "vllm", **fields: Any) -> Reply:
     """The simulator's first reply to this request."""
-    engine = Engine(Config(dialect=dialect, seed=seed))
+    simulator = Simulator(Config(dialect=dialect, seed=seed))
     asks = ASKS if dialect == "vllm" else SGLANG_ASKS
     body = {"model": "m", "messages": [{"role": "user", "content": f"Hello {seed}"}], "tools": [TOOL], **asks, **fields}
     if "stream" in fields and dialect == "sglang":
@@ -57,7 +56,7 @@ async def replied(seed: int, dialect: Dialect = "vllm", **fields: Any) -> Reply:
     async def never() -> None:
         raise AssertionError
 
-    reply = await engine.chat(msgspec.json.encode(body), never)
+    reply = await simulator.generate("/v1/chat/completions", msgspec.json.encode(body), never)
     assert reply is not None
     return reply
 

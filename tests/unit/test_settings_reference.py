@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from app.setting_texts import TEXTS
 from app.settings import Settings
 from ops import settings_reference
 
@@ -12,7 +11,7 @@ def test_the_page_is_current() -> None:
 
 
 def test_every_setting_has_a_text() -> None:
-    told = [name for texts in TEXTS.values() for name in texts]
+    told = [name for texts in settings_reference.TEXTS.values() for name in texts]
     assert sorted(told) == sorted(Settings.model_fields)
 
 

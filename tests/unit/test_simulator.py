@@ -19,11 +19,10 @@ import pytest
 from helpers.amounts import cases
 
 from ops.simulator.app import Simulator
-from ops.simulator.config import Config, Dialect
 from ops.simulator.faults import FAULTS
 from ops.simulator.prefixes import PrefixCache
 from ops.simulator.tokenizer import Tokenizer
-from ops.simulator.wire import ChatRequest, Sim
+from ops.simulator.wire import ChatRequest, Config, Dialect, Sim
 from workers.parse import PromptDiffers, Rejected, VersionSpan, parse_reply, token_text
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -146,7 +145,7 @@ async def test_sampled_ids_are_what_the_tokenizer_gives(simulator: Simulator) ->
         if number % 5 == 0:
             body["sim"]["completion_tokens"] = 100 + number
         request = ChatRequest(messages=[], sim=msgspec.convert(body["sim"], Sim))
-        draft = policy.draft(conversation, request, continuing=False)
+        draft = policy.within(policy.whole(conversation, request, continuing=False), request)
         assert tokenizer.ids(draft.text) == draft.ids[:-1]
         assert tokenizer.decode(draft.ids) == draft.text + "<|im_end|>"
         if body["sim"].get("completion_tokens") and draft.content:

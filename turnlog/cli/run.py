@@ -113,7 +113,7 @@ DatabaseUrl = Annotated[
 
 
 def _use_config(path: Path | None) -> Path | None:
-    """Every process of this command reads it (`app/config_file.py`)."""
+    """Every process of this command reads it (`app/settings.py`)."""
     if path is not None:
         os.environ["TURNLOG_CONFIG"] = str(path.absolute())
     return path

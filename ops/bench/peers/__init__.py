@@ -14,12 +14,11 @@ import json
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import httpx
 
 from ops.bench.client import Broken
-from ops.bench.measure import RESULTS
+from ops.bench.measure import RESULTS, Figures
 from ops.bench.peers.protocol import NotInstalled, Peer, Place, interpreter
 from ops.bench.peers.servers import PEERS
 from ops.bench.peers.speed import CASES, MEMORY, MEMORY_TURNS, Running, measured, memory
@@ -27,13 +26,11 @@ from ops.bench.peers.survival import AGENTS, Survival
 from ops.bench.peers.witness import WitnessEngine
 from ops.bench.stand import cores, folder_for_bench, pinned, started
 from ops.server import ServerDidNotStart
-from ops.simulator.config import Dialect
 from ops.simulator.process import SimulatorProcess
+from ops.simulator.wire import Dialect
 
 QUICK_CASES = ("1", "16")
 FAILURES = (Broken, OSError, ServerDidNotStart, NotInstalled, httpx.HTTPError)
-
-Figures = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

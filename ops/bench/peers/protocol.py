@@ -1,5 +1,5 @@
 """What the benchmark must know of a server: how to install and start it, open a session, call chat, and read what it
-recorded. A file in `ops/bench/peers/servers` has a `Peer` of a few lines for each."""
+recorded. `ops/bench/peers/servers.py` has a `Peer` of a few lines for each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ops.bench.client import Connection
 from ops.bench.load import Session
 from ops.bench.primary import Database
 from ops.server import ROOT, OwnProcess, is_healthy
-from ops.simulator.config import Dialect
+from ops.simulator.wire import Dialect
 
 ENVIRONMENTS = ROOT / "var" / "peers"
 

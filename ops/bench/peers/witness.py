@@ -17,9 +17,8 @@ import uvicorn
 from ops.bench.peers.protocol import Record
 from ops.simulator.__main__ import NoDelayProtocol
 from ops.simulator.app import Simulator
-from ops.simulator.config import Config, Dialect
 from ops.simulator.generation import Generation
-from ops.simulator.wire import FaultOrder
+from ops.simulator.wire import Config, Dialect, FaultOrder
 
 _TAG = re.compile(r"turn-\d+-\d+-\d+")
 

@@ -1,8 +1,8 @@
 """The real load: sessions of a coding agent, beside a relay without a store, another commit and another server.
 
-A table has the server's CPU of a later turn of a session of each size, by thread. They are measured in rounds, in which
-the servers get such a session one after the other, in an order that alternates; figures are medians, and of a ratio's
-servers those of one round. Then the sample's sessions are played, and every exported row is compared with what the
+A table has the server's CPU of a later turn of a session of each size, by thread. Each size is measured in rounds, in
+which the servers get such a session one after the other; figures are medians, and of a ratio's servers those of one
+round. Then the sample's sessions are played, and every exported row is compared with what the
 engine sampled; with --kills the server is killed under them.
 """
 
@@ -13,25 +13,35 @@ import asyncio
 import contextlib
 import itertools
 import os
-import statistics
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ops.bench.client import Connection
 from ops.bench.load import Open, Session, open_session
-from ops.bench.measure import cpu_s_by_thread, disk_bytes, percentile, report, resident_bytes, save_figures, table
+from ops.bench.measure import (
+    Figures,
+    against,
+    alternate,
+    cpu_s_by_thread,
+    disk_bytes,
+    medians,
+    percentile,
+    report,
+    resident_bytes,
+    save_figures,
+    table,
+)
 from ops.bench.peers.protocol import Place, interpreter
 from ops.bench.peers.servers import PEERS
 from ops.bench.real.conversation import WIRES, Conversation, Wire
 from ops.bench.real.engine import SHAPES
 from ops.bench.real.material import Material
 from ops.bench.real.play import Compared, Talk, compared, play, sample
-from ops.bench.stand import Cores, cores, folder_for_bench, pinned, source_tree, started
+from ops.bench.stand import Cores, asking, cores, folder_for_bench, pinned, source_tree, started
 from ops.server import PORT, ROOT, OwnProcess, ServerProcess
 
 SIZES = (10, 50, 100, 250, 500, 900)
@@ -47,7 +57,6 @@ SETTLE_S = 0.1
 
 COLD_TURNS = 500
 CLIENTS = 4
-HEALTH_S = 0.02
 PEER = PEERS["rllm-sqlite"]
 
 ALL = "CPU ms a turn"
@@ -101,35 +110,30 @@ async def main(arguments: argparse.Namespace) -> int:
 # turns of sessions of each size
 
 
-async def _turns(arguments: argparse.Namespace, material: Material, sides: Mapping[str, Side]) -> list[dict[str, Any]]:
-    measured: dict[tuple[str, int], list[dict[str, float]]] = defaultdict(list)
+async def _turns(arguments: argparse.Namespace, material: Material, sides: Mapping[str, Side]) -> list[Figures]:
+    """A row for each size: of Turnlog each thread's share; of the others theirs, and the ratio of Turnlog's to it."""
     numbers = itertools.count(1)
-    for number in range(arguments.rounds):
-        for size in arguments.sizes:
-            for who in sorted(sides, reverse=number % 2 == 1):
-                talk = await _grown(sides[who], size * 1000, next(numbers), material)
-                before = cpu_s_by_thread(sides[who].server.pid)
-                for _ in range(arguments.turns):
-                    await talk.turn(NEW, SAMPLED, calls=True)
-                await asyncio.sleep(SETTLE_S)
-                after = cpu_s_by_thread(sides[who].server.pid)
-                talk.close()
-                cpu = {thread: (after[thread] - before[thread]) * 1000 / arguments.turns for thread in after}
-                measured[who, size].append({**cpu, ALL: sum(cpu.values())})
-        print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
-    return [_row(size, {who: measured[who, size] for who in sides}) for size in arguments.sizes]
+    rows = []
+    for size in arguments.sizes:
 
+        async def measure(who: str) -> Figures:
+            talk = await _grown(sides[who], size * 1000, next(numbers), material)  # noqa: B023
+            before = cpu_s_by_thread(sides[who].server.pid)
+            for _ in range(arguments.turns):
+                await talk.turn(NEW, SAMPLED, calls=True)
+            await asyncio.sleep(SETTLE_S)
+            after = cpu_s_by_thread(sides[who].server.pid)
+            talk.close()
+            cpu = {thread: (after[thread] - before[thread]) * 1000 / arguments.turns for thread in after}
+            return {**cpu, ALL: sum(cpu.values())}
 
-def _row(size: int, measured: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, Any]:
-    """Of Turnlog each thread's share; of the others theirs, and the ratio of Turnlog's to it with its quartiles."""
-    own = measured[TURNLOG]
-    row: dict[str, Any] = {"prompt": f"{size}k"}
-    row |= {name: statistics.median(one[name] for one in own) for name in own[0]}
-    for who in sorted(measured.keys() - {TURNLOG}):
-        ratios = [ours[ALL] / theirs[ALL] for ours, theirs in zip(own, measured[who], strict=True)]
-        row |= {who: statistics.median(one[ALL] for one in measured[who]), f"/ {who}": statistics.median(ratios)}
-        row[f"quartiles, {who}"] = f"{percentile(ratios, 25):.2f}-{percentile(ratios, 75):.2f}"
-    return row
+        periods = await alternate(sides, arguments.rounds, measure)
+        row: Figures = {"prompt": f"{size}k", **medians(periods[TURNLOG])}
+        for who in sorted(sides.keys() - {TURNLOG}):
+            row |= {who: medians(periods[who])[ALL], **against(who, ALL, periods[TURNLOG], periods[who])}
+        rows.append(row)
+        print(f"{size}k of {', '.join(map(str, arguments.sizes))}", file=sys.stderr, flush=True)
+    return rows
 
 
 async def _grown(side: Side, size: int, number: int, material: Material) -> Talk:
@@ -160,7 +164,7 @@ class Played:
         if arguments.quick:
             self._sessions = sessions[: arguments.sessions]
 
-    async def figures(self) -> dict[str, Any]:
+    async def figures(self) -> Figures:
         """Names that begin with "!" are of what must not be."""
         return {
             **await self._sample(),
@@ -169,7 +173,7 @@ class Played:
             **(await self._kills() if self._given.kills else {}),
         }
 
-    async def _sample(self) -> dict[str, Any]:
+    async def _sample(self) -> Figures:
         server, stored, written = self._server, self._stored(), disk_bytes(self._server.pid)
         began = time.perf_counter()
         talks = await play(
@@ -189,7 +193,7 @@ class Played:
             **_judged("", found, talks),
         }
 
-    async def _cold(self) -> dict[str, Any]:
+    async def _cold(self) -> Figures:
         """A long session, and its first turn after a restart."""
         server, turns = self._server, COLD_TURNS // 10 if self._given.quick else COLD_TURNS
         cached, resident = await self._cached(), resident_bytes(server.pid)
@@ -217,29 +221,19 @@ class Played:
 
     async def _health(self) -> float:
         """The lightest route's p95, while large turns run."""
-        size, over, times = max(self._given.sizes) * 500, asyncio.Event(), []
+        size = max(self._given.sizes) * 500
         talks = [await _grown(self._side, size, 40_000 + number, self._material) for number in range(CLIENTS)]
-
-        async def ask() -> None:
-            async with await Connection.connect(self._server.base_url) as connection:
-                while not over.is_set():
-                    began = time.perf_counter()
-                    await connection.request("GET", "/health")
-                    times.append(time.perf_counter() - began)
-                    await asyncio.sleep(HEALTH_S)
 
         async def turns(talk: Talk) -> None:
             for _ in range(self._given.turns):
                 await talk.turn(NEW, SAMPLED, calls=True)
             talk.close()
 
-        asking = asyncio.create_task(ask())
-        await asyncio.gather(*map(turns, talks))
-        over.set()
-        await asking
+        async with asking(self._server.base_url) as times:
+            await asyncio.gather(*map(turns, talks))
         return percentile(times, 95) * 1000
 
-    async def _kills(self) -> dict[str, Any]:
+    async def _kills(self) -> Figures:
         """Kill the server in the middle, at equal distances."""
         turns = sum(len(one.turns) for one in self._sessions)
         at = {turns * number // (self._given.kills + 1) for number in range(1, self._given.kills + 1)}

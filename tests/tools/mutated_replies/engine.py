@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import msgspec
 from aiohttp import web
 
-from ops.simulator.config import Config, Dialect
-from ops.simulator.engine import Engine as Simulator
+from ops.simulator.app import Simulator
+from ops.simulator.wire import Config, Dialect
 from tests.tools.mutated_replies.mutate import CONTROL, mutate
 
+CHAT = "/v1/chat/completions"
 MAX_BODY = 64 << 20
 KEEPALIVE_S = 600.0
 """Idle connections stay, so that one which ends is a fault."""
@@ -77,7 +78,7 @@ class Engine:
         if request.method == "GET":
             return web.Response(status=200 if request.path == "/health" else 404)
         session_id = request.headers.get("x-smg-routing-key", "")
-        if session_id not in self.orders or request.path != "/v1/chat/completions":
+        if session_id not in self.orders or request.path != CHAT:
             self.faults.append(f"the engine was asked for {request.path} by session {session_id!r}")
             return web.Response(status=404)
         order = self.orders.pop(session_id)
@@ -90,11 +91,11 @@ class Engine:
         vllm = order.dialect == "vllm"
         start = request.routed_experts_prompt_start if vllm else request.routed_experts_start_len
         simulator = self._simulators["vllm" if vllm else "sglang"]
-        reply = await simulator.chat(body, _never)
+        reply = await simulator.generate(CHAT, body, _never)
         if reply is None or reply.status != 200:
             fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
             fields["messages"] = msgspec.Raw(b"[" + bytes(request.messages[-1]) + b"]")
-            reply = await simulator.chat(msgspec.json.encode(fields), _never)
+            reply = await simulator.generate(CHAT, msgspec.json.encode(fields), _never)
         assert reply is not None
         if reply.status != 200:
             self.faults.append(f"the simulator refused a request of {session_id}: {reply.body[:200]!r}")
