@@ -34,9 +34,9 @@ from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
 from app.domain.surrogates import mended
 from app.errors import AppError, GenerationEnded, InvalidRequest, NoUpstream, Restored, SessionBusy, Unsupported
-from app.feature_faults import FeatureFaults
 from app.fleet.engines import Engines
 from app.fleet.state import FleetState
+from app.process import FeatureFaults
 from app.protocols.base import StoredTurn, WireProtocol
 from app.protocols.registry import PROTOCOLS
 from app.sessions import transcript

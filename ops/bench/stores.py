@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 
 from app.store.engine import Database
-from app.store.reads import database_bytes
+from app.store.sessions import database_bytes
 from ops.bench.client import Connection
 from ops.bench.export import Incomplete
 from ops.bench.load import Conversation, opening_messages, timed_turn
