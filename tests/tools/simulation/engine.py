@@ -107,7 +107,7 @@ class Engines:
 
     `begun` are the sessions' generations, `last` the engines that had the newest of each, `generated` the sound replies
     by the rid that asked for them. `sampled`, of those that sample the same each time: how often each token was, by the
-    digest of the messages and its place.
+    digest of the messages and its place. `ordered` is what befalls a session's next generation.
     """
 
     def __init__(self, rng: random.Random, *, is_plain: bool) -> None:
@@ -117,6 +117,7 @@ class Engines:
         self.generated: dict[str, list[Generated]] = {}
         self.begun: Counter[str] = Counter()
         self.last: dict[str, str] = {}
+        self.ordered: dict[str, str] = {}
         self.sampled: defaultdict[tuple[str, int], list[Sample]] = defaultdict(list)
         self.generations = itertools.count(1)
         self._updates: Counter[str] = Counter()
@@ -223,7 +224,7 @@ class SimulatedEngine(EngineClient):
         session_id, adapter = dict(headers)["x-smg-routing-key"], self._adapter(request)
         number = next(self._engines.numbers)
         bad = self._world.happens(self._world.weather.engine_faults)
-        how = self._world.rng.choice(self.faults) if bad else None
+        how = self._engines.ordered.pop(session_id, self._world.rng.choice(self.faults) if bad else None)
         self._world.note(f"generation {number} of {session_id} at {engine}{'' if how is None else f': {how}'}")
         if self._is_shut(adapter):
             self._world.history.problem(f"a generation of {session_id} began although the gate of {adapter} was shut")

@@ -21,6 +21,10 @@ from tests.tools.simulation.vllm import sampled, text_of
 
 STAGED_SESSION = "staged"
 DEATHS = (1, 2, 3, 5)
+
+COME = (1, 4, 7)
+"""How many tokens have come before a death: of the first chunk nothing may be written yet."""
+
 GENERATION_S = 4.0
 AGAIN_S, NEAR_S = 0.3, 0.05
 
@@ -78,8 +82,8 @@ class StagedClient(Client):
     async def _die(self) -> None:
         """Once the generation goes on, again and again."""
         for _ in range(self._draws.choice(DEATHS)):
-            seen = self._samples()
-            while self._samples() == seen or self.asked is None:
+            least = self._samples() + self._draws.choice(COME)
+            while self._samples() < least or self.asked is None:
                 await asyncio.sleep(NEAR_S)
             await asyncio.sleep(self._draws.random() * self._draws.choice((0.1, GENERATION_S / 4)))
             process = self.asked
