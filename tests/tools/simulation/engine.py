@@ -107,7 +107,8 @@ class Engines:
 
     `begun` are the sessions' generations, `last` the engines that had the newest of each, `generated` the sound replies
     by the rid that asked for them. `sampled`, of those that sample the same each time: how often each token was, by the
-    digest of the messages and its place. `ordered` is what befalls a session's next generation.
+    digest of the messages and its place. `ordered` is what befalls a session's next generation. `closed`: how often an
+    engine was told to end a session of its own.
     """
 
     def __init__(self, rng: random.Random, *, is_plain: bool) -> None:
@@ -122,6 +123,7 @@ class Engines:
         self.generations = itertools.count(1)
         self._updates: Counter[str] = Counter()
         self._held: dict[tuple[str, str], float] = {}
+        self.closed: Counter[tuple[str, str]] = Counter()
         self._running: dict[tuple[str, str], asyncio.Future[None]] = {}
         self._paused: dict[str, asyncio.Event] = {}
 
@@ -172,6 +174,7 @@ class Engines:
         return True
 
     def close(self, url: str, name: str) -> None:
+        self.closed[url, name] += 1
         self._held.pop((url, name), None)
 
     def holds(self, url: str, name: str) -> bool:
@@ -256,13 +259,13 @@ class SimulatedEngine(EngineClient):
     ) -> EngineReply:
         """What the engine answers, unless it fails as `how` says."""
         seconds = LONG_S if how == "slow" else self._world.rng.expovariate(1 / self._world.weather.engine_s)
-        is_whole = await self._engines.generate(engine, request.get("rid", ""), seconds)
+        is_whole = await self._engines.generate(engine, request.get("rid", ""), seconds) and how != "aborted"
         if how is not None and how.isdigit():
             return EngineReply(int(how), [("content-type", "application/json")], Body([b'{"error":{"message":"no"}}']))
         cut = None if is_whole else self._world.rng.randrange(3)
         sound = reply(request, number, cut, self._engines.manner, self._engines.rng)
         raw = _broken(sound, how)
-        if how in (None, "slow"):
+        if how in (None, "slow", "aborted"):
             self._engines.generated.setdefault(request["rid"], []).append(_generated(request, sound, raw))
         grow(len(raw))
         return EngineReply(200, [("content-type", "application/json")], Body([raw]))
