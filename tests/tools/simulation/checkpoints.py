@@ -26,7 +26,6 @@ from tests.tools.simulation.kills import Kill, while_killed
 from tests.tools.simulation.postgres_store import PostgresStore
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.trainer import Trainer
-from tests.tools.simulation.tree_client import TreeClient
 from tests.tools.simulation.world import World
 
 T = TypeVar("T")
@@ -34,9 +33,6 @@ T = TypeVar("T")
 NAME = "drill"
 
 ANOTHER = "after-the-cut"
-
-OTHERS = 10
-"""How often a process is drawn that is not the one that another client asks."""
 
 AGAIN_S = 0.5
 
@@ -58,15 +54,12 @@ class CheckpointDrill:
         self._world = world
         self._rng = random.Random(f"checkpoints {seed}")
         self._clients = clients
-        kind = self._rng.choice((Client, TreeClient))
-        self._behind, self._ahead = (kind(world, f"cut-{who}", "cut", Habits(loyalty=1.0)) for who in ("a", "b"))
         self._trainer = trainer
         self._kill = kill
 
     async def run(self) -> None:
         """Never ends where a restore is never finished."""
         drain_s = self._rng.choice((None, None, 30.0))
-        await _try(self._begin())
         if isinstance(self._world.store, PostgresStore):  # In memory the cut is one moment.
             self._world.weather.transaction_s = SLOW_S
             using = asyncio.create_task(self._use())
@@ -77,13 +70,12 @@ class CheckpointDrill:
             await self._while_killed(self._make(drain_s))
         at_cut = self._states(NAME)
         await self._use()
-        await _try(self._behind.turn(tries=2))
-        await _try(self._make_another())
+        with contextlib.suppress(AppError, GaveUp, Disconnected):
+            await self._make_another()
         orders.judge(self._world.store, self._world.history)
         await self._while_killed(self._restore(NAME))
         self._compare(NAME, at_cut)
         self._must_be_undone()
-        await _try(self._overtake())
         [before] = [one.name for one in self._made() if one.restores == NAME][-1:]
         replaced = self._states(before)
         await self._use()
@@ -94,16 +86,9 @@ class CheckpointDrill:
             await self._while_killed(self._restore(before))
             self._compare(before, replaced)
 
-    async def _begin(self) -> None:
-        process = self._world.pick()
-        if process is not None:
-            self._behind.go_to(process)
-        await self._behind.join(SessionConfig(rollback_window=1, history=self._behind.history))
-        await self._behind.turn()
-
     async def _make_another(self) -> None:
         """A session that was not there at the cut, with a turn that is rewarded."""
-        another = Client(self._world, "after-the-cut", ANOTHER, Habits())
+        another = Client(self._world, ANOTHER, ANOTHER, Habits())
         await another.join(SessionConfig(rollback_window=1))
         await another.turn()
         process = self._world.pick()
@@ -116,19 +101,6 @@ class CheckpointDrill:
             now = self._state(ANOTHER)
             is_bare = not now.turns.count and not now.turn_rewards and now.reward is None
             self._world.must(now.status != "undone" or is_bare, f"{ANOTHER} was undone, and has turns or rewards")
-
-    async def _overtake(self) -> None:
-        """As many turns as before the restore, by way of a process that knows of it; then one that does not is asked to
-        go on from the turn that is undone."""
-        behind = self._behind.asked
-        drawn = (self._world.pick() for _ in range(OTHERS))
-        other = next((process for process in drawn if process is not None and process is not behind), None)
-        if behind is None or other is None:
-            return
-        self._ahead.go_to(other)
-        await self._ahead.join(SessionConfig(rollback_window=1, history=self._ahead.history))
-        await self._ahead.turn()
-        await self._behind.turn(tries=1)
 
     async def _while_killed(self, work: Awaitable[None]) -> None:
         await while_killed(self._world, self._rng, self._kill, work)
@@ -200,12 +172,6 @@ class CheckpointDrill:
 
     def _read(self, function: Callable[[Connection], T]) -> T:
         return self._world.store.read(function)
-
-
-async def _try(work: Awaitable[None]) -> None:
-    """What is asked may have to wait for longer, or a session may be idle for too long."""
-    with contextlib.suppress(AppError, GaveUp, Disconnected):
-        await work
 
 
 def _is_held(connection: Connection) -> bool:

@@ -4,15 +4,19 @@ what a dead one knew counts as not delivered."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+from collections.abc import Awaitable
 from typing import Any
 
 from app.domain.events import SessionConfig
+from app.errors import AppError
 from app.turn.in_flight import TurnReply
 from tests.tools.simulation import fights
 from tests.tools.simulation.database import MemoryServer
+from tests.tools.simulation.engine import LONG_S
 from tests.tools.simulation.kills import Kill
-from tests.tools.simulation.process import Process
+from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.tree_client import TreeClient
 
 REPEATS = 0.4
@@ -24,7 +28,12 @@ DOWN_S = 0.3
 NOTED_S = 1.0
 """More than it takes until a delivery is written down."""
 
-HOWS = ("unread", "read", "died")
+HOWS = ("unread", "read", "died", "alike")
+
+NEAR_S = 0.05
+
+DRAWS = 10
+"""How often a process is drawn until it is not the one that another agent has asked."""
 
 
 class RepeatingClient(TreeClient):
@@ -77,6 +86,24 @@ class RepeatingClient(TreeClient):
         again = await self.once(messages, logical)
         self._must_be(again, first, True, "a reply that a dead process gave was not given again")
 
+    async def _alike(self) -> None:
+        """Another agent has asked the same of another process: a marked request does not wait for that."""
+        messages, logical = fights._new(self, self.messages)
+        engines, before = self._world.engines, self._world.engines.begun[self.session_id]
+        engines.ordered[self.session_id] = "slow"
+        others = asyncio.create_task(_try(self._take(messages, logical, None, self._turn(None, "explorer"))))
+        while engines.begun[self.session_id] == before and not others.done():
+            await asyncio.sleep(NEAR_S)
+        drawn = (self._world.pick() for _ in range(DRAWS))
+        other = next((process for process in drawn if process is not None and process is not self.asked), None)
+        if other is not None:
+            self.go_to(other)
+            asked_at = self._world.loop.time()
+            await self.once(messages, logical, retry_count=1)
+            took_s = self._world.loop.time() - asked_at
+            self._world.must(took_s < LONG_S / 2, f"{logical} has waited {took_s:.1f} s for another agent's turn")
+        await others
+
     def _must_be(self, again: TurnReply | None, first: TurnReply, counts: bool, what: str) -> None:
         if again is not None and counts:
             self._world.must(again.turn == first.turn, f"{what}: turn {first.turn}, then turn {again.turn}")
@@ -85,3 +112,8 @@ class RepeatingClient(TreeClient):
         if self._is_unread:
             self._server.down_until = self._world.loop.time() + DOWN_S
         super()._tell(process, reply, delivered=delivered and not self._is_unread)
+
+
+async def _try(work: Awaitable[object]) -> None:
+    with contextlib.suppress(AppError, Disconnected):
+        await work
