@@ -18,7 +18,7 @@ from tests.tools.simulation.client import Client
 from tests.tools.simulation.database import MemoryServer
 from tests.tools.simulation.spelling import Message
 
-LET_GO = 0.4
+LET_GO = 0.25
 """How many schedules have this drill."""
 
 REFUSED = ("no_ids", "nan")

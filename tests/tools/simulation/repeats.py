@@ -19,7 +19,7 @@ from tests.tools.simulation.kills import Kill
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.tree_client import TreeClient
 
-REPEATS = 0.4
+REPEATS = 0.25
 """How many schedules have this drill."""
 
 DOWN_S = 0.3
