@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
@@ -10,6 +11,7 @@ from typing import TypeVar
 from sqlalchemy import Connection, select
 
 from app.domain import fleet
+from app.domain.events import SessionConfig
 from app.domain.session import Session, fold
 from app.errors import AppError
 from app.features.checkpoints import operations as store
@@ -20,6 +22,7 @@ from app.store.schema import checkpoint_sessions
 from app.store.sessions import load_events
 from tests.tools.simulation import orders
 from tests.tools.simulation.client import Client, GaveUp
+from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.kills import Kill, while_killed
 from tests.tools.simulation.postgres_store import PostgresStore
 from tests.tools.simulation.process import Disconnected, Process
@@ -29,6 +32,8 @@ from tests.tools.simulation.world import World
 T = TypeVar("T")
 
 NAME = "drill"
+
+ANOTHER = "after-the-cut"
 
 AGAIN_S = 0.5
 
@@ -66,9 +71,12 @@ class CheckpointDrill:
             await self._while_killed(self._make(drain_s))
         at_cut = self._states(NAME)
         await self._use()
+        with contextlib.suppress(AppError, GaveUp, Disconnected):
+            await self._make_another()
         orders.judge(self._world.store, self._world.history)
         await self._while_killed(self._restore(NAME))
         self._compare(NAME, at_cut)
+        self._must_be_undone()
         [before] = [one.name for one in self._made() if one.restores == NAME][-1:]
         replaced = self._states(before)
         await self._use()
@@ -78,6 +86,22 @@ class CheckpointDrill:
         if self._rng.random() < 0.5:
             await self._while_killed(self._restore(before))
             self._compare(before, replaced)
+
+    async def _make_another(self) -> None:
+        """A session that was not there at the cut, with a turn that is rewarded."""
+        another = Client(self._world, ANOTHER, ANOTHER, Habits())
+        await another.join(SessionConfig(rollback_window=1))
+        await another.turn()
+        process = self._world.pick()
+        if process is not None:
+            reward = process.service.sessions.assign_reward
+            await process.call(lambda: reward(ANOTHER, 1.0, {}, 1), lambda _: None)
+
+    def _must_be_undone(self) -> None:
+        if self._read(lambda connection: reads.load_events(connection, ANOTHER)):
+            now = self._state(ANOTHER)
+            is_bare = not now.turns.count and not now.turn_rewards and now.reward is None
+            self._world.must(now.status != "undone" or is_bare, f"{ANOTHER} was undone, and has turns or rewards")
 
     async def _while_killed(self, work: Awaitable[None]) -> None:
         await while_killed(self._world, self._rng, self._kill, work)

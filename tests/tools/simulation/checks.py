@@ -30,6 +30,7 @@ from app.store.sessions import load_events, load_head
 from ops.verify import TABLES
 from tests.tools.audit import audit
 from tests.tools.simulation import orders
+from tests.tools.simulation.calls import Taken
 from tests.tools.simulation.history import History
 from tests.tools.simulation.store import ReadDatabase, Store
 
@@ -97,6 +98,7 @@ class _Session:
         for recorded in self._log:
             self._note(f"{self._session_id} {recorded.seq} {name_of(recorded.event)} {_brief(recorded.event)}")
         self._order()
+        self._claims()
         self._ends()
         self._facts()
 
@@ -109,6 +111,19 @@ class _Session:
                     done.add(key)
                 case TurnOpened(retry_key=str(key)):
                     self._must(key not in done, f"event {recorded.seq} opens a turn whose key was committed before")
+
+    def _claims(self) -> None:
+        """A turn that was answered had the claim under its fence, and not another turn."""
+        opened = {recorded.seq: recorded for recorded in self._log}
+        for asked in self._history.asked.get(self._session_id, ()):
+            turn = asked.turn
+            if turn is None or turn.fence not in opened or not isinstance(asked.reply, Taken) or asked.reply.replayed:
+                continue
+            claim = opened[turn.fence]
+            is_own = isinstance(claim.event, TurnOpened) and claim.event.incarnation == turn.incarnation
+            self._must(
+                is_own and claim.at == turn.opened_at, f"turn {asked.reply.turn} was answered, and had lost its claim"
+            )
 
     def _ends(self) -> None:
         ended = False

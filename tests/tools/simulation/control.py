@@ -102,6 +102,7 @@ class ControlDrill:
         self._world.must(row.worker_session == self._is_held(row), f"the store says {row}, and its engine otherwise")
         await self._turn(None)
         self._world.must(self._at() == row.engine, f"a turn that names {row.engine} went to {self._at()}")
+        before, begun = self._told(row), self._world.engines.begun[self._client.session_id]
         if self._how == "delete":
             await self._client.close()
         elif self._how == "close":
@@ -110,6 +111,9 @@ class ControlDrill:
         else:
             await self._die_closing()
         await _until(lambda: DRILL_NAME not in rows(self._world.store) and not self._is_held(row))
+        told = self._told(row) - before
+        is_judged = self._how != "kill" and self._world.engines.begun[self._client.session_id] <= begun + 1
+        self._world.must(not is_judged or told <= 1, f"{row.engine} was told {told} times that {DRILL_NAME} has ended")
 
     async def _die_closing(self) -> None:
         before = self._world.engines.begun[self._client.session_id]
@@ -130,6 +134,9 @@ class ControlDrill:
 
     def _at(self) -> str:
         return f"http://{self._world.engines.last[self._client.session_id]}"
+
+    def _told(self, row: Row) -> int:
+        return self._world.engines.closed[row.engine.removeprefix("http://"), DRILL_NAME]
 
     def _is_held(self, row: Row) -> bool:
         return self._world.engines.holds(row.engine.removeprefix("http://"), DRILL_NAME)

@@ -47,12 +47,13 @@ class Server(ABC):
 
 
 class MemoryServer(Server):
-    """One whose transactions happen at one moment each."""
+    """One whose transactions happen at one moment each. While it `hides` something, it gives no answer to writes."""
 
     def __init__(self, world: World, store: MemoryStore) -> None:
         super().__init__(world)
         self.store = store
         self.crashes = 0
+        self.hides: Callable[[], bool] | None = None
 
     def database(self, name: str, *, alone: bool, bucket: ports.Bucket | None = None) -> SimulatedDatabase:
         return SimulatedDatabase(self, bucket, alone=alone)
@@ -132,7 +133,10 @@ class SimulatedDatabase(Transactions):
         def settle(result: T | None, error: BaseException | None) -> None:
             if answer.done():
                 return
-            if server.crashes != crashes or (may_lose_answer and world.happens(world.weather.answer_lost)):
+            is_hidden = server.hides is not None and server.hides()
+            if server.crashes != crashes or (
+                may_lose_answer and (is_hidden or world.happens(world.weather.answer_lost))
+            ):
                 error = StoreUnavailable("the connection to the database was lost")
             if error is None:
                 answer.set_result(result)

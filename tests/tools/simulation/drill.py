@@ -12,6 +12,7 @@ from app.domain.fleet import Fleet, apply
 from app.errors import SessionClosed
 from app.store import fleet as store
 from app.store.schema import open_turns
+from tests.tools.simulation import fights
 from tests.tools.simulation.client import Client
 from tests.tools.simulation.process import Process
 from tests.tools.simulation.store import Store
@@ -40,11 +41,12 @@ class Drill:
         self._trainer = trainer
 
     async def run(self, within_s: float) -> None:
-        """Nothing is asked of an engine and no claim is held while the gate is shut; afterwards the turn is taken.
+        """Nothing is asked of an engine and no claim is held while the gate is shut; afterwards the turn is taken, and
+        what an engine ends by itself is not continued.
 
         Raises SessionClosed where the janitor found the session idle.
         """
-        await self._client.join(SessionConfig(rollback_window=1, adapter=self._name))
+        await self._client.join(SessionConfig(rollback_window=1, adapter=self._name, on_abort="continue"))
         await self._trainer.insist("pause, for the drill", lambda p: pause(p, self._name, LEASE_S))
         await asyncio.sleep(SEEN_S)
         turn = asyncio.create_task(self._client.turn())
@@ -62,6 +64,12 @@ class Drill:
             raise closed
         turn.cancel()
         await asyncio.gather(turn, return_exceptions=True)
+        before, engines = self._world.engines.begun[SESSION_ID], self._world.engines
+        engines.ordered[SESSION_ID] = "aborted"
+        if await self._client.once(*fights._new(self._client, self._client.messages)) is not None:
+            self._world.must(
+                engines.begun[SESSION_ID] == before + 1, "a turn was continued, and no gate was shut since it was sent"
+            )
         self._world.must(not self._world.engines.paused, f"{self._world.engines.paused} were never told to go on")
 
     def _claims(self) -> int:

@@ -107,7 +107,8 @@ class Engines:
 
     `begun` are the sessions' generations, `last` the engines that had the newest of each, `generated` the sound replies
     by the rid that asked for them. `sampled`, of those that sample the same each time: how often each token was, by the
-    digest of the messages and its place.
+    digest of the messages and its place. `ordered` is what befalls a session's next generation. `closed`: how often an
+    engine was told to end a session of its own.
     """
 
     def __init__(self, rng: random.Random, *, is_plain: bool) -> None:
@@ -117,10 +118,12 @@ class Engines:
         self.generated: dict[str, list[Generated]] = {}
         self.begun: Counter[str] = Counter()
         self.last: dict[str, str] = {}
+        self.ordered: dict[str, str] = {}
         self.sampled: defaultdict[tuple[str, int], list[Sample]] = defaultdict(list)
         self.generations = itertools.count(1)
         self._updates: Counter[str] = Counter()
         self._held: dict[tuple[str, str], float] = {}
+        self.closed: Counter[tuple[str, str]] = Counter()
         self._running: dict[tuple[str, str], asyncio.Future[None]] = {}
         self._paused: dict[str, asyncio.Event] = {}
 
@@ -171,6 +174,7 @@ class Engines:
         return True
 
     def close(self, url: str, name: str) -> None:
+        self.closed[url, name] += 1
         self._held.pop((url, name), None)
 
     def holds(self, url: str, name: str) -> bool:
@@ -223,7 +227,7 @@ class SimulatedEngine(EngineClient):
         session_id, adapter = dict(headers)["x-smg-routing-key"], self._adapter(request)
         number = next(self._engines.numbers)
         bad = self._world.happens(self._world.weather.engine_faults)
-        how = self._world.rng.choice(self.faults) if bad else None
+        how = self._engines.ordered.pop(session_id, self._world.rng.choice(self.faults) if bad else None)
         self._world.note(f"generation {number} of {session_id} at {engine}{'' if how is None else f': {how}'}")
         if self._is_shut(adapter):
             self._world.history.problem(f"a generation of {session_id} began although the gate of {adapter} was shut")
@@ -255,13 +259,13 @@ class SimulatedEngine(EngineClient):
     ) -> EngineReply:
         """What the engine answers, unless it fails as `how` says."""
         seconds = LONG_S if how == "slow" else self._world.rng.expovariate(1 / self._world.weather.engine_s)
-        is_whole = await self._engines.generate(engine, request.get("rid", ""), seconds)
+        is_whole = await self._engines.generate(engine, request.get("rid", ""), seconds) and how != "aborted"
         if how is not None and how.isdigit():
             return EngineReply(int(how), [("content-type", "application/json")], Body([b'{"error":{"message":"no"}}']))
         cut = None if is_whole else self._world.rng.randrange(3)
         sound = reply(request, number, cut, self._engines.manner, self._engines.rng)
         raw = _broken(sound, how)
-        if how in (None, "slow"):
+        if how in (None, "slow", "aborted"):
             self._engines.generated.setdefault(request["rid"], []).append(_generated(request, sound, raw))
         grow(len(raw))
         return EngineReply(200, [("content-type", "application/json")], Body([raw]))

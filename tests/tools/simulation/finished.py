@@ -34,7 +34,10 @@ class FinishingClient(Client):
         await self._insist("before")
         turn = asyncio.create_task(self._insist("meanwhile"))
         await asyncio.sleep(2 * self._rng.random() * self._world.weather.engine_s)
-        session = await self._until(self._finish)
+        finish = asyncio.create_task(self._until(self._finish))
+        await asyncio.sleep(self._rng.random() * self._world.weather.engine_s)
+        await self._until(self._reward)  # It wakes the finish, which has still to wait.
+        session = await finish
         self._world.must(not session.open_turns, f"{self.name} was finished, and a turn is in flight")
         try:
             await turn

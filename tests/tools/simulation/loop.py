@@ -50,7 +50,7 @@ class Stuck(Exception):
 class SimulatedLoop(asyncio.BaseEventLoop):
     """`rng` decides the order. `shuffled`: an owner's own callbacks do not even keep the order that asyncio gives them.
 
-    `on_fault` is told of exceptions that nobody awaits.
+    `on_fault` is told of exceptions that nobody awaits, and at the end of tasks that a mistake in the code has ended.
     """
 
     def __init__(self, rng: random.Random, on_fault: Callable[[str, BaseException | None], None]) -> None:
@@ -191,6 +191,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def _end(self) -> None:
         """Let every task that is left end, those of killed processes too, so that none is found unfinished later."""
+        for task in self._tasks:
+            error = task.exception() if task.done() and not task.cancelled() else None
+            if error is not None and type(error).__module__ == "builtins" and not isinstance(error, OSError):
+                self._on_fault(f"{task.get_name()} has ended", error)
         self.is_ending = True
         self._timers.clear()
         owners = [*self._owners, *self._killed]

@@ -146,8 +146,9 @@ class Process:
 
         def done(task: asyncio.Task[T]) -> None:
             del self._connections[answer]
-            error = Disconnected("the request was cancelled") if task.cancelled() else task.exception()
-            if error is not None and not isinstance(error, (AppError, Disconnected)):
+            error = asyncio.CancelledError() if task.cancelled() else task.exception()
+            is_cut = task.cancelled() and not self.serving  # A process that stops does not wait for ever.
+            if error is not None and not is_cut and not isinstance(error, (AppError, Disconnected)):
                 self._world.history.problem(f"{self.name} met {error!r}")
                 error = Disconnected("an internal error")
             if error is None:

@@ -30,12 +30,14 @@ from tests.tools.simulation.habits import Habits, draw_habits
 from tests.tools.simulation.history import History
 from tests.tools.simulation.keeper import KEPT, Keeper
 from tests.tools.simulation.late import LateClient
+from tests.tools.simulation.let_go import LET_GO, LetGoClient
 from tests.tools.simulation.listener import Listener, listeners
 from tests.tools.simulation.loop import SimulatedLoop, Stuck
 from tests.tools.simulation.named import Trajectory, trajectories
 from tests.tools.simulation.postgres import PostgresServer
 from tests.tools.simulation.postgres_store import PostgresStore
 from tests.tools.simulation.process import wall
+from tests.tools.simulation.repeats import REPEATS, RepeatingClient
 from tests.tools.simulation.spelling import Spelling
 from tests.tools.simulation.staged_drill import STAGED_SESSION, StagedClient
 from tests.tools.simulation.store import MemoryStore, Store
@@ -336,8 +338,17 @@ class _Schedule:
         if random.Random(f"has finished {self._seed}").random() < FINISHED:
             finishing = FinishingClient(self._world, "finished", "finished", Habits(loyalty=1.0))
             await self._unless_idle(RECOVERY_S, finishing.drill(), "the drill of a finish was not over")
+        assert isinstance(self._server, MemoryServer)
+        if random.Random(f"has let go {self._seed}").random() < LET_GO:
+            refused = LetGoClient(self._server, self._seed, self._world, "let-go", "let-go", Habits(loyalty=1.0))
+            await self._unless_idle(RECOVERY_S, refused.drill(), "the drill of claims that are let go was not over")
+        if random.Random(f"has repeats {self._seed}").random() < REPEATS:
+            repeating = RepeatingClient(
+                self._server, kill, self._seed, self._world, "repeats", "repeats", Habits(loyalty=1.0)
+            )
+            await self._unless_idle(RECOVERY_S, repeating.drill(), "the drill of repeated requests was not over")
+            await self._supervisor.keep_all()
         if not self._supervisor.is_alone and random.Random(f"has undone {self._seed}").random() < UNDONE:
-            assert isinstance(self._server, MemoryServer)
             undone = UndoneDrill(self._world, self._server, self._seed, self._supervisor.serving)
             await self._unless_idle(2 * RECOVERY_S, undone.run(), "the drill of claims that were undone was not over")
         await self._supervisor.all_agree()

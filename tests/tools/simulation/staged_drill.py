@@ -14,6 +14,7 @@ from app.errors import AppError, SessionClosed, SessionNotFound
 from app.store.sessions import load_events
 from tests.tools.simulation.client import Client
 from tests.tools.simulation.engine import Sample, digest
+from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.kills import Kill
 from tests.tools.simulation.process import Disconnected
 from tests.tools.simulation.spelling import Message
@@ -21,6 +22,13 @@ from tests.tools.simulation.vllm import sampled, text_of
 
 STAGED_SESSION = "staged"
 DEATHS = (1, 2, 3, 5)
+
+LONG = 15
+"""Tokens of the reply at least."""
+
+COME = (1, 4, 7)
+"""How many tokens have come before a death: of the first chunk nothing may be written yet."""
+
 GENERATION_S = 4.0
 AGAIN_S, NEAR_S = 0.3, 0.05
 
@@ -44,9 +52,11 @@ class StagedClient(Client):
         await self.join(SessionConfig(rollback_window=1, on_abort="continue"))
         weather, before = self._world.weather, self._commits()
         engine_s, weather.engine_s = weather.engine_s, GENERATION_S
-        messages: list[Message] = [*self.messages, {"role": "user", "content": f"{self.name} {len(self.messages)}"}]
-        self._named = digest(messages)
-        self._whole = sampled(self._named)
+        messages: list[Message] = []
+        while len(self._whole) < LONG:
+            messages = [*self.messages, {"role": "user", "content": f"{self.name} {self._draws.random()}"}]
+            self._named = digest(messages)
+            self._whole = sampled(self._named)
         asked = asyncio.create_task(self._insist_on(messages))
         dying = asyncio.create_task(self._die())
         content = await asked
@@ -78,8 +88,8 @@ class StagedClient(Client):
     async def _die(self) -> None:
         """Once the generation goes on, again and again."""
         for _ in range(self._draws.choice(DEATHS)):
-            seen = self._samples()
-            while self._samples() == seen or self.asked is None:
+            least = self._samples() + self._draws.choice(COME)
+            while self._samples() < least or self.asked is None:
                 await asyncio.sleep(NEAR_S)
             await asyncio.sleep(self._draws.random() * self._draws.choice((0.1, GENERATION_S / 4)))
             process = self.asked
@@ -91,6 +101,13 @@ class StagedClient(Client):
             else:
                 self._deaths.append(self._history.now())
                 await self._kill(process)
+                await self._end_another()
+
+    async def _end_another(self) -> None:
+        """Another session is closed, which has nothing to do with what is staged here."""
+        another = Client(self._world, "beside", f"beside-{len(self._deaths)}", Habits())
+        await another.join(SessionConfig(rollback_window=1))
+        await another.close()
 
     def _lost(self, died_at: float) -> list[int]:
         """The places of tokens that a death cost although they were older than one interval, by the chunks that came
