@@ -18,7 +18,7 @@ from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, E
 from app.features.budgets.rules import NAMES, NoneLeft, Used, allowance, left, wanted_tokens
 from app.protocols.errors import engine_error
 from app.store.log import Appended
-from app.store.log_turns import Claim, Commit, Limited, Release
+from app.store.log_turns import Claim, Commit, Limited, Release, Stale
 from app.tasks import cancelled
 from app.turn.in_flight import InFlightTurn, TurnCancelled
 from app.turn.points import Generate
@@ -115,12 +115,18 @@ class Budgets:
             busy = SessionBusy(f"turns in flight have reserved what session {session_id} has left of {outcome.limit}")
             busy.retry, busy.retry_after_s = True, 1
             return busy
-        session = turn.session
-        if turn.plan.parent not in session.reached:
-            event = LimitReached(outcome.limit, turn.plan.parent)
-            noted = await self._services.writer.submit(NoteLimit(session_id, self._services.clock(), event))
-            if isinstance(noted, Appended):
-                self._services.claims.appended(session_id, noted)
+        event = LimitReached(outcome.limit, turn.plan.parent)
+        session: Session | None = turn.session
+        while session is not None and event.turn not in session.reached:
+            noted = await self._services.writer.submit(
+                NoteLimit(session_id, self._services.clock(), event, session.version)
+            )
+            if not isinstance(noted, Stale):
+                if isinstance(noted, Appended):
+                    self._services.claims.appended(session_id, noted)
+                break
+            entry = await self._services.cache.refresh(session_id)  # Another request may have been refused at once.
+            session = None if entry is None else entry.session
         return OverBudget.of(session_id, outcome.limit)
 
     async def fields(self, session: Session) -> dict[str, Any]:

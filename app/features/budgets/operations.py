@@ -13,17 +13,29 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import msgspec
-from sqlalchemy import BigInteger, Connection, Executable, Integer, Text, bindparam, func, select, union_all, update
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    Executable,
+    Integer,
+    Text,
+    bindparam,
+    func,
+    or_,
+    select,
+    union_all,
+    update,
+)
 
 from app.crash_points import reach
-from app.domain.events import LimitName, LimitReached, Limits
+from app.domain.events import LimitName, LimitReached, Limits, SessionRestored
 from app.features.budgets.rules import NoneLeft, Used, allowance
 from app.store import statements as sql
 from app.store.batch import DEFERRED, Deferred
 from app.store.dialect import ForEach, Tx
 from app.store.log import Appended, BaseOperation, Refused, abandon, advance_head, refused
 from app.store.log_turns import Busy, Claim, Commit, Limited, Pinned, Release, Stale, TooMany, holders_of
-from app.store.schema import SESSION_ID, open_turns, sessions
+from app.store.schema import SESSION_ID, events, open_turns, sessions
 
 _of = bindparam("of", type_=SESSION_ID)
 _columns = (sessions.c.session_id, sessions.c.spent_turns, sessions.c.spent_tokens)
@@ -196,18 +208,33 @@ class EndAtLimit(Release, frozen=True):
         return outcome
 
 
+_limit_since = (
+    select(events.c.seq)
+    .where(
+        sql.of_session(events),
+        events.c.seq > bindparam("known", type_=BigInteger),
+        or_(events.c.type == LimitReached.__name__, events.c.type == SessionRestored.__name__),
+    )
+    .limit(1)
+)
+
+
 class NoteLimit(BaseOperation, frozen=True):
-    """Write down that a limit has refused a request of an open session."""
+    """Write down that a limit has refused a request of an open session. Stale, and nothing is written, if behind event
+    `known` the log says of a limit already, or of a restore: the same may be noted."""
 
     session_id: str
     at: float
     event: LimitReached
+    known: int
 
-    def apply(self, tx: Tx) -> Appended | Refused:
+    def apply(self, tx: Tx) -> Appended | Stale | Refused:
         tx.lock(sql.lock_head, {"sid": self.session_id})
         head = tx.one(sql.head, {"sid": self.session_id})
         if head is None or head[1] != "open":
             return refused(tx, self.session_id)
+        if tx.one(_limit_since, {"sid": self.session_id, "known": self.known}) is not None:
+            return Stale()
         noted = advance_head(tx, self.session_id, self.at, [self.event])
         reach("in_limit_noted")
         return noted
