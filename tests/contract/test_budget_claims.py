@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from helpers.log import opened
 from helpers.store import Store
 
-from app.domain.events import Limits
-from app.features.budgets.operations import Budget, BudgetClaim
+from app.domain.events import LimitReached, Limits
+from app.features.budgets.operations import Budget, BudgetClaim, NoteLimit
 from app.store.log import Appended
 from app.store.log_turns import Known, Limited
 from app.store.writer import apply_all
@@ -27,3 +28,12 @@ async def test_what_claims_of_one_transaction_have_reserved_is_not_used_up(store
     assert second == Limited("tokens", frozenset({store.me}))
     [again] = await store.database.write(lambda tx: apply_all(tx, claims[1:]), durable=True)
     assert again == Limited("tokens", frozenset({store.me}))
+
+
+async def test_two_requests_that_are_refused_at_once_are_noted_once(store: Store) -> None:
+    await store.create("s0", at=1.0)
+    note = NoteLimit("s0", 2.0, LimitReached("turns", 0), known=1)
+    first, second = [await store.database.write(note.apply, durable=True) for _ in range(2)]
+    assert (type(first), type(second)) == (Appended, Stale)
+    third = await store.database.write(msgspec.structs.replace(note, known=2).apply, durable=True)
+    assert type(third) is Appended

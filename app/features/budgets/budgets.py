@@ -19,7 +19,7 @@ from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, E
 from app.features.budgets.rules import NAMES, NoneLeft, Used, allowance, left, wanted_tokens
 from app.protocols.errors import engine_error
 from app.store.log import Appended
-from app.store.log_turns import Claim, Commit, Limited, Release
+from app.store.log_turns import Claim, Commit, Limited, Release, Stale
 from app.tasks import cancelled
 from app.turn.in_flight import Claimed, EngineCall, Generated, Placed, TurnCancelled
 from app.turn.points import Generate
@@ -121,11 +121,18 @@ class Budgets:
             busy.retry, busy.retry_after_s = True, 1
             return busy
         limited: LimitedTurn = placed.flight.features[NAME]
-        if limited.parent not in placed.session.reached:
-            event = LimitReached(outcome.limit, limited.parent)
-            noted = await self._services.writer.submit(NoteLimit(session_id, self._services.clock(), event))
-            if isinstance(noted, Appended):
-                self._services.claims.appended(session_id, noted)
+        event = LimitReached(outcome.limit, limited.parent)
+        session: Session | None = placed.session
+        while session is not None and event.turn not in session.reached:
+            noted = await self._services.writer.submit(
+                NoteLimit(session_id, self._services.clock(), event, session.version)
+            )
+            if not isinstance(noted, Stale):
+                if isinstance(noted, Appended):
+                    self._services.claims.appended(session_id, noted)
+                break
+            entry = await self._services.cache.refresh(session_id)  # Another request may have been refused at once.
+            session = None if entry is None else entry.session
         return OverBudget.of(session_id, outcome.limit)
 
     def claimed(self, turn: Claimed) -> None:

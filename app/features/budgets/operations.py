@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
-from sqlalchemy import Connection, Executable, bindparam, func, select, union_all, update
+from sqlalchemy import BigInteger, Connection, Executable, bindparam, func, or_, select, union_all, update
 
 from app.crash_points import reach
-from app.domain.events import LimitName, Limits
+from app.domain.events import LimitName, LimitReached, Limits, SessionRestored
 from app.features.budgets.rules import NoneLeft, Used, allowance
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.log import DEFERRED, Appended, Deferred, Note, Refused, abandon, holders_of
 from app.store.log_turns import Claim, ClaimRefused, Commit, Limited, Release, Seen, Stale
-from app.store.schema import SESSION_ID, open_turns, sessions
+from app.store.schema import SESSION_ID, events, open_turns, sessions
 
 _of = bindparam("of", type_=SESSION_ID)
 _columns = (sessions.c.session_id, sessions.c.spent_turns, sessions.c.spent_tokens)
@@ -155,10 +155,27 @@ class EndAtLimit(Release, frozen=True):
         return outcome
 
 
-class NoteLimit(Note, frozen=True):
-    """Write down that a limit has refused a request of an open session."""
+_limit_since = (
+    select(events.c.seq)
+    .where(
+        sql.of_session(events),
+        events.c.seq > bindparam("known", type_=BigInteger),
+        or_(events.c.type == LimitReached.__name__, events.c.type == SessionRestored.__name__),
+    )
+    .limit(1)
+)
 
-    def apply(self, tx: Tx) -> Appended | Refused:
+
+class NoteLimit(Note, frozen=True):
+    """Write down that a limit has refused a request of an open session. Stale, and nothing is written, if behind event
+    `known` the log says of a limit already, or of a restore: the same may be noted."""
+
+    known: int
+
+    def apply(self, tx: Tx) -> Appended | Stale | Refused:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        if tx.one(_limit_since, {"sid": self.session_id, "known": self.known}) is not None:
+            return Stale()
         outcome = super().apply(tx)
         reach("in_limit_noted")
         return outcome

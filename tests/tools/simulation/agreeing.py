@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from pydantic import ValidationError
 from sqlalchemy import select
 
 from app.domain.events import name_of
@@ -39,11 +41,18 @@ UNLISTED = frozenset({"open_turns", "body_hash", "root_id", "last_turn", "spent_
 NOBODY = "nobody"
 """No session has this id."""
 
+BAD_CONDITIONS: Sequence[Mapping[str, Any]] = (
+    {"min_reward": math.nan},
+    {"max_reward": math.inf},
+    {"metadata": ["=value"]},
+    {"metadata": ["key"]},
+)
+"""What no list of sessions can be asked for."""
+
 
 async def judge(world: World, seed: int, processes: Sequence[Process]) -> None:
     """Never ends where one is not answered."""
-    ids = world.store.read(lambda connection: repair.session_ids(connection, TABLES, "", ALL))
-    logs = {one: world.store.read(lambda connection: repair.read_log(AlchemyTx(connection), one)) for one in ids}  # noqa: B023
+    logs = _logs(world)
     for process in processes:
         for session_id, log in logs.items():
             # An erasure that was cut short has taken texts out of the log, and tells nobody before its end.
@@ -59,8 +68,21 @@ async def judge(world: World, seed: int, processes: Sequence[Process]) -> None:
             lines = await asked(world, process, lambda: _lines(process, session_id))  # noqa: B023
             events = [(recorded.seq, name_of(recorded.event)) for recorded in log.events]
             world.must(lines == events, f"{process.name} gives other events of {session_id} than there are")
-        for work in (lambda: _lines(process, NOBODY), lambda: _refused(process, NOBODY)):
+        for bad in BAD_CONDITIONS:
+            world.must(_is_refused(bad), f"a list may be asked for with {bad}")
+        erase = process.service.erasure.erase
+        for work in (lambda: _lines(process, NOBODY), lambda: _refused(process, NOBODY), lambda: erase(NOBODY)):
             world.must(await asked(world, process, work) is None, f"{process.name} knows a session that is not there")
+
+
+def _logs(world: World) -> dict[str, FoldedLog | None]:
+    ids = world.store.read(lambda connection: repair.session_ids(connection, TABLES, "", ALL))
+    return {one: world.store.read(lambda connection: repair.read_log(AlchemyTx(connection), one)) for one in ids}  # noqa: B023
+
+
+async def groups_listed(world: World, process: Process) -> None:
+    """Groups are what the logs of their sessions say. Never ends where the process does not answer."""
+    await _lists_groups(world, process, {one: log for one, log in _logs(world).items() if log is not None})
 
 
 async def _knows(world: World, process: Process, session_id: str, session: Session | None) -> None:
@@ -109,6 +131,14 @@ async def _lists_groups(world: World, process: Process, logs: Mapping[str, Folde
         missing = [one for one in range(0 if 0 in attempts else 1, most) if one not in attempts]
         same = group["missing_attempts"] == missing
         world.must(same, f"{process.name} says that {group_id} lacks {group['missing_attempts']}, not {missing}")
+
+
+def _is_refused(conditions: Mapping[str, Any]) -> bool:
+    try:
+        SessionQuery(**conditions)
+    except ValidationError:
+        return True
+    return False
 
 
 async def _lines(process: Process, session_id: str) -> list[tuple[int, str]]:

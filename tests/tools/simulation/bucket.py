@@ -31,7 +31,7 @@ class SimulatedBucket(Bucket):
         self._objects = world.store.objects
 
     async def put(self, name: str, body: bytes) -> None:
-        if await self._ask(lambda: self._objects.setdefault(name, body)) != body:
+        if await self._ask(lambda: self._objects.setdefault(name, body), self._world.weather.put_s) != body:
             raise PayloadsUnavailable(f"{name} is another store's")
 
     async def copy(self, source: str, target: str) -> None:
@@ -54,7 +54,7 @@ class SimulatedBucket(Bucket):
     async def owner(self, name: str) -> str:
         return (await self._ask(lambda: self._objects.setdefault(OWNER, name.encode()))).decode()
 
-    async def _ask(self, work: Callable[[], T]) -> T:
+    async def _ask(self, work: Callable[[], T], longer_s: float = 0.0) -> T:
         """Raises PayloadsUnavailable."""
         world, loop = self._world, self._world.loop
         answer: asyncio.Future[T] = loop.create_future()
@@ -75,7 +75,7 @@ class SimulatedBucket(Bucket):
         def delay() -> float:
             return world.rng.expovariate(1 / world.weather.network_s)
 
-        loop.call_later(delay(), serve, context=loop.world.context())
+        loop.call_later(delay() + longer_s, serve, context=loop.world.context())
         return await answer
 
 

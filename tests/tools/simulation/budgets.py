@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -132,7 +133,8 @@ class _Ledger:
     """Follows the log: who has reserved what, and what is used.
 
     `just_joined`: sessions whose root came after them, and which have committed nothing since. A turn that was read
-    before the root came may be claimed behind it, outside its limits: a claim asks only for commits since.
+    before the root came may be claimed behind it, outside its limits: a claim asks only for commits since. `noted`:
+    behind which turns the log says of a limit.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -142,6 +144,7 @@ class _Ledger:
         self._budgets: dict[str, set[str]] = {}
         self._uses: dict[str, Uses] = {}
         self._just_joined: set[str] = set()
+        self._noted: defaultdict[str, set[int]] = defaultdict(set)
 
     def problems(self) -> Iterator[str]:
         page = feed.page(self._connection, START, END, EventFilter(), limit=1_000_000)
@@ -189,6 +192,9 @@ class _Ledger:
                 uses.reserved.clear()
             case LimitReached():
                 uses.tokens += event.sampled
+                if not event.sampled and event.turn in self._noted[session_id]:
+                    yield f"behind turn {event.turn} a limit was noted for the second time"
+                self._noted[session_id].add(event.turn)
                 if not event.sampled and event.limit in COUNTED and not self._is_spent(session_id, event.limit):
                     yield f"a turn was refused for its {event.limit}, of which some were left"
 

@@ -37,6 +37,9 @@ ANOTHER = "after-the-cut"
 
 AGAIN_S = 0.5
 
+LONG_S = 2.0
+"""How long a generation takes that a restore meets."""
+
 SLOW_S = 0.3
 """How long a transaction takes while the cut is made, so that what it meets is not done yet."""
 
@@ -80,8 +83,10 @@ class CheckpointDrill:
         [before] = [one.name for one in self._made() if one.restores == NAME][-1:]
         replaced = self._states(before)
         await self._use()
+        self._world.weather.engine_s = LONG_S
         using = asyncio.create_task(self._use())
         await self._while_killed(self._restore(before))
+        self._world.weather.calm()
         await using
         if self._rng.random() < 0.5:
             await self._while_killed(self._restore(before))
@@ -98,7 +103,7 @@ class CheckpointDrill:
             await process.call(lambda: reward(ANOTHER, 1.0, {}, 1), lambda _: None)
 
     def _must_be_undone(self) -> None:
-        if self._read(lambda connection: reads.load_events(connection, ANOTHER)):
+        if self._read(lambda connection: load_events(connection, ANOTHER)):
             now = self._state(ANOTHER)
             is_bare = not now.turns.count and not now.turn_rewards and now.reward is None
             self._world.must(now.status != "undone" or is_bare, f"{ANOTHER} was undone, and has turns or rewards")

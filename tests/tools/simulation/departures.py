@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import Literal, get_args
 
 import msgspec
@@ -34,6 +34,11 @@ ROOT, CHILD = "leaves", "leaves.child"
 
 How = Literal["return", "erase away", "erase leaving", "erase returning"]
 HOWS: tuple[How, ...] = (*get_args(How), "return")
+
+SAID = ("reward", "turn_rewards", "annotations")
+
+SAY_S = 0.02
+"""About what it takes to write a file, and to let its sessions go."""
 
 
 class Follower:
@@ -89,10 +94,12 @@ class DepartureDrill:
         await self._begin()
         await self._follow()
         before = {session_id: self._state(session_id) for session_id in (ROOT, CHILD)}
+        keeper = self._keeper
+        said = len(keeper.said.sent[ROOT])
         if how == "erase leaving":
             await self._while_killed(self._both(self._keeper.archive(), self._erase()))
         else:
-            await self._while_killed(self._leave())
+            await self._while_killed(self._both(self._leave(), self._say_more()))
             await self._follow()
             await self._look_away()
         if how == "erase away":
@@ -103,12 +110,14 @@ class DepartureDrill:
             await self._while_killed(self._both(self._return(), self._return()))
             for session_id, then in before.items():
                 now = self._state(session_id)
-                for what in ("status", "turns", "reward", "turn_rewards", "annotations"):
+                # What was said of it while it left is there if that was acknowledged, as `said` knows.
+                is_same = len(keeper.said.sent[ROOT]) == said
+                for what in ("status", "turns", *(SAID if is_same else ())):
                     same = getattr(now, what) == getattr(then, what)
                     self._world.must(same, f"{session_id}: {what} is not what it was when it left")
         await self._keeper.rest()
         await self._follow()
-        self._judge(is_erased=how != "return")
+        self._judge(before, is_erased=how != "return")
 
     async def _begin(self) -> None:
         rng, world, keeper = self._rng, self._world, self._keeper
@@ -141,6 +150,13 @@ class DepartureDrill:
         while not self._lines("leaving", "archived"):
             await self._keeper.archive()
             await asyncio.sleep(LOOK_S)
+
+    async def _say_more(self) -> None:
+        """While it leaves."""
+        for _ in range(self._rng.choice((0, 0, 2, 6))):
+            await asyncio.sleep(self._rng.uniform(0, 4 * SAY_S))
+            if self._head(ROOT) is not None:
+                await self._keeper.say(self._state(ROOT))
 
     async def _return(self) -> None:
         while self._lines("leaving", "archived"):
@@ -175,7 +191,8 @@ class DepartureDrill:
         while not await self._follower.read():
             await asyncio.sleep(LOOK_S)
 
-    def _judge(self, *, is_erased: bool) -> None:
+    def _judge(self, before: Mapping[str, Session], *, is_erased: bool) -> None:
+        """`before` they left followers had seen them so."""
         must, seen = self._world.must, self._follower.seen
         for session_id in (ROOT, CHILD):
             now = self._state(session_id)
@@ -186,9 +203,8 @@ class DepartureDrill:
                 must(is_told, f"followers were not told that {session_id} was erased")
             else:
                 again = {one[1] for one in told if told.count(one) > 1}
-                must(
-                    len(again) >= now.version - 1, f"followers were told of {sorted(again)} when {session_id} returned"
-                )
+                known = before[session_id].version - 1
+                must(len(again) >= known, f"followers were told of {sorted(again)} when {session_id} returned")
 
     async def _while_killed(self, work: Awaitable[None]) -> None:
         await while_killed(self._world, self._rng, self._kill, work)

@@ -106,9 +106,9 @@ class Engines:
     """What the engines of a schedule are at, whichever process asked for it.
 
     `begun` are the sessions' generations, `last` the engines that had the newest of each, `generated` the sound replies
-    by the rid that asked for them. `sampled`, of those that sample the same each time: how often each token was, by the
-    digest of the messages and its place. `ordered` is what befalls a session's next generation. `closed`: how often an
-    engine was told to end a session of its own.
+    by the rid that asked for them. `aborted` counts the generations that were. `sampled`, of those that sample the same
+    each time: how often each token was, by the digest of the messages and its place. `ordered` is what befalls a
+    session's next generation. `closed`: how often an engine was told to end a session of its own.
     """
 
     def __init__(self, rng: random.Random, *, is_plain: bool) -> None:
@@ -117,6 +117,7 @@ class Engines:
         self.numbers = itertools.count(1)
         self.generated: dict[str, list[Generated]] = {}
         self.begun: Counter[str] = Counter()
+        self.aborted = 0
         self.last: dict[str, str] = {}
         self.ordered: dict[str, str] = {}
         self.sampled: defaultdict[tuple[str, int], list[Sample]] = defaultdict(list)
@@ -144,6 +145,7 @@ class Engines:
         for (engine, rid), ended in self._running.items():
             if engine == url and rid.startswith(prefix) and not ended.done():
                 ended.set_result(None)
+                self.aborted += 1
 
     def die(self) -> None:
         """All of them, in the middle of what they generate; they are there again at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -21,7 +21,7 @@ from app.features.groups.feed import FeedQuery
 from app.features.groups.operations import Acknowledged
 from app.store.schema import groups
 from app.store.sessions import load_events
-from tests.tools.simulation import rows
+from tests.tools.simulation import agreeing, rows
 from tests.tools.simulation.calls import Reward
 from tests.tools.simulation.client import TRIES, Client, GaveUp
 from tests.tools.simulation.habits import Habits
@@ -91,17 +91,17 @@ class Given(msgspec.Struct, frozen=True):
 class Feed:
     """Its groups, and what their consumers were given and have acknowledged."""
 
-    def __init__(self, world: World, seed: int) -> None:
+    def __init__(self, world: World, seed: int, names: Sequence[str] = ("f1", "f2", "f3")) -> None:
         self._world = world
         self._rng = rng = random.Random(f"feed {seed}")
         self._producers: list[Producer] = []
-        for group in ("f1", "f2", "f3")[: rng.choice((2, 3))]:
+        for group in names[: rng.choice((2, 3))]:
             for attempt in range(rng.choice((1, 2))):
                 self._add(group, attempt)
             if rng.random() < 0.3:
                 self._add(group, 0, parent=f"{group}.0")
         self._given: dict[str, list[Given]] = defaultdict(list)
-        self._asked_acks: set[tuple[str, str]] = set()
+        self._asked_acks: Counter[tuple[str, str]] = Counter()
         self._acked: dict[str, float] = {}
 
     def _add(self, group: str, attempt: int, parent: str | None = None) -> None:
@@ -190,9 +190,12 @@ class Feed:
             self._world.must(reason == f"leased to {consumer}", f"{group_id} is not given, because: {reason}")
 
     async def _acknowledge(self, consumer: str, group_ids: Sequence[str]) -> None:
-        self._asked_acks |= {(consumer, group_id) for group_id in group_ids}
+        self._asked_acks.update((consumer, group_id) for group_id in group_ids)
 
         def sent(told: Acknowledged) -> None:
+            for group_id in told.already:
+                is_again = self._world.weather.is_bad or self._asked_acks[consumer, group_id] > 1
+                self._world.must(is_again, f"{group_id} was acknowledged already when it was asked for first")
             for group_id in told.acknowledged:
                 self._world.must(group_id not in self._acked, f"{group_id} was acknowledged for the second time")
                 self._acked[group_id] = wall(self._world.loop.time())
@@ -276,6 +279,17 @@ class Feed:
         query = select(groups.c.group_id, groups.c.consumer, groups.c.acked_at).where(groups.c.acked_at.is_not(None))
         found = self._world.store.read(lambda connection: connection.execute(query).all())
         return {row[0]: (str(row[1]), float(row[2])) for row in found}
+
+
+class GroupingClient(Client):
+    """The drill of groups, in which nothing fails: some are handed out, one of which lacks attempts."""
+
+    async def drill(self) -> None:
+        feed = Feed(self._world, self._rng.randrange(1 << 32), ("q1", "q2"))
+        feed._add("q1", LATE)
+        await feed.finish()
+        feed.judge()
+        await agreeing.groups_listed(self._world, self._process())
 
 
 def draw(world: World, seed: int) -> list[Feed]:

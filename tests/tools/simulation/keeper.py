@@ -20,7 +20,7 @@ from app.features.annotations.annotations import Annotations
 from app.features.archive.archive import Archive
 from app.features.forks.forks import ForkOrder, Forks
 from app.store.schema import archived, sessions
-from app.store.sessions import load_events
+from app.store.sessions import load_events, load_head
 from tests.tools.simulation import copies, kept
 from tests.tools.simulation.budgets import LimitedClient, LimitedTreeClient
 from tests.tools.simulation.client import GaveUp
@@ -142,8 +142,8 @@ class Keeper:
         told = self.said.told[-1:]
         return told[0] if told and told[0].word is word else None
 
-    async def fork(self, session: Session) -> str | None:
-        """After any of its turns; the fork's id if it is there."""
+    async def fork(self, session: Session, turn: int | None = None) -> str | None:
+        """After this of its turns, or any; the fork's id if it is there."""
         rng, source_id = self._rng, session.session_id
         before = self._read(lambda connection: copies.stored(connection, source_id))
         if before is None or before.session.status == "erased" or not len(before.session.turns):
@@ -151,7 +151,7 @@ class Keeper:
         self._numbers += 1
         fork_id = f"f{self._numbers}"
         self._world.spelling.fork(fork_id, source_id)
-        turn = rng.choice([turn.number for turn in before.session.turns])
+        turn = turn or rng.choice([turn.number for turn in before.session.turns])
         metadata = rng.choice((None, {"from": self._mark(fork_id)}))
         order = ForkOrder(source_id, turn, None, metadata, rng.random() < 0.5)
 
@@ -168,7 +168,13 @@ class Keeper:
 
         async def make(process: Process) -> str:
             forks: Forks = process.service.features["forks"]
-            await forks.fork(order, [fork_id])
+            try:
+                await forks.fork(order, [fork_id])
+            except SessionNotFound:
+                there = self._read(lambda connection: load_head(connection, source_id))
+                is_erased = there is not None and there.status == "erased"
+                self._world.must(not is_erased, f"{source_id} was not found for a fork, and is erased")
+                raise
             return fork_id
 
         return await self._insist(lambda: self.order(f"forks {source_id} after {turn} as {fork_id}", make, sent), 3)

@@ -14,7 +14,7 @@ import msgspec
 from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
-from tests.tools.simulation import agreeing, budgets, checks, feed, readers, staged, themes, turns, weather
+from tests.tools.simulation import agreeing, budgets, checks, feed, quiet, readers, staged, themes, turns, weather
 from tests.tools.simulation.bucket import URL, large_from
 from tests.tools.simulation.budgets import LimitedClient, Spent, kind_of
 from tests.tools.simulation.checkpoints import CheckpointDrill
@@ -115,6 +115,8 @@ class _Schedule:
         self._theme = theme = themes.draw(seed)
         if theme == "streams":
             settings = staged.with_streams(settings, seed)
+        self._quiet = quiet.draw(seed, theme) if isinstance(store, MemoryStore) else None
+        settings = quiet.with_needs(settings, self._quiet)
         is_plain = theme != "features"
         if isinstance(store, PostgresStore):
             # What processes do all the time costs round trips.
@@ -207,13 +209,13 @@ class _Schedule:
         await self._within(RECOVERY_S, settled(self._store), self._names_left)
         await self._within(RECOVERY_S, keeper.rest(), "not everything that left came back, or a fork took no turn")
         await self._all_go_on(clients)
-        budgets.judge(self._store, self._history)
         for groups in feeds:
             await self._within(RECOVERY_S, groups.finish(), "a complete group was not given")
             groups.judge()
 
         if isinstance(self._server, MemoryServer):  # What the drills know is no matter of statements' order.
-            await self._drill(trainer)
+            await self._drill(trainer, keeper)
+        budgets.judge(self._store, self._history)
         if random.Random(f"departure {self._seed}").random() < DEPARTURES:
             await self._check_departures(keeper)
         for caller in callers:
@@ -266,7 +268,7 @@ class _Schedule:
         if self._theme == "fights" and isinstance(self._store, PostgresStore):
             # In memory no statement comes between two others.
             habits = msgspec.structs.replace(habits, rush=RUSHES)
-        trees, kept = random.Random(f"trees {self._seed}"), random.Random(f"kept {self._seed}")
+        trees, retained = random.Random(f"trees {self._seed}"), random.Random(f"retained {self._seed}")
         limited = budgets.draw(self._seed) if self._theme == "features" else lambda config: config
         for number in range(1, rng.choice((1, 2, 3)) + 1):
             config = SessionConfig(
@@ -278,7 +280,7 @@ class _Schedule:
                 parent=rng.choice((None, None, "s1")) if number > 1 else None,
                 history=trees.choice(("linear", "tree", "tree", None)),
                 matcher=self._world.spelling.draw_matcher(f"s{number}"),
-                retain=kept.choice(("window", "window", "sampled", "all")),
+                retain=retained.choice(("window", "window", "sampled", "all")),
             )
             config = limited(config)
             for rival in range(rng.choice((1, 1, 2, 3))):
@@ -318,7 +320,7 @@ class _Schedule:
             except GaveUp:
                 await asyncio.sleep(1.0)
 
-    async def _drill(self, trainer: Trainer) -> None:
+    async def _drill(self, trainer: Trainer, keeper: Keeper) -> None:
         kill = self._supervisor.kill_again
         await self._supervisor.all_agree()
         name = self._rng.choice((*ADAPTERS, None))
@@ -351,6 +353,9 @@ class _Schedule:
         if not self._supervisor.is_alone and random.Random(f"has undone {self._seed}").random() < UNDONE:
             undone = UndoneDrill(self._world, self._server, self._seed, self._supervisor.serving)
             await self._unless_idle(2 * RECOVERY_S, undone.run(), "the drill of claims that were undone was not over")
+        if self._quiet is not None:
+            work = quiet.drill(self._quiet, self._world, keeper)
+            await self._unless_idle(RECOVERY_S, work, f"the drill of {self._quiet.__name__} was not over")
         await self._supervisor.all_agree()
 
     async def _check_checkpoints(self, clients: list[tuple[LimitedClient, SessionConfig]], trainer: Trainer) -> None:

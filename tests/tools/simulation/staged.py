@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 from sqlalchemy import Connection, select
 
-from app.domain.events import Recorded, SessionErased, TurnCommitted, TurnRejected
+from app.domain.events import Recorded, SessionErased, SessionRestored, TurnCommitted, TurnRejected
 from app.settings import Settings
 from app.store.content import load_messages, load_tokens
 from app.store.schema import sessions, staged_tokens
@@ -95,5 +95,7 @@ def _left(connection: Connection, session_id: str, log: Sequence[Recorded]) -> I
     left = set(connection.execute(found).scalars())
     for recorded in log:
         match recorded.event:
+            case SessionRestored() if left and min(left) < recorded.seq:
+                yield f"event {recorded.seq} has undone turns, and their staged tokens are left"
             case TurnRejected(fence=fence, reason=reason) if fence in left and reason not in KEPT:
                 yield f"turn {recorded.event.turn} was refused as {reason}, and its staged tokens are left"

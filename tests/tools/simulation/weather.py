@@ -11,8 +11,9 @@ class Weather(msgspec.Struct):
     """Probabilities of faults and mean delays in seconds, of one schedule.
 
     `reply_reset`: a reply's connection is reset once the kernel has the reply; `unread`: a request lies at a process
-    for a while before it is read. `patience_s`: how long clients wait for an answer; `keyed`: how many turns have a
-    key; `is_proxied`: a proxy stands before the processes, and keeps a connection whose client has given up.
+    for a while before it is read. `put_s`: how long an upload to object storage takes besides. `patience_s`: how long
+    clients wait for an answer; `keyed`: how many turns have a key; `is_proxied`: a proxy stands before the processes,
+    and keeps a connection whose client has given up.
     """
 
     is_bad: bool = True
@@ -31,6 +32,7 @@ class Weather(msgspec.Struct):
     network_s: float = 0.002
     engine_s: float = 0.3
     stall_s: float = 5.0
+    put_s: float = 0.0
     patience_s: float = 90.0
     keyed: float = 0.6
     mishap_s: float = 3.0
