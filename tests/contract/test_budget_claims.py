@@ -10,7 +10,7 @@ from helpers.store import Store
 from app.domain.events import LimitReached, Limits
 from app.features.budgets.operations import Budget, BudgetClaim, NoteLimit
 from app.store.log import Appended
-from app.store.log_turns import Known, Limited
+from app.store.log_turns import Known, Limited, Stale
 from app.store.writer import apply_all
 
 pytestmark = pytest.mark.anyio

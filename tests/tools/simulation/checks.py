@@ -116,14 +116,11 @@ class _Session:
         """A turn that was answered had the claim under its fence, and not another turn."""
         opened = {recorded.seq: recorded for recorded in self._log}
         for asked in self._history.asked.get(self._session_id, ()):
-            turn = asked.turn
-            if turn is None or turn.fence not in opened or not isinstance(asked.reply, Taken) or asked.reply.replayed:
+            claim = None if asked.turn is None else asked.turn.claim
+            if claim is None or claim.seq not in opened or not isinstance(asked.reply, Taken) or asked.reply.replayed:
                 continue
-            claim = opened[turn.fence]
-            is_own = isinstance(claim.event, TurnOpened) and claim.event.incarnation == turn.incarnation
-            self._must(
-                is_own and claim.at == turn.opened_at, f"turn {asked.reply.turn} was answered, and had lost its claim"
-            )
+            is_own = opened[claim.seq] == claim
+            self._must(is_own, f"turn {asked.reply.turn} was answered, and had lost its claim")
 
     def _ends(self) -> None:
         ended = False
