@@ -37,7 +37,7 @@ _ID = re.compile(ID)
 class InvalidParameters(InvalidRequest):
     """`errors` as pydantic tells them, each `loc` with the source before the name."""
 
-    def __init__(self, message: str, errors: list[Any]) -> None:
+    def __init__(self, message: str, errors: Sequence[Any] = ()) -> None:
         super().__init__(message)
         self.errors = errors
 
