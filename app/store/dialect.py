@@ -1,7 +1,7 @@
 """The one place where SQLite and PostgreSQL differ: functions, pragmas, the transaction, errors.
 
-Statements are SQLAlchemy Core everywhere. On SQLite the writer compiles each once and passes it to the driver: a turn
-takes seven statements, and Core's cost per execution (about 40 µs) would be most of its time.
+Statements are SQLAlchemy Core, but for claims and commits (`sqlite_turns`, `postgres_turns`). On SQLite the writer
+compiles each once and passes it to the driver: Core's cost per execution (about 40 µs) would be most of its time.
 """
 
 from __future__ import annotations

@@ -34,9 +34,13 @@ from app.store.content import load_blobs, load_exchanges, load_tokens
 from app.store.erasure import UNREADABLE, EraseTexts, TextRow, text_rows, without_text
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Erase, Existing
-from app.store.log_turns import AbandonDead, AbandonLost, AbsorbAttempt, Busy, Stale
+from app.store.log_turns import AbandonDead, AbandonLost, AbsorbAttempt, Busy, Known, Stale
 from app.store.schema import events
+<<<<<<< HEAD
 from app.store.sessions import load_snapshot
+=======
+from app.store.writer import apply_all
+>>>>>>> w
 from workers import codec
 from workers.codec import CorruptContent
 
@@ -144,6 +148,32 @@ async def test_a_lost_fence_does_not_fail_its_neighbours(store: Store) -> None:
         head = await store.head(name)
         assert head is not None
         assert head.turns == turns
+        await store.head_equals_fold(name)
+
+
+async def test_what_their_process_does_not_know_is_looked_at_for_a_whole_batch(store: Store) -> None:
+    """Each gets what its own session says, and those that can be written are, behind what has come meanwhile."""
+    for name in "abcde":
+        await store.create(name)
+    for name in "bce":
+        await store.claim(name, 1)
+    for name in "bd":
+        await store.submit(reward(name, 0.5))
+    me = store.me
+    operations = [
+        claim("a", 1, me),
+        commit("b", 2, me),
+        claim("c", 1, me),
+        claim("d", 1, me),
+        commit("e", 2, me, known=Known(2, CLAIMED_AT, 1)),
+        claim("none", 1, me),
+    ]
+    outcomes = await store.database.write(lambda tx: apply_all(tx, operations), durable=True)
+    written = (outcomes[0], outcomes[1], outcomes[3])
+    assert [[recorded.seq for recorded in appended.events] for appended in written] == [[2], [4], [3]]
+    assert outcomes[2] == Busy(1, 2, me, BODY, None, CLAIMED_AT)
+    assert outcomes[4:] == [Stale(), Refused(None)]
+    for name in "abcde":
         await store.head_equals_fold(name)
 
 

@@ -20,11 +20,6 @@ class Used(msgspec.Struct, frozen=True):
     open_turns: int = 0
     reserved: int = 0
 
-    def with_turn(self, reserved: int) -> Used:
-        """With one more turn in flight."""
-        open_turns, reserved = self.open_turns + 1, self.reserved + reserved
-        return msgspec.structs.replace(self, open_turns=open_turns, reserved=reserved)
-
 
 class NoneLeft(msgspec.Struct, frozen=True):
     """Nothing of `limit` is left, or, if `is_reserved`, nothing that no turn in flight has reserved."""
