@@ -15,10 +15,10 @@ import msgspec
 
 from workers import codec, payloads, sampling_masks, scan
 from workers.codec import TOKEN_BYTES, Cut, Exchange, StoredTokens
+from workers.join_text import whole_message
 from workers.parse import REPLAY, Parsed, Rejected, parse_reply
 from workers.parse_parts import NAMES
 from workers.parse_prompt import LONG_PROMPT, PROMPT, KnownText, Prompt
-from workers.prefill import whole_message
 from workers.reply import Job, PayloadRange, Read, ValidatedReply
 from workers.scan import WINDOW
 
