@@ -180,10 +180,12 @@ def _pairs(raw: bytes) -> list[tuple[str, Any]]:
 
 
 def _without(text: bytes, bulk: list[bytes]) -> bytes:
-    """The text with 0 in place of each of these parts that stands behind a colon: a key may have the same text."""
-    for part in bulk:
-        at = scan.find(text, b":" + part) + 1 if part else 0
-        if at:
+    """The text with 0 in place of each of these parts. What follows something else may be in a key or a string."""
+    for part in filter(None, bulk):
+        at = scan.find(text, part)
+        while at > 0 and text[at - 1] not in b": \t\r\n":
+            at = scan.find(text, part, at + 1)
+        if at >= 0:
             text = b"%b0%b" % (text[:at], text[at + len(part) :])
     return text
 
