@@ -93,8 +93,11 @@ _Check = Callable[[msgspec.Raw | bytes, Fields, str], None]
 
 
 class Keys:
-    """Checks that objects do not have a key twice, each as it is read. `is_late`: all of them at the end, and not even
-    then if a reader that builds objects gives back the text of the reply, as from one without."""
+    """Checks that objects do not have a key twice, each where it is read.
+
+    `is_late`: all of them at the end, and only for a reply that differs when it is decoded and encoded again. One that
+    does not has each key once.
+    """
 
     def __init__(self, *, is_late: bool) -> None:
         self._late: list[tuple[_Check, msgspec.Raw | bytes, Fields, str]] | None = [] if is_late else None

@@ -145,9 +145,9 @@ def bare_ids(text: bytes) -> BareIds | None:
 
 
 def is_spaced(text: bytes) -> bool:
-    """Does a JSON object, by its beginning, have white space between its tokens?"""
+    """Does a JSON object, by its beginning and its end, have white space between its tokens?"""
     colon = text.find(b":")
-    return text[1:2] != b'"' or text[colon + 1 : colon + 2] in _WHITE
+    return text[:2] != b'{"' or text[colon + 1 : colon + 2] in _WHITE or text[-1:] != b"}"
 
 
 def plain_ids(text: bytes) -> bytes | None:
