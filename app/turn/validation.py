@@ -116,8 +116,8 @@ class ReplyValidator:
         )
 
     async def by_all_rules(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> Read:
-        """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, what
-        makes that of all tokens is returned.
+        """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens; what makes
+        that of all tokens is returned too.
 
         A content in text parts becomes text, in the answer too. Raises as `validate`, GenerationFailed.
         """
