@@ -15,10 +15,10 @@ import msgspec
 
 from workers import codec, payloads, sampling_masks, scan
 from workers.codec import TOKEN_BYTES, Cut, Exchange, StoredTokens
+from workers.join_text import whole_message
 from workers.parse import REPLAY, Parsed, Rejected, parse_reply
 from workers.parse_parts import NAMES
 from workers.parse_prompt import LONG_PROMPT, PROMPT, KnownText, Prompt
-from workers.prefill import whole_message
 from workers.reply import Job, PayloadRange, Read, ValidatedReply
 from workers.scan import WINDOW
 
@@ -99,9 +99,9 @@ class LongValues(NamedTuple):
 def _long_values(
     job: Job, body: bytes | memoryview, known: KnownText | None, found: LongValues | None
 ) -> Iterator[LongValues]:
-    """What may be cut out of a body, one after the other. A short one is searched for payloads if its rules found one,
-    and for those alone where they stand beside a short prompt that could not be cut out."""
-    if found is None and len(body) <= WINDOW:
+    """What may be cut out of a body, one after the other. A short one is searched for payloads that nobody asked for
+    only if the rules found some. Those beside a short prompt are cut out without it, too."""
+    if found is None and len(body) <= WINDOW and not any(spec.required for spec in job.payload_specs):
         yield LongValues([], *_prompt(body, len(body), known))
     found = found or find_long_values(body, known)
     yield found

@@ -64,6 +64,7 @@ class _Reply(msgspec.Struct):
     choices: list[_Choice]
 
 
+_FIELDS = msgspec.json.Decoder(Fields)
 _CHOICES = msgspec.json.Decoder(_Reply)
 _TOKENS = msgspec.json.Decoder(list[_Token])
 _TEXTS = msgspec.json.Decoder(list[str])
@@ -311,3 +312,21 @@ def _shown(call_id: str, number: int, function: _Function) -> dict[str, Any]:
         "type": "function",
         "function": {"name": function.name, "arguments": function.arguments},
     }
+
+
+def whole_message(beginning: bytes, rest: bytes) -> bytes:
+    """One message, as the model saw it, of a beginning that its client wrote (`app.domain.prefill`), of text alone, and
+    a valid rest.
+
+    An engine parses the rest by itself: what it takes for reasoning goes on with the beginning, whether that has opened
+    a thought or, as where a parser expects one in every reply, is a part of the answer.
+    """
+    begun, message = _FIELDS.decode(beginning), _FIELDS.decode(rest)
+    text = _text(begun.get("content"))
+    reasoning = _text(message.get(REASONING[0])) or _text(message.get(REASONING[1]))
+    content = _text(message.get("content"))
+    has_closed = OPEN in text and CLOSE not in text and reasoning and content
+    message = {**begun, **{name: raw for name, raw in message.items() if name not in REASONING}}
+    closing = f"\n{CLOSE}\n\n" if has_closed else ""
+    message["content"] = _encoded(f"{text}{reasoning}{closing}{content}")
+    return msgspec.json.encode(message)

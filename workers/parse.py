@@ -173,7 +173,7 @@ def parse_reply(
             parsed, bulk = _vllm(root, choice, asked)
         else:
             parsed, bulk = _sglang(root, choice, asked)
-        asked.keys.finish(body, choice, bulk, [bytes(raw) for _, raw in parsed.payloads])
+        asked.keys.finish(body, bulk, [bytes(raw) for _, raw in parsed.payloads])
     except RecursionError as error:
         raise Rejected(f"nests deeper than {MAX_DEPTH} levels") from error
     return parsed

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeGuard
 
 import msgspec
@@ -20,7 +19,6 @@ NULL = msgspec.Raw(b"null")
 
 _OBJECT = msgspec.json.Decoder(Fields)
 _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
-_CHOICES = b'"choices":['
 _PLACE = re.compile(r" - at `(.*)`$")
 
 
@@ -91,42 +89,47 @@ def count_is(raw: msgspec.Raw | None, actual: int, where: str, of: str) -> None:
         raise Rejected(f"{where} is {count}, but {of} has {actual} entries")
 
 
+_Check = Callable[[msgspec.Raw | bytes, Fields, str], None]
+
+
 class Keys:
-    """Checks that objects do not have a key twice, each as it is read. `is_late`: all of them at the end, and not even
-    then if a reader that builds objects gives back the text of the reply, as from one without."""
+    """Checks that objects do not have a key twice, each where it is read.
+
+    `is_late`: all of them at the end, and only for a reply that differs when it is decoded and encoded again. One that
+    does not has each key once.
+    """
 
     def __init__(self, *, is_late: bool) -> None:
-        self._late: list[Callable[[], None]] | None = [] if is_late else None
+        self._late: list[tuple[_Check, msgspec.Raw | bytes, Fields, str]] | None = [] if is_late else None
 
     def stand_once(self, raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
         """Raises Rejected for a duplicate key."""
-        self._check(partial(_no_duplicates, raw, fields, where))
+        self._require(_no_duplicates, raw, fields, where)
 
     def do_not_differ(self, raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
         """Raises Rejected for duplicate keys with different values, which two readers would read differently.
 
         Numbers are equal if they are spelled alike, objects in any order.
         """
-        self._check(partial(no_contradiction, raw, fields, where))
+        self._require(no_contradiction, raw, fields, where)
 
-    def _check(self, check: Callable[[], None]) -> None:
+    def _require(self, check: _Check, raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
         if self._late is None:
-            check()
+            check(raw, fields, where)
         else:
-            self._late.append(check)
+            self._late.append((check, raw, fields, where))
 
-    def finish(self, body: bytes, choice: Fields, bulk: list[bytes], payloads: list[bytes]) -> None:
-        """Require that the reply and its `choice` have no contradicting keys either, and that all of it can be decoded.
+    def finish(self, body: bytes, bulk: list[bytes], payloads: list[bytes]) -> None:
+        """Require that the reply and its choice have no contradicting keys either, and that all of it can be decoded.
         `bulk` are long lists that were checked, `payloads` have rules of their own. Raises Rejected."""
         rest = _without(body, bulk)
         if self._late is None or not _is_plain(rest):
-            for check in self._late or ():
-                check()
-            if not _each_once(body, choice, bulk):
-                root = object_at(body, "the reply")
-                no_contradiction(body, root, "the reply")
-                [whole] = _RAWS.decode(root["choices"])
-                no_contradiction(whole, object_at(whole, "choices[0]"), "choices[0]")
+            for check, raw, fields, where in self._late or ():
+                check(raw, fields, where)
+            root = object_at(body, "the reply")
+            no_contradiction(body, root, "the reply")
+            [choice] = _RAWS.decode(root["choices"])
+            no_contradiction(choice, object_at(choice, "choices[0]"), "choices[0]")
             rest = _without(rest, payloads)
             value_at(rest, "the body")
         if too_deep(rest):
@@ -163,24 +166,6 @@ def _compact_length(fields: Fields) -> int:
     return 1 + 4 * len(fields) + len("".join(fields)) + values if fields else 2
 
 
-def _each_once(body: bytes, choice: Fields, bulk: list[bytes]) -> bool:
-    """Does each key occur once, in a compact reply and its choice?
-
-    The choice is cut out by the length of its fields, so that it is not parsed again. A duplicate key would make it
-    longer, and the rest would be invalid JSON.
-    """
-    start = body.find(_CHOICES) + len(_CHOICES)
-    end = start + _compact_length(choice)
-    if body[end - 1 : end + 1] != b"}]":
-        return False
-    rest = _without(body[:start] + body[end:], bulk)
-    try:
-        root = _OBJECT.decode(rest)
-    except msgspec.DecodeError:
-        return False
-    return _compact_length(root) == len(rest)
-
-
 def _pairs(raw: bytes) -> list[tuple[str, Any]]:
     """An object's members in order; slow."""
     outermost: list[tuple[str, Any]] = []
@@ -198,10 +183,12 @@ def _pairs(raw: bytes) -> list[tuple[str, Any]]:
 
 
 def _without(text: bytes, bulk: list[bytes]) -> bytes:
-    """The text with 0 in place of each of these parts that stands behind a colon: a key may have the same text."""
-    for part in bulk:
-        at = scan.find(text, b":" + part) + 1 if part else 0
-        if at:
+    """The text with 0 in place of each of these parts. What follows something else may be in a key or a string."""
+    for part in filter(None, bulk):
+        at = scan.find(text, part)
+        while at > 0 and text[at - 1] not in b": \t\r\n":
+            at = scan.find(text, part, at + 1)
+        if at >= 0:
             text = b"%b0%b" % (text[:at], text[at + len(part) :])
     return text
 

@@ -24,7 +24,7 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 IDS = msgspec.json.Decoder(list[TokenId])
 _COUNT = msgspec.json.Decoder(int)
 
-PLAIN_BYTES = 4 << 10
+PLAIN_BYTES = 16 << 10
 """A longer list of ids is read without an object for each."""
 
 PROMPT = "prompt_token_ids"

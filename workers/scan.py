@@ -136,18 +136,22 @@ def bare_ids(text: bytes) -> BareIds | None:
         characters = np.frombuffer(bare, np.uint8)
         is_flat = int(characters.min()) >= _COMMA and int(characters.max()) <= _NINE
         is_flat = is_flat and not (b"-" in bare or b"." in bare or b"/" in bare)
-        spelled = np.frombuffer(text, np.uint8)
-        behind = spelled[:-1] == _COMMA
-        places_differ = is_spaced and (text[:1] == b" " or not np.array_equal(spelled[1:] == _SPACE, behind))
+        places_differ = is_spaced and not _has_spaces_behind_commas(text)
     if not is_flat or places_differ:
         return None
     return BareIds(bare, ", " if is_spaced else ",")
 
 
+def _has_spaces_behind_commas(text: bytes) -> bool:
+    """Only there, and behind each but the last character."""
+    characters = np.frombuffer(text, np.uint8)
+    return characters[0] != _SPACE and np.array_equal(characters[1:] == _SPACE, characters[:-1] == _COMMA)
+
+
 def is_spaced(text: bytes) -> bool:
-    """Does a JSON object, by its beginning, have white space between its tokens?"""
+    """Does a JSON object, by its beginning and its end, have white space between its tokens?"""
     colon = text.find(b":")
-    return text[1:2] != b'"' or text[colon + 1 : colon + 2] in _WHITE
+    return text[:2] != b'{"' or text[colon + 1 : colon + 2] in _WHITE or text[-1:] != b"}"
 
 
 def plain_ids(text: bytes) -> bytes | None:

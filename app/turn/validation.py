@@ -115,8 +115,8 @@ class ReplyValidator:
         )
 
     async def by_all_rules(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> Read:
-        """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens; inline, what
-        makes that of all tokens is returned.
+        """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens; what makes
+        that of all tokens is returned too.
 
         A content in text parts becomes text, in the answer too. Raises as `validate`, GenerationFailed.
         """
@@ -142,11 +142,11 @@ class ReplyValidator:
     async def _judged(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> Read:
         engine, body = answer.engine, answer.body
         try:
-            weighed = _Weighed(body, new_bytes, self._settings.inline_max_bytes, work.known, text)
+            weighed = Weighed(body, new_bytes, self._settings.inline_max_bytes, work.known, text)
             if weighed.is_light:
                 return job.read(work, body.whole(), text, weighed.long_values)
             result = job.decode_done(await self._pool.run(job.encode(work), *body.pieces))
-            return result, None if work.sent else _text_in(body, result)
+            return result, None if work.sent else text_in(body, result)
         except PromptDiffers as error:
             raise TokenPrefixMismatch(f"{engine} reports another prompt than it was sent: {error}") from error
         except Crashed as error:
@@ -180,7 +180,7 @@ def rest_hash(history: TurnHistory, rest: bytes) -> str | None:
     return None if own == EMPTY_REPLY else bare or own
 
 
-class _Weighed:
+class Weighed:
     """Does validating a body and compressing `new_bytes` of messages cost at most as much as `limit` bytes of triples?
 
     The prompt is expected to begin with `known`, whose text may be `text`. `long_values` are the body's, if they
@@ -205,7 +205,7 @@ class _Weighed:
         self.is_light = weight - light + light // LIGHTER <= limit
 
 
-def _text_in(body: Body, result: ValidatedReply) -> Callable[[], KnownText | None] | None:
+def text_in(body: Body, result: ValidatedReply) -> Callable[[], KnownText | None] | None:
     """What makes the text of a reply's tokens, if the prompt's ids are long; a worker has validated it."""
     place = result.prompt
     if place is None:

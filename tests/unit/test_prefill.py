@@ -10,7 +10,7 @@ import pytest
 from app.domain.prefill import PARAMS, with_beginning
 from app.protocols.chat import parse_chat
 from app.protocols.responses import parse as responses
-from workers.prefill import whole_message
+from workers.join_text import whole_message
 
 USER = {"role": "user", "content": "Sun?"}
 BEGUN = {"role": "assistant", "content": "It is ("}
@@ -97,6 +97,7 @@ def test_other_items_in_progress_are_refused_by_name() -> None:
         ("<think>\nI", {"reasoning": " add", "content": "42"}, {"content": "<think>\nI add\n</think>\n\n42"}),
         ("<think>\nI", {"reasoning": " add", "content": None}, {"content": "<think>\nI add"}),
         ("It is (", {"content": "", "x": [1.0]}, {"content": "It is (", "x": [1.0]}),
+        ("It is (", {"content": "B)", "reasoning_content": 7}, {"content": "It is (B)"}),
     ],
 )
 def test_beginning_and_rest_are_one_message_as_the_model_saw_it(begun: str, rest: Any, whole: Any) -> None:
