@@ -73,7 +73,7 @@ async def answer(app: Services, route: Route, head: Head, receive: Receive, send
         if has_begun and not is_whole:
             raise
         error = fault if isinstance(fault, AppError) else AppError(INTERNAL)
-        if error is not fault:
+        if error is not fault or has_begun:
             log.exception("an unexpected fault in %s %s", head.method, head.path)
         if not has_begun:
             await send_error(app, head, await app.explained(error), send, route.error_parts)
