@@ -65,14 +65,15 @@ async def answer(app: Services, route: Route, head: Head, receive: Receive, send
         content = await route.endpoint(request, **route.parameters.read(request))
         if content is None:
             content = Response(status_code=204)
-        elif not isinstance(content, Response):
-            content = Response(msgspec.json.encode(content), media_type=JSON)
-        await content(head.scope, receive, sending)
+        if isinstance(content, Response):
+            await content(head.scope, receive, sending)
+        else:
+            await _send_whole(sending, 200, [("content-type", JSON)], msgspec.json.encode(content))
     except Exception as fault:
         if has_begun and not is_whole:
             raise
         error = fault if isinstance(fault, AppError) else AppError(INTERNAL)
-        if error is not fault:
+        if error is not fault or has_begun:
             log.exception("an unexpected fault in %s %s", head.method, head.path)
         if not has_begun:
             await send_error(app, head, await app.explained(error), send, route.error_parts)
@@ -93,9 +94,12 @@ async def send_error(
     app.metrics.request_failed(error.code)
     protocol = protocol_at(head.path) or (PROTOCOLS["messages"] if b"anthropic-version" in head.headers else None)
     status, headers, body = error_parts(error, protocol, head.request_id) if parts_of is None else parts_of(error)
-    hardened = head.hardening(send)
-    await start_reply(hardened, status, [*headers, ("content-length", str(len(body)))])
-    await hardened({"type": "http.response.body", "body": body})
+    await _send_whole(head.hardening(send), status, headers, body)
+
+
+async def _send_whole(send: Send, status: int, headers: Headers, body: bytes) -> None:
+    await start_reply(send, status, [*headers, ("content-length", str(len(body)))])
+    await send({"type": "http.response.body", "body": body})
 
 
 def error_parts(
