@@ -3,7 +3,7 @@ made, and called with the turn. With an empty list a line does nothing; nothing 
 that was decided at start-up.
 
     read ─▶ [before_claim] ─▶ claim [limits] ─▶ [claimed] ─▶ [around_engine: ([before_engine] ─▶ place [placing] ─▶
-        [may_send] ─▶ engine ─▶ validate)] ─▶ [chunks] ─▶ commit ─▶ [ended] ─▶ reply
+        [streaming] ─▶ [may_send] ─▶ engine ─▶ validate)] ─▶ [chunks] ─▶ commit [limits] ─▶ [ended] ─▶ reply
 
 What a feature keeps of a turn is in `InFlightTurn.features`, under its name. Closes, erasures and the
 like are told by `Sessions` and `Erasure`, since they are no part of a turn.

@@ -23,7 +23,7 @@ import msgspec
 
 from app.domain import prefill
 from app.domain.completion import RequestPrompt
-from app.domain.events import Capture, SessionConfig, TurnCommitted
+from app.domain.events import Capture, TurnCommitted
 from app.domain.history import RequestHistory, digest
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import in_new_wire, with_pinned
@@ -450,14 +450,13 @@ class Turns:
         if not cache.database.is_sqlite:
             # The commit may be another process's, and visible here before it is on disk.
             await self._writer.submit(Settled(session_id))
-        config = placed.session.config
-        kinds = self._payloads(placed.request, config)
+        kinds = self._payloads(placed.request, placed.session)
         status, headers, body = await transcript.stored_reply(cache.database, session, number, kinds)
         placed.flight.waiter.grow(len(body))
         return TurnReply(
             status,
             headers,
-            await self._shown(placed.request, config, Body([body]), ()),
+            await self._shown(placed.request, placed.session, Body([body]), ()),
             turn=number,
             replayed=True,
             rolled_back=RULES[session.history].rolled_back(session, number),
@@ -509,7 +508,7 @@ class Turns:
         return TurnReply(
             200,
             answer.headers,
-            await self._shown(turn.request, turn.session.config, answer.body, places),
+            await self._shown(turn.request, turn.session, answer.body, places),
             turn=committed.turn,
             is_aborted=committed.finish_reason == "abort",
             rolled_back=len(turn.plan.discarded),
@@ -517,25 +516,24 @@ class Turns:
             given_ids=committed.given_ids,
         )
 
-    def _is_verbatim(self, config: SessionConfig) -> bool:
+    def _is_verbatim(self, session: Session) -> bool:
         """Is it shown all? A session of miles' newer wire is shown what its client asked for, whatever is set."""
+        config = session.config
         return config.capture in self._verbatim and (config.evaluation is None or config.capture == "text")
 
-    def _payloads(self, request: Request, config: SessionConfig) -> Collection[str]:
+    def _payloads(self, request: Request, session: Session) -> Collection[str]:
         """The kinds of replay payload that the reply keeps."""
-        if self._is_verbatim(config) or PROTOCOLS[request.protocol].gives_payloads:
+        if self._is_verbatim(session) or PROTOCOLS[request.protocol].gives_payloads:
             return REPLAY
         return asked_for(request.params)
 
-    async def _shown(
-        self, request: Request, config: SessionConfig, body: Body, places: Sequence[PayloadRange]
-    ) -> Parts:
+    async def _shown(self, request: Request, session: Session, body: Body, places: Sequence[PayloadRange]) -> Parts:
         """The reply, whose long values are at these places, without what the client did not ask for, or what no other
         protocol has."""
         if not PROTOCOLS[request.protocol].is_native:
-            kinds = self._payloads(request, config)
+            kinds = self._payloads(request, session)
             return body.without([(place.start, place.end) for place in places if place.kind not in kinds])
-        if config.capture in self._verbatim and self._is_verbatim(config):
+        if session.config.capture in self._verbatim and self._is_verbatim(session):
             return body.pieces
         decoded_bytes = body.size
         for place in places:

@@ -15,8 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 if TYPE_CHECKING:
-    from app.features.otel.spans import SpanMaker
-    from app.features.otel.turns import NotedSpan
+    from app.features.otel.spans import NotedSpan, SpanMaker
 
 log = logging.getLogger("turnlog.otel")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
@@ -29,11 +30,44 @@ from opentelemetry.trace import (
 )
 
 from app.features.otel.content import input_messages, output_messages
-from app.features.otel.turns import Attributes, NotedSpan
 
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 SAMPLED = TraceFlags(TraceFlags.SAMPLED)
+
+
+Attributes = dict[str, str | bool | int | float | Sequence[str]]
+
+
+class NotedSpan(NamedTuple):
+    """A turn, or a session that was closed (`turn` 0). Times are in seconds since the epoch.
+
+    `parent` is the turn that it continues, as session and turn; of a session its parent session. `traceparent` is the
+    client's header. `stages` are the turn's, each with its beginning; the last ends with the turn. `content` are the
+    new messages and the sampled one, as JSON. `error` is the error's type, `reason` its message, `failed` the place of
+    the stage in which it came.
+    """
+
+    session_id: str
+    turn: int
+    began: float
+    ended: float
+    attributes: Attributes
+    parent: tuple[str, int] | None = None
+    traceparent: str | None = None
+    stages: Sequence[tuple[str, float]] = ()
+    error: str | None = None
+    reason: str | None = None
+    failed: int = -1
+    content: tuple[Sequence[bytes], bytes | None] | None = None
+
+    @property
+    def spans(self) -> int:
+        return 1 + len(self.stages)
+
+    @property
+    def content_bytes(self) -> int:
+        return 0 if self.content is None else sum(map(len, self.content[0])) + len(self.content[1] or b"")
 
 
 def trace_id(session_id: str) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import msgspec
 
 from app.errors import AppError
 from app.features.otel.sending import SpanSender
+from app.features.otel.spans import Attributes, NotedSpan
 from app.turn.in_flight import Claimed, TurnStage
 
 if TYPE_CHECKING:
@@ -29,39 +30,6 @@ REQUEST_PARAMETERS = {
     "presence_penalty": "gen_ai.request.presence_penalty",
 }
 """Fields of a request and the attributes that hold them: numbers, and the model's name. Stop sequences are content."""
-
-Attributes = dict[str, str | bool | int | float | Sequence[str]]
-
-
-class NotedSpan(NamedTuple):
-    """A turn, or a session that was closed (`turn` 0). Times are in seconds since the epoch.
-
-    `parent` is the turn that it continues, as session and turn; of a session its parent session. `traceparent` is the
-    client's header. `stages` are the turn's, each with its beginning; the last ends with the turn. `content` are the
-    new messages and the sampled one, as JSON. `error` is the error's type, `reason` its message, `failed` the place of
-    the stage in which it came.
-    """
-
-    session_id: str
-    turn: int
-    began: float
-    ended: float
-    attributes: Attributes
-    parent: tuple[str, int] | None = None
-    traceparent: str | None = None
-    stages: Sequence[tuple[str, float]] = ()
-    error: str | None = None
-    reason: str | None = None
-    failed: int = -1
-    content: tuple[Sequence[bytes], bytes | None] | None = None
-
-    @property
-    def spans(self) -> int:
-        return 1 + len(self.stages)
-
-    @property
-    def content_bytes(self) -> int:
-        return 0 if self.content is None else sum(map(len, self.content[0])) + len(self.content[1] or b"")
 
 
 class TracedTurns:
