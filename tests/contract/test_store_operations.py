@@ -36,11 +36,8 @@ from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import AssignReward, Close, Erase, Existing
 from app.store.log_turns import AbandonDead, AbandonLost, AbsorbAttempt, Busy, Known, Stale
 from app.store.schema import events
-<<<<<<< HEAD
 from app.store.sessions import load_snapshot
-=======
 from app.store.writer import apply_all
->>>>>>> w
 from workers import codec
 from workers.codec import CorruptContent
 
