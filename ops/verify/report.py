@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 
 import msgspec
 
@@ -55,7 +54,7 @@ class Report(msgspec.Struct):
     def add(self, part: Report) -> None:
         """Add what another part of the check has found."""
         for name in self.__struct_fields__:
-            setattr(self, name, operator.iadd(getattr(self, name), getattr(part, name)))
+            setattr(self, name, getattr(self, name) + getattr(part, name))
 
     def found(self, session_id: str, what: str) -> None:
         self.problems.append(Problem(session_id, what))

@@ -20,7 +20,7 @@ from app.domain.events import LimitName, LimitReached, Limits, SessionRestored
 from app.features.budgets.rules import NoneLeft, Used, allowance
 from app.store import statements as sql
 from app.store.dialect import Tx
-from app.store.log import DEFERRED, Appended, Deferred, Note, Refused, abandon, holders_of
+from app.store.log import DEFERRED, Appended, BaseOperation, Deferred, Note, Refused, abandon, holders_of
 from app.store.log_turns import Claim, ClaimRefused, Commit, Limited, Release, Seen, Stale
 from app.store.schema import SESSION_ID, events, open_turns, sessions
 
@@ -166,17 +166,20 @@ _limit_since = (
 )
 
 
-class NoteLimit(Note, frozen=True):
+class NoteLimit(BaseOperation, frozen=True):
     """Write down that a limit has refused a request of an open session. Stale, and nothing is written, if behind event
     `known` the log says of a limit already, or of a restore: the same may be noted."""
 
+    session_id: str
+    at: float
+    event: LimitReached
     known: int
 
     def apply(self, tx: Tx) -> Appended | Stale | Refused:
         tx.lock(sql.lock_head, {"sid": self.session_id})
         if tx.one(_limit_since, {"sid": self.session_id, "known": self.known}) is not None:
             return Stale()
-        outcome = super().apply(tx)
+        outcome = Note(self.session_id, self.at, self.event).apply(tx)
         reach("in_limit_noted")
         return outcome
 
