@@ -98,26 +98,12 @@ def write(tx: PostgresTx, claims: Sequence[Claim], commits: Sequence[Commit]) ->
 
 
 def _take(tx: PostgresTx, claims: Sequence[Claim], written: dict[str, Appended]) -> None:
-    given = [
-        (
-            claim.session_id,
-            claim.known.version,
-            claim.known.last_event_at,
-            claim.known.turns,
-            claim.most,
-            claim.event.turn,
-            claim.event.parent,
-            claim.event.incarnation,
-            claim.event.body_hash,
-            claim.event.retry_key,
-            claim.event.adapter,
-            claim.at,
-            claim.event.reserved,
-            claim.event.VERSION,
-            encode(claim.event),
-        )
-        for claim in claims
-    ]
+    given: list[tuple[Any, ...]] = []
+    for claim in claims:
+        known, event = claim.known, claim.event
+        fits = known.version, known.last_event_at, known.turns, claim.most
+        asked = event.turn, event.parent, event.incarnation, event.body_hash, event.retry_key, event.adapter
+        given.append((claim.session_id, *fits, *asked, claim.at, event.reserved, event.VERSION, encode(event)))
     taken = {row[0] for row in tx.rows(TAKE, zip(*given, strict=True))}
     for claim, row in zip(claims, given, strict=True):
         if claim.session_id in taken:
@@ -131,27 +117,11 @@ def _advance(tx: PostgresTx, commits: Sequence[Commit], written: dict[str, Appen
     log: list[tuple[Any, ...]] = []
     for commit in commits:
         known, turn = commit.known, commit.turn
-        heads.append(
-            (
-                commit.session_id,
-                known.version,
-                known.turns,
-                commit.fence,
-                commit.incarnation,
-                commit.opened_at,
-                len(commit.events),
-                commit.at,
-                max(turn.version_numbers, default=None),
-                turn.engine,
-                turn.turn,
-                turn.parent,
-                turn.segment,
-                turn.choice_index,
-                turn.protocol,
-                commit.tokens,
-                commit.exchange,
-            )
-        )
+        held = known.version, known.turns, commit.fence, commit.incarnation, commit.opened_at
+        weight = max(turn.version_numbers, default=None)
+        place = turn.turn, turn.parent, turn.segment, turn.choice_index, turn.protocol
+        new_head = len(commit.events), commit.at, weight, turn.engine
+        heads.append((commit.session_id, *held, *new_head, *place, commit.tokens, commit.exchange))
         for seq, new in enumerate(commit.events, known.version + 1):
             log.append((commit.session_id, seq, type(new).__name__, new.VERSION, commit.at, encode(new)))
     advanced = {row[0] for row in tx.rows(ADVANCE, (*zip(*heads, strict=True), *zip(*log, strict=True)))}

@@ -64,20 +64,8 @@ def write(tx: SqliteTx, claims: Sequence[Claim], commits: Sequence[Commit]) -> d
         fence = known.version + 1
         fits = (session_id, known.version, known.turns, claim.most, event.turn - 1, known.last_event_at)
         if execute(TAKE, fits).rowcount == 1:
-            opened.append(
-                (
-                    session_id,
-                    fence,
-                    event.turn,
-                    event.parent,
-                    event.incarnation,
-                    event.body_hash,
-                    event.retry_key,
-                    event.adapter,
-                    at,
-                    event.reserved,
-                )
-            )
+            asked = event.turn, event.parent, event.incarnation, event.body_hash, event.retry_key, event.adapter
+            opened.append((session_id, fence, *asked, at, event.reserved))
             log.append((session_id, fence, "TurnOpened", event.VERSION, at, encode(event), next(positions)))
             written[session_id] = Appended((Recorded(fence, at, event),))
     content: list[tuple[Any, ...]] = []
@@ -88,18 +76,8 @@ def write(tx: SqliteTx, claims: Sequence[Claim], commits: Sequence[Commit]) -> d
         weight = max(turn.version_numbers, default=None)
         if execute(ADVANCE, (*held, len(commit.events), at, weight, turn.engine)).rowcount == 1:
             ended.append((session_id, commit.fence))
-            content.append(
-                (
-                    session_id,
-                    turn.turn,
-                    turn.parent,
-                    turn.segment,
-                    turn.choice_index,
-                    turn.protocol,
-                    commit.tokens,
-                    commit.exchange,
-                )
-            )
+            place = turn.turn, turn.parent, turn.segment, turn.choice_index, turn.protocol
+            content.append((session_id, *place, commit.tokens, commit.exchange))
             recorded = []
             for seq, new in enumerate(commit.events, known.version + 1):
                 log.append((session_id, seq, type(new).__name__, new.VERSION, at, encode(new), next(positions)))
