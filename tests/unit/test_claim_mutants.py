@@ -251,11 +251,14 @@ def another_agent_sends_the_same(shared: Shared) -> None:
 
 def a_dead_turn_is_sent_again(shared: Shared) -> None:
     """Its owner is dead, and must not commit after all."""
-    shared.takes(1, retry_key=KEY)
+    shared.takes(1)
+    shared.commits(1, 2)
+    turn = {"expected": 3, "last": 3.0, "parent": 1, "retry_key": KEY}
+    shared.takes(2, 4.0, **turn)
     shared.ends()
-    again = shared.takes(1, 2.5, incarnation=2, retry_key=KEY)
+    again = shared.takes(2, 4.5, incarnation=2, **turn)
     assert [type(recorded.event) for recorded in again.events] == [TurnOpened]
-    assert shared.commits(1, 2) == Refused("open")
+    assert shared.commits(2, 4, opened_at=4.0) == Refused("open")
 
 
 def another_turn_was_committed(shared: Shared) -> None:
