@@ -93,13 +93,23 @@ def damage(error: BaseException) -> str | None:
     return f"SQLSTATE {state}" if state in _DAMAGE_STATES else None
 
 
+SAVEPOINTS = "turnlog_savepoints"
+"""The execution option of a connection to PostgreSQL on which `attempt` goes back to savepoints."""
+
 _ANY_ROW: Select[tuple[int]] = select(literal_column("1")).select_from(table("store_meta")).limit(1)
 
 
 def attempt(connection: Connection, read: Callable[[Connection], T]) -> T:
-    """What `read` gives. Raises PageDamaged; the driver's error if the database answers nothing else either."""
-    # An error ends a PostgreSQL transaction, unless there is a savepoint to go back to.
-    savepoint = connection.begin_nested() if connection.dialect.name == "postgresql" else None
+    """What `read` gives. Raises PageDamaged; the driver's error if the database answers nothing else either.
+
+    An error ends a PostgreSQL transaction, unless there is a savepoint to go back to. That costs two statements, so a
+    read has them only on its second try: the first fails with the driver's error (`Database.read`).
+    """
+    savepoint = None
+    if connection.dialect.name == "postgresql":
+        if SAVEPOINTS not in connection.get_execution_options():
+            return read(connection)
+        savepoint = connection.begin_nested()
     try:
         result = read(connection)
     except (DBAPIError, BrokenRow) as error:

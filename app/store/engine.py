@@ -27,7 +27,7 @@ from sqlalchemy.sql import Executable
 from app.database_url import driver_arguments
 from app.errors import StoreDamaged, StoreFull, StoreLost, StoreUnavailable
 from app.store import feed, sqlite_engine
-from app.store.damage import BrokenRow, Unreadable, damage
+from app.store.damage import SAVEPOINTS, BrokenRow, Unreadable, damage
 from app.store.dialect import (
     Compiler,
     ConnectionLost,
@@ -298,9 +298,10 @@ class Database:
         one_moment: bool = False,
         session_id: str | None = None,
     ) -> T:
-        """Run `function` on a connection; retried if the connection to PostgreSQL is lost.
+        """Run `function` on a connection.
 
-        On SQLite it runs on a thread: it must not look at what the event loop changes.
+        On SQLite it runs on a thread: it must not look at what the event loop changes. On PostgreSQL it may run twice:
+        once more where the connection was lost, or a page is damaged.
 
         `one_moment`: all of its statements see the same state (on SQLite always). `session_id`: only this session is
         read. Raises StoreUnavailable if the database cannot answer; SessionUnreadable, StoreDamaged if it can, but
@@ -342,16 +343,23 @@ class Database:
             assert self._sqlite_reads is not None
             return await self._sqlite_reads.read(function)
 
-    async def _read(self, engine: AsyncEngine, function: Callable[[Connection], T], one_moment: bool) -> T:
+    async def _read(
+        self, engine: AsyncEngine, function: Callable[[Connection], T], one_moment: bool, *, savepoints: bool = False
+    ) -> T:
+        """`savepoints`: this is the second try, after one that met a damaged page (`damage.attempt`)."""
         try:
             async with engine.connect() as connection:
                 if one_moment:
                     await connection.execution_options(isolation_level="REPEATABLE READ")
+                if savepoints:
+                    await connection.execution_options(**{SAVEPOINTS: True})
                 return await answered(connection, function)
         except _FAULTS as error:
             if is_lost(error):
                 raise ConnectionLost(type(error).__name__) from error
-            raise
+            if savepoints or damage(error) is None:
+                raise
+        return await self._read(engine, function, one_moment, savepoints=True)
 
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         """The driver's rows of one frequent statement, without a transaction. Raises as `read`.

@@ -43,10 +43,8 @@ async def verify(
     """
     report = Report()
     async for session_id in _session_ids(database, report):
-        in_objects = await database.read(
-            partial(_check_session, session_id=session_id, report=report),
-            one_moment=True,
-        )
+        part, in_objects = await database.read(partial(_check_session, session_id=session_id), one_moment=True)
+        report.add(part)
         await _check_objects(database, session_id, in_objects, report)
         progress(f"{amount(report.sessions, 'session')}, {amount(len(report.problems), 'problem')}, at {session_id}")
     await acknowledged_turns.check(database, acknowledged, report, progress)
@@ -81,14 +79,15 @@ async def _session_ids(database: Database, report: Report) -> AsyncIterator[str]
             yield session_id
 
 
-def _check_session(connection: Connection, session_id: str, report: Report) -> list[ChunkRef]:
-    check = SessionCheck(connection, session_id, report)
+def _check_session(connection: Connection, session_id: str) -> tuple[Report, list[ChunkRef]]:
+    part = Report()
+    check = SessionCheck(connection, session_id, part)
     try:
         attempt(connection, lambda _: check.run())
     except PageDamaged:
-        check_damaged(connection, session_id, report)
-        return []
-    return check.in_objects
+        check_damaged(connection, session_id, part)
+        return part, []
+    return part, check.in_objects
 
 
 async def _check_objects(database: Database, session_id: str, in_objects: Iterable[ChunkRef], report: Report) -> None:

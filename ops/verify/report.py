@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import msgspec
 
 from turnlog.amounts import amount
@@ -49,6 +51,11 @@ class Report(msgspec.Struct):
     not_compared: int = 0
     unreadable: list[str] = []
     damaged_tables: list[str] = []
+
+    def add(self, part: Report) -> None:
+        """Add what another part of the check has found."""
+        for name in self.__struct_fields__:
+            setattr(self, name, operator.iadd(getattr(self, name), getattr(part, name)))
 
     def found(self, session_id: str, what: str) -> None:
         self.problems.append(Problem(session_id, what))

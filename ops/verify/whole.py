@@ -115,7 +115,7 @@ async def check_groups(database: Database, report: Report, progress: Callable[[s
     """Check each group's row against its sessions, except for groups that are noted as changed and not updated yet."""
     after = ""
     while ids := await database.read(partial(_group_ids, after=after)):
-        await database.read(partial(_check_page, ids=ids, report=report), one_moment=True)
+        report.add(await database.read(partial(_check_page, ids=ids), one_moment=True))
         progress(f"{report.groups} groups")
         after = ids[-1]
 
@@ -130,7 +130,8 @@ def _group_ids(connection: Connection, after: str) -> list[str]:
     return list(connection.execute(select(named.c.group_id).order_by(named.c.group_id).limit(GROUPS)).scalars())
 
 
-def _check_page(connection: Connection, ids: Sequence[str], report: Report) -> None:
+def _check_page(connection: Connection, ids: Sequence[str]) -> Report:
+    report = Report()
     stored = _stored(connection, ids)
     members = _members(connection, list(stored))
     report.groups += len(ids)
@@ -144,6 +145,7 @@ def _check_page(connection: Connection, ids: Sequence[str], report: Report) -> N
         logs = group_reads.turn_events(connection, part)
         for group_id in part:
             _check_age(group_id, measured[group_id], logs, report)
+    return report
 
 
 def _stored(connection: Connection, ids: Sequence[str]) -> dict[str, _Row | None]:
