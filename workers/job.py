@@ -7,7 +7,7 @@ refused, or a mark is not found where its value belongs, the whole reply is pars
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -67,14 +67,27 @@ def read(job: Job, body: bytes | memoryview, known: KnownText | None = None, fou
 
     `known`: the text of `job.known`, if it is in memory. `found`: the body's long values, if they were looked for.
     """
-    for cut in _long_values(job, body, known, found):
+    found = found or find_long_values(body, known)
+    attempts = [found]
+    if found.payloads and found.prompt is not None and found.prompt.end - found.prompt.start <= LONG_PROMPT:
+        attempts.append(found._replace(prompt=None))
+    for cut in attempts:
         try:
             source = _cut_out(job, body, known, cut)
             parsed, values = _parsed(job, body, source)
         except Rejected:
-            continue  # What was cut out may be the cause.
+            continue  # What was cut out may be the cause: less is, and nothing in the end.
         return _committed(job, body, source, parsed, values)
     return read_whole(job, body)
+
+
+def read_short(job: Job, body: bytes, known: KnownText | None) -> Read | None:
+    """As `read`, of a reply to a job without payloads; None if it has some or is refused."""
+    try:
+        source = _cut_out(job, body, known, LongValues([], *_prompt(body, len(body), known)))
+        return _committed(job, body, source, *_parsed(job, body, source))
+    except Rejected:
+        return None
 
 
 def read_whole(job: Job, body: bytes | memoryview) -> Read:
@@ -94,19 +107,6 @@ class LongValues(NamedTuple):
     def base64_bytes(self) -> int:
         """The bytes of the payloads that are texts."""
         return sum(place.end - place.start for place in self.payloads if not place.is_list)
-
-
-def _long_values(
-    job: Job, body: bytes | memoryview, known: KnownText | None, found: LongValues | None
-) -> Iterator[LongValues]:
-    """What may be cut out of a body, one after the other. A short one is searched for payloads that nobody asked for
-    only if the rules found some. Those beside a short prompt are cut out without it, too."""
-    if found is None and len(body) <= WINDOW and not any(spec.required for spec in job.payload_specs):
-        yield LongValues([], *_prompt(body, len(body), known))
-    found = found or find_long_values(body, known)
-    yield found
-    if found.payloads and found.prompt is not None and found.prompt.end - found.prompt.start <= LONG_PROMPT:
-        yield found._replace(prompt=None)
 
 
 def find_long_values(body: bytes | memoryview, known: KnownText | None = None) -> LongValues:
@@ -311,7 +311,10 @@ def _committed(job: Job, body: bytes | memoryview, source: _Source, parsed: Pars
             known_text = None if job.sent else partial(cut.prompt.known_text, parsed.sequence)
     elif parsed.prompt_text:
         separator = codec.prompt_ids_separator(parsed.prompt_text, parsed.base + suffix_tokens)
-    if separator is not None:
+    if cut is not None:
+        start = text.index(parsed.prompt_text)
+        edits.append(_Edit(start, start + len(parsed.prompt_text), None))
+    elif separator is not None:
         edits += _prompt_edit(text, parsed.prompt_text, edits)
     if parsed.counts is not None:
         suffix_tokens, output_tokens = parsed.counts
@@ -420,7 +423,7 @@ def _unescaped(text: memoryview) -> memoryview:
 
 
 def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
-    """The first occurrence of the prompt's text, or mark, that no other edit touches; any of them can be restored."""
+    """The first occurrence of the prompt's text that no other edit touches; any of them can be restored."""
     at = scan.find(text, prompt)
     while at >= 0:
         end = at + len(prompt)
