@@ -16,7 +16,7 @@ import msgspec
 from workers import codec, payloads, sampling_masks, scan
 from workers.codec import TOKEN_BYTES, Cut, Exchange, StoredTokens
 from workers.join_text import whole_message
-from workers.parse import REPLAY, Parsed, Rejected, parse_reply
+from workers.parse import REPLAY, Parsed, PromptDiffers, Rejected, parse_reply
 from workers.parse_parts import NAMES
 from workers.parse_prompt import LONG_PROMPT, PROMPT, KnownText, Prompt
 from workers.reply import Job, PayloadRange, Read, ValidatedReply
@@ -67,20 +67,49 @@ def read(job: Job, body: bytes | memoryview, known: KnownText | None = None, fou
 
     `known`: the text of `job.known`, if it is in memory. `found`: the body's long values, if they were looked for.
     """
-    for cut in _long_values(job, body, known, found):
+    for cut, is_guess in _attempts(body, known, found):
         try:
             source = _cut_out(job, body, known, cut)
-            parsed, values = _parsed(job, body, source)
-        except Rejected:
+            parsed, values = _parsed(job, source)
+        except Rejected as error:
+            if isinstance(error, PromptDiffers) and not is_guess:
+                raise
             continue  # What was cut out may be the cause.
-        return _committed(job, body, source, parsed, values)
+        try:
+            return _committed(job, body, source, parsed, values)
+        except Rejected:
+            # A text with a backslash may have been cut short, or has to be read without it.
+            has_escapes = any(find(body, b"\\", place.start, stop=place.end) >= 0 for place in cut.payloads)
+            if not is_guess and not has_escapes:
+                raise
     return read_whole(job, body)
+
+
+def _attempts(
+    body: bytes | memoryview, known: KnownText | None, found: LongValues | None
+) -> Iterator[tuple[LongValues, bool]]:
+    """What to cut out, until the rules accept it, and whether its payloads' ends are guessed."""
+    if found is None and isinstance(body, memoryview):
+        yield find_long_values(body, known, at_end=True), True
+    found = found or find_long_values(body, known)
+    yield found, False
+    if found.payloads and found.prompt is not None and found.prompt.end - found.prompt.start <= LONG_PROMPT:
+        yield found._replace(prompt=None), False
+
+
+def read_short(job: Job, body: bytes, known: KnownText | None) -> Read | None:
+    """As `read`, of a reply to a job without payloads; None if it has some or is refused."""
+    try:
+        source = _cut_out(job, body, known, LongValues([], *_prompt(body, len(body), known)))
+        return _committed(job, body, source, *_parsed(job, source))
+    except Rejected:
+        return None
 
 
 def read_whole(job: Job, body: bytes | memoryview) -> Read:
     """As `read`, with nothing cut out."""
     source = _Source(bytes(body), True, {})
-    return _committed(job, body, source, *_parsed(job, body, source))
+    return _committed(job, body, source, *_parsed(job, source))
 
 
 class LongValues(NamedTuple):
@@ -96,23 +125,11 @@ class LongValues(NamedTuple):
         return sum(place.end - place.start for place in self.payloads if not place.is_list)
 
 
-def _long_values(
-    job: Job, body: bytes | memoryview, known: KnownText | None, found: LongValues | None
-) -> Iterator[LongValues]:
-    """What may be cut out of a body, one after the other. A short one is searched for payloads that nobody asked for
-    only if the rules found some. Those beside a short prompt are cut out without it, too."""
-    if found is None and len(body) <= WINDOW and not any(spec.required for spec in job.payload_specs):
-        yield LongValues([], *_prompt(body, len(body), known))
-    found = found or find_long_values(body, known)
-    yield found
-    if found.payloads and found.prompt is not None and found.prompt.end - found.prompt.start <= LONG_PROMPT:
-        yield found._replace(prompt=None)
-
-
-def find_long_values(body: bytes | memoryview, known: KnownText | None = None) -> LongValues:
+def find_long_values(body: bytes | memoryview, known: KnownText | None = None, *, at_end: bool = False) -> LongValues:
     """The long values of a body. What comes first is not searched for what comes later: both may have megabytes.
 
-    `known`: what the prompt's ids may begin with.
+    `known`: what the prompt's ids may begin with. `at_end`: a text is taken to end at the first quote in the last
+    WINDOW of the body. That is right of a long one in a usual reply, and where it is not, its content shows it.
     """
     prompt, begun = _prompt(body, min(WINDOW, len(body)), known)
     found: list[PayloadRange] = []
@@ -121,7 +138,7 @@ def find_long_values(body: bytes | memoryview, known: KnownText | None = None) -
         at = 0
         for _ in range(COPIES):
             at = find(body, key, at, gaps)
-            place = None if at < 0 else _value(body, kind, at + len(key))
+            place = None if at < 0 else _value(body, kind, at + len(key), at_end)
             if place is None:
                 break
             found.append(place)
@@ -158,11 +175,11 @@ def _value_start(body: bytes | memoryview, key_end: int) -> tuple[int, bytes]:
     return key_end + len(following) - len(value), value
 
 
-def _value(body: bytes | memoryview, kind: str, key_end: int) -> PayloadRange | None:
+def _value(body: bytes | memoryview, kind: str, key_end: int, at_end: bool) -> PayloadRange | None:
     """The text or list behind a key."""
     start, value = _value_start(body, key_end)
     if value.startswith(b'"'):
-        end = find(body, b'"', start + 1) + 1
+        end = find(body, b'"', max(start + 1, len(body) - WINDOW) if at_end else start + 1) + 1
     elif value.startswith(b"["):
         closing = b"]" * (len(value) - len(value.lstrip(b"[")))
         end = find(body, closing, start) + len(closing)
@@ -277,7 +294,7 @@ class _Edit(NamedTuple):
     replacement: bytes = b""
 
 
-def _parsed(job: Job, body: bytes | memoryview, source: _Source) -> tuple[Parsed, list[_Value]]:
+def _parsed(job: Job, source: _Source) -> tuple[Parsed, list[_Value]]:
     """The reply and its payloads' values. Raises Rejected, also if what was cut out does not belong where it stood."""
     text = compact = source.text
     if not source.is_whole and scan.is_spaced(text):
@@ -295,7 +312,7 @@ def _parsed(job: Job, body: bytes | memoryview, source: _Source) -> tuple[Parsed
         parsed = msgspec.structs.replace(parsed, message=message)
     if compact is not text and cut is None:
         parsed = msgspec.structs.replace(parsed, prompt_text=b"")  # They are spelled otherwise in the text.
-    return parsed, _values(parsed, source, body)
+    return parsed, _values(parsed, source)
 
 
 def _committed(job: Job, body: bytes | memoryview, source: _Source, parsed: Parsed, values: Sequence[_Value]) -> Read:
@@ -311,7 +328,10 @@ def _committed(job: Job, body: bytes | memoryview, source: _Source, parsed: Pars
             known_text = None if job.sent else partial(cut.prompt.known_text, parsed.sequence)
     elif parsed.prompt_text:
         separator = codec.prompt_ids_separator(parsed.prompt_text, parsed.base + suffix_tokens)
-    if separator is not None:
+    if cut is not None:
+        start = text.index(parsed.prompt_text)
+        edits.append(_Edit(start, start + len(parsed.prompt_text), None))
+    elif separator is not None:
         edits += _prompt_edit(text, parsed.prompt_text, edits)
     if parsed.counts is not None:
         suffix_tokens, output_tokens = parsed.counts
@@ -360,7 +380,7 @@ def _committed(job: Job, body: bytes | memoryview, source: _Source, parsed: Pars
     return result, known_text
 
 
-def _values(parsed: Parsed, source: _Source, body: bytes | memoryview) -> list[_Value]:
+def _values(parsed: Parsed, source: _Source) -> list[_Value]:
     """The payloads in the parser's order. Raises Rejected if they are not just the marks."""
     text, marks = source.text, dict(source.marks)
     values: list[_Value] = []
@@ -371,8 +391,7 @@ def _values(parsed: Parsed, source: _Source, body: bytes | memoryview) -> list[_
             continue
         mark = bytes(raw)
         place = marks.pop(mark, None)
-        # A backslash means that a string was cut short.
-        if place is None or place.kind != kind or find(body, b"\\", place.start, stop=place.end) >= 0:
+        if place is None or place.kind != kind:
             raise Rejected(f"{kind} was not cut out")
         start = text.index(mark)
         values.append(_Value(place, start, start + len(mark)))
@@ -420,7 +439,7 @@ def _unescaped(text: memoryview) -> memoryview:
 
 
 def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
-    """The first occurrence of the prompt's text, or mark, that no other edit touches; any of them can be restored."""
+    """The first occurrence of the prompt's text that no other edit touches; any of them can be restored."""
     at = scan.find(text, prompt)
     while at >= 0:
         end = at + len(prompt)

@@ -104,20 +104,20 @@ class Keys:
 
     def stand_once(self, raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
         """Raises Rejected for a duplicate key."""
-        self._require(_no_duplicates, raw, fields, where)
+        if self._late is None:
+            _no_duplicates(raw, fields, where)
+        else:
+            self._late.append((_no_duplicates, raw, fields, where))
 
     def do_not_differ(self, raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
         """Raises Rejected for duplicate keys with different values, which two readers would read differently.
 
         Numbers are equal if they are spelled alike, objects in any order.
         """
-        self._require(no_contradiction, raw, fields, where)
-
-    def _require(self, check: _Check, raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
         if self._late is None:
-            check(raw, fields, where)
+            no_contradiction(raw, fields, where)
         else:
-            self._late.append((check, raw, fields, where))
+            self._late.append((no_contradiction, raw, fields, where))
 
     def finish(self, body: bytes, bulk: list[bytes], payloads: list[bytes]) -> None:
         """Require that the reply and its choice have no contradicting keys either, and that all of it can be decoded.

@@ -65,7 +65,7 @@ class ReplyValidator:
         work = Job(
             dialect=settings.upstream_dialect,
             known=known,
-            payload_specs=[self._payload_spec(turn, kind, call) for kind in REPLAY],
+            payload_specs=[],
             messages=list(new),
             headers=answer.headers,
             status=answer.status,
@@ -78,7 +78,14 @@ class ReplyValidator:
             wish=call.wish,
             beginning=b"" if call.is_part else turn.request.beginning or b"",
         )
-        result, whole_text = await self.by_all_rules(work, answer, sum(map(len, new)), text)
+        read, new_bytes = None, sum(map(len, new))
+        if not settings.replay and answer.body.size + new_bytes <= settings.inline_max_bytes:
+            read = job.read_short(work, answer.body.joined(), text)
+        if read is None:
+            payload_specs = [self._payload_spec(turn, kind, call) for kind in REPLAY]
+            work = msgspec.structs.replace(work, payload_specs=payload_specs)
+            read = await self.by_all_rules(work, answer, new_bytes, text)
+        result, whole_text = read
         if result.payloads and turn.session.config.evaluation:
             result = msgspec.structs.replace(
                 result, payloads=[]

@@ -63,10 +63,15 @@ def is_read(body: bytes, asked: Job = PLAIN, text: KnownText | None = None, befo
     """Is it accepted? From shared memory, where nothing is known of it, too; `before` are the known ids."""
     whole, own = outcome(lambda: job.read_whole(asked, body)), outcome(lambda: job.read(asked, body, text))
     if isinstance(whole, str) or isinstance(own, str):
+        assert (
+            job.read_short(msgspec.structs.replace(asked, payload_specs=[]), body, text) is None or asked.payload_specs
+        )
         refusals = {own, outcome(lambda: job.work(asked, memoryview(body)))}
         # A payload is judged by its own rules before the rest of its reply by those of JSON.
         assert refusals == {whole} or (len(refusals) == 1 and any(kind in str(own) for kind in REPLAY))
         return False
+    short = job.read_short(msgspec.structs.replace(asked, payload_specs=[]), body, text)
+    assert short is None or content_of(short[0]) == content_of(own[0])
     exchange, tokens = codec.unpack(own[0].exchange, Exchange), codec.unpack_tokens(own[0].tokens, own[0].exchange)
     for other in (whole[0], job.work(asked, memoryview(body))):
         assert content_of(own[0]) == content_of(other)
