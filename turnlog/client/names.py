@@ -24,13 +24,13 @@ from turnlog.errors import (
 from turnlog.events import (
     BranchCause,
     Event,
+    EventType,
     UnreadableEvent,
     VersionSpan,
 )
 from turnlog.parameters import (
     Branches,
     EventParameters,
-    EventType,
     ExportFilters,
     ExportParameters,
     FeedFilters,
