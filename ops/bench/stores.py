@@ -143,7 +143,7 @@ async def archive(arguments: argparse.Namespace) -> int:
     """Archives: what closed sessions take in an SQLite file before and after they left it, and whether they come
     back."""
     with folder_for_bench(arguments.folder) as folder:
-        server = ServerProcess(folder).migrate()
+        server = ServerProcess(folder, environment={"TURNLOG_FILE_ROOT": str(folder)}).migrate()
         await fill(server.environment["TURNLOG_DATABASE_URL"], arguments.sessions, arguments.turns, ended=True)
         (archives := folder / "archives").mkdir()
         with server:

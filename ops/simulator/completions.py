@@ -54,12 +54,12 @@ def read_prompt(raw: Raw, tokenizer: Tokenizer) -> Encoded:
 
 def logprobs_of(
     generation: Generation[CompletionRequest], writer: ReplyWriter, places: range, with_prompt: bool
-) -> bytes:
+) -> dict[str, object] | None:
     """Logprobs of the sampled tokens at these places, after those of an echoed prompt. Its first token has none, since
     nothing predicts it."""
     request, draft, prompt = generation.request, generation.draft, generation.prompt
     if request.logprobs is None:
-        return b"null"
+        return None
     is_vllm = writer.config.dialect == "vllm"
     ids, numbers = draft.ids[places.start : places.stop], writer.logprobs(draft)[places.start : places.stop]
     if with_prompt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -11,11 +12,11 @@ from typing import Any
 
 import msgspec
 import pybase64
-from msgspec import Struct
+from msgspec import Raw, Struct
 
-from ops.simulator.counting import count
 from ops.simulator.engine import Behaviour, Control, Engine, Query
 from ops.simulator.faults import UnknownFault
+from ops.simulator.template import Template
 from ops.simulator.wire import BadRequest, FaultOrder, PlannedReply, Reply, json_reply
 
 PROBES = frozenset({"/health", "/model_info", "/get_model_info", "/is_paused", "/weight_info"})
@@ -93,8 +94,8 @@ class Tokenize(Struct):
     """Of SGLang's also several texts at once, or a chat."""
 
     prompt: str | list[str] = ""
-    messages: list[msgspec.Raw] | None = None
-    tools: msgspec.Raw = msgspec.Raw(b"")
+    messages: list[Raw] | None = None
+    tools: Raw = Raw(b"")
 
 
 class Detokenize(Struct):
@@ -126,7 +127,7 @@ async def count_tokens(engine: Engine, body: bytes, query: Query) -> Reply:
     if failed := engine.failed(engine.behaviour.count_tokens):
         return failed
     try:
-        return json_reply({"input_tokens": count(engine.template, body)})
+        return json_reply({"input_tokens": _count(engine.template, body)})
     except BadRequest as error:
         return engine.wire.error(str(error), error.status)
 
@@ -213,6 +214,74 @@ class Reports:
         engine.reset()
         self._log.clear()
         return json_reply({"ok": True})
+
+
+# /v1/messages/count_tokens, which both engines have
+
+Blocks = list[dict[str, Any]]
+
+
+class Sent(Struct):
+    """The fields of a request that make its prompt."""
+
+    role: str
+    content: str | Blocks
+
+
+class AnthropicTool(Struct):
+    name: str
+    input_schema: dict[str, Any]
+    description: str = ""
+
+
+class CountRequest(Struct):
+    """Body of the route."""
+
+    model: str
+    messages: list[Sent]
+    system: str | Blocks = ""
+    tools: list[AnthropicTool] = []
+
+
+def _count(template: Template, body: bytes) -> int:
+    """The tokens of Anthropic's request as the engine's own chat. Raises BadRequest and msgspec's errors."""
+    request = msgspec.json.decode(body, type=CountRequest)
+    system = _text(request.system)
+    chat: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    for message in request.messages:
+        chat += _chat(message)
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": one.name, "description": one.description, "parameters": one.input_schema},
+        }
+        for one in request.tools
+    ]
+    raw = Raw(msgspec.json.encode(tools)) if tools else Raw(b"")
+    return template.prompt(template.read([Raw(msgspec.json.encode(one)) for one in chat], raw)).count
+
+
+def _chat(message: Sent) -> list[dict[str, Any]]:
+    blocks = [{"type": "text", "text": message.content}] if isinstance(message.content, str) else message.content
+    if message.role == "assistant":
+        thinking = "".join(one.get("thinking", "") for one in blocks if one.get("type") == "thinking")
+        calls = [
+            {"function": {"name": one["name"], "arguments": json.dumps(one["input"], ensure_ascii=False)}}
+            for one in blocks
+            if one.get("type") == "tool_use"
+        ]
+        return [{"role": "assistant", "content": _text(blocks), "reasoning_content": thinking, "tool_calls": calls}]
+    if message.role not in ("user", "system"):
+        raise BadRequest(f"unknown role {message.role[:40]!r}")
+    results = [
+        {"role": "tool", "content": _text(one.get("content", ""))} for one in blocks if one.get("type") == "tool_result"
+    ]
+    text = _text(blocks)
+    return [*results, {"role": message.role, "content": text}] if text or not results else results
+
+
+def _text(content: str | Blocks) -> str:
+    return content if isinstance(content, str) else "".join(one.get("text", "") for one in content)
 
 
 def common(log: RequestLog) -> Mapping[tuple[str, str], Control]:

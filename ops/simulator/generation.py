@@ -7,11 +7,12 @@ import math
 import random
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Generic, Literal, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pybase64
@@ -19,11 +20,14 @@ from msgspec import Raw
 
 from ops.simulator.policy import Draft
 from ops.simulator.tokenizer import IM_END, Encoded, Lru, Tokenizer
-from ops.simulator.wire import ChatRequest, Config, Experts, Reply, Request, Sim, encode
+from ops.simulator.wire import ChatRequest, Config, Experts, Payload, Reply, Request, Sim, encode
 
 _LOGPROBS = 8191
 _DELTA = 24
 _BLOCK = b"x" * 256 * 2**10
+_HOLE = b"\0"
+"""Where a payload belongs: JSON has no such byte."""
+
 CHUNK = 8
 """Tokens in an event of a request that does not say it."""
 
@@ -66,10 +70,6 @@ class Generation(Generic[R_co]):
         """Those of the first ``tokens`` tokens."""
         return [replace(span, end=min(span.end, tokens)) for span in self.versions if span.start < max(tokens, 1)]
 
-    def version_at(self, tokens: int) -> str:
-        """The one after so many tokens."""
-        return self.versions_until(tokens)[-1].version
-
     @property
     def sim(self) -> Sim:
         """The request's ``sim`` field, or its defaults."""
@@ -104,6 +104,8 @@ class ReplyWriter:
         self.tokenizer = tokenizer
         self.end_id = tokenizer.special_ids[IM_END]
         self._payloads = Payloads(config.seed)
+        self._left_out: list[bytes] = []  # of the reply that is being encoded
+        self._encode = msgspec.json.Encoder(enc_hook=self._leave_out).encode
         rng = random.Random(f"logprobs {config.seed}")
         values = [math.log1p(-rng.random()) * rng.random() - 1e-9 for _ in range(_LOGPROBS)]
         self._numbers = [repr(value).encode() for value in values]
@@ -123,17 +125,17 @@ class ReplyWriter:
             found += numbers[: wanted - len(found)]
         return found
 
-    def triples(self, ids: list[int], numbers: list[bytes], texts: bool = True) -> bytes:
+    def triples(self, ids: list[int], numbers: list[bytes], texts: bool = True) -> Raw:
         """``[[logprob, id, text], …]`` as in SGLang's ``meta_info``; without ``texts`` null in their places."""
         if not texts:
-            return encode([[Raw(number), token, None] for number, token in zip(numbers, ids, strict=True)])
+            return Raw(encode([[Raw(number), token, None] for number, token in zip(numbers, ids, strict=True)]))
         tails = self._triple_tails
         pairs = zip(numbers, ids, strict=True)
-        return b"[" + b",".join([b"[" + number + tails[token] for number, token in pairs]) + b"]"
+        return Raw(b"[" + b",".join([b"[" + number + tails[token] for number, token in pairs]) + b"]")
 
     def content_logprobs(
         self, ids: list[int], numbers: list[bytes], tops: Sequence[Alternatives] = (), as_ids: bool = False
-    ) -> bytes:
+    ) -> Raw:
         """``{"content": [{token, logprob, bytes, top_logprobs}]}`` as in OpenAI's. With ``as_ids``, tokens are named by
         their ids, as vLLM does: the sampled ones keep the bytes of their text."""
         heads = self._content_heads
@@ -146,7 +148,7 @@ class ReplyWriter:
             sampled = [heads[token] for token in ids]
         shown = [b",".join([self._alternative(one, as_ids) for one in top]) for top in tops] or [b""] * len(sampled)
         entries = [b'%b%b,"top_logprobs":[%b]}' % entry for entry in zip(sampled, numbers, shown, strict=True)]
-        return b'{"content":[' + b",".join(entries) + b"]}"
+        return Raw(b'{"content":[' + b",".join(entries) + b"]}")
 
     def _alternative(self, one: tuple[bytes, int], as_ids: bool) -> bytes:
         number, token = one
@@ -178,19 +180,18 @@ class ReplyWriter:
         """A logprob of each of these tokens of a prompt; its first has none, since nothing predicts it."""
         return [repr(-0.125 - 0.001 * (token % 5000)).encode() for token in ids]
 
-    def top_triples(self, tops: Sequence[Alternatives]) -> bytes:
+    def top_triples(self, tops: Sequence[Alternatives]) -> list[Raw]:
         """A list of triples for each token, as in SGLang's ``output_top_logprobs``."""
-        rows = [self.triples([token for _, token in top], [number for number, _ in top]) for top in tops]
-        return b"[" + b",".join(rows) + b"]"
+        return [self.triples([token for _, token in top], [number for number, _ in top]) for top in tops]
 
-    def prompt_logprobs(self, prompt: Encoded, count: int | None) -> bytes:
+    def prompt_logprobs(self, prompt: Encoded, count: int | None) -> Raw | None:
         """vLLM's ``prompt_logprobs``: for each token an object by id, with the token itself."""
         if count is None:
-            return b"null"
+            return None
         ids = list(prompt.ids())[1:]
         numbers = self.prompt_numbers(ids)
         tops = sampled_first(self.alternatives(ids, numbers, count), ids, numbers)
-        return b"[" + b",".join([b"null", *map(self._by_id, tops)]) + b"]"
+        return Raw(b"[" + b",".join([b"null", *map(self._by_id, tops)]) + b"]")
 
     def _by_id(self, row: Alternatives) -> bytes:
         texts = self.tokenizer.json_texts
@@ -202,7 +203,7 @@ class ReplyWriter:
 
     def token_logprobs(
         self, ids: list[int], numbers: list[bytes], counted: bool, tops: Sequence[Alternatives | None], as_ids: bool
-    ) -> bytes:
+    ) -> dict[str, object]:
         """``{"text_offset", "token_logprobs", "tokens", "top_logprobs"}`` of a completion.
 
         ``numbers`` has ``null`` for a token without a logprob, ``tops`` None, and nothing where no alternatives were
@@ -221,12 +222,8 @@ class ReplyWriter:
             b"null" if top is None else b"{%b}" % b",".join([b"%b:%b" % (name(token), number) for number, token in top])
             for top in tops
         ]
-        return b'{"text_offset":%s,"token_logprobs":[%s],"tokens":[%s],"top_logprobs":[%s]}' % (
-            encode(offsets),
-            b",".join(numbers),
-            b",".join(map(name, ids)),
-            b",".join(shown),
-        )
+        lists = {"token_logprobs": numbers, "tokens": [name(token) for token in ids], "top_logprobs": shown}
+        return {"text_offset": offsets, **{what: Raw(b"[%b]" % b",".join(them)) for what, them in lists.items()}}
 
     def texts_of(self, ids: list[int], size: int) -> list[str]:
         """The text of each ``size`` ids, without an end token; a character that is cut comes with its last byte."""
@@ -263,7 +260,7 @@ class ReplyWriter:
             ]
         return found
 
-    def experts(self, generation: Generation[Request]) -> bytes | None:
+    def experts(self, generation: Generation[Request]) -> Payload | None:
         """The ``routed_experts`` value, or ``None`` if it was not requested or its abort came in the queue."""
         request, options = generation.request, generation.sim.experts or Experts()
         if not options.unasked and (not request.return_routed_experts or generation.queued):
@@ -274,7 +271,7 @@ class ReplyWriter:
             return self._payload(generation, shape, options, request.routed_experts_prompt_start, "npy")
         return self._payload(generation, shape, options, request.routed_experts_start_len, "raw")
 
-    def indexer(self, generation: Generation[ChatRequest]) -> bytes | None:
+    def indexer(self, generation: Generation[ChatRequest]) -> Payload | None:
         """The ``indexer_topk`` value, or ``None`` if it was not requested."""
         options = generation.sim.indexer_topk
         if not generation.request.return_indexer_topk and options is None:
@@ -285,33 +282,38 @@ class ReplyWriter:
 
     def _payload(
         self, generation: Generation[Request], shape: Shape, options: Experts, start: int, form: PayloadForm
-    ) -> bytes:
+    ) -> Payload:
         stop = max(generation.prompt.count + generation.completion_tokens - 1, 0)
         head = generation.prompt.packed[:_HEAD_BYTES] + array("i", generation.draft.ids[:16]).tobytes()
         shift = (zlib.crc32(head[:_HEAD_BYTES]) + options.shift) % _SHIFTS
-        return self._payloads.of(shape, min(start, stop), stop, shift, "nested" if options.nested else form)
+        return Payload(self._payloads.of(shape, min(start, stop), stop, shift, "nested" if options.nested else form))
 
-    def masks(self, generation: Generation[ChatRequest]) -> bytes | None:
+    def masks(self, generation: Generation[ChatRequest]) -> list[list[int]] | None:
         """The ids that each sampled token was drawn from, at most ``top_k``, ascending; ``None`` if not requested."""
         request = generation.request
         if not request.return_sampling_mask:
             return None
         known = len(self.tokenizer.texts)
         most = min(request.top_k or known, 64)
-        return encode(
-            [
-                sorted({(token + number * 31) % known if number else token for number in range(1 + token * 7 % most)})
-                for token in generation.draft.ids
-            ]
-        )
+        return [
+            sorted({(token + number * 31) % known if number else token for number in range(1 + token * 7 % most)})
+            for token in generation.draft.ids
+        ]
 
-    def padded(self, parts: list[bytes], wanted: int | None) -> Reply:
-        """Close the object in ``parts``, and pad it to ``wanted`` bytes, with blocks that all replies share."""
-        missing = (wanted or 0) - sum(map(len, parts)) - len(b',"padding":}')
+    def _leave_out(self, payload: Payload) -> Raw:
+        self._left_out.append(payload.json)
+        return Raw(_HOLE)
+
+    def reply(self, generation: Generation[Request], value: Mapping[str, object]) -> Reply:
+        """A whole reply, padded to the bytes that its request asks for, with blocks that all replies share."""
+        self._left_out.clear()
+        first, *rest = self._encode(value).split(_HOLE)
+        parts = [first, *(part for pair in zip(self._left_out, rest, strict=True) for part in pair)]
+        missing = (generation.sim.body_bytes or 0) - sum(map(len, parts)) - len(b',"padding":')
         if missing < 2:
-            return Reply((b"".join(parts) + b"}",) if len(parts) < 3 else (*parts[:-1], parts[-1] + b"}"))
-        blocks, rest = divmod(missing - 2, len(_BLOCK))
-        return Reply((*parts, b',"padding":', b'"', *[_BLOCK] * blocks, _BLOCK[:rest], b'"', b"}"))
+            return Reply(tuple(parts))
+        blocks, over = divmod(missing - 2, len(_BLOCK))
+        return Reply((*parts[:-1], parts[-1][:-1], b',"padding":', b'"', *[_BLOCK] * blocks, _BLOCK[:over], b'"', b"}"))
 
 
 def sampled_first(tops: Sequence[Alternatives], ids: list[int], numbers: list[bytes]) -> list[Alternatives]:
@@ -320,30 +322,22 @@ def sampled_first(tops: Sequence[Alternatives], ids: list[int], numbers: list[by
     return [[pair, *[other for other in top if other[1] != pair[1]]] for top, pair in pairs]
 
 
-def message_json(draft: Draft, empty_content: bytes) -> bytes:
-    """The assistant message; ``empty_content`` is the JSON value for an empty text."""
-    parts = [
-        b'{"role":"assistant","content":',
-        encode(draft.content) if draft.content else empty_content,
-        b',"reasoning_content":',
-        encode(draft.reasoning) if draft.reasoning else b"null",
-    ]
+def message_of(draft: Draft, empty_content: str | None) -> dict[str, object]:
+    """The assistant message; ``empty_content`` stands for an empty text. Calls are in OpenAI's format, with their
+    indexes."""
+    message: dict[str, object] = {"role": "assistant", "content": draft.content or empty_content}
+    message["reasoning_content"] = draft.reasoning or None
     if draft.calls:
-        parts += [b',"tool_calls":', encode(tool_calls(draft))]
-    return b"".join(parts) + b"}"
-
-
-def tool_calls(draft: Draft) -> list[dict[str, object]]:
-    """The calls in OpenAI's format, with their indexes."""
-    return [
-        {
-            "id": call.id,
-            "index": index,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for index, call in enumerate(draft.calls)
-    ]
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "index": index,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for index, call in enumerate(draft.calls)
+        ]
+    return message
 
 
 Shape = tuple[int, int, int]

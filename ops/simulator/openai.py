@@ -8,11 +8,11 @@ from dataclasses import replace
 import msgspec
 
 from ops.simulator.engine import Control, Engine, Route
-from ops.simulator.generation import Generation, ReplyWriter, tool_calls
-from ops.simulator.template import Conversation
-from ops.simulator.tokenizer import Encoded
-from ops.simulator.vllm import read_chat, read_completion
-from ops.simulator.wire import ChatRequest, CompletionRequest, Config, Reply, Request, encode, json_reply
+from ops.simulator.generation import Generation, ReplyWriter
+from ops.simulator.vllm import check, check_prompt, read_chat, read_completion
+from ops.simulator.wire import ChatRequest, CompletionRequest, Config, Reply, Request, json_reply
+
+__all__ = ["adapter", "check", "check_chat", "check_prompt", "control", "error", "routes"]
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 
@@ -49,23 +49,12 @@ def refusal(path: str, headers: list[tuple[bytes, bytes]], body: bytes, key: str
     return error(f"Unrecognized request argument supplied: {sorted(unknown)[0]}") if unknown else None
 
 
-# `refusal` has looked at the fields; any model, prompt and sampling will do.
-
-
 def adapter(request: Request, config: Config) -> str | None:
+    """Any model will do."""
     return None
 
 
-def check(request: Request) -> None:
-    pass
-
-
-def check_chat(request: ChatRequest) -> None:
-    pass
-
-
-def check_prompt(request: Request, prompt: Encoded, config: Config, history: Conversation | None) -> None:
-    pass
+check_chat = check  # `refusal` has looked at the fields
 
 
 def render_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
@@ -74,8 +63,10 @@ def render_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Rep
     if draft.reasoning:
         message["reasoning_content"] = draft.reasoning
     if draft.calls:
-        calls = tool_calls(draft)
-        message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in draft.calls
+        ]
     return _reply(generation, "chat.completion", {"message": message}, writer)
 
 
@@ -84,19 +75,17 @@ def render_completion(generation: Generation[CompletionRequest], writer: ReplyWr
 
 
 def _reply(generation: Generation[Request], kind: str, said: dict[str, object], writer: ReplyWriter) -> Reply:
-    body = encode(
-        {
-            "id": f"chatcmpl-{generation.id}",
-            "object": kind,
-            "created": generation.created,
-            "model": f"{generation.request.model}-2026-08-01",
-            "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": generation.draft.finish}],
-            "usage": {**generation.usage, "completion_tokens_details": {"reasoning_tokens": 0}},
-            "service_tier": "default",
-            "system_fingerprint": "fp_simulated",
-        }
-    )
-    return replace(writer.padded([body[:-1]], generation.sim.body_bytes), headers=VENDOR)
+    value = {
+        "id": f"chatcmpl-{generation.id}",
+        "object": kind,
+        "created": generation.created,
+        "model": f"{generation.request.model}-2026-08-01",
+        "choices": [{"index": 0, **said, "logprobs": None, "finish_reason": generation.draft.finish}],
+        "usage": {**generation.usage, "completion_tokens_details": {"reasoning_tokens": 0}},
+        "service_tier": "default",
+        "system_fingerprint": "fp_simulated",
+    }
+    return replace(writer.reply(generation, value), headers=VENDOR)
 
 
 _ROUTES = {

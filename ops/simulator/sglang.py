@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +14,7 @@ from msgspec import Raw, Struct, to_builtins
 from ops.simulator.completions import completion_request, logprobs_of, read_prompt
 from ops.simulator.control import detokenize, tokenize
 from ops.simulator.engine import Asked, Control, Engine, Query, Refused, Route, always
-from ops.simulator.generation import Alternatives, Generation, ReplyWriter, message_json
+from ops.simulator.generation import Alternatives, Generation, ReplyWriter, message_of
 from ops.simulator.policy import parse
 from ops.simulator.template import Conversation, bare_conversation
 from ops.simulator.tokenizer import IM_START, Encoded
@@ -28,7 +28,6 @@ from ops.simulator.wire import (
     Reply,
     Request,
     Sim,
-    encode,
     event,
     json_reply,
     stream_reply,
@@ -41,6 +40,8 @@ SENT = 1795881708.25
 
 HEALTH_PATIENCE_S = 20.0
 """Seconds that ``/health`` waits for the token that it generates."""
+
+_decode_chat = msgspec.json.Decoder(ChatRequest).decode
 
 # Errors
 
@@ -141,8 +142,8 @@ def usage(generation: Generation[Request], writer: ReplyWriter) -> dict[str, obj
     return {**counted, "reasoning_tokens": 0, "completion_tokens_details": None}
 
 
-def metadata(generation: Generation[Request]) -> bytes:
-    return encode({"weight_version": generation.weight_version, "weight_versions": generation.versions})
+def metadata(generation: Generation[Request]) -> dict[str, object]:
+    return {"weight_version": generation.weight_version, "weight_versions": generation.versions}
 
 
 def finish_of(generation: Generation[Request], writer: ReplyWriter) -> dict[str, object]:
@@ -156,94 +157,69 @@ def finish_of(generation: Generation[Request], writer: ReplyWriter) -> dict[str,
     return {"type": finish} if matched is None else {"type": "stop", "matched": matched}
 
 
+def logprob_lists(triples: Raw | None, tokens: int, of_prompt: Raw | None = None) -> dict[str, object]:
+    """Those of ``tokens`` tokens so far; nothing where they were not asked for."""
+    if triples is None:
+        return {}
+    counted = {"output_token_logprobs": triples, "output_token_logprobs_length": tokens}
+    return {"input_token_logprobs": of_prompt or [], **counted}
+
+
 def meta_info(
     generation: Generation[ChatRequest],
     writer: ReplyWriter,
-    triples: bytes | None,
-    tops: list[Alternatives],
     finish: dict[str, object] | None,
-    of_prompt: bytes = b"[]",
-) -> list[bytes]:
-    """The ``meta_info`` of a whole reply in parts. ``triples`` is None where no logprobs were asked for."""
-    logprobs = logprob_lists(triples, len(generation.draft.ids), of_prompt)
-    if generation.queued:
-        return [queued_info(generation, logprobs)]
-    parts = [begun_info(generation, generation.completion_tokens, finish), logprobs]
-    if tops:
-        # A chat's prompt has no logprobs: its `logprob_start_len` is -1.
-        parts += [b',"input_top_logprobs":[],"output_top_logprobs":', writer.top_triples(tops)]
-    masks = writer.masks(generation)
-    if masks is not None:
-        # Renormalised over what was kept: nearer to 0.
-        numbers = b",".join(repr(float(one) / 2).encode() for one in writer.logprobs(generation.draft))
-        parts += [b',"output_token_sampling_mask":', masks, b',"output_token_sampling_logprobs":[', numbers, b"]"]
-        parts.append(b',"output_token_sampling_mask_length":%d' % generation.completion_tokens)
-    parts.append(counted_info(generation, generation.completion_tokens))
-    for name, payload in (
-        (b"routed_experts", writer.experts(generation)),
-        (b"indexer_topk", writer.indexer(generation)),
-    ):
-        if payload is not None:
-            parts += [b',"%b":' % name, payload]
-    ended = {"e2e_latency": generation.seconds, **speculative_of(generation), "response_sent_to_client_ts": SENT}
-    return [*parts, b',"dp_rank":0,', encode(ended)[1:]]
-
-
-def begun_info(generation: Generation[Request], tokens: int, finish: dict[str, object] | None) -> bytes:
-    """The beginning of ``meta_info``, open at its end, up to where its logprobs stand."""
-    facts = {
+    logprobs: dict[str, object],
+    tokens: int,
+    tops: Sequence[Alternatives] = (),
+    is_first: bool = True,
+) -> dict[str, object]:
+    """The ``meta_info`` of a whole reply, and of an event after so many tokens, of which the last has a ``finish``."""
+    info: dict[str, object] = {
         "id": generation.id,
         "finish_reason": finish,
         "prompt_tokens": generation.prompt.count,
         "weight_version": generation.versions_until(tokens)[-1].version,
         "num_retractions": 0,
+        **logprobs,
     }
-    return encode(facts)[:-1]
+    if tops:
+        # A chat's prompt has no logprobs: its `logprob_start_len` is -1.
+        info |= {"input_top_logprobs": [], "output_top_logprobs": writer.top_triples(tops)}
+    if (masks := writer.masks(generation)) is not None:
+        # Renormalised over what was kept: nearer to 0.
+        renormalised = [float(number) / 2 for number in writer.logprobs(generation.draft)]
+        info |= {"output_token_sampling_mask": masks, "output_token_sampling_logprobs": renormalised}
+        info["output_token_sampling_mask_length"] = tokens
+    info |= {"reasoning_tokens": 0, "completion_tokens": tokens, "cached_tokens": generation.cached_tokens}
+    info["weight_versions"] = generation.versions_until(tokens)
+    if finish:
+        payloads = {"routed_experts": writer.experts(generation), "indexer_topk": writer.indexer(generation)}
+        info |= {name: payload for name, payload in payloads.items() if payload is not None}
+    info |= {"dp_rank": 0, "e2e_latency": generation.seconds} if finish else {"dp_rank": 0}
+    if finish and generation.sim.speculative is not None:
+        steps, drafts, accepted = generation.sim.speculative
+        info |= {
+            "spec_accept_rate": accepted / drafts,
+            "spec_accept_length": generation.completion_tokens / steps,
+            "spec_num_correct_drafts": accepted,
+            "spec_num_proposed_drafts": drafts,
+            "spec_verify_ct": steps,
+        }
+    return {**info, "response_sent_to_client_ts": SENT} if is_first else info
 
 
-def logprob_lists(triples: bytes | None, tokens: int, of_prompt: bytes) -> bytes:
-    """Those of ``tokens`` tokens so far; nothing where they were not asked for."""
-    if triples is None:
-        return b""
-    lists = b',"input_token_logprobs":%b,"output_token_logprobs":%b,"output_token_logprobs_length":%d'
-    return lists % (of_prompt, triples, tokens)
-
-
-def counted_info(generation: Generation[Request], tokens: int) -> bytes:
-    """What of ``meta_info`` follows the logprobs of ``tokens`` tokens so far."""
-    facts = {
-        "reasoning_tokens": 0,
-        "completion_tokens": tokens,
-        "cached_tokens": generation.cached_tokens,
-        "weight_versions": generation.versions_until(tokens),
-    }
-    return b"," + encode(facts)[1:-1]
-
-
-def queued_info(generation: Generation[Request], logprobs: bytes) -> bytes:
+def queued_info(generation: Generation[Request], logprobs: dict[str, object]) -> dict[str, object]:
     """The ``meta_info`` of an abort in the waiting queue: the scheduler, which counts, has no part in it."""
-    facts = {
+    return {
         "id": generation.id,
         "finish_reason": {"type": "abort", "message": "Abort in waiting queue"},
         "weight_version": generation.weight_version,
         "e2e_latency": generation.seconds,
         "weight_versions": generation.versions,
-    }
-    ended = {"completion_tokens": generation.completion_tokens, "response_sent_to_client_ts": SENT}
-    return encode(facts)[:-1] + logprobs + b"," + encode(ended)[1:]
-
-
-def speculative_of(generation: Generation[Request]) -> dict[str, object]:
-    """What `meta_info` says of speculative decoding: nothing where there is none."""
-    if generation.sim.speculative is None:
-        return {}
-    steps, drafts, accepted = generation.sim.speculative
-    return {
-        "spec_accept_rate": accepted / drafts,
-        "spec_accept_length": generation.completion_tokens / steps,
-        "spec_num_correct_drafts": accepted,
-        "spec_num_proposed_drafts": drafts,
-        "spec_verify_ct": steps,
+        **logprobs,
+        "completion_tokens": generation.completion_tokens,
+        "response_sent_to_client_ts": SENT,
     }
 
 
@@ -255,9 +231,6 @@ def read_chat(engine: Engine, body: bytes, session: str | None) -> Asked:
     return engine.read_chat(request, session, request.input_ids)
 
 
-_decode_chat = msgspec.json.Decoder(ChatRequest).decode
-
-
 def render_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
     if abort := aborted(generation):
         return abort_error(abort)
@@ -265,38 +238,48 @@ def render_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Rep
     numbers = writer.logprobs(draft) if request.logprobs else []
     asked = request.alternatives if request.logprobs else 0
     tops = writer.alternatives(draft.ids, numbers, asked) if asked else []
-    head = [
-        b'{"id":%s,"object":"chat.completion","created":%d,"model":%s,"choices":[{"index":0,"message":'
-        % (encode(generation.id), generation.created, encode(request.model)),
-        message_json(draft, b'""'),
-        b',"logprobs":',
-        writer.content_logprobs(draft.ids, numbers, tops) if request.logprobs else b"null",
-        b',"finish_reason":"%s","matched_stop":' % draft.finish.encode(),
-        encode(None if draft.finish == "tool_calls" else matched_stop(generation, writer)),
-    ]
+    choice: dict[str, object] = {
+        "index": 0,
+        "message": message_of(draft, ""),
+        "logprobs": writer.content_logprobs(draft.ids, numbers, tops) if request.logprobs else None,
+        "finish_reason": draft.finish,
+        "matched_stop": None if draft.finish == "tool_calls" else matched_stop(generation, writer),
+    }
     if request.return_prompt_token_ids or request.return_token_ids:
-        head += [b',"prompt_token_ids":[', generation.prompt.json, b"]"]
+        choice["prompt_token_ids"] = generation.prompt.raw
     if request.return_token_ids:
-        head += [b',"response_token_ids":', encode(draft.ids)]
-    parts = [b"".join(head)]
+        choice["response_token_ids"] = draft.ids
+    extension: dict[str, object] = {}
     if request.return_meta_info:
-        is_called = draft.finish == "tool_calls"
-        finish: dict[str, object] = (
-            {"type": "tool_calls", "matched": None} if is_called else finish_of(generation, writer)
+        tokens = len(draft.ids)
+        finish = finish_of(generation, writer)
+        if draft.finish == "tool_calls":
+            finish = {"type": "tool_calls", "matched": None}
+        logprobs = logprob_lists(writer.triples(draft.ids, numbers) if request.logprobs else None, tokens)
+        choice["meta_info"] = (
+            queued_info(generation, logprobs)
+            if generation.queued
+            else meta_info(generation, writer, finish, logprobs, tokens, tops)
         )
-        triples = writer.triples(draft.ids, numbers) if request.logprobs else None
-        parts += [b',"meta_info":', *meta_info(generation, writer, triples, tops, finish)]
-    parts.append(b'}],"usage":%s,"metadata":%s' % (encode(usage(generation, writer)), metadata(generation)))
-    extension: list[bytes] = []
-    if not request.return_meta_info and (experts := writer.experts(generation)) is not None:
-        extension += [b'"routed_experts":', experts]
+    elif (experts := writer.experts(generation)) is not None:
+        extension["routed_experts"] = experts
     if request.return_input_ids_in_sglext:
-        extension += [b"," if extension else b"", b'"input_ids":[', generation.prompt.json, b"]"]
+        extension["input_ids"] = generation.prompt.raw
     if request.return_output_ids_in_sglext:
-        extension += [b"," if extension else b"", b'"output_ids":[', encode(draft.ids), b"]"]
-    if extension:
-        parts += [b',"sglext":{', *extension, b"}"]
-    return writer.padded(parts, generation.sim.body_bytes)
+        extension["output_ids"] = [draft.ids]
+    return writer.reply(
+        generation,
+        {
+            "id": generation.id,
+            "object": "chat.completion",
+            "created": generation.created,
+            "model": request.model,
+            "choices": [choice],
+            "usage": usage(generation, writer),
+            "metadata": metadata(generation),
+            **({"sglext": extension} if extension else {}),
+        },
+    )
 
 
 def stream_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
@@ -323,7 +306,7 @@ def stream_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Rep
             return None
         ids, of_ids = draft.ids[start:end], numbers[start:end]
         tops = writer.alternatives(ids, of_ids, request.alternatives) if request.alternatives else []
-        return Raw(writer.content_logprobs(ids, of_ids, tops))
+        return writer.content_logprobs(ids, of_ids, tops)
 
     events = [chunk({"role": "assistant", "content": ""})]
     for delta, start, end in zip(found, ends, ends[1:], strict=False):
@@ -341,7 +324,7 @@ def stream_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Rep
     events.append(chunk({}, finish_reason=draft.finish, matched_stop=matched_stop(generation, writer)))
     extension: dict[str, object] = {}
     if (experts := writer.experts(generation)) is not None:
-        extension["routed_experts"] = Raw(experts)
+        extension["routed_experts"] = experts
     if request.return_input_ids_in_sglext:
         extension["input_ids"] = generation.prompt.ids()
     if request.return_output_ids_in_sglext:
@@ -363,28 +346,39 @@ def read_completion(engine: Engine, body: bytes, session: str | None) -> Asked:
     return Asked(request, prompt, bare_conversation(prompt))
 
 
+def _completion_text(
+    generation: Generation[CompletionRequest], writer: ReplyWriter, places: range, text: str
+) -> dict[str, object]:
+    """The text of these places and its logprobs, at the first after those of an echoed prompt."""
+    request, is_echoed = generation.request, bool(generation.request.echo and places.start == 0)
+    before = writer.tokenizer.decode(generation.prompt.ids()) if is_echoed else ""
+    logprobs = logprobs_of(generation, writer, places, with_prompt=is_echoed and bool(request.logprobs))
+    return {"index": 0, "text": before + text, "logprobs": logprobs}
+
+
 def render_completion(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
     """Without ``meta_info``: payloads are in ``sglext``, weight versions in ``metadata``."""
     if abort := aborted(generation):
         return abort_error(abort)
-    request, draft = generation.request, generation.draft
-    text, logprobs = _completion_text(generation, writer, range(len(draft.ids)), draft.text)
-    choice = [
-        b'{"id":%s,"object":"text_completion","created":%d,"model":%s,"choices":[{"index":0,"text":'
-        % (encode(generation.id), generation.created, encode(request.model)),
-        text,
-        b',"logprobs":',
-        logprobs,
-        b',"finish_reason":"%s","matched_stop":' % draft.finish.encode(),
-        encode(matched_stop(generation, writer)),
-    ]
-    if request.return_token_ids:
-        choice += [b',"token_ids":', encode(draft.ids), b',"prompt_token_ids":[', generation.prompt.json, b"]"]
-    tail = b'}],"usage":%s,"metadata":%s' % (encode(usage(generation, writer)), metadata(generation))
-    parts = [b"".join(choice), tail]
-    if (experts := writer.experts(generation)) is not None:
-        parts += [b',"sglext":{"routed_experts":', experts, b"}"]
-    return writer.padded(parts, generation.sim.body_bytes)
+    draft = generation.draft
+    choice = _completion_text(generation, writer, range(len(draft.ids)), draft.text)
+    choice |= {"finish_reason": draft.finish, "matched_stop": matched_stop(generation, writer)}
+    if generation.request.return_token_ids:
+        choice |= {"token_ids": draft.ids, "prompt_token_ids": generation.prompt.raw}
+    experts = writer.experts(generation)
+    return writer.reply(
+        generation,
+        {
+            "id": generation.id,
+            "object": "text_completion",
+            "created": generation.created,
+            "model": generation.request.model,
+            "choices": [choice],
+            "usage": usage(generation, writer),
+            "metadata": metadata(generation),
+            **({} if experts is None else {"sglext": {"routed_experts": experts}}),
+        },
+    )
 
 
 def stream_completion(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
@@ -393,35 +387,20 @@ def stream_completion(generation: Generation[CompletionRequest], writer: ReplyWr
     common = {"id": generation.id, "object": "text_completion", "created": generation.created, "model": request.model}
     events: list[bytes] = []
     for places, delta, is_last in writer.chunks(generation):
-        text, logprobs = _completion_text(generation, writer, places, delta)
-        choice: dict[str, object] = {
-            "index": 0,
-            "text": Raw(text),
-            "logprobs": Raw(logprobs),
-            "finish_reason": draft.finish if is_last else None,
-            "matched_stop": matched_stop(generation, writer) if is_last else None,
-        }
+        choice = _completion_text(generation, writer, places, delta)
+        choice["finish_reason"] = draft.finish if is_last else None
+        choice["matched_stop"] = matched_stop(generation, writer) if is_last else None
         if request.return_token_ids:
             choice["token_ids"] = draft.ids[places.start : places.stop]
-            if not events:
-                choice["prompt_token_ids"] = generation.prompt.ids()
+        if request.return_token_ids and not events:
+            choice["prompt_token_ids"] = generation.prompt.ids()
         events.append(event({**common, "choices": [choice], "usage": None}))
     if (experts := writer.experts(generation)) is not None:
-        events.append(event({**common, "choices": [], "usage": None, "sglext": {"routed_experts": Raw(experts)}}))
+        events.append(event({**common, "choices": [], "usage": None, "sglext": {"routed_experts": experts}}))
     if request.stream_options and request.stream_options.include_usage:
         counted = {name: count for name, count in usage(generation, writer).items() if count is not None}
         events.append(event({**common, "choices": [], "usage": counted}))
     return stream_reply(events)
-
-
-def _completion_text(
-    generation: Generation[CompletionRequest], writer: ReplyWriter, places: range, text: str
-) -> tuple[bytes, bytes]:
-    """The text of these places and its logprobs, at the first after those of an echoed prompt."""
-    request, is_echoed = generation.request, bool(generation.request.echo and places.start == 0)
-    before = writer.tokenizer.decode(generation.prompt.ids()) if is_echoed else ""
-    logprobs = logprobs_of(generation, writer, places, with_prompt=is_echoed and bool(request.logprobs))
-    return encode(before + text), logprobs
 
 
 # /generate
@@ -457,12 +436,9 @@ class GenerateRequest(ChatRequest, kw_only=True):
     logprob_start_len: int
 
 
-_decode_generate = msgspec.json.Decoder(GenerateBody).decode
-
-
 def read_generate(engine: Engine, body: bytes, session: str | None) -> Asked:
     """A prompt that was rendered from a chat gets that chat's answer."""
-    asked = _decode_generate(body)
+    asked = msgspec.json.decode(body, type=GenerateBody)
     sampling = asked.sampling_params
     request = GenerateRequest(
         messages=[],
@@ -496,57 +472,51 @@ def read_generate(engine: Engine, body: bytes, session: str | None) -> Asked:
     return Asked(request, prompt, conversation, is_paced=asked.stream and not (asked.sim and asked.sim.abort_at))
 
 
-def _of_prompt(generation: Generation[GenerateRequest], writer: ReplyWriter) -> bytes:
-    """The triples of the prompt's tokens from the first asked for."""
-    first = generation.request.logprob_start_len
-    if first < 0:
-        return b"[]"
-    prompt = generation.prompt.ids()
-    numbers = [b"null", *writer.prompt_numbers(prompt[first + 1 :])]
-    return writer.triples(prompt[first:], numbers, generation.request.return_text_in_logprobs)
+def _logprobs(generation: Generation[GenerateRequest], writer: ReplyWriter, start: int, end: int) -> dict[str, object]:
+    """Those of the sampled tokens from `start` up to `end`, and of the prompt's from the first asked for."""
+    request, first = generation.request, generation.request.logprob_start_len
+    if not request.logprobs:
+        return {}
+    of_prompt, with_texts = None, request.return_text_in_logprobs
+    if first >= 0:
+        prompt = generation.prompt.ids()
+        numbers = [b"null", *writer.prompt_numbers(prompt[first + 1 :])]
+        of_prompt = writer.triples(prompt[first:], numbers, with_texts)
+    numbers = writer.logprobs(generation.draft)[start:end]
+    return logprob_lists(writer.triples(generation.draft.ids[start:end], numbers, with_texts), end, of_prompt)
 
 
 def render_generate(generation: Generation[GenerateRequest], writer: ReplyWriter) -> Reply:
     if abort := aborted(generation):
         return native_error(abort.message) if abort.status_code == 400 else abort_error(abort)
-    request, draft, numbers = generation.request, generation.draft, writer.logprobs(generation.draft)
-    triples = writer.triples(draft.ids, numbers, request.return_text_in_logprobs) if request.logprobs else None
-    tops = writer.alternatives(draft.ids, numbers, request.alternatives) if triples and request.alternatives else []
-    finish, of_prompt = finish_of(generation, writer), _of_prompt(generation, writer)
-    meta = meta_info(generation, writer, triples, tops, finish, of_prompt)
-    head = b'{"text":%b,"output_ids":%b,"meta_info":' % (encode(draft.text), encode(draft.ids))
-    return writer.padded([head, *meta], generation.sim.body_bytes)
+    request, draft, tokens = generation.request, generation.draft, len(generation.draft.ids)
+    asked = request.alternatives if request.logprobs else 0
+    tops = writer.alternatives(draft.ids, writer.logprobs(draft), asked) if asked else []
+    logprobs = _logprobs(generation, writer, 0, tokens)
+    if generation.queued:
+        info = queued_info(generation, logprobs)
+    else:
+        info = meta_info(generation, writer, finish_of(generation, writer), logprobs, tokens, tops)
+    return writer.reply(generation, {"text": draft.text, "output_ids": draft.ids, "meta_info": info})
 
 
 def stream_generate(generation: Generation[GenerateRequest], writer: ReplyWriter) -> Reply:
     """Each event has what is new or, without ``--incremental-streaming-output``, all so far, and counts so far."""
-    request, draft, numbers = generation.request, generation.draft, writer.logprobs(generation.draft)
-    of_prompt, is_incremental = _of_prompt(generation, writer), writer.config.incremental
-
-    def logprobs(start: int, end: int) -> bytes:
-        ids, of_ids = draft.ids[start:end], numbers[start:end]
-        triples = writer.triples(ids, of_ids, request.return_text_in_logprobs) if request.logprobs else None
-        return logprob_lists(triples, end, of_prompt)
-
+    draft, is_incremental = generation.draft, writer.config.incremental
     events: list[bytes] = []
     said = ""
     for places, delta, is_last in writer.chunks(generation):
         if generation.queued and not draft.ids:
             break
         said += delta
-        end, is_first = places.stop, not events
-        first, shown = (places.start, delta) if is_incremental else (0, said)
+        end, (first, shown) = places.stop, (places.start, delta) if is_incremental else (0, said)
         finish = finish_of(generation, writer) if is_last and not generation.queued else None
-        meta = [begun_info(generation, end, finish), logprobs(first, end), counted_info(generation, end)]
-        if is_last and (experts := writer.experts(generation)) is not None:
-            meta += [b',"routed_experts":', experts]
-        ended = {"e2e_latency": generation.seconds, **speculative_of(generation)} if finish else {}
-        sent = {"response_sent_to_client_ts": SENT} if is_first else {}
-        info = Raw(b"".join([*meta, b"," + encode({"dp_rank": 0, **ended, **sent})[1:]]))
+        logprobs = _logprobs(generation, writer, first, end)
+        info = meta_info(generation, writer, finish, logprobs, end, is_first=not events)
         events.append(event({"text": shown, "output_ids": draft.ids[first:end], "meta_info": info}))
     if generation.queued:  # what came is repeated: all text and logprobs, and with increments the last id alone
         ids = draft.ids[-1:] if is_incremental else draft.ids
-        info = Raw(queued_info(generation, logprobs(0, len(draft.ids))))
+        info = queued_info(generation, _logprobs(generation, writer, 0, len(draft.ids)))
         events.append(event({"text": draft.text, "output_ids": ids, "meta_info": info}))
     return stream_reply(events)
 

@@ -42,15 +42,16 @@ _HEADER_BYTES = 24
 """A PNG begins with its signature, a chunk's length and name, and its width and height."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Rendered:
     """A message: its role, its text in separately encoded pieces, a digest, and whether the arguments of each of its
-    calls are a JSON object."""
+    calls are a JSON object. Its ids are there after its first prompt: a prompt of ids needs none."""
 
     role: str
     pieces: tuple[str, ...]
     digest: bytes
     calls_objects: bool = True
+    encoded: Encoded | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,18 +209,25 @@ class Template:
 
     def prompt(self, conversation: Conversation) -> Encoded:
         """The ids of the prompt, including the generation prompt."""
-        encode = self.tokenizer.encode
-        parts = [encode(piece) for piece in self.pieces(conversation)]
-        return Encoded(
-            b",".join([part.json for part in parts]),
-            b"".join([part.packed for part in parts]),
-            sum([part.count for part in parts]),
-        )
+        parts: list[Encoded] = []
+        for part in self._layout(conversation):
+            if isinstance(part, str):
+                parts.append(self.tokenizer.encode(part))
+                continue
+            if part.encoded is None:
+                part.encoded = Encoded.joined([self.tokenizer.encode(piece) for piece in part.pieces])
+            parts.append(part.encoded)
+        return Encoded.joined(parts)
 
     def pieces(self, conversation: Conversation) -> list[str]:
         """The prompt's text, in separately encoded pieces."""
+        layout = self._layout(conversation)
+        return [piece for part in layout for piece in ((part,) if isinstance(part, str) else part.pieces)]
+
+    def _layout(self, conversation: Conversation) -> list[str | Rendered]:
+        """The messages, and what stands between them."""
         messages = conversation.messages
-        pieces: list[str] = []
+        pieces: list[str | Rendered] = []
         if conversation.toolbox.text:
             first = messages[0]
             own = first.pieces[0].removesuffix(_TURN_END) if first.role == "system" else f"{IM_START}system\n"
@@ -230,7 +238,7 @@ class Template:
             if (message.role == "tool") != in_tools:
                 pieces.append(_TURN_END if in_tools else _TOOL_TURN_START)
                 in_tools = not in_tools
-            pieces.extend(message.pieces)
+            pieces.append(message)
         if in_tools:
             pieces.append(_TURN_END)
         pieces.append(GENERATION_PROMPT)
@@ -249,7 +257,7 @@ class Template:
             digest.update(piece.encode("utf-8", "surrogatepass") + b"\0")
         role = "system" if message.role == "developer" else message.role
         rendered = Rendered(role, pieces, digest.digest(), all(map(_calls_object, message.tool_calls or ())))
-        return self._rendered.put(raw, rendered, 200 + 3 * len(raw))
+        return self._rendered.put(raw, rendered, 200 + 5 * len(raw))
 
     def _toolbox(self, raw: bytes) -> Toolbox:
         found = self._toolboxes.get(raw)

@@ -162,8 +162,21 @@ class Encoded:
     def of(ids: list[int]) -> Encoded:
         return Encoded(",".join(map(str, ids)).encode(), array("i", ids).tobytes(), len(ids))
 
+    @staticmethod
+    def joined(parts: list[Encoded]) -> Encoded:
+        return Encoded(
+            b",".join([part.json for part in parts]),
+            b"".join([part.packed for part in parts]),
+            sum([part.count for part in parts]),
+        )
+
     def ids(self) -> list[int]:
         return list(array("i", self.packed))
+
+    @property
+    def raw(self) -> msgspec.Raw:
+        """The ids as a part of JSON."""
+        return msgspec.Raw(b"[%b]" % self.json)
 
 
 class Tokenizer:

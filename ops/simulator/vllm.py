@@ -10,7 +10,7 @@ from msgspec import Raw, Struct
 
 from ops.simulator.completions import completion_request, logprobs_of, read_prompt
 from ops.simulator.engine import Asked, Control, Engine, Query, Route, always
-from ops.simulator.generation import Generation, ReplyWriter, message_json, sampled_first
+from ops.simulator.generation import Generation, ReplyWriter, message_of, sampled_first
 from ops.simulator.template import Conversation, bare_conversation
 from ops.simulator.tokenizer import Encoded
 from ops.simulator.wire import (
@@ -23,7 +23,6 @@ from ops.simulator.wire import (
     Reply,
     Request,
     Sim,
-    encode,
     event,
     json_reply,
     stream_reply,
@@ -33,6 +32,8 @@ GENERATE, RENDER, ABORT = "/inference/v1/generate", "/v1/chat/completions/render
 
 MODEL_DEFAULTS = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "stop_token_ids": [7]}
 """What the model's ``generation_config.json`` says, with ``--sampling-defaults model``."""
+
+_decode_chat = msgspec.json.Decoder(ChatRequest).decode
 
 
 def error(message: str, status: int = 400, kind: str = "BadRequestError") -> Reply:
@@ -70,20 +71,17 @@ def read_chat(engine: Engine, body: bytes, session: str | None) -> Asked:
     return engine.read_chat(request, session, (request.kv_transfer_params or KvTransfer()).prompt_token_ids)
 
 
-_decode_chat = msgspec.json.Decoder(ChatRequest).decode
-
-
-def content_of(request: ChatRequest, writer: ReplyWriter, ids: list[int], numbers: list[bytes]) -> bytes:
+def content_of(request: ChatRequest, writer: ReplyWriter, ids: list[int], numbers: list[bytes]) -> Raw:
     """``logprobs`` with the alternatives that were asked for, the sampled token first."""
     count, as_ids = request.alternatives, bool(request.return_tokens_as_token_ids)
     tops = sampled_first(writer.alternatives(ids, numbers, count), ids, numbers) if count else []
     return writer.content_logprobs(ids, numbers, [top[:count] for top in tops], as_ids)
 
 
-def metrics_of(generation: Generation[Request]) -> bytes:
-    """What a reply has behind the rest where it was speculated."""
+def metrics_of(generation: Generation[Request]) -> dict[str, object] | None:
+    """What a reply says where it was speculated."""
     if generation.sim.speculative is None:
-        return b""
+        return None
     steps, drafts, accepted = generation.sim.speculative
     counted = {
         "mean_acceptance_length": 1 + accepted / steps,
@@ -94,46 +92,46 @@ def metrics_of(generation: Generation[Request]) -> bytes:
         "num_draft_tokens": drafts,
         "num_spec_tokens": drafts // steps,
     }
-    return b',"metrics":' + encode({"speculative_decoding": counted})
-
-
-def prompt_ids_of(generation: Generation[Request]) -> bytes:
-    return b"[" + generation.prompt.json + b"]" if generation.request.return_token_ids else b"null"
+    return {"speculative_decoding": counted}
 
 
 def render_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
-    """The whole reply, with large payloads as separate parts."""
     request, draft = generation.request, generation.draft
-    logprobs = b"null"
+    logprobs: object = None
     if request.logprobs and request.top_logprobs is None:
-        logprobs = b'{"content":[]}'
+        logprobs = {"content": []}
     elif request.logprobs:
         logprobs = content_of(request, writer, draft.ids, writer.logprobs(draft))
-    head = [
-        b'{"id":%s,"object":"chat.completion","created":%d,"model":%s,"choices":[{"index":0,"message":'
-        % (encode(f"chatcmpl-{generation.id}"), generation.created, encode(request.model)),
-        message_json(draft, b"null"),
-        b',"logprobs":',
-        logprobs,
-        b',"finish_reason":"%s","stop_reason":%s,"token_ids":' % (draft.finish.encode(), encode(draft.stop_text)),
-        encode(draft.ids) if request.return_token_ids else b"null",
-    ]
+    choice: dict[str, object] = {
+        "index": 0,
+        "message": message_of(draft, None),
+        "logprobs": logprobs,
+        "finish_reason": draft.finish,
+        "stop_reason": draft.stop_text,
+        "token_ids": draft.ids if request.return_token_ids else None,
+    }
     if request.return_weight_versions:
-        head += [b',"weight_versions":', encode(generation.versions)]
-    parts = [b"".join(head)]
-    for name, payload in (
-        (b"routed_experts", writer.experts(generation)),
-        (b"sampling_mask", writer.masks(generation)),
-    ):
-        if payload is not None:
-            parts += [b',"%b":' % name, payload]
-    of_prompt = writer.prompt_logprobs(generation.prompt, request.prompt_logprobs)
-    parts.append(
-        b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"prompt_logprobs":%s,'
-        b'"prompt_token_ids":%s,"kv_transfer_params":null%s'
-        % (encode(generation.usage), of_prompt, prompt_ids_of(generation), metrics_of(generation))
+        choice["weight_versions"] = generation.versions
+    payloads = {"routed_experts": writer.experts(generation), "sampling_mask": writer.masks(generation)}
+    choice |= {name: payload for name, payload in payloads.items() if payload is not None}
+    metrics = metrics_of(generation)
+    return writer.reply(
+        generation,
+        {
+            "id": f"chatcmpl-{generation.id}",
+            "object": "chat.completion",
+            "created": generation.created,
+            "model": request.model,
+            "choices": [choice],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": generation.usage,
+            "prompt_logprobs": writer.prompt_logprobs(generation.prompt, request.prompt_logprobs),
+            "prompt_token_ids": generation.prompt.raw if request.return_token_ids else None,
+            "kv_transfer_params": None,
+            **({"metrics": metrics} if metrics else {}),
+        },
     )
-    return writer.padded(parts, generation.sim.body_bytes)
 
 
 def stream_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:
@@ -153,7 +151,7 @@ def stream_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Rep
     numbers = writer.logprobs(draft)
     for delta, start, end in zip(pieces, ends, ends[1:], strict=False):
         ids = draft.ids[start:end]
-        logprobs = Raw(content_of(request, writer, ids, numbers[start:end])) if request.logprobs else None
+        logprobs = content_of(request, writer, ids, numbers[start:end]) if request.logprobs else None
         choice: dict[str, object] = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         choice["token_ids"] = ids if request.return_token_ids else None
         if not delta:
@@ -180,27 +178,32 @@ def render_completion(generation: Generation[CompletionRequest], writer: ReplyWr
     request, draft = generation.request, generation.draft
     # With return_token_ids, only the ids contain an echoed prompt.
     is_echoed = request.echo and not request.return_token_ids
-    text = (writer.tokenizer.decode(generation.prompt.ids()) if is_echoed else "") + draft.text
-    choice = (
-        b'{"id":%s,"object":"text_completion","created":%d,"model":%s,"choices":[{"index":0,"text":%s,"logprobs":%s,'
-        b'"finish_reason":"%s","stop_reason":%s,"token_ids":%s,"prompt_logprobs":%s,"prompt_token_ids":%s,'
-        b'"weight_versions":%s,"routed_experts":'
-    ) % (
-        encode(f"cmpl-{generation.id}"),
-        generation.created,
-        encode(request.model),
-        encode(text),
-        logprobs_of(generation, writer, range(len(draft.ids)), with_prompt=bool(request.echo)),
-        draft.finish.encode(),
-        encode(draft.stop_text),
-        encode(draft.ids) if request.return_token_ids else b"null",
-        writer.prompt_logprobs(generation.prompt, request.prompt_logprobs),
-        prompt_ids_of(generation),
-        encode(generation.versions) if request.return_weight_versions else b"null",
+    choice = {
+        "index": 0,
+        "text": (writer.tokenizer.decode(generation.prompt.ids()) if is_echoed else "") + draft.text,
+        "logprobs": logprobs_of(generation, writer, range(len(draft.ids)), with_prompt=bool(request.echo)),
+        "finish_reason": draft.finish,
+        "stop_reason": draft.stop_text,
+        "token_ids": draft.ids if request.return_token_ids else None,
+        "prompt_logprobs": writer.prompt_logprobs(generation.prompt, request.prompt_logprobs),
+        "prompt_token_ids": generation.prompt.raw if request.return_token_ids else None,
+        "weight_versions": generation.versions if request.return_weight_versions else None,
+        "routed_experts": writer.experts(generation),
+    }
+    return writer.reply(
+        generation,
+        {
+            "id": f"cmpl-{generation.id}",
+            "object": "text_completion",
+            "created": generation.created,
+            "model": request.model,
+            "choices": [choice],
+            "service_tier": None,
+            "system_fingerprint": None,
+            "usage": generation.usage,
+            "kv_transfer_params": None,
+        },
     )
-    tail = b'}],"service_tier":null,"system_fingerprint":null,"usage":%s,"kv_transfer_params":null'
-    parts = [choice, writer.experts(generation) or b"null", tail % encode(generation.usage)]
-    return writer.padded(parts, generation.sim.body_bytes)
 
 
 # /inference/v1/generate and /v1/chat/completions/render, which `--enable-scale-out` adds. Fields and their order are
@@ -298,42 +301,44 @@ def read_generate(engine: Engine, body: bytes, session: str | None) -> Asked:
 
 
 def render_generate(generation: Generation[TokensRequest], writer: ReplyWriter) -> Reply:
-    """The whole reply, with large payloads as separate parts."""
     request, draft, mode = generation.request, generation.draft, generation.request.output_mode
-    finish = draft.finish if mode == "derender" or draft.finish != "tool_calls" else "stop"
-    head = (
-        b'{"request_id":%s,"model":%s,"created":%d,"usage":%s,"prompt_logprobs":%s,"prompt_token_id_logprobs":null,'
-        b'"prompt_token_ids":%s,"mm_placeholders":null%s,"kv_transfer_params":null,"ec_transfer_params":null,'
-        b'"output_mode":"%s","choices":[{"index":0,"finish_reason":"%s","stop_reason":%s,"token_ids":%s,'
-        b'"routed_experts":'
-    ) % (
-        encode(f"generate-tokens-{generation.id}"),
-        encode(request.model),
-        generation.created,
-        encode(generation.usage),
-        writer.prompt_logprobs(generation.prompt, request.prompt_logprobs),
-        prompt_ids_of(generation),
-        metrics_of(generation) or b',"metrics":null',
-        mode.encode(),
-        finish.encode(),
-        encode(draft.stop_text),
-        encode(draft.ids),
-    )
-    content = {"derender": b',"message":' + message_json(draft, b"null"), "text": b',"text":' + encode(draft.text)}
-    logprobs, numbers = b"null", writer.logprobs(draft)
-    if request.logprobs and mode == "tokens":
+    numbers = writer.logprobs(draft)
+    said: dict[str, object] = {}
+    if mode != "tokens":
+        said = {"message": message_of(draft, None)} if mode == "derender" else {"text": draft.text}
+        said["logprobs"] = content_of(request, writer, draft.ids, numbers) if request.logprobs else None
+    else:
         entry = b'{"token_id":%d,"logprob":%b,"rank":null,"top_logprobs":[]}'
-        entries = [entry % pair for pair in zip(draft.ids, numbers, strict=True)]
-        logprobs = b'{"content":[' + b",".join(entries) + b"]}"
-    elif request.logprobs:
-        logprobs = content_of(request, writer, draft.ids, numbers)
-    tail = b',"sampling_mask":%s,"weight_versions":%s%s,"logprobs":%s}]' % (
-        writer.masks(generation) or b"null",
-        encode(generation.versions) if request.return_weight_versions else b"null",
-        content.get(mode, b""),
-        logprobs,
+        entries = [Raw(entry % pair) for pair in zip(draft.ids, numbers, strict=True)]
+        said = {"logprobs": {"content": entries} if request.logprobs else None}
+    choice = {
+        "index": 0,
+        "finish_reason": draft.finish if mode == "derender" or draft.finish != "tool_calls" else "stop",
+        "stop_reason": draft.stop_text,
+        "token_ids": draft.ids,
+        "routed_experts": writer.experts(generation),
+        "sampling_mask": writer.masks(generation),
+        "weight_versions": generation.versions if request.return_weight_versions else None,
+        **said,
+    }
+    return writer.reply(
+        generation,
+        {
+            "request_id": f"generate-tokens-{generation.id}",
+            "model": request.model,
+            "created": generation.created,
+            "usage": generation.usage,
+            "prompt_logprobs": writer.prompt_logprobs(generation.prompt, request.prompt_logprobs),
+            "prompt_token_id_logprobs": None,
+            "prompt_token_ids": generation.prompt.raw if request.return_token_ids else None,
+            "mm_placeholders": None,
+            "metrics": metrics_of(generation),
+            "kv_transfer_params": None,
+            "ec_transfer_params": None,
+            "output_mode": mode,
+            "choices": [choice],
+        },
     )
-    return writer.padded([head, writer.experts(generation) or b"null", tail], generation.sim.body_bytes)
 
 
 async def render_prompt(engine: Engine, body: bytes, query: Query) -> Reply:

@@ -20,7 +20,21 @@ Headers = tuple[tuple[bytes, bytes], ...]
 MAX_ID = 2**31 - 1
 """The largest possible token id."""
 
-encode = msgspec.json.Encoder().encode
+
+class Payload:
+    """A large part of JSON, of which a whole reply has no copy."""
+
+    __slots__ = ("json",)
+
+    def __init__(self, json: bytes) -> None:
+        self.json = json
+
+
+def _copied(payload: Payload) -> Raw:
+    return Raw(payload.json)
+
+
+encode = msgspec.json.Encoder(enc_hook=_copied).encode
 
 
 @dataclass(frozen=True, slots=True)
