@@ -233,7 +233,8 @@ class _Generation:
 
 
 class _Wire:
-    """A stream's bytes on their way, which come in pieces that are cut anywhere."""
+    """A stream's bytes on their way, which come in pieces that are cut anywhere. What is behind a cut comes with the
+    next event: one that is held back for longer could not be staged."""
 
     def __init__(self, rng: random.Random, grow: Grow, stream: StreamReader) -> None:
         self._rng, self._grow, self._stream = rng, grow, stream
@@ -241,10 +242,10 @@ class _Wire:
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Raises BadStream."""
-        data = self._left + b"data: " + msgspec.json.encode(event) + b"\n\n"
+        data = b"data: " + msgspec.json.encode(event) + b"\n\n"
         end = len(data) if self._rng.random() < 0.5 else self._rng.randrange(len(data))
-        self._left = data[end:]
-        self._feed(data[:end])
+        left, self._left = self._left, data[end:]
+        self._feed(left + data[:end])
 
     def end(self, last: Mapping[str, Any]) -> None:
         self._feed(self._left + b"data: " + msgspec.json.encode(last) + b"\n\ndata: [DONE]\n\n")
