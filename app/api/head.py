@@ -255,7 +255,8 @@ class Guard:
                 "the client's network in TURNLOG_TRUSTED_NETWORKS"
             )
         if (b"origin" in headers or b"sec-fetch-site" in headers) and _is_foreign(headers):
-            if who == "browser" and head.method in _READS:
+            # A link elsewhere may lead to the page; what the page loads, it loads itself.
+            if who == "browser" and head.method in _READS and not head.path.startswith("/ui/static/"):
                 return None
             return Forbidden("another site's page sent this: without TURNLOG_ADMIN_TOKEN it is not served")
         return None

@@ -96,7 +96,10 @@ class Parameters:
             try:
                 values[one.name] = one.adapter.validate_python(given)
             except ValidationError as error:
-                errors += [{**each, "loc": (*place, *each["loc"])} for each in error.errors(include_url=False)]
+                errors += [
+                    {**each, "loc": (*place, *each["loc"])}
+                    for each in error.errors(include_url=False, include_context=False)
+                ]
         if errors:
             raise InvalidParameters(self._message(errors[0], request), errors)
         return values

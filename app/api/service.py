@@ -115,7 +115,7 @@ async def ready(
 
 
 @route(
-    "GET /docs",
+    "GET, HEAD /docs",
     "This document, as a page from which routes can be tried",
     "browser",
     Reply("The page.", {"text/html": TEXT}),

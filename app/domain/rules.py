@@ -389,11 +389,15 @@ class Tree:
 
     def superseded(self, session: Session) -> set[int]:
         parents = {turn.history_parent for turn in session.turns}
-        alike: dict[str, list[Turn]] = defaultdict(list)
+        continued: dict[tuple[int, str, str | None], list[Turn]] = defaultdict(list)  # Equal requests may be many.
         for turn in session.turns:
-            alike[turn.body_hash].append(turn)
+            if turn.number in parents:
+                continued[turn.history_parent, turn.body_hash, turn.agent_id].append(turn)
         return {
-            turn.number for turn in session.turns if _is_repeated(turn, alike[turn.body_hash], parents.__contains__)
+            turn.number
+            for turn in session.turns
+            if (alike := continued.get((turn.history_parent, turn.body_hash, turn.agent_id)))
+            and _is_repeated(turn, alike, parents.__contains__)
         }
 
     def superseded_payloads(self, session: Session, index: TreeIndex) -> Collection[int]:

@@ -19,6 +19,7 @@ from app.domain.events import (
 )
 from app.store import pins, postgres_turns, sqlite_turns, staged_tokens
 from app.store import statements as sql
+from app.store.damage import BrokenRow
 from app.store.dialect import SqliteTx, Tx
 from app.store.log import (
     Appended,
@@ -368,6 +369,8 @@ def _look(tx: Tx, operations: Sequence[Claim | Commit]) -> dict[str, Seen]:
     seen: dict[str, Seen] = {}
     heads = [{"sid": sid, "known": operation.known.version} for sid, operation in asked.items()]
     for sid, status, version, at, turns, open_turns, last_turn, was_at, is_overtaken in tx.each(sql.heads_since, heads):
+        if at is None:
+            raise BrokenRow("a head whose last event is not in the log")
         is_ahead = was_at == asked[sid].known.last_event_at and not is_overtaken
         now = Known(version, at, turns)
         seen[sid] = Seen(status, now, open_turns, last_turn, is_ahead, holders[sid], pinned.get(sid, 0), staged[sid])

@@ -291,6 +291,8 @@ class Turns:
                 holds_claim = False  # `commit` and `reject` have ended it, or will.
                 raise
             finally:
+                if self._claimed.get((session_id, turn.opened.turn)) is turn:
+                    del self._claimed[session_id, turn.opened.turn]  # After a crash that undid it another may have it.
                 if holds_claim:
                     await claims.abandon(turn, "not_released")
                 for ended in points.ended:
@@ -298,7 +300,6 @@ class Turns:
                         ended(turn)
                     except Exception:  # noqa: BLE001 - the turn is on disk: a feature's fault may not cost its reply
                         self._feature_faults.note(ended)
-                self._claimed.pop((session_id, turn.opened.turn), None)
             return reply
         finally:
             claims.forget(flight)

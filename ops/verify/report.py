@@ -53,7 +53,11 @@ class Report(msgspec.Struct):
     def add(self, part: Report) -> None:
         """Add what another part of the check has found."""
         for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(part, name))
+            value = getattr(part, name)
+            if isinstance(value, list):
+                getattr(self, name).extend(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
 
     def found(self, session_id: str, what: str) -> None:
         self.problems.append(Problem(session_id, what))

@@ -17,6 +17,7 @@ import pytest
 from helpers.looking import value
 from integration.stand import Stand, error_of, serving, until, user
 
+from app.domain.events import TurnCommitted
 from app.store import writer
 from app.store.log_turns import Release
 from app.turn.claims import Claims
@@ -133,10 +134,10 @@ def test_a_turn_that_cannot_be_committed_is_answered_before_its_claim_is_let_go(
     submit, commit = writer.Writer.submit, Claims.commit
     generated, is_locked, answered, released = (threading.Event() for _ in range(4))
 
-    async def held_back(self: Claims, *arguments: Any, **options: Any) -> None:
+    async def held_back(self: Claims, *arguments: Any, **options: Any) -> TurnCommitted:
         generated.set()
         await asyncio.to_thread(is_locked.wait)
-        await commit(self, *arguments, **options)
+        return await commit(self, *arguments, **options)
 
     async def watched(self: writer.Writer, operation: Any) -> Any:
         if isinstance(operation, Release):

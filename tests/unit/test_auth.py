@@ -175,7 +175,8 @@ OWN = [[("origin", "http://127.0.0.1:8080")], [("sec-fetch-site", "same-origin")
 @pytest.mark.threat("cross-site request to a local server")
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "/fleet/pause"), ("GET", "/export/groups"), ("GET", "/sessions")]
+    ("method", "path"),
+    [("POST", "/fleet/pause"), ("GET", "/export/groups"), ("GET", "/sessions"), ("GET", "/ui/static/app.js")],
 )
 def test_another_sites_page_is_refused_where_no_token_is_needed(headers: Pairs, method: str, path: str) -> None:
     assert status(LOCAL, asked(path, method, headers)) == 403

@@ -7,6 +7,9 @@
     python -m tests.tools.mutants --run unit --into before.txt --unfound    goes on where the file ends
     python -m tests.tools.mutants --report before.txt
 
+`before.txt` and `after.txt` are what the simulation found before and after it was extended, both in the code before the
+store was rewritten: some of their faults have counterparts of other names now.
+
 `list.txt` has for each fault its id, its area, what it changes, and, for one that changes nothing, why. `--tree` names
 another checkout, whose code is broken instead of this one's. Neither is ever changed: each job has a copy.
 """

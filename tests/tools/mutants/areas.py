@@ -72,11 +72,6 @@ AREAS: dict[str, tuple[str, ...]] = {
 }
 
 
-def area_of(path: str) -> str | None:
-    """The area of a file below the tree; None if no fault is made in it."""
-    return next((area for area, globs in AREAS.items() for one in globs if Path(path).match(one)), None)
-
-
 def all_mutants(tree: Path) -> Iterator[tuple[str, Mutant]]:
     """Every fault that a pattern makes in a tree, with its area."""
     for area, globs in AREAS.items():

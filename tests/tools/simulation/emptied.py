@@ -39,10 +39,14 @@ class EmptiedClient(Client):
             weather.put_s = put_s
             uploading.append(await one.upload())
             weather.put_s = 0.0
-        if None in uploading:
+        begun = [turn for turn in uploading if turn is not None]
+        try:
+            if len(begun) == len(others):
+                await asyncio.gather(*(one.empty() for one in others))
+        finally:
+            await asyncio.gather(*begun)
+        if len(begun) < len(others):
             return
-        await asyncio.gather(*(one.empty() for one in others))
-        await asyncio.gather(*(turn for turn in uploading if turn is not None))
         await asyncio.sleep(max(PUTS_S))
         for one in others:
             one.judge("later")

@@ -385,6 +385,8 @@ class _Schedule:
         except (SessionClosed, SessionNotFound) as error:
             if self._world.settings.idle_close_s is None:
                 self._history.problem(f"nobody has ended the drill's session, and yet: {error}")
+        finally:
+            self._weather.calm()  # A drill may have ended in the middle of its own.
 
     def _note(self, what: str) -> None:
         if self._tracing:
