@@ -1,4 +1,4 @@
-"""The one place where SQLite and PostgreSQL differ: functions, pragmas, the transaction, errors.
+"""How SQLite and PostgreSQL differ in functions, pragmas, the transaction and errors.
 
 Statements are SQLAlchemy Core, but for claims and commits (`sqlite_turns`, `postgres_turns`). On SQLite the writer
 compiles each once and passes it to the driver: Core's cost per execution (about 40 µs) would be most of its time.
