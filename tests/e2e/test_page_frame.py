@@ -177,15 +177,16 @@ def test_a_long_list_keeps_the_document_small(watched: Watched, guarded: Stand) 
     expect(page.locator("main [role=status]").first).to_have_text(f"{MANY} sessions")
     scroller = page.locator("main .table-scroll")
 
-    def is_all_shown() -> bool:
+    def is_shown(what: str) -> bool:
+        """At the end of the list, which grows when more of it has come."""
         scroller.evaluate("element => { element.scrollTop = element.scrollHeight }")
-        return page.locator(f"text=All {MANY} shown").count() == 1
+        return page.locator(what).count() == 1
 
-    until(is_all_shown)
+    until(lambda: is_shown(f"text=All {MANY} shown"))
     parameters = {"q": "many-", "sort": "created_at", "order": "asc", "limit": 500}
     in_order = [row["session_id"] for row in guarded.http.get("/ui/api/sessions", params=parameters).json()["sessions"]]
     last = in_order[-1]
-    page.wait_for_selector(f"{ROWS}[data-key={last}][aria-rowindex='{MANY + 1}']")
+    until(lambda: is_shown(f"{ROWS}[data-key={last}][aria-rowindex='{MANY + 1}']"))
     assert page.locator(ROWS).count() < 80
     page.locator(f"{ROWS}[data-key={last}] th a").focus()
     page.keyboard.press("Home")
