@@ -337,9 +337,12 @@ def generation_in(head: Head) -> int | None:
 
 def unknown_session(session_id: str) -> SessionNotFound:
     """The error for a session that does not exist, and for another token's session: a client cannot tell them apart."""
-    if not _ID.fullmatch(session_id):
-        return SessionNotFound("the session id is invalid")
-    return SessionNotFound(f"session {session_id} does not exist")
+    return invalid_session_id(session_id) or SessionNotFound(f"session {session_id} does not exist")
+
+
+def invalid_session_id(session_id: str) -> SessionNotFound | None:
+    """The error for what cannot be the id of a session."""
+    return None if _ID.fullmatch(session_id) else SessionNotFound("the session id is invalid")
 
 
 def _token(headers: AuthHeaders) -> bytes | Unauthorized | None:

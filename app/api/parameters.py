@@ -8,7 +8,6 @@ filter would filter nothing.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -17,8 +16,9 @@ from fastapi import Path, Query
 from fastapi.params import Param
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from app.api.head import invalid_session_id
 from app.domain.patterns import ID, NO_NUL
-from app.errors import InvalidRequest, SessionNotFound
+from app.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from app.api.requests import Request
@@ -31,7 +31,6 @@ Cursor = Annotated[str | None, Query(pattern=NO_NUL, description="Where to conti
 LIMIT = "Maximum number of items."
 
 _SOURCES = ("path", "query", "header")
-_ID = re.compile(ID)
 
 
 class InvalidParameters(InvalidRequest):
@@ -68,8 +67,8 @@ class Parameters:
         """The arguments by name. Raises SessionNotFound for an invalid id of a session, InvalidParameters."""
         path_values = request.path_values
         session_id = path_values.get("session_id")
-        if session_id is not None and not _ID.fullmatch(session_id):
-            raise SessionNotFound("the session id is invalid")
+        if session_id is not None and (invalid := invalid_session_id(session_id)) is not None:
+            raise invalid
         values: dict[str, Any] = {}
         errors: list[Any] = []
         for one in self._parameters:

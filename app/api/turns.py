@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import Receive, Send
 
 from app.api.client_stream import ClientStream
-from app.api.head import TOKEN_SESSION, Head, generation_in
+from app.api.head import TOKEN_SESSION, Head, generation_in, invalid_session_id
 from app.api.header_sessions import (
     AGENT,
     AGENT_HEADERS,
@@ -46,7 +45,6 @@ from app.api.routes import (
 )
 from app.crash_points import reach
 from app.domain.known_body import LONG_BODY
-from app.domain.patterns import ID
 from app.errors import (
     AppError,
     ClaimLost,
@@ -97,7 +95,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("turnlog.chat")
 
-_ID = re.compile(ID)
 
 COUNT_DIGITS = 9
 """Digits of a retry count that are read: what they say fits the database's integers."""
@@ -140,8 +137,8 @@ class TurnRequest:
             stages.request_bytes = len(body)
             if session_id is None:
                 outcome = await self._turn_of_header_session(body, reservation)
-            elif not _ID.fullmatch(session_id):
-                raise SessionNotFound("the session id is invalid")
+            elif (invalid := invalid_session_id(session_id)) is not None:
+                raise invalid
             elif self._token_session is not None:  # It is that of one generation.
                 outcome = await self._turn(session_id, body, reservation)
             else:
