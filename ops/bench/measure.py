@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+from ops.server import ROOT
+
+RESULTS = ROOT / "var" / "bench"
 MIB = 1 << 20
 SAMPLE_S = 0.1
 
@@ -173,7 +175,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def save_figures(name: str, figures: Any) -> None:
     """Save the figures of a run as JSON in RESULTS."""
-    RESULTS.mkdir(exist_ok=True)
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"written to {path}", flush=True)
