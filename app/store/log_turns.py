@@ -89,8 +89,8 @@ class Seen(NamedTuple):
     """A session whose head is locked: what it is like until the transaction ends.
 
     `now` is its state, and `last_turn` the highest number given to a turn. `is_ahead`: its log goes on from what the
-    operation knows, and since then no turn has been undone, and turns have not been ended. `pinned_upto` and `staged`,
-    the numbers of the turn's staged chunks, are those of a commit that asks for them.
+    operation knows, and since then no turn has been undone, turns have not been ended, and no other limits hold.
+    `pinned_upto` and `staged`, the numbers of the turn's staged chunks, are those of a commit that asks for them.
     """
 
     status: str
@@ -107,7 +107,8 @@ ClaimRefused = Stale | Busy | TooMany | Limited | Refused
 
 
 class Claim(BaseOperation, frozen=True):
-    """Open a turn, if no turn has been committed or undone since `known`, and fewer than `most` are open.
+    """Open a turn, if since `known` no turn has been committed or undone and the session has joined no other rollout,
+    whose limits the claim would not know, and fewer than `most` are open.
 
     The store gives the turn its number and its fence, the `seq` of the returned event. Busy names the open turn that is
     in the way, or that the request repeats. `is_retry`: its client marked it as a retry without a key. Then no other

@@ -117,11 +117,15 @@ def _written_at(seq: ColumnElement[int]) -> ColumnElement[float]:
 
 def _heads_since(given: Any) -> Executable:
     """A head with the time of its last event, and what has come since event `known`: when that was written, and whether
-    turns have been undone or given back, or have been ended, since."""
+    turns have been undone or given back, or have been ended, or count against other limits, since."""
     overtaken = exists().where(
         events.c.session_id == sessions.c.session_id,
         events.c.seq > given.known,
-        or_(events.c.type == "SessionRestored", events.c.type == "SessionFinished"),
+        or_(
+            events.c.type == "SessionRestored",
+            events.c.type == "SessionFinished",
+            events.c.type == "RolloutJoined",
+        ),
     )
     return select(
         sessions.c.session_id,

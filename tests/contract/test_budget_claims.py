@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from helpers.log import opened
+from helpers.log import BODY, created, opened
 from helpers.store import Store
 
 from app.domain.events import LimitReached, Limits
 from app.features.budgets.operations import Budget, BudgetClaim, NoteLimit
 from app.store.log import Appended
-from app.store.log_turns import Known, Limited, Stale
+from app.store.log_sessions import Create, JoinRollout
+from app.store.log_turns import Claim, Known, Limited, Stale
 from app.store.writer import apply_all
 
 pytestmark = pytest.mark.anyio
@@ -37,3 +38,19 @@ async def test_two_requests_that_are_refused_at_once_are_noted_once(store: Store
     assert (type(first), type(second)) == (Appended, Stale)
     third = await store.database.write(msgspec.structs.replace(note, known=2).apply, durable=True)
     assert type(third) is Appended
+
+
+async def test_a_claim_that_was_decided_before_its_rollout_had_limits_is_decided_again(store: Store) -> None:
+    """The root comes after its child: until the child's log says so, its process knows of no limits."""
+    limits = Limits(tokens=5)
+    await store.writer.submit(Create("child", 1.0, created(parent="root"), BODY, None, None))
+    plain = Claim("child", Known(1, 1.0, 0), 2.0, opened(1, 0, store.me), 60.0)
+    await store.writer.submit(Create("root", 1.5, created(limits=limits), BODY, None, None))
+    await store.writer.submit(JoinRollout("child", 1.6))
+    own = BudgetClaim(**msgspec.structs.asdict(plain), budgets=[Budget("child", Limits(tokens=50))])
+    for early in (plain, own):
+        assert await store.writer.submit(early) == Stale()
+    again = msgspec.structs.replace(own, known=Known(2, 1.6, 0), budgets=[Budget("root", limits)])
+    claimed = await store.writer.submit(again)
+    assert isinstance(claimed, Appended)
+    assert claimed.events[0].event.reserved == 5  # type: ignore[union-attr]

@@ -130,12 +130,7 @@ def judge(store: Store, history: History) -> None:
 
 
 class _Ledger:
-    """Follows the log: who has reserved what, and what is used.
-
-    `just_joined`: sessions whose root came after them, and which have committed nothing since. A turn that was read
-    before the root came may be claimed behind it, outside its limits: a claim asks only for commits since. `noted`:
-    behind which turns the log says of a limit.
-    """
+    """Follows the log: who has reserved what, and what is used. `noted`: behind which turns the log says of a limit."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -143,7 +138,6 @@ class _Ledger:
         self._limits: dict[str, Limits] = {}
         self._budgets: dict[str, set[str]] = {}
         self._uses: dict[str, Uses] = {}
-        self._just_joined: set[str] = set()
         self._noted: defaultdict[str, set[int]] = defaultdict(set)
 
     def problems(self) -> Iterator[str]:
@@ -171,16 +165,13 @@ class _Ledger:
                     self._budgets[session_id].add(event.budget)
             case RolloutJoined(has_limits=True):
                 self._budgets[session_id].add(event.root)
-                self._just_joined.add(session_id)
             case TurnOpened() if self._budgets[session_id]:
                 if event.reserved is None:
-                    if session_id not in self._just_joined:
-                        yield "a turn was opened that counts against no limit"
+                    yield "a turn was opened that counts against no limit"
                     return
                 uses.reserved[seq] = event.reserved
                 yield from self._within(session_id)
             case TurnCommitted():
-                self._just_joined.discard(session_id)
                 reserved = uses.reserved.pop(event.fence, None)
                 if reserved is not None:
                     uses.turns, uses.tokens = uses.turns + 1, uses.tokens + event.output_tokens
