@@ -116,11 +116,12 @@ def is_noted(store: Store, session_id: str) -> bool:
 
 
 class Uses(msgspec.Struct):
-    """What a session has used by its log; `reserved` by its turns in flight."""
+    """What a session has used by its log; `reserved` by its turns in flight. `ended`: the last event that ended one."""
 
     turns: int = 0
     tokens: int = 0
     reserved: dict[int, int] = {}
+    ended: int = 0
 
 
 def judge(store: Store, history: History) -> None:
@@ -179,11 +180,13 @@ class _Ledger:
                         yield f"a turn has sampled {event.output_tokens} tokens, and reserved {reserved}"
             case TurnRejected() | TurnAbandoned():
                 uses.reserved.pop(event.fence, None)
+                uses.ended = seq
             case SessionClosed() | SessionErased():
                 uses.reserved.clear()
             case LimitReached():
                 uses.tokens += event.sampled
-                if not event.sampled and event.turn in self._noted[session_id]:
+                was_running = uses.ended == seq - 1  # The limit ended a turn; only refusals are noted once.
+                if not was_running and event.turn in self._noted[session_id]:
                     yield f"behind turn {event.turn} a limit was noted for the second time"
                 self._noted[session_id].add(event.turn)
                 if not event.sampled and event.limit in COUNTED and not self._is_spent(session_id, event.limit):
