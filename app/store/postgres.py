@@ -254,7 +254,13 @@ class PostgresWriter:
             if unknown.last is None:
                 raise StoreUnavailable("the connection was lost during a commit that cannot be looked up") from unknown
             look = partial(self._holds, unknown.last)
-            if not await self._reconnect.retrying(lambda: self._on_connection(look)):
+            try:
+                is_there = await self._reconnect.retrying(lambda: self._on_connection(look))
+            except (DBAPIError, *DRIVER_ERRORS) as error:
+                # A conflict or a full disk of the look is none of the transaction, which would be repeated or said to
+                # be refused, and may be done.
+                raise StoreUnavailable(f"what became of a commit could not be looked up: {_cause(error)}") from error
+            if not is_there:
                 raise ConnectionLost("the connection was lost before a commit") from unknown
             result: T = unknown.result
             return result

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from unittest.mock import Mock
 
+import asyncpg
 import pytest
 from helpers.databases import connected
 from helpers.store import Store, claim, commit, create, reward
@@ -19,6 +21,7 @@ from app.store.engine import Database
 from app.store.log import Appended, BaseOperation, Refused
 from app.store.log_sessions import Existing, SaveSnapshot
 from app.store.log_turns import Busy, Stale
+from app.store.postgres import PostgresWriter
 from app.store.schema import sessions
 from app.store.writer import apply_all
 
@@ -125,6 +128,19 @@ async def test_a_commit_without_an_event_that_nobody_can_look_up_is_unavailable(
     with pytest.raises(StoreUnavailable):
         await store.submit(SaveSnapshot("s", 1, "session-0", b"x"))
     assert isinstance(await store.submit(SaveSnapshot("s", 1, "session-0", b"x")), type(None))
+
+
+@pytest.mark.parametrize("error", [asyncpg.DeadlockDetectedError, asyncpg.LockNotAvailableError, asyncpg.DiskFullError])
+async def test_a_look_for_a_commit_that_fails_does_not_repeat_it(
+    relay: tuple[Relay, Store], monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    cutting, store = relay
+    await store.create("s")
+    cutting.after_commit = 1
+    monkeypatch.setattr(PostgresWriter, "_holds", Mock(side_effect=error("of the look")))
+    with pytest.raises(StoreUnavailable):
+        await store.submit(reward("s", 1.0))
+    assert len(await store.log("s")) == 2
 
 
 async def test_a_server_that_stays_away_is_unavailable_in_time(
