@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, literal_column, select
 
 from app.domain.events import (
     Event,
@@ -30,8 +30,8 @@ from app.errors import OverBudget
 from app.errors import SessionClosed as Closed
 from app.store import feed
 from app.store.feed import END, START, EventFilter
-from app.store.schema import sessions
-from app.store.sessions import decode_events, load_events
+from app.store.schema import events, sessions
+from app.store.sessions import EventRow, decode_events, load_events
 from app.turn.in_flight import TurnReply
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.history import History
@@ -125,16 +125,17 @@ class Uses(msgspec.Struct):
 
 
 def judge(store: Store, history: History) -> None:
-    """What is wrong with the limits of all sessions, by their log in the order of its transactions."""
-    for problem in store.read(lambda connection: list(_Ledger(connection).problems())):
+    """What is wrong with the limits of all sessions, by their log in the order of its commits."""
+    for problem in store.read(lambda connection: list(_Ledger(connection, store.commits).problems())):
         history.problem(problem)
 
 
 class _Ledger:
     """Follows the log: who has reserved what, and what is used. `noted`: behind which turns the log says of a limit."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, commits: Sequence[int]) -> None:
         self._connection = connection
+        self._commits = commits
         self._roots = dict[str, str](_roots(connection))
         self._limits: dict[str, Limits] = {}
         self._budgets: dict[str, set[str]] = {}
@@ -143,12 +144,13 @@ class _Ledger:
 
     def problems(self) -> Iterator[str]:
         page = feed.page(self._connection, START, END, EventFilter(), limit=1_000_000)
-        for placed in page.rows:
-            assert placed.row is not None
-            assert placed.session_id is not None
-            [recorded] = decode_events([placed.row])
-            for problem in self._follow(placed.session_id, recorded.seq, recorded.event):
-                yield f"{placed.session_id} {recorded.seq}: {problem}"
+        rows = [(placed.session_id, placed.row) for placed in page.rows if placed.session_id and placed.row]
+        if self._commits:
+            rows = _as_committed(self._connection, rows, self._commits)
+        for session_id, row in rows:
+            [recorded] = decode_events([row])
+            for problem in self._follow(session_id, recorded.seq, recorded.event):
+                yield f"{session_id} {recorded.seq}: {problem}"
         columns = sessions.c.session_id, sessions.c.spent_turns, sessions.c.spent_tokens
         for session_id, turns, tokens in self._connection.execute(select(*columns)):
             uses = self._uses[session_id]
@@ -212,6 +214,21 @@ class _Ledger:
         most = {budget: getattr(self._limits[budget], limit) for budget in self._budgets[session_id]}
         used = {budget: sum(getattr(one, limit) for one in self._of(budget)) for budget in most}
         return any(used[budget] >= counted for budget, counted in most.items() if counted is not None)
+
+
+def _as_committed(
+    connection: Connection, rows: Sequence[tuple[str, EventRow]], commits: Sequence[int]
+) -> list[tuple[str, EventRow]]:
+    """Events of PostgreSQL in the order in which they were committed. Their log has that of transactions' beginnings:
+    what a claim waited for at another session may stand behind it."""
+    order = {tx: number for number, tx in enumerate(commits)}
+    query = select(events.c.session_id, events.c.seq, literal_column("events.xmin::text::bigint"))
+    written = {(row[0], row[1]): order.get(row[2], -1) for row in connection.execute(query)}
+    newest: dict[str, int] = {}
+    for session_id, row in reversed(rows):  # One whose text was erased was written anew, behind those that follow it.
+        at = written[session_id, row.seq]
+        written[session_id, row.seq] = newest[session_id] = min(at, newest.get(session_id, at))
+    return sorted(rows, key=lambda one: written[one[0], one[1].seq])
 
 
 def _roots(connection: Connection) -> Iterator[tuple[str, str]]:

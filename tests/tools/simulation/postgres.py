@@ -92,6 +92,8 @@ class PostgresServer(Server):
         if any(part in request.text for part in TIMED):
             self.store.set_clock()
         connection.has_heads |= _locks_heads(request.text)
+        if request.text == COMMIT:
+            self.store.note_commit(connection.backend)
         if self.backends.send(connection.backend, request.work):
             self._answered(connection, request)
         else:

@@ -11,7 +11,7 @@ from sqlalchemy.pool import StaticPool
 
 from app.store.dialect import Compiler
 from app.store.schema import metadata
-from tests.tools.simulation.backends import SESSION, Backends
+from tests.tools.simulation.backends import SESSION, Backend, Backends
 from tests.tools.simulation.store import Store
 
 T = TypeVar("T")
@@ -62,6 +62,7 @@ class PostgresStore(Store):
 
     def restart(self, now: Callable[[], float]) -> None:
         self.objects.clear()
+        self.commits.clear()
         self._now = now
         self._execute(self._empty)
         self._execute("SELECT setval('simulated.started', 0)")
@@ -86,6 +87,12 @@ class PostgresStore(Store):
         if micros != self._set_to:
             self._set_to = micros
             self.backends.run(self.backends.looker.raw.fetchval("SELECT setval('simulated.clock', $1)", micros))
+
+    def note_commit(self, backend: Backend) -> None:
+        """The transaction of this session is about to be committed."""
+        tx = self.backends.run(backend.raw.fetchval("SELECT pg_current_xact_id_if_assigned()::text::bigint"))
+        if tx is not None:
+            self.commits.append(tx)
 
     def start(self) -> None:
         """The server was restarted now."""

@@ -40,12 +40,14 @@ class MemoryTx(SqliteTx):
 
 class Store(ABC):
     """What all processes of a simulation share, used by one schedule after the other. `objects` lie in object storage;
-    `unsynced` is how many transactions a crash could lose."""
+    `unsynced` is how many transactions a crash could lose. `commits` are the ids of transactions in the order in which
+    they were committed, where that is not the log's order."""
 
     unsynced = 0
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
+        self.commits: list[int] = []
 
     @abstractmethod
     def restart(self, now: Callable[[], float]) -> None:
