@@ -9,11 +9,11 @@ import pytest
 
 from app.api.head import PEER, TOKEN_SESSION, Guard, Head, request_ids, route_path, with_single_slashes
 from app.api.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES
-from app.api.tokens import Tokens
 from app.errors import AppError
 from app.main import create_app
 from app.protocols.registry import ROUTES
 from app.settings import Settings
+from app.tokens import Tokens
 
 ADMIN = "admin-token-of-the-tests"
 NOW = 1_800_000_000.0
