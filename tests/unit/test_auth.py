@@ -288,7 +288,6 @@ OWN_ROUTES = [
     *(
         ("GET", "/v1/models"),
         ("GET", "/v1/models/a/b"),
-        ("GET", "/v1/responses"),
         ("HEAD", "/v1/models"),
         ("POST", "/v1/messages/count_tokens"),
     ),
@@ -302,6 +301,13 @@ def test_a_sessions_token_is_for_its_own_routes(method: str, path: str) -> None:
     scope = asked(path, method, of("a"))
     assert status(WITH_TOKEN, scope) == 0
     assert scope[TOKEN_SESSION] == "a"
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_sessions_token_is_told_that_there_are_no_websockets(path: str) -> None:
+    """Codex asks for one first, and goes on with POST at a 426 alone."""
+    assert status(WITH_TOKEN, asked(path, "GET", [*of("a"), ("upgrade", "websocket")])) == 0
+    assert status(WITH_TOKEN, asked(path, "GET", of("a"))) == 403
 
 
 ADMINS_ROUTES = [
