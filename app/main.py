@@ -18,14 +18,13 @@ from app.api import creation, exports, models, responses, service, sessions, tur
 from app.api import engines as engine_routes
 from app.api import metrics as metrics_route
 from app.api.connection import bound_connections
-from app.api.connection_limit import ConnectionLimit
 from app.api.head import Guard, Head, request_ids, with_single_slashes
 from app.api.header_sessions import ROLLOUTS, without_prefix
 from app.api.openapi import document
 from app.api.replies import answer, send_error
 from app.api.routes import Table
-from app.api.tokens import Tokens
 from app.api.turns import TurnRequest
+from app.connection_limit import ConnectionLimit
 from app.errors import StartupError
 from app.features import (
     annotations,
@@ -50,6 +49,7 @@ from app.logs import CURRENT
 from app.process import on_stop_signal
 from app.services import Services, running
 from app.settings import Settings, load_settings
+from app.tokens import Tokens
 
 log = logging.getLogger("turnlog")
 

@@ -14,10 +14,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from app.api.connection_limit import ConnectionLimit
-from app.api.figures import CachedFigures
-from app.api.limits import RequestMemory
-from app.api.tokens import Tokens
+from app.connection_limit import ConnectionLimit
 from app.domain.proofs import Proofs
 from app.domain.session import Session
 from app.errors import AppError, SessionNotFound, StartupError
@@ -33,10 +30,12 @@ from app.fleet.state import POLL_S, FleetState
 from app.fleet.versions import WeightVersions
 from app.metrics import Metrics, RecentTurnStats
 from app.process import FeatureFaults, FreedMemory, LoopLag, end_without_store
+from app.request_memory import RequestMemory
 from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
+from app.sessions.figures import CachedFigures
 from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Clock, Sessions
 from app.sessions.log_end import LogEnd
@@ -49,6 +48,7 @@ from app.settings import Settings
 from app.store.engine import Database
 from app.store.writer import Writer
 from app.tito.families import check_family
+from app.tokens import Tokens
 from app.turn.claims import Claims
 from app.turn.engine_call import EngineCalls
 from app.turn.large_bodies import LargeBodies

@@ -14,14 +14,14 @@ import struct
 import sys
 from typing import Protocol, cast
 
+import msgspec
 from httptools import HttpParserUpgrade, HttpRequestParser
 from starlette.types import Receive, Scope
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from app.api.connection_limit import PROBES, Capacity, ConnectionLimit
 from app.api.limits import BODY_S, CONNECTION, IDLE_BYTES, IDLE_S, MAX_HEADER_BYTES, MAX_TARGET_BYTES, PEER
-from app.api.replies import error_parts
+from app.connection_limit import PROBES, Capacity, ConnectionLimit
 from app.errors import AppError, HeadersTooLarge, Overloaded, RequestTimeout
 
 HEAD_S = 30.0
@@ -361,10 +361,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if not (self._in_head and self._is_idle()):
             self.transport.close()
             return
-        status, headers, body = error_parts(error)
-        own = [(name.encode(), value.encode()) for name, value in [*headers, ("content-length", str(len(body)))]]
+        body = msgspec.json.encode(error.body())
+        headers = {"content-type": "application/json", **error.headers(), "content-length": str(len(body))}
+        own = [(name.encode(), value.encode()) for name, value in headers.items()]
         lines = [name + b": " + value + b"\r\n" for name, value in [*self.server_state.default_headers, *own]]
-        self.transport.write(b"".join([STATUS_LINE[status], *lines, b"connection: close\r\n\r\n", body]))
+        self.transport.write(b"".join([STATUS_LINE[error.status], *lines, b"connection: close\r\n\r\n", body]))
         self._in_head = False
         if self._has_body_left:
             self._drop_rest()

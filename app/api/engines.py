@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Query
@@ -12,10 +12,8 @@ from app.api.requests import Request, read_model
 from app.api.routes import BODY, NO_CONTENT, WRITE, Routes, json_reply
 from app.errors import InvalidRequest, NotFound
 from app.fleet.engine_pool import ListedEngine
+from app.services import Services
 from turnlog import replies as reply_types
-
-if TYPE_CHECKING:
-    from app.services import Services
 
 route = Routes("Fleet")
 

@@ -1,7 +1,7 @@
 """What the head of a request says, read once before a route is chosen; whether it is allowed; and the headers that
 every reply gets.
 
-The guard authorises every request by what the table of routes says (`routes.Who`):
+The guard authorises every request by what the table of routes says (`Who`):
 
     no admin token is set    clients on this machine, except pages of other sites in a browser; trusted networks
     admin token              everything
@@ -23,12 +23,11 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from starlette.types import Message, Scope, Send
 
 from app.api.limits import CONNECTION, MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES, PEER
-from app.api.tokens import Tokens
 from app.domain.patterns import ID
 from app.errors import (
     AppError,
@@ -40,13 +39,13 @@ from app.errors import (
     Unauthorized,
 )
 from app.logs import LogContext
+from app.services import Services
 from app.settings import Network
+from app.tokens import Tokens
 from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
     from app.api.connection import BoundedProtocol
-    from app.api.routes import Who
-    from app.services import Services
 
 REQUEST_ID = "x-request-id"
 ANTHROPICS = "request-id"
@@ -72,6 +71,16 @@ _ID = re.compile(ID)
 
 GENERATION = b"generation="
 """In a query: which generation of the name in the path."""
+
+Who = Literal["anyone", "browser", "session", "page", "admin"]
+"""Who may ask for a route, where an admin token is set. The admin may always.
+
+    anyone     without a token, from any machine, also where no token is set: probes of health
+    browser    without a token: the page's files, and its sign-in, which is refused to other sites' pages
+    session    the session's own token; the page's cookie if it is a GET
+    page       the page's cookie if it is a GET
+    admin      nobody else: it changes something, or is of what sessions must not see
+"""
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 

@@ -17,7 +17,7 @@ import hashlib
 import logging
 import re
 from collections.abc import Awaitable, Collection, Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from starlette.types import Scope
@@ -37,12 +37,10 @@ from app.errors import (
     SessionBusy,
     SessionClosed,
 )
+from app.services import Services
 from app.sessions.lifecycle import NewSession, made_session_id
 from app.turn.in_flight import TurnReply
 from app.upstream.headers import Headers
-
-if TYPE_CHECKING:
-    from app.services import Services
 
 log = logging.getLogger("turnlog.header_sessions")
 

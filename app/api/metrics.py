@@ -14,19 +14,17 @@ import resource
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from starlette.responses import Response
 
-from app.api.figures import Figures
 from app.api.requests import Request
 from app.api.routes import TEXT, Reply, Routes
 from app.domain.events import is_number
 from app.fleet.member import Health, Member
 from app.metrics import FOLDER, Kind, Metric, Sample, render
-
-if TYPE_CHECKING:
-    from app.services import Services
+from app.services import Services
+from app.sessions.figures import Figures
 
 route = Routes("Service")
 

@@ -10,18 +10,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from fastapi import Path, Query
 from fastapi.params import Param
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from starlette.requests import Request
 
 from app.api.head import invalid_session_id
 from app.domain.patterns import ID, NO_NUL
 from app.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from app.api.requests import Request
 
 SessionId = Annotated[str, Path(description="A session's id.", json_schema_extra={"pattern": ID})]
 """An invalid one is an unknown session, found without a look into the database."""
@@ -63,9 +61,8 @@ class Parameters:
         made = [_parameter(name, kinds[name], given.default) for name, given in signature.items()]
         self._parameters = sorted(filter(None, made), key=lambda one: _SOURCES.index(one.source))
 
-    def read(self, request: Request) -> dict[str, Any]:
+    def read(self, request: Request, path_values: Mapping[str, str]) -> dict[str, Any]:
         """The arguments by name. Raises SessionNotFound for an invalid id of a session, InvalidParameters."""
-        path_values = request.path_values
         session_id = path_values.get("session_id")
         if session_id is not None and (invalid := invalid_session_id(session_id)) is not None:
             raise invalid

@@ -7,24 +7,21 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from app.api.head import Head, to_newest
-from app.api.limits import BodyReservation
 from app.api.requests import Request
 from app.api.routes import JSON, Route
 from app.errors import AppError, Overloaded
 from app.protocols.base import WireProtocol
 from app.protocols.errors import own_error
 from app.protocols.registry import PROTOCOLS, protocol_at
+from app.request_memory import BodyReservation
+from app.services import Services
 from app.upstream.headers import Headers
-
-if TYPE_CHECKING:
-    from app.services import Services
 
 log = logging.getLogger("turnlog")
 
@@ -62,7 +59,7 @@ async def answer(app: Services, route: Route, head: Head, receive: Receive, send
         await to_newest(app, head)
         request = Request(app, route, head, receive)
         assert route.endpoint is not None
-        content = await route.endpoint(request, **route.parameters.read(request))
+        content = await route.endpoint(request, **route.parameters.read(request, request.path_values))
         if content is None:
             content = Response(status_code=204)
         if isinstance(content, Response):

@@ -6,7 +6,7 @@ import asyncio
 import difflib
 import math
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import starlette.requests
@@ -14,15 +14,15 @@ from pydantic import BaseModel, ValidationError
 from starlette.types import Receive
 
 from app.api.head import TOKEN_SESSION, Head
-from app.api.limits import arrived_body
+from app.api.limits import read_body
+from app.api.routes import Route
 from app.domain.surrogates import mended
 from app.errors import ClientGone, Forbidden, InvalidRequest
+from app.request_memory import SMALL, BodyReservation
+from app.services import Services
 from app.tasks import cancelled
+from app.upstream.headers import Headers
 from workers import scan
-
-if TYPE_CHECKING:
-    from app.api.routes import Route
-    from app.services import Services
 
 MAX_LABEL = 64 << 10
 """Maximum bytes as JSON of a session's metadata, and of a reward with its components. They are labels, not data."""
@@ -93,6 +93,18 @@ class Request(starlette.requests.Request):
             return working.result()
         finally:
             await cancelled(working, watching)
+
+
+async def arrived_body(
+    head: Head, receive: Receive, headers: Headers, limit: int, reservation: BodyReservation
+) -> bytes | None:
+    """A body that has come whole and is small is taken as it is; any other is read. As `read_body`."""
+    if head.connection is not None and b"content-encoding" not in head.headers:
+        body = head.connection.take_body(head.scope, min(SMALL, limit))
+        if body is not None:
+            reservation.hold(len(body))
+            return body
+    return await read_body(receive, headers, limit, reservation)
 
 
 async def disconnected(receive: Receive) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from fastapi import Path, Query
 from pydantic import BaseModel, Field
@@ -21,11 +21,9 @@ from app.protocols.registry import PROTOCOLS
 from app.protocols.responses.ids import response_proof
 from app.protocols.responses.listing import Order, input_items
 from app.protocols.responses.reply import read_echo
+from app.services import Services
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, require_open
-
-if TYPE_CHECKING:
-    from app.services import Services
 
 route = Routes("Turns")
 

@@ -12,13 +12,12 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 from pydantic import BaseModel
 
-from app.api.head import Head
+from app.api.head import Head, Who
 from app.api.parameters import Parameters
-from app.api.requests import Request
 from app.errors import (
     AppError,
     InvalidRequest,
@@ -54,16 +53,6 @@ BINARY: Schema = {"type": "string", "format": "binary"}
 JSON, NDJSON, BYTES = "application/json", "application/x-ndjson", "application/octet-stream"
 EVENTS = "text/event-stream"
 
-Who = Literal["anyone", "browser", "session", "page", "admin"]
-"""Who may ask, where an admin token is set. The admin may always.
-
-    anyone     without a token, from any machine, also where no token is set: probes of health
-    browser    without a token: the page's files, and its sign-in, which is refused to other sites' pages
-    session    the session's own token; the page's cookie if it is a GET
-    page       the page's cookie if it is a GET
-    admin      nobody else: it changes something, or is of what sessions must not see
-"""
-
 Errors = tuple[type[AppError], ...]
 
 BODY: Errors = (InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedEncoding, Overloaded)
@@ -83,9 +72,6 @@ _PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
 
 MOST_ROWS = 500
 """In a view of the page's."""
-
-WEBSOCKETS = "/v1/responses"
-"""Where Codex asks for a WebSocket first, with its session's token."""
 
 
 class Reply(NamedTuple):
@@ -220,32 +206,34 @@ class Table:
             if route.protocol is None:
                 # Nothing without a token at a path that no document has.
                 self._add(replace(route, who="page") if route.who in ("anyone", "browser") else route, "/")
-        self._unknown, self._unknown_of_session = (
-            Route(methods=(), path="", who=who, endpoint=self._unknown_route) for who in ("page", "session")
-        )
 
     def _add(self, route: Route, end: str) -> None:
         in_session = route.path == _BELOW_SESSION or route.path.startswith(_BELOW_SESSION + "/")
         below = (route.path.removeprefix(_BELOW_SESSION) if in_session else route.path) + end
-        pattern = _PARAMETER.sub(_group, below) if "{" in below else None
+        pattern = _pattern(below) if "{" in below else None
         for method in route.methods:
             if pattern is None:
                 self.plain.setdefault((method, in_session, below), route)
             else:
-                self._patterns.setdefault((method, in_session), []).append((re.compile(pattern), route))
+                self._patterns.setdefault((method, in_session), []).append((pattern, route))
 
     def find(self, head: Head) -> Route:
         """The route of a request; for an unknown path or method one that answers with the error."""
         route, head.path_values = self._fitting(head.method, head)
         if route is not None:
             return route
-        read, _ = self._fitting("GET", head) if head.method == "HEAD" else (None, None)
+        others = {method: other for method in METHODS if (other := self._fitting(method, head)[0]) is not None}
+
+        async def refuse(_: object) -> None:
+            raise _unknown_route(head, others)
+
+        # A session's token is told that there is no WebSocket, or no HEAD of what it may GET, not that it may not ask.
         is_of_session = (
             head.path_session is not None
-            or (read is not None and read.who == "session")
-            or (head.method == "GET" and head.path == WEBSOCKETS)
+            or _asks_for_websocket(head, others)
+            or (head.method == "HEAD" and "GET" in others and others["GET"].who == "session")
         )
-        return self._unknown_of_session if is_of_session else self._unknown
+        return Route(methods=(), path="", who="session" if is_of_session else "page", endpoint=refuse)
 
     def _fitting(self, method: str, head: Head) -> tuple[Route | None, Mapping[str, str]]:
         """The route with this method at the request's path, and the values of the parameters in it."""
@@ -258,23 +246,33 @@ class Table:
                 return route, matched.groupdict()
         return None, {}
 
-    async def _unknown_route(self, request: Request) -> None:
-        head, path = request.head, request.scope["path"]
-        routes = {method: route for method in METHODS if (route := self._fitting(method, head)[0]) is not None}
-        is_turns = any(route.protocol is not None for route in routes.values())
-        if is_turns and any(b"websocket" in value.lower() for value in head.headers.get(b"upgrade", ())):
-            # Codex tries a WebSocket first. At a 426 it goes on with POST at once, at anything else after seven tries.
-            raise UpgradeRequired(f"there are no WebSockets on {path}; POST is supported")
-        if routes:
-            raise MethodNotAllowed.of(head.method, path, list(routes))
-        message = f"there is no route {head.method} {path}"
-        if "/v1/v1/" in path:
-            message += "; /v1 is there twice: an Anthropic base URL does not end in it"
-        elif path.endswith(("/completions", "/models", "/responses")):
-            message += "; an OpenAI base URL ends in /v1"
-        raise NotFound(message)
+
+def _asks_for_websocket(head: Head, others: Mapping[str, Route]) -> bool:
+    """At a turn's path? `others` are the routes of the path, by method."""
+    is_turns = any(route.protocol is not None for route in others.values())
+    return is_turns and any(b"websocket" in value.lower() for value in head.headers.get(b"upgrade", ()))
 
 
-def _group(parameter: re.Match[str]) -> str:
-    name, is_path = parameter.groups()
-    return f"(?P<{name}>(?s:.*))" if is_path else f"(?P<{name}>[^/]+)"
+def _unknown_route(head: Head, others: Mapping[str, Route]) -> AppError:
+    """The error for a path or method that no route has; `others` are the routes of this path, by method."""
+    path: str = head.scope["path"]
+    if _asks_for_websocket(head, others):
+        # Codex tries a WebSocket first. At a 426 it goes on with POST at once, at anything else after seven tries.
+        return UpgradeRequired(f"there are no WebSockets on {path}; POST is supported")
+    if others:
+        return MethodNotAllowed.of(head.method, path, list(others))
+    message = f"there is no route {head.method} {path}"
+    if "/v1/v1/" in path:
+        message += "; /v1 is there twice: an Anthropic base URL does not end in it"
+    elif path.endswith(("/completions", "/models", "/responses")):
+        message += "; an OpenAI base URL ends in /v1"
+    return NotFound(message)
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    """What a path with parameters matches."""
+    text, *rest = _PARAMETER.split(path)
+    made = re.escape(text)
+    for name, is_path, text in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        made += (f"(?P<{name}>(?s:.*))" if is_path else f"(?P<{name}>[^/]+)") + re.escape(text)
+    return re.compile(made)

@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from app.api.head import COOKIE
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, JSON, TEXT, Reply, Routes, json_reply
-from app.api.tokens import COOKIE_S
 from app.errors import AppError, Forbidden, Unauthorized
 from app.store import feed
+from app.tokens import COOKIE_S
 from turnlog import replies as reply_types
 
 log = logging.getLogger("turnlog.signin")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import Header, Path, Query
@@ -46,6 +46,7 @@ from app.errors import (
     SessionUnreadable,
 )
 from app.export.session_samples import bytes_of
+from app.services import Services
 from app.sessions import event_log, images, transcript
 from app.sessions import replay_payloads as replay
 from app.sessions.cache import CacheEntry
@@ -54,9 +55,6 @@ from app.sessions.session_list import SessionFilter, SessionQuery
 from app.sessions.tree_view import whole_tree
 from turnlog import replies as reply_types
 from workers.sampling_masks import Masks
-
-if TYPE_CHECKING:
-    from app.services import Services
 
 route = Routes("Sessions")
 

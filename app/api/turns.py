@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.types import Receive, Send
 
@@ -27,9 +27,8 @@ from app.api.header_sessions import (
     agent_of,
     session_of_request,
 )
-from app.api.limits import BodyReservation, arrived_body
 from app.api.replies import INTERNAL, LEFT_OUT, ROLLED_BACK, error_parts, left_out_header, rendered
-from app.api.requests import disconnected
+from app.api.requests import arrived_body, disconnected
 from app.api.routes import (
     ANYTHING,
     BODY,
@@ -71,6 +70,8 @@ from app.protocols.base import CommittedReply, WireProtocol
 from app.protocols.errors import ErrorFields, engine_error, own_error
 from app.protocols.registry import ROUTES
 from app.protocols.sse import SEARCHED, is_set, wants_stream
+from app.request_memory import BodyReservation
+from app.services import Services
 from app.turn.in_flight import (
     ABORTED,
     COMMITTED,
@@ -89,9 +90,6 @@ from app.turn.large_bodies import INLINE_BYTES
 from app.turn.live import LiveStream
 from app.upstream.body import pieces_of
 from app.upstream.headers import Headers
-
-if TYPE_CHECKING:
-    from app.services import Services
 
 log = logging.getLogger("turnlog.chat")
 

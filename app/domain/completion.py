@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from app.domain import split
-from app.domain.history import digest as _digest
+from app.domain.canonical import digest as _digest
 from app.domain.request import CompletionRequest
 from app.domain.rules import Plan, TreeIndex, diverging
 from app.domain.session import Session, Turn

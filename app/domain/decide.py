@@ -26,7 +26,7 @@ from app.domain.events import (
     TurnOpened,
 )
 from app.domain.history import RequestHistory
-from app.domain.rules import RULES, Branch, NewTurn, Plan, TreeIndex, branch_of
+from app.domain.rules import Branch, NewTurn, Plan, TreeIndex, branch_of, segment_of
 from app.domain.session import Session, Turn, fold
 from app.errors import InvalidRequest, Restored, SessionClosed, SessionNotFound
 from workers import codec
@@ -113,7 +113,7 @@ def commit_turn(
     else:
         new = NewTurn(plan.parent if plan.base_messages else 0, hashes, incoming.whole_hash, opened.agent_id)
         branch = branch_of(session, index, new)
-    segment, cause = RULES[session.history].segment(session, plan, continued, branch)
+    segment, cause = segment_of(session, plan, continued, branch)
     committed = TurnCommitted(
         turn=opened.turn,
         parent=plan.parent,

@@ -1,166 +1,27 @@
-"""Compares a request's history with the stored one: canonical messages, and where the request joins the session.
+"""Compares a request's history with the stored one, and decides where the request joins the session.
 
-Harnesses change the engine's assistant message before they send it back: they drop reasoning, turn null into absent or
-`""`, re-serialise tool arguments, reorder unknown fields. The `tolerant` matcher ignores that; the stored text stays
-the engine's. Any other difference diverges, as does a request that shares nothing sampled with the history: treating it
-as a retry would discard a sampled turn.
+Messages are compared in their canonical form (`app.domain.canonical`). Any other difference diverges, as does a request
+that shares nothing sampled with the history: treating it as a retry would discard a sampled turn.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterator, Sequence
 
 import msgspec
 
-from app.domain import bounds, calls
+from app.domain import calls
+from app.domain.calls import Message
+from app.domain.canonical import bare_hash, calls_hash, canonical_hash, decode_message, plain_message
 from app.domain.events import Matcher
-from app.domain.images import image_of
 from app.domain.known_body import HistoryPrefix
-from app.domain.reasoning import without_reasoning
 from app.domain.returned import ReturnedCalls, StoredReplies
-from app.domain.rules import EMPTY_HASH, RULES, Plan, TreeIndex, running_hash
+from app.domain.rules import EMPTY_HASH, Plan, TreeIndex, diverging, running_hash
 from app.domain.session import Session, Turn
-from app.domain.split import LONG, quoted_parts
-from app.domain.surrogates import mended_text
-from app.errors import InvalidRequest
-from workers.depth import MAX_DEPTH, too_deep
+from app.errors import HistoryMismatch, InvalidRequest, RollbackTooDeep
 from workers.parse_prompt import Hasher
-
-Message = Mapping[str, Any]
-
-
-def digest(data: bytes) -> str:
-    """128 bits as hex."""
-    return hashlib.sha256(data).hexdigest()[:32]
-
-
-def canonical_hash(message: Message, matcher: Matcher) -> str:
-    """128 bits over the canonical form of the message under `matcher`, as hex."""
-    value = CANONICAL[matcher](message)
-    if not any(isinstance(part, str) and len(part) > LONG for part in _members_of(value)):
-        return digest(msgspec.json.encode(value, order="sorted"))
-    hasher = hashlib.sha256()
-    for piece in _encoded(value):
-        hasher.update(piece)
-    return hasher.hexdigest()[:32]
-
-
-def _members_of(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, Mapping) else value
-
-
-def _encoded(value: Any) -> Iterator[bytes]:
-    """As msgspec encodes it with sorted keys, but a long text in pieces, so that other threads can run between them."""
-    if isinstance(value, str):
-        yield from quoted_parts(value)
-    elif isinstance(value, Mapping):
-        for index, key in enumerate(sorted(value)):
-            yield (b"," if index else b"{") + msgspec.json.encode(key) + b":"
-            yield from _encoded(value[key])
-        yield b"}" if value else b"{}"
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield b"," if index else b"["
-            yield from _encoded(item)
-        yield b"]" if value else b"[]"
-    else:
-        yield msgspec.json.encode(value)
-
-
-def _tolerant(message: Message) -> list[Any]:
-    """Role, text and calls: absent, null, "", [] and padding are equal, and so are equal arguments."""
-    calls = [_call(call) for call in message.get("tool_calls") or ()]
-    if isinstance(legacy := message.get("function_call"), Mapping):
-        calls.append([None, *_function(legacy)])
-    answers = message.get("tool_call_id") or message.get("id") if message["role"] == "tool" else None
-    return [message["role"], _content(message.get("content")), calls, answers]
-
-
-def _strict(message: Message) -> Any:
-    """Every field, whatever its order and spacing."""
-    return message
-
-
-def _role_content_only(message: Message) -> list[Any]:
-    return [message["role"], _content(message.get("content"))]
-
-
-CANONICAL: Mapping[Matcher, Callable[[Message], Any]] = {
-    "tolerant": _tolerant,
-    "strict": _strict,
-    "role_content_only": _role_content_only,
-}
-
-
-def _content(content: Any) -> Any:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content.strip()
-    if isinstance(content, list):
-        if all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content):
-            return "".join(part["text"] for part in content).strip()
-        return [_part(part) for part in content]
-    return _plain(content)
-
-
-def _part(part: Any) -> Any:
-    """Inline images are equal by their bytes and media type, however they are encoded."""
-    image = image_of(part)
-    return _plain(part) if image is None else ["image", image.media_type, image.sha256]
-
-
-def _call(call: Any) -> list[Any]:
-    if not isinstance(call, Mapping):
-        return [None, None, _plain(call)]
-    function = call.get("function")
-    return [call.get("id"), *_function(function if isinstance(function, Mapping) else call)]
-
-
-def _function(function: Message) -> list[Any]:
-    return [function.get("name"), _arguments(function.get("arguments"))]
-
-
-def _arguments(arguments: Any) -> Any:
-    if isinstance(arguments, str):
-        text = arguments.strip()
-        if not text:
-            return {}
-        if len(text) > bounds.FEW and bounds.is_too_much(text.encode(errors="surrogatepass")):
-            return text
-        try:
-            return _plain(msgspec.json.decode(text))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            mended = mended_text(text)
-            return text if mended is None else _arguments(mended)
-    return {} if arguments is None else _plain(arguments)
-
-
-_EXACT = 2**53
-"""Below it, every integer is a double."""
-
-_DOUBLES = 2**1023
-"""Below it, every integer has a nearest double."""
-
-
-def _plain(value: Any) -> Any:
-    """JSON without what a re-serialisation changes: 1e3, 1000.0 and 1000 are one number.
-
-    JavaScript has only doubles: what it returns for an integer from 2**53 on is the nearest one.
-    """
-    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT:
-        return int(value)
-    if isinstance(value, int) and _EXACT <= abs(value) < _DOUBLES:
-        return float(value)
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return value
-
 
 HASHED_AT_ONCE = 32
 """Messages that are joined before they are hashed: a session's many short ones cost a call each otherwise."""
@@ -259,7 +120,7 @@ class RequestHistory:
 
     def bare_hash(self, index: int) -> str | None:
         """The canonical hash of an assistant's message without its leading reasoning; None if it has none."""
-        return _bare_hash(self.message(index), self.matcher)
+        return bare_hash(self.message(index), self.matcher)
 
     def _hash_of(self, message: Message) -> str:
         return canonical_hash(message, self.matcher)
@@ -269,7 +130,7 @@ class RequestHistory:
         own = self._hash_of(message)
         if own == turn.message_hashes[-1]:
             return True
-        bare = _bare_hash(message, self.matcher) or own
+        bare = bare_hash(message, self.matcher) or own
         return self.matcher == "tolerant" and bare in (turn.message_hashes[-1], turn.bare_hash)
 
     def prefix_hash(self, count: int) -> str:
@@ -321,8 +182,10 @@ class RequestHistory:
         self._compare(index)
 
     def join(self, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
-        """Where the request joins the session. Raises as `Linear.join`."""
-        return RULES[session.history].join(self, session, index, agent_id)
+        """Where the request joins the session. Raises RollbackTooDeep, HistoryMismatch in a linear session."""
+        if session.is_tree:
+            return _join_tree(self, session, index, agent_id)
+        return _join_linear(self, session, index)
 
     def undone_turn(self, session: Session, index: TreeIndex) -> int | None:
         """The turn that is undone and whose whole history begins the request; None if that of one that is not is as
@@ -333,7 +196,7 @@ class RequestHistory:
             whole = RequestHistory(self._sent, self.matcher, self._proven, trusts_ids=self._trusts_ids)
             whole.check(index)
         for history in whole.histories(index):
-            numbers = list(index.ending_with(history))
+            numbers = list(index.by_history.all(history))
             if numbers:
                 return None if any(number in session.turns for number in numbers) else numbers[0]
         return None
@@ -366,7 +229,7 @@ class RequestHistory:
             if "<" not in reply["content"] and "[" not in reply["content"]:
                 return message_hash, None, None
         reply = decode_message(message, "the reply's message")
-        return canonical_hash(reply, self.matcher), _calls_hash(reply), _bare_hash(reply, self.matcher)
+        return canonical_hash(reply, self.matcher), calls_hash(reply), bare_hash(reply, self.matcher)
 
     def _sampled(self, index: TreeIndex, before: str, place: int) -> str:
         """The canonical hash of message `place`, or that of the one reply whose calls have the same ids.
@@ -374,12 +237,12 @@ class RequestHistory:
         Of several replies, that to the history before it counts, whose running hash is `before`, or a proven one.
         """
         own, message = self.own_hash(place), self.message(place)
-        if not message.get("tool_calls") or (calls := _calls_hash(message)) is None:
+        if not message.get("tool_calls") or (calls := calls_hash(message)) is None:
             return own
         alike = list(index.with_calls(calls))
         if any(turn.message_hashes[-1] == own for turn in alike):
             return own
-        here = [turn for turn in alike if index.input_hash(turn.number) == before] or alike
+        here = [turn for turn in alike if index.inputs.get(turn.number) == before] or alike
         if len(here) > 1:
             here = [turn for turn in here if turn.number in self._proven]
         return here[0].message_hashes[-1] if len(here) == 1 else own
@@ -510,74 +373,96 @@ class RequestHistory:
         return index.turn_within(prefix.turn, prefix.messages)
 
 
-def _calls_hash(message: Message) -> str | None:
-    """A hash of an assistant's text, less leading reasoning, and its calls' ids and names; None without a call."""
-    if message["role"] != "assistant" or not message.get("tool_calls"):
-        return None
-    _, text, made, _ = _tolerant(without_reasoning(message))
-    return digest(msgspec.json.encode([text, [call[:2] for call in made]]))
-
-
-def _bare_hash(message: Message, matcher: Matcher) -> str | None:
-    """The canonical hash of an assistant's message without its leading reasoning; None if it has none."""
-    if matcher != "tolerant" or message["role"] != "assistant" or (bare := without_reasoning(message)) is message:
-        return None
-    return canonical_hash(bare, matcher)
-
-
 LEFT_OUT = msgspec.Raw(b'{"role":"assistant"}')
 """Stands for an empty reply that the client left out."""
 
 
-def is_beginning(part: Message, whole: Message) -> bool:
-    """Is an assistant's message the beginning of another one: of its text, with the first of its tool calls?"""
-    (_, text, calls, _), (_, whole_text, whole_calls, _) = _tolerant(part), _tolerant(whole)
-    has_text = text == whole_text or (
-        isinstance(text, str) and isinstance(whole_text, str) and whole_text.startswith(text)
-    )
-    return has_text and calls == whole_calls[: len(calls)]
+def _join_tree(request: RequestHistory, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
+    """A request attaches to the deepest turn whose whole history begins it. Of several, one that the request proves to
+    hold is preferred, then one of the same agent, then one whose request the client spelled as this one, then the
+    newest."""
+
+    def preference(turn: Turn) -> tuple[bool, bool, bool, int]:
+        return request.names(turn), turn.agent_id == agent_id, request.repeats(turn), turn.seq
+
+    for history in request.histories(index):
+        ending = [session.turn(number) for number in index.by_history.all(history) if number in session.turns]
+        if ending:
+            parent = ending[0] if len(ending) == 1 else max(ending, key=preference)
+            return Plan(parent.number, parent.message_count)
+    return Plan(0, 0)
 
 
-def decode_message(raw: msgspec.Raw | bytes, where: str) -> Message:
-    """A message object. Raises InvalidRequest if it is not an object with a role, or nests too deep."""
-    if too_deep(bytes(memoryview(raw))):
-        raise InvalidRequest(f"{where} nests deeper than {MAX_DEPTH} levels")
-    try:
-        message = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"{where} is not valid JSON: {error}") from error
-    if not isinstance(message, dict):
-        raise InvalidRequest(f"{where} must be an object")
-    if not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"{where}.role must be a string")
-    if not isinstance(message.get("tool_calls") or [], list):
-        raise InvalidRequest(f"{where}.tool_calls must be a list")
-    return message
+def _join_linear(request: RequestHistory, session: Session, index: TreeIndex) -> Plan:
+    """A request continues the end of the one live path; or it goes back on it, which supersedes the turns behind. It
+    supersedes turns only if it repeats the input of one of them, or follows a reply that this session sampled.
+
+    Raises RollbackTooDeep if it goes back beyond the session's window, and HistoryMismatch if it shares nothing
+    sampled with the history, or has an assistant message where another one is stored.
+    """
+    leaf = session.turns.newest
+    if leaf is None:
+        return Plan(0, 0)
+    plan = Plan(leaf.number, leaf.message_count) if request.continues(leaf) else _compared(session, leaf, request)
+    if request.left_out and plan.base_messages <= min(request.left_out):
+        # The request begins a segment: its history is what the client sent.
+        request.read_as_sent(index)
+    return plan
 
 
-_DECODE = msgspec.json.Decoder[Any]().decode
-_ENCODE = msgspec.json.Encoder().encode
+def _compared(session: Session, leaf: Turn, request: RequestHistory) -> Plan:
+    """Where a request joins that does not simply continue the newest turn. Raises as `_join_linear`."""
+    if leaf.shape == "completions":
+        return diverging(session, HistoryMismatch.of("the session's last turn is a completion, not a chat"))
+    history = session.message_chain(leaf.number)
+    equal = _equal_messages(history, request, session.config.rollback_window)
+    if equal >= leaf.message_count:
+        return Plan(leaf.number, leaf.message_count)
+    kept = [turn for turn in history if turn.message_count <= equal]
+    gone = history[len(kept) :]
+    error = _refusal(session, request, equal, gone, follows_sampled=bool(kept))
+    if error is None:
+        numbers = tuple(turn.number for turn in gone)
+        return Plan(gone[0].parent, kept[-1].message_count if kept else 0, numbers)
+    return diverging(session, error)
 
 
-def plain_message(raw: msgspec.Raw | bytes) -> tuple[Message, str] | None:
-    """A message of a role and a text, and its canonical hash (`tolerant`), in one step; None for any other one, which
-    `decode_message` and `canonical_hash` read, or refuse."""
-    text = bytes(raw)
-    if len(text) > LONG or text.count(b"{") + text.count(b"[") > MAX_DEPTH:
-        return None
-    try:
-        message = _DECODE(text)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    if type(message) is not dict:
-        return None
-    role, content = message.get("role"), message.get("content")
-    if (
-        type(role) is not str
-        or type(content) is not str
-        or role == "tool"
-        or message.get("tool_calls")
-        or message.get("function_call")
-    ):
-        return None
-    return message, hashlib.sha256(_ENCODE((role, content.strip(), (), None))).hexdigest()[:32]
+def _equal_messages(history: Sequence[Turn], request: RequestHistory, window: int) -> int:
+    """How many of the request's first messages are the stored ones.
+
+    A retry begins with the exact bytes of a recent turn's request; those messages are not compared again.
+    """
+    stored = [message_hash for turn in history for message_hash in turn.message_hashes]
+    # From the oldest turn on, so that each byte of the request is hashed once.
+    repeated = [turn.message_count - 1 for turn in history[-window - 1 :] if request.repeats(turn)]
+    place = repeated[-1] if repeated else 0
+    while place < min(len(stored), len(request)) and request.canonical(place) == stored[place]:
+        place += 1
+    return place
+
+
+def _refusal(
+    session: Session, request: RequestHistory, equal: int, superseded: Sequence[Turn], *, follows_sampled: bool
+) -> HistoryMismatch | RollbackTooDeep | None:
+    """Why the request may not supersede these turns, the newest of the history; None if it may.
+
+    Its first `equal` messages are stored ones; `follows_sampled`: one of them is a reply of the session.
+    """
+    roles = [request.message(index)["role"] for index in range(equal, len(request))]
+    if "assistant" in roles:
+        return HistoryMismatch.of(
+            f"messages[{equal}] is not the stored message at that place (matcher {session.config.matcher}), and "
+            f"an assistant message follows that this session never produced there; "
+            f"{equal} of {len(request)} messages match"
+        )
+    repeats_input = equal == len(request) == superseded[0].message_count - 1
+    if not (follows_sampled or repeats_input):
+        return HistoryMismatch.of(
+            f"the request begins another conversation: {equal} of {len(request)} messages match (matcher "
+            f"{session.config.matcher}), none of them sampled in this session, and it repeats no turn's input"
+        )
+    window = session.config.rollback_window
+    if len(superseded) > window:
+        why = f"the request goes back {len(superseded)} turns, to message {equal}"
+        return RollbackTooDeep.of(why, window)
+    return None

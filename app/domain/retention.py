@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from app.domain.events import BlobsTombstoned, ChunkKey, ChunkRef, ReplayKind, TombstoneReason
-from app.domain.rules import RULES, TreeIndex, is_superseded
+from app.domain.rules import TreeIndex, is_superseded, superseded_payloads
 from app.domain.session import Payload, Session
 
 
@@ -72,7 +72,7 @@ def tombstones(
         uses = ChunkUses(payloads for payloads in session.every_payload.values() if payloads is not own)
     uses.add(own)
     pinned, every = _pinned(session, pinned_upto), session.every_payload
-    gone = RULES[session.history].superseded_payloads(session, index)
+    gone = superseded_payloads(session, index)
     dropped = _behind_window(session, gone, index if session.history == "tree" else None, pinned)
     kept = _own_rows(session, dropped, gone)
     for payloads in kept.values():

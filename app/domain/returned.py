@@ -5,14 +5,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from app.domain.calls import Message, answer_key, ids_of
 from app.domain.rules import EMPTY_REPLY, TreeIndex
 from app.domain.session import Session, Turn
 
-if TYPE_CHECKING:
-    from app.domain.history import RequestHistory
+
+class Messages(Protocol):
+    """What is asked of a request's messages (`app.domain.history.RequestHistory`)."""
+
+    def __len__(self) -> int: ...
+
+    def role(self, index: int) -> str: ...
+
+    def own_hash(self, index: int) -> str: ...
+
+    def bare_hash(self, index: int) -> str | None: ...
 
 
 def meant_of(
@@ -52,7 +61,7 @@ class StoredReplies:
         self._agent_id = agent_id
         self._proven = proven
 
-    def matched_reply(self, request: RequestHistory, before: str, place: int) -> str:
+    def matched_reply(self, request: Messages, before: str, place: int) -> str:
         """Message `place` is no reply's exact spelling: the hash of the one reply to the messages before it, whose
         running hash is `before`, that it is but for leading reasoning; else its own without that, as a reply that
         a client carries into another conversation may come back in several spellings.
@@ -70,26 +79,26 @@ class StoredReplies:
         )
         return bare if turn is None else turn.message_hashes[-1]
 
-    def left_out(self, request: RequestHistory, running: Mapping[int, str], start: int) -> tuple[int, Turn] | None:
+    def left_out(self, request: Messages, running: Mapping[int, str], start: int) -> tuple[int, Turn] | None:
         """The place at which the request leaves out an empty reply, and that reply's turn; None if it does not.
 
         The request goes on behind the turn's whole input, and continues no deeper turn. `running[n]` is the running
         hash of its first n messages, `start` the smallest n.
         """
         index, whole = self._index, running[len(request)]
-        if index.has_input(whole) or index.has_ending(whole):
+        if whole in index.by_input or whole in index.by_history:
             return None
         for place in range(len(request) - 1, start - 1, -1):
             before = running[place]
-            if index.has_input(before) and request.role(place) != "assistant":
+            if before in index.by_input and request.role(place) != "assistant":
                 turn = self._empty_of(before, request, place)
                 if turn is not None:
                     return place, turn
-            if index.has_ending(before):
+            if before in index.by_history:
                 return None
         return None
 
-    def _empty_of(self, before: str, request: RequestHistory, place: int) -> Turn | None:
+    def _empty_of(self, before: str, request: Messages, place: int) -> Turn | None:
         """The turn of the empty reply before the request's message `place`: one that was continued as the request goes
         on, else the newest reply that nothing continues, if it is empty, else one whose child the request repeats."""
         replies = self._live(turn for turn in self._index.with_input(before) if turn.agent_id == self._agent_id)
@@ -104,7 +113,7 @@ class StoredReplies:
                 return told[0]
         return None
 
-    def _is_continued(self, turn: Turn, request: RequestHistory, place: int) -> bool:
+    def _is_continued(self, turn: Turn, request: Messages, place: int) -> bool:
         """Do the messages from `place` on begin with a call's result that `turn` was continued with, or with the input
         and the reply of a turn that continues it?"""
         is_result = place < len(request) and request.role(place) == "tool"
@@ -114,7 +123,7 @@ class StoredReplies:
             for child in children
         )
 
-    def _repeats_child(self, turn: Turn, request: RequestHistory, place: int) -> bool:
+    def _repeats_child(self, turn: Turn, request: Messages, place: int) -> bool:
         return any(_has_at(request, place, child.input_hashes) for child in self._index.siblings(turn.number))
 
     def _has_child(self, turn: Turn) -> bool:
@@ -128,7 +137,7 @@ class StoredReplies:
         return frozenset(() if self._linear is None else self._linear.path)
 
 
-def _has_at(request: RequestHistory, place: int, hashes: Sequence[str]) -> bool:
+def _has_at(request: Messages, place: int, hashes: Sequence[str]) -> bool:
     end = place + len(hashes)
     return len(request) >= end and all(request.own_hash(at) == own for at, own in enumerate(hashes, place))
 

@@ -1,6 +1,4 @@
-"""Who may attach where in a session: the rules of one live path, and those of a tree; and the index of its turns by
-their histories. A session has the one rules or the other for good; its history, once the first turn has decided it,
-finds them in `RULES`.
+"""The index of a session's turns by their histories, and the rules by which they become branches, segments and rows.
 
 A history is identified by a running hash over the canonical hashes of its messages, so that the deepest turn that a
 request continues is found without walking every path.
@@ -11,18 +9,15 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
 from app.domain.calls import OddCalls
-from app.domain.events import COMPLETIONS, BranchCause, History
+from app.domain.events import COMPLETIONS, BranchCause
 from app.domain.session import Session, Turn, Turns
 from app.errors import HistoryMismatch, RollbackTooDeep
-
-if TYPE_CHECKING:
-    from app.domain.history import RequestHistory
 
 EMPTY_HASH = ""
 """The running hash of an empty history."""
@@ -58,7 +53,12 @@ class _Newest(dict[str | int | None, int]):
 
 
 class TreeIndex:
-    """Finds turns by what their histories are. Grows with each commit; never shrinks."""
+    """Finds turns by what their histories are. Grows with each commit; never shrinks.
+
+    `by_parent` has the turns that continue a turn (0: that begin a conversation), `by_history` those whose whole
+    history has a running hash, `by_input` those whose request has one (a completion's: the hash of its prompt), and
+    `by_body` those whose request has a hash. `inputs` has each turn's input.
+    """
 
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
         self._turns: dict[int, Turn] = {}
@@ -66,7 +66,7 @@ class TreeIndex:
         self.inputs: dict[int, str] = {}
         self.by_parent = _Newest()
         self.by_history = _Newest()
-        self._by_input = _Newest()
+        self.by_input = _Newest()
         self._by_reply = _Newest()
         self._by_bare_reply = _Newest()
         self._by_calls = _Newest()
@@ -98,14 +98,14 @@ class TreeIndex:
             after = hashlib.sha256(f"{at}:{hashes[-1]}".encode()).hexdigest()[:32]
             self._histories[number] = after
             keys += (
-                (self._by_input, at),
+                (self.by_input, at),
                 (self.by_history, after),
                 (self._by_reply, hashes[-1]),
                 (self._by_calls, turn.calls_hash),
                 (self._by_bare_reply, turn.bare_hash),
             )
         else:
-            keys.append((self._by_input, turn.client_hash))
+            keys.append((self.by_input, turn.client_hash))
         for newest, key in keys:
             if key is not None:
                 if (before := newest.get(key)) is not None:
@@ -139,10 +139,6 @@ class TreeIndex:
             turn = self.turn(turn.history_parent)
         return turn
 
-    def input_hash(self, number: int) -> str | None:
-        """The running hash of a turn's request; None for a completion's."""
-        return self.inputs.get(number)
-
     def prefixes(self, turn: Turn) -> list[str]:
         """The running hashes of the turn's history: item n is that of its first n messages."""
         prefixes = [EMPTY_HASH]
@@ -173,18 +169,6 @@ class TreeIndex:
                     return turn
         return None
 
-    def ending_with(self, history: str) -> Iterator[int]:
-        """The turns whose whole history has this running hash, the newest first."""
-        return self.by_history.all(history)
-
-    def has_ending(self, history: str) -> bool:
-        """Is this the running hash of a turn's whole history?"""
-        return history in self.by_history
-
-    def has_input(self, input_hash: str) -> bool:
-        """Is this the running hash of a turn's request?"""
-        return input_hash in self._by_input
-
     def sampled(self, message_hash: str) -> Iterator[int]:
         """The turns whose reply has this canonical hash, the newest first; then those whose `bare_hash` it is."""
         yield from self._by_reply.all(message_hash)
@@ -201,7 +185,7 @@ class TreeIndex:
 
     def with_input(self, input_hash: str) -> Iterator[Turn]:
         """The turns whose request has this running hash (a completion's: the hash of its prompt), the newest first."""
-        return (self._turns[number] for number in self._by_input.all(input_hash))
+        return (self._turns[number] for number in self.by_input.all(input_hash))
 
     def knows_body(self, *body_hashes: str | None) -> bool:
         """Has a turn's request one of these hashes?"""
@@ -297,125 +281,64 @@ class Plan(msgspec.Struct, frozen=True):
     discarded: tuple[int, ...] = ()
 
 
-class Rules(Protocol):
-    """What differs between the histories."""
-
-    def join(self, request: RequestHistory, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
-        """Where a chat's request, which has been checked, joins the session."""
-
-    def segment(self, session: Session, plan: Plan, base: int, branch: Branch) -> tuple[int, SegmentCause | None]:
-        """The segment of a turn that continues `base` tokens (messages, of text alone) of its parent, and the cause if
-        it begins here."""
-
-    def superseded(self, session: Session) -> set[int]:
-        """The turns that no row is made of, unless all branches are asked for."""
-
-    def superseded_payloads(self, session: Session, index: TreeIndex) -> Collection[int]:
-        """The turns with payloads that are superseded; `index` may lack the newest turn."""
-
-    def rolled_back(self, session: Session, number: int) -> int:
-        """How many live turns the commit of turn `number` rolled back: those from its parent to the previous leaf."""
+# What differs between a session of one live path and a tree of branches.
 
 
-class Linear:
-    """One live path. A request continues its end; or it goes back on it, which supersedes the turns behind."""
-
-    def join(self, request: RequestHistory, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
-        """A request supersedes turns only if it repeats the input of one of them, or follows a reply that this session
-        sampled.
-
-        Raises RollbackTooDeep if it goes back beyond the session's window, and HistoryMismatch if it shares nothing
-        sampled with the history, or has an assistant message where another one is stored.
-        """
-        leaf = session.turns.newest
-        if leaf is None:
-            return Plan(0, 0)
-        plan = Plan(leaf.number, leaf.message_count) if request.continues(leaf) else _compared(session, leaf, request)
-        if request.left_out and plan.base_messages <= min(request.left_out):
-            # The request begins a segment: its history is what the client sent.
-            request.read_as_sent(index)
-        return plan
-
-    def segment(self, session: Session, plan: Plan, base: int, branch: Branch) -> tuple[int, SegmentCause | None]:
-        """Segments are numbered along the live path, so that a discarded one leaves no gap."""
-        if plan.parent == 0:
-            return 0, None
-        segment = session.turns[plan.parent].segment
-        return (segment, None) if base else (segment + 1, "drift" if plan.base_messages else "divergence")
-
-    def superseded(self, session: Session) -> set[int]:
-        """The turns off the live path."""
-        live = set(session.path)
-        return {turn.number for turn in session.turns if turn.number not in live}
-
-    def superseded_payloads(self, session: Session, index: TreeIndex) -> Collection[int]:
-        newest = session.turns.newest
-        if newest is None or not session.payloads:
-            return ()
-        live, at, oldest = set[int](), newest.number, min(session.payloads)
-        while at >= oldest and at:
-            live.add(at)
-            at = session.turn(at).parent
-        return session.payloads.keys() - live
-
-    def rolled_back(self, session: Session, number: int) -> int:
-        parent, count = session.turn(number).parent, 0
-        before = next((turn for turn in reversed(session.turns) if turn.number < number), None)
-        while before is not None and before.number > parent:
-            before, count = session.turns.get(before.parent), count + 1
-        return count
-
-
-class Tree:
-    """Any number of branches: a request attaches to the deepest turn whose whole history begins it."""
-
-    def join(self, request: RequestHistory, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
-        """Of several turns, one that the request proves to hold is preferred, then one of the same agent, then one
-        whose request the client spelled as this one, then the newest."""
-
-        def preference(turn: Turn) -> tuple[bool, bool, bool, int]:
-            return request.names(turn), turn.agent_id == agent_id, request.repeats(turn), turn.seq
-
-        for history in request.histories(index):
-            ending = [session.turn(number) for number in index.ending_with(history) if number in session.turns]
-            if ending:
-                parent = ending[0] if len(ending) == 1 else max(ending, key=preference)
-                return Plan(parent.number, parent.message_count)
-        return Plan(0, 0)
-
-    def segment(self, session: Session, plan: Plan, base: int, branch: Branch) -> tuple[int, SegmentCause | None]:
-        """It is the branch."""
+def segment_of(session: Session, plan: Plan, base: int, branch: Branch) -> tuple[int, SegmentCause | None]:
+    """The segment of a turn that continues `base` tokens (messages, of text alone) of its parent, and the cause if it
+    begins here. In a tree it is the branch; else segments are numbered along the live path, so that a discarded one
+    leaves no gap."""
+    if session.is_tree:
         return branch.number, "drift" if branch.cause == "drift" else None
+    if plan.parent == 0:
+        return 0, None
+    segment = session.turns[plan.parent].segment
+    return (segment, None) if base else (segment + 1, "drift" if plan.base_messages else "divergence")
 
-    def superseded(self, session: Session) -> set[int]:
-        parents = {turn.history_parent for turn in session.turns}
-        continued: dict[tuple[int, str, str | None], list[Turn]] = defaultdict(list)  # Equal requests may be many.
-        for turn in session.turns:
-            if turn.number in parents:
-                continued[turn.history_parent, turn.body_hash, turn.agent_id].append(turn)
-        return {
-            turn.number
-            for turn in session.turns
-            if (alike := continued.get((turn.history_parent, turn.body_hash, turn.agent_id)))
-            and _is_repeated(turn, alike, parents.__contains__)
-        }
 
-    def superseded_payloads(self, session: Session, index: TreeIndex) -> Collection[int]:
-        """Not those alone that the newest turn has superseded: a turn in flight that continued one may have kept it."""
-        return {number for number in session.payloads if is_superseded(session, index, number)}
-
-    def rolled_back(self, session: Session, number: int) -> int:
+def rolled_back(session: Session, number: int) -> int:
+    """How many live turns the commit of turn `number` rolled back: those from its parent to the previous leaf."""
+    if session.is_tree:
         return 0
-
-
-_LINEAR: Rules = Linear()
-RULES: Mapping[History | None, Rules] = {"linear": _LINEAR, None: _LINEAR, "tree": Tree()}
-"""By a session's history. One that no turn has decided has no turns to attach to."""
+    parent, count = session.turn(number).parent, 0
+    before = next((turn for turn in reversed(session.turns) if turn.number < number), None)
+    while before is not None and before.number > parent:
+        before, count = session.turns.get(before.parent), count + 1
+    return count
 
 
 def superseded(session: Session) -> set[int]:
-    """The turns that no row is made of, unless all branches are asked for."""
-    return RULES[session.history].superseded(session)
+    """The turns that no row is made of, unless all branches are asked for: in a linear session those off the live
+    path."""
+    if not session.is_tree:
+        live = set(session.path)
+        return {turn.number for turn in session.turns if turn.number not in live}
+    parents = {turn.history_parent for turn in session.turns}
+    continued: dict[tuple[int, str, str | None], list[Turn]] = defaultdict(list)  # Equal requests may be many.
+    for turn in session.turns:
+        if turn.number in parents:
+            continued[turn.history_parent, turn.body_hash, turn.agent_id].append(turn)
+    return {
+        turn.number
+        for turn in session.turns
+        if (alike := continued.get((turn.history_parent, turn.body_hash, turn.agent_id)))
+        and _is_repeated(turn, alike, parents.__contains__)
+    }
+
+
+def superseded_payloads(session: Session, index: TreeIndex) -> Collection[int]:
+    """The turns with payloads that are superseded; `index` may lack the newest turn. In a tree not those alone that the
+    newest turn has superseded: a turn in flight that continued one may have kept it."""
+    if session.is_tree:
+        return {number for number in session.payloads if is_superseded(session, index, number)}
+    newest = session.turns.newest
+    if newest is None or not session.payloads:
+        return ()
+    live, at, oldest = set[int](), newest.number, min(session.payloads)
+    while at >= oldest and at:
+        live.add(at)
+        at = session.turn(at).parent
+    return session.payloads.keys() - live
 
 
 def is_superseded(session: Session, index: TreeIndex, number: int) -> bool:
@@ -433,69 +356,8 @@ def _is_repeated(turn: Turn, alike: Iterable[Turn], has_child: Callable[[int], b
     return not has_child(turn.number) and any(has_child(other.number) and other.supersedes(turn) for other in alike)
 
 
-# one live path
-
-
-def _compared(session: Session, leaf: Turn, request: RequestHistory) -> Plan:
-    """Where a request joins that does not simply continue the newest turn. Raises as `Linear.join`."""
-    if leaf.shape == "completions":
-        return diverging(session, HistoryMismatch.of("the session's last turn is a completion, not a chat"))
-    history = session.message_chain(leaf.number)
-    equal = _equal_messages(history, request, session.config.rollback_window)
-    if equal >= leaf.message_count:
-        return Plan(leaf.number, leaf.message_count)
-    kept = [turn for turn in history if turn.message_count <= equal]
-    gone = history[len(kept) :]
-    error = _refusal(session, request, equal, gone, follows_sampled=bool(kept))
-    if error is None:
-        numbers = tuple(turn.number for turn in gone)
-        return Plan(gone[0].parent, kept[-1].message_count if kept else 0, numbers)
-    return diverging(session, error)
-
-
 def diverging(session: Session, error: HistoryMismatch | RollbackTooDeep) -> Plan:
     """Where a request joins that diverges from the stored history: it begins a segment, if the session allows that."""
     if session.config.on_divergence == "segment" and session.leaf is not None:
         return Plan(session.leaf.number, 0)
     raise error
-
-
-def _equal_messages(history: Sequence[Turn], request: RequestHistory, window: int) -> int:
-    """How many of the request's first messages are the stored ones.
-
-    A retry begins with the exact bytes of a recent turn's request; those messages are not compared again.
-    """
-    stored = [message_hash for turn in history for message_hash in turn.message_hashes]
-    # From the oldest turn on, so that each byte of the request is hashed once.
-    repeated = [turn.message_count - 1 for turn in history[-window - 1 :] if request.repeats(turn)]
-    place = repeated[-1] if repeated else 0
-    while place < min(len(stored), len(request)) and request.canonical(place) == stored[place]:
-        place += 1
-    return place
-
-
-def _refusal(
-    session: Session, request: RequestHistory, equal: int, superseded: Sequence[Turn], *, follows_sampled: bool
-) -> HistoryMismatch | RollbackTooDeep | None:
-    """Why the request may not supersede these turns, the newest of the history; None if it may.
-
-    Its first `equal` messages are stored ones; `follows_sampled`: one of them is a reply of the session.
-    """
-    roles = [request.message(index)["role"] for index in range(equal, len(request))]
-    if "assistant" in roles:
-        return HistoryMismatch.of(
-            f"messages[{equal}] is not the stored message at that place (matcher {session.config.matcher}), and "
-            f"an assistant message follows that this session never produced there; "
-            f"{equal} of {len(request)} messages match"
-        )
-    repeats_input = equal == len(request) == superseded[0].message_count - 1
-    if not (follows_sampled or repeats_input):
-        return HistoryMismatch.of(
-            f"the request begins another conversation: {equal} of {len(request)} messages match (matcher "
-            f"{session.config.matcher}), none of them sampled in this session, and it repeats no turn's input"
-        )
-    window = session.config.rollback_window
-    if len(superseded) > window:
-        why = f"the request goes back {len(superseded)} turns, to message {equal}"
-        return RollbackTooDeep.of(why, window)
-    return None

@@ -17,6 +17,7 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain import decide
+from app.domain.canonical import digest
 from app.domain.events import (
     BlobRef,
     CloseReason,
@@ -24,7 +25,6 @@ from app.domain.events import (
     SessionCreated,
     SessionFinished,
 )
-from app.domain.history import digest
 from app.domain.session import Session, engine_session_of, fold
 from app.errors import (
     AlreadyFinished,

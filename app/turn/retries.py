@@ -17,8 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from app.domain.canonical import decode_message, is_beginning
 from app.domain.events import ReplyRedelivered, ReplyUndelivered
-from app.domain.history import decode_message, is_beginning
 from app.domain.session import Session, Turn
 from app.errors import AppError, IdempotencyMismatch, SessionClosed, SessionNotFound, SessionUnreadable
 from app.sessions.cache import CacheEntry, SessionCache

@@ -22,14 +22,15 @@ from functools import partial
 import msgspec
 
 from app.domain import prefill
+from app.domain.canonical import digest
 from app.domain.completion import RequestPrompt
 from app.domain.events import Capture, TurnCommitted
-from app.domain.history import RequestHistory, digest
+from app.domain.history import RequestHistory
 from app.domain.known_body import ContinuedBody
 from app.domain.pinned import in_new_wire, with_pinned
 from app.domain.proofs import HeldProofs, Proofs
 from app.domain.request import ChatRequest, CompletionRequest, canonical_hash, require_own
-from app.domain.rules import RULES, running_hash
+from app.domain.rules import rolled_back, running_hash
 from app.domain.session import Session, Turn, rid_of
 from app.domain.split import ITEMS
 from app.domain.surrogates import mended
@@ -460,7 +461,7 @@ class Turns:
             await self._shown(placed.request, placed.session, Body([body]), ()),
             turn=number,
             replayed=True,
-            rolled_back=RULES[session.history].rolled_back(session, number),
+            rolled_back=rolled_back(session, number),
             left_out=session.turn(number).left_out,
             given_ids=session.turn(number).given_ids,
         )

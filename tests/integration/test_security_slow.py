@@ -18,13 +18,14 @@ from uvicorn.server import ServerState
 from app.api import connection as protocol
 from app.api import limits
 from app.api.connection import BoundedProtocol
-from app.api.connection_limit import Capacity, ConnectionLimit
 from app.api.head import Guard, Head, request_ids
-from app.api.limits import RequestMemory, read_body
+from app.api.limits import read_body
 from app.api.replies import error_parts
-from app.api.tokens import Tokens
 from app.api.turns import send_reply
+from app.connection_limit import Capacity, ConnectionLimit
 from app.errors import AppError, BodyGivenUp
+from app.request_memory import RequestMemory
+from app.tokens import Tokens
 from ops.server import KeptServer, ServerProcess
 
 pytestmark = pytest.mark.anyio

@@ -9,6 +9,7 @@ import msgspec
 from helpers.log import float64, int32
 from making import SESSION, assistant, raws, user, validated
 
+from app.domain.canonical import canonical_hash
 from app.domain.decide import TurnBlobs, commit_turn, open_turn, token_parent
 from app.domain.events import (
     BlobsTombstoned,
@@ -23,7 +24,7 @@ from app.domain.events import (
     TurnOpened,
     TurnRejected,
 )
-from app.domain.history import RequestHistory, canonical_hash
+from app.domain.history import RequestHistory
 from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens
 from app.domain.session import Session, fold

@@ -11,7 +11,7 @@ from helpers.replies import sglang, vllm
 from openai.types.responses import Response
 
 from app.domain.calls import given_ids, sampled_calls
-from app.domain.history import canonical_hash
+from app.domain.canonical import canonical_hash
 from app.protocols.base import CommittedReply
 from app.protocols.responses import Responses
 

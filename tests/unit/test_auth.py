@@ -9,11 +9,11 @@ import pytest
 
 from app.api.head import PEER, TOKEN_SESSION, Guard, Head, request_ids, route_path, with_single_slashes
 from app.api.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES
-from app.api.tokens import Tokens
 from app.errors import AppError
 from app.main import create_app
 from app.protocols.registry import ROUTES
 from app.settings import Settings
+from app.tokens import Tokens
 
 ADMIN = "admin-token-of-the-tests"
 NOW = 1_800_000_000.0
@@ -288,7 +288,6 @@ OWN_ROUTES = [
     *(
         ("GET", "/v1/models"),
         ("GET", "/v1/models/a/b"),
-        ("GET", "/v1/responses"),
         ("HEAD", "/v1/models"),
         ("POST", "/v1/messages/count_tokens"),
     ),
@@ -302,6 +301,13 @@ def test_a_sessions_token_is_for_its_own_routes(method: str, path: str) -> None:
     scope = asked(path, method, of("a"))
     assert status(WITH_TOKEN, scope) == 0
     assert scope[TOKEN_SESSION] == "a"
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/chat/completions", "/v1/messages"])
+def test_a_sessions_token_is_told_that_there_are_no_websockets(path: str) -> None:
+    """Codex asks for one first, and goes on with POST at a 426 alone."""
+    assert status(WITH_TOKEN, asked(path, "GET", [*of("a"), ("upgrade", "websocket")])) == 0
+    assert status(WITH_TOKEN, asked(path, "GET", of("a"))) == 403
 
 
 ADMINS_ROUTES = [

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.api.tokens import COOKIE_S, Tokens
+from app.tokens import COOKIE_S, Tokens
 
 NOW = 1_800_000_000.0
 IDS = st.from_regex(r"[A-Za-z0-9._:-]{1,128}", fullmatch=True)

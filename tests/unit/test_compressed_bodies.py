@@ -9,8 +9,9 @@ from collections.abc import Callable
 import pytest
 import zstandard
 
-from app.api.limits import RequestMemory, read_body
+from app.api.limits import read_body
 from app.errors import AppError, InvalidRequest, Overloaded, RequestTooLarge, UnsupportedEncoding
+from app.request_memory import RequestMemory
 
 pytestmark = pytest.mark.anyio
 

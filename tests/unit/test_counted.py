@@ -5,7 +5,7 @@ import time
 import pytest
 from helpers.store import Store, create
 
-from app.api.figures import FRESH_S, CachedFigures
+from app.sessions.figures import FRESH_S, CachedFigures
 from app.store.engine import Database
 from ops.server import reserve_port
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from app.api.head import Head, request_ids
-from app.api.limits import RequestMemory
 from app.api.models import count
 from app.api.requests import Request
 from app.api.routes import Route
 from app.domain.request import ChatRequest
 from app.fleet.engines import COUNT_TOKENS
+from app.request_memory import RequestMemory
 from app.services import Services
 from app.turn.large_bodies import LargeBodies
 

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import raw, raws, user
 
-from app.domain import history
+from app.domain import canonical
+from app.domain.canonical import CANONICAL, canonical_hash, decode_message
 from app.domain.events import Matcher
-from app.domain.history import CANONICAL, RequestHistory, canonical_hash, decode_message
+from app.domain.history import RequestHistory
 from app.domain.rules import TreeIndex
 from app.errors import InvalidRequest
 
@@ -257,7 +258,7 @@ def test_a_spelling_does_not_depend_on_what_was_asked_before(counts: list[int], 
 def test_a_long_text_is_hashed_as_a_short_one(monkeypatch: pytest.MonkeyPatch, matcher: Matcher) -> None:
     message = {"role": "user", "content": '"é\\\n\u2028😀' * 5, "b": [1, "x" * 40, {}], "a": {"z": "y" * 40, "c": []}}
     whole = canonical_hash(message, matcher)
-    monkeypatch.setattr(history, "LONG", 7)
+    monkeypatch.setattr(canonical, "LONG", 7)
     assert canonical_hash(message, matcher) == whole
 
 

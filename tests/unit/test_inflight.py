@@ -6,8 +6,8 @@ import contextlib
 
 import pytest
 
-from app.api.limits import BODY_TIMEOUT_S, SMALL, BodyReservation, RequestMemory
 from app.errors import BodyGivenUp, Overloaded
+from app.request_memory import BODY_TIMEOUT_S, SMALL, BodyReservation, RequestMemory
 
 LIMIT = 64 * SMALL
 

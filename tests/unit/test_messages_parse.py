@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from app.domain.history import canonical_hash
+from app.domain.canonical import canonical_hash
 from app.domain.prefill import CONTINUES
 from app.domain.request import ChatRequest
 from app.domain.request import canonical_hash as hash_of_request

@@ -18,8 +18,8 @@ from helpers.amounts import cases
 from helpers.replies import CHATS, DEEP, Text, body_of
 
 from app.domain.calls import given_ids, sampled_calls, with_given_ids
+from app.domain.canonical import canonical_hash, decode_message
 from app.domain.events import GivenIds
-from app.domain.history import canonical_hash, decode_message
 from app.errors import RequestTooLarge, SessionBusy, SessionNotFound, ThreadUnsupported, Unauthorized
 from app.protocols.base import CommittedReply
 from app.protocols.errors import ErrorFields, engine_error, own_error

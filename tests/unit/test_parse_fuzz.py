@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.domain import events
-from app.domain.history import canonical_hash, decode_message
+from app.domain.canonical import canonical_hash, decode_message
 from app.protocols.base import CommittedReply
 from app.protocols.registry import PROTOCOLS
 from workers.codec import Exchange, paste, unpack

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import SESSION, Book, assistant, user
 
+from app.domain.canonical import canonical_hash
 from app.domain.events import History, Matcher
-from app.domain.history import RequestHistory, canonical_hash
+from app.domain.history import RequestHistory
 from app.domain.reasoning import REASONING_TAGS, without_reasoning
 from app.domain.rules import EMPTY_REPLY, Plan, TreeIndex
 from app.domain.session import fold

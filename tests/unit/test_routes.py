@@ -45,6 +45,11 @@ async def named(request: Request, name: Annotated[str, Path()]) -> str:
     return name
 
 
+@route("GET /versions/{number}/notes.txt", "Notes", "page")
+async def notes(request: Request, number: Annotated[int, Path()]) -> int:
+    return number
+
+
 @route("GET /names", "All", "anyone")
 async def names(request: Request, query: Annotated[Filter, Query()]) -> dict[str, Any]:
     return query.model_dump()
@@ -66,7 +71,7 @@ def asked(path: str, method: str = "GET", query: bytes = b"", headers: dict[str,
     found = TABLE.find(head)
     request = Request(cast(Services, SimpleNamespace()), found, head, receive)
     assert found.endpoint is not None
-    return asyncio.run(cast(Any, found.endpoint(request, **found.parameters.read(request))))
+    return asyncio.run(cast(Any, found.endpoint(request, **found.parameters.read(request, request.path_values))))
 
 
 def test_parameters_are_read_from_where_they_are() -> None:
@@ -74,6 +79,9 @@ def test_parameters_are_read_from_where_they_are() -> None:
     assert given == {"session_id": "a", "number": 7, "flag": True, "key": "k"}
     assert asked("/sessions/a/things/7") == {"session_id": "a", "number": 7, "flag": False, "key": None}
     assert asked("/names/a/b\nc//") == "a/b\nc//"
+    assert asked("/versions/7/notes.txt") == 7
+    with pytest.raises(NotFound):  # A dot in a path is a dot.
+        asked("/versions/7/notes-txt")
     assert asked("/names", query=b"size=2&tags=x&tags=y") == {"size": 2, "tags": ["x", "y"]}
 
 

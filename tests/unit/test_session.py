@@ -26,7 +26,7 @@ from app.domain.events import (
     TurnCommitted,
     UnknownEvent,
 )
-from app.domain.rules import RULES
+from app.domain.rules import rolled_back
 from app.domain.session import RECENT_BLOBS, AssignedReward, OpenTurn, apply, decode_session, encode_session, fold
 
 
@@ -210,6 +210,6 @@ def test_what_every_log_keeps(steps: list[str]) -> None:
     rolled = {
         two.seq: len(one.event.discarded) for one, two in pairwise(book.events) if isinstance(one.event, RolledBack)
     }
-    assert [RULES[session.history].rolled_back(session, turn.number) for turn in session.turns] == [
+    assert [rolled_back(session, turn.number) for turn in session.turns] == [
         rolled.get(turn.seq, 0) for turn in session.turns
     ]

@@ -15,11 +15,11 @@ from helpers.store import event_at
 from sqlalchemy import func, insert, select, update
 
 from app.api.client_stream import ClientStream
-from app.domain import retention, rules, samples
+from app.domain import branches, history, retention, samples
 from app.domain.events import SessionClosed
 from app.domain.fleet import Fleet
 from app.domain.history import RequestHistory
-from app.domain.rules import Linear, Plan, Tree
+from app.domain.rules import Plan
 from app.domain.session import Session, Turn
 from app.errors import AppError, HistoryMismatch, RollbackTooDeep
 from app.features.budgets import operations as budget_operations
@@ -335,25 +335,25 @@ def a_restore_forgets_a_session(patch: Patch) -> None:
 
 def valid_turns_are_refused(patch: Patch) -> None:
     """One in twelve histories that fit is told that it does not."""
-    plain, looked = Linear.join, itertools.count(1)
+    plain, looked = history._join_linear, itertools.count(1)
 
-    def join(self: Linear, *arguments: Any) -> Plan:
+    def join(*arguments: Any) -> Plan:
         if next(looked) % 12 == 0:
             raise HistoryMismatch.of("the history does not fit")
-        return plain(self, *arguments)
+        return plain(*arguments)
 
-    patch.setattr(Linear, "join", join)
+    patch.setattr(history, "_join_linear", join)
 
 
 def the_window_is_a_turn_too_wide(patch: Patch) -> None:
-    plain = rules._refusal
+    plain = history._refusal
 
     def refusal(session: Session, request: Any, equal: int, superseded: Sequence[Turn], **follows: bool) -> Any:
         error = plain(session, request, equal, superseded, **follows)
         is_just_outside = len(superseded) == session.config.rollback_window + 1
         return None if isinstance(error, RollbackTooDeep) and is_just_outside else error
 
-    patch.setattr(rules, "_refusal", refusal)
+    patch.setattr(history, "_refusal", refusal)
 
 
 def retries_are_told_to_come_again(patch: Patch) -> None:
@@ -363,13 +363,13 @@ def retries_are_told_to_come_again(patch: Patch) -> None:
 
 def turns_hang_at_the_root(patch: Patch) -> None:
     """One in five turns of a tree that continue another one begins a conversation."""
-    plain, joined = Tree.join, itertools.count(1)
+    plain, joined = history._join_tree, itertools.count(1)
 
-    def join(self: Tree, *arguments: Any) -> Plan:
-        plan = plain(self, *arguments)
+    def join(*arguments: Any) -> Plan:
+        plan = plain(*arguments)
         return Plan(0, 0) if plan.parent and next(joined) % 5 == 0 else plan
 
-    patch.setattr(Tree, "join", join)
+    patch.setattr(history, "_join_tree", join)
 
 
 def turns_in_flight_use_nothing(patch: Patch) -> None:
@@ -462,7 +462,7 @@ def masks_are_shifted(patch: Patch) -> None:
 
 
 def superseded_turns_stay(patch: Patch) -> None:
-    patch.setattr(Tree, "superseded", lambda self, session: set())
+    patch.setattr(branches, "superseded", lambda session: set())
 
 
 MUTANTS: Mapping[Theme, tuple[Mutant, ...]] = {

@@ -49,9 +49,9 @@ from turnlog.replies import ArchiveAfter, ArchiveStep, ImportedFile, RefusedSess
 from workers.codec import CorruptContent
 
 if TYPE_CHECKING:
-    from app.api.limits import BodyReservation
     from app.export.exporter import Exporter
     from app.features.objects.bucket import Bucket
+    from app.request_memory import BodyReservation
 
 log = logging.getLogger("turnlog.archive")
 

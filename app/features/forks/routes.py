@@ -11,7 +11,7 @@ from app.api.creation import created
 from app.api.parameters import SessionId
 from app.api.requests import Request, require_finite, require_small
 from app.api.routes import BODY, SESSION, WRITE, Routes, json_reply
-from app.domain.history import digest
+from app.domain.canonical import digest
 from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.errors import IdempotencyMismatch, NotFound, SessionEnded
 from app.features.forks.forks import ForkOrder, Forks

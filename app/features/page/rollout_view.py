@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from app.domain.branches import newest_of, place_of
-from app.domain.history import Message, canonical_hash, decode_message
+from app.domain.calls import Message
+from app.domain.canonical import canonical_hash, decode_message
 from app.domain.session import Session, Turn
 from app.sessions.conversation import TURNS_PER_READ, ShownMessage, as_messages, turn_messages, unknown_branch
 from app.sessions.session_at import session_at

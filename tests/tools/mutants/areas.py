@@ -31,6 +31,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "turns": ("app/turn/turns.py", "app/turn/in_flight.py", "app/turn/placement.py"),
     "matching": (
         "app/domain/rules.py",
+        "app/domain/canonical.py",
         "app/domain/history.py",
         "app/domain/returned.py",
         "app/domain/decide.py",

@@ -8,8 +8,7 @@ from typing import cast
 
 from sqlalchemy import insert
 
-from app.api.connection_limit import ConnectionLimit
-from app.api.tokens import Tokens
+from app.connection_limit import ConnectionLimit
 from app.domain.session import encode_session
 from app.features import annotations as annotated
 from app.features import (
@@ -35,6 +34,7 @@ from app.store.dialect import Tx, now
 from app.store.engine import Database
 from app.store.log_sessions import SaveSnapshot
 from app.store.sessions import SNAPSHOT_FORMAT
+from app.tokens import Tokens
 from app.upstream.client import EngineClient
 from workers import codec
 from workers.pool import Pool
