@@ -228,6 +228,10 @@ class Row(msgspec.Struct, frozen=True):
     def reward(self) -> float | None:
         return None if self.session.reward is None else self.session.reward.reward
 
+    @property
+    def reward_components(self) -> Mapping[str, float]:
+        return {} if self.session.reward is None else self.session.reward.components
+
 
 class Unfit(Exception):
     """The shape cannot hold this row; the message is the reason that `explain` gives, without content."""
