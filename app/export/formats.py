@@ -93,6 +93,9 @@ DOCUMENTS: Mapping[str, ShapeEntry] = {
 
 FORMATS = (*CONTAINERS, *DOCUMENTS)
 
+LINKING = ("ndjson", "msgpack", "parquet")
+"""Formats with a place for payloads as URLs."""
+
 
 def require(query: ExportQuery) -> None:
     """Raises InvalidRequest for an unknown format or shape, a shape with a format of its own rows, or what these
@@ -123,6 +126,9 @@ def require(query: ExportQuery) -> None:
         raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
     if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):
         raise InvalidRequest(f"top_k is a parameter of shape={DEFAULT} in the formats {', '.join(CONTAINERS)}")
+    if query.replay == "urls" and (format not in LINKING or shape != DEFAULT or query.routing != "newest"):
+        named = ", ".join(LINKING)
+        raise InvalidRequest(f"replay=urls needs shape={DEFAULT}, routing=newest and one of the formats {named}")
 
 
 def takes_groups(shape: str) -> bool:

@@ -86,7 +86,7 @@ class _Export:
 
     def __init__(self, export: HelpedExport) -> None:
         self.query = ExportQuery.model_validate_json(export.query)
-        self.pages = ExportPages.of_query(_database(export.url), export.high, self.query, export.branches)
+        self.pages = ExportPages(_database(export.url), export.high, self.query, export.branches)
         self.unreadable: list[tuple[str, str]] = []
         self.rows = PartRows(self.query, export.window, export.release, export.branches, self._warn)
 

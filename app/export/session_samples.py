@@ -13,6 +13,7 @@ from app.domain.events import UnknownEvent
 from app.domain.samples import Inconsistent
 from app.domain.session import Session
 from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
+from app.export.query import ExportQuery
 from app.export.rollout_rows import Members, RolloutRows
 from app.export.rows import Known, SessionRows, known
 from app.export.shapes import miles
@@ -86,11 +87,12 @@ class SessionSamples:
         *,
         sealed: bool,
     ) -> bytes:
-        made = SessionRows(stored, known_session, max_seq_len, "token", self._release, branches=branches)
+        query = ExportQuery(max_seq_len=max_seq_len, truncate="token", images="none", replay=True)
+        made = SessionRows(stored, known_session, query, branches, self._release)
         session = known_session.session
         is_incomplete = sealed and not session.is_complete
         has_rows = not (session.is_text or is_incomplete)
-        rows = [made.row(segment, "", payloads=True) for segment in made.segments] if has_rows else []
+        rows = [made.row(segment, "") for segment in made.segments] if has_rows else []
         reason = None if rows else "all_truncated"
         if is_incomplete:
             reason = "incomplete"
