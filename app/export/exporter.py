@@ -179,7 +179,9 @@ class Exporter:
         """The parts, made with helpers where there are any and they can: not where `limit` ends the export inside a
         part, nor where an operator's own code picks branches."""
         branches = self._branches(query)
-        if self._helpers is None or not isinstance(branches, str) or not self._is_for_helpers(query):
+        # They know nothing of a bucket, and open the database as a server does.
+        is_readable = not (query.replay and self._database.bucket is not None) and not self._database.is_read_only
+        if self._helpers is None or not isinstance(branches, str) or query.limit is not None or not is_readable:
             parts: AsyncGenerator[Rows] = self._made_here(window, high, query)
         else:
             export = HelpedExport(self._database.url, query.model_dump_json(), window, high, self.release, branches)
@@ -200,15 +202,10 @@ class Exporter:
             self.exported.add_rows(1)
             yield row
 
-    def _is_for_helpers(self, query: ExportQuery) -> bool:
-        """Helpers know nothing of a bucket, and open the database as a server does."""
-        has_bucket = bool(query.replay) and self._database.bucket is not None
-        return query.limit is None and not has_bucket and not self._database.is_read_only
-
     async def _pages(self, window: Cursor, high: Position, query: ExportQuery) -> AsyncGenerator[Sequence[Fields]]:
         async with contextlib.aclosing(self._made_here(window, high, query)) as parts:
             async for part in parts:
-                while rows := await self._threads.run(next_rows, part, sys.maxsize):
+                while rows := await self._threads.run(next_rows, part):
                     yield rows
 
     async def _made_here(self, window: Cursor, high: Position, query: ExportQuery) -> AsyncGenerator[Iterator[Fields]]:

@@ -150,7 +150,14 @@ class PartRows:
         )
 
     def _row_or_counts(self, fields: Fields, rows: Sequence[Row]) -> Fields:
-        return _counts_of(rows) if self._counts_only else fields
+        if not self._counts_only:
+            return fields
+        return {
+            "sessions": sorted({row.session.session_id for row in rows}),
+            "tokens": sum(len(row.sample.tokens) for row in rows),
+            "sampled_tokens": sum(int(row.sample.sampled_mask.sum()) for row in rows),
+            "cursor": rows[-1].cursor,
+        }
 
     def _or_excluded(
         self, make: Callable[[], Fields], session_id: str, cursor: str, segment: int | None = None
@@ -226,7 +233,7 @@ class PartRows:
                 except Unfit as error:
                     yield excluded(session_id, cursor, f"{error}{beside}", segment=number)
                 else:
-                    yield _as_asked(made_row, self._query)
+                    yield self._as_asked(made_row)
         for nth, one in enumerate(missing, len(made.rows) + 1):
             cursor = self._window.behind(at, nth, total)
             yield excluded(
@@ -251,6 +258,14 @@ class PartRows:
         reason = f"max_seq_len: {lost} of {sum(sampled.values())} sampled tokens are cut"
         return _Missing(row.leaf.segment, first, reason, lost)
 
+    def _as_asked(self, row: Row) -> Row:
+        """The row with its age, and without stale tokens in its loss, where this is asked for."""
+        query = self._query
+        if query.stale == "drop":
+            return row
+        sample, age = aged(row.sample, query.weight_version, query.max_staleness, masks=query.stale == "mask")
+        return msgspec.structs.replace(row, sample=sample, age=age)
+
     def _status(self, segment: Segment) -> Status:
         return formats.status_of(self._query.format, self._query.shape, segment)
 
@@ -266,31 +281,11 @@ def _sampled(session: Known, row: BranchRow) -> dict[int, int]:
     }
 
 
-def _as_asked(row: Row, query: ExportQuery) -> Row:
-    """The row with rewards of turns, with its age, and without stale tokens in its loss, where this is asked for."""
-    if query.rewards == "turn":
-        row = msgspec.structs.replace(row, by_turn=True)
-    if query.stale == "drop":
-        return row
-    sample, age = aged(row.sample, query.weight_version, query.max_staleness, masks=query.stale == "mask")
-    return msgspec.structs.replace(row, sample=sample, age=age)
-
-
 def _in_no_loss(session: Session, row: BranchRow, query: ExportQuery) -> str:
     """Of a row that is left out: the turns that only it has in its loss."""
     if not session.is_tree or not row.in_loss or query.loss == "every":
         return ""
     return f"; turns {', '.join(map(str, sorted(row.in_loss)))} are in no loss"
-
-
-def _counts_of(rows: Sequence[Row]) -> Fields:
-    """The counts of a row."""
-    return {
-        "sessions": sorted({row.session.session_id for row in rows}),
-        "tokens": sum(len(row.sample.tokens) for row in rows),
-        "sampled_tokens": sum(int(row.sample.sampled_mask.sum()) for row in rows),
-        "cursor": rows[-1].cursor,
-    }
 
 
 def _missing(member: StoredSession, rows: Sequence[Row | Fields]) -> str | None:

@@ -164,6 +164,7 @@ class SessionRows:
             routing_differs=differs,
             advantage=advantage,
             replay=payloads is True,
+            by_turn=self._query.rewards == "turn",
             root=self._known.root,
             rollout_rows=self._rollout_rows,
             sampling=Lazy(lambda: [self._sampling(span.turn) for span in sample.turns]),

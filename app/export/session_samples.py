@@ -67,7 +67,10 @@ class SessionSamples:
         stored = await rollout_rows.counted(stored, members)
         try:
             session = await asyncio.to_thread(known, stored[session_id])
-            metadata = await self._driver_metadata(live, session.session)
+            # miles' driver writes what `/samples` says of the session over what the agent returned, so it is miles' own
+            # keys: none of another meaning, and none without a value.
+            fields, ours = await self.metadata(live, session.session), summary(session.session)
+            metadata = {name: value for name, value in fields.items() if name not in ours and value is not None}
             if agent is not None:
                 metadata["agent"] = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in agent.items()}
             made = await asyncio.to_thread(
@@ -109,13 +112,6 @@ class SessionSamples:
         versions = self._versions if session.config.evaluation is None else "spans"
         beside = [_beside(row.turns[-1].event.turn, session, metadata) for row in rows]
         return miles.samples_body(rows, metadata, reason, responses, versions, beside)
-
-    async def _driver_metadata(self, live: CacheEntry, session: Session) -> dict[str, Any]:
-        """What `/samples` says of the session: miles' own keys. Its driver writes them over what the agent returned, so
-        none of another meaning and none without a value may be among them. Raises SessionUnreadable."""
-        fields = await self.metadata(live, session)
-        ours = summary(session)
-        return {name: value for name, value in fields.items() if name not in ours and value is not None}
 
     async def metadata(self, live: CacheEntry, session: Session) -> dict[str, Any]:
         """The field `session` of `GET /sessions/{id}`; `live` may have advanced meanwhile.
