@@ -18,9 +18,8 @@ from app.domain.split import ITEMS
 from app.errors import InvalidRequest, NotFound, SessionUnreadable
 from app.protocols.base import CommittedReply
 from app.protocols.registry import PROTOCOLS
-from app.protocols.responses.ids import response_proof
-from app.protocols.responses.listing import Order, input_items
-from app.protocols.responses.reply import read_echo
+from app.protocols.responses.items import response_proof
+from app.protocols.responses.reply import Order, input_items, read_echo
 from app.services import Services
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, require_open

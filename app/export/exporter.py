@@ -20,9 +20,8 @@ from typing import cast
 import msgspec
 
 from app.domain.branches import Branches, Picker
-from app.domain.events import EXPORTED
 from app.errors import InvalidRequest, StartupError
-from app.export import formats, links
+from app.export import formats
 from app.export.helpers import HelpedExport, Helpers, PartMaker, made
 from app.export.pages import PART_BYTES, ExportPage, ExportPages
 from app.export.parts import PartRows
@@ -130,9 +129,11 @@ class Exporter:
         return self._pages(*await self._opened(query, cursor))
 
     def _require(self, query: ExportQuery) -> None:
+        """Raises InvalidRequest, Unsupported."""
         formats.require(query)
-        if query.replay == "urls":
-            links.require(self._database, query)
+        bucket = self._database.bucket
+        if query.replay == "urls" and (bucket is None or bucket.is_folder):
+            raise InvalidRequest("replay=urls needs a bucket: TURNLOG_PAYLOADS is not set, or names a folder")
 
     async def _opened(self, query: ExportQuery, cursor: str | None) -> tuple[Cursor, Position, ExportQuery]:
         """The cursor with its window fixed, the window's end, and what is asked for. Raises InvalidRequest."""
@@ -169,7 +170,7 @@ class Exporter:
         return PartRows(query, window, self.release, branches, warn, counts_only=self._counts_only)
 
     def _export_pages(self, high: Position, query: ExportQuery, part_bytes: int = PART_BYTES) -> ExportPages:
-        return ExportPages.of_query(self._database, high, query, self._branches(query), part_bytes)
+        return ExportPages(self._database, high, query, self._branches(query), part_bytes)
 
     def _branches(self, query: ExportQuery) -> Branches | Picker:
         return query.branches or self._picker or "kept"
@@ -178,14 +179,16 @@ class Exporter:
         """The parts, made with helpers where there are any and they can: not where `limit` ends the export inside a
         part, nor where an operator's own code picks branches."""
         branches = self._branches(query)
-        if self._helpers is None or not isinstance(branches, str) or not self._is_for_helpers(query):
+        # They know nothing of a bucket, and open the database as a server does.
+        is_readable = not (query.replay and self._database.bucket is not None) and not self._database.is_read_only
+        if self._helpers is None or not isinstance(branches, str) or query.limit is not None or not is_readable:
             parts: AsyncGenerator[Rows] = self._made_here(window, high, query)
         else:
             export = HelpedExport(self._database.url, query.model_dump_json(), window, high, self.release, branches)
             export_pages = self._export_pages(high, query, self._helpers.part_bytes)
             part_rows = self._part_rows(query, window)
             maker = PartMaker(export, export_pages, part_rows, self._database.unreadable.warn, self._threads)
-            parts = made(self._helpers, read_ahead(self._parts(export_pages, window, query)), maker)
+            parts = made(self._helpers, read_ahead(self._parts(export_pages, window)), maker)
         async with contextlib.aclosing(parts):
             async for part in parts:
                 if isinstance(part, MadePart):
@@ -199,15 +202,10 @@ class Exporter:
             self.exported.add_rows(1)
             yield row
 
-    def _is_for_helpers(self, query: ExportQuery) -> bool:
-        """Helpers know nothing of a bucket, and open the database as a server does."""
-        has_bucket = bool(query.replay) and self._database.bucket is not None
-        return query.limit is None and not has_bucket and not self._database.is_read_only
-
     async def _pages(self, window: Cursor, high: Position, query: ExportQuery) -> AsyncGenerator[Sequence[Fields]]:
         async with contextlib.aclosing(self._made_here(window, high, query)) as parts:
             async for part in parts:
-                while rows := await self._threads.run(next_rows, part, sys.maxsize):
+                while rows := await self._threads.run(next_rows, part):
                     yield rows
 
     async def _made_here(self, window: Cursor, high: Position, query: ExportQuery) -> AsyncGenerator[Iterator[Fields]]:
@@ -222,22 +220,17 @@ class Exporter:
                 left -= 1
                 yield row
 
-        async with contextlib.aclosing(self._parts(export_pages, window, query)) as parts:
+        async with contextlib.aclosing(self._parts(export_pages, window)) as parts:
             async for part in parts:
                 yield taken(part_rows.fields(part, await export_pages.read(part)))
                 if not left:
                     return
 
-    async def _parts(
-        self, export_pages: ExportPages, window: Cursor, query: ExportQuery
-    ) -> AsyncGenerator[list[ExportPage]]:
+    async def _parts(self, export_pages: ExportPages, window: Cursor) -> AsyncGenerator[list[ExportPage]]:
         """The pages of an export, as many as are read together."""
-        types = (*EXPORTED, "SessionCreated") if query.explain else EXPORTED
         after: Position | None = window.place
         while after is not None:
-            parts, after = await export_pages.following(
-                after, query.session_id, query.group_id, types, query.name, query.generation
-            )
+            parts, after = await export_pages.following(after)
             for part in parts:
                 yield part
 

@@ -9,7 +9,7 @@ from app.domain.samples import Inconsistent
 from app.errors import SessionUnreadable
 from app.export.containers.writer import EXCLUDED
 from app.export.row import Fields
-from app.export.shapes import identity
+from app.export.shapes import shared
 from workers.codec import CorruptContent
 
 KNOWN = (UnknownEvent, CorruptContent, Inconsistent, SessionUnreadable)
@@ -45,5 +45,5 @@ def excluded(
 
 def instead(shaped: Fields, error: Exception) -> Fields:
     """What stands in the place of a shaped row that cannot be written."""
-    own = identity.of(shaped)
+    own = shared.identity_of(shaped)
     return excluded(own["session_id"], own["cursor"], f"unreadable: {told(error)}", segment=own["segment"])

@@ -9,10 +9,9 @@ import msgspec
 
 from app.domain.samples import Age, Segment, Status
 from app.errors import InvalidRequest, Unsupported
-from app.export.containers import lines
 from app.export.containers.safetensors import SafetensorsWriter
 from app.export.containers.writer import EXCLUDED as EXCLUDED
-from app.export.containers.writer import EXCLUSION, Instead, refuse
+from app.export.containers.writer import EXCLUSION, Instead, msgpack, ndjson, refuse
 from app.export.containers.writer import ContainerWriter as ContainerWriter
 from app.export.query import ExportQuery
 from app.export.row import Columns, Fields, Row, Shape, Unfit
@@ -20,10 +19,9 @@ from app.export.shapes import (
     areal,
     atif,
     atropos,
-    identity,
-    messages,
     miles,
     prime_rl,
+    shared,
     skyrl,
     slime,
     tinker,
@@ -80,20 +78,23 @@ def _parquet(columns: Columns, instead: Instead) -> ContainerWriter:
 
 
 CONTAINERS: Mapping[str, Callable[[Columns, Instead], ContainerWriter]] = {
-    "ndjson": lambda columns, instead: lines.ndjson(instead),
+    "ndjson": lambda columns, instead: ndjson(instead),
     "parquet": _parquet,
     "safetensors": SafetensorsWriter,
-    "msgpack": lambda columns, instead: lines.msgpack(instead),
+    "msgpack": lambda columns, instead: msgpack(instead),
 }
 """Formats that take any shape."""
 
 DOCUMENTS: Mapping[str, ShapeEntry] = {
     "atif": ShapeEntry(atif.COLUMNS, atif.fields),
-    "messages": ShapeEntry(messages.COLUMNS, messages.fields),
+    "messages": ShapeEntry(turnlog.MESSAGES_COLUMNS, turnlog.messages),
 }
 """Formats with rows of their own, one JSON object per line."""
 
 FORMATS = (*CONTAINERS, *DOCUMENTS)
+
+LINKING = ("ndjson", "msgpack", "parquet")
+"""Formats with a place for payloads as URLs."""
 
 
 def require(query: ExportQuery) -> None:
@@ -125,6 +126,9 @@ def require(query: ExportQuery) -> None:
         raise InvalidRequest(f"{f'format={format}' if format in DOCUMENTS else f'shape={shape}'} has no columns")
     if query.top_k is not None and (shape != DEFAULT or format in DOCUMENTS):
         raise InvalidRequest(f"top_k is a parameter of shape={DEFAULT} in the formats {', '.join(CONTAINERS)}")
+    if query.replay == "urls" and (format not in LINKING or shape != DEFAULT or query.routing != "newest"):
+        named = ", ".join(LINKING)
+        raise InvalidRequest(f"replay=urls needs shape={DEFAULT}, routing=newest and one of the formats {named}")
 
 
 def takes_groups(shape: str) -> bool:
@@ -191,14 +195,14 @@ def columns_of(query: ExportQuery) -> Columns:
     if query.replay is True:
         columns |= entry.masks
         if query.routing == "sampled" and "sampling" in columns:
-            columns |= identity.ROUTED
+            columns |= shared.ROUTED
     return {**EXCLUSION, **columns} if query.explain else columns
 
 
 def open_writer(query: ExportQuery, instead: Instead = refuse) -> ContainerWriter:
     """`instead`: of a row that the container cannot hold."""
     if query.format in DOCUMENTS:
-        return lines.ndjson(instead)
+        return ndjson(instead)
     return CONTAINERS[query.format](columns_of(query), instead)
 
 

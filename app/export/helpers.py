@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import logging
-import sys
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from itertools import chain, islice
@@ -72,7 +71,7 @@ def run(_: memoryview, body: memoryview) -> bytes:
     count = 0
     query = part.query
     with contextlib.closing(formats.open_writer(query, part.rows.instead)) as writer:
-        while rows := next_rows(made, sys.maxsize, PIECE):
+        while rows := next_rows(made, PIECE):
             count += len(rows)
             packed.append(writer.pack(rows))
             if sum(map(len, packed)) >= MAX_BYTES:
@@ -86,7 +85,7 @@ class _Export:
 
     def __init__(self, export: HelpedExport) -> None:
         self.query = ExportQuery.model_validate_json(export.query)
-        self.pages = ExportPages.of_query(_database(export.url), export.high, self.query, export.branches)
+        self.pages = ExportPages(_database(export.url), export.high, self.query, export.branches)
         self.unreadable: list[tuple[str, str]] = []
         self.rows = PartRows(self.query, export.window, export.release, export.branches, self._warn)
 
@@ -188,11 +187,7 @@ class PartMaker:
 
     @property
     def is_free(self) -> bool:
-        return self._is_here_free or self._is_helper_free
-
-    @property
-    def _is_here_free(self) -> bool:
-        return not self._here
+        return not self._here or self._is_helper_free
 
     @property
     def _is_helper_free(self) -> bool:
@@ -217,7 +212,7 @@ class PartMaker:
         self._here += 1
         try:
             rows = self._rows.fields(part, await self._pages.read(part))
-            return [chain(await self.threads.run(next_rows, rows, sys.maxsize, AHEAD_BYTES), rows)]
+            return [chain(await self.threads.run(next_rows, rows, AHEAD_BYTES), rows)]
         finally:
             self._here -= 1
 

@@ -5,7 +5,7 @@ On arrays `orjson` is 2 to 5 times faster than `tolist` with an encoder (3 ns a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
@@ -18,6 +18,11 @@ from app.domain.json_lines import in_one_line
 def encode(value: object) -> bytes:
     """On one line; arrays become lists, bytes base64, raw JSON is copied. Raises TypeError for other types."""
     return orjson.dumps(value, _other, orjson.OPT_SERIALIZE_NUMPY)
+
+
+def array(items: Iterable[bytes]) -> msgspec.Raw:
+    """A list of what is JSON already."""
+    return msgspec.Raw(b"[" + b",".join(items) + b"]")
 
 
 def _other(value: object) -> object:

@@ -5,11 +5,12 @@ A page is found before any content is read: the sessions of its rows, and their 
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
-from typing import Any, Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -17,7 +18,6 @@ from app.domain.branches import Branches, Picker
 from app.domain.events import EXPORTED
 from app.domain.groups import grpo
 from app.export import formats
-from app.export.links import sign
 from app.export.query import ExportQuery
 from app.export.rollout_rows import Members, RolloutRows
 from app.store.content import StoredSession, fetch_objects, read_sessions, rewards
@@ -41,6 +41,9 @@ FIRST_TURN_BYTES = 64 << 10
 
 LARGE_SESSIONS = 2
 """Sessions read together with replay payloads or images, which are larger than all else."""
+
+SIGNED_AT_ONCE = 32
+"""URLs of objects that are asked for together."""
 
 GROUPS_KEPT = 256
 """Groups kept in memory during an export: a group's sessions usually end close together."""
@@ -70,9 +73,6 @@ class _Group(msgspec.Struct, frozen=True):
     advantages: Mapping[str, float]
     rollouts: Mapping[str, str]
 
-    def has_rows_of(self, rollout: str) -> bool:
-        return any(self.rollouts[session_id] == rollout for session_id in self.ends)
-
     def advantages_of(self, session_ids: Iterable[str]) -> dict[str, float]:
         """The advantage of a rollout, which all its sessions share."""
         rollouts = ((member, self.rollouts.get(member, member)) for member in session_ids)
@@ -80,93 +80,53 @@ class _Group(msgspec.Struct, frozen=True):
 
 
 class ExportPages:
-    """The pages up to `high`. `grouped`: a row contains a whole group; `advantages`: each session needs one.
+    """The pages up to `high`, of the sessions that `query` asks for, and their content.
 
-    `images`, `columns`: read these too. A group stands at the position of its last session, even if that session was
-    erased since. `turn_bytes`: the stored bytes of a turn, on average, in what was read last.
+    A group, where a row contains one, stands at the position of its last session, even if that session was erased
+    since. `turn_bytes`: the stored bytes of a turn, on average, in what was read last.
     """
 
     def __init__(
         self,
         database: Database,
         high: Position,
-        *,
-        grouped: bool,
-        advantages: bool,
-        replay: bool | Literal["urls"],
-        url_s: int,
-        images: bool,
-        columns: Sequence[str],
+        query: ExportQuery,
         branches: Branches | Picker,
-        has_text: bool = False,
         part_bytes: int = PART_BYTES,
     ) -> None:
         self._database = database
         self._part_bytes = part_bytes
         self._high = high
-        self._grouped = grouped
-        self._advantages = advantages
-        self._replay = bool(replay)
-        self._images = images
-        self._content: dict[str, Any] = {"replay": bool(replay), "images": images, "columns": columns}
-        self._url_s = url_s if replay == "urls" else None
-        self._rollout_rows = RolloutRows(database, high, branches, has_text=has_text)
+        self._query = query
+        types = (*EXPORTED, "SessionCreated") if query.explain else EXPORTED
+        self._wanted = EventFilter(types, query.session_id, query.group_id, query.name, query.generation)
+        self._grouped = formats.takes_groups(query.shape)
+        self._replay, self._images = bool(query.replay), query.images == "inline"
+        self._rollout_rows = RolloutRows(database, high, branches, has_text=formats.takes_text(query.format))
         self._groups: OrderedDict[str, _Group] = OrderedDict()
         self._heads: dict[str, ExportHead] | None = None
         self._order: list[tuple[str, Position]] | None = None
         self.turn_bytes: int | None = None
 
-    @classmethod
-    def of_query(
-        cls,
-        database: Database,
-        high: Position,
-        query: ExportQuery,
-        branches: Branches | Picker,
-        part_bytes: int = PART_BYTES,
-    ) -> ExportPages:
-        """The pages that a query asks for."""
-        return cls(
-            database,
-            high,
-            grouped=formats.takes_groups(query.shape),
-            advantages=query.advantage is not None,
-            replay=query.replay,
-            url_s=query.url_s,
-            images=query.images == "inline",
-            columns=query.column_names,
-            branches=branches,
-            has_text=formats.takes_text(query.format),
-            part_bytes=part_bytes,
-        )
-
-    async def following(
-        self,
-        after: Position,
-        session_id: str | None,
-        group_id: str | None,
-        types: Sequence[str],
-        name: str | None = None,
-        generation: int | None = None,
-    ) -> tuple[Iterator[list[ExportPage]], Position | None]:
+    async def following(self, after: Position) -> tuple[Iterator[list[ExportPage]], Position | None]:
         """The next pages, in parts that may be in memory together, and the last position examined; None at the end.
         Around damage there may be sessions of other names.
 
         How large the turns of one part were decides how many turns the next one has.
         """
-        wanted = EventFilter(tuple(types), session_id, group_id, name, generation)
 
         def read(connection: Connection) -> tuple[list[ExportPage], Position | None]:
             if self._heads is not None:
-                changed = self._changed_of_all(connection, self._heads, wanted, after)
+                changed = self._changed_of_all(connection, self._heads, after)
             elif after > self._high:
                 raise BrokenRow("a place behind all events: its session is on a damaged page")
             else:
-                changed = changed_sessions(connection, wanted, after=after, upto=self._high, limit=PAGE)
-                if not _in_order([after, *(place for _, place in changed)]):
+                changed = changed_sessions(connection, self._wanted, after=after, upto=self._high, limit=PAGE)
+                # Those of a damaged index may form a circle.
+                if any(before >= at for before, at in pairwise([after, *(at for _, at in changed)])):
                     raise BrokenRow("places out of order")
             heads = self._heads_of(connection, [changed_id for changed_id, _ in changed])
-            return self._places(connection, heads, changed, asked_for=session_id is not None)
+            return self._places(connection, heads, changed, asked_for=self._query.session_id is not None)
 
         places, last = await self._read(read)
         return self._parts(places), last
@@ -187,10 +147,11 @@ class ExportPages:
         return await self._database.read(by_lists_or_all, one_moment=True)
 
     def _changed_of_all(
-        self, connection: Connection, heads: Mapping[str, ExportHead], wanted: EventFilter, after: Position
+        self, connection: Connection, heads: Mapping[str, ExportHead], after: Position
     ) -> list[tuple[str, Position]]:
         """As `changed_sessions`, of sessions whose heads are given, by their own events."""
         if self._order is None:
+            wanted = self._wanted
             # A session whose group is not known belongs to every group.
             in_group = [
                 head.session_id
@@ -219,20 +180,35 @@ class ExportPages:
         every = sorted({member for place in part for member in place.members})
 
         def read(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
-            sessions = read_sessions(connection, every, self._high, **self._content)
+            columns = self._query.column_names
+            sessions = read_sessions(
+                connection, every, self._high, replay=self._replay, images=self._images, columns=columns
+            )
             return sessions, self._rollout_rows.members(connection, sessions, self._heads)
 
         sessions, members = await self._read(read)
-        if self._url_s is None:
-            await fetch_objects(self._database, sessions.values())
-        else:
-            urls = await sign(self._database, sessions.values(), self._url_s)
+        if self._query.replay == "urls":
+            urls = await self._signed(sessions.values())
             sessions = {
                 session_id: msgspec.structs.replace(stored, urls=urls) for session_id, stored in sessions.items()
             }
+        else:
+            await fetch_objects(self._database, sessions.values())
         stored = {session_id: sessions.get(session_id) or StoredSession(session_id, "", None) for session_id in every}
-        self._measure(stored.values())
+        if turns := sum(len(one.frames) for one in stored.values()):
+            self.turn_bytes = max(sum(map(_stored_bytes, stored.values())) // turns, 1)
         return await self._rollout_rows.counted(stored, members)
+
+    async def _signed(self, sessions: Collection[StoredSession]) -> dict[str, str]:
+        """A URL for each object that these sessions' chunks are in. Raises PayloadsUnavailable."""
+        bucket = self._database.bucket
+        assert bucket is not None, "not required before"
+        names = [name for stored in sessions for name in stored.objects.values()]
+        urls: list[str] = []
+        for at in range(0, len(names), SIGNED_AT_ONCE):
+            part = names[at : at + SIGNED_AT_ONCE]
+            urls += await asyncio.gather(*(bucket.url_of(name, self._query.url_s) for name in part))
+        return dict(zip(names, urls, strict=True))
 
     def _places(
         self,
@@ -252,12 +228,13 @@ class ExportPages:
     def _place(self, connection: Connection, head: ExportHead, at: Position, asked_for: bool) -> ExportPage | None:
         """None if the session's group comes later. `asked_for`: the group is given here, whatever its last position."""
         alone = ExportPage(head.session_id, at, [head.session_id], head.turns, self._grouped, {})
-        if head.group_id is None or not (self._grouped or self._advantages):
+        if head.group_id is None or not (self._grouped or self._query.advantage):
             return alone
         group = self._group(connection, head.group_id)
         if not self._grouped:
             return msgspec.structs.replace(alone, advantages=group.advantages_of([head.session_id]))
-        if head.session_id not in group.ends and not (asked_for and group.has_rows_of(head.rollout)):
+        has_rows = any(group.rollouts[session_id] == head.rollout for session_id in group.ends)
+        if head.session_id not in group.ends and not (asked_for and has_rows):
             return msgspec.structs.replace(alone, is_group=False)
         if group.last > at and not asked_for:
             return None
@@ -265,14 +242,8 @@ class ExportPages:
         return ExportPage(head.session_id, at, members, group.turns, True, group.advantages_of(members))
 
     def _group(self, connection: Connection, group_id: str) -> _Group:
-        known = self._groups.get(group_id)
-        if known is None:
-            known = self._groups[group_id] = self._looked_up(connection, group_id)
-            if len(self._groups) > GROUPS_KEPT:
-                self._groups.popitem(last=False)
-        return known
-
-    def _looked_up(self, connection: Connection, group_id: str) -> _Group:
+        if (known := self._groups.get(group_id)) is not None:
+            return known
         if self._heads is None:
             heads = group_members(connection, group_id)
         else:
@@ -284,13 +255,16 @@ class ExportPages:
         ends: Mapping[str, Position] = {}
         if self._grouped:
             ends = last_places(connection, every, self._high, EXPORTED)
-        return _Group(
+        if len(self._groups) == GROUPS_KEPT:
+            self._groups.popitem(last=False)
+        group = self._groups[group_id] = _Group(
             ends=ends,
             last=max(ends.values(), default=Position(0, 0)),
             turns=sum(member.turns for member in members),
-            advantages=grpo(rewards(connection, roots, self._high)) if self._advantages else {},
+            advantages=grpo(rewards(connection, roots, self._high)) if self._query.advantage else {},
             rollouts={member.session_id: member.rollout for member in heads},
         )
+        return group
 
     def _parts(self, places: Sequence[ExportPage]) -> Iterator[list[ExportPage]]:
         part: list[ExportPage] = []
@@ -307,21 +281,10 @@ class ExportPages:
         if part:
             yield part
 
-    def _measure(self, read: Collection[StoredSession]) -> None:
-        sizes = [stored_bytes(stored) for stored in read]
-        turns = sum(len(stored.frames) for stored in read)
-        if turns:
-            self.turn_bytes = max(sum(sizes) // turns, 1)
 
-
-def stored_bytes(stored: StoredSession) -> int:
+def _stored_bytes(stored: StoredSession) -> int:
     """Bytes of a session's log, frames, blobs and columns."""
     frames = (frame for both in stored.frames.values() for frame in both if frame is not None)
     shared = (blob or b"" for blob in stored.blobs.values())
     columns = (frame for written in stored.columns.values() for frame in written.values())
     return sum(len(row.data or b"") for row in stored.events) + sum(map(len, chain(frames, shared, columns)))
-
-
-def _in_order(places: Sequence[Position]) -> bool:
-    """The positions must ascend: those of a damaged index may form a circle."""
-    return all(before < place for before, place in pairwise(places))

@@ -11,12 +11,14 @@ from typing import NamedTuple
 import msgspec
 
 from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Picker, turns_left_out
+from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
+from app.domain.rules import superseded
 from app.domain.samples import Segment, Status, Truncate, aged
 from app.domain.session import Session
 from app.export import formats
 from app.export.faults import excluded, instead, told
 from app.export.pages import ExportPage
-from app.export.query import Cursor, ExportQuery, session_excluded
+from app.export.query import Cursor, ExportQuery
 from app.export.row import Fields, Row, Unfit
 from app.export.rows import Known, SessionRows, known
 from app.export.shapes.tree import SessionTree
@@ -123,16 +125,10 @@ class PartRows:
 
     def _whole(self, tree: SessionTree, cursor: str) -> Fields:
         fields = tree.fields(cursor)
-        return (
-            fields
-            if not self._counts_only
-            else {
-                "sessions": [fields["session_id"]],
-                "tokens": len(fields["tokens"]),
-                "sampled_tokens": int(fields["sampled_mask"].sum()),
-                "cursor": cursor,
-            }
-        )
+        if not self._counts_only:
+            return fields
+        tokens, sampled = len(fields["tokens"]), int(fields["sampled_mask"].sum())
+        return {"sessions": [fields["session_id"]], "tokens": tokens, "sampled_tokens": sampled, "cursor": cursor}
 
     def _numbered(
         self, page: ExportPage, make: Callable[[str], Fields] | None, left_out: Sequence[Fields]
@@ -154,7 +150,14 @@ class PartRows:
         )
 
     def _row_or_counts(self, fields: Fields, rows: Sequence[Row]) -> Fields:
-        return _counts_of(rows) if self._counts_only else fields
+        if not self._counts_only:
+            return fields
+        return {
+            "sessions": sorted({row.session.session_id for row in rows}),
+            "tokens": sum(len(row.sample.tokens) for row in rows),
+            "sampled_tokens": sum(int(row.sample.sampled_mask.sum()) for row in rows),
+            "cursor": rows[-1].cursor,
+        }
 
     def _or_excluded(
         self, make: Callable[[], Fields], session_id: str, cursor: str, segment: int | None = None
@@ -204,61 +207,33 @@ class PartRows:
         if reason is not None:
             yield excluded(session_id, self._window.behind(at), reason)
             return
-        if session.session.is_text and not formats.takes_text(self._query.format):
+        if own.is_text and not formats.takes_text(self._query.format):
             yield excluded(session_id, self._window.behind(at), TEXT_ONLY)
             return
-        made = SessionRows(
-            stored,
-            session,
-            self._query.max_seq_len,
-            self._query.truncate,
-            self._release,
-            branches=self._branches,
-            loss=self._query.loss,
-            images=self._query.images,
-            columns=self._query.column_names,
-            top_k=self._query.top_k,
-        )
+        made = SessionRows(stored, session, self._query, self._branches, self._release)
         fitting = {segment.row.leaf.number: segment for segment in made.segments}
         missing: list[_Missing] = []
         if self._query.explain:
-            left_out = turns_left_out(session.session, made.rows, self._query.branches)
+            left_out = turns_left_out(own, made.rows, self._query.branches)
             missing = [_Missing(turn.segment, turn.number, reason) for turn, reason in left_out]
             missing += filter(None, (self._cut(session, made, row) for row in made.rows))
         total = len(made.rows) + len(missing)
         for nth, row in enumerate(made.rows, 1):
-            cursor, segment, number = (
-                self._window.behind(at, nth, total),
-                fitting.get(row.leaf.number),
-                row.leaf.segment,
-            )
+            cursor, number = self._window.behind(at, nth, total), row.leaf.segment
+            segment, beside = fitting.get(row.leaf.number), _in_no_loss(own, row, self._query)
             if segment is None:
-                reason = NOTHING_FITS[self._query.truncate] + _in_no_loss(session.session, row, self._query)
-                yield excluded(
-                    session_id, cursor, reason, segment=number, cut_tokens=sum(_sampled(session, row).values())
-                )
+                cut = sum(_sampled(session, row).values())
+                reason = NOTHING_FITS[self._query.truncate] + beside
+                yield excluded(session_id, cursor, reason, segment=number, cut_tokens=cut)
             elif self._query.status not in (None, status := self._status(segment)):
-                yield excluded(
-                    session_id,
-                    cursor,
-                    f"status is {status}{_in_no_loss(session.session, row, self._query)}",
-                    segment=number,
-                )
+                yield excluded(session_id, cursor, f"status is {status}{beside}", segment=number)
             else:
-                advantage = page.advantages.get(session_id)
                 try:
-                    made_row = made.row(
-                        segment,
-                        cursor,
-                        payloads=self._query.replay,
-                        routing_of=self._query.routing,
-                        advantage=advantage,
-                    )
+                    made_row = made.row(segment, cursor, advantage=page.advantages.get(session_id))
                 except Unfit as error:
-                    reason = f"{error}{_in_no_loss(session.session, row, self._query)}"
-                    yield excluded(session_id, cursor, reason, segment=number)
+                    yield excluded(session_id, cursor, f"{error}{beside}", segment=number)
                 else:
-                    yield _as_asked(made_row, self._query)
+                    yield self._as_asked(made_row)
         for nth, one in enumerate(missing, len(made.rows) + 1):
             cursor = self._window.behind(at, nth, total)
             yield excluded(
@@ -283,6 +258,14 @@ class PartRows:
         reason = f"max_seq_len: {lost} of {sum(sampled.values())} sampled tokens are cut"
         return _Missing(row.leaf.segment, first, reason, lost)
 
+    def _as_asked(self, row: Row) -> Row:
+        """The row with its age, and without stale tokens in its loss, where this is asked for."""
+        query = self._query
+        if query.stale == "drop":
+            return row
+        sample, age = aged(row.sample, query.weight_version, query.max_staleness, masks=query.stale == "mask")
+        return msgspec.structs.replace(row, sample=sample, age=age)
+
     def _status(self, segment: Segment) -> Status:
         return formats.status_of(self._query.format, self._query.shape, segment)
 
@@ -298,31 +281,11 @@ def _sampled(session: Known, row: BranchRow) -> dict[int, int]:
     }
 
 
-def _as_asked(row: Row, query: ExportQuery) -> Row:
-    """The row with rewards of turns, with its age, and without stale tokens in its loss, where this is asked for."""
-    if query.rewards == "turn":
-        row = msgspec.structs.replace(row, by_turn=True)
-    if query.stale == "drop":
-        return row
-    sample, age = aged(row.sample, query.weight_version, query.max_staleness, masks=query.stale == "mask")
-    return msgspec.structs.replace(row, sample=sample, age=age)
-
-
 def _in_no_loss(session: Session, row: BranchRow, query: ExportQuery) -> str:
     """Of a row that is left out: the turns that only it has in its loss."""
     if not session.is_tree or not row.in_loss or query.loss == "every":
         return ""
     return f"; turns {', '.join(map(str, sorted(row.in_loss)))} are in no loss"
-
-
-def _counts_of(rows: Sequence[Row]) -> Fields:
-    """The counts of a row."""
-    return {
-        "sessions": sorted({row.session.session_id for row in rows}),
-        "tokens": sum(len(row.sample.tokens) for row in rows),
-        "sampled_tokens": sum(int(row.sample.sampled_mask.sum()) for row in rows),
-        "cursor": rows[-1].cursor,
-    }
 
 
 def _missing(member: StoredSession, rows: Sequence[Row | Fields]) -> str | None:
@@ -336,3 +299,41 @@ def _missing(member: StoredSession, rows: Sequence[Row | Fields]) -> str | None:
     if member.root is not None:
         left_out = [row for row in left_out if row[formats.EXCLUDED] != TEXT_ONLY]
     return next((f"{row['session_id']}: {row[formats.EXCLUDED]}" for row in left_out), None)
+
+
+def session_excluded(known: Known, query: ExportQuery) -> str | None:
+    """Why a session of the requested group gives no row at all.
+
+    A session with a sampled token of unknown age is excluded, as is one without a reward if a reward is required. So no
+    token in an exported row's loss is older than requested, unless the request keeps stale ones.
+    """
+    session = known.session
+    leaf = session.leaf
+    if leaf is None:
+        return "no committed turn"
+    if query.session_status not in (None, session.status):
+        return f"session_status is {session.status}"
+    committed = known.times[leaf.number]
+    if query.since is not None and committed < query.since:
+        return "committed before since"
+    if query.until is not None and committed > query.until:
+        return "committed after until"
+    reward = None if session.reward is None else session.reward.reward
+    if query.min_reward is not None and (reward is None or reward < query.min_reward):
+        return "no reward" if reward is None else "reward below min_reward"
+    if query.max_reward is not None and (reward is None or reward > query.max_reward):
+        return "no reward" if reward is None else "reward above max_reward"
+    gone = superseded(session)
+    live = [
+        known.events[turn.number]
+        for turn in session.turns
+        if turn.number not in gone and turn.number > session.context_turns
+    ]
+    if query.max_staleness is None or query.stale == "keep" or not any(event.output_tokens for event in live):
+        return None
+    behind = staleness(query.weight_version, oldest_version(live))
+    if behind is None:
+        return f"staleness unknown: {UNKNOWN_STALENESS}"
+    if not all(map(has_numbers_only, live)):
+        return "staleness unknown: a weight version is no number"
+    return too_stale(behind, query.max_staleness) if query.stale == "drop" else None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
+import msgspec
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -20,21 +22,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from app.domain import cursors
 from app.domain.branches import Branches, Loss
-from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
 from app.domain.patterns import ANNOTATION, MAX_INTEGER, NO_NUL
-from app.domain.rules import superseded
 from app.domain.samples import RoutingOf, Stale, Truncate
-from app.domain.session import Session
 from app.errors import InvalidRequest
 from app.store.feed import Position
-
-if TYPE_CHECKING:
-    from app.export.rows import Known
-
-import msgspec
-
-from app.domain import cursors
 from workers.top_logprobs import MAX_TOP
 
 Text = Annotated[str | None, Field(pattern=NO_NUL)]
@@ -179,74 +172,18 @@ class ExportQuery(RowQuery):
         """Raises InvalidRequest."""
         if not isinstance(value, str):
             return value
-        seconds = _seconds(value)
+        seconds = math.nan
+        with suppress(ValueError):
+            seconds = float(value)
+        if math.isnan(seconds):
+            with suppress(ValueError):
+                moment = datetime.fromisoformat(value)
+                seconds = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
         if not math.isfinite(seconds):
             raise InvalidRequest(
                 f"{info.field_name}={value:.64} is neither seconds since the epoch nor a time of ISO 8601"
             )
         return seconds
-
-
-def _seconds(text: str) -> float:
-    """Seconds since the epoch; NaN for an invalid time."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not math.isnan(seconds):
-        return seconds
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        return math.nan
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-def session_excluded(known: Known, query: ExportQuery) -> str | None:
-    """Why a session of the requested group gives no row at all."""
-    session = known.session
-    leaf = session.leaf
-    if leaf is None:
-        return "no committed turn"
-    if query.session_status not in (None, session.status):
-        return f"session_status is {session.status}"
-    committed = known.times[leaf.number]
-    if query.since is not None and committed < query.since:
-        return "committed before since"
-    if query.until is not None and committed > query.until:
-        return "committed after until"
-    return _reward_excluded(session, query) or _age_excluded(known, query)
-
-
-def _reward_excluded(session: Session, query: ExportQuery) -> str | None:
-    reward = None if session.reward is None else session.reward.reward
-    if query.min_reward is not None and (reward is None or reward < query.min_reward):
-        return "no reward" if reward is None else "reward below min_reward"
-    if query.max_reward is not None and (reward is None or reward > query.max_reward):
-        return "no reward" if reward is None else "reward above max_reward"
-    return None
-
-
-def _age_excluded(known: Known, query: ExportQuery) -> str | None:
-    """A session with a sampled token of unknown age is excluded, as is one without a reward if a reward is required.
-
-    So no token in an exported row's loss is older than requested, unless the request keeps stale ones.
-    """
-    session = known.session
-    gone = superseded(session)
-    live = [
-        known.events[turn.number]
-        for turn in session.turns
-        if turn.number not in gone and turn.number > session.context_turns
-    ]
-    if query.max_staleness is None or query.stale == "keep" or not any(event.output_tokens for event in live):
-        return None
-    behind = staleness(query.weight_version, oldest_version(live))
-    if behind is None:
-        return f"staleness unknown: {UNKNOWN_STALENESS}"
-    if not all(map(has_numbers_only, live)):
-        return "staleness unknown: a weight version is no number"
-    return too_stale(behind, query.max_staleness) if query.stale == "drop" else None
 
 
 class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

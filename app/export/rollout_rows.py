@@ -49,7 +49,7 @@ class RolloutRows:
     def members(self, connection: Connection, stored: Stored, heads: Mapping[str, ExportHead] | None = None) -> Members:
         """All sessions of these sessions' rollouts that are not counted yet; of `heads`, those of all sessions, where
         the list of a rollout's sessions is damaged."""
-        roots = self._uncounted(stored)
+        roots = sorted({member.rollout_id for member in stored.values()} - self._counts.keys())
         if heads is None:
             parts = (roots[at : at + SPAN] for at in range(0, len(roots), SPAN))
             states = ("open", "closed")
@@ -59,9 +59,6 @@ class RolloutRows:
             below = [(head.session_id, head.rollout) for head in heads.values() if head.root_id in wanted]
         members = dict(below)
         return members | {root: root for root in members.values()}
-
-    def _uncounted(self, stored: Stored) -> list[str]:
-        return sorted({member.rollout_id for member in stored.values()} - self._counts.keys())
 
     async def counted(self, stored: Stored, members: Members) -> dict[str, StoredSession]:
         """The same sessions; those of rollouts of several have their rollout's count."""

@@ -15,7 +15,6 @@ from app.domain.groups import Root
 from app.domain.request import number_of
 from app.domain.samples import Age, Sample
 from app.domain.session import Session
-from app.export.links import Links
 from workers.codec import describe
 from workers.reply import LogprobsOf
 from workers.sampling_masks import Masks
@@ -94,6 +93,11 @@ class Routing(msgspec.Struct, frozen=True):
 
     ids: npt.NDArray[Any]
     row_start: int
+
+
+Links = Mapping[str, Any]
+"""A payload as URLs: `row_start`, `shape` of its rows, and `chunks`, each with its first row, rows, dtype, bytes and
+hash before compression, and either `url` or, for what is in the database, `frame` as base64."""
 
 
 class MaskRows(msgspec.Struct, frozen=True):
@@ -227,6 +231,10 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def reward(self) -> float | None:
         return None if self.session.reward is None else self.session.reward.reward
+
+    @property
+    def reward_components(self) -> Mapping[str, float]:
+        return {} if self.session.reward is None else self.session.reward.components
 
 
 class Unfit(Exception):

@@ -7,41 +7,44 @@ is always checked against the log's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
+from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import msgspec
 import numpy as np
+import pybase64
 from msgspec import UNSET, UnsetType
 
 from app.domain import images
-from app.domain.branches import Branches, Loss, Picker, branch_rows
+from app.domain.branches import Branches, Picker, branch_rows
 from app.domain.columns import Column, align, unpack
 from app.domain.events import AnnotationWritten, ChunkRef, ReplayKind, TurnCommitted, UnknownEvent
 from app.domain.groups import Root
-from app.domain.samples import RoutingOf, Sample, Segment, Truncate, TurnTokens, segments
+from app.domain.samples import Inconsistent, Sample, Segment, TurnSpan, TurnTokens, segments
 from app.domain.samples import sample as made
 from app.domain.session import Payload, Session, fold
-from app.export.links import Links, links
+from app.export.query import ExportQuery
 from app.export.row import (
+    Links,
     MaskRows,
     Routing,
     Row,
     RowImage,
     Source,
+    Top,
     TurnContent,
     TurnSampling,
     Unfit,
     sampling_of,
 )
-from app.export.top import top_of
 from app.sessions import replay_payloads as replay
 from app.sessions.conversation import as_messages
 from app.store.content import StoredSession
 from app.store.sessions import decode_events
 from workers import codec
-from workers.codec import CorruptContent, Messages, TopLogprobs
+from workers.codec import CorruptContent, Messages, TopLogprobs, TopRows
 from workers.parse import REPLAY
 from workers.sampling_masks import KIND as MASK
+from workers.top_logprobs import NO_ID, NO_LOGPROB, unpacked
 
 T = TypeVar("T", covariant=True)
 
@@ -109,7 +112,8 @@ def known(stored: StoredSession) -> Known:
 
 
 class SessionRows:
-    """A session's branches that become rows, and a row of each. `release` is Turnlog's version, for provenance.
+    """A session's branches that become rows as `query` asks for them, and a row of each. `release` is Turnlog's
+    version, for provenance.
 
     `segments` are those of which a part fits. Samples are made one at a time, because each contains its whole prompt.
     Raises CorruptContent.
@@ -119,50 +123,33 @@ class SessionRows:
         self,
         stored: StoredSession,
         known_session: Known,
-        max_seq_len: int | None,
-        truncate: Truncate,
+        query: ExportQuery,
+        branches: Branches | Picker,
         release: str,
-        *,
-        branches: Branches | Picker = "kept",
-        loss: Loss = "once",
-        images: Literal["inline", "hash", "none"] = "none",
-        columns: Sequence[str] = (),
-        top_k: int | None = None,
     ) -> None:
-        self._columns = columns
+        self._query = query
         self._stored = stored
         self._known = known_session
         self._release = release
-        self._shown = images
-        self._top_k = top_k
         self._tops: dict[int, TopLogprobs | None] = {}
         self._saids: dict[int, Messages] = {}
         self._shared: dict[int, bytes] = {}
         self.session = known_session.session
-        self.rows = branch_rows(known_session.session, branches, loss)
+        self.rows = branch_rows(known_session.session, branches, query.loss)
         content = {number: self._tokens(number) for number in sorted({one for row in self.rows for one in row.turns})}
-        self.segments = segments(known_session.session, self.rows, content, max_seq_len, truncate)
+        self.segments = segments(known_session.session, self.rows, content, query.max_seq_len, query.truncate)
         self._rollout_rows = len(self.rows) if stored.rollout_rows is None else stored.rollout_rows
         self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
 
-    def row(
-        self,
-        segment: Segment,
-        cursor: str,
-        *,
-        payloads: bool | Literal["urls"],
-        routing_of: RoutingOf = "newest",
-        advantage: float | None = None,
-    ) -> Row:
-        """`payloads`: read the replay payloads, or say where they are. Raises CorruptContent, Inconsistent; Unfit where
-        a sampled row is not there."""
+    def row(self, segment: Segment, cursor: str, *, advantage: float | None = None) -> Row:
+        """Raises CorruptContent, Inconsistent; Unfit where a sampled row of a payload is not there."""
         sample = made(segment)
-        path = segment.row.turns
+        path, payloads = segment.row.turns, self._query.replay
         routing, differs = dict(self._routing(sample, path)) if payloads is True else {}, None
         mask = routing.pop(MASK, UNSET)
-        if payloads is True and routing_of == "sampled":
+        if payloads is True and self._query.routing == "sampled":
             routing, differs = self._sampled(sample, routing)
-        columns = {name: self._of_column(sample, name) for name in self._columns}
+        columns = {name: self._of_column(sample, name) for name in self._query.column_names}
         return Row(
             session=self.session,
             sample=sample,
@@ -177,16 +164,17 @@ class SessionRows:
             routing_differs=differs,
             advantage=advantage,
             replay=payloads is True,
+            by_turn=self._query.rewards == "turn",
             root=self._known.root,
             rollout_rows=self._rollout_rows,
             sampling=Lazy(lambda: [self._sampling(span.turn) for span in sample.turns]),
             links=dict(self._links(sample, path)) if payloads == "urls" else None,
             stored_images=self._stored_images(sample),
-            images=None if self._shown == "none" else Lazy(lambda: list(self._images(sample))),
+            images=None if self._query.images == "none" else Lazy(lambda: list(self._images(sample))),
             annotations=self._annotations(sample) if self.session.annotations else None,
             columns={name: align(sample.turns, column) for name, (column, _) in columns.items()} or None,
             as_of_seq=max([self.session.version, *(seq for _, seq in columns.values())]),
-            top=None if self._top_k is None else top_of(sample, self._tops, self._top_k),
+            top=None if self._query.top_k is None else self._top(sample, self._query.top_k),
         )
 
     def _annotations(self, sample: Sample) -> Mapping[str, Any] | None:
@@ -227,7 +215,7 @@ class SessionRows:
             # Its counts are the upstream's: there are no tokens that they could be checked against.
             return TurnTokens(msgspec.structs.replace(event, suffix_tokens=0, output_tokens=0), b"", b"", b"")
         unpacked = codec.unpack_tokens(tokens, exchange)
-        if self._top_k is not None:
+        if self._query.top_k is not None:
             self._tops[number] = unpacked.top
         return TurnTokens(event, unpacked.suffix_ids, unpacked.output_ids, unpacked.logprobs)
 
@@ -264,7 +252,7 @@ class SessionRows:
 
     def _messages(self, number: int) -> list[bytes]:
         messages = as_messages(self._known.events[number].protocol, self._said(number))
-        if self._shown != "inline" or not self._known.events[number].images:
+        if self._query.images != "inline" or not self._known.events[number].images:
             return messages
         data = {sha256: self._image(sha256) for sha256 in images.hashes(messages)}
         return [images.put_back(message, data) for message in messages]
@@ -275,7 +263,7 @@ class SessionRows:
         for turn in self.session.message_chain(sample.turns[-1].turn):
             for message in as_messages(turn.protocol, self._said(turn.number)):
                 for image in images.shown(message):
-                    data = None if image.sha256 is None or self._shown != "inline" else self._image(image.sha256)
+                    data = None if image.sha256 is None or self._query.images != "inline" else self._image(image.sha256)
                     yield RowImage(
                         sha256=image.sha256,
                         media_type=image.media_type,
@@ -287,6 +275,38 @@ class SessionRows:
                         turn=turn.number,
                     )
                 place += 1
+
+    def _top(self, sample: Sample, k: int) -> Top:
+        """The most likely tokens, and the prompts' logprobs. Raises CorruptContent, Inconsistent."""
+        count = len(sample.tokens)
+        top = Top(
+            np.full((count, k), NO_ID, np.int32),
+            np.full((count, k), NO_LOGPROB, np.float32),
+            np.zeros(count, np.float32),
+            np.zeros(count, np.uint8),
+        )
+
+        def place(span: TurnSpan, first: int, end: int, packed: TopRows, *, is_longer: bool = False) -> None:
+            ids, logprobs = unpacked(packed)
+            _require_count(len(ids) == end - first or (is_longer and len(ids) > end - first), span)
+            width = min(k, ids.shape[1])
+            top.top_ids[first:end, :width] = ids[: end - first, :width]
+            top.top_logprobs[first:end, :width] = logprobs[: end - first, :width]
+
+        for span in sample.turns:
+            if (stored := self._tops.get(span.turn)) is None:
+                continue
+            if stored.output is not None:
+                # A turn may be cut, and its last token trimmed by the next one.
+                place(span, span.output_start, span.end, stored.output, is_longer=True)
+            given = np.frombuffer(stored.prompt_logprobs, "<f4")
+            _require_count(len(given) <= span.output_start - span.start, span)
+            first = span.output_start - len(given)
+            top.prompt_logprobs[first : span.output_start] = given
+            top.prompt_logprobs_mask[first : span.output_start] = 1
+            if stored.prompt is not None:
+                place(span, first, span.output_start, stored.prompt)
+        return top
 
     def _stored_images(self, sample: Sample) -> int:
         """Without reading a message."""
@@ -354,25 +374,64 @@ class SessionRows:
         return Routing(rows.reshape(len(rows), *payload.shape), first)
 
     def _routing(self, sample: Sample, path: Sequence[int]) -> Iterator[tuple[str, Routing | MaskRows | None]]:
-        """The sample's rows: those of the newest turn of its branch that has any, up to the sample's end.
+        """The sample's rows: those of the newest turn of its branch that has any, up to the sample's end. None if they
+        are tombstoned, perhaps since the export's window was fixed.
 
         Raises CorruptContent.
         """
-        for kind in self._kinds(sample):
-            yield kind, _routing(self.session, sample, path, kind, self._stored.chunks)
+        stored = self._stored.chunks
+        for needed in self._needed(sample, path):
+            payload = needed.payload
+            if payload is None or any(chunk.key not in stored for chunk in needed.chunks):
+                yield needed.kind, None
+            elif needed.kind == MASK:
+                masks = replay.masks_of(payload, stored, payload.start, needed.stop)
+                yield needed.kind, MaskRows(masks, payload.start)
+            else:
+                rows = replay.rows_of(payload, stored, payload.start, needed.stop)
+                yield needed.kind, Routing(rows.reshape(len(rows), *payload.shape), payload.start)
 
     def _links(self, sample: Sample, path: Sequence[int]) -> Iterator[tuple[str, Links | None]]:
         """As `_routing`, unread and without sampling masks."""
-        for kind in self._kinds(sample):
-            if kind == MASK:
-                continue
-            payload = _payload(self.session, sample, path, kind)
-            yield kind, None if payload is None else links(payload.payload, payload.chunks, self._stored, payload.stop)
+        for needed in self._needed(sample, path):
+            if needed.kind != MASK:
+                yield needed.kind, None if needed.payload is None else self._linked(needed, needed.payload)
 
-    def _kinds(self, sample: Sample) -> list[ReplayKind]:
-        """The kinds of payloads that any turn of the sample has brought."""
+    def _linked(self, needed: _Needed, payload: Payload) -> Links | None:
+        """None if the rows are tombstoned."""
+        chunks: list[dict[str, Any]] = []
+        for ref in needed.chunks:
+            described = {name: getattr(ref, name) for name in ("start", "rows", "dtype", "size", "hash")}
+            name, frame = self._stored.objects.get(ref.key), self._stored.chunks.get(ref.key)
+            if name is not None:
+                chunks.append({**described, "url": self._stored.urls[name]})
+            elif frame is not None:
+                chunks.append({**described, "frame": pybase64.b64encode(frame).decode()})
+            else:
+                return None
+        shape = [max(needed.stop - payload.start, 0), *payload.shape]
+        return {"row_start": payload.start, "shape": shape, "chunks": chunks}
+
+    def _needed(self, sample: Sample, path: Sequence[int]) -> Iterator[_Needed]:
+        """Of each kind of payload that any turn of the sample has brought."""
         brought = {ref.kind for span in sample.turns for ref in self._known.events[span.turn].payloads}
-        return [kind for kind in REPLAY if kind in brought]
+        whole = [payload for number in reversed(path) for payload in self.session.whole_payloads(number)]
+        for kind in (kind for kind in REPLAY if kind in brought):
+            payload = next((payload for payload in whole if payload.kind == kind), None)
+            if payload is None:
+                yield _Needed(kind, None, (), 0)
+            else:
+                stop = min(payload.stop, max(len(sample.tokens) - 1, 0))
+                yield _Needed(kind, payload, [chunk for chunk in payload.chunks if chunk.start < stop], stop)
+
+
+class _Needed(NamedTuple):
+    """A kind's payload of a sample, None if it is tombstoned, and its chunks with rows before `stop`."""
+
+    kind: ReplayKind
+    payload: Payload | None
+    chunks: Sequence[ChunkRef]
+    stop: int
 
 
 def _engines(event: TurnCommitted) -> Sequence[str]:
@@ -380,33 +439,6 @@ def _engines(event: TurnCommitted) -> Sequence[str]:
     return [part.engine for part in event.parts] or [event.engine]
 
 
-class _Needed(NamedTuple):
-    """A payload of a sample, and its chunks with rows before `stop`."""
-
-    payload: Payload
-    chunks: Sequence[ChunkRef]
-    stop: int
-
-
-def _payload(session: Session, sample: Sample, path: Sequence[int], kind: str) -> _Needed | None:
-    """None if the payloads are tombstoned."""
-    payloads = (payload for number in reversed(path) for payload in session.whole_payloads(number))
-    payload = next((payload for payload in payloads if payload.kind == kind), None)
-    if payload is None:
-        return None
-    stop = min(payload.stop, max(len(sample.tokens) - 1, 0))
-    return _Needed(payload, [chunk for chunk in payload.chunks if chunk.start < stop], stop)
-
-
-def _routing(
-    session: Session, sample: Sample, path: Sequence[int], kind: str, chunks: Mapping[tuple[int, int], bytes | None]
-) -> Routing | MaskRows | None:
-    """None if the payloads are tombstoned, perhaps since the export's window was fixed."""
-    stored_payload = _payload(session, sample, path, kind)
-    if stored_payload is None or any(chunk.key not in chunks for chunk in stored_payload.chunks):
-        return None
-    payload = stored_payload.payload
-    if kind == MASK:
-        return MaskRows(replay.masks_of(payload, chunks, payload.start, stored_payload.stop), payload.start)
-    rows = replay.rows_of(payload, chunks, payload.start, stored_payload.stop)
-    return Routing(rows.reshape(len(rows), *payload.shape), payload.start)
+def _require_count(holds: bool, span: TurnSpan) -> None:
+    if not holds:
+        raise Inconsistent(f"turn {span.turn}: the most likely tokens are not as many as its tokens")

@@ -13,6 +13,7 @@ from app.domain.events import UnknownEvent
 from app.domain.samples import Inconsistent
 from app.domain.session import Session
 from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
+from app.export.query import ExportQuery
 from app.export.rollout_rows import Members, RolloutRows
 from app.export.rows import Known, SessionRows, known
 from app.export.shapes import miles
@@ -66,7 +67,10 @@ class SessionSamples:
         stored = await rollout_rows.counted(stored, members)
         try:
             session = await asyncio.to_thread(known, stored[session_id])
-            metadata = await self._driver_metadata(live, session.session)
+            # miles' driver writes what `/samples` says of the session over what the agent returned, so it is miles' own
+            # keys: none of another meaning, and none without a value.
+            fields, ours = await self.metadata(live, session.session), summary(session.session)
+            metadata = {name: value for name, value in fields.items() if name not in ours and value is not None}
             if agent is not None:
                 metadata["agent"] = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in agent.items()}
             made = await asyncio.to_thread(
@@ -86,11 +90,12 @@ class SessionSamples:
         *,
         sealed: bool,
     ) -> bytes:
-        made = SessionRows(stored, known_session, max_seq_len, "token", self._release, branches=branches)
+        query = ExportQuery(max_seq_len=max_seq_len, truncate="token", images="none", replay=True)
+        made = SessionRows(stored, known_session, query, branches, self._release)
         session = known_session.session
         is_incomplete = sealed and not session.is_complete
         has_rows = not (session.is_text or is_incomplete)
-        rows = [made.row(segment, "", payloads=True) for segment in made.segments] if has_rows else []
+        rows = [made.row(segment, "") for segment in made.segments] if has_rows else []
         reason = None if rows else "all_truncated"
         if is_incomplete:
             reason = "incomplete"
@@ -107,13 +112,6 @@ class SessionSamples:
         versions = self._versions if session.config.evaluation is None else "spans"
         beside = [_beside(row.turns[-1].event.turn, session, metadata) for row in rows]
         return miles.samples_body(rows, metadata, reason, responses, versions, beside)
-
-    async def _driver_metadata(self, live: CacheEntry, session: Session) -> dict[str, Any]:
-        """What `/samples` says of the session: miles' own keys. Its driver writes them over what the agent returned, so
-        none of another meaning and none without a value may be among them. Raises SessionUnreadable."""
-        fields = await self.metadata(live, session)
-        ours = summary(session)
-        return {name: value for name, value in fields.items() if name not in ours and value is not None}
 
     async def metadata(self, live: CacheEntry, session: Session) -> dict[str, Any]:
         """The field `session` of `GET /sessions/{id}`; `live` may have advanced meanwhile.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -38,26 +37,26 @@ SLICE_BYTES = 2 << 20
 """Approximate bytes of rows that are made together: a session may have many, each with its whole prompt."""
 
 
-def some_rows(made: Iterator[Fields], limit: int, most: int = SLICE_BYTES) -> Iterator[Fields]:
-    """The next rows: at most `limit`, and about `most` bytes of them. Each is made when it is asked for."""
+def some_rows(made: Iterator[Fields], most: int = SLICE_BYTES) -> Iterator[Fields]:
+    """The next rows, about `most` bytes of them. Each is made when it is asked for."""
     size = 0
-    for row in islice(made, limit):
+    for row in made:
         size += sum(map(_weight, row.values()))
         yield row
         if size >= most:
             return
 
 
-def next_rows(made: Iterator[Fields], limit: int, most: int = SLICE_BYTES) -> list[Fields]:
+def next_rows(made: Iterator[Fields], most: int = SLICE_BYTES) -> list[Fields]:
     """As `some_rows`, made."""
-    return list(some_rows(made, limit, most))
+    return list(some_rows(made, most))
 
 
 def _weight(value: object) -> int:
     """Approximate bytes of a field."""
-    if value is None or isinstance(value, (int, float)):
-        return 8  # most fields
     match value:
+        case None | int() | float():
+            return 8  # most fields
         case np.ndarray():
             return value.nbytes
         case str() | bytes():
@@ -111,7 +110,7 @@ class _Worker:
 async def read_ahead(items: AsyncGenerator[T]) -> AsyncGenerator[T]:
     """The same, with the next one made while one is used. Closes them."""
 
-    async def following() -> T | None:
+    async def following() -> T | None:  # a task takes no awaitable of another kind
         return await anext(items, None)
 
     async with contextlib.aclosing(items):
@@ -163,4 +162,4 @@ def _next_pieces(writer: ContainerWriter, part: Rows) -> tuple[list[bytes], bool
     following = next(part, None)
     if following is None:
         return [], True
-    return list(writer.write(some_rows(chain([following], part), sys.maxsize))), False
+    return list(writer.write(some_rows(chain([following], part)))), False

@@ -6,7 +6,7 @@ is rendered from the engine's committed one. The turn knows a protocol only by i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -16,6 +16,7 @@ from app.domain.known_body import ContinuedBody
 from app.domain.request import ChatRequest, CompletionRequest
 from app.errors import UpstreamInvalid
 from app.protocols.errors import ErrorFields
+from app.protocols.sse import KEEPALIVE
 
 
 class CommittedReply(msgspec.Struct, frozen=True):
@@ -49,52 +50,53 @@ class LiveRenderer(Protocol):
         """The end of a stream that cannot be completed."""
 
 
-class WireProtocol(Protocol):
-    """One protocol. `route` is its path below a base URL, for `methods`. `is_native`: engines speak it, so that their
-    replies and errors pass as they are. `gives_payloads`: its clients read replay payloads that they did not ask for.
-    `has_layouts`: its requests say where a long body's messages are, so that the next body is known by its bytes.
-    `history` is that of a session whose first turn comes in this protocol and that has none yet. `keepalive` is sent
-    while a stream waits for its turn. `schema` is a request's JSON schema, with a title, for the OpenAPI document, and
-    `example` a request."""
+class Parse(Protocol):
+    """Reads a request. Raises InvalidRequest, which names the field, and Unsupported.
+
+    `has_few_values`: the body has no more values than `bounds.FEW`. `continued`: what is known of the body, for a
+    protocol that has layouts.
+    """
+
+    def __call__(
+        self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
+    ) -> ChatRequest | CompletionRequest: ...
+
+
+def _as_it_is(request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
+    return request
+
+
+class WireProtocol(msgspec.Struct, frozen=True, kw_only=True):
+    """One protocol, at `route` below a base URL.
+
+    `reply` gives the reply's JSON, `events` the reply as a whole stream of server-sent events, `live` what renders one
+    that is still generated: it is given what the first chunk says, with an empty message. `error` gives an error's
+    JSON, `error_event` the end of a stream that has begun and cannot be completed. `complete` adds what a request
+    refers to, from the turns that it `continues` and `needs`, by proof; it raises InvalidRequest.
+
+    `schema` is a request's JSON schema, with a title, for the OpenAPI document, and `example` a request. `is_native`:
+    engines speak it, so that their replies and errors pass as they are. `gives_payloads`: its clients read replay
+    payloads that they did not ask for. `has_layouts`: its requests say where a long body's messages are, so that the
+    next body is known by its bytes. `history` is that of a session whose first turn comes in this protocol and that has
+    none yet. `keepalive` is sent while a stream waits for its turn."""
 
     name: str
     route: str
-    methods: tuple[str, ...]
-    is_native: bool
-    gives_payloads: bool
-    has_layouts: bool
-    history: History
-    keepalive: bytes
+    parse: Parse
+    reply: Callable[[CommittedReply], bytes]
+    events: Callable[[CommittedReply], bytes]
+    live: Callable[[CommittedReply], LiveRenderer]
+    error: Callable[[ErrorFields], bytes]
+    error_event: Callable[[ErrorFields], bytes]
     schema: Mapping[str, Any]
     example: Mapping[str, Any]
-
-    def parse(
-        self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
-    ) -> ChatRequest | CompletionRequest:
-        """The request. Raises InvalidRequest, which names the field, and Unsupported.
-
-        `has_few_values`: the body has no more values than `bounds.FEW`. `continued`: what is known of the body, for a
-        protocol that has layouts.
-        """
-
-    def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
-        """The request with what it refers to. `turns` are those that it `continues` and `needs`, by proof. Raises
-        InvalidRequest."""
-
-    def reply(self, reply: CommittedReply) -> bytes:
-        """The reply's JSON."""
-
-    def events(self, reply: CommittedReply) -> bytes:
-        """The reply as a whole stream of server-sent events."""
-
-    def live(self, begun: CommittedReply) -> LiveRenderer:
-        """For a reply that is still generated: `begun` is what its first chunk says, with an empty message."""
-
-    def error(self, error: ErrorFields) -> bytes:
-        """An error's JSON."""
-
-    def error_event(self, error: ErrorFields) -> bytes:
-        """The end of a stream that has begun and cannot be completed."""
+    complete: Callable[[ChatRequest, Mapping[str, StoredTurn]], ChatRequest] = _as_it_is
+    methods: tuple[str, ...] = ("POST",)
+    is_native: bool = False
+    gives_payloads: bool = False
+    has_layouts: bool = False
+    history: History = "linear"
+    keepalive: bytes = KEEPALIVE
 
 
 class FirstText:

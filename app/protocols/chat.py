@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from app.domain import control
 from app.domain.calls import given_prefix, with_ids
-from app.domain.events import History
 from app.domain.known_body import ContinuedBody
 from app.domain.left_out import IMAGE_DETAIL, SERVER_TOOL, left_out_at
 from app.domain.request import (
     ChatRequest,
-    CompletionRequest,
     engine_params,
     fields_of,
     flag,
@@ -27,11 +25,11 @@ from app.domain.request import (
     value_of,
 )
 from app.errors import Unsupported
-from app.protocols.base import COMMON, IDS, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn, nullable
+from app.protocols.base import COMMON, IDS, TEXT, CommittedReply, Schema, WireProtocol, nullable
 from app.protocols.engine_reply import TokenLogprob
 from app.protocols.errors import ErrorFields, openai_error
 from app.protocols.pieces import PIECE, Logprobs, pieces_of, text_pieces
-from app.protocols.sse import KEEPALIVE, event
+from app.protocols.sse import event
 from workers.parse_parts import REPLAY
 
 _MESSAGE: Schema = {
@@ -130,25 +128,18 @@ def with_known_details(messages: Sequence[msgspec.Raw], known: int) -> tuple[Seq
         raw = messages[index]
         if ORIGINAL in bytes(raw):
             message = value_of(raw, f"messages[{index}]")
-            places = [f"messages[{index}].content[{part}]" for part in _replace_details(message)]
-            if places:
+            content = message.get("content") if isinstance(message, dict) else None
+            before = len(left_out)
+            for number, part in enumerate(content if isinstance(content, list) else ()):
+                image = part.get("image_url") if isinstance(part, dict) else None
+                if isinstance(image, dict) and image.get("detail") == "original":
+                    image["detail"] = "auto"
+                    left_out.append(left_out_at(IMAGE_DETAIL, f"messages[{index}].content[{number}]"))
+            if len(left_out) > before:
                 changed[index] = msgspec.Raw(msgspec.json.encode(message))
-                left_out += [left_out_at(IMAGE_DETAIL, place) for place in places]
     if not changed:
         return messages, ()
     return [changed.get(index, raw) for index, raw in enumerate(messages)], tuple(left_out)
-
-
-def _replace_details(message: Any) -> list[int]:
-    """Replace the details in place. Returns the numbers of the content's parts that had them."""
-    content = message.get("content") if isinstance(message, dict) else None
-    replaced = []
-    for number, part in enumerate(content if isinstance(content, list) else ()):
-        image = part.get("image_url") if isinstance(part, dict) else None
-        if isinstance(image, dict) and image.get("detail") == "original":
-            image["detail"] = "auto"
-            replaced.append(number)
-    return replaced
 
 
 def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> ChatRequest:
@@ -229,14 +220,7 @@ class LiveIds:
 
 DONE = b"data: [DONE]\n\n"
 
-_NOT_IN_A_CHUNK = (
-    "meta_info",
-    "message",
-    "prompt_token_ids",
-    "response_token_ids",
-    "token_ids",
-    *REPLAY,
-)
+_NOT_IN_A_CHUNK = ("meta_info", "message", "prompt_token_ids", "response_token_ids", "token_ids", *REPLAY)
 
 _IN_EVERY_CHUNK = frozenset(("id", "object", "created", "model", "system_fingerprint", "service_tier"))
 """Fields of a reply that each chunk repeats; the others (such as `usage`) come with the last."""
@@ -306,7 +290,12 @@ def _deltas(message: Fields, raw: msgspec.Raw | None, is_last: bool) -> Iterator
     if logprobs is None and sum(map(len, map(bytes, message.values()))) <= PIECE:
         yield {**with_all, "delta": message}
         return
-    texts = {name: _TEXT.decode(value) for name, value in message.items() if _is_text(name, value)}
+    # A field that clients join piece by piece, unless it is short and none of those that each reply may have.
+    texts = {
+        name: _TEXT.decode(value)
+        for name, value in message.items()
+        if bytes(value)[:1] == b'"' and name != "role" and (name in _TEXTS or len(bytes(value)) > PIECE)
+    }
     # Clients show reasoning first, and it was sampled first, but engines name it after the content.
     ordered = sorted(texts.items(), key=lambda text: text[0] == "content")
     head: Mapping[str, Any] = _without(message, texts)
@@ -316,12 +305,6 @@ def _deltas(message: Fields, raw: msgspec.Raw | None, is_last: bool) -> Iterator
         with_all, head = {}, {}
     if head:
         yield {**with_all, "delta": head}
-
-
-def _is_text(name: str, value: msgspec.Raw) -> bool:
-    """A field that clients join piece by piece, unless it is short and none of those that each reply may have."""
-    raw = bytes(value)
-    return raw[:1] == b'"' and name != "role" and (name in _TEXTS or len(raw) > PIECE)
 
 
 def _logprobs(raw: msgspec.Raw) -> Logprobs | None:
@@ -401,12 +384,6 @@ def _without(fields: Fields, names: Collection[str]) -> Fields:
     return {name: value for name, value in fields.items() if name not in names}
 
 
-def _live_deltas(texts: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """What has come of a message at once, as deltas."""
-    raw = {name: msgspec.Raw(msgspec.json.encode(text)) for name, text in texts.items()}
-    return (delta["delta"] for delta in _deltas(raw, None, is_last=True))
-
-
 class LiveChat:
     def __init__(self, begun: CommittedReply) -> None:
         self._repeated = repeated_fields(_FIELDS.decode(begun.body))
@@ -419,7 +396,8 @@ class LiveChat:
             texts = {"role": "assistant", **texts}
             self._sent.add("role")
         self._sent.update(texts)
-        deltas = [*_live_deltas(texts)] if texts else []
+        raw = {name: msgspec.Raw(msgspec.json.encode(text)) for name, text in texts.items()}
+        deltas = [delta["delta"] for delta in _deltas(raw, None, is_last=True)] if texts else []
         for call in map(self._ids.of, delta.get("tool_calls", ())):
             deltas += [{"tool_calls": [{**piece, "index": call["index"]}]} for piece in call_pieces(call)]
         return b"".join(map(self._chunk, deltas))
@@ -437,39 +415,22 @@ class LiveChat:
         return error_event(error)
 
 
-class Chat:
-    name = "chat"
-    route = "/v1/chat/completions"
-    methods: tuple[str, ...] = ("POST",)
-    is_native = True
-    gives_payloads = False
-    has_layouts = True
-    history: History = "linear"
-    keepalive = KEEPALIVE
-    schema: Mapping[str, Any] = REQUEST
-    example: Mapping[str, Any] = EXAMPLE
-
-    parse: ClassVar[Callable[..., ChatRequest | CompletionRequest]] = staticmethod(parse_chat)
-
-    def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
-        return request
-
-    def reply(self, reply: CommittedReply) -> bytes:
-        return with_given_ids(reply)
-
-    def events(self, reply: CommittedReply) -> bytes:
-        return as_stream(with_given_ids(reply))
-
-    def live(self, begun: CommittedReply) -> LiveRenderer:
-        return LiveChat(begun)
-
-    def error(self, error: ErrorFields) -> bytes:
-        return openai_error(error)
-
-    def error_event(self, error: ErrorFields) -> bytes:
-        return error_event(error)
-
-
 def error_event(error: ErrorFields) -> bytes:
     """Without `[DONE]`, which would end the stream as if it were whole."""
     return event(msgspec.Raw(openai_error(error)))
+
+
+CHAT = WireProtocol(
+    name="chat",
+    route="/v1/chat/completions",
+    parse=parse_chat,
+    reply=with_given_ids,
+    events=lambda reply: as_stream(with_given_ids(reply)),
+    live=LiveChat,
+    error=openai_error,
+    error_event=error_event,
+    schema=REQUEST,
+    example=EXAMPLE,
+    is_native=True,
+    has_layouts=True,
+)

@@ -22,7 +22,7 @@ from app.domain.request import (
 )
 from app.errors import InvalidRequest, Unsupported
 from app.protocols.base import COMMON, IDS, ONE, TEXT, Schema, nullable
-from app.protocols.chat import Chat
+from app.protocols.chat import CHAT
 from workers import scan
 from workers.parse_json import is_null
 
@@ -99,11 +99,12 @@ def _only_item(raw: bytes) -> msgspec.Raw:
     raise Unsupported("prompt must be one prompt: a session has one continuation")
 
 
-class Completions(Chat):
-    name = "completions"
-    route = "/v1/completions"
-    has_layouts = False
-    schema = REQUEST
-    example = EXAMPLE
-
-    parse = staticmethod(parse_completion)
+COMPLETIONS = msgspec.structs.replace(
+    CHAT,
+    name="completions",
+    route="/v1/completions",
+    parse=parse_completion,
+    schema=REQUEST,
+    example=EXAMPLE,
+    has_layouts=False,
+)

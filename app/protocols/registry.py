@@ -6,19 +6,18 @@ import re
 from collections.abc import Mapping
 
 from app.protocols.base import WireProtocol
-from app.protocols.chat import Chat
-from app.protocols.completions import Completions
-from app.protocols.messages import Messages
-from app.protocols.responses import Compaction, Responses
-from app.protocols.tokens import SglangGenerate, VllmGenerate
+from app.protocols.chat import CHAT
+from app.protocols.completions import COMPLETIONS
+from app.protocols.messages import MESSAGES
+from app.protocols.responses import COMPACTION, RESPONSES
+from app.protocols.tokens import SGLANG_GENERATE, VLLM_GENERATE
 
 PROTOCOLS: Mapping[str, WireProtocol] = {
-    protocol.name: protocol
-    for protocol in (Chat(), Completions(), Messages(), Responses(), VllmGenerate(), SglangGenerate())
+    protocol.name: protocol for protocol in (CHAT, COMPLETIONS, MESSAGES, RESPONSES, VLLM_GENERATE, SGLANG_GENERATE)
 }
 """By name, as the log has it."""
 
-ROUTES: Mapping[str, WireProtocol] = {protocol.route: protocol for protocol in (*PROTOCOLS.values(), Compaction())}
+ROUTES: Mapping[str, WireProtocol] = {protocol.route: protocol for protocol in (*PROTOCOLS.values(), COMPACTION)}
 """By path below a base URL."""
 
 _AT = re.compile(rf"({'|'.join(map(re.escape, ROUTES))})(/|$)")

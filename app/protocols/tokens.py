@@ -10,7 +10,7 @@ retry's key. A stream is the whole reply as one event, after the commit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -28,9 +28,9 @@ from app.domain.request import (
     value_of,
 )
 from app.errors import InvalidRequest, Unsupported
-from app.protocols.base import COMMON, IDS, ONE, TEXT, CommittedReply, Schema, nullable
+from app.protocols.base import COMMON, IDS, ONE, TEXT, CommittedReply, Schema, WireProtocol, nullable
 from app.protocols.chat import DONE
-from app.protocols.completions import Completions
+from app.protocols.completions import COMPLETIONS
 from app.protocols.engine_reply import object_of
 from app.protocols.sse import event
 
@@ -38,6 +38,9 @@ Fields = dict[str, msgspec.Raw]
 
 _NULL = msgspec.Raw(b"null")
 _FIELDS = msgspec.json.Decoder(Fields)
+
+VLLM, SGLANG = "vllm_generate", "sglang_generate"
+"""The protocols' names."""
 
 MAX_KEY = 256
 """Characters of a `request_id` or `rid`."""
@@ -229,7 +232,7 @@ def parse_vllm(body: bytes, has_few_values: bool = False, continued: ContinuedBo
     prompt = msgspec.Raw(b"[" + ids.text + b"]") if repeats else _NULL
     has_tops = bytes(params.get("logprobs", b"0")) != b"0"
     wanted = Wanted(key, prompt, has_tops=has_tops, has_text=mode == "text")
-    return _request(ids, {**fields, **params}, many_values, VllmGenerate.name, stream, key, wanted)
+    return _request(ids, {**fields, **params}, many_values, VLLM, stream, key, wanted)
 
 
 def parse_sglang(
@@ -251,7 +254,7 @@ def parse_sglang(
     for name in ("return_text_in_logprobs", "logprob_start_len"):
         fields.pop(name, None)
     params = {**fields, "max_tokens": SGLANGS_LIMIT, **sampling}
-    return _request(ids, params, many_values, SglangGenerate.name, stream, key, Wanted(key, logprobs=wants_logprobs))
+    return _request(ids, params, many_values, SGLANG, stream, key, Wanted(key, logprobs=wants_logprobs))
 
 
 def _parse_legacy(fields: Fields, many_values: bool) -> CompletionRequest:
@@ -260,7 +263,7 @@ def _parse_legacy(fields: Fields, many_values: bool) -> CompletionRequest:
     if prompt:
         raise Unsupported(f"prompt.{next(iter(prompt))}: a session's prompt is one list of token ids")
     stream = flag(fields.pop("stream", None), "stream")
-    return _request(ids, _set(fields), many_values, SglangGenerate.name, stream, None, Wanted(is_legacy=True))
+    return _request(ids, _set(fields), many_values, SGLANG, stream, None, Wanted(is_legacy=True))
 
 
 def vllm_reply(reply: CommittedReply) -> dict[str, Any]:
@@ -304,10 +307,7 @@ def _content(choice: _Choice, wanted: Wanted) -> msgspec.Raw:
         return msgspec.Raw(
             msgspec.json.encode(
                 [
-                    {
-                        **_named(token, logprob, name),
-                        "top_logprobs": [_named(_id_in(one), lp, one) for one, lp in object_of(top).items()],
-                    }
+                    {**_named(token, logprob, name), "top_logprobs": [_top(*one) for one in object_of(top).items()]}
                     for (token, logprob), name, top in zip(pairs, names, tops, strict=True)
                 ]
             )
@@ -331,9 +331,9 @@ def _named(token: int | None, logprob: Any, name: Any) -> dict[str, Any]:
     return {"token": text, "token_id": token, "logprob": logprob, "bytes": spelled, "rank": None}
 
 
-def _id_in(name: str) -> int | None:
+def _top(name: str, logprob: Any) -> dict[str, Any]:
     digits = name.removeprefix("token_id:")
-    return int(digits) if digits != name and digits.isdigit() else None
+    return _named(int(digits) if digits != name and digits.isdigit() else None, logprob, name)
 
 
 def _stop(choice: _Choice) -> msgspec.Raw:
@@ -392,34 +392,34 @@ def _finish(choice: _Choice) -> dict[str, Any]:
             return {"type": reason, "matched": _stop(choice)}
 
 
-class _WholeStream(Completions):
+def _generate(name: str, render: Callable[[CommittedReply], dict[str, Any]], **more: Any) -> WireProtocol:
     """A protocol that engines do not speak, whose stream is its reply as one event."""
-
-    is_native = False
-
-    def events(self, reply: CommittedReply) -> bytes:
-        return event(msgspec.Raw(self.reply(reply))) + DONE
-
-
-class VllmGenerate(_WholeStream):
-    name = "vllm_generate"
-    route = "/inference/v1/generate"
-    gives_payloads = True
-    parse = staticmethod(parse_vllm)
-    schema = VLLM_REQUEST
-    example = VLLM_EXAMPLE
-
-    def reply(self, reply: CommittedReply) -> bytes:
-        return msgspec.json.encode(vllm_reply(reply))
+    return msgspec.structs.replace(
+        COMPLETIONS,
+        name=name,
+        reply=lambda reply: msgspec.json.encode(render(reply)),
+        events=lambda reply: event(render(reply)) + DONE,
+        is_native=False,
+        **more,
+    )
 
 
-class SglangGenerate(_WholeStream):
-    name = "sglang_generate"
-    route = "/generate"
-    methods = ("POST", "PUT")
-    parse = staticmethod(parse_sglang)
-    schema = SGLANG_REQUEST
-    example = SGLANG_EXAMPLE
+VLLM_GENERATE = _generate(
+    VLLM,
+    vllm_reply,
+    route="/inference/v1/generate",
+    parse=parse_vllm,
+    schema=VLLM_REQUEST,
+    example=VLLM_EXAMPLE,
+    gives_payloads=True,
+)
 
-    def reply(self, reply: CommittedReply) -> bytes:
-        return msgspec.json.encode(sglang_reply(reply))
+SGLANG_GENERATE = _generate(
+    SGLANG,
+    sglang_reply,
+    route="/generate",
+    methods=("POST", "PUT"),
+    parse=parse_sglang,
+    schema=SGLANG_REQUEST,
+    example=SGLANG_EXAMPLE,
+)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from helpers.store import Store
 
-from app.domain.events import EXPORTED
 from app.export.pages import ExportPages
+from app.export.query import ExportQuery
 from app.store.feed import START
 
 
@@ -16,16 +16,7 @@ async def test_few_sessions_are_read_with_their_images(store: Store, images: boo
     for number in range(5):
         await store.create(f"s{number}")
         await store.take_turn(f"s{number}")
-    pages = ExportPages(
-        store.database,
-        await store.horizon(),
-        grouped=False,
-        advantages=False,
-        replay=False,
-        url_s=60,
-        images=images,
-        columns=(),
-        branches="kept",
-    )
-    found, _ = await pages.following(START, None, None, EXPORTED)
+    query = ExportQuery(images="inline" if images else "hash")
+    pages = ExportPages(store.database, await store.horizon(), query, "kept")
+    found, _ = await pages.following(START)
     assert [len(part) for part in found] == parts

@@ -22,7 +22,7 @@ from app.export.formats import CONTAINERS, DEFAULT, DOCUMENTS, SHAPES
 from app.export.query import ExportQuery
 from app.export.row import Fields, Source
 from app.export.rows import SessionRows
-from app.export.shapes import identity
+from app.export.shapes import shared
 from app.features.groups.feed import Feed, FeedQuery
 from app.store.engine import Database
 from app.store.log import StoredBlob
@@ -193,7 +193,7 @@ async def test_a_fault_that_nobody_has_thought_of_is_its_sessions_business(
         return source(made, sample)
 
     def unwritable(fields: Fields) -> Fields:
-        is_bad = identity.of(fields)["session_id"] == "bad"
+        is_bad = shared.identity_of(fields)["session_id"] == "bad"
         return {**fields, "secret": object()} if is_bad else fields
 
     with monkeypatch.context() as patched:

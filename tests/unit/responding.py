@@ -13,9 +13,8 @@ from openai.types.responses import Response
 from app.domain.calls import given_ids, sampled_calls
 from app.domain.canonical import canonical_hash
 from app.protocols.base import CommittedReply
-from app.protocols.responses import Responses
+from app.protocols.responses import RESPONSES
 
-RESPONSES = Responses()
 Json = dict[str, Any]
 
 TOOLS = [

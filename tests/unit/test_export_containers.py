@@ -23,11 +23,11 @@ from hypothesis.extra import numpy as hnp
 from integration.reading import read
 
 from app.errors import InvalidRequest
-from app.export.containers import lines, parquet
+from app.export.containers import parquet
 from app.export.containers import safetensors as tensors
 from app.export.containers.parquet import ParquetWriter
 from app.export.containers.safetensors import SafetensorsWriter, TensorFile
-from app.export.containers.writer import EXCLUSION, ContainerWriter, Instead, refuse
+from app.export.containers.writer import EXCLUSION, ContainerWriter, Instead, msgpack, ndjson, refuse
 from app.export.row import Column, Columns, Fields
 
 COLUMNS: Columns = {
@@ -50,8 +50,8 @@ COLUMNS: Columns = {
 }
 
 WRITERS: dict[str, Callable[[Columns, Instead], ContainerWriter]] = {
-    "ndjson": lambda columns, instead: lines.ndjson(instead),
-    "msgpack": lambda columns, instead: lines.msgpack(instead),
+    "ndjson": lambda columns, instead: ndjson(instead),
+    "msgpack": lambda columns, instead: msgpack(instead),
     "safetensors": SafetensorsWriter,
     "parquet": ParquetWriter,
 }

@@ -79,8 +79,8 @@ def test_rows_are_made_a_few_megabytes_at_a_time() -> None:
             yield {"number": number, "tokens": np.zeros(SLICE_BYTES // 4 // 8, np.int64)}
 
     source = rows()
-    assert [row["number"] for row in next_rows(source, 100)] == [0, 1, 2, 3]
+    assert [row["number"] for row in next_rows(source)] == [0, 1, 2, 3]
     assert made == [0, 1, 2, 3], "no more is made than is written next"
-    assert [row["number"] for row in next_rows(source, 2)] == [4, 5]
+    assert [row["number"] for row in next_rows(source, 1)] == [4]
     text = ({"messages": ["x" * (SLICE_BYTES // 4)] * 2} for _ in range(5))
-    assert [len(next_rows(text, 9)) for _ in range(4)] == [2, 2, 1, 0]
+    assert [len(next_rows(text)) for _ in range(4)] == [2, 2, 1, 0]

@@ -17,7 +17,7 @@ from app.export import formats, jsontext
 from app.export.containers.writer import EXCLUSION
 from app.export.query import ExportQuery
 from app.export.row import ITEMS, Column, Routing, Row, depth
-from app.export.shapes import miles, skyrl, slime, verl
+from app.export.shapes import miles, shared, skyrl, slime, verl
 from workers.parse_parts import VersionSpan
 
 JSON = dict[str, Any]
@@ -120,7 +120,7 @@ class TestSlime:
         spans = [VersionSpan("a", 2, 3), VersionSpan("b", 4, 5)]
         one_turn = [msgspec.structs.replace(row.sample.turns[0], end=5)]
         sample = msgspec.structs.replace(row.sample, version_spans=spans, turns=one_turn)
-        assert slime.weight_versions(sample) == ["a", "b"]
+        assert shared.weight_versions(msgspec.structs.replace(row, sample=sample)) == ["a", "b"]
 
 
 class TestVerl:

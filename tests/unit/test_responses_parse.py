@@ -10,10 +10,9 @@ from responding import TOOLS, Json, hashes, parsed, proof, request
 
 from app.domain.request import ChatRequest, canonical_hash, join_object
 from app.errors import InvalidRequest, PreviousResponseNotFound, Unsupported
-from app.protocols.responses import Responses
+from app.protocols.responses import RESPONSES
 from app.protocols.responses.reply import read_echo
 
-RESPONSES = Responses()
 USER = {"role": "user", "content": "hi"}
 
 

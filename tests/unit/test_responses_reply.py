@@ -19,11 +19,9 @@ from app.domain.calls import with_given_ids
 from app.errors import InvalidRequest, PreviousResponseNotFound
 from app.protocols.base import CommittedReply, StoredTurn
 from app.protocols.errors import ErrorFields
-from app.protocols.responses import Compaction, Responses
-from app.protocols.responses.listing import input_items
-from app.protocols.responses.reply import read_echo
+from app.protocols.responses import COMPACTION, RESPONSES
+from app.protocols.responses.reply import input_items, read_echo
 
-RESPONSES = Responses()
 INCLUDE = ["reasoning.encrypted_content"]
 HISTORY: list[Json] = [
     {"role": "developer", "content": "be brief"},
@@ -279,7 +277,7 @@ def test_a_compaction_is_the_sampled_summary(client: OpenAI, answers: Answers, m
     assert [json.loads(bytes(raw))["role"] for raw in next_one.messages] == ["user", "user"]
     assert json.loads(bytes(next_one.messages[-1]))["content"].endswith(f"\n\n{summary}")
 
-    compact = Compaction()
+    compact = COMPACTION
     listed = compact.parse(request(input=HISTORY, tools=TOOLS))
     assert [bytes(raw) for raw in listed.messages] == [bytes(raw) for raw in asked.messages]
     whole = json.loads(compact.reply(CommittedReply(reply.body, proof(1), listed.echo)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, Given, lists, rows
 
-from app.export.shapes import messages
+from app.export.shapes.turnlog import MESSAGES_COLUMNS, messages
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
@@ -14,7 +14,7 @@ def test_a_conversation() -> None:
         Given([1], [2], [-1.0], message={"role": "assistant", "content": "one"}),
         Given([3], [4], [-1.0], messages=({"role": "user", "content": "\u2028 two"},), tools=TOOLS),
     ]
-    found = lists(messages.fields(rows(turns, metadata={"task": 17}, attempt=None)[0]))
+    found = lists(messages(rows(turns, metadata={"task": 17}, attempt=None)[0]))
     assert found == {
         "messages": [
             {"role": "user", "content": "ask"},
@@ -37,11 +37,11 @@ def test_a_conversation() -> None:
         "rollout_rows": 1,
         "rollout_weight": 1.0,
     }
-    assert set(found) == set(messages.COLUMNS)
+    assert set(found) == set(MESSAGES_COLUMNS)
 
 
 def test_a_later_segment_begins_with_the_conversation_before_it() -> None:
-    first, second = (lists(messages.fields(row)) for row in rows(TWO_SEGMENTS, reward=None))
+    first, second = (lists(messages(row)) for row in rows(TWO_SEGMENTS, reward=None))
     assert [len(found["messages"]) for found in (first, second)] == [2, 4]
     assert (first["final"], second["final"], second["status"]) == (False, True, "aborted")
     assert [found["segment"] for found in (first, second)] == [0, 1]
@@ -50,5 +50,5 @@ def test_a_later_segment_begins_with_the_conversation_before_it() -> None:
 
 def test_a_cut_conversation_ends_with_its_last_turn() -> None:
     (row,) = rows(TWO_TURNS, max_seq_len=4)
-    found = lists(messages.fields(row))
+    found = lists(messages(row))
     assert (len(found["messages"]), found["status"], found["tools"]) == (2, "truncated", None)

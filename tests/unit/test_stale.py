@@ -23,7 +23,7 @@ from app.errors import InvalidRequest
 from app.export import formats
 from app.export.query import ExportQuery
 from app.export.row import Row, Unfit
-from app.export.shapes import rewards
+from app.export.shapes.shared import token_rewards, turn_rewards
 from workers.parse_parts import VersionSpan
 
 VERSIONS = st.lists(st.sampled_from(("3", "5", "6", "7", "9")), min_size=3, max_size=3)
@@ -110,13 +110,13 @@ def test_rewards_of_tokens_are_those_of_their_turns_and_add_up_to_the_rows(
     for whole in read(tree, versions, "kept", loss):
         made, _ = aged(whole, 9, most, masks=True)
         row = shown(session, made)
-        found = rewards.by_token(row)
+        found = token_rewards(row)
         assert found is not None
         assert math.isclose(found.sum(), total, rel_tol=1e-9, abs_tol=1e-6)
         trained = np.flatnonzero(made.loss_mask).tolist()
         last = trained[-1] if trained else len(made.tokens) - 1
         expected = dict.fromkeys(range(len(made.tokens)), 0.0)
-        for span, earned in zip(made.turns, rewards.by_turn(row), strict=True):
+        for span, earned in zip(made.turns, turn_rewards(row), strict=True):
             own = [at for at in trained if span.output_start <= at < span.end]
             assert earned == (given_rewards.get(span.turn, 0.0) if own else 0.0)
             if own:
@@ -164,7 +164,7 @@ def test_the_rest_of_the_reward_is_at_the_rows_last_token(
 
 def test_a_reward_of_a_token_that_no_float32_holds_is_left_out() -> None:
     with pytest.raises(Unfit, match="float32"):
-        rewards.by_token(with_turns(3e38, t1=-3e38))
+        token_rewards(with_turns(3e38, t1=-3e38))
 
 
 def test_the_column_advantages_fills_the_field() -> None:

@@ -17,7 +17,8 @@ from app.domain.events import TurnCommitted
 from app.domain.groups import staleness, too_stale
 from app.domain.samples import Sample, TurnTokens, samples
 from app.export import formats
-from app.export.query import Cursor, ExportQuery, session_excluded
+from app.export.parts import session_excluded
+from app.export.query import Cursor, ExportQuery
 from app.export.rows import Known
 from app.store.feed import Position
 from workers.parse_parts import VersionSpan

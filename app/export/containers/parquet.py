@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from app.domain.samples import Array
 from app.export import jsontext
 from app.export.containers.writer import Buffer, Instead, encoded, refuse
-from app.export.row import Column, Columns, Fields, depth
+from app.export.row import ITEMS, Column, Columns, Fields, depth
 
 GROUP = 4 << 20
 """Bytes of a row group before compression, about; one row may be more."""
@@ -36,16 +36,7 @@ SCALARS = {
     "text": pa.string(),
     "json": pa.string(),
     "bytes": pa.binary(),
-    "bool": pa.bool_(),
-    "int8": pa.int8(),
-    "int16": pa.int16(),
-    "int32": pa.int32(),
-    "int64": pa.int64(),
-    "uint8": pa.uint8(),
-    "uint16": pa.uint16(),
-    "uint32": pa.uint32(),
-    "float32": pa.float32(),
-    "float64": pa.float64(),
+    **{name: pa.type_for_alias(name) for name in ITEMS - {"text"}},
 }
 
 
@@ -68,12 +59,14 @@ class ParquetWriter:
         self._columns = columns
         self._schema = pa.schema([pa.field(name, _type(column)) for name, column in columns.items()])
         self._out = _Pieces()
+        runs = set(_paths(columns, IN_RUNS)) - set(_paths(columns, IN_RUNS, scalars=True))
+        distinct = SCALARS.keys() - FLOATS - {"json", "bytes"}
         self._parquet: Any = pq.ParquetWriter(
             self._out,
             self._schema,
             compression="zstd",
             compression_level=1,
-            use_dictionary=list(_with_dictionary(columns)),
+            use_dictionary=[path for path in _paths(columns, distinct) if path not in runs],
             use_byte_stream_split=list(_paths(columns, FLOATS)),
             write_statistics=list(_paths(columns, SCALARS.keys() - {"json", "bytes"}, scalars=True)),
         )
@@ -216,29 +209,20 @@ def _paths(columns: Columns, items: Set[str], *, scalars: bool = False) -> Itera
             yield name + ".list.element" * dimensions
 
 
-def _with_dictionary(columns: Columns) -> Iterator[str]:
-    runs = set(_paths(columns, IN_RUNS)) - set(_paths(columns, IN_RUNS, scalars=True))
-    return (path for path in _paths(columns, SCALARS.keys() - FLOATS - {"json", "bytes"}) if path not in runs)
-
-
 def _plain(column: Column, value: object) -> object:
     """JSON becomes text (UTF-8) at once: it is smaller than what it was made of."""
     if column == "json":
         return jsontext.encode(value)
     if isinstance(value, np.ndarray):
-        return _deepened(column, value)
+        # Flat rows in a column of rows with layers are one layer, since a column has one type.
+        missing = 0 if isinstance(column, Mapping) or value.ndim < 2 else depth(column)[0] - value.ndim
+        return value.reshape(len(value), *[1] * missing, *value.shape[1:]) if missing > 0 else value
     if isinstance(value, str | bytes | float):
         return value
     if isinstance(column, Mapping) and isinstance(value, Mapping):
         there = {name: value.get(name) for name in column}
         return {name: None if values is None else _plain(column[name], values) for name, values in there.items()}
     return value
-
-
-def _deepened(column: Column, array: Array) -> Array:
-    """Flat rows in a column of rows with layers: as one layer, since a column has one type."""
-    missing = 0 if isinstance(column, Mapping) or array.ndim < 2 else depth(column)[0] - array.ndim
-    return array.reshape(len(array), *[1] * missing, *array.shape[1:]) if missing > 0 else array
 
 
 def _size(value: object) -> int:
@@ -249,10 +233,8 @@ def _size(value: object) -> int:
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
-        return sum(_size(item) for item in value.values())
-    if isinstance(value, list | tuple):
-        return sum(_size(item) for item in value)
-    return 8
+        value = list(value.values())
+    return sum(map(_size, value)) if isinstance(value, list | tuple) else 8
 
 
 def _array(column: Column, values: Sequence[Any]) -> Any:
@@ -279,7 +261,11 @@ def _lists(values: Sequence[Any], dimensions: int, item: str) -> Any:
     lengths = np.array([0 if value is None else len(value) for value in values], np.int64)
     if dimensions > 1:
         if all(isinstance(value, np.ndarray) for value in there):
-            inner = _regular(there, dimensions - 1, item)
+            inner = _flat([value.reshape(-1) for value in there], item)
+            for level in range(dimensions - 1, 0, -1):
+                sizes = [np.full(int(np.prod(value.shape[:level])), value.shape[level]) for value in there]
+                every = np.concatenate([np.zeros(0, np.int64), *sizes])
+                inner = _list_array(every, inner, dimensions - level, item, None)
         else:
             inner = _lists(list(chain.from_iterable(there)), dimensions - 1, item)
     elif item == "text":
@@ -289,30 +275,15 @@ def _lists(values: Sequence[Any], dimensions: int, item: str) -> Any:
     return _list_array(lengths, inner, dimensions, item, missing)
 
 
-def _regular(arrays: Sequence[Array], dimensions: int, item: str) -> Any:
-    """The items of arrays along their first axis, as lists in `dimensions` levels."""
-    nested = _flat([array.reshape(-1) for array in arrays], item)
-    for level in range(dimensions, 0, -1):
-        lengths = [np.full(int(np.prod(array.shape[:level])), array.shape[level]) for array in arrays]
-        every = np.concatenate([np.zeros(0, np.int64), *lengths])
-        nested = _list_array(every, nested, dimensions - level + 1, item, None)
-    return nested
-
-
-def _flat(arrays: Sequence[Any], item: str) -> Any:
+def _flat(arrays: Iterable[Any], item: str) -> Any:
+    """Raises ValueError where the type of the column would change a value."""
     dtype = np.dtype(item)
-    return pa.array(np.concatenate([np.zeros(0, dtype), *(_cast(array, dtype) for array in arrays)]))
-
-
-def _cast(array: Any, dtype: np.dtype[Any]) -> Array:
-    """Raises ValueError where that would change a value."""
-    given = np.asarray(array)
-    if given.dtype == dtype:
-        return given
-    values = given.astype(dtype)
-    if not np.array_equal(values, given):
-        raise ValueError(f"a column of {dtype.name} cannot hold the values of an array of {given.dtype.name}")
-    return values
+    parts = [np.zeros(0, dtype)]
+    for given in map(np.asarray, arrays):
+        parts.append(given.astype(dtype, copy=False))
+        if given.dtype != dtype and not np.array_equal(parts[-1], given):
+            raise ValueError(f"a column of {dtype.name} cannot hold the values of an array of {given.dtype.name}")
+    return pa.array(np.concatenate(parts))
 
 
 def _list_array(lengths: Array, inner: Any, dimensions: int, item: str, missing: Any) -> Any:

@@ -9,9 +9,9 @@ aligned: torch refuses a view that is not.
 from __future__ import annotations
 
 import struct
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ import numpy as np
 from app.domain.samples import Array
 from app.errors import InvalidRequest
 from app.export import jsontext
-from app.export.containers.writer import EXCLUDED, PIECE, Buffer, Instead, encoded, refuse
+from app.export.containers.writer import EXCLUDED, PIECE, Buffer, Instead, encoded, little_endian, refuse
 from app.export.row import Column, Columns, Fields, depth
 from workers.codec import describe
 
@@ -33,17 +33,8 @@ MAX_HEADER = 100_000_000
 SIZES = (8, 4, 2, 1)
 
 NAMES = {
-    "float64": "F64",
-    "int64": "I64",
-    "uint64": "U64",
-    "float32": "F32",
-    "int32": "I32",
-    "uint32": "U32",
-    "float16": "F16",
-    "int16": "I16",
-    "uint16": "U16",
-    "int8": "I8",
-    "uint8": "U8",
+    **{f"{kind}{size}": f"{kind[0].upper()}{size}" for kind in ("int", "uint") for size in (64, 32, 16, 8)},
+    **{f"float{size}": f"F{size}" for size in (64, 32, 16)},
     "bool": "BOOL",
 }
 """The format's name for each dtype."""
@@ -70,6 +61,7 @@ class Spool:
             yield piece
 
     def entries(self) -> Iterator[tuple[int, int, int, bytes]]:
+        """Of a spool of ENTRY, each with its header's beginning."""
         self._file.seek(0)
         while head := self._file.read(ENTRY.size):
             place, start, end, length = ENTRY.unpack(head)
@@ -137,13 +129,16 @@ class TensorFile:
         place = SIZES.index(1)
         start = self._data[place].size
         self._enter(name, "U8", (size,), place, start, start + size)
-        header = Spool()
-        try:
-            self._write_header(header)
+        before = [sum(spool.size for spool in self._data[:place]) for place in range(len(SIZES))]
+        with closing(Spool()) as header:
+            separator = b"{"
+            for place, start, end, head in self._entries.entries():
+                header.add(b"%b%b%d,%d]}" % (separator, head, before[place] + start, before[place] + end))
+                separator = b","
+            header.add(b"}")
+            header.add(b" " * (-header.size % 8))  # so that the data begins at a multiple of 8
             yield struct.pack("<Q", header.size)
             yield from header.pieces()
-        finally:
-            header.close()
         for spool in (*self._data, *texts):
             yield from spool.pieces()
 
@@ -162,16 +157,6 @@ class TensorFile:
                 "the export has more tensors than a safetensors file can hold; "
                 "ask for fewer rows at a time with limit and cursor, or for another format"
             )
-
-    def _write_header(self, header: Spool) -> None:
-        """Padded with spaces so that the data begins at a multiple of 8."""
-        before = [sum(spool.size for spool in self._data[:place]) for place in range(len(SIZES))]
-        separator = b"{"
-        for place, start, end, head in self._entries.entries():
-            header.add(b"%b%b%d,%d]}" % (separator, head, before[place] + start, before[place] + end))
-            separator = b","
-        header.add(b"}")
-        header.add(b" " * (-header.size % 8))
 
 
 class _PackedRow(msgspec.Struct, frozen=True):
@@ -231,12 +216,7 @@ class SafetensorsWriter:
                 raise ValueError(f"{path} is an array of {array.dtype.name}")
             arrays.append((path, array))
 
-        rest = dict(row)
-        for name, column in self._apart.items():
-            if rest.get(name) is not None:
-                left = _without(name, column, rest.pop(name), take)
-                if left is not None:
-                    rest[name] = left
+        rest = _without_arrays("", self._apart, row, take)
         return _PackedRow(arrays, jsontext.encode(rest), EXCLUDED in row)
 
     def _add(self, packed: PackedRows) -> Iterator[bytes]:
@@ -260,16 +240,21 @@ class SafetensorsWriter:
             held.close()
 
 
+def _without_arrays(prefix: str, columns: Columns, value: Fields, take: Callable[[str, Array], None]) -> Fields:
+    """Have the arrays in these columns taken, and give what is left."""
+    rest = dict(value)
+    for name, column in columns.items():
+        if _holds_arrays(column) and rest.get(name) is not None:
+            left = _without(f"{prefix}{name}", column, rest.pop(name), take)
+            if left is not None:
+                rest[name] = left
+    return rest
+
+
 def _without(path: str, column: Column, value: Any, take: Callable[[str, Array], None]) -> object:
     """Have the arrays in a value that is not None taken, and give what is left of it: None if nothing is."""
     if isinstance(column, Mapping):
-        rest = dict(value)
-        for name, inner in column.items():
-            if _holds_arrays(inner) and rest.get(name) is not None:
-                left = _without(f"{path}.{name}", inner, rest.pop(name), take)
-                if left is not None:
-                    rest[name] = left
-        return rest
+        return _without_arrays(f"{path}.", column, value, take)
     dimensions, item = depth(column)
     if dimensions > 1 and not isinstance(value, np.ndarray):
         inner = "[" * (dimensions - 1) + item + "]" * (dimensions - 1)
@@ -281,13 +266,6 @@ def _without(path: str, column: Column, value: Any, take: Callable[[str, Array],
         array = value if isinstance(value, np.ndarray) else np.array(value, item)
     take(path, array)
     return None
-
-
-def little_endian(array: Array) -> memoryview | bytes:
-    """An array's content as the file has it."""
-    little = array.astype(array.dtype.newbyteorder("<")) if sys.byteorder == "big" else array
-    # memoryview.cast refuses an array without items.
-    return np.ascontiguousarray(little).data.cast("B") if array.size else b""
 
 
 def _holds_arrays(column: Column) -> bool:

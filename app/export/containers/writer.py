@@ -1,10 +1,16 @@
-"""What every container does."""
+"""What every container does, and the two whose rows are each complete by themselves: `ndjson` and `msgpack`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+import msgspec
+import numpy as np
+
+from app.domain.samples import Array
+from app.export import jsontext
 from app.export.row import Column, Fields
 
 Buffer = bytes | memoryview
@@ -69,3 +75,86 @@ class ContainerWriter(Protocol):
     def finish(self) -> Iterator[bytes]: ...
     def close(self) -> None:
         """Free what is held outside memory."""
+
+
+def little_endian(array: Array) -> memoryview | bytes:
+    """An array's content as a file has it."""
+    little = array.astype(array.dtype.newbyteorder("<")) if sys.byteorder == "big" else array
+    # memoryview.cast refuses an array without items.
+    return np.ascontiguousarray(little).data.cast("B") if array.size else b""
+
+
+class RowWriter:
+    """A row after the other: it need not know the columns, nor has anything to say at the end."""
+
+    def __init__(self, media_type: str, suffix: str, encode: Callable[[Fields], bytes], instead: Instead) -> None:
+        self.media_type = media_type
+        self.suffix = suffix
+        self._encode = encode
+        self._instead = instead
+
+    def write(self, rows: Iterable[Fields]) -> Iterator[bytes]:
+        pending: list[bytes] = []
+        size = 0
+        for line in encoded(rows, self._encode, self._instead):
+            pending.append(line)
+            size += len(line)
+            if size >= PIECE:
+                yield b"".join(pending)
+                pending, size = [], 0
+        if pending:
+            yield b"".join(pending)
+
+    def pack(self, rows: Sequence[Fields]) -> bytes:
+        return b"".join(encoded(rows, self._encode, self._instead))
+
+    def add(self, packed: Buffer) -> Iterator[bytes]:
+        return iter((bytes(packed),) if packed else ())
+
+    def finish(self) -> Iterator[bytes]:
+        return iter(())
+
+    def close(self) -> None:
+        pass
+
+
+def ndjson(instead: Instead = refuse) -> RowWriter:
+    """One JSON object a line."""
+    return RowWriter("application/x-ndjson", ".ndjson", lambda row: jsontext.encode(row) + b"\n", instead)
+
+
+def msgpack(instead: Instead = refuse) -> RowWriter:
+    """One map a row; an array is a map of `dtype` (numpy's name with its byte order, little), `shape` and `data`."""
+    encoder = msgspec.msgpack.Encoder(enc_hook=_array)
+
+    def encode(row: Fields) -> bytes:
+        parsed = _parsed(row)
+        try:
+            return encoder.encode(parsed)
+        except OverflowError:
+            return encoder.encode(_parsed(parsed, narrows=True))
+
+    return RowWriter("application/vnd.msgpack", ".msgpack", encode, instead)
+
+
+def _parsed(value: object, *, narrows: bool = False) -> object:
+    """The same, raw JSON parsed: a reader of msgpack shall not need a second one. `narrows`: and integers of more than
+    64 bits as their decimal text, which JSON has and MessagePack does not."""
+    match value:
+        case msgspec.Raw():
+            return msgspec.json.decode(value)
+        case bool() | str() | bytes() | np.ndarray():
+            return value
+        case int() if narrows and not -(1 << 63) <= value < 1 << 64:
+            return str(value)
+        case Mapping():
+            return {key: _parsed(item, narrows=narrows) for key, item in value.items()}
+        case Sequence():
+            return [_parsed(item, narrows=narrows) for item in value]
+    return value
+
+
+def _array(value: object) -> object:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"{type(value).__name__} has no place in a row")
+    return {"dtype": value.dtype.newbyteorder("<").str, "shape": value.shape, "data": little_endian(value)}

@@ -11,7 +11,7 @@ import numpy as np
 
 from app.domain.patterns import MAX_FLOAT32
 from app.export.row import Columns, Fields, Row, Unfit
-from app.export.shapes import identity, images
+from app.export.shapes import shared
 
 COLUMNS: Columns = {
     "input_ids": "[[int64]]",
@@ -22,10 +22,7 @@ COLUMNS: Columns = {
     "rewards": "[float32]",
     "weight_version_names": "[text]",
     "advantage": "float64",
-    **identity.COLUMNS,
-    **identity.ROLLOUT,
-    **identity.SAMPLING,
-    **images.LEFT_OUT,
+    **shared.BESIDE,
 }
 
 
@@ -50,8 +47,5 @@ def fields(row: Row) -> Fields:
         "rewards": np.array([row.reward], np.float32),
         "weight_version_names": sample.weight_version_names,
         "advantage": row.advantage,
-        **identity.fields(row),
-        **identity.rollout(row),
-        **identity.sampling(row),
-        **images.left_out(row),
+        **shared.beside(row),
     }

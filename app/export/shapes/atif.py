@@ -17,7 +17,7 @@ import msgspec
 from app.domain.images import REFERENCE
 from app.domain.samples import Sample, TurnSpan
 from app.export.row import Columns, Fields, Row, TurnContent, Unfit, Value
-from app.export.shapes import identity
+from app.export.shapes import shared
 from workers.codec import describe
 
 
@@ -61,99 +61,6 @@ def read_message(raw: bytes) -> Message:
         raise Unfit("a message cannot be read as a chat message") from error
 
 
-class _Step(msgspec.Struct):
-    fields: dict[str, Value]
-    results: list[Value] = []
-
-
-class Steps:
-    """Steps in the making: a tool's result goes to the latest one that has its call."""
-
-    def __init__(self) -> None:
-        self._made: list[_Step] = []
-        self._agent: _Step | None = None
-        self._callers: dict[str, _Step] = {}
-
-    def add(self, message: Message, **more: Value) -> None:
-        """`more` are fields of the message's step; a tool's result, which has no step of its own, has none."""
-        if message.role in ("tool", "function"):
-            self._observe(message)
-            return
-        source = _source(message.role)
-        text, others = content(message.content)
-        step = self._step(source, text)
-        if source == "agent":
-            self._agent = step
-            self._speak(step, message)
-        step.fields.update(more)
-        if others:
-            given = more.get("extra")
-            step.fields["extra"] = {**(given if isinstance(given, dict) else {}), "content_parts": others}
-
-    def fields(self) -> list[Fields]:
-        return [
-            {**step.fields, "observation": {"results": step.results}} if step.results else step.fields
-            for step in self._made
-        ]
-
-    def _step(self, source: str, text: Value) -> _Step:
-        step = _Step({"step_id": len(self._made) + 1, "source": source, "message": text})
-        self._made.append(step)
-        return step
-
-    def _speak(self, step: _Step, message: Message) -> None:
-        reasoning = message.reasoning_content or message.reasoning
-        if reasoning:
-            step.fields["reasoning_content"] = reasoning
-        calls = message.tool_calls or []
-        if calls:
-            ids = [call.id or f"{step.fields['step_id']}.{index}" for index, call in enumerate(calls)]
-            step.fields["tool_calls"] = [_tool_call(call, name) for call, name in zip(calls, ids, strict=True)]
-            self._callers.update(dict.fromkeys(ids, step))
-
-    def _observe(self, message: Message) -> None:
-        """A result whose call is not known is the latest agent's, without a call; before any, a system's."""
-        name = message.tool_call_id
-        caller = None if name is None else self._callers.get(name)
-        text, others = content(message.content)
-        result: dict[str, Value] = {"content": text}
-        extra: dict[str, Value] = {"content_parts": others} if others else {}
-        if caller is not None:
-            result["source_call_id"] = name
-        elif name is not None:
-            extra["tool_call_id"] = name
-        if extra:
-            result["extra"] = extra
-        (caller or self._agent or self._step("system", "")).results.append(result)
-
-
-def _source(role: str) -> str:
-    if role == "assistant":
-        return "agent"
-    return "system" if role in ("system", "developer") else "user"
-
-
-def _tool_call(call: _Call, name: str) -> Fields:
-    if call.custom is not None:
-        return {"tool_call_id": name, "function_name": call.custom.name, "arguments": {"input": call.custom.input}}
-    function = call.function or _Function()
-    arguments, unread = _arguments(function.arguments)
-    made: dict[str, Value] = {"tool_call_id": name, "function_name": function.name, "arguments": arguments}
-    return made if unread is None else {**made, "extra": {"arguments": unread}}
-
-
-def _arguments(given: str | dict[str, msgspec.Raw] | None) -> tuple[Value, str | None]:
-    """An object; and the text as it was sampled where it is none, as models do write."""
-    if not given:
-        return {}, None
-    if isinstance(given, str):
-        try:
-            given = msgspec.json.decode(given, type=dict[str, msgspec.Raw])
-        except msgspec.DecodeError:
-            return {}, str(given)
-    return dict(given), None
-
-
 SCHEMA_VERSION = "ATIF-v1.8"
 
 AGENT = "turnlog"
@@ -183,12 +90,17 @@ class _Params(msgspec.Struct, frozen=True):
 describe(_Params)
 
 
+def _given(**values: Value) -> dict[str, Value]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def fields(row: Row) -> Fields:
     """Raises Unfit for a message that is no chat message."""
-    turns = list(row.turns)
-    repeated = sum(span.output_start for span in row.sample.turns) <= PROMPT_IDS
+    turns, spans = list(row.turns), row.sample.turns
+    repeated = sum(span.output_start for span in spans) <= PROMPT_IDS
     steps = _steps(row, turns, repeated)
     tools = next((turn.tools for turn in reversed(turns) if turn.tools is not None), None)
+    cached = [turn.event.cached_tokens for turn in turns if turn.event.cached_tokens is not None]
     return {
         "schema_version": SCHEMA_VERSION,
         "session_id": row.session.session_id,
@@ -201,37 +113,27 @@ def fields(row: Row) -> Fields:
         ),
         "steps": steps,
         **_given(notes=None if repeated else NOTES),
-        "final_metrics": _totals(row.sample, turns, len(steps)),
-        "extra": _extra(row),
+        "final_metrics": _given(
+            total_prompt_tokens=sum(
+                # Of text alone, as its upstream counts.
+                turn.event.suffix_tokens if turn.event.is_text else span.output_start
+                for turn, span in zip(turns, spans, strict=True)
+            ),
+            total_completion_tokens=sum(turn.event.output_tokens for turn in turns),
+            total_cached_tokens=sum(cached) if cached else None,
+            total_steps=len(steps),
+        ),
+        "extra": {
+            **shared.identity(row),
+            "as_of_seq": row.session.version,
+            "segment_cause": row.sample.cause,
+            "reward": row.reward,
+            "reward_components": row.reward_components,
+            "advantage": row.advantage,
+            "metadata": msgspec.Raw(row.metadata or b"{}"),
+            **shared.rollout(row),
+        },
     }
-
-
-def _given(**values: Value) -> dict[str, Value]:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _extra(row: Row) -> Fields:
-    given = row.session.reward
-    return {
-        **identity.fields(row),
-        "as_of_seq": row.session.version,
-        "segment_cause": row.sample.cause,
-        "reward": row.reward,
-        "reward_components": {} if given is None else given.components,
-        "advantage": row.advantage,
-        "metadata": msgspec.Raw(row.metadata or b"{}"),
-        **identity.rollout(row),
-    }
-
-
-def _totals(sample: Sample, turns: list[TurnContent], steps: int) -> Fields:
-    cached = [turn.event.cached_tokens for turn in turns if turn.event.cached_tokens is not None]
-    return _given(
-        total_prompt_tokens=sum(_prompt_tokens(turn, span) for turn, span in zip(turns, sample.turns, strict=True)),
-        total_completion_tokens=sum(turn.event.output_tokens for turn in turns),
-        total_cached_tokens=sum(cached) if cached else None,
-        total_steps=steps,
-    )
 
 
 def _steps(row: Row, turns: list[TurnContent], repeated: bool) -> list[Fields]:
@@ -244,23 +146,100 @@ def _steps(row: Row, turns: list[TurnContent], repeated: bool) -> list[Fields]:
     for raw in row.messages[: max(0, len(row.messages) - own)]:
         steps.add(read_message(raw), is_copied_context=True)
     for turn, span in zip(turns, row.sample.turns, strict=True):
-        mark = {"is_copied_context": True} if turn.event.turn <= row.session.context_turns else {}
+        event = turn.event
+        mark = {"is_copied_context": True} if event.turn <= row.session.context_turns else {}
         for raw in turn.messages:
-            steps.add(read_message(raw), timestamp=_iso(turn.event.requested_at), **mark)
+            steps.add(read_message(raw), timestamp=_iso(event.requested_at), **mark)
         more = _given(
             timestamp=_iso(turn.at),
             model_name=_model(turn),
             metrics=_metrics(row.sample, turn, span, with_prompt=repeated or turn is turns[-1]),
             llm_call_count=1,
-            extra=_turn_extra(turn),
+            extra={
+                "turn": event.turn,
+                "finish_reason": event.finish_reason,
+                "weight_versions": [msgspec.structs.asdict(version) for version in event.weight_versions],
+            },
         )
         steps.add(read_message(turn.message), **more, **mark)
     return steps.fields()
 
 
-def _prompt_tokens(turn: TurnContent, span: TurnSpan) -> int:
-    """Of text alone, as its upstream counts."""
-    return turn.event.suffix_tokens if turn.event.is_text else span.output_start
+class _Step(msgspec.Struct):
+    fields: dict[str, Value]
+    results: list[Value] = []
+
+
+class Steps:
+    """Steps in the making: a tool's result goes to the latest one that has its call."""
+
+    def __init__(self) -> None:
+        self._made: list[_Step] = []
+        self._agent: _Step | None = None
+        self._callers: dict[str, _Step] = {}
+
+    def add(self, message: Message, **more: Value) -> None:
+        """`more` are fields of the message's step; a tool's result, which has no step of its own, has none."""
+        if message.role in ("tool", "function"):
+            self._observe(message)
+            return
+        text, others = content(message.content)
+        if message.role == "assistant":
+            step = self._agent = self._step("agent", text)
+            if reasoning := message.reasoning_content or message.reasoning:
+                step.fields["reasoning_content"] = reasoning
+            if calls := message.tool_calls:
+                ids = [call.id or f"{step.fields['step_id']}.{index}" for index, call in enumerate(calls)]
+                step.fields["tool_calls"] = [_tool_call(call, name) for call, name in zip(calls, ids, strict=True)]
+                self._callers.update(dict.fromkeys(ids, step))
+        else:
+            step = self._step("system" if message.role in ("system", "developer") else "user", text)
+        step.fields.update(more)
+        if others:
+            given = more.get("extra")
+            step.fields["extra"] = {**(given if isinstance(given, dict) else {}), "content_parts": others}
+
+    def fields(self) -> list[Fields]:
+        return [
+            {**step.fields, "observation": {"results": step.results}} if step.results else step.fields
+            for step in self._made
+        ]
+
+    def _step(self, source: str, text: Value) -> _Step:
+        step = _Step({"step_id": len(self._made) + 1, "source": source, "message": text})
+        self._made.append(step)
+        return step
+
+    def _observe(self, message: Message) -> None:
+        """A result whose call is not known is the latest agent's, without a call; before any, a system's."""
+        name = message.tool_call_id
+        caller = None if name is None else self._callers.get(name)
+        text, others = content(message.content)
+        result: dict[str, Value] = {"content": text}
+        extra: dict[str, Value] = {"content_parts": others} if others else {}
+        if caller is not None:
+            result["source_call_id"] = name
+        elif name is not None:
+            extra["tool_call_id"] = name
+        if extra:
+            result["extra"] = extra
+        (caller or self._agent or self._step("system", "")).results.append(result)
+
+
+def _tool_call(call: _Call, name: str) -> Fields:
+    """Arguments are an object; beside an empty one stands the text that was sampled where it is none, as models do
+    write."""
+    if call.custom is not None:
+        return {"tool_call_id": name, "function_name": call.custom.name, "arguments": {"input": call.custom.input}}
+    function = call.function or _Function()
+    given, unread = function.arguments or {}, None
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given, type=dict[str, msgspec.Raw])
+        except msgspec.DecodeError:
+            given, unread = {}, given
+    made: dict[str, Value] = {"tool_call_id": name, "function_name": function.name, "arguments": given}
+    return made if unread is None else {**made, "extra": {"arguments": unread}}
 
 
 def _metrics(sample: Sample, turn: TurnContent, span: TurnSpan, *, with_prompt: bool) -> Fields:
@@ -269,32 +248,19 @@ def _metrics(sample: Sample, turn: TurnContent, span: TurnSpan, *, with_prompt: 
     Output tokens that the next prompt trimmed, or behind which the row was cut, are counted but not among the ids,
     which are the sample's.
     """
+    counts = {"completion_tokens": turn.event.output_tokens, "cached_tokens": turn.event.cached_tokens}
     if turn.event.is_text:
-        return _given(
-            prompt_tokens=turn.event.suffix_tokens,
-            completion_tokens=turn.event.output_tokens,
-            cached_tokens=turn.event.cached_tokens,
-        )
+        return _given(prompt_tokens=turn.event.suffix_tokens, **counts)
     missing = turn.event.output_tokens - (span.end - span.output_start)
     name = "cut_tokens" if span is sample.turns[-1] else "trimmed_tokens"
     return _given(
         prompt_tokens=span.output_start,
-        completion_tokens=turn.event.output_tokens,
-        cached_tokens=turn.event.cached_tokens,
+        **counts,
         prompt_token_ids=sample.tokens[: span.output_start] if with_prompt else None,
         completion_token_ids=sample.tokens[span.output_start : span.end],
         logprobs=sample.logprobs[span.output_start : span.end],
         extra={name: missing} if missing else None,
     )
-
-
-def _turn_extra(turn: TurnContent) -> Fields:
-    event = turn.event
-    return {
-        "turn": event.turn,
-        "finish_reason": event.finish_reason,
-        "weight_versions": [msgspec.structs.asdict(span) for span in event.weight_versions],
-    }
 
 
 def _model(turn: TurnContent) -> str | None:
@@ -314,24 +280,12 @@ def _iso(seconds: float) -> str:
         raise Unfit("a time of it is out of range") from error
 
 
-IMAGES = {
-    "jpg": "image/jpeg",
-    "jpeg": "image/jpeg",
-    "png": "image/png",
-    "gif": "image/gif",
-    "webp": "image/webp",
-}
+IMAGES = {"jpg": "image/jpeg", "jpeg": "image/jpeg", "png": "image/png", "gif": "image/gif", "webp": "image/webp"}
 """Media types that ATIF takes, by a URL's ending."""
 
 AUDIO = {
-    "wav": "audio/wav",
     "mp3": "audio/mpeg",
-    "mp4": "audio/mp4",
-    "aac": "audio/aac",
-    "ogg": "audio/ogg",
-    "flac": "audio/flac",
-    "webm": "audio/webm",
-    "aiff": "audio/aiff",
+    **{name: f"audio/{name}" for name in ("wav", "mp4", "aac", "ogg", "flac", "webm", "aiff")},
 }
 """Media types that ATIF takes, by the name that an OpenAI request has for the format."""
 
@@ -381,18 +335,16 @@ def _part(raw: msgspec.Raw) -> dict[str, Value] | None:
         return None
     if part.type == "text" and part.text is not None:
         return {"type": "text", "text": part.text}
-    if part.type == REFERENCE and part.media_type in IMAGES.values():
-        return _media("image", part.media_type, f"sha256:{part.sha256}")
-    if part.type == "image_url" and part.image_url is not None:
-        url = part.image_url.url
-        return _media("image", _image_type(url), url)
-    if part.type == "input_audio" and part.input_audio is not None:
-        kind = AUDIO.get(part.input_audio.format)
-        return _media("audio", kind, f"data:{kind};base64,{part.input_audio.data}")
-    return None
-
-
-def _media(kind: str, media_type: str | None, path: str) -> dict[str, Value] | None:
+    if part.type == REFERENCE:
+        kind, media_type, path = "image", part.media_type, f"sha256:{part.sha256}"
+        media_type = media_type if media_type in IMAGES.values() else None
+    elif part.type == "image_url" and part.image_url is not None:
+        kind, media_type, path = "image", _image_type(part.image_url.url), part.image_url.url
+    elif part.type == "input_audio" and part.input_audio is not None:
+        media_type = AUDIO.get(part.input_audio.format)
+        kind, path = "audio", f"data:{media_type};base64,{part.input_audio.data}"
+    else:
+        return None
     return None if media_type is None else {"type": kind, "source": {"media_type": media_type, "path": path}}
 
 

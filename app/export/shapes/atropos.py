@@ -12,8 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from app.export.row import Columns, Fields, Row, Unfit
-from app.export.shapes import identity
-from app.export.shapes.temperature import temperatures
+from app.export.shapes import shared
 
 MASKED = -100
 """The label that cross entropy ignores in PyTorch."""
@@ -35,7 +34,7 @@ COLUMNS: Columns = {
     "rollout_rows": "[int64]",
     "rollout_weights": "[float64]",
     "rollout_advantages": "[float64]",
-    **identity.SAMPLING,
+    **shared.SAMPLING,
     "images_left_out": "[int64]",
 }
 
@@ -71,12 +70,12 @@ def group_fields(rows: Sequence[Row]) -> Fields:
         "rollout_rows": [row.rollout_rows for row in rows],
         "rollout_weights": np.array([row.rollout_weight for row in rows]),
         "rollout_advantages": np.array([row.advantage for row in rows]) if has_advantages else None,
-        "sampling": [identity.sampling(row)["sampling"] for row in rows],
+        "sampling": [shared.sampling(row)["sampling"] for row in rows],
         "images_left_out": [row.stored_images for row in rows],
     }
 
 
 def _override(row: Row) -> dict[str, float]:
     """Atropos has one temperature a sequence: the turns', where they agree."""
-    values = set(temperatures(row))
+    values = set(shared.temperatures(row))
     return {"temperature": values.pop()} if len(values) == 1 else {}

@@ -18,7 +18,7 @@ from app.domain.samples import Array, Sample
 from app.export import jsontext
 from app.export.containers.safetensors import Spool, TensorFile
 from app.export.row import Columns, Fields, Row, Value
-from app.export.shapes import identity, images, routing, slime
+from app.export.shapes import shared, slime
 from workers.codec import describe
 
 COLUMNS: Columns = {**slime.COLUMNS, "rollout_indexer_topk": "[[[int32]]]", "adapter": "text"}
@@ -32,12 +32,12 @@ META = "_samples_meta"
 def fields(row: Row) -> Fields:
     """Raises Unfit."""
     row = _with_last_status(row)
-    positions, missing = routing.whole(row, "indexer_topk")
+    positions, missing = shared.payload(row, "indexer_topk")
     mask, mask_missing = _mask(row)
     return {
         **slime.shaped(row, {"indexer_topk_missing": missing, "sampling_mask_missing": mask_missing}),
         **({} if mask is None else {"rollout_sampling_mask": mask}),
-        "rollout_indexer_topk": None if positions is None else positions.astype(np.int32),
+        "rollout_indexer_topk": positions,
         "adapter": row.adapter,
     }
 
@@ -45,7 +45,7 @@ def fields(row: Row) -> Fields:
 def _mask(row: Row) -> tuple[dict[str, Array] | None, str | None]:
     """`RolloutSamplingMask`: the ids of each token of the response; miles wants none to be empty."""
     start = row.sample.prompt_length
-    mask, missing = routing.whole_mask(row, start)
+    mask, missing = shared.sampling_mask(row, start)
     if mask is None:
         return None, missing
     mask = mask.with_singletons(row.sample.tokens[start:])
@@ -78,74 +78,54 @@ def samples_body(
     `responses` are the decoded responses. Without a tokenizer there are none: the text of the assistant's messages, a
     line after the other, stands in their place, without what came between them. `versions`: weight versions as names,
     or by call with the positions of their tokens in the sample, as later drivers read them. `beside` is what each
-    sample's metadata has beside Turnlog's own.
+    sample's metadata has beside Turnlog's own, which is one key of it: the driver merges it into its own sample's.
     """
     with closing(TensorFile()) as file, closing(Spool()) as meta:
-        samples = []
+        samples: list[Fields] = []
         for index, row in enumerate(map(_with_last_status, rows)):
-            tensors, missing = _tensors(row)
+            sample, start = row.sample, row.sample.prompt_length
+            experts, experts_missing = shared.payload(row, "routed_experts")
+            positions, positions_missing = shared.payload(row, "indexer_topk")
+            mask, mask_missing = _mask(row)
+            tensors: dict[str, Array | None] = {
+                "tokens": sample.tokens.astype(np.int64),
+                "loss_mask": sample.loss_mask[start:],
+                "rollout_log_probs": sample.logprobs[start:],
+                "rollout_routed_experts": experts,
+                "rollout_indexer_topk": positions,
+            }
+            nulls = [name for name, array in tensors.items() if array is None]
+            if mask is not None:
+                tensors |= {f"rollout_sampling_mask.{name}": array for name, array in mask.items()}
+            elif row.mask is not msgspec.UNSET:
+                nulls.append("rollout_sampling_mask")
             for name, array in tensors.items():
                 if array is not None:
                     file.add(f"{name}.{index}", array)
-            response = _text(row) if responses is None else responses[index]
-            nulls = [name for name, array in tensors.items() if array is None]
-            mask, mask_missing = _mask(row)
-            for name, array in (mask or {}).items():
-                file.add(f"rollout_sampling_mask.{name}.{index}", array)
-            if mask is None and row.mask is not msgspec.UNSET:
-                nulls.append("rollout_sampling_mask")
-            missing = {**missing, "sampling_mask_missing": mask_missing}
-            samples.append(_sample(row, response, nulls, missing, versions, {} if beside is None else beside[index]))
+            missing = {
+                "routed_experts_missing": experts_missing,
+                "indexer_topk_missing": positions_missing,
+                "sampling_mask_missing": mask_missing,
+            }
+            samples.append(
+                {
+                    "response": _text(row) if responses is None else responses[index],
+                    "response_length": sample.response_length,
+                    "status": sample.status,
+                    "weight_versions": shared.weight_versions(row) if versions == "names" else _version_calls(sample),
+                    "reward": row.reward,
+                    "spec_info": _speculative(sample),
+                    "prefix_cache_info": {
+                        "cached_tokens": sum(turn.event.cached_tokens or 0 for turn in row.turns),
+                        "total_prompt_tokens": sum(span.output_start for span in sample.turns),
+                    },
+                    "metadata": slime.metadata(row, {} if beside is None else beside[index], missing),
+                    "nulls": nulls,
+                }
+            )
         body = {"samples": samples, "session_metadata": session_metadata, "empty_reason": empty_reason}
         meta.add(jsontext.encode(body))
         return b"".join(file.pieces(META, (meta,)))
-
-
-def _tensors(row: Row) -> tuple[dict[str, Array | None], Fields]:
-    """The sample's tensors, and why one of a payload's is None."""
-    sample, start = row.sample, row.sample.prompt_length
-    experts, experts_missing = routing.whole(row, "routed_experts")
-    positions, positions_missing = routing.whole(row, "indexer_topk")
-    return {
-        "tokens": sample.tokens.astype(np.int64),
-        "loss_mask": sample.loss_mask[start:],
-        "rollout_log_probs": sample.logprobs[start:],
-        "rollout_routed_experts": None if experts is None else experts.astype(np.int32),
-        "rollout_indexer_topk": None if positions is None else positions.astype(np.int32),
-    }, {"routed_experts_missing": experts_missing, "indexer_topk_missing": positions_missing}
-
-
-def _sample(
-    row: Row,
-    response: str,
-    nulls: Sequence[str],
-    missing: Fields,
-    versions: Literal["names", "spans"],
-    beside: Mapping[str, Value],
-) -> Fields:
-    """The driver merges `metadata` into its own sample's, so ours is one key of it."""
-    sample = row.sample
-    ours = {
-        **identity.fields(row),
-        **missing,
-        **identity.rollout(row),
-        **identity.sampling(row),
-        **images.left_out(row),
-    }
-    return {
-        "response": response,
-        "response_length": sample.response_length,
-        "status": sample.status,
-        "weight_versions": slime.weight_versions(sample) if versions == "names" else _version_calls(sample),
-        "reward": row.reward,
-        "spec_info": _speculative(sample),
-        "prefix_cache_info": {
-            "cached_tokens": sum(turn.event.cached_tokens or 0 for turn in row.turns),
-            "total_prompt_tokens": sum(span.output_start for span in sample.turns),
-        },
-        "metadata": {**beside, "turnlog": {name: value for name, value in ours.items() if value is not None}},
-        "nulls": nulls,
-    }
 
 
 def _speculative(sample: Sample) -> Fields:

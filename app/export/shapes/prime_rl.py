@@ -11,8 +11,7 @@ import msgspec
 import numpy as np
 
 from app.export.row import Columns, Fields, Row, Value
-from app.export.shapes import advantages, identity, images, routing
-from app.export.shapes.temperature import temperatures
+from app.export.shapes import shared
 from workers.codec import describe
 
 ENV_NAME = "turnlog"
@@ -30,10 +29,7 @@ COLUMNS: Columns = {
     "trace_id": "text",
     "branch_index": "int64",
     "reward": "float64",
-    **identity.COLUMNS,
-    **identity.ROLLOUT,
-    **identity.SAMPLING,
-    **images.LEFT_OUT,
+    **shared.BESIDE,
 }
 
 
@@ -56,43 +52,36 @@ def fields(row: Row) -> Fields:
     sample = row.with_response()
     lengths = [span.end - span.start for span in sample.turns]
     experts, missing = _experts(row)
+    named = msgspec.json.decode(row.metadata, type=_Metadata).env_name if row.metadata else None
     return {
         "token_ids": sample.tokens,
         "mask": sample.loss_mask.astype(bool),
         "logprobs": sample.logprobs,
-        "temperatures": np.repeat(np.array(temperatures(row)), lengths),
-        "advantages": advantages.by_token(row),
-        "env_name": _env_name(row.metadata),
+        "temperatures": np.repeat(np.array(shared.temperatures(row)), lengths),
+        "advantages": shared.advantages(row),
+        "env_name": named if isinstance(named, str) and named else ENV_NAME,
         "routed_experts": experts,
         "routed_experts_missing": missing,
         **_mask(row),
         "trace_id": row.session.session_id,
         "branch_index": sample.segment,
         "reward": row.reward,
-        **identity.fields(row),
-        **identity.rollout(row),
-        **identity.sampling(row),
-        **images.left_out(row),
+        **shared.beside(row),
     }
 
 
 def _mask(row: Row) -> Fields:
     """All ids and, for each token, how many of them are its own, as int32; 0: prime-rl has no mask there."""
-    mask, missing = routing.whole_mask(row, 0)
+    mask, missing = shared.sampling_mask(row, 0)
     if mask is None:
         return {} if missing is None else {"sampling_mask": None, "sampling_mask_missing": missing}
     ids, counts = (array.astype("<i4").tobytes() for array in (mask.ids, mask.lengths))
     return {"sampling_mask": {"ids": ids, "counts": counts}, "sampling_mask_missing": None}
 
 
-def _env_name(metadata: bytes | None) -> str:
-    named = msgspec.json.decode(metadata, type=_Metadata).env_name if metadata else None
-    return named if isinstance(named, str) and named else ENV_NAME
-
-
 def _experts(row: Row) -> tuple[Value, str | None]:
     """Bytes of int16 [T, layers, top_k], or why there are none."""
-    ids, missing = routing.whole(row, "routed_experts", np.iinfo(np.int16).max)
+    ids, missing = shared.payload(row, "routed_experts", np.int16)
     if ids is None:
         return None, missing
     padded = np.zeros((len(row.sample.tokens), *ids.shape[1:]), np.int16)

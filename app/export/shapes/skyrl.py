@@ -10,8 +10,7 @@ import numpy as np
 
 from app.domain.samples import Array
 from app.export.row import Columns, Fields, Row, Unfit
-from app.export.shapes import identity, images, rewards, routing
-from app.export.shapes.slime import rollout_number, weight_versions
+from app.export.shapes import shared
 
 COLUMNS: Columns = {
     "prompt_token_ids": "[int32]",
@@ -26,10 +25,7 @@ COLUMNS: Columns = {
     "rollout_expert_indices_missing": "text",
     "weight_versions": "[text]",
     "advantage": "float64",
-    **identity.COLUMNS,
-    **identity.ROLLOUT,
-    **identity.SAMPLING,
-    **images.LEFT_OUT,
+    **shared.BESIDE,
 }
 
 OF_TURNS: Columns = {"rewards": "[float64]"}
@@ -45,9 +41,9 @@ def fields(row: Row) -> Fields:
         raise Unfit("no reward")
     if sample.response_length == 0:
         raise Unfit("no token was sampled")
-    experts, missing = routing.whole(row, "routed_experts")
+    experts, missing = shared.payload(row, "routed_experts")
     start = sample.prompt_length
-    scores = rewards.by_token(row) if row.by_turn else None
+    scores = shared.token_rewards(row) if row.by_turn else None
     group_id, attempt = row.group_id, session.config.attempt
     return {
         "prompt_token_ids": sample.tokens[:start],
@@ -58,17 +54,14 @@ def fields(row: Row) -> Fields:
         "stop_reasons": STOP_REASONS.get(sample.status, sample.turns[-1].finish_reason or "stop"),
         "trajectory_ids": {
             "instance_id": session.session_id if group_id is None else group_id,
-            "repetition_id": rollout_number(session.session_id) if attempt is None else attempt,
+            "repetition_id": shared.rollout_number(session.session_id) if attempt is None else attempt,
         },
         "is_last_step": row.is_last,
         "rollout_expert_indices": None if experts is None else _compact(experts),
         "rollout_expert_indices_missing": missing,
-        "weight_versions": weight_versions(sample),
+        "weight_versions": shared.weight_versions(row),
         "advantage": row.advantage,
-        **identity.fields(row),
-        **identity.rollout(row),
-        **identity.sampling(row),
-        **images.left_out(row),
+        **shared.beside(row),
     }
 
 

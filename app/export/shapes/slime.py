@@ -7,14 +7,13 @@ that the names of ours stay out of its way.
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
 
-from app.domain.samples import Sample
 from app.export.row import Columns, Fields, Row, Value
-from app.export.shapes import identity, images, routing
+from app.export.shapes import shared
 
 COLUMNS: Columns = {
     "group_index": "int64",
@@ -39,7 +38,7 @@ def fields(row: Row) -> Fields:
 
     `reward` is None where none was assigned, which slime's reward functions fill in. Raises Unfit.
     """
-    mask, missing = routing.whole_mask(row, row.sample.prompt_length)
+    mask, missing = shared.sampling_mask(row, row.sample.prompt_length)
     shaped_row = shaped(row, {"sampling_mask_missing": missing})
     if mask is None:
         return shaped_row
@@ -50,54 +49,39 @@ def fields(row: Row) -> Fields:
 def shaped(row: Row, beside: Fields) -> Fields:
     """`beside` stands in the metadata. Raises Unfit."""
     sample = row.with_response()
-    experts, missing = routing.whole(row, "routed_experts")
+    experts, missing = shared.payload(row, "routed_experts")
     start = sample.prompt_length
+    own = {} if row.metadata is None else msgspec.json.decode(row.metadata, type=dict[str, msgspec.Raw])
     return {
         "group_index": group_index(row.group_id),
         "index": None,
-        "rollout_id": rollout_number(row.rollout_id),
+        "rollout_id": shared.rollout_number(row.rollout_id),
         "tokens": sample.tokens,
         "response_length": sample.response_length,
         "reward": row.reward,
         "loss_mask": sample.loss_mask[start:],
         "rollout_log_probs": sample.logprobs[start:],
-        "rollout_routed_experts": None if experts is None else experts.astype(np.int32),
-        "weight_versions": weight_versions(sample),
+        "rollout_routed_experts": experts,
+        "weight_versions": shared.weight_versions(row),
         "status": sample.status,
-        "metadata": metadata(row, {"routed_experts_missing": missing, **beside}),
+        "metadata": metadata(row, own, {"advantage": row.advantage, "routed_experts_missing": missing, **beside}),
     }
 
 
 def group_index(group_id: str | None) -> int | None:
     """The group's id where it is a decimal number of 64 bits; else None."""
-    decimal = group_id is not None and group_id.isascii() and group_id.isdigit() and len(group_id) < 19
-    return int(group_id) if group_id is not None and decimal else None
+    if group_id is None or not (group_id.isascii() and group_id.isdigit() and len(group_id) < 19):
+        return None
+    return int(group_id)
 
 
-def rollout_number(name: str) -> int:
-    """A number that only the rows of this rollout, or session, have: 53 bits of a hash, which JSON holds exactly.
-
-    slime averages the loss over the rows of one rollout before it averages over rollouts; without a number each
-    segment of a session would count as a rollout.
-    """
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]) >> 3
-
-
-def weight_versions(sample: Sample) -> list[str]:
-    """The engines' names, one a turn; a turn during which the weights changed gives each of them, in order."""
-    return [span.version for span in sample.version_spans]
-
-
-def metadata(row: Row, beside: Fields) -> Fields:
-    own: dict[str, Value] = (
-        {} if row.metadata is None else msgspec.json.decode(row.metadata, type=dict[str, msgspec.Raw])
-    )
+def metadata(row: Row, own: Mapping[str, Value], more: Fields) -> Fields:
+    """`own` with Turnlog's, to which `more` belongs, as one key of it."""
     ours = {
-        **identity.fields(row),
-        "advantage": row.advantage,
-        **beside,
-        **identity.rollout(row),
-        **identity.sampling(row),
-        **images.left_out(row),
+        **shared.identity(row),
+        **more,
+        **shared.rollout(row),
+        **shared.sampling(row),
+        **shared.left_out(row),
     }
     return {**own, "turnlog": {name: value for name, value in ours.items() if value is not None}}

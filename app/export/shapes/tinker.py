@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.export.row import Columns, Fields, Row, Unfit
-from app.export.shapes import advantages, identity, images
+from app.export.shapes import shared
 
 COLUMNS: Columns = {
     "model_input": "[int32]",
@@ -19,10 +19,7 @@ COLUMNS: Columns = {
     "advantages": "[float64]",
     "mask": "[float32]",
     "reward": "float64",
-    **identity.COLUMNS,
-    **identity.ROLLOUT,
-    **identity.SAMPLING,
-    **images.LEFT_OUT,
+    **shared.BESIDE,
 }
 
 
@@ -35,7 +32,7 @@ def fields(row: Row) -> Fields:
     sample = row.with_response()
     if sample.prompt_length == 0:
         raise Unfit("no token predicts the first one, which was sampled")
-    mask, given = sample.loss_mask[1:], advantages.by_token(row)
+    mask, given = sample.loss_mask[1:], shared.advantages(row)
     return {
         "model_input": sample.tokens[:-1],
         "target_tokens": sample.tokens[1:],
@@ -43,8 +40,5 @@ def fields(row: Row) -> Fields:
         "advantages": None if given is None else given[1:],
         "mask": mask.astype(np.float32),
         "reward": row.reward,
-        **identity.fields(row),
-        **identity.rollout(row),
-        **identity.sampling(row),
-        **images.left_out(row),
+        **shared.beside(row),
     }

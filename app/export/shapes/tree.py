@@ -16,6 +16,7 @@ import numpy as np
 
 from app.domain.events import is_number
 from app.domain.samples import Array
+from app.export import jsontext
 from app.export.row import Columns, Fields, Routing, Row, RowImage, Unfit
 from app.export.shapes import turnlog
 from workers.parse_parts import VersionSpan
@@ -86,7 +87,7 @@ class _Turn(msgspec.Struct):
             "turn": number,
             "parent": self.parent,
             "first_message": self.first_message,
-            "messages": msgspec.Raw(b"[" + b",".join(self.messages) + b"]"),
+            "messages": jsontext.array(self.messages),
             **({"images": self.images} if images else {}),
         }
 
@@ -166,7 +167,11 @@ class SessionTree:
         inner = {kind: payload.ids.shape[1:] for kind, payload in row.routing.items() if payload is not None}
         if any(kind in self._payloads and self._payloads[kind].inner != shape for kind, shape in inner.items()):
             raise Unfit("its replay payloads have another shape than those of the session's earlier rows")
-        self._add_messages(row, messages, images)
+        for turn in row.session.message_chain(sample.turns[-1].turn):
+            if turn.number not in self._turns:
+                own = slice(turn.base_messages, turn.message_count)
+                brought = [image for image in images or () if image.turn == turn.number]
+                self._turns[turn.number] = _Turn(turn.parent, turn.base_messages, messages[own], brought)
         self._add_tokens(row, shaped)
         leaf = {name: value for name, value in shaped.items() if name not in TOLD_ONCE}
         leaf["turn"] = sample.turns[-1].turn
@@ -176,13 +181,6 @@ class SessionTree:
         self._leaves.append(((sample.turns[-1].turn, sample.turns[-1].end), leaf))
         self._session = {name: shaped[name] for name in OF_SESSION}
         self._has_images |= images is not None
-
-    def _add_messages(self, row: Row, messages: Sequence[bytes], images: Sequence[RowImage] | None) -> None:
-        for turn in row.session.message_chain(row.sample.turns[-1].turn):
-            if turn.number not in self._turns:
-                own = slice(turn.base_messages, turn.message_count)
-                brought = [image for image in images or () if image.turn == turn.number]
-                self._turns[turn.number] = _Turn(turn.parent, turn.base_messages, messages[own], brought)
 
     def _add_tokens(self, row: Row, shaped: Any) -> None:
         sample, number = row.sample, len(self._leaves)

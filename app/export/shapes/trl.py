@@ -7,7 +7,7 @@ argument, so `reward`, `advantage` and the identity reach them under these names
 from __future__ import annotations
 
 from app.export.row import Columns, Fields, Row
-from app.export.shapes import identity, images
+from app.export.shapes import shared
 
 COLUMNS: Columns = {
     "prompt_ids": "[int32]",
@@ -16,11 +16,11 @@ COLUMNS: Columns = {
     "env_mask": "[uint8]",
     "reward": "float64",
     "advantage": "float64",
-    **identity.COLUMNS,
-    **identity.ROLLOUT,
-    **identity.SAMPLING,
+    **shared.IDENTITY,
+    **shared.ROLLOUT,
+    **shared.SAMPLING,
     "images": "json",
-    **images.LEFT_OUT,
+    **shared.LEFT_OUT,
 }
 
 
@@ -38,8 +38,8 @@ def fields(row: Row) -> Fields:
         "env_mask": sample.loss_mask[start:],
         "reward": row.reward,
         "advantage": row.advantage,
-        **identity.fields(row),
-        **identity.rollout(row),
-        **identity.sampling(row),
-        **images.placed(row, lambda shown: {"images": shown}),
+        **shared.identity(row),
+        **shared.rollout(row),
+        **shared.sampling(row),
+        **shared.placed_images(row, lambda shown: {"images": shown}),
     }

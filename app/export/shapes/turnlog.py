@@ -1,14 +1,14 @@
-"""The `turnlog` row: one a segment, everything the log knows of it."""
+"""Turnlog's own rows, one a segment: `turnlog`, everything the log knows of it, and `messages`, a conversation, for
+supervised fine-tuning and for reading."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import msgspec
 
 from app.domain.samples import TurnSpan
+from app.export import jsontext
 from app.export.row import Columns, Fields, MaskRows, Routing, Row, Value
-from app.export.shapes import identity
+from app.export.shapes import shared
 from workers.sampling_masks import KIND as MASK
 
 COLUMNS: Columns = {
@@ -47,14 +47,14 @@ COLUMNS: Columns = {
     "metadata": "json",
     "provenance": "json",
     "cursor": "text",
-    **identity.ROLLOUT,
+    **shared.ROLLOUT,
     "branch": "int64",
     "branch_cause": "text",
     "parent_branch": "int64",
     "fork_turn": "int64",
     "agent_id": "text",
     "pinned": "json",
-    **identity.SAMPLING,
+    **shared.SAMPLING,
     "replay_urls": "json",
     "note": "text",
     "tags": "[text]",
@@ -82,7 +82,9 @@ def fields(row: Row) -> Fields:
     """`limit` is there only where one ended the row, `advantage` where the export asks for one, the payloads' fields
     where there are any."""
     session, sample = row.session, row.sample
-    reward, config = session.reward, session.config
+    config, pinned = session.config, None
+    if config.model or config.params:  # as text, which holds any number
+        pinned = msgspec.Raw(msgspec.json.encode({"model": config.model, "params": config.params}))
     return {
         "session_id": session.session_id,
         "segment": sample.segment,
@@ -94,7 +96,7 @@ def fields(row: Row) -> Fields:
         "final": row.final,
         "as_of_seq": row.as_of_seq or session.version,
         "reward": row.reward,
-        "reward_components": {} if reward is None else reward.components,
+        "reward_components": row.reward_components,
         "turn_rewards": {
             str(number): {"reward": given.reward, "components": given.components}
             for number, given in session.turn_rewards.items()
@@ -113,18 +115,18 @@ def fields(row: Row) -> Fields:
         "turns": [_turn(span) for span in sample.turns],
         **(_payloads(row) if row.replay or row.routing else {}),
         "segment_cause": sample.cause,
-        "messages": msgspec.Raw(b"[" + b",".join(row.messages) + b"]"),
+        "messages": jsontext.array(row.messages),
         "metadata": msgspec.Raw(row.metadata or b"{}"),
         "provenance": msgspec.structs.asdict(row.source),
         "cursor": row.cursor,
-        **identity.rollout(row),
+        **shared.rollout(row),
         "branch": sample.branch,
         "branch_cause": sample.place.cause,
         "parent_branch": sample.place.parent_branch,
         "fork_turn": sample.place.fork_turn,
         "agent_id": sample.agent_id,
-        "pinned": _pinned(config.model, config.params) if config.model or config.params else None,
-        **identity.sampling(row),
+        "pinned": pinned,
+        **shared.sampling(row),
         **({} if row.links is None else {"replay_urls": row.links}),
         "note": session.note,
         "tags": list(session.tags),
@@ -135,11 +137,6 @@ def fields(row: Row) -> Fields:
         **({} if row.annotations is None else {"annotations": row.annotations}),
         **({} if row.top is None else msgspec.structs.asdict(row.top)),
     }
-
-
-def _pinned(model: str | None, params: dict[str, Any] | None) -> msgspec.Raw:
-    """As text, which holds any number."""
-    return msgspec.Raw(msgspec.json.encode({"model": model, "params": params}))
 
 
 def _turn(span: TurnSpan) -> Fields:
@@ -164,31 +161,48 @@ def _payloads(row: Row) -> dict[str, Value]:
     }
     tombstoned = [kind for kind, payload in row.routing.items() if payload is None]
     if row.mask is not msgspec.UNSET:
-        others[MASK] = None if row.mask is None else _mask(row.mask)
+        others[MASK] = None if row.mask is None else _payload(row.mask)
         tombstoned += [MASK] if row.mask is None else []
     return {**fields, **others, "tombstoned": tombstoned}
 
 
-def _mask(mask_rows: MaskRows) -> dict[str, Value]:
-    """Row r of `rows` has the ids [offsets[r], offsets[r + 1]) of `data`, little-endian."""
-    masks = mask_rows.masks
-    ids = masks.ids.astype(masks.ids.dtype.newbyteorder("<"), copy=False)
+def _payload(stored: Routing | MaskRows) -> dict[str, Value]:
+    """Rows [row_start, row_start + rows) as little-endian ids; `shape` is of all of them. Of a sampling mask row r has
+    the ids [offsets[r], offsets[r + 1])."""
+    masks = stored.masks if isinstance(stored, MaskRows) else None
+    ids = stored.ids if isinstance(stored, Routing) else stored.masks.ids
     return {
-        "data": ids.tobytes(),
-        "row_start": mask_rows.row_start,
-        "rows": len(masks),
+        "data": ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes(),
+        "row_start": stored.row_start,
+        "rows": len(ids) if masks is None else len(masks),
         "dtype": ids.dtype.name,
-        "offsets": masks.offsets,
+        **({"shape": list(ids.shape)} if masks is None else {"offsets": masks.offsets}),
     }
 
 
-def _payload(routing: Routing) -> dict[str, Value]:
-    """Rows [row_start, row_start + rows) as little-endian ids; `shape` is of all of them."""
-    ids = routing.ids
+MESSAGES_COLUMNS: Columns = {
+    "messages": "json",
+    "tools": "json",
+    "metadata": "json",
+    "reward": "float64",
+    "reward_components": "json",
+    **shared.IDENTITY,
+    **shared.ROLLOUT,
+}
+
+
+def messages(row: Row) -> Fields:
+    """`messages` as sent and answered, from the session's beginning to the segment's end; `tools` of the last turn.
+
+    A completion's prompt and answer have no role: each is a text.
+    """
+    tools = row.turns[-1].tools
     return {
-        "data": ids.astype(ids.dtype.newbyteorder("<"), copy=False).tobytes(),
-        "row_start": routing.row_start,
-        "rows": len(ids),
-        "dtype": ids.dtype.name,
-        "shape": list(ids.shape),
+        "messages": jsontext.array(row.messages),
+        "tools": None if tools is None else msgspec.Raw(tools),
+        "metadata": msgspec.Raw(row.metadata or b"{}"),
+        "reward": row.reward,
+        "reward_components": row.reward_components,
+        **shared.identity(row),
+        **shared.rollout(row),
     }

@@ -9,8 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from app.export.row import Columns, Fields, Row
-from app.export.shapes import identity, images, rewards, routing
-from app.export.shapes.slime import weight_versions
+from app.export.shapes import shared
 
 COLUMNS: Columns = {
     "uid": "text",
@@ -24,7 +23,7 @@ COLUMNS: Columns = {
     "metrics": "json",
     "extra_fields": "json",
     "multi_modal_data": "json",
-    **images.LEFT_OUT,
+    **shared.LEFT_OUT,
 }
 
 OF_TURNS: Columns = {"rm_scores": "[float32]"}
@@ -40,30 +39,30 @@ def fields(row: Row) -> Fields:
     `rm_scores`. Raises Unfit.
     """
     sample = row.with_response()
-    experts, missing = routing.whole(row, "routed_experts", np.iinfo(np.int16).max)
+    experts, missing = shared.payload(row, "routed_experts", np.int16)
     start = sample.prompt_length
     group_id = row.group_id
-    scores = rewards.by_token(row) if row.by_turn else None
+    scores = shared.token_rewards(row) if row.by_turn else None
     return {
         "uid": row.session.session_id if group_id is None else group_id,
         "prompt_ids": sample.tokens[:start],
         "response_ids": sample.tokens[start:],
         "response_mask": sample.loss_mask[start:],
         "response_logprobs": sample.logprobs[start:].astype(np.float32),
-        "routed_experts": None if experts is None else experts.astype(np.int16),
+        "routed_experts": experts,
         "reward_score": row.reward,
         "num_turns": 2 * len(sample.turns),
         "metrics": {},
         "extra_fields": {
-            **identity.fields(row),
-            "weight_versions": weight_versions(sample),
+            **shared.identity(row),
+            "weight_versions": shared.weight_versions(row),
             "advantage": row.advantage,
             "routed_experts_missing": missing,
             "reward_extra_info": {},
-            **({"turn_scores": rewards.by_turn(row)} if row.by_turn else {}),
-            **identity.rollout(row),
-            **identity.sampling(row),
+            **({"turn_scores": shared.turn_rewards(row)} if row.by_turn else {}),
+            **shared.rollout(row),
+            **shared.sampling(row),
         },
         **({} if scores is None else {"rm_scores": scores[start:].astype(np.float32)}),
-        **images.placed(row, lambda shown: {"multi_modal_data": {"images": shown}}),
+        **shared.placed_images(row, lambda shown: {"multi_modal_data": {"images": shown}}),
     }

@@ -7,13 +7,9 @@ from typing import Any
 
 import msgspec
 
-from app.domain.events import History
-from app.domain.known_body import ContinuedBody
-from app.domain.request import ChatRequest, CompletionRequest
-from app.protocols.base import COMMON, TEXT, CommittedReply, LiveRenderer, Schema, StoredTurn
-from app.protocols.errors import ErrorFields
+from app.protocols.base import COMMON, TEXT, Schema, WireProtocol
 from app.protocols.messages.parse import parse_messages
-from app.protocols.messages.reply import LiveMessage, as_message, as_stream, error_body
+from app.protocols.messages.reply import LiveMessage, as_message, error_body, error_event, events_of, named
 from app.protocols.sse import event
 
 _MESSAGE: Schema = {
@@ -47,37 +43,18 @@ EXAMPLE: Schema = {
 }
 
 
-class Messages:
-    name = "messages"
-    route = "/v1/messages"
-    methods: tuple[str, ...] = ("POST",)
-    is_native = False
-    gives_payloads = False
-    has_layouts = True
-    history: History = "tree"
-    keepalive = event({"type": "ping"}, "ping")
-    schema: Mapping[str, Any] = REQUEST
-    example: Mapping[str, Any] = EXAMPLE
-
-    def parse(
-        self, body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
-    ) -> ChatRequest | CompletionRequest:
-        return parse_messages(body, has_few_values, continued)
-
-    def complete(self, request: ChatRequest, turns: Mapping[str, StoredTurn]) -> ChatRequest:
-        return request
-
-    def reply(self, reply: CommittedReply) -> bytes:
-        return msgspec.json.encode(as_message(reply))
-
-    def events(self, reply: CommittedReply) -> bytes:
-        return as_stream(as_message(reply))
-
-    def live(self, begun: CommittedReply) -> LiveRenderer:
-        return LiveMessage(begun)
-
-    def error(self, error: ErrorFields) -> bytes:
-        return error_body(error)
-
-    def error_event(self, error: ErrorFields) -> bytes:
-        return event(msgspec.Raw(error_body(error)), "error")
+MESSAGES = WireProtocol(
+    name="messages",
+    route="/v1/messages",
+    parse=parse_messages,
+    reply=lambda reply: msgspec.json.encode(as_message(reply)),
+    events=lambda reply: named(events_of(as_message(reply))),
+    live=LiveMessage,
+    error=error_body,
+    error_event=error_event,
+    schema=REQUEST,
+    example=EXAMPLE,
+    has_layouts=True,
+    history="tree",
+    keepalive=event({"type": "ping"}, "ping"),
+)

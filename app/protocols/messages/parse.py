@@ -22,28 +22,25 @@ from app.domain.request import (
     value_of,
 )
 from app.errors import InvalidRequest, ThreadUnsupported, Unsupported
-from app.protocols.messages.content import ABSENT, decode, is_given, object_text, required
-from app.protocols.messages.conversation import ToolChange, conversation
+from app.protocols.messages.conversation import (
+    ABSENT,
+    ToolChange,
+    as_raw,
+    conversation,
+    decode,
+    is_given,
+    object_text,
+    required,
+)
 from app.protocols.messages.reply import Echo
 
 Params = dict[str, msgspec.Raw]
 
 _NOT_CARRIED = frozenset(
     {
-        "anthropic_beta",
-        "anthropic_version",
-        "betas",
-        "billing_policy",
-        "cache_control",
-        "context_management",
-        "diagnostics",
-        "fallback_credit_token",
-        "inference_geo",
-        "metadata",
-        "service_tier",
-        "speed",
-        "user_profile_id",
-        "workspace_id",
+        *("anthropic_beta", "anthropic_version", "betas", "billing_policy", "cache_control", "context_management"),
+        *("diagnostics", "fallback_credit_token", "inference_geo", "metadata", "service_tier", "speed"),
+        *("user_profile_id", "workspace_id"),
     }
 )
 """About accounts, caches and places: they change nothing of what an engine generates."""
@@ -84,13 +81,6 @@ _STOPS: msgspec.json.Decoder[list[str] | None] = msgspec.json.Decoder(list[str] 
 _TEMPLATE: msgspec.json.Decoder[dict[str, msgspec.Raw] | None] = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 
 
-def model_of(params: Params) -> str:
-    model = value_of(params.get("model"), "model")
-    if not isinstance(model, str):
-        raise InvalidRequest("model must be a string" if "model" in params else "model is missing")
-    return model
-
-
 def stops_of(params: Params) -> list[str]:
     raw = params.get("stop_sequences")
     stops = (None if raw is None else decode(_STOPS, raw, "stop_sequences")) or []
@@ -107,23 +97,6 @@ def engine_fields(params: Params, *, has_limit: bool) -> Params:
     for name, error in _UNSUPPORTED.items():
         if name in params and is_given(params[name]) and bytes(params[name]).strip() not in (b"[]", b'""'):
             raise error(f"{name} cannot be carried to an engine")
-    _require_numbers(params, has_limit)
-    own = {"stop_sequences", "thinking", "output_config", "output_format", *_UNSUPPORTED, *_NOT_CARRIED}
-    fields = {name: raw for name, raw in params.items() if name not in own}
-    if stops := stops_of(params):
-        fields.setdefault("stop", _raw(stops))
-    if (template := _template(params)) is not None:
-        fields["chat_template_kwargs"] = template
-    for name, raw in _output(params).items():
-        fields.setdefault(name, raw)
-    return fields
-
-
-def _raw(value: Any) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))
-
-
-def _require_numbers(params: Params, has_limit: bool) -> None:
     limit = value_of(params.get("max_tokens"), "max_tokens")
     if limit is None and has_limit:
         raise InvalidRequest("max_tokens is missing")
@@ -136,6 +109,15 @@ def _require_numbers(params: Params, has_limit: bool) -> None:
     top_k = value_of(params.get("top_k"), "top_k")
     if top_k is not None and type(top_k) is not int:
         raise InvalidRequest("top_k must be an integer")
+    own = {"stop_sequences", "thinking", "output_config", "output_format", *_UNSUPPORTED, *_NOT_CARRIED}
+    fields = {name: raw for name, raw in params.items() if name not in own}
+    if stops := stops_of(params):
+        fields.setdefault("stop", as_raw(stops))
+    if (template := _template(params)) is not None:
+        fields["chat_template_kwargs"] = template
+    for name, raw in _output(params).items():
+        fields.setdefault(name, raw)
+    return fields
 
 
 def _template(params: Params) -> msgspec.Raw | None:
@@ -145,7 +127,7 @@ def _template(params: Params) -> msgspec.Raw | None:
     if thinking is None or thinking.type != "disabled":
         return None
     given = (None if own is None else decode(_TEMPLATE, own, "chat_template_kwargs")) or {}
-    return _raw({**_NO_THINKING, **given})
+    return as_raw({**_NO_THINKING, **given})
 
 
 def _output(params: Params) -> Params:
@@ -158,10 +140,10 @@ def _output(params: Params) -> Params:
         raise Unsupported("output_config.task_budget cannot be carried to an engine")
     fields: Params = {}
     if config.effort is not None:
-        fields["reasoning_effort"] = _raw(_EFFORTS[config.effort])
+        fields["reasoning_effort"] = as_raw(_EFFORTS[config.effort])
     if form is not None:
         schema = msgspec.Raw(object_text(form.schema, f"{where}.schema"))
-        fields["response_format"] = _raw({"type": "json_schema", "json_schema": {"name": "output", "schema": schema}})
+        fields["response_format"] = as_raw({"type": "json_schema", "json_schema": {"name": "output", "schema": schema}})
     return fields
 
 
@@ -225,7 +207,7 @@ def tools_of(tools: msgspec.Raw | None, choice: msgspec.Raw | None, changes: Seq
         left_out += untold
     names = {function["function"]["name"] for function in functions}
     params = _choice_params(choice, names, bool(left_out)) if is_given(choice) else {}
-    return Tools(msgspec.Raw(msgspec.json.encode(functions)) if functions else None, params, tuple(left_out))
+    return Tools(as_raw(functions) if functions else None, params, tuple(left_out))
 
 
 def _is_carried(tool: _Tool) -> bool:
@@ -293,7 +275,7 @@ def _choice_params(raw: msgspec.Raw | None, names: set[str], has_left_out: bool)
         if choice.type == "any":
             raise InvalidRequest("tool_choice.type is any, but there are no tools")
         return {}
-    params = {"tool_choice": msgspec.Raw(msgspec.json.encode(value))}
+    params = {"tool_choice": as_raw(value)}
     if choice.disable_parallel_tool_use:
         params["parallel_tool_calls"] = msgspec.Raw(b"false")
     return params
@@ -318,7 +300,10 @@ def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *
     if "n" in fields:
         require_one(fields.pop("n"))
     params = engine_params(fields, many_values)
-    echo = Echo(model_of(params), stops_of(params))
+    model = value_of(params.get("model"), "model")
+    if not isinstance(model, str):
+        raise InvalidRequest("model must be a string" if "model" in params else "model is missing")
+    echo = Echo(model, stops_of(params))
     system, tools, choice = (params.pop(name, None) for name in ("system", "tools", "tool_choice"))
     history = conversation(system, raws, continued, keeps_states=layout is not None)
     if layout is not None:

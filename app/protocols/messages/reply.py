@@ -9,9 +9,9 @@ import msgspec
 
 from app.domain.calls import with_given_ids
 from app.protocols.base import CommittedReply, FirstText
-from app.protocols.engine_reply import Counts, ReplyFields, read_reply, reasoning_of
+from app.protocols.engine_reply import Counts, ReplyFields, object_of, read_reply, reasoning_of
 from app.protocols.errors import ErrorFields
-from app.protocols.messages.content import as_input
+from app.protocols.messages.conversation import as_input
 from app.protocols.pieces import text_pieces
 from app.protocols.sse import event
 
@@ -32,7 +32,8 @@ _TOO_LONG = "prompt is too long"
 def error_body(error: ErrorFields) -> bytes:
     """The error with its stable code, where it has one."""
     message = f"{_TOO_LONG}: {error.message}" if error.is_context else error.message
-    fields: dict[str, Any] = {"type": _type_of(error.status), "message": message}
+    kind = _TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    fields: dict[str, Any] = {"type": kind, "message": message}
     if error.code is not None:
         fields["code"] = error.code
     if error.details is not None:
@@ -40,8 +41,8 @@ def error_body(error: ErrorFields) -> bytes:
     return msgspec.json.encode({"type": "error", "error": fields, "request_id": error.request_id})
 
 
-def _type_of(status: int) -> str:
-    return _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+def error_event(error: ErrorFields) -> bytes:
+    return event(msgspec.Raw(error_body(error)), "error")
 
 
 Block = dict[str, Any]
@@ -92,19 +93,12 @@ def content_of(message: Mapping[str, Any], proof: str) -> list[Block]:
         blocks.append({"type": "thinking", "thinking": reasoning, "signature": f"tl_{proof}"})
     if text := message.get("content"):
         blocks.append({"type": "text", "text": text})
-    return blocks + [_tool_use(call) for call in message.get("tool_calls") or []]
-
-
-def _tool_use(call: dict[str, Any]) -> Block:
-    function = call.get("function")
-    function = function if isinstance(function, dict) else {}
-    name = function.get("name")
-    return {
-        "type": "tool_use",
-        "id": call.get("id"),
-        "name": name if isinstance(name, str) else "",
-        "input": as_input(function.get("arguments")),
-    }
+    for call in message.get("tool_calls") or []:
+        function = object_of(call.get("function"))
+        name, arguments = function.get("name"), as_input(function.get("arguments"))
+        called = name if isinstance(name, str) else ""
+        blocks.append({"type": "tool_use", "id": call.get("id"), "name": called, "input": arguments})
+    return blocks
 
 
 def _stop(fields: ReplyFields, echo: Echo, calls: bool) -> tuple[str, str | None]:
@@ -127,16 +121,12 @@ def _usage(counts: Counts) -> dict[str, int]:
     }
 
 
-def as_stream(message: dict[str, Any]) -> bytes:
-    """All events, from `message_start` to `message_stop`."""
-    return named(events_of(message))
-
-
 def named(events: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(event(data, data["type"]) for data in events)
 
 
 def events_of(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """All events, from `message_start` to `message_stop`."""
     usage = message["usage"]
     begun: dict[str, Any] = {
         "content": [],
@@ -210,4 +200,4 @@ class LiveMessage:
         return named([*unsent, *events[2 + len(text_deltas(kind, text)) :]])
 
     def error(self, error: ErrorFields) -> bytes:
-        return event(msgspec.Raw(error_body(error)), "error")
+        return error_event(error)

@@ -1,17 +1,62 @@
-"""Items of a request's input as chat messages: their values, their parts and what they are."""
+"""Items of a request's input as chat messages: their values, their parts and what they are.
+
+Ids of responses and of their items each name a turn by a proof (`app.domain.proofs`).
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from app.domain.left_out import IMAGE_DETAIL, left_out_at
+from app.domain.proofs import find_proof
 from app.domain.request import value_of
 from app.errors import InvalidRequest, Unsupported
-from app.protocols.responses import ids
 from workers.depth import MAX_DEPTH, too_deep
+
+RESPONSE, REASONING, MESSAGE, FUNCTION, CUSTOM, ENCRYPTED = "resp_", "rs_", "msg_", "fc_", "ctc_", "tl_"
+COMPACTION, SUMMARY = "cmp_", "tls_"
+"""Of a compaction's id, and of its encrypted content: the summary stands behind it."""
+
+MAX_PROOF = 256
+"""Characters of a text in which a proof is looked for: ours are far shorter."""
+
+_ITEM = re.compile(r"(rs|msg|fc|ctc)_\d{1,9}_[0-9a-f]{24}(?:_(\d{1,4})(r?))?")
+
+
+def call_id(prefix: str, proof: str, index: int, is_raw: bool = False) -> str:
+    """`is_raw`: the input of a custom tool's call is the sampled arguments as they are, since they hold no `input`."""
+    return f"{prefix}{proof}_{index}{'r' if is_raw else ''}"
+
+
+def is_raw(item_id: str, given: str) -> bool:
+    """Is this input of a custom tool's call the sampled arguments as they are? Without an id of ours, an object is."""
+    matched = _ITEM.fullmatch(item_id)
+    if matched is not None:
+        return bool(matched[3])
+    return given.lstrip()[:1] == "{" and given.rstrip()[-1:] == "}"
+
+
+def output_item(item_id: str) -> tuple[str, int] | None:
+    """The kind of one of our output items, as its prefix, and its place among the calls; None for any other id."""
+    matched = _ITEM.fullmatch(item_id)
+    if matched is None or (matched[1] in ("fc", "ctc")) != (matched[2] is not None):
+        return None
+    return f"{matched[1]}_", int(matched[2] or 0)
+
+
+def proof_in(text: str) -> str | None:
+    return find_proof(text) if len(text) <= MAX_PROOF else None
+
+
+def response_proof(response_id: str) -> str | None:
+    """The proof in a response's id; None if it is not one of ours."""
+    proof = proof_in(response_id)
+    return proof if proof is not None and response_id == RESPONSE + proof else None
+
 
 MAX_SHOWN = 64
 """Characters of a client's own word that an error repeats."""
@@ -223,7 +268,7 @@ class Conversation:
         proof = None
         for claim in ("id", "encrypted_content"):
             claimed = text_or_none(item.get(claim), f"{path}.{claim}")
-            proof = (None if claimed is None else ids.proof_in(claimed)) or proof
+            proof = (None if claimed is None else proof_in(claimed)) or proof
         if proof is not None and proof not in self.proofs[-1:]:
             self.proofs.append(proof)
         adder(self, item, path, proof)
@@ -299,7 +344,7 @@ class Conversation:
 
     def add_custom_call(self, item: Item, path: str, proof: str | None) -> None:
         given = text(item.get("input"), f"{path}.input")
-        arguments = given if ids.is_raw(item.get("id") or "", given) else msgspec.json.encode({"input": given}).decode()
+        arguments = given if is_raw(item.get("id") or "", given) else msgspec.json.encode({"input": given}).decode()
         self._call(_called(item, path), item.get("call_id"), arguments, path, proof)
 
     def add_shell_call(self, item: Item, path: str, proof: str | None) -> None:
@@ -328,22 +373,22 @@ class Conversation:
     def add_compaction(self, item: Item, path: str, proof: str | None) -> None:
         """What took the place of a history. Only the server that made it can read it."""
         summary = text(item.get("encrypted_content"), f"{path}.encrypted_content")
-        if not summary.startswith(ids.SUMMARY):
+        if not summary.startswith(SUMMARY):
             raise Unsupported(f"{path}.encrypted_content was made by another server")
-        self._client({"role": "user", "content": _SUMMARY + summary.removeprefix(ids.SUMMARY)})
+        self._client({"role": "user", "content": _SUMMARY + summary.removeprefix(SUMMARY)})
 
     def add_reference(self, item: Item, path: str, proof: str | None) -> None:
         referred = text(item.get("id"), f"{path}.id")
-        referred_item = ids.output_item(referred)
+        referred_item = output_item(referred)
         if referred_item is None or proof is None:
             raise InvalidRequest(f"{path}.id names no output item of this session")
         self.references[proof] = None
         if len(self.references) > MAX_REFERRED:
             raise Unsupported(f"{path}: items of more than {MAX_REFERRED} responses are referred to; send them instead")
         place = {REFERENCE: referred}
-        if referred_item[0] == ids.REASONING:
+        if referred_item[0] == REASONING:
             self._assistant(_REASONING, proof)["reasoning_content"] = place
-        elif referred_item[0] == ids.MESSAGE:
+        elif referred_item[0] == MESSAGE:
             self._assistant(_ITEMS_TEXT, proof)["content"] = place
         else:
             self._assistant(_CALL, proof).setdefault("tool_calls", []).append(place)

@@ -26,10 +26,12 @@ from app.domain.request import (
 )
 from app.errors import InvalidRequest, PreviousResponseNotFound
 from app.protocols.base import StoredTurn
-from app.protocols.responses import ids
 from app.protocols.responses.items import (
     BETWEEN_SYSTEM,
+    MESSAGE,
+    REASONING,
     REFERENCE,
+    RESPONSE,
     TRIGGER_ITEM,
     Conversation,
     fields,
@@ -37,6 +39,8 @@ from app.protocols.responses.items import (
     items,
     name,
     one_of,
+    output_item,
+    response_proof,
     text,
     text_or_none,
     unsupported,
@@ -289,14 +293,14 @@ def _is_place(value: Any) -> bool:
 
 def _referred(item_id: str, turns: Mapping[str, StoredTurn]) -> Any:
     """The reasoning, the text or the call that an item's id names."""
-    item = ids.output_item(item_id)
+    item = output_item(item_id)
     turn = turns.get(find_proof(item_id) or "")
     if item is None or turn is None:
         raise InvalidRequest(f"item_reference {item_id} names no output item of this session")
     reply: Any = msgspec.json.decode(turn.messages[-1])
-    if item[0] == ids.REASONING:
+    if item[0] == REASONING:
         return reply.get("reasoning_content") or reply.get("reasoning")
-    if item[0] == ids.MESSAGE:
+    if item[0] == MESSAGE:
         return reply.get("content")
     calls = reply.get("tool_calls") or []
     if item[1] >= len(calls):
@@ -356,7 +360,7 @@ def parse_responses(
     if offered_tools is None:
         params.pop("parallel_tool_calls", None)
     shown = {**parameters.shown, "instructions": instructions, "tool_choice": choice or "auto"}
-    shown |= {"tools": tools.shown, "previous_response_id": previous and ids.RESPONSE + previous}
+    shown |= {"tools": tools.shown, "previous_response_id": previous and RESPONSE + previous}
     references = [proof for proof in conversation.references if proof != previous]
     messages = conversation.raw("" if previous else instructions or "")
     if layout is not None:
@@ -397,7 +401,7 @@ def _echo(echo: Echo) -> bytes:
 def _previous(value: Any) -> str | None:
     """The proof in `previous_response_id`. Raises PreviousResponseNotFound for an id that is not one of ours."""
     response_id = text_or_none(value, "previous_response_id")
-    proof = None if response_id is None else ids.response_proof(response_id)
+    proof = None if response_id is None else response_proof(response_id)
     if response_id is not None and proof is None:
         raise PreviousResponseNotFound("previous_response_id names no response of this session")
     return proof

@@ -1,18 +1,31 @@
-"""A committed reply, or one that is still generated, as a response and as its stream of events; a response's ids."""
+"""A committed reply, or one that is still generated, as a response and as its stream of events; a turn's input
+items."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from app.domain.calls import with_given_ids
+from app.errors import InvalidRequest
 from app.protocols.base import CommittedReply, FirstText
-from app.protocols.engine_reply import Counts, read_reply, reasoning_of, text_logprobs
+from app.protocols.engine_reply import Counts, object_of, read_reply, reasoning_of, text_logprobs
 from app.protocols.errors import ErrorFields
 from app.protocols.pieces import Logprobs, pieces_of, text_pieces
-from app.protocols.responses import ids
+from app.protocols.responses.items import (
+    BETWEEN_SYSTEM,
+    COMPACTION,
+    CUSTOM,
+    ENCRYPTED,
+    FUNCTION,
+    MESSAGE,
+    REASONING,
+    RESPONSE,
+    SUMMARY,
+    call_id,
+)
 from app.protocols.responses.tools import Named
 from app.protocols.sse import event
 
@@ -55,28 +68,28 @@ def read_echo(raw: bytes | None) -> Echo:
 
 Item = dict[str, Any]
 
-_INPUT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_TEXT = msgspec.json.Decoder(str)
+
+class _CustomInput(msgspec.Struct, forbid_unknown_fields=True):
+    """The arguments of a custom tool's call: an object with one text."""
+
+    input: str
+
+
+_INPUT = msgspec.json.Decoder(_CustomInput)
 
 
 def output_items(message: Mapping[str, Any], proof: str, named: Mapping[str, Named], encrypted: bool) -> list[Item]:
     """A reply without calls has a message, be it empty: a client that drops reasoning still returns something of it."""
     items: list[Item] = []
     if reasoning := reasoning_of(message):
-        items.append(reasoning_item(ids.REASONING + proof, reasoning))
+        items.append(reasoning_item(REASONING + proof, reasoning))
         if encrypted:
-            items[-1]["encrypted_content"] = ids.ENCRYPTED + proof
+            items[-1]["encrypted_content"] = ENCRYPTED + proof
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
     content = message.get("content")
     if content or not calls:
-        items.append(message_item(ids.MESSAGE + proof, content if isinstance(content, str) else ""))
+        items.append(message_item(MESSAGE + proof, content if isinstance(content, str) else ""))
     return items + [call_item(call, proof, index, named) for index, call in enumerate(calls)]
-
-
-def compaction_item(message: Mapping[str, Any], proof: str) -> Item:
-    """A model may leave its summary in its reasoning."""
-    summary = message.get("content") or reasoning_of(message) or ""
-    return {"id": ids.COMPACTION + proof, "type": "compaction", "encrypted_content": ids.SUMMARY + summary}
 
 
 def reasoning_item(item_id: str, text: str) -> Item:
@@ -91,46 +104,29 @@ def message_item(item_id: str, text: str) -> Item:
 
 def call_item(call: Mapping[str, Any], proof: str, index: int, named: Mapping[str, Named]) -> Item:
     """`index`: its place among the calls. The arguments are the sampled text."""
-    function = call.get("function")
-    function = function if isinstance(function, dict) else {}
-    flat, arguments = _text(function.get("name")), _arguments(function.get("arguments"))
+    function = object_of(call.get("function"))
+    flat, arguments = _text(function.get("name")), function.get("arguments")
+    if not isinstance(arguments, str):
+        arguments = "" if arguments is None else msgspec.json.encode(arguments).decode()
     spelled = named.get(flat) or Named(flat)
     called = _text(call.get("id")) or f"call_{proof}_{index}"
     item: Item = {"call_id": called, "name": spelled.name}
     if spelled.namespace is not None:
         item["namespace"] = spelled.namespace
     if not spelled.is_custom:
-        item_id = ids.call_id(ids.FUNCTION, proof, index)
+        item_id = call_id(FUNCTION, proof, index)
         return {"id": item_id, "type": "function_call", **item, "arguments": arguments, "status": "completed"}
-    given = _input_of(arguments)
-    item_id = ids.call_id(ids.CUSTOM, proof, index, given is None)
-    status = "completed"
-    return {
-        "id": item_id,
-        "type": "custom_tool_call",
-        **item,
-        "input": arguments if given is None else given,
-        "status": status,
-    }
-
-
-def _input_of(arguments: str) -> str | None:
-    """A custom tool's input; None if the arguments are not an object with one text, `input`."""
     try:
-        fields = _INPUT.decode(arguments)
-        return _TEXT.decode(fields["input"]) if fields.keys() == {"input"} else None
+        given: str | None = _INPUT.decode(arguments).input
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return None
+        given = None
+    shown = arguments if given is None else given
+    item_id = call_id(CUSTOM, proof, index, given is None)
+    return {"id": item_id, "type": "custom_tool_call", **item, "input": shown, "status": "completed"}
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
-
-
-def _arguments(value: Any) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return msgspec.json.encode(value).decode()
 
 
 _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter", "abort": "abort"}
@@ -141,8 +137,9 @@ def response_of(reply: CommittedReply, message: dict[str, Any] | None = None) ->
     """The Response object; JSON without raw parts. `message` is what there is of one that is still generated."""
     fields, echo = read_reply(reply.body), read_echo(reply.echo)
     given = with_given_ids(fields.message, reply.given_ids) if message is None else message
-    if echo.compacts:
-        output = [compaction_item(given, reply.proof)]
+    if echo.compacts:  # A model may leave its summary in its reasoning.
+        summary = SUMMARY + (given.get("content") or reasoning_of(given) or "")
+        output = [{"id": COMPACTION + reply.proof, "type": "compaction", "encrypted_content": summary}]
     else:
         output = output_items(given, reply.proof, echo.named, echo.encrypted)
     reason = _INCOMPLETE.get(fields.finish_reason or "")
@@ -154,7 +151,7 @@ def response_of(reply: CommittedReply, message: dict[str, Any] | None = None) ->
                 [part] = item["content"]
                 part["logprobs"] = text_logprobs(reply.body, part["text"])
     return {
-        "id": ids.RESPONSE + reply.proof,
+        "id": RESPONSE + reply.proof,
         "object": "response",
         "created_at": fields.created,
         "status": "completed" if reason is None else "incomplete",
@@ -171,10 +168,6 @@ def response_of(reply: CommittedReply, message: dict[str, Any] | None = None) ->
 
 _DEFAULTS = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
 """What the type requires, for a turn that came in another protocol."""
-
-
-def render(reply: CommittedReply) -> bytes:
-    return msgspec.json.encode(response_of(reply))
 
 
 def render_compacted(reply: CommittedReply) -> bytes:
@@ -217,38 +210,20 @@ def rest_of(response: dict[str, Any]) -> list[Event]:
     return [*items, _of_response(response["status"], response)]
 
 
-def item_events(item: Item, index: int = 0) -> list[Event]:
-    return [{**one, "output_index": index} for one in _ITEMS[item["type"]](item)]
-
-
 def failed(error: ErrorFields) -> bytes:
     """A whole stream of a response that failed: the openai package takes nothing before `response.created`."""
-    response = {
-        "id": f"{ids.RESPONSE}failed",
-        "object": "response",
-        "created_at": 0,
-        "error": None,
-        "model": "",
-        "parallel_tool_calls": True,
-        "tool_choice": "auto",
-        "tools": [],
-        **_BEGINS,
-    }
+    empty = {"id": f"{RESPONSE}failed", "object": "response", "created_at": 0, "error": None, "model": ""}
+    response = {**empty, **_DEFAULTS, **_BEGINS}
     return numbered([_of_response("created", response), failed_event(response, error)])
 
 
 def failed_event(response: dict[str, Any], error: ErrorFields) -> Event:
-    problem = {"code": _code(error), "message": error.message}
+    """With OpenAI's code, by which Codex tells whether it compacts, ends or tries again."""
+    code = "invalid_prompt" if error.status < 500 and error.status not in (408, 409) else "server_error"
+    if error.is_context or error.status == 429:
+        code = "context_length_exceeded" if error.is_context else "rate_limit_exceeded"
+    problem = {"code": code, "message": error.message}
     return _of_response("failed", {**response, **_BEGINS, "status": "failed", "error": problem})
-
-
-def _code(error: ErrorFields) -> str:
-    """OpenAI's code, by which Codex tells whether it compacts, ends or tries again."""
-    if error.is_context:
-        return "context_length_exceeded"
-    if error.status == 429:
-        return "rate_limit_exceeded"
-    return "invalid_prompt" if error.status < 500 and error.status not in (408, 409) else "server_error"
 
 
 def numbered(events: list[Event], first: int = 0) -> bytes:
@@ -262,76 +237,58 @@ def _of_response(state: str, response: dict[str, Any]) -> Event:
     return {"type": f"response.{state}", "response": response}
 
 
+_CALLS = {
+    "function_call": ("function_call_arguments", "arguments"),
+    "custom_tool_call": ("custom_tool_call_input", "input"),
+}
+"""By item type, the name of the events and the field that they fill."""
+
+
+def item_events(item: Item, index: int = 0) -> list[Event]:
+    kind = item["type"]
+    if kind == "compaction":
+        events = [{"type": "response.output_item.added", "item": item}]
+    elif kind in _CALLS:
+        events = _call_events(item, *_CALLS[kind])
+    else:
+        events = _text_events(item)
+    return [{**one, "output_index": index} for one in (*events, {"type": "response.output_item.done", "item": item})]
+
+
 def _begun(item: Item, **empty: Any) -> Event:
     return {"type": "response.output_item.added", "item": {**item, "status": "in_progress", **empty}}
 
 
-def _done(item: Item) -> Event:
-    return {"type": "response.output_item.done", "item": item}
+def _call_events(item: Item, kind: str, field: str) -> list[Event]:
+    at, given = {"item_id": item["id"]}, item[field]
+    deltas = [{"type": f"response.{kind}.delta", **at, "delta": piece} for piece in text_pieces(given) if given]
+    return [_begun(item, **{field: ""}), *deltas, {"type": f"response.{kind}.done", **at, field: given}]
 
 
-def _content(item: Item, kind: str, pieces: Iterable[Event], more: Event, empty: Event) -> Iterator[Event]:
-    """The events of an item with one part of text, which comes in these pieces. `more`: what the event at the end of
-    its text has too, `empty`: the part before it has any."""
-    at = {"item_id": item["id"], "content_index": 0}
-    part = item["content"][0]
-    yield _begun(item, content=[])
-    yield {"type": "response.content_part.added", **at, "part": {**part, "text": "", **empty}}
-    for piece in pieces if part["text"] else ():
-        yield {"type": f"response.{kind}.delta", **at, **piece}
-    yield {"type": f"response.{kind}.done", **at, "text": part["text"], **more}
-    yield {"type": "response.content_part.done", **at, "part": part}
-    yield _done(item)
-
-
-def _reasoning(item: Item) -> Iterator[Event]:
-    pieces = ({"delta": piece} for piece in text_pieces(item["content"][0]["text"]))
-    return _content(item, "reasoning_text", pieces, {}, {})
-
-
-def _message(item: Item) -> Iterator[Event]:
-    part = item["content"][0]
-    entries = part["logprobs"]
-    logprobs = Logprobs(
-        [bytes(entry["bytes"]) for entry in entries],
-        [len(msgspec.json.encode(entry)) for entry in entries],
-        lambda first, last: entries[first:last],
-    )
-    # They are of just this text.
-    found = pieces_of([("delta", part["text"])], logprobs if entries else None)
-    pieces = ({"delta": piece.text, "logprobs": piece.logprobs or []} for piece in found)
-    return _content(item, "output_text", pieces, {"logprobs": entries}, {"logprobs": []})
-
-
-def _call(item: Item, kind: str, field: str) -> Iterator[Event]:
-    at = {"item_id": item["id"]}
-    yield _begun(item, **{field: ""})
-    for piece in text_pieces(item[field]) if item[field] else ():
-        yield {"type": f"response.{kind}.delta", **at, "delta": piece}
-    yield {"type": f"response.{kind}.done", **at, field: item[field]}
-    yield _done(item)
-
-
-def _function_call(item: Item) -> Iterator[Event]:
-    return _call(item, "function_call_arguments", "arguments")
-
-
-def _custom_call(item: Item) -> Iterator[Event]:
-    return _call(item, "custom_tool_call_input", "input")
-
-
-def _compaction(item: Item) -> Iterator[Event]:
-    yield {"type": "response.output_item.added", "item": item}
-    yield _done(item)
-
-
-_ITEMS = {
-    "compaction": _compaction,
-    "reasoning": _reasoning,
-    "message": _message,
-    "function_call": _function_call,
-    "custom_tool_call": _custom_call,
-}
+def _text_events(item: Item) -> list[Event]:
+    """Those of an item with one part of text: reasoning, or a message, whose text may have logprobs."""
+    at, part = {"item_id": item["id"], "content_index": 0}, item["content"][0]
+    kind, entries = "reasoning_text", part.get("logprobs", ())
+    pieces: list[Event] = [{"delta": piece} for piece in text_pieces(part["text"])]
+    more: Event = {}
+    empty: Event = {}
+    if item["type"] == "message":
+        kind, more, empty = "output_text", {"logprobs": entries}, {"logprobs": []}
+        logprobs = Logprobs(
+            [bytes(entry["bytes"]) for entry in entries],
+            [len(msgspec.json.encode(entry)) for entry in entries],
+            lambda first, last: entries[first:last],
+        )
+        # They are of just this text.
+        found = pieces_of([("delta", part["text"])], logprobs if entries else None)
+        pieces = [{"delta": piece.text, "logprobs": piece.logprobs or []} for piece in found]
+    return [
+        _begun(item, content=[]),
+        {"type": "response.content_part.added", **at, "part": {**part, "text": "", **empty}},
+        *({"type": f"response.{kind}.delta", **at, **piece} for piece in pieces if part["text"]),
+        {"type": f"response.{kind}.done", **at, "text": part["text"], **more},
+        {"type": "response.content_part.done", **at, "part": part},
+    ]
 
 
 _KINDS = {"reasoning": "reasoning", "message": "content"}
@@ -378,3 +335,78 @@ class LiveResponse:
     def _numbered(self, events: list[Event]) -> bytes:
         self._count += len(events)
         return numbered(events, self._count - len(events))
+
+
+Order = Literal["asc", "desc"]
+
+
+def input_items(
+    messages: Sequence[msgspec.Raw],
+    proof: str,
+    echo: bytes | None = None,
+    order: Order = "desc",
+    limit: int = 20,
+    after: str | None = None,
+) -> bytes:
+    """The list object of a turn's request, for `GET …/responses/{id}/input_items`: `messages` are its chat messages,
+    less the reply. Instructions are no item.
+
+    Raises InvalidRequest for an `after` that is no item's id.
+    """
+    kept = read_echo(echo)
+    items = [item for message in messages for item in _input_items(msgspec.json.decode(message), kept.named)]
+    if items and kept.instructions and items[0].get("role") == "system":
+        part = items[0]["content"][0]
+        rest = part["text"].removeprefix(kept.instructions).removeprefix(BETWEEN_SYSTEM)
+        items = [{**items[0], "content": [{**part, "text": rest}]}, *items[1:]] if rest else items[1:]
+    custom = {item["call_id"] for item in items if item["type"] == "custom_tool_call"}
+    for index, item in enumerate(items):
+        if item["type"] == "function_call_output" and item["call_id"] in custom:
+            item["type"] = "custom_tool_call_output"
+        item["id"] = f"{_PREFIXES.get(item['type'], 'item')}_{proof}_in{index}"
+    if order == "desc":
+        items.reverse()
+    names = [item["id"] for item in items]
+    if after is not None and after not in names:
+        raise InvalidRequest("after names no input item of this response")
+    start = 0 if after is None else names.index(after) + 1
+    page = items[start : start + limit]
+    ends = {"first_id": page[0]["id"] if page else "", "last_id": page[-1]["id"] if page else ""}
+    return msgspec.json.encode({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
+
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+
+
+def _input_items(message: dict[str, Any], named: Mapping[str, Named]) -> list[Item]:
+    role = message["role"]
+    if role == "assistant":
+        items = [reasoning_item("", reasoning)] if (reasoning := reasoning_of(message)) else []
+        calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
+        texts = "".join(part.get("text", "") for part in _parts(message.get("content")))
+        if texts or not calls:
+            items.append(message_item("", texts))
+        return items + [call_item(call, "0", index, named) for index, call in enumerate(calls)]
+    if role == "tool":
+        output = _parts(message.get("content"))
+        answer = output[0]["text"] if len(output) == 1 and "text" in output[0] else output
+        called = message.get("tool_call_id")
+        return [{"type": "function_call_output", "call_id": called, "output": answer, "status": "completed"}]
+    kind = "user" if role not in ("system", "developer") else role
+    return [{"type": "message", "role": kind, "status": "completed", "content": _parts(message.get("content"))}]
+
+
+def _parts(content: Any) -> list[Item]:
+    """Chat content as input parts."""
+    if not isinstance(content, list):
+        return [{"type": "input_text", "text": content if isinstance(content, str) else ""}]
+    return [_part(part) for part in content if isinstance(part, dict)]
+
+
+def _part(part: dict[str, Any]) -> Item:
+    image = part.get("image_url")
+    if image is None:
+        text = part.get("text")
+        return {"type": "input_text", "text": text if isinstance(text, str) else ""}
+    fields = image if isinstance(image, dict) else {"url": image}
+    return {"type": "input_image", "image_url": fields.get("url"), "detail": fields.get("detail") or "auto"}

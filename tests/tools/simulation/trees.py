@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from app.domain.branches import Branches, Loss
+from app.export.query import ExportQuery
 from app.export.rows import Known, SessionRows
 from app.store.content import StoredSession
 from tests.tools.simulation.told import Story, Told
@@ -34,7 +35,7 @@ def problems(story: Story, stored: StoredSession, found: Known) -> Iterator[str]
                 yield f"turn {turn.number} is of branch {branch}, which should be {expected_branch}"
     for branches, loss in EXPORTS:
         yield from _rows(
-            story, SessionRows(stored, found, None, "turn", "", branches=branches, loss=loss), branches, loss
+            story, SessionRows(stored, found, ExportQuery(branches=branches, loss=loss), branches, ""), branches, loss
         )
 
 
@@ -132,7 +133,7 @@ def _rows(story: Story, made: SessionRows, branches: Branches, loss: Loss) -> It
         owned = {turn.number for turn in line} - taken
         if loss == "once":
             taken |= owned
-        sample = made.row(segment, "", payloads=False).sample
+        sample = made.row(segment, "").sample
         for name, expected in _expected(line, owned).items():
             if getattr(sample, name).tolist() != expected:
                 yield f"of {branches}, loss {loss}, {name} of the row of turn {leaf.number} is not what was sampled"
