@@ -21,13 +21,7 @@ from turnlog.errors import (
     Unavailable,
     Unreachable,
 )
-from turnlog.events import (
-    BranchCause,
-    Event,
-    EventType,
-    UnreadableEvent,
-    VersionSpan,
-)
+from turnlog.events import BranchCause, Event, EventType, UnreadableEvent, VersionSpan
 from turnlog.parameters import (
     Branches,
     EventParameters,
