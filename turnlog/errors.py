@@ -133,12 +133,7 @@ def refusal(status: int, headers: Mapping[str, str], content: bytes) -> TurnlogE
         return NotTurnlog(message, status=status, body=body, should_retry=should_retry, retry_after_s=after)
     kind = _BY_CODE.get((status, code)) or _BY_STATUS.get(status) or (Unavailable if status >= 500 else TurnlogError)
     return kind(
-        str(error.get("message")),
-        status=status,
-        code=code,
-        body=body,
-        should_retry=should_retry,
-        retry_after_s=after,
+        str(error.get("message")), status=status, code=code, body=body, should_retry=should_retry, retry_after_s=after
     )
 
 

@@ -68,10 +68,7 @@ class NewSession(TypedDict, total=False):
         bool | None, "Speak the wire of miles' newer drivers; an evaluation keeps no replay payloads."
     ]
     limits: Annotated[Limits | None, "Turns, tokens, context, seconds that it may use."]
-    on_limit: Annotated[
-        Literal["error", "length"] | None,
-        "What becomes of a generation that runs into a limit.",
-    ]
+    on_limit: Annotated[Literal["error", "length"] | None, "What becomes of a generation that runs into a limit."]
     capture: Annotated[Literal["tokens", "text"] | None, "Tokens and logprobs, or text alone."]
     upstream: Annotated[str | None, "Of a session of text: its upstream."]
     parent_session_id: Annotated[str | None, "The session whose sub-agent this is."]

@@ -32,7 +32,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "sessions": Benchmark(sessions.main, sessions.add_arguments, sessions.__doc__),
     "payloads": Benchmark(payloads.main, payloads.add_arguments, payloads.__doc__),
     "export": Benchmark(export.main, export.add_arguments, export.__doc__),
-    "archive": Benchmark(stores.archive, stores.archive_arguments, stores.archive.__doc__),
     "trees": Benchmark(stores.trees, stores.trees_arguments, stores.trees.__doc__),
     "startup": Benchmark(stores.startup, stores.startup_arguments, stores.startup.__doc__),
 }

@@ -5,27 +5,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import random
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import aiohttp
 import msgspec
-import numpy as np
 from sqlalchemy import Connection, text
 
 from app.store.engine import Database
 from app.store.schema import sessions
-from ops.bench import client
-from ops.bench.load import Conversation, opening_messages, timed_turn
 from ops.bench.measure import MIB, Figures, Peak, cpu_s, save_figures, stat, table
 from ops.bench.stand import Cores, cores, folder_for_bench, pinned, simulator, started
-from ops.bench.stored import StoredSession, StoredTurn, write_sessions
+from ops.bench.stored import copy_up_to, play
 from ops.server import ServerProcess
-from workers import codec
-from workers.codec import Exchange, StoredTokens
 
 FORMS = (
     "ndjson turnlog",
@@ -38,8 +31,8 @@ FORMS = (
     "parquet trl",
 )
 
-POOL = 2048
-"""Number of different turns from which all sessions are composed. It exceeds the rows of a Parquet row group; otherwise
+PLAYED = 2048
+"""Number of different turns that all sessions have. It exceeds the rows of a Parquet row group; otherwise
 Parquet would compress repetitions that only the benchmark has."""
 
 QUESTION_BYTES_PER_TOKEN = 4.9
@@ -99,66 +92,20 @@ async def _filled(folder: Path, cpu_sets: Cores, arguments: argparse.Namespace) 
     if (folder / "turnlog.db").exists():
         return ServerProcess(folder).migrate()
     folder.mkdir(parents=True, exist_ok=True)
-    count = min(POOL, arguments.sessions * arguments.turns)
-    with simulator(cpu_sets) as engine, folder_for_bench(folder) as sample:
-        pool = await made_turns(sample, engine.base_url, cpu_sets, arguments.tokens, count)
-    server = ServerProcess(folder).migrate()
-    await fill_with(server, pool, arguments.sessions, arguments.turns)
-    return server
-
-
-async def made_turns(folder: Path, engine_url: str, cpu_sets: Cores, tokens: int, count: int) -> list[StoredTurn]:
-    """Turns as the service stores them: a server ran each of them with a different question.
-
-    Only the logprobs are replaced by random ones with 32 bits, as engines send them: the simulator has few different
-    ones, which would compress.
-    """
-    (sample := folder / "pool").mkdir()
-    half = tokens // 2
+    half = arguments.tokens // 2
     sim = msgspec.json.encode({"completion_tokens": half, "tool_calls": False, "reasoning": False})
     size = int((half - TEMPLATE_TOKENS) * QUESTION_BYTES_PER_TOKEN)
-    server = ServerProcess(sample, upstreams=[engine_url]).migrate()
-    with started(server, cpu_sets):
-        async with await client.Connection.connect(server.base_url) as connection:
-            for number in range(count):
-                await connection.json("POST", "/sessions", {"session_id": f"pool-{number}"})
-                body = Conversation(opening_messages(size, seed=number), sim).body()
-                await timed_turn(connection, f"/sessions/pool-{number}/v1/chat/completions", body)
-    database = _database(server)
-    try:
-        frames = await database.read(lambda c: c.execute(text("SELECT tokens, exchange FROM turns")).all())
-    finally:
-        await database.close()
-    rng = np.random.default_rng(1)
-    return [
-        StoredTurn.of(_with_logprobs(codec.unpack_tokens(tokens, exchange), rng), codec.unpack(exchange, Exchange))
-        for tokens, exchange in frames
-    ]
+    played = min(-(-PLAYED // arguments.turns), arguments.sessions)
+    with simulator(cpu_sets) as engine:
+        server = ServerProcess(folder, upstreams=[engine.base_url]).migrate()
+        with started(server, cpu_sets):
+            await play(server.base_url, played, arguments.turns, question_bytes=size, sim=sim, ended=True)
+    copy_up_to(server.database_path, arguments.sessions)
+    return ServerProcess(folder)
 
 
 def _database(server: ServerProcess) -> Database:
     return Database(server.environment["TURNLOG_DATABASE_URL"])
-
-
-def _with_logprobs(tokens: StoredTokens, rng: np.random.Generator) -> StoredTokens:
-    drawn = -rng.exponential(0.5, len(tokens.logprobs) // 8).astype(np.float32)
-    return msgspec.structs.replace(tokens, logprobs=drawn.astype("<f8").tobytes())
-
-
-async def fill_with(server: ServerProcess, pool: Sequence[StoredTurn], count: int, turns: int) -> None:
-    """Fill the store."""
-    rng = random.Random(1)
-
-    def all_sessions() -> Iterator[StoredSession]:
-        for number in range(count):
-            yield StoredSession(f"filled-{number:06}", rng.choices(pool, k=turns))
-
-    database = _database(server)
-    await database.open()
-    try:
-        await write_sessions(database, all_sessions(), b'{"model":"simulator","temperature":1.0}', ended=True)
-    finally:
-        await database.close()
 
 
 async def _stored_bytes(server: ServerProcess) -> int:
@@ -259,5 +206,5 @@ def _read_page(connection: Connection, bounds: dict[str, str]) -> int:
     size = 0
     for query, columns in READS.items():
         for row in connection.execute(text(query), bounds):
-            size += sum(map(len, row[-columns:]))
+            size += sum(len(content or b"") for content in row[-columns:])
     return size

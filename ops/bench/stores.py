@@ -1,40 +1,26 @@
-"""Small benchmarks of what lies in a store: how long a start takes, how large trees and archives are."""
+"""Small benchmarks of what lies in a store: how long a start takes, how large trees are."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import hashlib
 import json
 import random
-import re
 import time
-from collections.abc import AsyncIterator
 from statistics import median
 from typing import Any
 
 import aiohttp
 
-from app.store.engine import Database
-from app.store.sessions import database_bytes
 from ops.bench.client import Connection
-from ops.bench.export import Incomplete
 from ops.bench.load import Conversation, opening_messages, timed_turn
 from ops.bench.measure import MIB, Figures, report, save_figures, table
-from ops.bench.stand import Cores, cores, folder_for_bench, pinned, simulator, turnlog
-from ops.bench.stored import fill
+from ops.bench.stand import Cores, cores, folder_for_bench, pinned, simulator, started, turnlog
+from ops.bench.stored import copy_up_to, play
 from ops.server import ServerProcess
 
 POLL_S = 0.005
 SHAPES = {"rows": "turnlog", "trees": "tree"}
-
-
-@contextlib.asynccontextmanager
-async def _http(server: ServerProcess) -> AsyncIterator[aiohttp.ClientSession]:
-    """A client whose requests raise for an error, and may take any time."""
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(server.base_url, timeout=timeout, raise_for_status=True) as http:
-        yield http
+NO_LIMIT = aiohttp.ClientTimeout(total=None)
 
 
 # startup
@@ -54,7 +40,10 @@ async def startup(arguments: argparse.Namespace) -> int:
         for count in (0, arguments.sessions):
             with folder_for_bench(arguments.folder) as folder:
                 server = ServerProcess(folder, upstreams=[engine.base_url]).migrate()
-                await fill(server.environment["TURNLOG_DATABASE_URL"], count, arguments.turns)
+                if count:
+                    with started(server, cpu_sets):
+                        await play(server.base_url, 1, arguments.turns)
+                    copy_up_to(server.database_path, count)
                 times = [await _first_turn(server, cpu_sets, f"first-{number}") for number in range(arguments.repeat)]
                 row = {"sessions": count, "database MiB": server.database_path.stat().st_size / MIB}
                 row["health answers s"] = median(up for up, _ in times)
@@ -96,7 +85,7 @@ async def trees(arguments: argparse.Namespace) -> int:
     figures: Figures = {"sessions": arguments.sessions, "turns": arguments.turns}
     cpu_sets = cores()
     with simulator(cpu_sets, "--seed", "1") as engine, turnlog(engine, cpu_sets, arguments.folder) as server:
-        async with _http(server) as http:
+        async with aiohttp.ClientSession(server.base_url, timeout=NO_LIMIT, raise_for_status=True) as http:
             for seed in range(arguments.sessions):
                 await _grow(http, random.Random(seed), arguments.turns, arguments.words)
             figures["tokens stored"] = _tokens(await _export(http, shape="tree", branches="all"))
@@ -129,63 +118,3 @@ async def _export(http: aiohttp.ClientSession, **query: str) -> bytes:
 
 def _tokens(lines: bytes) -> int:
     return sum(len(json.loads(line)["tokens"]) for line in lines.splitlines())
-
-
-# archive
-
-
-def archive_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sessions", type=int, default=10_000)
-    parser.add_argument("--turns", type=int, default=3, help="turns of each session")
-
-
-async def archive(arguments: argparse.Namespace) -> int:
-    """Archives: what closed sessions take in an SQLite file before and after they left it, and whether they come
-    back."""
-    with folder_for_bench(arguments.folder) as folder:
-        server = ServerProcess(folder, environment={"TURNLOG_FILE_ROOT": str(folder)}).migrate()
-        await fill(server.environment["TURNLOG_DATABASE_URL"], arguments.sessions, arguments.turns, ended=True)
-        (archives := folder / "archives").mkdir()
-        with server:
-            async with _http(server) as http:
-                before = await _rows(http)
-                figures: Figures = {"sessions": arguments.sessions, "database MiB": await _used(server)}
-                began, archived = time.perf_counter(), 0
-                body: dict[str, Any] = {"to": archives.as_uri(), "older_than_s": 0, "after": None}
-                while body["after"] is not None or not archived:
-                    async with http.post("/archives", json=body) as response:
-                        step = await response.json()
-                    archived, body["after"] = archived + step["archived"], step["after"]
-                figures |= {"archived/s": archived / (time.perf_counter() - began), "after MiB": await _used(server)}
-                files = sorted(archives.iterdir(), key=lambda file: file.stat().st_mtime)
-                figures |= {"files": len(files), "files MiB": sum(file.stat().st_size for file in files) / MIB}
-                if archived != arguments.sessions or await _rows(http):
-                    raise Incomplete(f"{archived} of {arguments.sessions} sessions left")
-                began = time.perf_counter()
-                for file in files:
-                    async with http.post("/archives/import", json={"file": file.as_uri()}):
-                        pass
-                figures["imported/s"] = archived / (time.perf_counter() - began)
-                if await _rows(http) != before:
-                    raise Incomplete("the rows are not those of before")
-    report(f"archive-{arguments.sessions}x{arguments.turns}", {**figures, "rows": "equal"})
-    return 0
-
-
-async def _rows(http: aiohttp.ClientSession) -> dict[bytes, bytes]:
-    """The digest of each row of an export, by its session; but for the cursor, which says where the row stands."""
-    rows: dict[bytes, bytes] = {}
-    async with http.get("/export", read_bufsize=1 << 24) as response:
-        async for line in response.content:
-            rows[line[: line.index(b",")]] = hashlib.sha256(re.sub(rb'"cursor":"[^"]*"', b"", line)).digest()
-    return rows
-
-
-async def _used(server: ServerProcess) -> float:
-    """MiB of the file's pages that are in use."""
-    database = Database(server.environment["TURNLOG_DATABASE_URL"])
-    try:
-        used: int = await database.read(database_bytes)
-    finally:
-        await database.close()
-    return used / MIB

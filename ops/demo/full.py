@@ -56,35 +56,15 @@ class FullStore:
 
 def all_sessions() -> list[Session]:
     """Every session's script, those of one attempt together."""
-    groups = [
-        coding.repository(),
-        coding.shell(),
-        chats.retail(),
-        chats.maths(),
-        journeys.research(),
-        journeys.web(),
-    ]
-    return sorted(
-        (session for group in groups for session in group),
-        key=lambda session: session.create["attempt"],
-    )
+    groups = [coding.repository(), coding.shell(), chats.retail(), chats.maths(), journeys.research(), journeys.web()]
+    return sorted((session for group in groups for session in group), key=lambda session: session.create["attempt"])
 
 
 @contextlib.contextmanager
 def full_store(folder: Path, say: Callable[[str], None] = print, *, port: int = 0) -> Iterator[FullStore]:
     """Start two engines and a server in `folder`, and fill its store. Raises ServerDidNotStart, httpx.HTTPError."""
-    options = (
-        "--weight-version",
-        FIRST_WEIGHTS,
-        "--reasoning",
-        "0",
-        "--prefill-us-per-token",
-        "15",
-    )
-    with (
-        SimulatorProcess("--seed", "11", *options) as one,
-        SimulatorProcess("--seed", "12", *options) as other,
-    ):
+    options = ("--weight-version", FIRST_WEIGHTS, "--reasoning", "0", "--prefill-us-per-token", "15")
+    with SimulatorProcess("--seed", "11", *options) as one, SimulatorProcess("--seed", "12", *options) as other:
         engines = (one.base_url, other.base_url)
         environment = {
             **VERBATIM,
@@ -159,11 +139,7 @@ class _Player:
         await lead.play(session.turns[:1])
         async with asyncio.TaskGroup() as group:
             for agent in session.agents:
-                talk = _Talk(
-                    self,
-                    chance(session.id, agent.name),
-                    [{"role": "system", "content": agent.system}],
-                )
+                talk = _Talk(self, chance(session.id, agent.name), [{"role": "system", "content": agent.system}])
                 talk.agent = agent.name
                 group.create_task(talk.play(agent.turns))
         await lead.play(session.turns[1:])
@@ -181,10 +157,7 @@ class _Player:
         messages = [*self.lead.messages, *self.lead.results]
         await _plan(self.sims, self.session.id, messages[-1]["content"], turn, self.lead.rng)
         connection = HTTPConnection(urlsplit(self.store.base_url).netloc)
-        path, body = (
-            f"/sessions/{self.session.id}/v1/chat/completions",
-            json.dumps(self.session.request(messages)),
-        )
+        path, body = (f"/sessions/{self.session.id}/v1/chat/completions", json.dumps(self.session.request(messages)))
         connection.request("POST", path, body, {"content-type": "application/json"})
         self.store.waiting.append(connection)
 
@@ -194,22 +167,14 @@ class _Player:
         for name, value in session.notes.items():
             await self._ask("PUT", f"{path}/annotations/{name}", {"value": value, "writer": "ann"})
         for turn, value in session.verdicts.items():
-            await self._ask(
-                "PUT",
-                f"{path}/turns/{turn}/annotations/verdict",
-                {"value": value, "writer": "judge-2"},
-            )
+            await self._ask("PUT", f"{path}/turns/{turn}/annotations/verdict", {"value": value, "writer": "judge-2"})
         for name in session.columns:
             for turn, logprobs in self.ends:
                 values = _column(name, logprobs, session.reward or 0.0, rng)
                 body = {"values": values, "over": "output", "dtype": "float32", "writer": "trainer"}
                 await self._ask("PUT", f"{path}/turns/{turn}/annotations/{name}", body)
         if session.reward is not None:
-            await self._ask(
-                "PUT",
-                f"{path}/reward",
-                {"reward": session.reward, "components": session.components},
-            )
+            await self._ask("PUT", f"{path}/reward", {"reward": session.reward, "components": session.components})
         if session.closes:
             await self._ask("DELETE", path, None)
 

@@ -97,11 +97,7 @@ class Agent:
             given: Any = messages
             tools: Any = task.TOOLS
             raw = client.chat.completions.with_raw_response.create(
-                model=SERVED_AS,
-                messages=given,
-                tools=tools,
-                temperature=1.0,
-                max_tokens=task.MAX_TOKENS,
+                model=SERVED_AS, messages=given, tools=tools, temperature=1.0, max_tokens=task.MAX_TOKENS
             )
             reply, turn = raw.parse(), raw.headers.get("x-turnlog-turn")
             self._note(
@@ -114,11 +110,7 @@ class Agent:
             )
             rollout.replies.append(reply.choices[0].message.model_dump(exclude_none=True))
         self._sessions.end(rollout, messages)
-        place = {
-            "group_id": group_task.group_id,
-            "attempt": rollout.attempt,
-            "turns": len(rollout.replies),
-        }
+        place = {"group_id": group_task.group_id, "attempt": rollout.attempt, "turns": len(rollout.replies)}
         self._note({"ended": rollout.session_id, "reward": messages, **place})
 
     def _note(self, fact: dict[str, Any]) -> None:

@@ -77,9 +77,7 @@ def _save_tokenizer(folder: Path) -> None:
     bpe.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_of])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1000,
-        show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        vocab_size=1000, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
     )
     rng = random.Random(1)
     rounds = [_round(rng) for _ in range(500)]
@@ -87,11 +85,7 @@ def _save_tokenizer(folder: Path) -> None:
     texts += [_output_of(message) for round_ in rounds for message in round_]
     nouns = " ".join(f"{name}( {name}(city)" for name in task.NOUNS)
     bpe.train_from_iterator(
-        [
-            *texts,
-            f"\nTools: {nouns} system\nuser\nassistant\ntool\nsystem\nuser\nassistant\ntool\n",
-        ],
-        trainer,
+        [*texts, f"\nTools: {nouns} system\nuser\nassistant\ntool\nsystem\nuser\nassistant\ntool\n"], trainer
     )
     bpe.add_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
     bpe.add_tokens([AddedToken(token, special=False, normalized=False) for token in _PLAIN])

@@ -24,11 +24,7 @@ SEEDS = (1, 2, 3, 4, 5)
 LAST = 8
 """Steps whose mean reward is a run's final one."""
 
-COLUMNS = {
-    FAULT_FREE: "Turnlog, no faults, five seeds",
-    FAULTS: "Turnlog, faults",
-    PEER: "in memory, the same faults",
-}
+COLUMNS = {FAULT_FREE: "Turnlog, no faults, five seeds", FAULTS: "Turnlog, faults", PEER: "in memory, the same faults"}
 KILLED_AGENT, LOST_TURN = "killed", "RolloutLost"
 """Why agents gave rollouts up, beside the names of the SDK's errors."""
 

@@ -59,10 +59,7 @@ class TurnlogSessions:
 
     def begin(self, agent: int, group: int, attempt: int) -> Rollout:
         session = self._turnlog.create_session(
-            group_id=f"task-{group}",
-            attempt=attempt,
-            metadata={"agent": agent},
-            on_abort="continue",
+            group_id=f"task-{group}", attempt=attempt, metadata={"agent": agent}, on_abort="continue"
         )
         return Rollout(session.id, group, attempt)
 

@@ -43,11 +43,7 @@ WORDS = (
 
 
 def _tool(name: str) -> dict[str, Any]:
-    parameters = {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-        "required": ["city"],
-    }
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 

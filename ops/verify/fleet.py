@@ -11,16 +11,7 @@ from sqlalchemy import Connection, select
 
 from app.domain import events, fleet
 from app.domain.events import UnknownEvent, decode
-from app.domain.fleet import (
-    AdapterPaused,
-    AdapterResumed,
-    Fleet,
-    FleetEvent,
-    FleetPaused,
-    FleetResumed,
-    Placed,
-    apply,
-)
+from app.domain.fleet import AdapterPaused, AdapterResumed, Fleet, FleetEvent, FleetPaused, FleetResumed, Placed, apply
 from app.store.affinities import State
 from app.store.engine import Database
 from app.store.schema import affinities, fleet_events, sessions
@@ -110,10 +101,7 @@ def _check_affinities(connection: Connection, after: str, report: Report) -> lis
     """Check that each affinity has a known state and an existing session; returns the names that were checked."""
     query = (
         select(
-            affinities.c.control_id,
-            affinities.c.state,
-            affinities.c.worker_session,
-            sessions.c.session_id.is_not(None),
+            affinities.c.control_id, affinities.c.state, affinities.c.worker_session, sessions.c.session_id.is_not(None)
         )
         .select_from(affinities.outerjoin(sessions, sessions.c.session_id == affinities.c.session_id))
         .where(affinities.c.control_id > after)

@@ -8,13 +8,15 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from helpers.databases import SqliteTemplate, database_at
+from helpers.databases import database_at
 
 from app.export.exporter import Exporter
 from app.export.helpers import Helpers
 from app.export.query import ExportQuery
 from app.store.engine import Database
-from ops.bench.stored import fill
+from ops.bench.stored import copy_up_to, play
+from ops.server import ServerProcess
+from ops.simulator.process import SimulatorProcess
 from workers.pool import Pool
 
 QUERIES: tuple[dict[str, Any], ...] = (
@@ -30,10 +32,12 @@ SOME_BYTES = 5_000
 
 
 @pytest.fixture(scope="module")
-def url(sqlite_template: SqliteTemplate, tmp_path_factory: pytest.TempPathFactory) -> str:
-    url = sqlite_template.copy(tmp_path_factory.mktemp("filled") / "turnlog.db")
-    asyncio.run(fill(url, 40, 3))
-    return url
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("filled")
+    with SimulatorProcess() as engine, ServerProcess(folder, upstreams=[engine.base_url]) as server:
+        asyncio.run(play(server.base_url, sessions=8, turns=3))
+    copy_up_to(server.database_path, 40)
+    return server.environment["TURNLOG_DATABASE_URL"]
 
 
 async def exported(database: Database, query: dict[str, Any], helpers: Helpers | None = None) -> bytes:

@@ -13,7 +13,9 @@ from helpers.databases import ROOT
 
 from fault.table import Tally
 from fault.verified import verified
-from ops.bench.stored import fill
+from ops.bench.stored import play
+from ops.server import ServerProcess
+from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
 pytestmark = pytest.mark.long
@@ -78,15 +80,17 @@ def test_what_tests_counted_is_one_table(tmp_path: Path, processes: list[str]) -
         assert f"::test_{name}" in done.stdout
 
 
-def test_a_turn_that_is_not_there_is_lost(sqlite_url: str) -> None:
-    asyncio.run(fill(sqlite_url, 1, 2))
-    there = Acknowledged("filled-0", 1)
+def test_a_turn_that_is_not_there_is_lost(tmp_path: Path) -> None:
+    with SimulatorProcess() as engine, ServerProcess(tmp_path, upstreams=[engine.base_url]) as server:
+        [session_id] = asyncio.run(play(server.base_url, sessions=1, turns=2))
+    sqlite_url = server.environment["TURNLOG_DATABASE_URL"]
+    there = Acknowledged(session_id, 1)
     tally = Tally()
     verified(sqlite_url, [there], tally)
     assert (tally.acknowledged, tally.lost) == (1, 0)
     with pytest.raises(AssertionError):
-        verified(sqlite_url, [there, Acknowledged("filled-0", 99), Acknowledged("never-seen", 1)], tally)
+        verified(sqlite_url, [there, Acknowledged(session_id, 99), Acknowledged("never-seen", 1)], tally)
     assert (tally.acknowledged, tally.lost) == (4, 2)
     with pytest.raises(AssertionError):
-        verified(sqlite_url, [there, Acknowledged("filled-0", 2, retry_key="another")], tally)
+        verified(sqlite_url, [there, Acknowledged(session_id, 2, retry_key="another")], tally)
     assert (tally.acknowledged, tally.lost) == (6, 3)

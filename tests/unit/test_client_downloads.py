@@ -15,7 +15,8 @@ import pytest
 import zstandard
 from helpers.answering import Answer, Answering, Asked
 
-from turnlog.client import AsyncTurnlog, NotTurnlog, Turnlog, Unreachable, fetch_payload, lines
+from turnlog import AsyncTurnlog, NotTurnlog, Turnlog, Unreachable, fetch_payload
+from turnlog.client import lines
 
 ROWS = b"".join(json.dumps({"cursor": f"c{number}"}).encode() + b"\n" for number in range(3))
 BOMB = b"\0" * (64 << 20)

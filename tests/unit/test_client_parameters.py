@@ -81,11 +81,11 @@ def test_events_are_the_servers() -> None:
 
 
 def test_all_types_are_public_and_nothing_else_is_typed() -> None:
-    assert turnlog.__all__ == client.__all__
+    public: list[str] = getattr(turnlog, "__all__")  # noqa: B009 - made when it is asked for, which mypy does not see
     for module in (parameters, rows):
         own = {name for name, one in vars(module).items() if is_typeddict(one) and one.__module__ == module.__name__}
-        assert own - {"RowForm", "RowFilters"} <= set(turnlog.__all__)
-    for name in turnlog.__all__:
+        assert own - {"RowForm", "RowFilters"} <= set(public)
+    for name in public:
         assert getattr(turnlog, name) is getattr(client, name)
     with pytest.raises(AttributeError, match="no attribute 'Sessions'"):
         turnlog.Sessions  # type: ignore[attr-defined]  # noqa: B018

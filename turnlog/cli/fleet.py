@@ -106,13 +106,7 @@ def resume(
     _order(ctx, "resume", adapter, fleet, {"version": version})
 
 
-def _order(
-    ctx: typer.Context,
-    verb: str,
-    adapter: str | None,
-    fleet: bool,
-    wish: Mapping[str, object],
-) -> None:
+def _order(ctx: typer.Context, verb: str, adapter: str | None, fleet: bool, wish: Mapping[str, object]) -> None:
     """Print the gate's state and each engine's answer; exit code 1 if an engine failed."""
     if fleet == (adapter is not None):
         raise UsageError("name an adapter, or --fleet")

@@ -107,8 +107,7 @@ Token = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on standard output, and nothing else.")]
 DatabaseUrl = Annotated[
-    str | None,
-    typer.Option("--database-url", help="The store; default: TURNLOG_DATABASE_URL, as the server reads it."),
+    str | None, typer.Option("--database-url", help="The store; default: TURNLOG_DATABASE_URL, as the server reads it.")
 ]
 
 
@@ -157,8 +156,7 @@ def settings_options(command: Callable[..., None]) -> Callable[..., None]:
             typer.Option(is_eager=True, callback=_use_config, help="A TOML file of settings (docs/settings.md)."),
         ] = None,
         env_file: Annotated[
-            Path | None,
-            typer.Option(is_eager=True, callback=_use_env_file, help="A file of variables, as NAME=value."),
+            Path | None, typer.Option(is_eager=True, callback=_use_env_file, help="A file of variables, as NAME=value.")
         ] = None,
     ) -> None: ...
 

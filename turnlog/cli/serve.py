@@ -64,10 +64,7 @@ def serve(
     os.execv(arguments[0], arguments)
 
 
-def migrate(
-    database_url: DatabaseUrl = None,
-    as_json: Json = False,
-) -> None:
+def migrate(database_url: DatabaseUrl = None, as_json: Json = False) -> None:
     """Migrate the database to this version, as `alembic upgrade head` does in a checkout."""
     from ops.store_command import settings_for
 

@@ -22,8 +22,7 @@ EVERY_S = 1.0
 
 
 def watch(
-    ctx: typer.Context,
-    group: Annotated[str | None, typer.Option(help="Only sessions of this group.")] = None,
+    ctx: typer.Context, group: Annotated[str | None, typer.Option(help="Only sessions of this group.")] = None
 ) -> None:
     """Watch the sessions in flight until Ctrl-C; in a pipe, or with --json, every event that tells what they do."""
     server = remote(ctx, patience_s=0)

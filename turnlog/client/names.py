@@ -1,208 +1,103 @@
 """What `turnlog` gives of the client. The command line imports parts of the client without all of this."""
 
-from turnlog.client._async.client import AsyncEvents, AsyncExport, AsyncTurnlog
-from turnlog.client._async.session import AsyncSession
-from turnlog.client._sync.client import Events, Export, Turnlog
-from turnlog.client._sync.session import Session
-from turnlog.client.replay_urls import fetch_payload
-from turnlog.client.samples import Sample, Samples
-from turnlog.errors import (
-    Conflict,
-    EnginesFailed,
-    Forbidden,
-    InvalidRequest,
-    NotFound,
-    NotTurnlog,
-    PositionGone,
-    Restored,
-    SessionClosed,
-    TurnlogError,
-    Unauthorized,
-    Unavailable,
-    Unreachable,
-)
-from turnlog.events import (
-    BranchCause,
-    Event,
-    EventType,
-    UnreadableEvent,
-    VersionSpan,
-)
-from turnlog.parameters import (
-    Branches,
-    EventParameters,
-    ExportFilters,
-    ExportParameters,
-    FeedFilters,
-    FeedParameters,
-    Limits,
-    Loss,
-    NewSession,
-    SearchFilters,
-    SessionFilters,
-    SessionOrder,
-    SessionState,
-    SessionStatus,
-    Shape,
-    Stale,
-    TrainerShape,
-    TreeParameters,
-)
-from turnlog.replies import (
-    AdapterState,
-    Attempt,
-    Checkpoint,
-    FailedTurn,
-    FinishedSession,
-    Group,
-    ListedAnnotation,
-    ListedGroup,
-    ListedSession,
-    OpenTurn,
-    PausedAdapter,
-    Record,
-    Records,
-    RestoredStore,
-    Rollback,
-    SamplesMetadata,
-    SearchHit,
-    SessionMetadata,
-    StageTimes,
-    State,
-    StatePayload,
-    StateTurn,
-    Told,
-    ToldFleet,
-    Tree,
-    TreeBranch,
-    TreeTurn,
-)
-from turnlog.rows import (
-    Acknowledged,
-    Excluded,
-    LeasedAttempt,
-    LeasedGroup,
-    LeftOut,
-    MaskRows,
-    Part,
-    PayloadRows,
-    Pinned,
-    PrefixCache,
-    Provenance,
-    Row,
-    RowAnnotations,
-    RowImage,
-    SampleFields,
-    Speculative,
-    Statistics,
-    TrainerRow,
-    TurnReward,
-    TurnSampling,
-    TurnSpan,
-    WaitingGroup,
-)
-from turnlog.trees import PackedTrees, attention_mask, attention_slices, pack_trees, unpack_tree
-
-__all__ = [
-    "Acknowledged",
-    "AdapterState",
-    "AsyncEvents",
-    "AsyncExport",
-    "AsyncSession",
-    "AsyncTurnlog",
-    "Attempt",
-    "BranchCause",
-    "Branches",
-    "Checkpoint",
-    "Conflict",
-    "EnginesFailed",
-    "Event",
-    "EventParameters",
-    "EventType",
-    "Events",
-    "Excluded",
-    "Export",
-    "ExportFilters",
-    "ExportParameters",
-    "FailedTurn",
-    "FeedFilters",
-    "FeedParameters",
-    "FinishedSession",
-    "Forbidden",
-    "Group",
-    "InvalidRequest",
-    "LeasedAttempt",
-    "LeasedGroup",
-    "LeftOut",
-    "Limits",
-    "ListedAnnotation",
-    "ListedGroup",
-    "ListedSession",
-    "Loss",
-    "MaskRows",
-    "NewSession",
-    "NotFound",
-    "NotTurnlog",
-    "OpenTurn",
-    "PackedTrees",
-    "Part",
-    "PausedAdapter",
-    "PayloadRows",
-    "Pinned",
-    "PositionGone",
-    "PrefixCache",
-    "Provenance",
-    "Record",
-    "Records",
-    "Restored",
-    "RestoredStore",
-    "Rollback",
-    "Row",
-    "RowAnnotations",
-    "RowImage",
-    "Sample",
-    "SampleFields",
-    "Samples",
-    "SamplesMetadata",
-    "SearchFilters",
-    "SearchHit",
-    "Session",
-    "SessionClosed",
-    "SessionFilters",
-    "SessionMetadata",
-    "SessionOrder",
-    "SessionState",
-    "SessionStatus",
-    "Shape",
-    "Speculative",
-    "StageTimes",
-    "Stale",
-    "State",
-    "StatePayload",
-    "StateTurn",
-    "Statistics",
-    "Told",
-    "ToldFleet",
-    "TrainerRow",
-    "TrainerShape",
-    "Tree",
-    "TreeBranch",
-    "TreeParameters",
-    "TreeTurn",
-    "TurnReward",
-    "TurnSampling",
-    "TurnSpan",
-    "Turnlog",
-    "TurnlogError",
-    "Unauthorized",
-    "Unavailable",
-    "Unreachable",
-    "UnreadableEvent",
-    "VersionSpan",
-    "WaitingGroup",
-    "attention_mask",
-    "attention_slices",
-    "fetch_payload",
-    "pack_trees",
-    "unpack_tree",
-]
+from turnlog.client._async.client import AsyncEvents as AsyncEvents
+from turnlog.client._async.client import AsyncExport as AsyncExport
+from turnlog.client._async.client import AsyncTurnlog as AsyncTurnlog
+from turnlog.client._async.session import AsyncSession as AsyncSession
+from turnlog.client._sync.client import Events as Events
+from turnlog.client._sync.client import Export as Export
+from turnlog.client._sync.client import Turnlog as Turnlog
+from turnlog.client._sync.session import Session as Session
+from turnlog.client.replay_urls import fetch_payload as fetch_payload
+from turnlog.client.samples import Sample as Sample
+from turnlog.client.samples import Samples as Samples
+from turnlog.errors import Conflict as Conflict
+from turnlog.errors import EnginesFailed as EnginesFailed
+from turnlog.errors import Forbidden as Forbidden
+from turnlog.errors import InvalidRequest as InvalidRequest
+from turnlog.errors import NotFound as NotFound
+from turnlog.errors import NotTurnlog as NotTurnlog
+from turnlog.errors import PositionGone as PositionGone
+from turnlog.errors import Restored as Restored
+from turnlog.errors import SessionClosed as SessionClosed
+from turnlog.errors import TurnlogError as TurnlogError
+from turnlog.errors import Unauthorized as Unauthorized
+from turnlog.errors import Unavailable as Unavailable
+from turnlog.errors import Unreachable as Unreachable
+from turnlog.events import BranchCause as BranchCause
+from turnlog.events import Event as Event
+from turnlog.events import EventType as EventType
+from turnlog.events import UnreadableEvent as UnreadableEvent
+from turnlog.events import VersionSpan as VersionSpan
+from turnlog.parameters import Branches as Branches
+from turnlog.parameters import EventParameters as EventParameters
+from turnlog.parameters import ExportFilters as ExportFilters
+from turnlog.parameters import ExportParameters as ExportParameters
+from turnlog.parameters import FeedFilters as FeedFilters
+from turnlog.parameters import FeedParameters as FeedParameters
+from turnlog.parameters import Limits as Limits
+from turnlog.parameters import Loss as Loss
+from turnlog.parameters import NewSession as NewSession
+from turnlog.parameters import SearchFilters as SearchFilters
+from turnlog.parameters import SessionFilters as SessionFilters
+from turnlog.parameters import SessionOrder as SessionOrder
+from turnlog.parameters import SessionState as SessionState
+from turnlog.parameters import SessionStatus as SessionStatus
+from turnlog.parameters import Shape as Shape
+from turnlog.parameters import Stale as Stale
+from turnlog.parameters import TrainerShape as TrainerShape
+from turnlog.parameters import TreeParameters as TreeParameters
+from turnlog.replies import AdapterState as AdapterState
+from turnlog.replies import Attempt as Attempt
+from turnlog.replies import Checkpoint as Checkpoint
+from turnlog.replies import FailedTurn as FailedTurn
+from turnlog.replies import FinishedSession as FinishedSession
+from turnlog.replies import Group as Group
+from turnlog.replies import ListedAnnotation as ListedAnnotation
+from turnlog.replies import ListedGroup as ListedGroup
+from turnlog.replies import ListedSession as ListedSession
+from turnlog.replies import OpenTurn as OpenTurn
+from turnlog.replies import PausedAdapter as PausedAdapter
+from turnlog.replies import Record as Record
+from turnlog.replies import Records as Records
+from turnlog.replies import RestoredStore as RestoredStore
+from turnlog.replies import Rollback as Rollback
+from turnlog.replies import SamplesMetadata as SamplesMetadata
+from turnlog.replies import SearchHit as SearchHit
+from turnlog.replies import SessionMetadata as SessionMetadata
+from turnlog.replies import StageTimes as StageTimes
+from turnlog.replies import State as State
+from turnlog.replies import StatePayload as StatePayload
+from turnlog.replies import StateTurn as StateTurn
+from turnlog.replies import Told as Told
+from turnlog.replies import ToldFleet as ToldFleet
+from turnlog.replies import Tree as Tree
+from turnlog.replies import TreeBranch as TreeBranch
+from turnlog.replies import TreeTurn as TreeTurn
+from turnlog.rows import Acknowledged as Acknowledged
+from turnlog.rows import Excluded as Excluded
+from turnlog.rows import LeasedAttempt as LeasedAttempt
+from turnlog.rows import LeasedGroup as LeasedGroup
+from turnlog.rows import LeftOut as LeftOut
+from turnlog.rows import MaskRows as MaskRows
+from turnlog.rows import Part as Part
+from turnlog.rows import PayloadRows as PayloadRows
+from turnlog.rows import Pinned as Pinned
+from turnlog.rows import PrefixCache as PrefixCache
+from turnlog.rows import Provenance as Provenance
+from turnlog.rows import Row as Row
+from turnlog.rows import RowAnnotations as RowAnnotations
+from turnlog.rows import RowImage as RowImage
+from turnlog.rows import SampleFields as SampleFields
+from turnlog.rows import Speculative as Speculative
+from turnlog.rows import Statistics as Statistics
+from turnlog.rows import TrainerRow as TrainerRow
+from turnlog.rows import TurnReward as TurnReward
+from turnlog.rows import TurnSampling as TurnSampling
+from turnlog.rows import TurnSpan as TurnSpan
+from turnlog.rows import WaitingGroup as WaitingGroup
+from turnlog.trees import PackedTrees as PackedTrees
+from turnlog.trees import attention_mask as attention_mask
+from turnlog.trees import attention_slices as attention_slices
+from turnlog.trees import pack_trees as pack_trees
+from turnlog.trees import unpack_tree as unpack_tree

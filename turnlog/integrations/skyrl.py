@@ -47,9 +47,7 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has n
         metadata = input_batch["batch_metadata"]
         when = (metadata.training_phase, metadata.global_step) if metadata is not None else ()
         names = (name_of(self._run, *when, one.to_string()) for one in ids)
-        timed = await asyncio.gather(
-            *map(self._timed, names, input_batch["prompts"], extras, ids),
-        )
+        timed = await asyncio.gather(*map(self._timed, names, input_batch["prompts"], extras, ids))
         rows = [row for trajectory, _ in timed for row in trajectory]
         responses, rewards = [row["response_ids"] for row in rows], [row["rewards"] for row in rows]
         return GeneratorOutput(

@@ -27,12 +27,7 @@ OPENING = (
     "hello?? the desk lamp i got is the wrong colour. order 4471",
     "I'd like to exchange the lamp of my last order for the brass version please.",
 )
-USER = {
-    "user_id": "mira_4471",
-    "name": "Mira Okafor",
-    "orders": ["4471", "4102"],
-    "member_since": "2021-05-03",
-}
+USER = {"user_id": "mira_4471", "name": "Mira Okafor", "orders": ["4471", "4102"], "member_since": "2021-05-03"}
 ORDER = {
     "order_id": "4471",
     "status": "delivered",
@@ -45,13 +40,7 @@ ORDER = {
             "options": {"finish": "black"},
             "price": 49.9,
         },
-        {
-            "item_id": "BLB-09",
-            "product_id": "P-12",
-            "name": "Bulb E27",
-            "options": {"kelvin": 2700},
-            "price": 6.5,
-        },
+        {"item_id": "BLB-09", "product_id": "P-12", "name": "Bulb E27", "options": {"kelvin": 2700}, "price": 6.5},
     ],
     "payment": {"method": "card", "last4": "0042"},
 }
@@ -79,14 +68,8 @@ def retail(count: int = 12) -> list[Session]:
         asks_first, succeeds = attempt % 4 != 2, attempt % 4 != 3
         exchange = {"order_id": "4471", "item_id": "LMP-BLK", "new_item_id": "LMP-BRS"}
         turns = [
-            Turn(
-                "I am happy to help. What is the e-mail address of your account?",
-                ask=rng.choice(OPENING),
-            ),
-            Turn(
-                ask="mira.okafor@example.com",
-                calls=[_known("find_user", USER, email="mira.okafor@example.com")],
-            ),
+            Turn("I am happy to help. What is the e-mail address of your account?", ask=rng.choice(OPENING)),
+            Turn(ask="mira.okafor@example.com", calls=[_known("find_user", USER, email="mira.okafor@example.com")]),
             Turn(
                 calls=[
                     _known("get_order", ORDER, 0.5, order_id="4471"),
@@ -118,22 +101,10 @@ def retail(count: int = 12) -> list[Session]:
         if not succeeds:
             error = {"error": "item_not_in_order", "item_id": "LMP-BLACK"}
             turns.append(
-                Turn(
-                    ask="yes",
-                    calls=[_known("exchange_item", error, 0.4, **{**exchange, "item_id": "LMP-BLACK"})],
-                )
+                Turn(ask="yes", calls=[_known("exchange_item", error, 0.4, **{**exchange, "item_id": "LMP-BLACK"})])
             )
             turns.append(
-                Turn(
-                    calls=[
-                        _known(
-                            "escalate",
-                            {"ticket": 311 + attempt},
-                            0.3,
-                            reason="The exchange failed.",
-                        )
-                    ]
-                )
+                Turn(calls=[_known("escalate", {"ticket": 311 + attempt}, 0.3, reason="The exchange failed.")])
             )
         turns.append(
             Turn(
@@ -151,12 +122,7 @@ def retail(count: int = 12) -> list[Session]:
                     "session_id": f"retail-exchange-{attempt:02}",
                     "group_id": RETAIL_GROUP,
                     "attempt": attempt,
-                    "metadata": {
-                        "task": "exchange-073",
-                        "harness": "shop-sim",
-                        "user": "mira",
-                        "split": "train",
-                    },
+                    "metadata": {"task": "exchange-073", "harness": "shop-sim", "user": "mira", "split": "train"},
                 },
                 SHOP_SYSTEM,
                 turns,
@@ -216,15 +182,7 @@ def maths(count: int = 16) -> list[Session]:
         is_cut = attempt in (7, 12)
         if is_cut:
             think, fields = "".join(THINK) * 9, {**fields, "max_tokens": 300}
-        turns = [
-            Turn(
-                RIGHT if is_right else WRONG[attempt % 2],
-                think,
-                ask=PROBLEM,
-                fields=fields,
-                sim=sim,
-            )
-        ]
+        turns = [Turn(RIGHT if is_right else WRONG[attempt % 2], think, ask=PROBLEM, fields=fields, sim=sim)]
         if attempt % 5 == 0:
             turns.append(
                 Turn(

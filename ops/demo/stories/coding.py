@@ -13,13 +13,7 @@ HOLDS: Mapping[int, Hold] = {8: "gated", 9: "stuck"}
 FAULTS = {2: "status_500", 5: "not_json", 7: "status_503", 9: "nan_logprob"}
 
 BASH = tool("bash", "Run a command in the sandbox.", command="A shell command.")
-EDIT = tool(
-    "edit",
-    "Replace a text that occurs once in a file.",
-    path="File.",
-    old="Text.",
-    new="Its replacement.",
-)
+EDIT = tool("edit", "Replace a text that occurs once in a file.", path="File.", old="Text.", new="Its replacement.")
 READ = tool("read_file", "Read a file with line numbers.", path="File.")
 SYSTEM = """You are a coding agent in a sandbox with a checkout at `/repo`.
 
@@ -133,18 +127,7 @@ THOUGHTS = (
     "should test for it before the lookup and put the name into the message.",
     "Let me run everything once more before I answer, format.py shares the units.",
 )
-NAMES = (
-    "parts",
-    "fraction",
-    "whitespace",
-    "upper_case",
-    "negative",
-    "days",
-    "millis",
-    "roundtrip",
-    "zero",
-    "empty",
-)
+NAMES = ("parts", "fraction", "whitespace", "upper_case", "negative", "days", "millis", "roundtrip", "zero", "empty")
 
 
 def _pytest(passed: int, failures: Sequence[str] = (), seconds: float = 0.4) -> str:
@@ -178,10 +161,7 @@ def _bash(command: str, result: str, seconds: float = 0.2) -> Call:
 
 def _edit(old: str, new: str) -> Call:
     return Call(
-        "edit",
-        {"path": "durations/parse.py", "old": old, "new": new},
-        "1 replacement in durations/parse.py",
-        0.05,
+        "edit", {"path": "durations/parse.py", "old": old, "new": new}, "1 replacement in durations/parse.py", 0.05
     )
 
 
@@ -196,10 +176,7 @@ def _repo_turns(attempt: int, rng: random.Random, solves: bool) -> list[Turn]:
         Turn(calls=[Call("read_file", {"path": "durations/parse.py"}, SOURCE, 0.05)]),
         Turn(
             "Who uses it, and what do the tests say?",
-            calls=[
-                _bash("grep -rn parse_duration .", GREP),
-                _test(_pytest(7, [FAILED, FAILED_UNIT]), 0.9),
-            ],
+            calls=[_bash("grep -rn parse_duration .", GREP), _test(_pytest(7, [FAILED, FAILED_UNIT]), 0.9)],
         ),
     ]
     if attempt % 3 == 0:
@@ -209,25 +186,13 @@ def _repo_turns(attempt: int, rng: random.Random, solves: bool) -> list[Turn]:
     if attempt == 9:
         turns.append(Turn(fault="context_400"))
     turns += [
-        Turn(
-            "The pattern matches only once, so I add up every part.",
-            THOUGHTS[0],
-            [_edit(OLD_RETURN, FIRST_TRY)],
-        ),
+        Turn("The pattern matches only once, so I add up every part.", THOUGHTS[0], [_edit(OLD_RETURN, FIRST_TRY)]),
         Turn(calls=[_test(_pytest(8, [FAILED_UNIT]), rng.uniform(0.5, 1.2))]),
     ]
     if attempt == 4:  # it thinks better of its edit, twice
         turns += [
-            Turn(
-                "Let me try a `try`/`except KeyError` around it.",
-                back=1,
-                calls=[_edit(FIRST_TRY, "    try: ...")],
-            ),
-            Turn(
-                "No: the unit's name would be lost.",
-                back=1,
-                calls=[_test(_pytest(8, [FAILED_UNIT]), 0.6)],
-            ),
+            Turn("Let me try a `try`/`except KeyError` around it.", back=1, calls=[_edit(FIRST_TRY, "    try: ...")]),
+            Turn("No: the unit's name would be lost.", back=1, calls=[_test(_pytest(8, [FAILED_UNIT]), 0.6)]),
         ]
     for _ in range(rng.randint(0, 2)):
         turns += [
@@ -240,20 +205,9 @@ def _repo_turns(attempt: int, rng: random.Random, solves: bool) -> list[Turn]:
     if solves:
         turns += [
             Turn("", THOUGHTS[1], [_edit(FIRST_TRY, WHOLE)]),
-            Turn(
-                calls=[
-                    _test(_pytest(9), rng.uniform(0.5, 1.0)),
-                    _bash("ruff check .", "All checks passed!", 0.3),
-                ]
-            ),
+            Turn(calls=[_test(_pytest(9), rng.uniform(0.5, 1.0)), _bash("ruff check .", "All checks passed!", 0.3)]),
         ]
-    turns.append(
-        Turn(
-            "",
-            THOUGHTS[2],
-            [_bash("pytest -v", _long_suite(rng, not solves), rng.uniform(1.2, 2.2))],
-        )
-    )
+    turns.append(Turn("", THOUGHTS[2], [_bash("pytest -v", _long_suite(rng, not solves), rng.uniform(1.2, 2.2))]))
     turns.append(Turn(DONE if solves else GAVE_UP))
     return turns
 
@@ -270,19 +224,11 @@ def repository(count: int = 12) -> list[Session]:
             "group_id": REPO_GROUP,
             "attempt": attempt,
             "rollback_window": 3,
-            "metadata": {
-                "task": "durations-141",
-                "harness": "mini-swe",
-                "image": "py311-slim",
-                "split": "train",
-            },
+            "metadata": {"task": "durations-141", "harness": "mini-swe", "image": "py311-slim", "split": "train"},
         }
         notes = {"note": "Solved in the fewest turns.", "tags": ["best"]} if attempt == 0 else {}
         if attempt == 3:
-            notes = {
-                "note": "Gives up although the message names the line.",
-                "tags": ["loops", "look-again"],
-            }
+            notes = {"note": "Gives up although the message names the line.", "tags": ["loops", "look-again"]}
         sessions.append(
             Session(
                 create,
@@ -290,11 +236,7 @@ def repository(count: int = 12) -> list[Session]:
                 turns[: len(turns) * 2 // 3] if running else turns,
                 (BASH, EDIT, READ),
                 reward=None if running else float(solves),
-                components={
-                    "tests": float(solves),
-                    "length": round(-0.01 * len(turns), 2),
-                    "lint": 0.1 * solves,
-                },
+                components={"tests": float(solves), "length": round(-0.01 * len(turns), 2), "lint": 0.1 * solves},
                 closes=not running,
                 hold="running" if running else None,
                 notes=notes,
@@ -344,11 +286,7 @@ def shell(count: int = 10) -> list[Session]:
         commands = [
             ("df -h", DF, 0.1),
             ("du -ah /var | sort -rh | head -4", DU, rng.uniform(0.6, 1.6)),
-            (
-                f"tail -{120 + 40 * attempt} /var/log/nginx/access.log",
-                _access_log(rng, 120 + 40 * attempt),
-                0.2,
-            ),
+            (f"tail -{120 + 40 * attempt} /var/log/nginx/access.log", _access_log(rng, 120 + 40 * attempt), 0.2),
             (
                 "cat /etc/logrotate.d/nginx",
                 "cat: /etc/logrotate.d/nginx: No such file or directory\n[exit code 1]",
@@ -359,27 +297,15 @@ def shell(count: int = 10) -> list[Session]:
                 "gzip: /var/log/nginx/access.log.1.gz: No space left on device\n[exit code 1]",
                 0.5,
             ),
-            (
-                "apt-get clean && journalctl --vacuum-size=200M",
-                "Vacuuming done, freed 1.7G of archived journals.",
-                0.9,
-            ),
-            (
-                "mv /var/log/nginx/access.log.1 /root/ && gzip /root/access.log.1",
-                "",
-                rng.uniform(0.8, 2.0),
-            ),
+            ("apt-get clean && journalctl --vacuum-size=200M", "Vacuuming done, freed 1.7G of archived journals.", 0.9),
+            ("mv /var/log/nginx/access.log.1 /root/ && gzip /root/access.log.1", "", rng.uniform(0.8, 2.0)),
             (f"cat > /etc/logrotate.d/nginx <<'EOF'\n{ROTATE}\nEOF", "", 0.05),
             (
                 "logrotate -d /etc/logrotate.d/nginx 2>&1 | tail -3",
                 "considering log /var/log/nginx/access.log\n  log needs rotating",
                 0.3,
             ),
-            (
-                "systemctl reload nginx && df -h /var",
-                DF.replace("20G   12K 100%", "8.1G   11G  42%"),
-                0.4,
-            ),
+            ("systemctl reload nginx && df -h /var", DF.replace("20G   12K 100%", "8.1G   11G  42%"), 0.4),
         ]
         skipped = rng.sample(range(3, 9), attempt % 4)
         turns = [
@@ -404,10 +330,7 @@ def shell(count: int = 10) -> list[Session]:
             turns.insert(3, Turn(fault="missing_logprobs"))
         if attempt == 3:
             turns.append(
-                Turn(
-                    "DONE. " + "I also looked at every other service on the host. " * 40,
-                    fields={"max_tokens": 160},
-                )
+                Turn("DONE. " + "I also looked at every other service on the host. " * 40, fields={"max_tokens": 160})
             )
         elif hold is None:
             turns.append(Turn(f"DONE: `/var` is at 42 %, and logs are rotated at 200 MB.\n\n```\n{ROTATE}\n```"))

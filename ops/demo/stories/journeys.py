@@ -10,12 +10,7 @@ from ops.demo.stories.script import Agent, Call, Session, Turn, chance, tool
 RESEARCH_GROUP, WEB_GROUP = "research/reef-recovery", "web/flight-booking"
 
 RESEARCH_TOOLS = (
-    tool(
-        "spawn_agent",
-        "Start a sub-agent on a question.",
-        name="Its name.",
-        task="What to find out.",
-    ),
+    tool("spawn_agent", "Start a sub-agent on a question.", name="Its name.", task="What to find out."),
     tool("search", "Search the web.", query="Words."),
     tool("fetch", "A page as text.", url="Its address."),
 )
@@ -99,19 +94,10 @@ def research(count: int = 4) -> list[Session]:
                     Turn(
                         "I'll search for it.",
                         ask=FOCUS[name],
-                        calls=[
-                            _search(f"coral {name}", rng),
-                            _search(f"2016 bleaching {name}", rng),
-                        ],
+                        calls=[_search(f"coral {name}", rng), _search(f"2016 bleaching {name}", rng)],
                     ),
                     Turn(calls=[_fetch(rng, 4 + 4 * number) for number in range(1 + rng.randint(0, 2))]),
-                    *[
-                        Turn(
-                            "",
-                            "The numbers of two surveys differ; I need the raw table.",
-                            [_fetch(rng, 12)],
-                        )
-                    ]
+                    *[Turn("", "The numbers of two surveys differ; I need the raw table.", [_fetch(rng, 12)])]
                     * (attempt % 2),
                     Turn(FINDING.format(focus=name, count=rng.randint(3, 14), years=rng.randint(5, 9))),
                 ],
@@ -135,10 +121,7 @@ def research(count: int = 4) -> list[Session]:
             *[Turn(fault="status_503")] * (attempt == 2),
             Turn(calls=[_fetch(rng, 24)]),
         ]
-        last = [
-            Turn("", "Sediment explains the second site.", [_search("sediment coral recruits", rng)]),
-            Turn(REPORT),
-        ]
+        last = [Turn("", "Sediment explains the second site.", [_search("sediment coral recruits", rng)]), Turn(REPORT)]
         sessions.append(
             Session(
                 {
@@ -154,10 +137,7 @@ def research(count: int = 4) -> list[Session]:
                 agents=agents,
                 compacted=last,
                 reward=(0.8, 0.55, 0.7, 0.2)[attempt],
-                components={
-                    "coverage": (0.9, 0.6, 0.8, 0.2)[attempt],
-                    "citations": (0.7, 0.5, 0.6, 0.2)[attempt],
-                },
+                components={"coverage": (0.9, 0.6, 0.8, 0.2)[attempt], "citations": (0.7, 0.5, 0.6, 0.2)[attempt]},
                 notes={"tags": ["tree", "compacted"]},
             )
         )
@@ -174,19 +154,9 @@ WEB_TASK = "Find the cheapest direct flight from Lisbon to Oslo on 12 June, at m
 
 def _screen(title: str, rng: random.Random, rows: int) -> str:
     """A page as its tree of elements."""
-    lines = [
-        f'- document "{title}"',
-        "  - banner",
-        '    - link [1] "Flights"',
-        '    - link [2] "Stays"',
-        "  - main",
-    ]
+    lines = [f'- document "{title}"', "  - banner", '    - link [1] "Flights"', '    - link [2] "Stays"', "  - main"]
     for n in range(rows):
-        price, hour, stops = (
-            rng.randint(120, 420),
-            rng.randint(5, 22),
-            rng.choice(("direct", "1 stop")),
-        )
+        price, hour, stops = (rng.randint(120, 420), rng.randint(5, 22), rng.choice(("direct", "1 stop")))
         lines.append(f'    - article [{10 + n}] "{hour:02}:{rng.choice("0134")}5 LIS → OSL, {stops}, {price} EUR"')
     return "\n".join(lines)
 
@@ -196,10 +166,7 @@ def web(count: int = 6) -> list[Session]:
     for attempt in range(count):
         rng = chance(WEB_GROUP, attempt)
         turns = [
-            Turn(
-                ask=WEB_TASK,
-                calls=[Call("goto", {"url": "https://fly.example"}, _screen("fly", rng, 0), 1.1)],
-            ),
+            Turn(ask=WEB_TASK, calls=[Call("goto", {"url": "https://fly.example"}, _screen("fly", rng, 0), 1.1)]),
             Turn(
                 calls=[
                     Call("type", {"ref": "3", "text": "Lisbon"}, "typed", 0.3),
@@ -215,14 +182,7 @@ def web(count: int = 6) -> list[Session]:
             Turn(
                 "",
                 "None of these is direct and below 250. Next page.",
-                [
-                    Call(
-                        "click",
-                        {"ref": "99"},
-                        _screen(f"results {page}", rng, 60),
-                        rng.uniform(0.8, 2),
-                    )
-                ],
+                [Call("click", {"ref": "99"}, _screen(f"results {page}", rng, 60), rng.uniform(0.8, 2))],
             )
             for page in range(2, 2 + attempt % 3)
         ]

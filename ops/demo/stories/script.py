@@ -89,10 +89,7 @@ def tool(name: str, description: str, /, **properties: str) -> dict[str, Any]:
     """A function whose parameters are all required; a property is its description."""
     fields = {key: {"type": "string", "description": text} for key, text in properties.items()}
     parameters = {"type": "object", "properties": fields, "required": list(fields)}
-    return {
-        "type": "function",
-        "function": {"name": name, "description": description, "parameters": parameters},
-    }
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def chance(*names: object) -> random.Random:

@@ -201,22 +201,12 @@ class AsyncTurnlog:
 
     @overload
     async def hand_out(
-        self,
-        consumer: str,
-        *,
-        shape: Literal["turnlog"] = "turnlog",
-        explain: bool,
-        **filters: Unpack[FeedFilters],
+        self, consumer: str, *, shape: Literal["turnlog"] = "turnlog", explain: bool, **filters: Unpack[FeedFilters]
     ) -> list[LeasedGroup[Row] | WaitingGroup]: ...
 
     @overload
     async def hand_out(
-        self,
-        consumer: str,
-        *,
-        shape: TrainerShape,
-        explain: Literal[False] = False,
-        **filters: Unpack[FeedFilters],
+        self, consumer: str, *, shape: TrainerShape, explain: Literal[False] = False, **filters: Unpack[FeedFilters]
     ) -> list[LeasedGroup[TrainerRow]]: ...
 
     @overload

@@ -88,13 +88,7 @@ class AsyncSession:
 
     @overload
     async def annotate(
-        self,
-        name: str,
-        value: ArrayLike,
-        *,
-        turn: int,
-        over: Literal["output", "own"],
-        writer: str | None = None,
+        self, name: str, value: ArrayLike, *, turn: int, over: Literal["output", "own"], writer: str | None = None
     ) -> int: ...
 
     @overload

@@ -87,13 +87,7 @@ class Session:
 
     @overload
     def annotate(
-        self,
-        name: str,
-        value: ArrayLike,
-        *,
-        turn: int,
-        over: Literal["output", "own"],
-        writer: str | None = None,
+        self, name: str, value: ArrayLike, *, turn: int, over: Literal["output", "own"], writer: str | None = None
     ) -> int: ...
 
     @overload
