@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers.store import Store, reward, two_stores
+from helpers.store import Store, reward
 from sqlalchemy import literal_column, update
 
 from app.domain import cursors
@@ -268,38 +268,3 @@ async def test_who_follows_waits_for_a_database_that_is_away(store: Store, monke
         assert store.database.read == read
         await store.create("c")
         assert names([await following]) == [("c", 1)]
-
-
-WRITERS = 6
-EACH = 15
-
-
-async def test_nothing_is_skipped_and_nothing_repeated_while_two_processes_write(postgres_url: str) -> None:
-    """Two processes read and write; whoever goes on at the other one finds the same order."""
-    async with two_stores(postgres_url) as stores:
-
-        async def write(number: int) -> None:
-            store = stores[number % 2]
-            for turn in range(EACH):
-                name = f"{number}-{turn}"
-                await store.create(name)
-                await store.take_turn(name)
-
-        async def follow(at: int, after: str | None = None) -> list[Line]:
-            async with Reading(stores[at]).followed(after) as lines:
-                found: list[Line] = []
-                while len(found) < WRITERS * EACH * 3:
-                    found += [line for line in (await anext(lines),) if "session_id" in line]
-                return found
-
-        readers = [asyncio.create_task(follow(at)) for at in (0, 1)]
-        await asyncio.gather(*(write(number) for number in range(WRITERS)))
-        first, second = await asyncio.gather(*readers)
-        assert first == second
-        assert len(set(names(first))) == WRITERS * EACH * 3
-        seen: dict[str, int] = {}
-        for session_id, seq in names(first):
-            assert seq == seen.get(session_id, 0) + 1
-            seen[session_id] = seq
-        middle = len(first) // 2
-        assert await Reading(stores[1]).events(first[middle]["position"]) == first[middle + 1 :]
