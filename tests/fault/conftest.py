@@ -8,7 +8,6 @@ import pytest
 from helpers.clusters import Cluster, running
 from integration.stand import Stand, serving
 
-from fault.damaged_pages import Whole, filled
 from ops.simulator.process import SimulatorProcess
 
 
@@ -29,12 +28,6 @@ def engine() -> Iterator[SimulatorProcess]:
 def shared(engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     with serving(tmp_path_factory.mktemp("fault"), engine.base_url) as made:
         yield made
-
-
-@pytest.fixture(scope="session")
-def whole(engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """A sound SQLite store at rest."""
-    return filled(tmp_path_factory.mktemp("whole"), engine.base_url)
 
 
 @pytest.fixture
