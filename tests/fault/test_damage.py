@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from helpers.databases import connected, database_at
+from helpers.databases import connected
 from helpers.looking import change
 from integration.places import Place
 from integration.routing import BOTH
 from integration.stand import WEATHER, Stand, error_of, serving, user
 from sqlalchemy import text
-from sqlalchemy.exc import DBAPIError
 
 from app.domain.events import CHECK_BYTES
-from app.errors import AppError, StartupError
-from app.export.exporter import Exporter
-from app.export.query import ExportQuery
 from app.store.schema import metadata
 from fault.agents import Agent
 from fault.table import Tally
@@ -249,83 +241,3 @@ def test_damage_is_one_sessions_and_is_told(scene: Scene, tally: Tally) -> None:
         try_one(scene, rng, choose(scene.url, rng, place))
     acknowledged = [one for agent in scene.agents for one in agent.acknowledged]
     verified(scene.stand, acknowledged, tally)
-
-
-@pytest.fixture(scope="module")
-def at_rest(engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An SQLite file of some sessions that no server holds."""
-    folder = tmp_path_factory.mktemp("at-rest")
-    with serving(folder, engine.base_url, environment=BOTH) as stand:
-        made = Scene(stand)
-        made.close()
-    assert not (folder / "turnlog.db-wal").exists()
-    return folder / "turnlog.db"
-
-
-CONTENT = ("tokens", "loss_mask", "logprobs", "messages", "turns", "reward", "group_id", "metadata", "routed_experts")
-"""What must not be wrong in a row. Times stand in columns of their own, which nothing checks."""
-
-
-def whole_export(path: Path) -> dict[str, Row] | None:
-    """The content of each session's row; None where the file cannot be exported, or a row says why it is not there."""
-
-    async def exported() -> bytes:
-        async with database_at(f"sqlite+aiosqlite:///{path}") as database:
-            started = await Exporter(database, "test").start(ExportQuery(explain=True, replay=True), None)
-            return b"".join([piece async for piece in started.pieces])
-
-    try:
-        rows = [json.loads(line) for line in asyncio.run(exported()).splitlines()]
-    except (AppError, StartupError, DBAPIError, sqlite3.Error):
-        return None
-    if any("excluded" in row for row in rows):
-        return None
-    return {row["session_id"]: {name: row[name] for name in CONTENT} for row in rows}
-
-
-def is_older(row: Row, now: Row) -> bool:
-    """Is it the session's row, or what it was before its last events, which an index may have lost?"""
-    length = len(row["tokens"])
-    return (
-        row["tokens"] == now["tokens"][:length]
-        and row["logprobs"] == now["logprobs"][:length]
-        and row["loss_mask"] == now["loss_mask"][:length]
-        and row["turns"] == now["turns"][: len(row["turns"])]
-        and row["messages"] == now["messages"][: len(row["messages"])]
-        and row["reward"] in (now["reward"], None)
-        and row["metadata"] == now["metadata"]
-    )
-
-
-def found_otherwise(path: Path) -> bool:
-    """Does verify find it, or SQLite's own check?"""
-    try:
-        report = asyncio.run(verify_url(f"sqlite+aiosqlite:///{path}"))
-        with closing(sqlite3.connect(path)) as database:
-            sound = database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    except (AppError, StartupError, DBAPIError, sqlite3.Error):
-        return True
-    return bool(report.problems) or not sound
-
-
-@pytest.mark.fault(11, "a flipped bit in SQLite's file")
-def test_a_flipped_bit_in_the_file_exports_nothing_wrong(at_rest: Path, tmp_path: Path, tally: Tally) -> None:
-    """SQLite's pages have no checksums, and a key in an index may be wrong: then rows are missing or older than they
-    are, and verify or SQLite's own check finds it. What is exported is true."""
-    rng = random.Random("pages 40")
-    sound = at_rest.read_bytes()
-    before = whole_export(at_rest)
-    assert before is not None
-    assert len(before) == SESSIONS
-    for _ in range(20):
-        path = tmp_path / "damaged.db"
-        path.write_bytes(flipped(sound, bit := rng.randrange(8 * len(sound))))
-        tally.tried += 1
-        after = whole_export(path)
-        if after is not None and after != before:
-            for name, row in after.items():
-                assert is_older(row, before[name]), f"bit {bit}: a wrong row of {name}"
-            changed = [name for name in before if after.get(name) != before[name]]
-            assert found_otherwise(path), f"bit {bit}: {changed} changed, and nobody says so"
-        for rest in tmp_path.glob("damaged.db*"):
-            rest.unlink()

@@ -26,8 +26,9 @@ from integration.reading import CONTAINERS, DOCUMENTS, read
 from integration.routing import BOTH
 from integration.stand import Stand, error_of, serving, until, user
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
 
-from app.errors import SessionUnreadable, StoreDamaged, StoreUnavailable
+from app.errors import AppError, SessionUnreadable, StartupError, StoreDamaged, StoreUnavailable
 from app.export.exporter import Exporter
 from app.export.query import ExportQuery
 from app.sessions.all_events import AllEvents, EventQuery
@@ -37,7 +38,6 @@ from app.store.engine import Database
 from app.store.feed import Position, last_places
 from app.store.log import Appended
 from app.store.sessions import load_events, readable_ids
-from fault.test_damage import found_otherwise, is_older
 from ops.simulator.process import SimulatorProcess
 from ops.verify import verify_url
 
@@ -166,6 +166,31 @@ def damaged_list(whole: Whole, folder: Path, where: str, how: How) -> Damaged:
     there = listing(whole.path)[where]
     chosen = rng.sample(there, min(len(there), 6 if where == "all" else 1))
     return Damaged(whole, folder, [page.number for page in chosen], how, rng)
+
+
+def is_older(row: Row, now: Row) -> bool:
+    """Is it the session's row, or what it was before its last events, which an index may have lost?"""
+    length = len(row["tokens"])
+    return (
+        row["tokens"] == now["tokens"][:length]
+        and row["logprobs"] == now["logprobs"][:length]
+        and row["loss_mask"] == now["loss_mask"][:length]
+        and row["turns"] == now["turns"][: len(row["turns"])]
+        and row["messages"] == now["messages"][: len(row["messages"])]
+        and row["reward"] in (now["reward"], None)
+        and row["metadata"] == now["metadata"]
+    )
+
+
+def found_otherwise(path: Path) -> bool:
+    """Does verify find it, or SQLite's own check?"""
+    try:
+        report = asyncio.run(verify_url(f"sqlite+aiosqlite:///{path}"))
+        with closing(sqlite3.connect(path)) as database:
+            sound = database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    except (AppError, StartupError, DBAPIError, sqlite3.Error):
+        return True
+    return bool(report.problems) or not sound
 
 
 @pytest.fixture(scope="module")

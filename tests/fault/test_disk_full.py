@@ -121,43 +121,6 @@ def test_a_full_disk_is_507_until_there_is_room(
         finished(agents, stand, tally)
 
 
-@pytest.mark.fault(4, FULL)
-def test_a_log_file_that_cannot_be_moved_into_the_database_is_moved_later(
-    engine: SimulatorProcess, tmp_path: Path, tally: Tally
-) -> None:
-    """The log grows to what is left of the disk, so that its checkpoint cannot extend the database."""
-    settings = {"TURNLOG_REPLAY": "routed_experts"}
-    with (
-        volume(112 * MIB) as small,
-        serving(
-            tmp_path,
-            engine.base_url,
-            environment={**settings, "TURNLOG_DATABASE_URL": f"sqlite+aiosqlite:///{small.folder / 'turnlog.db'}"},
-        ) as stand,
-    ):
-        small.fill(26 * MIB)
-        tally.tried += 1
-        with Agents([stand.server.base_url], 2, take_a_large_turn) as agents:
-            until(lambda: agents.count(0, [507]) >= REFUSALS, 120)
-            assert "the log file was not moved into the database" in stand.server.log_path.read_text()
-            read_all(stand)
-            small.clear()
-            cleared = time.monotonic()
-            until(lambda: agents.all_served(cleared), 60)
-            tally.recovered(agents.recovery_s(cleared))
-        only_full(agents)
-        tally.doubled += agents.doubled(stand.server.base_url)
-        verified(stand, agents.acknowledged, tally)
-        stand.server.stop()
-        assert not (small.folder / "turnlog.db-wal").exists(), "an orderly end moves all of it"
-        verified(stand)
-
-
-def take_a_large_turn(agent: Agent) -> None:
-    agent.begin()
-    agent.say("Hello", sim=LARGE)
-
-
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
     with running(max_wal_size="64MB", min_wal_size="32MB") as made:
