@@ -32,7 +32,7 @@ BOTH = ("sqlite", "postgresql")
 REPEATED = ("contract", "fault", "integration")
 """Folders whose tests run on PostgreSQL in the long lane, and on SQLite in the quick one."""
 
-QUICK_ON_BOTH = ("test_leases", "test_migration", "test_simulation", "test_store_operations", "test_store_races")
+QUICK_ON_BOTH = ("test_leases", "test_migration", "test_simulation", "test_store_operations")
 """Modules of these folders that the quick lane runs on both."""
 
 LANES = {

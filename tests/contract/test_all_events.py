@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers.store import Store, reward, two_stores
+from helpers.store import Store, reward
 from sqlalchemy import literal_column, update
 
 from app.domain import cursors
 from app.domain.events import SessionConfig, SessionCreated
-from app.errors import InvalidRequest, PositionGone, StoreUnavailable
+from app.errors import InvalidRequest, StoreUnavailable
 from app.sessions import all_events as feeds
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.event_log import event_fields
@@ -24,7 +24,7 @@ from app.store import feed
 from app.store.dialect import Tx
 from app.store.feed import EventFilter
 from app.store.log_sessions import Create
-from app.store.schema import events, store_meta
+from app.store.schema import events
 
 pytestmark = pytest.mark.anyio
 
@@ -144,18 +144,6 @@ async def test_a_group_has_its_agents_sessions_too(store: Store) -> None:
     assert names(await reading.events(group_id="h", types=("SessionCreated",))) == [("other", 1)]
 
 
-async def test_who_follows_hears_of_what_is_new_until_the_server_stops(store: Store) -> None:
-    order, reading = await filled(store), Reading(store)
-    async with reading.followed() as lines:
-        assert names([await anext(lines) for _ in order]) == order
-        await store.create("c")
-        assert names([await anext(lines)]) == [("c", 1)]
-        reading.feed.stop()
-        assert [line async for line in lines] == []
-    async with reading.followed("end") as lines:
-        assert [line.keys() async for line in lines] == [{"position"}]
-
-
 async def test_who_filters_learns_of_positions_without_events(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "POSITION_S", 0.0)
     order, reading = await filled(store), Reading(store)
@@ -172,49 +160,6 @@ async def test_who_filters_learns_of_positions_without_events(store: Store, monk
 async def test_what_is_no_position_is_refused(store: Store, after: str) -> None:
     with pytest.raises(InvalidRequest, match="after is not one that GET /events gave"):
         await Reading(store).lines(after)
-
-
-async def test_a_position_of_a_store_that_was_restored_is_gone(store: Store) -> None:
-    await filled(store)
-    reading = Reading(store)
-    position = (await reading.lines())[-1]["position"]
-    await raise_epoch(store)
-    with pytest.raises(PositionGone, match="restored"):
-        await reading.lines(position)
-
-
-async def raise_epoch(store: Store) -> None:
-    raised = update(store_meta).where(store_meta.c.key == "epoch").values(value="2-another")
-    await store.database.write(lambda tx: tx.run(raised, {}), durable=True)
-
-
-@pytest.mark.parametrize("is_replaced", [False, True])
-async def test_a_position_whose_event_a_crash_undid_is_gone(store: Store, is_replaced: bool) -> None:
-    """Another event may have its place since."""
-    await filled(store)
-    reading = Reading(store)
-    lines = await reading.lines()
-    if is_replaced:
-        later = update(events).where(events.c.session_id == "b", events.c.seq == 4).values(at=7.5)
-        await store.database.write(lambda tx: tx.run(later, {}), durable=True)
-    else:
-        await store.forget_event("b", 4)
-    with pytest.raises(PositionGone, match="crash"):
-        await reading.lines(lines[-1]["position"])
-    assert names(await reading.events(lines[-2]["position"])) == ([("b", 4)] if is_replaced else [])
-
-
-@pytest.mark.parametrize("is_restored", [False, True])
-async def test_who_follows_is_sent_away_when_its_position_is_gone(store: Store, is_restored: bool) -> None:
-    order, reading = await filled(store), Reading(store)
-    async with reading.followed() as lines:
-        assert len([await anext(lines) for _ in order]) == len(order)
-        if is_restored:
-            await raise_epoch(store)
-        else:
-            await store.forget_event("b", 4)
-        await store.create("c")
-        assert [line async for line in lines] == []
 
 
 async def test_an_event_that_cannot_be_read_says_so_and_stops_nobody(store: Store) -> None:
@@ -268,38 +213,3 @@ async def test_who_follows_waits_for_a_database_that_is_away(store: Store, monke
         assert store.database.read == read
         await store.create("c")
         assert names([await following]) == [("c", 1)]
-
-
-WRITERS = 6
-EACH = 15
-
-
-async def test_nothing_is_skipped_and_nothing_repeated_while_two_processes_write(postgres_url: str) -> None:
-    """Two processes read and write; whoever goes on at the other one finds the same order."""
-    async with two_stores(postgres_url) as stores:
-
-        async def write(number: int) -> None:
-            store = stores[number % 2]
-            for turn in range(EACH):
-                name = f"{number}-{turn}"
-                await store.create(name)
-                await store.take_turn(name)
-
-        async def follow(at: int, after: str | None = None) -> list[Line]:
-            async with Reading(stores[at]).followed(after) as lines:
-                found: list[Line] = []
-                while len(found) < WRITERS * EACH * 3:
-                    found += [line for line in (await anext(lines),) if "session_id" in line]
-                return found
-
-        readers = [asyncio.create_task(follow(at)) for at in (0, 1)]
-        await asyncio.gather(*(write(number) for number in range(WRITERS)))
-        first, second = await asyncio.gather(*readers)
-        assert first == second
-        assert len(set(names(first))) == WRITERS * EACH * 3
-        seen: dict[str, int] = {}
-        for session_id, seq in names(first):
-            assert seq == seen.get(session_id, 0) + 1
-            seen[session_id] = seq
-        middle = len(first) // 2
-        assert await Reading(stores[1]).events(first[middle]["position"]) == first[middle + 1 :]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Literal, TypeVar, cast
 
@@ -12,26 +11,19 @@ import httpx
 import pytest
 from helpers.gates import Passing
 from helpers.store import Store
-from sqlalchemy import Connection, delete, func, select
+from sqlalchemy import Connection, delete
 from sqlalchemy.sql import Executable
 
 from app.domain.fleet import (
-    OPEN,
     AdapterPaused,
     AdapterResumed,
     EngineListed,
-    Fleet,
-    FleetEvent,
-    FleetPaused,
-    FleetResumed,
-    fold,
 )
 from app.domain.session import rid_of
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
 from app.fleet.engines import Engines
 from app.fleet.state import STALE_S, FleetState
-from app.store import fleet as log
 from app.store.dialect import Parameters, Row
 from app.store.engine import Database
 from app.store.schema import fleet_events
@@ -68,64 +60,6 @@ async def states(database: Database) -> AsyncIterator[Sequence[FleetState]]:
             yield first, second
 
 
-async def stored(database: Database) -> list[FleetEvent]:
-    seen = log.seen(await database.read_autocommit(log.SINCE, {"known": 0}))
-    assert [placed.seq for placed in seen.events] == list(range(1, len(seen.events) + 1)), "a gap"
-    return [placed.event for placed in seen.events]
-
-
-def toggled(fleet: Fleet, name: str) -> FleetEvent:
-    gate = fleet.adapters.get(name, OPEN)
-    return AdapterResumed(name, gate.closings) if gate.is_shut else AdapterPaused(name, gate.closings + 1, 0.0)
-
-
-async def test_processes_that_write_at_once_agree(states: Sequence[FleetState], database: Database) -> None:
-    """Nothing is lost, nothing is decided on what was no longer so, and every one has the same in the end."""
-    rng = random.Random(6)
-
-    async def orders(state: FleetState) -> None:
-        for _ in range(15):
-            name = rng.choice("abc")
-            assert await state.append(lambda fleet, name=name: toggled(fleet, name), lease_s=600)  # type: ignore[misc]
-            await asyncio.sleep(0.01 * rng.random())
-
-    await asyncio.gather(*(orders(state) for state in states))
-    events = await stored(database)
-    assert len(events) == 30
-    counts: dict[str, int] = {}
-    for event in events:
-        assert isinstance(event, AdapterPaused | AdapterResumed)
-        before = counts.get(event.name, 0)
-        counts[event.name] = before + 1
-        assert isinstance(event, AdapterPaused) == (before % 2 == 0), "the same order twice in a row"
-        assert event.closings == before // 2 + 1
-    fleets = [await state.refresh() for state in states]
-    assert fleets[0] == fleets[1]
-    assert {name: gate.closings for name, gate in fleets[0].adapters.items()} == {
-        name: (count + 1) // 2 for name, count in counts.items()
-    }
-
-
-async def test_the_other_process_hears_of_it_by_itself(states: Sequence[FleetState]) -> None:
-    first, second = states
-    heard: asyncio.Queue[Fleet] = asyncio.Queue()
-    second.listen(lambda before, now: heard.put_nowait(now))
-    await first.append(lambda fleet: FleetPaused(1, 0.0, "retract"), lease_s=600)
-    await first.append(lambda fleet: FleetResumed(1))
-    async with asyncio.timeout(20):
-        assert [(await heard.get()).gate.is_shut for _ in range(2)] == [True, False]
-
-
-async def test_a_new_process_knows_what_the_others_do(states: Sequence[FleetState], database: Database) -> None:
-    await states[0].append(lambda fleet: EngineListed("http://a", "draining"))
-    await states[0].append(lambda fleet: AdapterPaused("a", 1, 0.0, "3"), lease_s=600)
-    await states[0].append(lambda fleet: EngineListed("http://a"))
-    async with process(database) as third:
-        assert third.fleet == states[0].fleet
-        assert third.fleet.version == 3
-        assert 590 < third.left(third.fleet.adapters["a"]) <= 600
-
-
 async def test_a_lease_is_by_the_databases_clock_and_never_shortened(states: Sequence[FleetState]) -> None:
     first = states[0]
     placed = await first.append(lambda fleet: AdapterPaused("a", 1, 0.0), lease_s=600)
@@ -152,11 +86,6 @@ async def test_nothing_to_do_is_judged_by_what_is_so_now(postgres_store: Store) 
         assert not (await first.refresh()).is_shut("a")
 
 
-async def test_a_refusal_to_write_writes_nothing(states: Sequence[FleetState], database: Database) -> None:
-    assert await states[0].append(lambda fleet: None) is None
-    assert await stored(database) == []
-
-
 async def test_an_event_that_the_database_has_lost_is_forgotten(postgres_store: Store) -> None:
     """A failover to a standby that was behind: what comes then has the same number, and must not be missed."""
     database = postgres_store.database
@@ -172,30 +101,6 @@ async def test_an_event_that_the_database_has_lost_is_forgotten(postgres_store: 
         assert (await second.refresh()).is_shut("a")
         assert second.fleet == first.fleet
         assert second.fleet.version == 2
-
-
-async def test_a_process_that_polls_late_looks_before_it_lets_a_turn_pass(postgres_store: Store) -> None:
-    database = postgres_store.database
-    async with process(database) as first, process(database) as late:
-        gates = Gates(late)
-        assert gates.pass_again(Passing("a")) is None
-        assert late._polling is not None
-        late._polling.cancel()
-        await first.append(lambda fleet: AdapterPaused("a", 1, 0.0), lease_s=600)
-        await asyncio.sleep(2 * STALE_S)
-        assert not gates.is_shut("a"), "it does not know"
-        turn = Passing("a")
-        wait = gates.arrive(turn)
-        assert wait is not None
-        waiting = asyncio.ensure_future(wait(turn))
-        async with asyncio.timeout(20):
-            while not gates.held():
-                await asyncio.sleep(0.01)
-        await first.append(lambda fleet: AdapterResumed("a", 1))
-        await late.refresh()
-        await waiting
-        assert gates.try_pass(turn)
-        assert late.fleet.closings("a") == (0, 1)
 
 
 class Far:
@@ -255,25 +160,6 @@ async def watching(states: Sequence[FleetState], database: Database) -> AsyncIte
     await client.close()
 
 
-async def test_a_lease_that_runs_out_is_written_by_one_process(
-    states: Sequence[FleetState], database: Database, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with watching(states, database) as watches:
-        await asyncio.gather(
-            watches[0].pause_adapter("a", 0.3),
-            watches[-1].pause_adapter("b", 0.3),
-            watches[0].pause_fleet("abort", 0.3),
-        )
-        async with asyncio.timeout(20):
-            while states[0].fleet.is_shut("a") or states[0].fleet.is_shut("b"):
-                await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
-    expired = [event for event in await stored(database) if getattr(event, "reason", "") == "lease_expired"]
-    assert sorted(event.key for event in expired) == ["adapter:a", "adapter:b", "fleet"]
-    assert sum("lease has run out" in record.getMessage() for record in caplog.records) == 3
-    assert not any(state.fleet.is_shut("a") for state in states)
-
-
 class Late(EngineControl):
     """Its orders to go on come to the engines late."""
 
@@ -325,29 +211,6 @@ async def test_a_process_goes_on_looking_after_a_fault(postgres_store: Store) ->
         await far.stop()
 
 
-async def test_a_lease_that_ran_out_while_nobody_watched_ends_at_the_start(
-    states: Sequence[FleetState], database: Database
-) -> None:
-    await states[0].append(lambda fleet: AdapterPaused("a", 1, 0.0), lease_s=0.05)
-    await states[0].append(lambda fleet: AdapterPaused("b", 1, 0.0), lease_s=600)
-    await asyncio.sleep(0.1)
-    async with watching(states, database):
-        async with asyncio.timeout(20):
-            while states[0].fleet.is_shut("a"):
-                await asyncio.sleep(0.01)
-    assert states[0].fleet.is_shut("b")
-
-
-async def test_a_lease_that_was_made_longer_is_the_longer_one(states: Sequence[FleetState], database: Database) -> None:
-    async with watching(states, database) as watches:
-        await watches[0].pause_adapter("a", 1.5)
-        await watches[-1].pause_adapter("a", 600)
-        await asyncio.sleep(1.6)
-        assert all(state.fleet.is_shut("a") for state in states)
-    count = select(func.count()).select_from(fleet_events)
-    assert await database.read(lambda connection: connection.execute(count).scalar_one()) == 2
-
-
 async def test_what_another_process_begins_before_it_knows_is_aborted_too(
     postgres_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,10 +231,3 @@ async def test_what_another_process_begins_before_it_knows_is_aborted_too(
     assert swept.aborted == [rid]
     assert [told["aborted"] for told in swept.engines.values()] == [1]
     assert [one["body"]["rid"] for one in asked if one["path"] == "/abort_request"] == [rid]
-
-
-async def test_the_fold_of_all_events_is_what_a_process_has(states: Sequence[FleetState], database: Database) -> None:
-    for name in ("a", "b", "a", "a"):
-        await states[1].append(lambda fleet, name=name: toggled(fleet, name), lease_s=600)  # type: ignore[misc]
-    seen = log.seen(await database.read_autocommit(log.SINCE, {"known": 0}))
-    assert await states[0].refresh() == fold(seen.events)

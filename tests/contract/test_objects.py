@@ -12,16 +12,15 @@ import pytest
 from helpers.buckets import TestBucket
 from helpers.google_storage import GoogleStorage
 from helpers.log import digest, payload
-from helpers.store import LEASE_S, Store, add_incarnation, end_incarnation
+from helpers.store import LEASE_S, Store
 from sqlalchemy import insert, select, update
 from sqlalchemy.sql import Executable
 
 from app.domain import retention
-from app.errors import ClaimLost, PayloadsUnavailable, PayloadTombstoned, StartupError
+from app.errors import PayloadsUnavailable, StartupError
 from app.features.objects import rows
 from app.features.objects.bucket import Bucket
-from app.features.objects.objects import SMALL_BYTES, Copies, Objects
-from app.sessions.replay_payloads import payload_of, values
+from app.features.objects.objects import SMALL_BYTES, Objects
 from app.store import object_names as names
 from app.store.content import load_chunks
 from app.store.dialect import Tx
@@ -29,7 +28,6 @@ from app.store.log import Appended, StoredChunk
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay
 from app.store.schema import dead_objects
 from workers import codec
-from workers.codec import Cut, Exchange
 
 pytestmark = pytest.mark.anyio
 
@@ -133,39 +131,6 @@ async def test_a_turns_large_chunks_are_objects_and_the_small_ones_stay(yard: Ya
     assert len(await yard.look(2 * KEEP_S)) == 2
 
 
-async def test_chunks_of_a_turn_are_uploaded_at_the_same_time(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun = 0
-    all_begun = asyncio.Event()
-    real = yard.bucket.put
-
-    async def put(name: str, body: bytes) -> None:
-        nonlocal begun
-        begun += 1
-        if begun == 3:
-            all_begun.set()
-        await all_begun.wait()
-        await real(name, body)
-
-    monkeypatch.setattr(yard.bucket, "put", put)
-    await yard.put("s", large(1), large(2), large(3))
-    assert len(yard.there()) == 3
-
-
-async def test_a_tombstones_object_is_deleted_after_a_while(yard: Yard) -> None:
-    await yard.turn("s", large(1))
-    session = await yard.store.session("s")
-    assert session is not None
-    await yard.free("s")
-    assert await yard.look() != []
-    assert await yard.look(KEEP_S / 2) != []
-    assert await yard.look(KEEP_S / 2) == []
-    with pytest.raises(PayloadTombstoned):
-        await payload_of(yard.store.database, session, 1, "routed_experts")
-    exchange = Exchange(messages=[], message=b"", reply=b"", headers=[], cuts=[Cut("routed_experts", 0, "base64")])
-    assert await values(yard.store.database, session, 1, exchange, ["routed_experts"]) == {}
-    assert not await yard.store.database.read(rows.has_objects)
-
-
 async def test_a_payload_that_is_tombstoned_while_it_is_read_is_no_fault(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,46 +144,6 @@ async def test_a_payload_that_is_tombstoned_while_it_is_read_is_no_fault(
 
     monkeypatch.setattr(yard.bucket, "read", too_late)
     assert await load_chunks(yard.store.database, "s", [(2, 0)]) == {}
-
-
-async def test_a_lost_object_is_told(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
-    await yard.turn("s", large(1), large(2))
-    (yard.folder / yard.there()[0]).unlink()
-    assert await yard.frames("s", 0, 1) == [None, large(2)]
-    assert "is gone" in caplog.text
-
-
-async def test_what_a_turn_that_came_to_nothing_left_is_swept(yard: Yard) -> None:
-    await yard.claimed("s")
-    await yard.put("s", large(1))
-    await yard.sweep()
-    assert await yard.look(2 * KEEP_S) != [], "its turn is open: it may yet commit"
-    await yard.store.release("s", 2)
-    await yard.sweep()
-    assert await yard.look() != []
-    assert await yard.look(KEEP_S) == []
-
-
-async def test_a_commit_beside_a_sweep_keeps_its_objects(yard: Yard) -> None:
-    await yard.claimed("s")
-    stored = await yard.put("s", large(1))
-    await yard.sweep()
-    await yard.commit("s", stored)
-    await yard.sweep()
-    assert await yard.look(2 * KEEP_S) != []
-    assert await yard.frames("s", 0) == [large(1)]
-
-
-async def test_an_erasure_deletes_at_once_all_that_has_the_sessions_name(yard: Yard) -> None:
-    await yard.turn("s", large(1))
-    await yard.turn("t", large(2))
-    stray = yard.folder / "s" / "9-9.routed_experts.0"
-    stray.write_bytes(b"what a crash left")
-    await yard.free("s")
-    await yard.erase("s")
-    assert await yard.is_being_erased("s")
-    assert await yard.look() == [f"t/{yard.store.me}-2.routed_experts.0"]
-    assert not await yard.is_being_erased("s")
 
 
 BAD_NAMES = ("../victim/", "../victim", "a//b", "a/../../b", "/etc/passwd", "./", "x/\n")
@@ -262,57 +187,6 @@ async def test_an_object_that_cannot_be_deleted_does_not_stop_the_others(
     assert await yard.look() == []
 
 
-@pytest.mark.parametrize("ends", ["upload", "process"])
-async def test_an_erasure_waits_for_another_processs_upload(
-    yard: Yard, monkeypatch: pytest.MonkeyPatch, ends: str
-) -> None:
-    await yard.look()  # takes the lease
-    other = await add_incarnation(yard.store.database)
-    theirs = yard.of_process(other)
-    released, begun, real = asyncio.Event(), asyncio.Event(), yard.bucket.put
-
-    async def slow(name: str, body: bytes) -> None:
-        begun.set()
-        await released.wait()
-        await real(name, body)
-
-    await yard.store.create("s")
-    await yard.store.claim("s", 1, incarnation=other)
-    monkeypatch.setattr(yard.bucket, "put", slow)
-    uploading = asyncio.create_task(yard.put("s", large(1), by=theirs))
-    await begun.wait()
-    await yard.erase("s")
-    await theirs.look()
-    await yard.look()
-    assert await yard.is_being_erased("s")
-    if ends == "process":
-        await end_incarnation(yard.store.database, other)
-        await yard.look()
-        assert not await yard.is_being_erased("s")
-        released.set()
-        await uploading
-        await yard.sweep()
-        assert await yard.look(KEEP_S) == []
-        return
-    released.set()
-    await uploading
-    assert await yard.look() == []
-    assert await yard.is_being_erased("s"), "the other process has not yet said that it has ended"
-    await theirs.look()
-    assert await yard.look() == []
-    assert not await yard.is_being_erased("s")
-
-
-async def test_a_turn_that_lost_its_claim_begins_no_upload(yard: Yard) -> None:
-    await yard.claimed("s")
-    await yard.erase("s")
-    await yard.look()
-    assert not await yard.is_being_erased("s")
-    with pytest.raises(ClaimLost):
-        await yard.put("s", large(1))
-    assert yard.there() == []
-
-
 async def test_an_upload_goes_on_when_its_turn_is_cancelled(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the storage might still take it after the erasure."""
     begun, released, ended, real = asyncio.Event(), asyncio.Event(), asyncio.Event(), yard.bucket.put
@@ -339,39 +213,6 @@ async def test_an_upload_goes_on_when_its_turn_is_cancelled(yard: Yard, monkeypa
     assert not await yard.is_being_erased("s")
 
 
-async def test_what_a_paused_process_writes_for_an_erased_session_is_swept_at_once(yard: Yard) -> None:
-    await yard.turn("s", large(1))
-    await yard.erase("s")
-    assert await yard.look() == []
-    await yard.bucket.put(names.of_turn("s", 99, 7) + "routed_experts.0", large(1))
-    await yard.sweep()
-    assert await yard.is_being_erased("s")
-    assert await yard.look() == []
-    assert not await yard.is_being_erased("s")
-
-
-async def test_only_the_holder_of_the_lease_deletes(yard: Yard) -> None:
-    await yard.turn("s", large(1))
-    await yard.free("s")
-    await yard.objects.look()
-    theirs = yard.of_process(await add_incarnation(yard.store.database))
-    older = update(dead_objects).values(since=0.0)
-    await yard.store.database.write(lambda tx: tx.run(older, {}), durable=True)
-    await theirs.look()
-    assert yard.there() != []
-    await yard.objects.stop()
-    await theirs.look()
-    assert yard.there() == []
-
-
-async def test_a_lost_lease_deletes_and_queues_nothing(yard: Yard) -> None:
-    await yard.turn("s", large(1))
-    await yard.free("s")
-    assert await yard.store.submit(rows.TakeDue(7, 0.0, 10)) == []
-    found = {name: parsed for name in yard.there() if (parsed := names.parsed(name)) is not None}
-    assert await yard.store.submit(rows.QueueUnreferenced(7, found)) == 0
-
-
 async def test_nothing_is_deleted_in_another_stores_place(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
     """As after a copy of the database was started beside its original."""
     await yard.bucket.owner("another")
@@ -383,33 +224,6 @@ async def test_nothing_is_deleted_in_another_stores_place(yard: Yard, caplog: py
     (yard.folder / names.OWNER).unlink()
     yard.objects._ask_owner_at = 0.0
     assert await yard.look() == []
-
-
-async def forked(yard: Yard, fork_id: str) -> Copies:
-    copies = await yard.objects.copied("s", fork_id, {(5, 0): (2, 0)})
-    assert copies is not None
-    return copies
-
-
-async def test_copies_of_a_fork_that_is_being_made_are_kept_until_it_is_given_up(yard: Yard) -> None:
-    await yard.turn("s", large(1))
-    copies = await forked(yard, "f")
-    [name] = copies.names.values()
-    assert (yard.folder / name).read_bytes() == codec.compress(large(1))
-    await yard.sweep()
-    assert name in await yard.look(2 * KEEP_S)
-    await yard.objects.end_copies("f", copies)
-    assert len(await yard.look()) == 1
-
-
-async def test_copies_of_a_process_that_died_are_deleted(yard: Yard) -> None:
-    await yard.turn("s", large(1))
-    other = await add_incarnation(yard.store.database)
-    theirs = yard.of_process(other)
-    await theirs.copied("s", "f", {(5, 0): (2, 0)})
-    assert len(await yard.look()) == 2
-    await end_incarnation(yard.store.database, other)
-    assert len(await yard.look()) == 1
 
 
 class Moving:

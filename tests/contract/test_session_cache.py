@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -42,121 +41,6 @@ class Counting:
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         self.statements += 1
         return await self._database.read_autocommit(statement, parameters)
-
-
-class Slow:
-    """A database whose reads, once made, are held back until they are let go."""
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-        self.is_sqlite = database.is_sqlite
-        self.made = asyncio.Event()
-        self.go = asyncio.Event()
-
-    async def read(self, function: Callable[..., Any], **options: Any) -> Any:
-        result = await self._database.read(function, **options)
-        return await self._held_back(result)
-
-    async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
-        return await self._held_back(await self._database.read_autocommit(statement, parameters))
-
-    async def _held_back(self, result: T) -> T:
-        self.made.set()
-        await self.go.wait()
-        return result
-
-
-@pytest.fixture
-async def slow(store: Store) -> AsyncIterator[tuple[Slow, SessionCache]]:
-    database = Slow(store.database)
-    cache = SessionCache(database, store.writer, 1 << 20)  # type: ignore[arg-type]
-    yield database, cache
-    database.go.set()
-    await cache.close()
-
-
-async def test_a_load_that_races_with_a_commit_reads_again(store: Store, slow: tuple[Slow, SessionCache]) -> None:
-    database, cache = slow
-    await store.create("s")
-    load = asyncio.create_task(cache.get("s"))
-    await database.made.wait()
-    appended = await store.take_turn("s")
-    cache.advance("s", appended.events)
-    database.go.set()
-    live = await load
-    assert live is not None
-    assert live.session == await store.session("s")
-    assert (await cache.get("s")) is live
-
-
-async def test_loads_on_both_sides_of_a_commit_end_in_one_entry(store: Store, slow: tuple[Slow, SessionCache]) -> None:
-    database, cache = slow
-    await store.create("s")
-    before = asyncio.create_task(cache.get("s"))
-    await database.made.wait()
-    appended = await store.take_turn("s")
-    cache.advance("s", appended.events)
-    after = asyncio.create_task(cache.get("s"))
-    database.go.set()
-    found = await asyncio.wait_for(asyncio.gather(before, after), 5)
-    assert found[0] is found[1]
-    assert found[0] is not None
-    assert found[0].session == await store.session("s")
-
-
-async def test_an_entry_evicted_while_it_is_refreshed_costs_nothing(
-    store: Store, slow: tuple[Slow, SessionCache]
-) -> None:
-    database, cache = slow
-    database.go.set()
-    await store.create("s")
-    assert await cache.get("s") is not None
-    database.go.clear()
-    database.made.clear()
-    refresh = asyncio.create_task(cache.refresh("s"))
-    await database.made.wait()
-    cache.drop("s")
-    database.go.set()
-    live = await refresh
-    assert live is not None
-    assert live.session == await store.session("s")
-
-
-async def test_a_refresh_does_not_take_what_others_read_before_it(
-    store: Store, slow: tuple[Slow, SessionCache]
-) -> None:
-    """Another process has acknowledged a turn meanwhile, of which nobody tells this cache."""
-    database, cache = slow
-    await store.create("s")
-    before = asyncio.create_task(cache.get("s"))
-    await database.made.wait()
-    await store.take_turn("s")
-    refresh = asyncio.create_task(cache.refresh("s"))
-    await asyncio.sleep(0)
-    database.go.set()
-    live = await refresh
-    assert live is not None
-    assert live.session == await store.session("s")
-    await before
-
-
-async def test_of_two_refreshes_the_later_one_knows_what_it_read(store: Store, slow: tuple[Slow, SessionCache]) -> None:
-    """The first to end moves the entry on, to less than the second has read."""
-    database, cache = slow
-    await store.create("s")
-    database.go.set()
-    await cache.get("s")
-    database.go.clear()
-    refreshes = []
-    for _ in range(2):
-        await store.take_turn("s")
-        database.made.clear()
-        refreshes.append(asyncio.create_task(cache.refresh("s")))
-        await database.made.wait()
-    database.go.set()
-    _, live = await asyncio.gather(*refreshes)
-    assert live is not None
-    assert live.session == await store.session("s")
 
 
 async def test_requests_are_dropped_before_sessions(store: Store) -> None:

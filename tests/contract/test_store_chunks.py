@@ -5,21 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.log import digest, payload, rolled_back
-from helpers.store import CLAIMED_AT, LEASE_S, Store, add_incarnation, commit, end_incarnation, stage
+from helpers.log import digest, payload
+from helpers.store import CLAIMED_AT, LEASE_S, Store, add_incarnation, end_incarnation, stage
 from sqlalchemy import delete
 
 from app.domain import retention
 from app.domain.events import BlobsTombstoned, SessionClosed, TurnAbandoned, TurnRejected
-from app.domain.session import fold
-from app.store.content import read_sessions, refused_reply, stored_chunks
+from app.store.content import refused_reply, stored_chunks
 from app.store.damage import SPAN
-from app.store.feed import END
 from app.store.log import Appended, Refused, StoredChunk
 from app.store.log_sessions import CloseIdle, FreeChunks, FreeReplay
 from app.store.log_turns import REFUSED_KEPT, AbandonDead, Reject
 from app.store.schema import chunks as chunks_table
-from app.store.sessions import closed_sessions, idle_sessions, last_tombstone
+from app.store.sessions import closed_sessions, last_tombstone
 
 pytestmark = pytest.mark.anyio
 
@@ -49,26 +47,6 @@ async def take(store: Store, *numbers: int, shared: int = 0, after: tuple[Any, .
     return fence
 
 
-async def test_a_commit_stores_its_chunks(store: Store) -> None:
-    fence = await claimed(store)
-    other = StoredChunk(1, "indexer_topk", 3, digest("x"), b"xyz")
-    assert isinstance(await store.commit("s", fence, chunks=[chunk(0), other]), Appended)
-    assert await store.chunks("s") == {(fence, 0): (b"ab", None), (fence, 1): (b"xyz", None)}
-    await store.head_equals_fold("s")
-
-
-async def test_staged_chunks_are_there_before_the_commit_and_stay(store: Store) -> None:
-    fence = await claimed(store)
-    for number in (0, 1):
-        assert await store.submit(stage("s", fence, store.me, chunk(number))) is True
-    assert await store.chunks("s") == {(fence, 0): (b"ab", None), (fence, 1): (b"ab", None)}
-    assert len(await store.log("s")) == 2
-    await store.head_equals_fold("s")
-    await store.commit("s", fence, payloads=(payload(fence, 0, 1),))
-    assert len(await store.chunks("s")) == 2
-    await store.head_equals_fold("s")
-
-
 async def test_only_the_holder_of_an_open_turn_can_stage(store: Store) -> None:
     other = await add_incarnation(store.database)
     assert await store.submit(stage("nobody", 2, store.me, chunk(0))) is False
@@ -81,36 +59,10 @@ async def test_only_the_holder_of_an_open_turn_can_stage(store: Store) -> None:
     assert await store.chunks("s") == {}
 
 
-async def test_a_release_takes_out_what_was_staged(store: Store) -> None:
-    kept = await take_two(store)
-    session = await store.session("s")
-    assert session is not None
-    fence = session.version + 1
-    await store.claim("s", session.version, turn=2, parent=1)
-    await store.submit(stage("s", fence, store.me, *chunks(0, 1)))
-    assert isinstance(await store.release("s", fence, turn=2), Appended)
-    assert sorted(await store.chunks("s")) == kept
-    await store.head_equals_fold("s")
-
-
-async def take_two(store: Store) -> list[tuple[int, int]]:
-    """A committed turn with two chunks, and their keys."""
+async def test_a_close_takes_out_what_was_staged_and_leaves_the_rest(store: Store) -> None:
     await store.create("s")
     fence = await take(store, 0, 1)
-    return [(fence, 0), (fence, 1)]
-
-
-async def test_a_release_under_another_fence_takes_out_nothing(store: Store) -> None:
-    fence = await claimed(store)
-    await store.submit(stage("s", fence, store.me, chunk(0)))
-    other = await add_incarnation(store.database)
-    assert await store.release("s", fence, incarnation=other) == Refused("open")
-    assert await store.release("s", fence + 1) == Refused("open")
-    assert sorted(await store.chunks("s")) == [(fence, 0)]
-
-
-async def test_a_close_takes_out_what_was_staged_and_leaves_the_rest(store: Store) -> None:
-    kept = await take_two(store)
+    kept = [(fence, 0), (fence, 1)]
     session = await store.session("s")
     assert session is not None
     await store.claim("s", session.version, turn=2, parent=1)
@@ -139,15 +91,6 @@ async def test_what_a_dead_process_staged_goes_with_its_claim(store: Store, by_c
     await store.head_equals_fold("s")
 
 
-async def test_a_commit_that_lost_its_fence_stores_no_chunk(store: Store) -> None:
-    fence = await claimed(store)
-    await store.close("s")
-    lost = commit("s", fence, store.me, chunks=chunks(0))
-    first, last = await store.together(lost, lost)
-    assert (first, last) == (Refused("closed"), Refused("closed"))
-    assert await store.chunks("s") == {}
-
-
 async def test_a_commit_tombstones_what_its_event_frees(store: Store) -> None:
     await store.create("s")
     first = await take(store, 0, 1)
@@ -158,38 +101,6 @@ async def test_a_commit_tombstones_what_its_event_frees(store: Store) -> None:
     assert session is not None
     assert sorted(session.payloads) == [2]
     await store.head_equals_fold("s")
-
-
-async def test_a_tombstone_frees_the_chunks_of_its_own_session_alone(store: Store) -> None:
-    for name in ("s", "t"):
-        await store.create(name)
-        await store.take_turn(name, chunks=chunks(0))
-    await store.take_turn("s", after=(BlobsTombstoned((1,), ((2, 0),)),))
-    assert (await store.chunks("s"))[2, 0][0] is None
-    assert (await store.chunks("t"))[2, 0] == (b"ab", None)
-
-
-async def test_a_rollback_a_commit_and_its_tombstone_are_one(store: Store) -> None:
-    await take_two(store)
-    session = await store.session("s")
-    assert session is not None
-    fence = session.version + 1
-    await store.claim("s", session.version, turn=2, parent=0)
-    freed = BlobsTombstoned((1,), ((2, 0), (2, 1)))
-    done = await store.commit("s", fence, turn=2, before=[rolled_back(0, 1)], after=[freed], chunks=chunks(0))
-    assert [recorded.event for recorded in done.events][-1] == freed
-    live = await store.database.read(lambda connection: read_sessions(connection, ["s"], END, replay=True))
-    assert live["s"].chunks == {(fence, 0): b"ab"}
-
-
-async def test_chunks_are_read_by_key(store: Store) -> None:
-    await store.create("s")
-    first = await take(store, 0, 1)
-    await take(store, 0, after=(BlobsTombstoned((1,), ((first, 0),)),))
-    wanted = [(first, 0), (first, 1), (first, 9), (99, 0)]
-    found = await store.database.read(lambda connection: stored_chunks(connection, "s", wanted))
-    assert found == {(first, 0): None, (first, 1): b"ab"}
-    assert await store.database.read(lambda connection: stored_chunks(connection, "s", [])) == {}
 
 
 async def test_more_chunks_than_one_statement_takes_are_read(store: Store) -> None:
@@ -224,21 +135,6 @@ async def test_a_closed_session_is_freed_in_steps(store: Store) -> None:
     assert (after.payloads, after.status, len(after.turns)) == ({}, "closed", 2)
     assert (await store.log("s"))[: len(before)] == before
     await store.head_equals_fold("s")
-
-
-async def test_only_a_closed_session_is_freed(store: Store) -> None:
-    await store.create("s")
-    fence = await take(store, 0)
-    event = BlobsTombstoned((1,), ((fence, 0),), "closed")
-    assert await store.submit(FreeReplay("s", 3, 9.0, event)) == Refused("open")
-    assert await store.submit(FreeReplay("nobody", 1, 9.0, event)) == Refused(None)
-    assert await store.submit(FreeChunks("s", 1, 8)) is False
-    assert await store.submit(FreeChunks("nobody", 1, 8)) is False
-    assert (await store.chunks("s"))[fence, 0] == (b"ab", None)
-    await store.close("s")
-    await store.erase("s")
-    assert await store.submit(FreeReplay("s", 5, 9.0, event)) == Refused("erased")
-    assert await store.chunks("s") == {}
 
 
 async def test_a_closed_session_is_found_until_nothing_is_left_to_free(store: Store) -> None:
@@ -278,17 +174,6 @@ async def test_an_idle_session_is_closed(store: Store) -> None:
     await store.head_equals_fold("s")
 
 
-async def test_a_session_with_a_turn_in_flight_is_not_idle(store: Store) -> None:
-    fence = await claimed(store)
-    assert await store.submit(CloseIdle("s", 1e9, 1e9)) == Refused("open")
-    found = await store.database.read(lambda connection: idle_sessions(connection, 1e9, "", 10))
-    assert found == []
-    await store.release("s", fence)
-    found = await store.database.read(lambda connection: idle_sessions(connection, 1e9, "", 10))
-    assert found == ["s"]
-    assert isinstance(await store.submit(CloseIdle("s", 1e9, 1e9)), Appended)
-
-
 async def reject(store: Store, session_id: str = "s", text: bytes = b"bad") -> int:
     """A turn that ends because of its reply; its fence."""
     if await store.session(session_id) is None:
@@ -321,16 +206,6 @@ async def test_a_refused_reply_is_kept_and_ends_the_turn(store: Store) -> None:
     assert await refused(store, fence, "t") is None
 
 
-async def test_a_reject_that_lost_its_fence_keeps_nothing(store: Store) -> None:
-    fence = await claimed(store)
-    event = TurnRejected(1, fence, "upstream_invalid", None, "rule", 99, 3)
-    other = await add_incarnation(store.database)
-    assert await store.submit(Reject("s", fence, other, CLAIMED_AT, 3.0, event, 99, b"bad")) == Refused("open")
-    await store.close("s")
-    assert await store.submit(Reject("s", fence, store.me, CLAIMED_AT, 3.0, event, 99, b"bad")) == Refused("closed")
-    assert await refused(store, fence) is None
-
-
 async def test_only_the_newest_refused_replies_of_a_session_are_kept(store: Store) -> None:
     elsewhere = await reject(store, "t")
     fences = [await reject(store, text=b"%d" % number) for number in range(REFUSED_KEPT + 3)]
@@ -339,15 +214,6 @@ async def test_only_the_newest_refused_replies_of_a_session_are_kept(store: Stor
     assert found[3:] == [(99, b"%d" % number) for number in range(3, REFUSED_KEPT + 3)]
     assert REFUSED_KEPT == 8
     assert await refused(store, elsewhere, "t") == (99, b"bad")
-
-
-async def test_an_erasure_leaves_neither_chunks_nor_refused_replies(store: Store) -> None:
-    fence = await reject(store)
-    await take(store, 0)
-    await store.close("s")
-    await store.erase("s")
-    assert (await store.chunks("s"), await refused(store, fence)) == ({}, None)
-    assert fold("s", await store.log("s")) is not None
 
 
 async def test_a_commit_whose_staged_chunks_a_crash_of_the_database_took_writes_nothing(store: Store) -> None:

@@ -11,12 +11,10 @@ import pytest
 from helpers.store import Store, create
 from sqlalchemy.engine import make_url
 
-from app.errors import StoreFull, StoreLocked, StoreUnavailable
+from app.errors import StoreFull, StoreLocked
 from app.store import writer as writer_module
-from app.store.content import load_frames
 from app.store.log import Appended, StoredBlob
 from app.store.writer import Writer
-from workers import codec
 
 pytestmark = pytest.mark.anyio
 
@@ -99,46 +97,3 @@ async def test_what_waits_for_a_foreign_lock_does_not_keep_the_thread(sqlite_sto
     foreign.execute("ROLLBACK")
     foreign.close()
     assert isinstance(await waiting, Appended)
-
-
-async def test_a_foreign_lock_is_503_and_reads_go_on(
-    sqlite_store: Store, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = sqlite_store
-    monkeypatch.setattr(writer_module, "LOCKED_S", 0.05)
-    await store.create("s")
-    foreign = sqlite3.connect(file_of(sqlite_url), isolation_level=None)
-    foreign.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreUnavailable):
-        await store.create("t")
-    with pytest.raises(StoreUnavailable):
-        await store.claim("s", 1)
-    assert await store.head("s") is not None
-    foreign.execute("ROLLBACK")
-    foreign.close()
-    assert isinstance(await store.create("t"), Appended)
-    assert isinstance(await store.claim("s", 1), Appended)
-
-
-async def test_erasure_leaves_nothing_in_the_file_nor_its_log(sqlite_store: Store, sqlite_url: str) -> None:
-    store, file = sqlite_store, file_of(sqlite_url)
-    blob = StoredBlob(0, "metadata", 64, "h" * 64, b"blob" + RANDOM[:64])
-    await store.create("s", blob=blob)
-    await store.take_turn("s", text=RANDOM)
-    await store.create("other")
-    await store.take_turn("other")
-    _, exchange = (await store.database.read(lambda c: load_frames(c, "s", [1])))[1]
-    assert exchange is not None
-    assert RANDOM in codec.unpack(exchange, codec.Exchange).reply
-    traces = {"blob": blob.data, "frame": exchange[100:400], "text": RANDOM[1000:1200]}
-
-    def found() -> set[str]:
-        contents = [path.read_bytes() for path in file.parent.glob(f"{file.name}*")]
-        return {name for name, trace in traces.items() if any(trace in content for content in contents)}
-
-    assert found() == set(traces), "what cannot be found before proves nothing by being absent"
-    await store.close("s")
-    await store.erase("s")
-    await store.database.empty_log_file()
-    assert found() == set()
-    assert await store.loaded("other") == await store.session("other")

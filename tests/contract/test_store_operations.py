@@ -33,7 +33,7 @@ from app.domain.events import (
 from app.store.content import load_blobs, load_exchanges, load_tokens
 from app.store.erasure import UNREADABLE, EraseTexts, TextRow, text_rows, without_text
 from app.store.log import Appended, Refused, StoredBlob
-from app.store.log_sessions import AssignReward, Close, Erase, Existing
+from app.store.log_sessions import AssignReward, Erase, Existing
 from app.store.log_turns import AbandonDead, AbandonLost, AbsorbAttempt, Busy, Known, Stale
 from app.store.schema import events
 from app.store.sessions import load_snapshot
@@ -59,12 +59,6 @@ async def test_create_of_a_taken_id_writes_nothing_and_tells_by_what_body(store:
     await store.close("s")
     assert await store.create("s") == Existing("closed", BODY)
     assert len(await store.log("s")) == 2
-
-
-async def test_create_stores_its_metadata_blob(store: Store) -> None:
-    blob = StoredBlob(0, "metadata", 2, "h" * 64, codec.compress(b"{}"))
-    await store.create("s", blob=blob)
-    assert await store.database.read(lambda c: load_blobs(c, "s", [0])) == {0: b"{}"}
 
 
 async def test_claim_takes_the_open_turn_at_the_known_version(store: Store) -> None:
@@ -215,16 +209,6 @@ async def test_reward_of_open_and_closed_sessions(store: Store) -> None:
     assert await store.submit(reward("nobody", 2.0)) == Refused(None)
 
 
-async def test_a_reward_while_a_turn_is_in_flight_does_not_cost_the_turn(store: Store) -> None:
-    await store.create("s")
-    await store.claim("s", 1)
-    await store.submit(reward("s", 0.5))
-    done = await store.commit("s", 2)
-    assert isinstance(done, Appended)
-    assert done.events[0].seq == 4
-    await store.head_equals_fold("s")
-
-
 async def test_close_abandons_the_open_turn_which_can_no_longer_commit(store: Store) -> None:
     await store.create("s")
     await store.claim("s", 1)
@@ -234,15 +218,6 @@ async def test_close_abandons_the_open_turn_which_can_no_longer_commit(store: St
     assert await store.commit("s", 2) == Refused("closed")
     assert await store.release("s", 2) == Refused("closed")
     assert await store.close("s") == Refused("closed")
-    await store.head_equals_fold("s")
-
-
-async def test_close_and_commit_in_one_batch_leave_one_truth(store: Store) -> None:
-    await store.create("s")
-    await store.claim("s", 1)
-    closed, late = await store.together(Close("s", 5.0), commit("s", 2, store.me))
-    assert isinstance(closed, Appended)
-    assert late == Refused("closed")
     await store.head_equals_fold("s")
 
 
@@ -364,14 +339,6 @@ async def test_the_claim_of_a_dead_process_is_abandoned_by_the_next_claim(store:
     await store.head_equals_fold("s")
 
 
-async def test_a_process_within_its_lease_keeps_its_claim(store: Store) -> None:
-    other = await add_incarnation(store.database)
-    await silence_incarnation(store.database, other, LEASE_S / 2)
-    await store.create("s")
-    await store.claim("s", 1, incarnation=other)
-    assert isinstance(await store.claim("s", 2), Busy)
-
-
 async def test_the_sweep_abandons_all_dead_claims_and_only_those(store: Store) -> None:
     dead = await add_incarnation(store.database)
     names = [f"dead-{number}" for number in range(7)]
@@ -418,13 +385,4 @@ async def test_a_fence_that_was_given_again_is_not_the_first_claims(store: Store
     assert not await store.submit(msgspec.structs.replace(stage("s", 2, store.me), opened_at=first))
     done = await store.submit(msgspec.structs.replace(commit("s", 2, store.me), opened_at=second))
     assert isinstance(done, Appended)
-    await store.head_equals_fold("s")
-
-
-async def test_release_in_a_batch_frees_for_a_claim_in_the_same_batch(store: Store) -> None:
-    await store.create("s")
-    await store.claim("s", 1)
-    freed, taken = await store.together(release("s", 2, store.me), claim("s", 3, store.me, last_event_at=3.0))
-    assert isinstance(freed, Appended)
-    assert isinstance(taken, Appended)
     await store.head_equals_fold("s")

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 from helpers.databases import connected
-from helpers.store import FAR, Store, claim, commit, create, reward
+from helpers.store import Store, claim, commit, create, reward
 from sqlalchemy import select
 
-from app.domain.events import EXPORTED
 from app.store.content import read_logs
 from app.store.dialect import AlchemyTx
 from app.store.engine import Database
-from app.store.feed import EventFilter, Position, changed_sessions
+from app.store.feed import Position
 from app.store.schema import events
 from app.store.sessions import decode_events
 
@@ -64,15 +61,6 @@ async def test_each_session_once_in_order_of_its_last_commit(store: Store) -> No
     assert [name for name, _ in await store.changed(upto=await store.horizon())] == ["c", "a", "b"]
 
 
-async def test_what_is_not_exported_does_not_move_a_session(store: Store) -> None:
-    for name in "ab":
-        await store.create(name)
-        await store.take_turn(name)
-    await store.claim("a", 3, turn=2, parent=1)
-    await store.release("a", 4, turn=2)
-    assert [name for name, _ in await store.changed()] == ["a", "b"]
-
-
 async def test_as_of_a_position_later_commits_are_not_seen(store: Store) -> None:
     for name in "ab":
         await store.create(name)
@@ -86,31 +74,6 @@ async def test_as_of_a_position_later_commits_are_not_seen(store: Store) -> None
     assert [name for name, _ in await store.changed(after=then)] == ["a", "c"]
     as_of = await store.database.read(lambda c: decode_events(read_logs(c, ["a"], then)["a"]))
     assert [recorded.seq for recorded in as_of] == [1, 2, 3]
-
-
-async def test_a_filter_on_one_session(store: Store) -> None:
-    for name in "ab":
-        await store.create(name)
-        await store.take_turn(name)
-    found = await store.database.read(
-        lambda c: changed_sessions(c, EventFilter(EXPORTED, "b"), after=START, upto=FAR, limit=9)
-    )
-    assert [name for name, _ in found] == ["b"]
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3, 100])
-async def test_paging_skips_nothing_and_repeats_nothing(store: Store, limit: int) -> None:
-    rng = random.Random(limit)
-    names = [f"s{number}" for number in range(8)]
-    for name in names:
-        await store.create(name)
-    for _ in range(25):
-        await store.take_turn(rng.choice(names))
-    upto = await store.horizon()
-    whole = await store.changed(upto=upto)
-    assert await pages(store, upto, limit) == whole
-    assert len({name for name, _ in whole}) == len(whole)
-    assert [place for _, place in whole] == sorted(place for _, place in whole)
 
 
 async def test_a_batch_of_many_sessions_is_paged_inside_one_transaction(store: Store) -> None:

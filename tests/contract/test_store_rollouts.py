@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
-from helpers.groups import Groups
 from helpers.log import BODY, created
 from helpers.store import Store, reward
 from sqlalchemy import select
 
 from app.domain.events import RewardAssigned, SessionClosed
-from app.features.groups import reads as group_reads
 from app.store import repair, rollouts
 from app.store.dialect import AlchemyTx
-from app.store.log import Appended, Refused
-from app.store.log_sessions import Circular, Close, CloseIdle, Create, ShareReward
+from app.store.log import Appended
+from app.store.log_sessions import Circular, Close, Create, ShareReward
 from app.store.ports import Connection
 from app.store.schema import sessions
-from app.store.sessions import closed_sessions, idle_sessions
 from ops.verify import verify
 
 pytestmark = pytest.mark.anyio
@@ -55,14 +51,6 @@ async def test_a_line_has_one_root_in_whatever_order_it_is_created(store: Store,
     assert (await verify(store.database)).problems == []
 
 
-async def test_many_created_together_find_each_other(store: Store) -> None:
-    """As one batch of the writer."""
-    operations = [child(session_id, LINE[session_id]) for session_id in ("deep", "agent", "root", "sub")]
-    for waiting in [store.writer.submit(one) for one in operations]:
-        assert isinstance(await waiting, Appended)
-    assert set((await roots(store)).values()) == {None, "root"}
-
-
 @pytest.mark.parametrize("line", [{"a": "a"}, {"a": "b", "b": "a"}, {"a": "b", "b": "c", "c": "a"}])
 async def test_a_line_does_not_come_back_to_where_it_began(store: Store, line: dict[str, str]) -> None:
     *first, last = line
@@ -70,51 +58,6 @@ async def test_a_line_does_not_come_back_to_where_it_began(store: Store, line: d
         assert isinstance(await store.submit(child(session_id, line[session_id])), Appended)
     assert isinstance(await store.submit(child(last, line[last])), Circular)
     assert await store.head(last) is None
-    assert (await verify(store.database)).problems == []
-
-
-async def test_a_session_whose_parent_is_not_there_counts_by_itself_until_it_is(store: Store) -> None:
-    made = Groups(store)
-    await store.submit(child("one", "root", "g"))
-    await store.submit(child("two", "root", "h"))
-    assert await made.counts("g") == (1, 0, 1, False)
-    await store.submit(child("root", None, "g"))
-    assert await made.counts("g") == (1, 0, 1, False)
-    assert await made.counts("h") == (0, 0, 0, False), "its only session is another rollout's by now"
-    for name in ("root", "one", "two"):
-        await store.close(name)
-    await store.submit(reward("root", 1.0))
-    for name in ("one", "two"):
-        await store.submit(ShareReward(name, 5.0))
-    assert await made.counts("g") == (1, 0, 0, True)
-    assert (await verify(store.database)).problems == []
-
-
-async def test_a_group_counts_rollouts_and_waits_for_all_of_their_sessions(store: Store) -> None:
-    made = Groups(store)
-    await made.create("g", "root", 0)
-    await store.submit(child("agent", "root"))
-    await store.submit(child("sub", "agent"))
-    assert await made.counts("g") == (1, 0, 1, False)
-    await store.submit(reward("root", 0.5))
-    await store.close("root")
-    assert await made.counts("g") == (1, 0, 1, False), "an agent may still commit a turn"
-    for name in ("agent", "sub"):
-        await store.submit(Close(name, 5.0, reason="root"))
-    assert await made.counts("g") == (1, 0, 1, False), "their rows have no reward yet"
-    for name in ("agent", "sub"):
-        await store.submit(ShareReward(name, 6.0))
-    assert await made.counts("g") == (1, 0, 0, True)
-    [attempt] = (await store.database.read(lambda c: group_reads.attempts(c, ["g"])))["g"]
-    assert (attempt.session_id, attempt.attempt, attempt.reward, attempt.finished) == ("root", 0, 0.5, True)
-    await store.submit(reward("root", 0.75))
-    assert await made.counts("g") == (1, 0, 1, False), "another reward is to come to all of them"
-    for name in ("agent", "sub"):
-        await store.submit(ShareReward(name, 7.0))
-        await store.head_equals_fold(name)
-    assert await made.counts("g") == (1, 0, 0, True)
-    await store.erase("agent")
-    assert await made.counts("g") == (1, 0, 0, True)
     assert (await verify(store.database)).problems == []
 
 
@@ -148,18 +91,6 @@ async def test_whoever_shares_last_shares_the_last_reward(store: Store) -> None:
     assert (await store.head("agent")).reward == 2.0  # type: ignore[union-attr]
 
 
-async def test_no_session_is_created_in_a_rollout_that_is_closed(store: Store) -> None:
-    await store.submit(child("root", None))
-    await store.submit(child("agent", "root"))
-    await store.close("agent")
-    assert isinstance(await store.submit(child("sub", "agent")), Appended), "the root is open"
-    await store.close("root")
-    assert await store.submit(child("late", "agent")) == Refused("closed")
-    await store.erase("root")
-    assert await store.submit(child("later", "root")) == Refused("erased")
-    assert await store.head("late") is None
-
-
 async def test_what_a_crash_left_open_or_unrewarded_is_found(store: Store) -> None:
     for name, parent in (("root", None), ("agent", "root"), ("other", None), ("theirs", "other"), ("orphan", "gone")):
         await store.submit(child(name, parent))
@@ -180,43 +111,3 @@ async def test_what_a_crash_left_open_or_unrewarded_is_found(store: Store) -> No
     assert await found() == ([], ["agent"])
     await store.submit(ShareReward("agent", 6.0))
     assert await found() == ([], [])
-
-
-async def test_a_rollout_is_idle_as_a_whole(store: Store) -> None:
-    """A root that waits for its agents is not."""
-    await store.submit(child("root", None))
-    await store.submit(child("agent", "root", at=7.0))
-    idle: Any = await store.database.read(lambda c: idle_sessions(c, 5.0, "", 10))
-    assert idle == []
-    assert await store.submit(CloseIdle("root", 9.0, 5.0)) == Refused("open")
-    assert await store.database.read(lambda c: idle_sessions(c, 8.0, "", 10)) == ["agent", "root"]
-    await store.claim("agent", 1)
-    assert await store.submit(CloseIdle("root", 9.0, 8.0)) == Refused("open")
-    await store.release("agent", 2)
-    await store.submit(Close("agent", 4.0))
-    assert isinstance(await store.submit(CloseIdle("root", 9.0, 8.0)), Appended)
-
-
-async def test_a_childs_content_waits_for_the_acknowledgement_of_its_roots_group(store: Store) -> None:
-    made = Groups(store)
-    await made.create("g", "root")
-    await store.submit(child("agent", "root"))
-    await store.submit(child("own", "root", "h"))
-    await store.submit(child("free", None))
-    await store.submit(child("freed", "free", "h"))
-    for name in ("root", "agent", "own", "free", "freed"):
-        await store.close(name)
-
-    async def due() -> list[str]:
-        found = await store.database.read(
-            lambda c: closed_sessions(c, 9.0, (0.0, ""), 10, holding=False, acknowledged=True)
-        )
-        return [session_id for _, session_id in found]
-
-    assert await due() == ["free", "freed"]
-    await store.submit(reward("root", 1.0))
-    for name in ("agent", "own"):
-        await store.submit(ShareReward(name, 5.0))
-    assert await made.take("consumer") == ["g"]
-    await made.ack("consumer", "g")
-    assert sorted(await due()) == ["agent", "free", "freed", "own", "root"]

@@ -44,13 +44,6 @@ async def test_a_snapshot_is_used(store: Store) -> None:
     assert await store.loaded("s") == session
 
 
-async def test_a_newer_snapshot_replaces_an_older_one(store: Store) -> None:
-    for _ in range(2):
-        session = await session_of(store, 1)
-        await store.save_snapshot(session)
-        assert await snapshot(store) == session
-
-
 @pytest.mark.parametrize("damage", ["bytes", "flipped", "shape", "format"])
 async def test_a_damaged_or_foreign_snapshot_is_ignored(store: Store, damage: str) -> None:
     session = await session_of(store, 1)
@@ -61,12 +54,6 @@ async def test_a_damaged_or_foreign_snapshot_is_ignored(store: Store, damage: st
     await store.save_snapshot(session, data, "session-0" if damage == "format" else None)
     assert await snapshot(store) is None
     assert await store.loaded("s") == session
-
-
-async def test_a_snapshot_of_no_session_is_not_stored(store: Store) -> None:
-    session = await session_of(store, 1)
-    await store.save_snapshot(Session("nobody", *(getattr(session, name) for name in session.__struct_fields__[1:])))
-    assert await store.database.read(lambda c: load_snapshot(c, "nobody")) is None
 
 
 async def test_after_a_restore_the_whole_log_is_read_until_there_is_a_newer_snapshot(store: Store) -> None:

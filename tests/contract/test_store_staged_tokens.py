@@ -15,7 +15,6 @@ from app.store.log_sessions import CloseIdle
 from app.store.log_turns import AbandonDead
 from app.store.schema import staged_tokens as table
 from app.store.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
-from app.store.writer import apply_all
 
 pytestmark = pytest.mark.anyio
 
@@ -87,18 +86,6 @@ async def test_rows_go_with_the_end_of_the_turn(store: Store, end: str) -> None:
     assert await stage(store, fence, 2) == [False]
 
 
-async def test_commits_of_several_sessions_at_once_take_their_rows(store: Store) -> None:
-    operations = []
-    for name in ("s", "t"):
-        await store.create(name)
-        await store.claim(name, 1)
-        await store.submit(StageTokens(name, 2, store.me, CLAIMED_AT, REQUEST, row(0)))
-        operations.append(msgspec.structs.replace(commit(name, 2, store.me), stages="session" if name == "s" else None))
-    await store.database.write(lambda tx: apply_all(tx, operations), durable=True)
-    query = select(table.c.session_id)
-    assert await store.database.read(lambda connection: connection.execute(query).scalars().all()) == ["t"]
-
-
 async def test_a_dead_turns_rows_are_taken_over_once(store: Store) -> None:
     fence = await died(store)
     found = await left(store)
@@ -114,17 +101,4 @@ async def test_a_dead_turns_rows_are_taken_over_once(store: Store) -> None:
     assert await rows(store) == [(head + 1, 0), (head + 1, 1)]
     assert await stage(store, head + 1, 2) == [True]
     await store.submit(DropStaged("s", head + 1, store.me, CLAIMED_AT))
-    assert await rows(store) == []
-
-
-async def test_rows_of_an_open_turn_are_nobody_elses(store: Store) -> None:
-    fence = await claimed(store)
-    assert await store.submit(TakeOverStaged("s", fence, store.me, CLAIMED_AT, fence)) is False
-    assert await rows(store) == [(2, 0), (2, 1)]
-
-
-async def test_an_erased_session_has_none(store: Store) -> None:
-    await died(store)
-    await store.close("s")
-    await store.erase("s")
     assert await rows(store) == []

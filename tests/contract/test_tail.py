@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from helpers.databases import connected
 from helpers.store import Store, reward
-from sqlalchemy import text
 
 from app.features.page import reads
 from app.features.page.reads import Tail
@@ -21,11 +19,6 @@ async def since(store: Store, after: Position, limit: int = 100) -> Tail:
 
 async def end(store: Store) -> Position:
     return await store.database.read(feed.end)
-
-
-async def test_an_empty_log_ends_where_it_begins(store: Store) -> None:
-    assert await end(store) == START
-    assert await since(store, START) == Tail([], START, 0, holds=True)
 
 
 async def test_each_session_is_named_once_and_the_next_look_begins_behind(store: Store) -> None:
@@ -65,17 +58,3 @@ async def test_an_event_that_is_gone_is_noticed(store: Store) -> None:
     assert not found.holds
     assert found.session_ids == []
     assert not (await since(store, Position(place.tx + 5, place.position + 5))).holds
-
-
-async def test_what_commits_late_is_not_skipped(postgres_store: Store) -> None:
-    """A transaction that began earlier and is still running hides what is behind it, and nothing passes it over."""
-    store = postgres_store
-    await store.create("a")
-    place = await end(store)
-    row = "'late', 1, 'SessionCreated', 1, 0, ''"
-    async with connected(store.database.url) as slow:
-        await slow.execute(text(f"INSERT INTO events (session_id, seq, type, version, at, data) VALUES ({row})"))
-        await store.create("b")
-        assert (await since(store, place)).session_ids == []
-        await slow.commit()
-    assert sorted((await since(store, place)).session_ids) == ["b", "late"]

@@ -97,21 +97,6 @@ async def test_a_slow_listener_finds_each_session_once_as_it_is(watched: Watched
         one.close()
 
 
-async def test_who_comes_back_hears_what_was_missed_and_nothing_else(watched: Watched) -> None:
-    listener = await watched.watch.listen(None)
-    await watched.store.create("seen")
-    await watched.heard(listener, {"seen": 1})
-    cursor = listener.cursor.encode()
-    listener.close()
-    await watched.store.create("missed")
-    again = await watched.watch.listen(cursor)
-    await watched.store.submit(reward("missed", 1.0))
-    await watched.heard(again, {"missed": 2})
-    assert not again.take_reset()
-    assert again.start_cursor.encode() == cursor
-    again.close()
-
-
 async def test_rows_that_were_read_earlier_never_replace_later_ones(watched: Watched) -> None:
     listener = await watched.watch.listen(None)
     await watched.store.create("a")
@@ -168,16 +153,6 @@ async def test_a_log_that_lost_its_end_has_everybody_begin_anew(watched: Watched
     assert not listener.take()
     await watched.store.create("b")
     await watched.heard(listener, {"b": 1})
-    listener.close()
-
-
-async def test_a_session_that_comes_to_a_gate_and_leaves_it_is_told_of(watched: Watched) -> None:
-    await watched.store.create("a")
-    listener = await watched.watch.listen(None)
-    for held, state in (({"a": False}, "paused"), ({}, "idle")):
-        watched.held = held
-        await watched.told(listener)
-        assert [row["state"] for row in listener.take()] == [state]
     listener.close()
 
 

@@ -6,11 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.clusters import Cluster, running
-from integration.places import Place
 from integration.stand import Stand, serving
 
-from fault.damaged_pages import Whole, filled
-from ops.server import VERBATIM, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
 
@@ -33,12 +30,6 @@ def shared(engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -
         yield made
 
 
-@pytest.fixture(scope="session")
-def whole(engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """A sound SQLite store at rest."""
-    return filled(tmp_path_factory.mktemp("whole"), engine.base_url)
-
-
 @pytest.fixture
 def stand(shared: Stand) -> Stand:
     """The shared stand, alive again if another test left its server dead."""
@@ -47,23 +38,3 @@ def stand(shared: Stand) -> Stand:
         shared.server.start()
     assert shared.sim.post("/sim/reset").status_code == 200
     return shared
-
-
-@pytest.fixture(params=[("sqlite", 1), ("postgresql", 2)], ids=["sqlite", "postgresql"])
-def servers(
-    request: pytest.FixtureRequest, engine: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[ServerProcess]]:
-    """API processes on one store: one on SQLite, two on PostgreSQL."""
-    store, processes = request.param
-    postgres = request.getfixturevalue("postgres") if store == "postgresql" else None
-    place = Place(tmp_path_factory.mktemp("exporting"), postgres)
-    with place.database() as url:
-        made = [
-            ServerProcess(place.folder, database_url=url, upstreams=[engine.base_url], environment=VERBATIM).start()
-            for _ in range(processes)
-        ]
-        try:
-            yield made
-        finally:
-            for server in made:
-                server.stop()

@@ -7,7 +7,7 @@ import gc
 import socket
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
@@ -28,32 +28,6 @@ class Hosted:
     @property
     def services(self) -> Any:
         return self._app.services
-
-    def limit_pages(self, pages: int) -> None:
-        """The database may not grow past so many pages, or what it has: it is full then, whatever the disk has."""
-        self._on_writer(lambda connection: connection.execute(f"PRAGMA max_page_count = {pages}").fetchall())
-
-    def _on_writer(self, function: Callable[[Any], object]) -> None:
-        """SQLite keeps the limit with the connection, so it is the server's own that must be told."""
-        writer = self.services.database._sqlite
-        done = threading.Event()
-
-        def asked() -> None:
-            function(writer.connection)
-            done.set()
-
-        writer._jobs.put((asked, _Nobody()))
-        assert done.wait(30)
-
-
-class _Nobody:
-    """Takes the place of a future that nobody waits for."""
-
-    def get_loop(self) -> _Nobody:
-        return self
-
-    def call_soon_threadsafe(self, *_: object) -> None:
-        return
 
 
 @contextlib.contextmanager

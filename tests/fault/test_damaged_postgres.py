@@ -6,9 +6,11 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from helpers.clusters import Cluster, running
+from helpers.clusters import DATABASE, ROLE, running
+from helpers.databases import database_at
 from helpers.store import Store, reward
 from integration.test_damaged_export import add, excluded, rows_of
 
@@ -28,31 +30,36 @@ SESSIONS = 120
 NAMES = [f"session-{number:03}" for number in range(SESSIONS)]
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running(fsync="off") as made:
-        asyncio.run(_fill(made.url))
-        yield made
+RELATIONS = {"events": 2, "sessions": 1, "ix_events_tx_position": 1, "turns": 1, "pk_events": 1}
+"""Tables and indexes, and the page of each that is damaged: not its last one, which takes what is new."""
+
+
+@pytest.fixture(scope="module")
+def damaged() -> Iterator[dict[str, str]]:
+    """By relation the URL of a database in which its page was overwritten while the server was down."""
+    with running(fsync="off") as cluster:
+        asyncio.run(_fill(cluster.url))
+        urls: dict[str, str] = {}
+        places: dict[str, Path] = {}
+        for relation in RELATIONS:
+            cluster.sql(f"CREATE DATABASE of_{relation} TEMPLATE {DATABASE} OWNER {ROLE}", "postgres")
+            urls[relation] = f"{cluster.url.removesuffix(DATABASE)}of_{relation}"
+            path = cluster.sql(f"SELECT pg_relation_filepath('{relation}')", f"of_{relation}")
+            places[relation] = cluster.folder / path
+        cluster.stop()
+        for relation, page in RELATIONS.items():
+            assert places[relation].stat().st_size > (page + 1) * PAGE_BYTES
+            with places[relation].open("r+b") as handle:
+                handle.seek(page * PAGE_BYTES)
+                handle.write(random.Random(relation).randbytes(PAGE_BYTES))
+        cluster.start()
+        yield urls
 
 
 async def _fill(url: str) -> None:
-    database = Database(url)
-    await database.open()
-    async with Store.over(database) as store:
+    async with database_at(url) as database, Store.over(database) as store:
         for number, name in enumerate(NAMES):
             await add(store, name, f"g{number // 4}", number / SESSIONS)
-    await database.close()
-
-
-def damage(cluster: Cluster, relation: str, page: int) -> None:
-    """Overwrite a page of a table or an index while the server is down."""
-    file = cluster.folder / cluster.sql(f"SELECT pg_relation_filepath('{relation}')")
-    cluster.stop()
-    assert file.stat().st_size > (page + 1) * PAGE_BYTES, "not its last page: that takes what is new"
-    with file.open("r+b") as handle:
-        handle.seek(page * PAGE_BYTES)
-        handle.write(random.Random(relation).randbytes(PAGE_BYTES))
-    cluster.start()
 
 
 async def all_events_are_given(database: Database, lost: set[str], relation: str) -> None:
@@ -69,23 +76,10 @@ async def all_events_are_given(database: Database, lost: set[str], relation: str
         assert len(seqs) > 2
 
 
-@pytest.mark.parametrize(
-    ("relation", "page"),
-    [
-        ("events", 2),
-        ("sessions", 1),
-        ("ix_events_tx_position", 1),
-        ("turns", 1),
-        ("pk_events", 1),
-    ],
-)
-def test_a_damaged_page_is_its_sessions_business(cluster: Cluster, relation: str, page: int) -> None:
-    damage(cluster, relation, page)
-
+@pytest.mark.parametrize("relation", RELATIONS)
+def test_a_damaged_page_is_its_sessions_business(damaged: dict[str, str], relation: str) -> None:
     async def look() -> None:
-        database = Database(cluster.url)
-        await database.open()
-        async with Store.over(database) as store:
+        async with database_at(damaged[relation]) as database, Store.over(database) as store:
             rows = await rows_of(store, ExportQuery(explain=True, advantage="grpo"))
             lost = excluded(rows)
             assert sorted({row["session_id"] for row in rows}) == NAMES
@@ -101,10 +95,9 @@ def test_a_damaged_page_is_its_sessions_business(cluster: Cluster, relation: str
                         await cache.get(name)
             if relation == "sessions":
                 await _write_to_all(store)
-        await database.close()
 
     asyncio.run(look())
-    report = asyncio.run(verify_url(cluster.url))
+    report = asyncio.run(verify_url(damaged[relation]))
     assert report.problems
     assert report.sessions == SESSIONS
 

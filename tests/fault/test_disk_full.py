@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from helpers.clusters import DATABASE, Cluster, running
 from helpers.looking import value
@@ -16,7 +15,6 @@ from integration.reading import CONTAINERS, read
 from integration.stand import Stand, serving, until
 
 from fault.agents import Agent, Agents
-from fault.hosted import Hosted, hosted
 from fault.table import Tally
 from fault.verified import verified
 from fault.volumes import Volume, give, volume
@@ -121,72 +119,6 @@ def test_a_full_disk_is_507_until_there_is_room(
                 fill_and_clear(agents, small, stand, tally, left)
         only_full(agents)
         finished(agents, stand, tally)
-
-
-@pytest.mark.fault(4, FULL)
-def test_a_log_file_that_cannot_be_moved_into_the_database_is_moved_later(
-    engine: SimulatorProcess, tmp_path: Path, tally: Tally
-) -> None:
-    """The log grows to what is left of the disk, so that its checkpoint cannot extend the database."""
-    settings = {"TURNLOG_REPLAY": "routed_experts"}
-    with (
-        volume(112 * MIB) as small,
-        serving(
-            tmp_path,
-            engine.base_url,
-            environment={**settings, "TURNLOG_DATABASE_URL": f"sqlite+aiosqlite:///{small.folder / 'turnlog.db'}"},
-        ) as stand,
-    ):
-        small.fill(26 * MIB)
-        tally.tried += 1
-        with Agents([stand.server.base_url], 2, take_a_large_turn) as agents:
-            until(lambda: agents.count(0, [507]) >= REFUSALS, 120)
-            assert "the log file was not moved into the database" in stand.server.log_path.read_text()
-            read_all(stand)
-            small.clear()
-            cleared = time.monotonic()
-            until(lambda: agents.all_served(cleared), 60)
-            tally.recovered(agents.recovery_s(cleared))
-        only_full(agents)
-        tally.doubled += agents.doubled(stand.server.base_url)
-        verified(stand, agents.acknowledged, tally)
-        stand.server.stop()
-        assert not (small.folder / "turnlog.db-wal").exists(), "an orderly end moves all of it"
-        verified(stand)
-
-
-def take_a_large_turn(agent: Agent) -> None:
-    agent.begin()
-    agent.say("Hello", sim=LARGE)
-
-
-@pytest.mark.fault(4, FULL)
-def test_a_database_at_its_limit_is_507_until_the_limit_is_raised(
-    engine: SimulatorProcess, sqlite_url: str, tally: Tally
-) -> None:
-    """Where nothing can be mounted: SQLite's own limit, which is met inside a statement instead of at the commit."""
-    with hosted(sqlite_url, engine.base_url) as server:
-        with Agents([server.base_url], 4, take_turns) as agents:
-            until(lambda: agents.all_served(0))
-            for _ in range(2):
-                limit_and_lift(agents, server, tally)
-                verified(sqlite_url)
-        only_full(agents)
-        tally.doubled += agents.doubled(server.base_url)
-        verified(sqlite_url, agents.acknowledged, tally)
-    assert value(sqlite_url, "SELECT count(*) FROM open_turns") == 0
-
-
-def limit_and_lift(agents: Agents[Agent], server: Hosted, tally: Tally) -> None:
-    tally.tried += 1
-    server.limit_pages(1)
-    full = time.monotonic()
-    until(lambda: agents.count(full, [507]) >= REFUSALS, 60)
-    assert httpx.get(f"{server.base_url}/export", timeout=30).status_code == 200
-    server.limit_pages(1 << 30)
-    raised = time.monotonic()
-    until(lambda: agents.all_served(raised), 60)
-    tally.recovered(agents.recovery_s(raised))
 
 
 @pytest.fixture

@@ -10,18 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.store import CLAIMED_AT, Store, claim, commit, reward, stage
 from integration.routing import BOTH, KINDS
 from integration.stand import Stand, Talk, error_of, serving, user
 from sqlalchemy import select, text
 
-from app.domain.events import TurnRejected
 from app.store.engine import create_engine
-from app.store.log import Refused, StoredChunk
-from app.store.log_sessions import SaveSnapshot
-from app.store.log_turns import Reject
 from app.store.schema import blobs, chunks, refused_replies, snapshots, turns
-from app.store.sessions import SNAPSHOT_FORMAT
 from fault.verified import verified
 from ops.simulator.process import SimulatorProcess
 
@@ -47,7 +41,6 @@ VACUUM = [
 ]
 """As the runbook says it."""
 
-LATE = StoredChunk(0, "routed_experts", 3, "0" * 32, b"abc")
 
 PIECE = 24
 STEP = 1 << 18
@@ -217,30 +210,6 @@ def test_a_turn_in_flight_does_not_bring_an_erased_session_back(
         assert talk.rows() == []
         assert frames(database_url, "gone") == set()
         verified(stand)
-
-
-@pytest.mark.anyio
-async def test_no_late_write_brings_content_back(store: Store) -> None:
-    """Whatever a process still had in hand when the session was erased."""
-    await store.create("s")
-    fence = (await store.claim("s", 1)).events[-1].seq
-    assert await store.submit(stage("s", fence, store.me, LATE))
-    await store.close("s")
-    await store.erase("s")
-    rejected = TurnRejected(1, fence, "upstream_invalid", 200)
-    late: list[Any] = [
-        commit("s", fence, store.me),
-        Reject("s", fence, store.me, CLAIMED_AT, 7.0, rejected, 3, b"abc"),
-        reward("s", 1.0),
-        claim("s", 4, store.me),
-    ]
-    for operation in late:
-        assert await store.submit(operation) == Refused("erased"), operation
-    assert await store.submit(stage("s", fence, store.me, LATE)) is False
-    await store.submit(SaveSnapshot("s", 2, SNAPSHOT_FORMAT, b"late"))
-    for table in (turns, blobs, chunks, refused_replies, snapshots):
-        rows = await store.database.read(lambda connection, table=table: connection.execute(select(table)).all())
-        assert rows == [], table.name
 
 
 def test_on_postgresql_a_full_vacuum_takes_the_traces_out(

@@ -59,16 +59,14 @@ def test_a_synchronous_standby_has_every_acknowledged_turn(
             verified(standby.url, agents.acknowledged, tally)
 
 
-def test_an_asynchronous_standby_is_warned_of_at_start(engine: SimulatorProcess, tmp_path: Path) -> None:
-    with running() as primary, folder_of_server() as folder, started(primary.standby(folder)):
+def test_an_asynchronous_standby_is_warned_of_at_start_and_none_is_served_from(
+    engine: SimulatorProcess, tmp_path: Path
+) -> None:
+    """A standby can be read, and no turn could ever commit there."""
+    with running() as primary, folder_of_server() as folder, started(primary.standby(folder)) as standby:
         until_following(primary, "async")
         with serving(tmp_path, 1, primary.url, engine.base_url) as processes:
             assert "1 standbys, none of them synchronous" in processes.logs()
-
-
-def test_a_standby_is_not_served_from(engine: SimulatorProcess, tmp_path: Path) -> None:
-    """It can be read, and no turn could ever commit."""
-    with running() as primary, folder_of_server() as folder, started(primary.standby(folder)) as standby:
         server = ServerProcess(tmp_path, upstreams=[engine.base_url], database_url=standby.url)
         with pytest.raises(ServerDidNotStart, match="the database is a standby"):
             server.start()

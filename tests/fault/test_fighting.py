@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
@@ -47,7 +47,8 @@ from tests.tools.simulation.calls import (
 
 pytestmark = pytest.mark.long
 
-TITLE = "processes fight over the same sessions on PostgreSQL"
+FIGHTS = pytest.mark.fault(8, "processes fight over the same sessions on PostgreSQL")
+CRASHES = pytest.mark.fault(8, "processes fight over the same sessions on PostgreSQL, which crashes")
 WINDOW = 2
 SESSIONS = 4
 CLIENTS = 12
@@ -226,76 +227,62 @@ def urls(cluster: Cluster, engine: SimulatorProcess, tmp_path_factory: pytest.Te
         yield processes.urls
 
 
-def fight(
-    urls: list[str],
-    seed: int,
-    steps: int,
-    tally: Tally,
-    cluster: Cluster,
-    window: int | None = WINDOW,
-    *,
-    crashes: bool = False,
-) -> Counter[str]:
-    """One fight: its calls have an order, and what was told is in the store."""
-    made = Fight(urls, seed, window)
-    asyncio.run(made.run(steps))
-    tally.tried += sum(len(calls) for calls in made.calls.values())
-    made.explain(crashes=crashes)
-    verified(cluster.url, made.acknowledged(), tally)
-    return made.replies()
-
-
-@pytest.mark.fault(8, TITLE)
-@pytest.mark.parametrize("processes", [2, 4])
-def test_their_replies_are_linearizable(urls: list[str], cluster: Cluster, tally: Tally, processes: int) -> None:
-    replies = fight(urls[:processes], processes, 25, tally, cluster)
-    assert {"taken", "replayed", "session_busy", "history_mismatch"} <= set(replies), replies
-    assert not set(replies) & {"claim_lost", "broken", "store_unavailable"}, replies
-
-
-@pytest.mark.fault(8, f"{TITLE}, which are trees")
-def test_their_replies_in_trees_are_linearizable(urls: list[str], cluster: Cluster, tally: Tally) -> None:
-    replies = fight(urls[:2], 16, 25, tally, cluster, window=None)
-    assert {"taken", "replayed"} <= set(replies), replies
-    assert set(replies) <= {"taken", "replayed", "session_busy", "session_closed", "idempotency_mismatch"}, replies
-
-
-@pytest.mark.fault(8, f"{TITLE}, which crashes")
-@pytest.mark.parametrize("window", [WINDOW, None], ids=["linear", "tree"])
-def test_their_replies_are_linearizable_while_postgresql_crashes(
-    urls: list[str], cluster: Cluster, tally: Tally, window: int | None
-) -> None:
-    """What a 503 left open may have been taken or not; all else has its place."""
+@contextlib.contextmanager
+def crashing(cluster: Cluster, pauses_s: Sequence[float]) -> Iterator[None]:
+    """PostgreSQL crashes after each of these pauses, and starts again."""
     stopped = threading.Event()
 
     def crash() -> int:
         crashes = 0
-        for pause_s in CRASHES_S:
+        for pause_s in pauses_s:
             if not stopped.wait(pause_s):
                 cluster.restart("immediate")
                 crashes += 1
         return crashes
 
     with ThreadPoolExecutor(1) as threads:
-        crashing = threads.submit(crash)
+        crashes = threads.submit(crash)
         try:
-            replies = fight(urls[:2], 7 if window else 17, 25, tally, cluster, window, crashes=True)
+            yield
         finally:
             stopped.set()
-        assert crashing.result() > 0
-    assert replies["taken"] > 0
-    assert set(replies) <= EXPLAINED, replies
+        assert crashes.result() > 0 or not pauses_s
 
 
-CRASHES_S = (0.3, 1.0)
-"""The pauses before each."""
+ALWAYS = frozenset({"taken", "replayed", "session_busy", "session_closed", "idempotency_mismatch"})
+OF_A_LINE = frozenset({"history_mismatch", "rollback_too_deep"})
+OF_CRASHES = frozenset({"claim_lost", "store_unavailable", "overloaded"})
 
-EXPLAINED = frozenset(
-    {
-        *("taken", "replayed", "session_busy", "session_closed", "history_mismatch", "rollback_too_deep"),
-        *("idempotency_mismatch", "claim_lost", "store_unavailable", "overloaded"),
-    }
+
+@pytest.mark.parametrize(
+    ("processes", "window", "pauses_s", "wanted", "explained"),
+    [
+        pytest.param(
+            4, WINDOW, (), {"session_busy", "history_mismatch"}, ALWAYS | OF_A_LINE, marks=FIGHTS, id="linear"
+        ),
+        pytest.param(2, None, (), {"replayed"}, ALWAYS, marks=FIGHTS, id="trees"),
+        pytest.param(2, WINDOW, (0.3, 1.0), set(), ALWAYS | OF_A_LINE | OF_CRASHES, marks=CRASHES, id="crashes"),
+    ],
 )
+def test_their_replies_are_linearizable(
+    urls: list[str],
+    cluster: Cluster,
+    tally: Tally,
+    processes: int,
+    window: int | None,
+    pauses_s: Sequence[float],
+    wanted: set[str],
+    explained: frozenset[str],
+) -> None:
+    """The calls have an order, and what was told is in the store. What a 503 left open may have been taken or not."""
+    made = Fight(urls[:processes], 7, window)
+    with crashing(cluster, pauses_s):
+        asyncio.run(made.run(25))
+    tally.tried += sum(len(calls) for calls in made.calls.values())
+    made.explain(crashes=bool(pauses_s))
+    verified(cluster.url, made.acknowledged(), tally)
+    replies = made.replies()
+    assert {"taken"} | wanted <= set(replies) <= explained, replies
 
 
 HELLO = [user("Hello")]

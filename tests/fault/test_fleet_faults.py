@@ -15,7 +15,6 @@ from helpers.clusters import Cluster, running
 from integration.stand import Talk, until, user
 
 from app.crash_points import VARIABLE, CrashPoint
-from fault.agents import Agent, Agents
 from fault.table import Tally
 from fault.verified import acknowledgement, verified
 from ops.server import ServerProcess
@@ -203,43 +202,3 @@ def paused(api: Api, name: str) -> bool:
     """503 while the database is away."""
     response = api.http.get(f"/adapters/{name}")
     return response.status_code == 200 and response.json()["paused"] is True
-
-
-class Unmoved(Agent):
-    """Asks again also where an engine was lost in the middle of its turn."""
-
-    again = (502, 503, 507)
-
-
-@pytest.mark.fault(6, "an engine of two is killed under load, and comes back")
-def test_sessions_move_when_their_engine_dies(site: Site, tally: Tally) -> None:
-    dying, other = site.fleet.engines
-
-    def step(agent: Agent) -> None:
-        if not agent.messages or len(agent.messages) > 16:
-            agent.begin()
-        agent.say(f"Turn {agent.requests}", sim={"latency_s": 0.05, "completion_tokens": 8})
-
-    agents = Agents(site.fleet.processes.urls, 12, step, kind=Unmoved)
-    for agent in agents:
-        agent.name = new_name()
-    with agents:
-        until(lambda: all(agent.messages for agent in agents) and dying.stats()["in_flight"] > 0, PATIENCE_S)
-        dying.process.kill()
-        died = time.monotonic()
-        tally.tried += 1
-        until(lambda: agents.all_served(died), PATIENCE_S)
-        tally.recovered(agents.recovery_s(died))
-        moved = time.monotonic()
-        until(lambda: agents.all_served(moved), PATIENCE_S)
-        dying.process.start()
-    events = [
-        event
-        for agent in agents
-        for session_id in agent.committed
-        for event in site.other.known(session_id).events()
-        if event["type"] == "AffinityBound"
-    ]
-    assert (other.url, "dead") in {(event["engine"], event.get("cause")) for event in events}
-    tally.doubled += agents.doubled(site.other.base_url)
-    verified(site.cluster.url, agents.acknowledged, tally)

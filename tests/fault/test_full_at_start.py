@@ -88,12 +88,6 @@ def lost_its_shared_memory(stand: Stand, small: Volume) -> None:
     small.fill()
 
 
-def was_stopped(stand: Stand, small: Volume) -> None:
-    """An orderly end leaves the file alone; then somebody else fills the disk."""
-    stand.server.stop()
-    small.fill()
-
-
 def refused(stand: Stand, talk: Talk, kept: Held, code: tuple[int, str], retry_after: str) -> None:
     """Whatever would write, and nothing of it reaches an engine."""
     before = talk.generations()
@@ -149,7 +143,7 @@ def well_again(stand: Stand, kept: Held, tally: Tally, lines: int = 1) -> None:
 @pytest.mark.fault(4, FULL)
 @pytest.mark.parametrize(
     "how",
-    [died_of_it, was_stopped, lost_its_shared_memory],
+    [died_of_it, lost_its_shared_memory],
     ids=lambda how: how.__name__,
 )
 def test_a_server_starts_on_a_full_disk_and_takes_turns_when_there_is_room(

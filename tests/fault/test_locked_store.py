@@ -86,21 +86,25 @@ def under_lock(
 
 
 @pytest.fixture
-def sqlite_stand(engine: SimulatorProcess, tmp_path: Path) -> Iterator[Stand]:
-    with serving(tmp_path, engine.base_url) as made:
-        yield made
-
-
-@pytest.fixture
-def postgres_stand(engine: SimulatorProcess, postgres_url: str, tmp_path: Path) -> Iterator[Stand]:
-    with serving(tmp_path, engine.base_url, environment={"TURNLOG_DATABASE_URL": postgres_url}) as made:
+def stand(engine: SimulatorProcess, database_url: str, tmp_path: Path) -> Iterator[Stand]:
+    with serving(tmp_path, engine.base_url, environment={"TURNLOG_DATABASE_URL": database_url}) as made:
         yield made
 
 
 @pytest.mark.fault(5, WAITS)
-def test_a_lock_on_sqlites_file_is_waited_for(sqlite_stand: Stand, tally: Tally) -> None:
-    lock = file_locked(sqlite_stand.server.environment["TURNLOG_DATABASE_URL"])
-    under_lock(sqlite_stand, lock, 2.0, tally, refused=False)
+def test_a_lock_on_all_writes_is_waited_for(stand: Stand, database_url: str, tally: Tally) -> None:
+    is_sqlite = database_url.startswith("sqlite")
+    under_lock(
+        stand, file_locked(database_url) if is_sqlite else locked(database_url, EVENTS), 2.0, tally, refused=False
+    )
+
+
+@pytest.mark.fault(5, REFUSES)
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_lock_on_postgresqls_table_that_outlasts_the_patience_is_503(
+    stand: Stand, database_url: str, tally: Tally
+) -> None:
+    under_lock(stand, locked(database_url, EVENTS), 12.0, tally, refused=True)
 
 
 @pytest.mark.fault(5, REFUSES)
@@ -168,31 +172,18 @@ def test_a_turn_that_cannot_be_committed_is_answered_before_its_claim_is_let_go(
         verified(sqlite_url, [], tally)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "refused"),
-    [
-        pytest.param(2.0, False, marks=pytest.mark.fault(5, WAITS), id="waits"),
-        pytest.param(12.0, True, marks=pytest.mark.fault(5, REFUSES), id="refuses"),
-    ],
-)
-def test_a_lock_on_postgresqls_table(
-    postgres_stand: Stand, postgres_url: str, tally: Tally, seconds: float, refused: bool
-) -> None:
-    under_lock(postgres_stand, locked(postgres_url, EVENTS), seconds, tally, refused=refused)
-
-
 @pytest.mark.fault(5, "a locked session does not hold up others")
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_a_lock_on_one_sessions_row_keeps_that_session_alone_waiting(
-    postgres_stand: Stand, postgres_url: str, tally: Tally
+    stand: Stand, database_url: str, tally: Tally
 ) -> None:
-    stand = postgres_stand
     talk = stand.talk()
     talk.say("Hello")
     row = f"SELECT 1 FROM sessions WHERE session_id = '{talk.id}' FOR UPDATE"
     with Agents([stand.server.base_url], CLIENTS, take_turns) as agents:
         until(lambda: agents.all_served(0))
         tally.tried += 1
-        with locked(postgres_url, row):
+        with locked(database_url, row):
             call = stand.meanwhile(talk.chat, [*talk.messages, user("Again")])
             began = time.monotonic()
             meanwhile(stand, HELD_S)
@@ -204,6 +195,6 @@ def test_a_lock_on_one_sessions_row_keeps_that_session_alone_waiting(
     talk.say("And again")
     assert {answer.status for answer in agents.answers()} <= {200, 204}
     assert max(answer.seconds for answer in agents.answers()) < HELD_S
-    assert value(postgres_url, "SELECT count(*) FROM open_turns") == 0
+    assert value(database_url, "SELECT count(*) FROM open_turns") == 0
     tally.doubled += agents.doubled(stand.server.base_url)
     verified(stand, agents.acknowledged, tally)

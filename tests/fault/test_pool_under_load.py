@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from helpers.pools import children
 from integration.routing import BOTH
-from integration.stand import Stand, Talk, serving, until, user
+from integration.stand import Stand, Talk, error_of, serving, until, user
 
 from fault.table import Tally
 from fault.verified import acknowledgement, verified
@@ -117,3 +117,19 @@ def test_harm_to_the_pool_costs_no_turn(pooled: Stand, tally: Tally) -> None:
     committed = sum(len(talk.committed()) for client in clients for talk in client.talks)
     tally.doubled += committed - len(acknowledged)
     verified(pooled, acknowledged, tally)
+
+
+def test_a_reply_that_two_workers_do_not_manage_is_refused_and_kept(engine: SimulatorProcess, tmp_path: Path) -> None:
+    """Megabytes of nested lists take a worker longer than its deadline."""
+    slow = {"experts": {"layers": 48, "top_k": 8, "nested": True}, "completion_tokens": 4000}
+    environment = {**BOTH, "TURNLOG_WORKER_DEADLINE_S": "0.03"}
+    with serving(tmp_path, engine.base_url, environment=environment) as stand:
+        talk = stand.talk()
+        response = talk.chat([user("Slow")], sim=slow)
+        assert error_of(response) == (502, "worker_crash")
+        [rejected] = [event for event in talk.events() if event["type"] == "TurnRejected"]
+        assert (rejected["reason"], talk.committed()) == ("worker_crash", [])
+        kept = stand.http.get(f"{talk.path}/rejected/{rejected['fence']}")
+        assert (kept.status_code, len(kept.content)) == (200, rejected["kept_bytes"])
+        talk.say("Hello")
+        verified(stand)

@@ -74,27 +74,6 @@ def test_the_pooler_forgets_statements_and_settings_between_transactions(pooler:
     assert through(pooler, keep_a_setting, statement_cache_size=0) == {"0", "7s"}
 
 
-def test_the_pooler_turns_away_who_asks_for_settings_at_the_start(pooler: Pooler) -> None:
-    with pytest.raises(asyncpg.ProtocolViolationError, match="unsupported startup parameter: statement_timeout"):
-        through(pooler, keep_a_setting, server_settings={"statement_timeout": "1s"})
-    assert pooler.refused == ["statement_timeout"]
-
-
-def test_the_pooler_keeps_a_transaction_on_one_connection(pooler: Pooler) -> None:
-    async def transactions(connection: asyncpg.Connection) -> list[int]:
-        seen: list[int] = []
-        for _ in range(10):
-            async with connection.transaction():
-                pids = {await connection.fetchval("SELECT pg_backend_pid()") for _ in range(3)}
-            assert len(pids) == 1
-            seen += pids
-        return seen
-
-    seen = through(pooler, transactions, statement_cache_size=0)
-    assert isinstance(seen, list)
-    assert len(set(seen)) > 1, "not all on the same one"
-
-
 def test_migrations_run_through_it(pooler: Pooler, cluster: Cluster) -> None:
     cluster.sql("DROP DATABASE IF EXISTS pooled", "postgres")
     cluster.sql("CREATE DATABASE pooled OWNER turnlog", "postgres")

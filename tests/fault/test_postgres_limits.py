@@ -10,7 +10,6 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import asyncpg
 import httpx
@@ -23,7 +22,6 @@ from fault.processes import Processes, crowd, serving
 from fault.table import Tally
 from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
-from ops.verify import Acknowledged
 
 pytestmark = pytest.mark.long
 
@@ -64,35 +62,13 @@ def is_clear(answer: Answer) -> bool:
     return answer.status < 400 or (answer.retry_after is not None and answer.code in UNAVAILABLE)
 
 
-@contextlib.contextmanager
-def under_load(cluster: Cluster, processes: Processes, tally: Tally) -> Iterator[Agents[Agent]]:
-    """Clients that insist while a fault is done; at the end all are served, and what they were told is there once.
-
-    The body ends with the fault; recovery is counted from there.
-    """
-    with crowd(processes, CLIENTS, step) as agents:
-        until(lambda: agents.all_served(0.0), 180)
-        yield agents
-        over = time.monotonic()
-        until(lambda: agents.all_served(over), 180)
-        tally.recovered(agents.recovery_s(over))
-    assert all(is_clear(answer) for answer in agents.answers()), [
-        answer for answer in agents.answers() if not is_clear(answer)
-    ][:3]
-    processes.are_the_same()
-    tally.doubled += agents.doubled(processes.urls[0])
-    verified(cluster.url, agents.acknowledged, tally)
-
-
-@pytest.mark.fault(14, "Turnlog's connections to PostgreSQL terminated one by one under load")
-def test_connections_that_are_terminated(cluster: Cluster, processes: Processes, tally: Tally) -> None:
+def terminate(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> None:
     rng = random.Random(1)
-    with under_load(cluster, processes, tally):
-        for _ in range(20):
-            pids = cluster.sql(f"SELECT pid FROM pg_stat_activity WHERE usename = '{ROLE}' ORDER BY pid").split()
-            if pids:
-                tally.tried += cluster.sql(f"SELECT pg_terminate_backend({rng.choice(pids)})") == "t"
-            time.sleep(rng.uniform(0, 0.15))
+    for _ in range(20):
+        pids = cluster.sql(f"SELECT pid FROM pg_stat_activity WHERE usename = '{ROLE}' ORDER BY pid").split()
+        if pids:
+            cluster.sql(f"SELECT pg_terminate_backend({rng.choice(pids)})")
+        time.sleep(rng.uniform(0, 0.15))
 
 
 @contextlib.contextmanager
@@ -125,51 +101,102 @@ def all_occupied(cluster: Cluster) -> Iterator[None]:
         loop.close()
 
 
+def occupy(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> None:
+    with all_occupied(cluster):
+        time.sleep(HELD_S)
+
+
 @contextlib.contextmanager
-def limited(cluster: Cluster) -> Iterator[None]:
-    """No connection more for the role; those it has end."""
-    cluster.sql(f"ALTER ROLE {ROLE} CONNECTION LIMIT 0")
+def altered(cluster: Cluster, what: str, then: str) -> Iterator[None]:
+    """The role or the database is another; connections end, so that the next ones know, and at the end once more."""
+    cluster.sql(f"ALTER {what}")
     cluster.end_connections()
     try:
         yield
     finally:
-        cluster.sql(f"ALTER ROLE {ROLE} CONNECTION LIMIT -1")
-
-
-@contextlib.contextmanager
-def read_only(cluster: Cluster) -> Iterator[None]:
-    """As an operator makes a primary before a switch-over."""
-    cluster.sql(f"ALTER ROLE {ROLE} SET default_transaction_read_only = on")
-    cluster.end_connections()
-    try:
-        yield
-    finally:
-        cluster.sql(f"ALTER ROLE {ROLE} RESET default_transaction_read_only")
+        cluster.sql(f"ALTER {then}")
         cluster.end_connections()
 
 
+NO_CONNECTION = (f"ROLE {ROLE} CONNECTION LIMIT 0", f"ROLE {ROLE} CONNECTION LIMIT -1")
+
+
+def limit(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> None:
+    with altered(cluster, *NO_CONNECTION):
+        time.sleep(HELD_S)
+
+
+def make_read_only(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> None:
+    """As an operator makes a primary before a switch-over."""
+    name = "default_transaction_read_only"
+    with altered(cluster, f"ROLE {ROLE} SET {name} = on", f"ROLE {ROLE} RESET {name}"):
+        time.sleep(HELD_S)
+
+
+def fall_silent(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> None:
+    address.silence()
+    time.sleep(HELD_S)
+    address.speak()
+
+
+def strand(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> None:
+    """As behind a proxy or a firewall that dropped its state: only timeouts tell; new connections work."""
+    address.strand()
+
+
+def cut_statements_short(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> None:
+    """Reads may be; writes say what they need."""
+    set_for_the_database(cluster, agents, "statement_timeout", "'30ms'")
+
+
+def make_serializable(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> None:
+    set_for_the_database(cluster, agents, "default_transaction_isolation", "'serializable'")
+
+
+def set_for_the_database(cluster: Cluster, agents: Agents[Agent], name: str, value: str) -> None:
+    with altered(cluster, f"DATABASE turnlog SET {name} = {value}", f"DATABASE turnlog RESET {name}"):
+        began = len(agents.acknowledged)
+        until(lambda: len(agents.acknowledged) > began + 60, 180)
+
+
+Fault = Callable[[Cluster, Forwarder, Agents[Agent]], None]
+
+FAULTS: dict[Fault, pytest.MarkDecorator] = {
+    terminate: pytest.mark.fault(14, "Turnlog's connections to PostgreSQL terminated one by one under load"),
+    occupy: pytest.mark.fault(14, "PostgreSQL refuses: too many connections"),
+    limit: pytest.mark.fault(14, "PostgreSQL refuses: the role's limit of connections"),
+    make_read_only: pytest.mark.fault(14, "PostgreSQL refuses: read-only transactions"),
+    fall_silent: pytest.mark.fault(14, "the network to PostgreSQL falls silent"),
+    strand: pytest.mark.fault(14, "the network to PostgreSQL forgets its connections"),
+    cut_statements_short: pytest.mark.fault(14, "an operator's settings: statement_timeout, serializable"),
+    make_serializable: pytest.mark.fault(14, "an operator's settings: statement_timeout, serializable"),
+}
+
+
 @pytest.mark.parametrize(
-    ("fault", "title"),
+    "fault",
     [
-        pytest.param(
-            fault, title, marks=pytest.mark.fault(14, f"PostgreSQL refuses: {title}"), id=title.replace(" ", "-")
-        )
-        for fault, title in (
-            (all_occupied, "too many connections"),
-            (limited, "the role's limit of connections"),
-            (read_only, "read-only transactions"),
-        )
+        pytest.param(fault, marks=[mark, pytest.mark.untimed] if fault is strand else mark, id=fault.__name__)
+        for fault, mark in FAULTS.items()
     ],
 )
-def test_a_refusal_that_ends(
-    cluster: Cluster, processes: Processes, tally: Tally, fault: Callable[[Cluster], object], title: str
+def test_what_was_told_is_there_once_and_all_are_served_again(
+    cluster: Cluster, address: Forwarder, processes: Processes, tally: Tally, fault: Fault
 ) -> None:
-    """Waited for; `/health` does not."""
-    tally.tried += 1
-    with under_load(cluster, processes, tally), Health(processes.urls[0]) as health:
-        with fault(cluster):  # type: ignore[attr-defined]
-            time.sleep(HELD_S)
+    """Clients insist while the fault is done, and `/health` waits for none. Recovery is counted from its end."""
+    with crowd(processes, CLIENTS, step) as agents, Health(processes.urls[0]) as health:
+        until(lambda: agents.all_served(0.0), 180)
+        tally.tried += 1
+        fault(cluster, address, agents)
+        over = time.monotonic()
         assert health.slowest < STALLED_S
+        until(lambda: agents.all_served(over), 180)
+        tally.recovered(agents.recovery_s(over))
+    unclear = [answer for answer in agents.answers() if not is_clear(answer)]
+    assert not unclear, unclear[:3]
+    processes.are_the_same()
+    tally.doubled += agents.doubled(processes.urls[0])
+    verified(cluster.url, agents.acknowledged, tally)
 
 
 @pytest.mark.fault(14, "PostgreSQL refuses for longer than requests wait")
@@ -177,7 +204,7 @@ def test_a_refusal_that_does_not_end_is_503(cluster: Cluster, processes: Process
     with httpx.Client(base_url=processes.urls[0], timeout=60) as http:
         session = http.post("/sessions").json()
         path = f"{session['base_url']}/chat/completions"
-        with limited(cluster):
+        with altered(cluster, *NO_CONNECTION):
             for method, where in (("POST", path), ("GET", f"/sessions/{session['session_id']}"), ("POST", "/sessions")):
                 body = {"messages": [user("Hello")]} if where == path else None
                 response = http.request(method, where, json=body)
@@ -195,79 +222,3 @@ def test_a_refusal_that_does_not_end_is_503(cluster: Cluster, processes: Process
         until(is_served, 60)
         tally.recovered(time.monotonic() - ended)
     verified(cluster.url, [acknowledgement(session["session_id"], replies[-1])], tally)
-
-
-@pytest.mark.fault(14, "the network to PostgreSQL falls silent")
-def test_a_network_that_falls_silent_and_speaks_again(
-    cluster: Cluster, address: Forwarder, processes: Processes, tally: Tally
-) -> None:
-    tally.tried += 1
-    with under_load(cluster, processes, tally), Health(processes.urls[1]) as health:
-        address.silence()
-        time.sleep(HELD_S)
-        address.speak()
-    assert health.slowest < STALLED_S
-
-
-STRANDED_S = 180.0
-"""In which connections that never speak again must have been found out: only timeouts tell, each in its turn."""
-
-
-@pytest.mark.untimed
-@pytest.mark.fault(14, "the network to PostgreSQL forgets its connections")
-def test_connections_that_never_speak_again(
-    cluster: Cluster, address: Forwarder, processes: Processes, tally: Tally
-) -> None:
-    """As behind a proxy or a firewall that dropped its state; new connections work."""
-
-    acknowledged: list[Acknowledged] = []
-
-    def served(number: int) -> float:
-        """Seconds from now until a session can be made, used and read."""
-        began = time.monotonic()
-        with httpx.Client(base_url=processes.urls[number % 2], timeout=STRANDED_S) as http:
-            while True:
-                created = http.post("/sessions")
-                if created.status_code == 200:
-                    path = f"/sessions/{created.json()['session_id']}"
-                    taken = http.post(f"{path}/v1/chat/completions", json={"messages": [user("Hello")], "sim": WISH})
-                    if taken.status_code == 200:
-                        acknowledged.append(acknowledgement(created.json()["session_id"], taken))
-                        if http.get(path).status_code == 200:
-                            return time.monotonic() - began
-                time.sleep(0.1)
-
-    with ThreadPoolExecutor(CLIENTS) as threads:
-        for _ in range(3):
-            assert max(threads.map(served, range(CLIENTS))) < STRANDED_S
-        address.strand()
-        tally.tried += 1
-        tally.recovered(max(threads.map(served, range(CLIENTS))))
-    assert max(tally.recoveries) < STRANDED_S
-    processes.are_the_same()
-    verified(cluster.url, acknowledged, tally)
-
-
-@pytest.mark.fault(14, "an operator's settings: statement_timeout, serializable")
-@pytest.mark.parametrize(
-    "setting",
-    ["statement_timeout = '30ms'", "default_transaction_isolation = 'serializable'"],
-    ids=["timeout", "level"],
-)
-def test_settings_of_the_database_that_break_statements(
-    cluster: Cluster, processes: Processes, tally: Tally, setting: str
-) -> None:
-    """Reads may be cut short by them; writes say what they need."""
-    name = setting.partition(" ")[0]
-    cluster.sql(f"ALTER DATABASE turnlog SET {setting}")
-    cluster.end_connections()
-    try:
-        tally.tried += 1
-        with under_load(cluster, processes, tally) as agents:
-            began = len(agents.acknowledged)
-            until(lambda: len(agents.acknowledged) > began + 60, 180)
-            cluster.sql(f"ALTER DATABASE turnlog RESET {name}")  # What is read to judge must not be cut short.
-            cluster.end_connections()
-    finally:
-        cluster.sql(f"ALTER DATABASE turnlog RESET {name}")
-        cluster.end_connections()

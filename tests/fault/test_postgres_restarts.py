@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -20,6 +19,7 @@ from integration.stand import until, user
 from fault.agents import Health, turns
 from fault.processes import Processes, crowd, serving
 from fault.table import Tally
+from fault.test_read_while_written import LAST, followed, log_of
 from fault.verified import verified
 from ops.simulator.process import SimulatorProcess
 
@@ -75,23 +75,22 @@ def test_what_was_acknowledged_is_there_after_restarts_and_crashes(
 LOST_CLAIMS = 6
 
 
-def test_an_export_that_goes_on_after_a_crash_skips_nothing(engine: SimulatorProcess, tmp_path: Path) -> None:
-    """PostgreSQL gives the ids of transactions that a crash lost to others: a cursor must not lie beyond them."""
-    with (
-        running() as cluster,
-        serving(tmp_path, 1, cluster.url, engine.base_url) as processes,
-        httpx.Client(base_url=processes.urls[0], timeout=60) as http,
-        ThreadPoolExecutor(LOST_CLAIMS) as threads,
-    ):
+def test_readers_skip_nothing_and_are_told_nothing_that_a_crash_undoes(cluster: Cluster, processes: Processes) -> None:
+    """Claims are not synced, so a crash takes the newest, and PostgreSQL gives the ids of their transactions to others:
+    a cursor must not lie beyond them, and whoever follows all events must not have seen them.
+    """
+    url = processes.urls[0]
+    with httpx.Client(base_url=url, timeout=60) as http, ThreadPoolExecutor(LOST_CLAIMS + 1) as threads:
         names = [http.post("/sessions").json()["session_id"] for _ in range(LOST_CLAIMS + 1)]
 
         def turn(name: str, latency_s: float) -> httpx.Response:
             body = {"messages": [user("Hello")], "sim": {"latency_s": latency_s}}
-            return httpx.post(f"{processes.urls[0]}/sessions/{name}/v1/chat/completions", json=body, timeout=60)
+            return httpx.post(f"{url}/sessions/{name}/v1/chat/completions", json=body, timeout=60)
 
         def opened(name: str) -> bool:
             return "TurnOpened" in http.get(f"/sessions/{name}/events").text
 
+        following = threads.submit(followed, url)
         cluster.stop_log_writer()
         slow = []
         for name in names[1:]:  # one after the other, so that each claim is a transaction of its own
@@ -105,3 +104,5 @@ def test_an_export_that_goes_on_after_a_crash_skips_nothing(engine: SimulatorPro
         assert [row["session_id"] for row in rows if row["session_id"] == names[0]] == [names[0]]
         assert lost, "the crash took no claim with it, which proves nothing"
         assert {call.result().status_code for call in slow} <= {200, 409, 503}
+        until(lambda: http.post("/sessions", json={"session_id": LAST}).status_code == 200, 180)
+        assert following.result(180) == log_of(cluster.url)

@@ -4,44 +4,72 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from fault.table import Tally
-from tests.tools.crash_rounds.clients import Round
+from ops.server import VERBATIM
+from tests.tools.crash_rounds.clients import MODES
 from tests.tools.crash_rounds.rounds import run
 
-TITLE = "kill -9 at random under load"
+
+class Kills(NamedTuple):
+    """So many kills under clients of a mode, of the only process on SQLite or of one of several on PostgreSQL; `told`
+    is a line of the tool that shows that kills met what the mode is about."""
+
+    mode: str
+    kills: int
+    clients: int
+    processes: int = 1
+    told: str = ""
 
 
-def count(rounds: list[Round], tally: Tally) -> None:
-    """What the rounds found, in the tally; what is neither a loss nor a double is asserted here."""
-    *kills, last = rounds
-    tally.tried += len(kills)
-    for one in rounds:
+TABLE = (
+    Kills("plain", 3, 16),
+    Kills("plain", 2, 24, processes=3),
+    Kills("payloads", 3, 8),
+    Kills("tokens", 3, 8),
+    Kills("mid-stream", 3, 12, told="streams that were cut behind their first bytes"),
+    Kills("staging", 3, 12, told="turns that were staged"),
+)
+
+
+@pytest.mark.fault(1, "kill -9 at random under load")
+@pytest.mark.parametrize(
+    "kills",
+    [TABLE[0], *(pytest.param(one, marks=pytest.mark.long) for one in TABLE[1:])],
+    ids=lambda one: f"{one.mode}-{one.processes}",
+)
+def test_no_turn_is_lost_or_taken_twice(
+    kills: Kills,
+    tally: Tally,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in {**VERBATIM, **MODES[kills.mode].environment}.items():
+        monkeypatch.setenv(name, value)  # the tool sets them in this process, for its checks
+    url: str | None = request.getfixturevalue("postgres_url") if kills.processes > 1 else None
+    work = run(
+        rounds=kills.kills,
+        clients=kills.clients,
+        seed=3,
+        folder=tmp_path,
+        database_url=url,
+        processes=kills.processes,
+        mode=kills.mode,
+    )
+    *rounds, last = asyncio.run(work)
+    tally.tried += len(rounds)
+    for one in (*rounds, last):
         tally.acknowledged += one.acknowledged
         tally.lost += one.lost
         tally.doubled += one.twice
         if one.interrupted:
             tally.recovered(one.slowest_s)
-    assert [(one.busy, one.stuck, one.problems) for one in rounds] == [(0, 0, 0)] * len(rounds)
+    assert [(one.busy, one.stuck, one.problems) for one in (*rounds, last)] == [(0, 0, 0)] * (len(rounds) + 1)
     assert last.acknowledged > 0
-    assert sum(one.interrupted for one in kills) > 0, "no turn was in flight at any kill"
-
-
-@pytest.mark.fault(1, TITLE)
-def test_the_only_process_many_times(tally: Tally, tmp_path: Path) -> None:
-    count(asyncio.run(run(rounds=3, clients=16, seed=3, folder=tmp_path)), tally)
-
-
-@pytest.mark.long
-@pytest.mark.fault(1, TITLE)
-def test_clients_of_token_ids(tally: Tally, tmp_path: Path) -> None:
-    count(asyncio.run(run(rounds=3, clients=8, seed=5, folder=tmp_path, mode="tokens")), tally)
-
-
-@pytest.mark.long
-@pytest.mark.fault(1, TITLE)
-def test_one_of_several_processes_many_times(tally: Tally, tmp_path: Path, postgres_url: str) -> None:
-    rounds = run(rounds=2, clients=24, seed=4, folder=tmp_path, database_url=postgres_url, processes=3)
-    count(asyncio.run(rounds), tally)
+    assert sum(one.interrupted for one in rounds) > 0, "no turn was in flight at any kill"
+    assert kills.told in capsys.readouterr().out

@@ -38,7 +38,7 @@ def server(engine: SimulatorProcess, postgres_url: str, tmp_path: Path) -> Itera
         tmp_path,
         upstreams=[engine.base_url],
         database_url=postgres_url,
-        environment=VERBATIM,
+        environment={**VERBATIM, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path / "metrics")},
         arguments=["--workers", str(WORKERS)],
     )
     made.launch()

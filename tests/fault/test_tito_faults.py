@@ -7,13 +7,12 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from integration.stand import WEATHER, Stand, Talk, error_of, user
+from integration.stand import Stand, Talk, error_of, user
 from integration.tito import (
     checked,
     rendered,
     require_consistent,
     sent_ids,
-    text_of,
     tokenizer_folder,
 )
 
@@ -76,18 +75,6 @@ def test_another_prompt_than_was_sent_is_500_and_commits_nothing(tito: Stand, tu
     require_consistent(tito, talk)
 
 
-def test_the_sdks_own_retry_after_another_prompt_generates_anew(tito: Stand) -> None:
-    talk = chatted(tito)
-    sent = [*talk.messages, user("On")]
-    tito.sim.post("/sim/faults", json={"fault": "other_prompt"})
-    assert talk.chat(sent).status_code == 500
-    response = talk.chat(sent, headers={"x-stainless-retry-count": "1"})
-    assert response.status_code == 200
-    assert "x-turnlog-replayed" not in response.headers
-    assert len(talk.committed()) == 3
-    require_consistent(tito, talk)
-
-
 def test_a_rollback_that_meets_another_prompt_keeps_the_old_turn(tito: Stand) -> None:
     talk = chatted(tito)
     before = talk.state()["records"]
@@ -107,67 +94,12 @@ def test_a_reply_without_its_prompt_is_sound_where_the_prompt_was_sent(tito: Sta
     require_consistent(tito, talk)
 
 
-@pytest.mark.parametrize(
-    ("fault", "status"), [("status_500", 500), ("status_429", 429), ("not_json", 502), ("short_logprobs", 502)]
-)
-def test_an_engine_that_fails_leaves_the_tokens_as_they_were(tito: Stand, fault: str, status: int) -> None:
-    talk = chatted(tito)
-    before = talk.state()["records"]
-    for sent in ([*talk.messages, user("On")], [*talk.messages[:2], user("Instead")]):
-        assert talk.chat(sent, sim={"fault": fault}).status_code == status
-        assert talk.state()["records"] == before
-    talk.say("On")
-    require_consistent(tito, talk)
-
-
 def test_an_abort_is_continued_exactly(tito: Stand) -> None:
     talk = chatted(tito, 1)
     talk.say("Abort", sim={"fault": "abort"})
     talk.say("On")
     assert [record["response"]["choices"][0]["finish_reason"] for record in talk.state()["records"]][1] == "abort"
     require_consistent(tito, talk)
-
-
-def test_a_rollback_and_a_continuation_at_once_do_not_mix(tito: Stand) -> None:
-    for _ in range(6):
-        talk = chatted(tito)
-        wishes = [[*talk.messages[:2], user("Instead")], [*talk.messages, user("On")]]
-        calls = [tito.meanwhile(talk.chat, wish, sim={"latency_s": 0.05}) for wish in wishes]
-        statuses = [call.result().status_code for call in calls]
-        assert sorted(statuses) in ([200, 200], [200, 400], [200, 409])
-        require_consistent(tito, talk)
-
-
-def test_marked_retries_join_the_turn_whose_prompt_was_built_once(tito: Stand) -> None:
-    talk = chatted(tito)
-    sent = [*talk.messages, user("On")]
-    calls = [
-        tito.meanwhile(talk.chat, sent, headers={"idempotency-key": "k"}, sim={"latency_s": 0.3}) for _ in range(5)
-    ]
-    assert len({call.result().content for call in calls}) == 1
-    assert (talk.generations(), len(talk.committed())) == (3, 3)
-    require_consistent(tito, talk)
-
-
-def test_sixteen_sessions_at_once_do_not_mix(tito: Stand) -> None:
-    talks = [tito.talk() for _ in range(16)]
-
-    def converse(number: int) -> None:
-        talk = talks[number]
-        for turn in range(6):
-            tools = [WEATHER] if number % 2 else None
-            talk.say(f"Session {number}, turn {turn}", tools=tools, sim={"tool_calls": False})
-            if turn == 3:
-                talk.messages = talk.messages[:-2]
-
-    for call in [tito.meanwhile(converse, number) for number in range(16)]:
-        call.result()
-    for number, talk in enumerate(talks):
-        assert talk.types().count("RolledBack") == 1
-        texts = [text_of(ids) for ids in sent_ids(tito, talk)]
-        assert all(f"Session {number}, turn 0" in text for text in texts)
-        assert sent_ids(tito, talk)[-1] == rendered(talk.messages[:-1], [WEATHER] if number % 2 else None)
-        require_consistent(tito, talk)
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])

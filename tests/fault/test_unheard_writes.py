@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,10 +14,12 @@ from app.errors import SessionClosed, StoreUnavailable
 from app.fleet.state import POLL_S
 from app.services import Services
 from app.sessions.lifecycle import NewSession
+from app.settings import Settings
 from app.store.dialect import Tx
-from fault.modelled import SETTINGS, Engine, NoPool
+from app.upstream.client import EngineClient
 from tests.tools.simulation import service
 from tests.tools.simulation.store import MemoryDatabase, MemoryStore
+from workers.pool import Pool
 
 T = TypeVar("T")
 
@@ -38,52 +38,53 @@ class DeafDatabase(MemoryDatabase):
         return found
 
 
+class NoPool(Pool):
+    def __init__(self) -> None:
+        """Nothing is judged here."""
+
+    async def stop(self, grace_s: float) -> None:
+        return
+
+
 async def lease_left(incarnation: int) -> float | None:
     return None
 
 
-def test_a_close_that_nobody_heard_of_is_known_to_the_next_read() -> None:
-    asyncio.run(close_unheard())
+async def close(made: Services, database: DeafDatabase) -> None:
+    database.hears = 0
+    with pytest.raises(StoreUnavailable):
+        await made.sessions.close("s")
+    database.hears = sys.maxsize
+    with pytest.raises(SessionClosed):
+        await made.sessions.require("s")
 
 
-def test_so_is_an_erasure() -> None:
-    asyncio.run(erase_unheard())
+async def erase(made: Services, database: DeafDatabase) -> None:
+    await made.sessions.close("s")
+    database.hears = 1  # that which frees chunks
+    with pytest.raises(StoreUnavailable):
+        await made.erasure.drop_content("s")
+    database.hears = sys.maxsize
+    entry = await made.cache.current("s")
+    assert entry is not None
+    assert entry.session.status == "erased"
 
 
-@contextlib.asynccontextmanager
-async def served() -> AsyncIterator[tuple[DeafDatabase, Services]]:
-    """A process with one session, `s`."""
+@pytest.mark.anyio
+@pytest.mark.parametrize("write", [close, erase])
+async def test_what_nobody_heard_of_is_known_to_the_next_read(write: Callable[..., Awaitable[Any]]) -> None:
     store = MemoryStore()
     store.restart(time.time)
     database = DeafDatabase(store)
     number = await database.write(lambda tx: service.register(tx, "host", alone=True), durable=True)
-    made = service.made(SETTINGS, database, Engine(), NoPool(), time.time, number, lease_left, POLL_S)
+    settings = Settings.model_construct(upstreams=("http://engine",), lease_s=3600.0)
+    client = EngineClient(connect_timeout_s=1, timeout_s=1, max_bytes=1)
+    made = service.made(settings, database, client, NoPool(), time.time, number, lease_left, POLL_S)
     await service.start(made)
     try:
         await made.sessions.create(NewSession("s", SessionConfig(rollback_window=1), None))
-        yield database, made
+        await write(made, database)
     finally:
         await made.stop()
+        await client.close()
         store.close()
-
-
-async def close_unheard() -> None:
-    async with served() as (database, made):
-        database.hears = 0
-        with pytest.raises(StoreUnavailable):
-            await made.sessions.close("s")
-        database.hears = sys.maxsize
-        with pytest.raises(SessionClosed):
-            await made.sessions.require("s")
-
-
-async def erase_unheard() -> None:
-    async with served() as (database, made):
-        await made.sessions.close("s")
-        database.hears = 1  # that which frees chunks
-        with pytest.raises(StoreUnavailable):
-            await made.erasure.drop_content("s")
-        database.hears = sys.maxsize
-        entry = await made.cache.current("s")
-        assert entry is not None
-        assert entry.session.status == "erased"

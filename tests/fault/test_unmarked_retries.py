@@ -94,15 +94,6 @@ def engine_error(site: Site, way: Way, fault: str) -> tuple[Talk, httpx.Response
     return talk, ask(talk, sent)
 
 
-def dropped_in_flight(site: Site, way: Way) -> tuple[Talk, httpx.Response]:
-    """The connection ends before the first byte, and the retry comes while the engine still works."""
-    talk = site.talk(way)
-    sent = [*talk.messages, user("Again?")]
-    hang_up(site, talk, sent, latency_s=1.0)
-    site.stand.until_generating(talk, 2)
-    return talk, ask(talk, sent, latency_s=1.0)
-
-
 def dropped_before_the_commit(site: Site, way: Way) -> tuple[Talk, httpx.Response]:
     """The connection ends before the first byte, and the retry comes after the commit."""
     talk = site.talk(way)
@@ -130,16 +121,15 @@ def dropped_while_the_reply_leaves(site: Site, way: Way) -> tuple[Talk, httpx.Re
 
 
 def killed(site: Site, way: Way, point: str) -> tuple[Talk, httpx.Response]:
-    sim = LARGE if point == "during_reply" else {}
     talk = site.talk(way)
     sent = [*talk.messages, user("Again?")]
     site.restart(**{VARIABLE: f"{point}:1"})
     talk = site.again(talk)
     with pytest.raises(httpx.TransportError):
-        ask(talk, sent, **sim)
+        ask(talk, sent)
     assert site.server.ended() == -signal.SIGKILL
     site.restart()
-    return (again := site.again(talk)), ask(again, sent, **sim)
+    return (again := site.again(talk)), ask(again, sent)
 
 
 def hang_up(site: Site, talk: Talk, messages: list[Message], *, read: int = 0, **sim: Any) -> None:
@@ -162,17 +152,14 @@ def hang_up(site: Site, talk: Talk, messages: list[Message], *, read: int = 0, *
 Fault = Callable[[Site, Way], tuple[Talk, httpx.Response]]
 
 FAULTS: dict[str, Fault] = {
-    "engine answers 500": lambda site, way: engine_error(site, way, "status_500"),
     "engine answers 503": lambda site, way: engine_error(site, way, "status_503"),
-    "engine answers 529": lambda site, way: engine_error(site, way, "status_529"),
-    "connection ends while the engine works, retry joins": dropped_in_flight,
     "connection ends while the engine works, retry after the commit": dropped_before_the_commit,
     "connection ends, retry holds a beginning of the reply": partial_reply,
     "connection ends while the reply leaves": dropped_while_the_reply_leaves,
     "kill between commit and reply": lambda site, way: killed(site, way, "after_commit"),
-    "kill while the reply leaves": lambda site, way: killed(site, way, "during_reply"),
 }
-ENGINES_BYTES = ("connection ends while the reply leaves", "kill while the reply leaves")
+
+ENGINES_BYTES = ("connection ends while the reply leaves",)
 """Faults that need a reply of many megabytes, which are payloads: only a chat's client gets them."""
 
 

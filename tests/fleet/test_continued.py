@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from helpers.databases import Postgres
-from integration.stand import Talk, error_of, until, user
+from integration.stand import Talk, until, user
 from integration.tito import output_of
 
 from fleet.pausing import SLOW_S, new_name, order, speaking
-from fleet.stands import Engine, Fleet, fleet_of
+from fleet.stands import Engine, Fleet
 
 NINE: dict[str, Any] = {"max_tokens": 16, "sim": {"completion_tokens": 9, "reasoning": False, "abort_at": [5]}}
 
@@ -90,18 +85,6 @@ def test_an_adapter_that_another_process_pauses_twice(fleet: Fleet) -> None:
     assert {url for url, _ in fleet.chats(talk.id)} == {engine.url}
 
 
-def test_a_session_that_is_closed_elsewhere_at_the_gate(fleet: Fleet) -> None:
-    name, (first, second) = new_name(), fleet.apis
-    talk = first.talk(on_abort="continue", adapter=name)
-    turn, _ = begun(fleet, talk, **NINE)
-    order(second, f"/adapters/{name}/pause")
-    until(lambda: not busy(fleet))
-    assert second.http.delete(talk.path).status_code == 204
-    order(second, f"/adapters/{name}/resume")
-    assert error_of(turn.result()) == (404, "session_closed")
-    assert budgets(fleet, talk) == [16]
-
-
 @pytest.mark.parametrize("is_named", [False, True], ids=["its own", "by session_control"])
 def test_an_engine_that_is_taken_out_meanwhile_is_not_asked_for_the_rest(fleet: Fleet, is_named: bool) -> None:
     """Nobody tells it of the weights any more. The binding says why the session moved."""
@@ -127,48 +110,3 @@ def test_an_engine_that_is_taken_out_meanwhile_is_not_asked_for_the_rest(fleet: 
     assert last["parts"] == [[engine.url, 0, 5], [other.url, 5, last["output_tokens"]]]
     bound = [(event["engine"], event.get("cause")) for event in talk.events() if event["type"] == "AffinityBound"]
     assert bound[1:] == [(other.url, "listed")]
-
-
-@pytest.fixture
-def own_fleet(postgres: Postgres, tmp_path: Path) -> Iterator[Fleet]:
-    """Processes and engines that a test may kill."""
-    with postgres.database() as url, fleet_of(tmp_path, url) as made:
-        yield made
-
-
-def test_whoever_waits_at_the_gate_may_die(own_fleet: Fleet) -> None:
-    """The first process is killed with a turn that it has half of, the engine while another waits for its rest."""
-    first, second = own_fleet.apis
-    talk = first.talk(on_abort="continue", adapter="a")
-    turn, _ = begun(own_fleet, talk, **NINE)
-    order(second, "/adapters/a/pause")
-    until(lambda: not busy(own_fleet))
-    os.kill(own_fleet.processes.servers[0].pid, signal.SIGKILL)
-    with pytest.raises(httpx.HTTPError):
-        turn.result()
-    again = second.known(talk.id)
-    retry = own_fleet.meanwhile(again.chat, [user("Hello")], headers={"x-stainless-retry-count": "1"}, **NINE)
-    until(lambda: second.http.get("/adapters/a").json()["held"] == 1)
-    slow(own_fleet, 0.0)
-    order(second, "/adapters/a/resume")
-    assert len(output_of(retry.result().json())) == 9
-    assert budgets(own_fleet, talk) == [16, 16]
-    assert [event.get("parts") for event in again.committed()] == [None]
-
-    again.messages = [user("Hello"), retry.result().json()["choices"][0]["message"]]
-    slow(own_fleet)
-    turn = own_fleet.meanwhile(again.chat, [*again.messages, user("And then?")], **NINE)
-    until(lambda: busy(own_fleet))
-    [dying] = busy(own_fleet)
-    order(second, "/adapters/a/pause")
-    until(lambda: not busy(own_fleet))
-    dying.process.kill()
-    [other] = [engine for engine in own_fleet.engines if engine is not dying]
-    assert other.sim.post("/sim/latency", json={"latency_s": 0.0}).status_code == 200
-    order(second, "/adapters/a/resume")
-    assert turn.result().status_code == 200, turn.result().text
-    last = again.committed()[-1]
-    assert last["parts"] == [[dying.url, 0, 5], [other.url, 5, last["output_tokens"]]]
-    assert last["engine"] == other.url
-    bound = [event["engine"] for event in again.events() if event["type"] == "AffinityBound"]
-    assert bound == [dying.url, other.url]

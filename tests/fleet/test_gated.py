@@ -170,42 +170,6 @@ def waiting(gate: Gate, talk: Talk, count: int) -> list[Client]:
     return clients
 
 
-def test_when_all_who_joined_have_gone_too_nothing_is_left(either: Stand) -> None:
-    gate = Gate(either)
-    talk = gate.talk()
-    for client in waiting(gate, talk, 3):
-        client.leave()
-    gate.until_held(0)
-    until(lambda: either.http.get("/health").json()["in_flight"] == 0)
-    gate.tell("resume")
-    time.sleep(0.2)
-    assert talk.types() == ["SessionCreated"]
-    assert talk.generations() == 0
-
-
-def test_a_session_that_is_closed_while_it_waits_is_told_at_once(finishing: Stand) -> None:
-    gate = Gate(finishing)
-    talk = gate.talk()
-    turn = gate.speaking(talk)
-    assert finishing.http.delete(talk.path).status_code == 204
-    assert error_of(turn.result(timeout=10)) == (404, "session_closed")
-    assert gate.held() == 0
-    assert talk.generations() == 0
-
-
-def test_another_chat_of_a_session_that_waits_is_refused_and_a_retry_joins(finishing: Stand) -> None:
-    gate = Gate(finishing)
-    talk = gate.talk()
-    turn = gate.speaking(talk, headers={"idempotency-key": "k"})
-    assert error_of(talk.chat([user("Another")])) == (409, "session_busy")
-    retried = finishing.meanwhile(talk.chat, [user("Hello")], headers={"idempotency-key": "k"})
-    gate.tell("resume")
-    replies = [turn.result(), retried.result()]
-    assert [finish(reply) for reply in replies] == ["stop"] * 2
-    assert replies[0].content == replies[1].content
-    assert talk.generations() == 1
-
-
 def test_turns_pass_in_the_order_in_which_they_came(finishing: Stand) -> None:
     gate = Gate(finishing)
     talks = [gate.talk() for _ in range(12)]

@@ -1,4 +1,4 @@
-"""Of uvicorn's workers with a folder of metrics, and `turnlog serve`'s: a scrape of any tells of all, dead ones too."""
+"""Of `turnlog serve`'s workers a scrape of any tells of all; of uvicorn's too: `fault/test_several_processes.py`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,15 @@ START_S = 90.0
 SCRAPES = 6
 
 
-@pytest.fixture(params=[ServerProcess, KeptServer])
-def server(request: pytest.FixtureRequest, postgres_url: str, tmp_path: Path) -> Iterator[ServerProcess]:
+@pytest.fixture
+def server(postgres_url: str, tmp_path: Path) -> Iterator[ServerProcess]:
     with SimulatorProcess() as engine:
-        environment = {"TMPDIR": str(tmp_path)}
-        if request.param is ServerProcess:
-            environment["PROMETHEUS_MULTIPROC_DIR"] = str(tmp_path / "turnlog-metrics-given")
-        made: ServerProcess = request.param(
+        made = KeptServer(
             tmp_path,
             upstreams=[engine.base_url],
             database_url=postgres_url,
             arguments=["--workers", str(WORKERS)],
-            environment=environment,
+            environment={"TMPDIR": str(tmp_path)},
         )
         made.launch()
         try:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
-from collections.abc import Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from fault.processes import START_S
-from helpers.databases import Postgres
 from integration.stand import error_of, until, user
 
 from fleet.pausing import (
     SLOW_S,
-    Client,
     adapter,
     finish,
     new_name,
@@ -29,7 +21,7 @@ from fleet.pausing import (
     until_generating,
     until_held,
 )
-from fleet.stands import Fleet, fleet_of
+from fleet.stands import Fleet
 
 pytestmark = pytest.mark.long
 
@@ -54,19 +46,6 @@ def test_a_fresh_turn_of_a_paused_adapter_makes_no_engine_call_until_resume(flee
     assert adapter(second, name)["held"] == 0
 
 
-def test_a_session_that_another_process_closes_meanwhile_gets_no_turn(fleet: Fleet) -> None:
-    first, second = fleet.apis
-    name = new_name()
-    order(first, f"/adapters/{name}/pause")
-    talk = first.talk(adapter=name)
-    waiting = speaking(fleet, talk)
-    until_held(first, name)
-    assert second.http.delete(talk.path).status_code == 204
-    order(second, f"/adapters/{name}/resume")
-    assert error_of(waiting.result()) == (404, "session_closed")
-    assert fleet.chats(talk.id) == []
-
-
 def test_a_retry_that_waits_at_another_process_is_the_same_turn(fleet: Fleet) -> None:
     """Nothing is claimed while both wait: who comes second finds the turn in the log, not in what it had read."""
     name, key = new_name(), {"Idempotency-Key": new_name()}
@@ -82,20 +61,6 @@ def test_a_retry_that_waits_at_another_process_is_the_same_turn(fleet: Fleet) ->
     first, second = (one.result() for one in waiting)
     assert (first.status_code, first.content) == (200, second.content)
     assert len(talk.committed()) == len(fleet.chats(talk.id)) == 1
-
-
-def test_a_pause_is_seen_by_the_other_process_at_once(fleet: Fleet) -> None:
-    """After `POST pause` has returned, no turn passes anywhere: it returns later than others may take to see it."""
-    first, second = fleet.apis
-    for _ in range(5):
-        name = new_name()
-        talk = second.talk(adapter=name)
-        order(first, f"/adapters/{name}/pause")
-        waiting = speaking(fleet, talk)
-        until_held(second, name)
-        assert fleet.chats(talk.id) == []
-        order(second, f"/adapters/{name}/resume")
-        assert finish(waiting.result()) == "stop"
 
 
 def test_pausing_one_adapter_aborts_it_everywhere_and_leaves_another_alone(fleet: Fleet) -> None:
@@ -293,84 +258,3 @@ def test_a_lease_that_runs_out_opens_the_gate_once_and_says_so(fleet: Fleet) -> 
     until(lambda: [engine.stats()["paused"] for engine in fleet.engines] == [False, False])
     warned = [line for line in fleet.processes.logs().splitlines() if "lease has run out" in line]
     assert len([line for line in warned if name in line]) == 1, warned
-
-
-@pytest.fixture(scope="module")
-def armed(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """Two processes that stand still, each behind the first claim that it takes."""
-    environment = {"TURNLOG_CRASH_POINT": "after_claim:1:stop", "TURNLOG_WORKERS": "1"}
-    folder = tmp_path_factory.mktemp("armed")
-    with postgres.database() as url, fleet_of(folder, url, engines=1, environment=environment) as made:
-        yield made
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-def test_a_process_that_was_frozen_on_its_way_to_the_engine_looks_at_the_gate_again(armed: Fleet) -> None:
-    """Its turn was let through and holds a claim, but no engine has heard of it: so the client may go, too."""
-    first, second = armed.apis
-    pid = armed.processes.pids[1]
-    name = new_name()
-    talk = second.talk(adapter=name)
-    client = Client(talk, second.base_url)
-    until(lambda: is_stopped(pid))
-    try:
-        assert order(first, f"/adapters/{name}/pause")["count"] == 1
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    until_held(second, name)
-    assert adapter(first, name)["in_flight"] == 1
-    client.leave()
-    until_held(second, name, 0)
-    until(lambda: talk.types()[1:] == ["TurnOpened", "TurnAbandoned"])
-    assert talk.events()[-1]["reason"] == "disconnect"
-    order(first, f"/adapters/{name}/resume")
-    assert finish(talk.chat([user("Hello")])) == "stop"
-    assert len(armed.chats(talk.id)) == 1
-
-
-def test_a_session_that_another_process_closes_while_its_turn_waits_with_a_claim_is_not_generated_for(
-    armed: Fleet,
-) -> None:
-    """Who closed it has told the engines to abort the generation before there was one."""
-    first, second = armed.apis
-    pid = armed.processes.pids[0]
-    name = new_name()
-    talk = first.talk(adapter=name)
-    turn = speaking(armed, talk)
-    until(lambda: is_stopped(pid))
-    try:
-        order(second, f"/adapters/{name}/pause")
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    until_held(first, name)
-    assert second.http.delete(talk.path).status_code == 204
-    order(second, f"/adapters/{name}/resume")
-    assert error_of(turn.result()) == (404, "session_closed")
-    assert armed.chats(talk.id) == []
-
-
-def test_pauses_survive_the_end_of_every_process_and_run_out_meanwhile(armed: Fleet) -> None:
-    first, second = armed.apis
-    kept, due = new_name(), new_name()
-    order(first, f"/adapters/{kept}/pause")
-    order(second, f"/adapters/{due}/pause", lease_s=2)
-    order(first, "/fleet/pause", lease_s=2)
-    for server in armed.processes.servers:
-        server.kill()
-        del server.environment["TURNLOG_CRASH_POINT"]
-    time.sleep(2)
-    for server in armed.processes.servers:
-        server.launch()
-    until(lambda: all(server.answers() for server in armed.processes.servers), START_S)
-    until(lambda: not of_fleet(second)["paused"])
-    until(lambda: not adapter(first, due)["paused"])
-    assert finish(second.talk(adapter=due).chat([user("Hello")])) == "stop"
-    talk = second.talk(adapter=kept)
-    waiting = speaking(armed, talk)
-    until_held(second, kept)
-    assert armed.chats(talk.id) == []
-    order(first, f"/adapters/{kept}/resume")
-    assert finish(waiting.result()) == "stop"

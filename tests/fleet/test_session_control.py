@@ -186,15 +186,6 @@ def test_a_failed_open_fails_the_turn_and_leaves_no_binding(holding: Fleet) -> N
     assert bindings(talk)[-1] == (engine, "control", name.id)
 
 
-def test_two_concurrent_first_turns_make_one_binding(holding: Fleet) -> None:
-    name = Named(holding)
-    behave(holding, sessions_delay_s=0.5)
-    talks = [api.talk() for api in holding.apis]
-    engines = [turn.result() for turn in [holding.meanwhile(name.say, talk, "open") for talk in talks]]
-    assert name.paths() == [OPEN]
-    assert {*engines, name.told()[0]["engine"]} == {engines[0]}
-
-
 def test_bind_is_affinity_alone(holding: Fleet) -> None:
     first, second = holding.apis
     name, talk = Named(holding), first.talk()
@@ -211,29 +202,6 @@ def test_an_operator_must_allow_engines_to_hold_sessions(fleet: Fleet) -> None:
     assert name.say(fleet.apis[1].talk()) == engine
     name.say(talk, "close")
     assert name.told() == []
-
-
-@pytest.mark.long
-def test_a_name_expires_once_when_nobody_uses_it_any_more(holding: Fleet) -> None:
-    """One is used again, one by a turn that takes longer than its timeout, one not."""
-    timeout, pause = 2, 1.0
-    first, second = holding.apis
-    used, running, left = names = [Named(holding) for _ in range(3)]
-    talk, slow = first.talk(), second.talk()
-    turn = holding.meanwhile(running.say, slow, "open", timeout=timeout, sim={"latency_s": timeout + pause})
-    left.say(first.talk(), "open", timeout=timeout)
-    used.say(talk, "open", timeout=timeout)
-    time.sleep(pause)
-    used.say(talk, at=second)
-    turn.result()
-    closed = [name.closed() for name in names]
-    assert [one["engine"] for one in closed] == [name.told(OPEN)[0]["engine"] for name in names]
-    assert closed[0]["arrived"] > max(one["arrived"] for _, one in holding.chats(talk.id)) + timeout
-    assert closed[1]["arrived"] > max(one["answered"] for _, one in holding.chats(slow.id))
-    time.sleep(pause + 0.5)
-    assert [name.paths() for name in names] == [[OPEN, CLOSE]] * 3
-    used.say(talk, "open")
-    assert used.paths() == [OPEN, CLOSE, OPEN]
 
 
 def test_close_unbinds_at_once_and_tells_the_engine_after_the_last_byte(holding: Fleet) -> None:
@@ -266,17 +234,6 @@ def test_close_is_told_once_though_the_client_has_gone(holding: Fleet) -> None:
     assert aborted["arrived"] < closed["arrived"]
     assert len(talk.committed()) == 1
     time.sleep(0.5)
-    assert name.paths() == [OPEN, CLOSE]
-
-
-@pytest.mark.parametrize(("fault", "answer"), [("status_500", 500), ("nan_logprob", 502)])
-def test_close_is_told_once_though_the_turn_failed(holding: Fleet, fault: str, answer: int) -> None:
-    name, talk = Named(holding), holding.apis[0].talk()
-    engine = name.say(talk, "open")
-    failed = talk.chat([*talk.messages, user("Bye")], nvext=name.control("close"), sim={"fault": fault})
-    assert failed.status_code == answer
-    assert name.closed()["engine"] == engine
-    time.sleep(0.3)
     assert name.paths() == [OPEN, CLOSE]
 
 
@@ -346,37 +303,3 @@ def test_a_lost_engine_is_replaced_and_the_next_turn_is_the_same_there(holding: 
         assert name.say(talk) == engine
     assert name.say(talk) == engine
     assert name.paths() == [OPEN]
-
-
-@pytest.mark.long
-def test_what_was_bound_and_what_was_to_be_told_outlives_the_processes(holding: Fleet) -> None:
-    first, second = holding.apis
-    servers = holding.processes.servers
-    kept, left, told = (Named(holding) for _ in range(3))
-    talk, leaving, telling = first.talk(), first.talk(), second.talk()
-    engine = kept.say(talk, "open")
-    left.say(leaving, "open")
-    told.say(telling, "open")
-
-    bye = {"nvext": left.control("close"), "sim": {"latency_s": 30.0}}
-    turn = holding.meanwhile(leaving.chat, [*leaving.messages, user("Bye")], **bye)
-    until(lambda: len(holding.chats(leaving.id)) == 2)
-    servers[0].kill()
-    with pytest.raises(httpx.TransportError):
-        turn.result()
-    left.closed()
-
-    behave(holding, sessions_delay_s=1.0)
-    told.say(telling, "close")
-    servers[1].stop()
-    told.closed()
-    behave(holding, sessions_delay_s=0.0)
-
-    for server in servers:
-        server.launch()
-    until(lambda: all(server.answers() for server in servers), PATIENCE_S)
-    assert [kept.say(talk, at=api) for api in holding.apis] == [engine] * 2
-    assert kept.say(talk, "close") == engine
-    kept.closed()
-    time.sleep(1.5)
-    assert [name.paths() for name in (kept, left, told)] == [[OPEN, CLOSE]] * 3

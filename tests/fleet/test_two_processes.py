@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import httpx
 import pytest
 from integration.stand import Talk, error_of, until, user
 
-from fleet.stands import Fleet, fleet_of
+from fleet.stands import Fleet
 
 RETRY = {"x-stainless-retry-count": "1"}
 
@@ -195,27 +194,6 @@ def test_a_marked_retry_of_another_agent_does_not_wait(fleet: Fleet) -> None:
     assert other.status_code == 200
     assert not call.done()
     assert call.result().content != other.content
-
-
-@pytest.mark.long
-def test_a_marked_retry_generates_where_the_process_it_waits_for_is_killed(postgres_url: str, tmp_path: Path) -> None:
-    with fleet_of(tmp_path, postgres_url, engines=1) as fleet:
-        first, second = fleet.apis
-        talk = first.talk(history="tree")
-        sent = [user("Slow")]
-        call = fleet.meanwhile(talk.chat, sent, sim={"latency_s": 3.0})
-        until(lambda: len(fleet.chats(talk.id)) == 1)
-        here = second.known(talk.id)
-        retry = fleet.meanwhile(here.chat, sent, headers=RETRY, sim={"latency_s": 3.0})
-        until(lambda: here._stand.http.get("/health").json()["in_flight"] == 1)
-        assert len(fleet.chats(talk.id)) == 1
-        fleet.processes.servers[0].kill()
-        with pytest.raises(httpx.TransportError):
-            call.result()
-        assert retry.result().status_code == 200
-        assert len(fleet.chats(talk.id)) == 2
-        assert "TurnAbandoned" in here.types()
-        _is_in_the_loss_once(here)
 
 
 def _is_in_the_loss_once(talk: Talk) -> None:

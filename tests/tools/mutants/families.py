@@ -56,7 +56,6 @@ FAMILIES: dict[str, Family] = {
     "simulation-postgresql": Family((*_SIMULATION, "--store", "postgresql"), 900.0, _SEED),
     "claim mutants": _pytest("tests/unit/test_claim_mutants.py", 60.0, chosen=False),
     "tree properties": _pytest("tests/unit/test_tree_properties.py", 120.0, chosen=False),
-    "state machine": _pytest("tests/fault/test_state_machine.py", 240.0, "--long", "-k", "memory", chosen=False),
     "unit": _pytest("tests/unit/test_*.py", 120.0),
     "contract": _pytest("tests/contract/test_*.py", 240.0),
     "contract-postgresql": _pytest("tests/contract/test_*.py", 300.0, "--long", "-k", "postgresql"),

@@ -1,4 +1,4 @@
-"""What clients were told, and what in it contradicts itself: the simulation and the state machine are judged by it."""
+"""What clients were told, and what in it contradicts itself: the simulation is judged by it."""
 
 from __future__ import annotations
 
