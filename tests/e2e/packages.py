@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -16,6 +18,8 @@ from ops.server import ROOT
 
 SERVER = ("app", "workers", "ops", "migrations")
 """Names that other packages have as well."""
+
+MOMENT = {"SOURCE_DATE_EPOCH": "1700000000"}
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "--python")
 
@@ -71,12 +75,12 @@ class Built(NamedTuple):
     sdist: Path
     wheel: Path
 
-    def build(self, source: Path, folder: Path, **environment: str) -> tuple[Path, Path]:
+    def build(self, source: Path, folder: Path) -> tuple[Path, Path]:
         """The sdist of a checkout, and the wheel of that sdist."""
-        done(self.builder.bin / "hatchling", "build", "-t", "sdist", "-d", folder, cwd=source, **environment)
+        done(self.builder.bin / "hatchling", "build", "-t", "sdist", "-d", folder, cwd=source, **MOMENT)
         [sdist] = folder.glob("turnlog-*.tar.gz")
         pip = (*PIP, self.builder.bin / "python", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, sdist)
-        done(*pip, cwd=folder, **environment)
+        done(*pip, cwd=folder, **MOMENT)
         [wheel] = folder.glob("turnlog-*.whl")
         return sdist, wheel
 
@@ -91,9 +95,22 @@ def copied(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Built:
+    """Once a run: whichever of the tests' processes comes first makes it."""
+    own = tmp_path_factory.getbasetemp()
+    folder = own if worker_id == "master" else own.parent
+    kept = folder / "built.pickle"
+    with (folder / "built.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            (folder / "built").mkdir()
+            kept.write_bytes(pickle.dumps(_built(folder / "built")))
+        found: Built = pickle.loads(kept.read_bytes())
+    return found
+
+
+def _built(folder: Path) -> Built:
     """Made by what build.lock pins, from the sdist, and that from a copy without a history."""
-    folder = tmp_path_factory.mktemp("built")
     source, builder = copied(folder / "source"), Environment(folder / "builder")
     builder.pip("install", "--require-hashes", "--no-deps", "-r", ROOT / "ops/deploy/build.lock")
     unfinished = Built(source, builder, folder, folder)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import pytest
-from integration.stand import Stand, serving
+from integration.stand import Stand, serving, standing
 
 from e2e.page_data import Filled, filled
 from ops.simulator.process import SimulatorProcess
@@ -136,6 +136,15 @@ def page_stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageStand]:
     """Tests only read it, or add sessions of their own."""
     require_chromium()
     with page_standing(tmp_path_factory) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def quick_stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    """An engine that answers at once, and a window of three turns."""
+    require_chromium()
+    engine = ("--seed", "3", "--reasoning", "0", "--context-length", str(1 << 23))
+    with standing(tmp_path_factory.mktemp("quick"), *engine, environment={"TURNLOG_ROLLBACK_WINDOW": "3"}) as made:
         yield made
 
 

@@ -20,6 +20,8 @@ from playwright.sync_api import expect
 
 from e2e.page import Watched, barriers, require_chromium
 
+pytestmark = pytest.mark.long
+
 Watch = Callable[..., Watched]
 
 TOKEN = "an-admin-token-of-the-page-tests"
@@ -59,7 +61,6 @@ def signed_in(watched: Watched, place: str = "#/") -> None:
     page.wait_for_selector("#connection[data-state=live]")
 
 
-@pytest.mark.long
 def test_sign_in_and_out(watched: Watched) -> None:
     page = watched.page
     page.goto(f"{watched.base_url}/ui#/groups")
@@ -170,7 +171,6 @@ PUT = """([address, headers]) =>
         .then((response) => String(response.status), (error) => error.name)"""
 
 
-@pytest.mark.long
 def test_a_long_list_keeps_the_document_small(watched: Watched, guarded: Stand) -> None:
     signed_in(watched, "#/?q=many-&sort=created_at&order=asc")
     page = watched.page
@@ -226,7 +226,6 @@ def test_a_lost_connection_is_said_and_made_good(watched: Watched, guarded: Stan
     expect(page.locator("#connection")).to_have_text("live")
 
 
-@pytest.mark.long
 def test_a_server_that_cannot_write_says_so_until_it_can(watched: Watched, guarded: Stand) -> None:
     """Somebody else holds the file's lock while it starts; a full disk does the same to it."""
     watched.expected = ("401 (Unauthorized)", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING")

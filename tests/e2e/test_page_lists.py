@@ -14,7 +14,7 @@ import pytest
 from integration.stand import WEATHER
 from playwright.sync_api import Page, expect
 
-from e2e.page import PageStand, Watched, barriers
+from e2e.page import PageStand, Watched
 from e2e.page_data import ADAPTER, AT_ONCE, MISSING, SCORED, TASKS
 from ops.server import ROOT
 
@@ -348,24 +348,6 @@ def test_texts_of_others_stay_texts(watched: Watched, page_stand: PageStand) -> 
         stand.http.post(f"/adapters/{quote(MARKUP)}/resume", json={})
         stand.sim.post("/update_weight_version", json={"new_version": "12", **kept})
         stand.talk(session_id="back-to-12").say("again", max_tokens=8)
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_view_has_a_barrier_that_axe_finds(watch: Watch, page_stand: PageStand, scheme: str) -> None:
-    watched = watch(page_stand.stand.server.base_url, scheme=scheme)
-    page = watched.open()
-    found = []
-    group = quote(next(iter(SCORED)), safe="")
-    for place, ready in (
-        ("#/", ROWS),
-        ("#/groups", ROWS),
-        (f"#/group/{group}", "svg.plot"),
-        ("#/exports", "a[download]"),
-    ):
-        watched.go(place)
-        page.wait_for_selector(ready)
-        found += [f"{place}: {barrier}" for barrier in barriers(page, scheme)]
-    assert not found, "\n".join(found)
 
 
 def test_the_form_has_the_parameters_of_an_export(watched: Watched, api: Callable[..., Any]) -> None:

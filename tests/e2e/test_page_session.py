@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
-from integration.stand import WEATHER, Stand, Talk, standing, until, user
+from integration.stand import CHAT, WEATHER, Stand, Talk, engine_requests, until, user
 from playwright.sync_api import expect
 
-from e2e.page import PageStand, Watched, barriers, require_chromium
+from e2e.page import PageStand, Watched
 
 pytestmark = pytest.mark.long
 
-PAGE = 2000
 NOW = {"latency_s": 0}
+TURNS = 90
+"""Of a long session: more than fit in the window."""
+
 ROLES = "all => all.map((one) => one.dataset.role)"
 HOSTILE = "<img src=x onerror=window.__pwned=1><script>window.__pwned=1</script>"
 MARKUP = "<b onclick=alert(1)>bold</b> javascript:alert(1) {{7*7}}"
@@ -35,13 +40,8 @@ Watch = Callable[..., Watched]
 
 
 @pytest.fixture(scope="module")
-def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    """An engine that answers at once."""
-    require_chromium()
-    environment = {"TURNLOG_ROLLBACK_WINDOW": "3"}
-    engine = ("--seed", "3", "--reasoning", "0", "--context-length", str(1 << 23))
-    with standing(tmp_path_factory.mktemp("page"), *engine, environment=environment) as made:
-        yield made
+def stand(quick_stand: Stand) -> Stand:
+    return quick_stand
 
 
 def _at(talk: Talk, **query: Any) -> str:
@@ -222,7 +222,7 @@ def test_a_long_session_is_a_window(stand: Stand, watch: Watch) -> None:
     """Only the rows in sight are in the document, and only their actions are asked for; new ones take others' place."""
     talk = stand.talk()
     quick = {**NOW, "completion_tokens": 2}
-    for number in range(160):
+    for number in range(TURNS):
         talk.say(f"say {number}", sim=quick)
     talk.add(user("x" * 3_000_000), sim=quick)
     watched = watch(stand.server.base_url)
@@ -234,7 +234,7 @@ def test_a_long_session_is_a_window(stand: Stand, watch: Watch) -> None:
     assert "?start=1&limit=" in asked[0]
     assert int(asked[0].rpartition("=")[2]) < 50
     page.keyboard.press("End")
-    page.locator(".act a[aria-current]", has_text="161").wait_for()
+    page.locator(".act a[aria-current]", has_text=str(TURNS + 1)).wait_for()
     expect(page.locator(".act a[aria-current]")).to_be_in_viewport()
     page.keyboard.press("k")
     page.get_by_text("The first part of 2.9 MiB.").wait_for()
@@ -244,10 +244,10 @@ def test_a_long_session_is_a_window(stand: Stand, watch: Watch) -> None:
     inspector.send("Performance.enable")
     watched.go(_at(talk, tab="events", turn=1))
     kept = []
-    for number in range(20):
+    for number in range(10):
         talk.say(f"later {number}", sim=quick)
-        page.locator(".events li", has_text=f"TurnCommitted turn {162 + number} ").wait_for()
-        if number % 10 == 9:
+        page.locator(".events li", has_text=f"TurnCommitted turn {TURNS + 2 + number} ").wait_for()
+        if number % 5 == 4:
             inspector.send("HeapProfiler.collectGarbage")
             metrics = inspector.send("Performance.getMetrics")["metrics"]
             kept.append(int(next(one["value"] for one in metrics if one["name"] == "Nodes")))
@@ -322,20 +322,30 @@ def test_a_stored_image_is_shown_in_its_own_size(stand: Stand, watch: Watch) -> 
     assert image.evaluate("image => [image.clientWidth, image.clientHeight]") == [1, 1]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_barrier_that_axe_finds(page_stand: PageStand, watch: Watch, scheme: str) -> None:
-    watched = watch(page_stand.stand.server.base_url, scheme=scheme)
-    page = watched.open()
-    filled = page_stand.filled
-    found = []
-    for place, ready in (
-        (f"#/session/{filled.refused}", ".said"),
-        (f"#/session/{filled.refused}?tab=stages", ".stagebar"),
-        (f"#/session/{filled.in_turn[0]}", ".said"),
-        (f"#/session/{filled.rolled_back}?seq=6&tab=events", ".events .later"),
-        (f"#/rollouts?sessions={filled.tree}@1,{filled.tree}@2", ".sidebyside .text"),
-    ):
-        watched.go(place)
-        page.wait_for_selector(ready)
-        found += [f"{place}: {barrier}" for barrier in barriers(page, scheme)]
-    assert not found, "\n".join(found)
+def test_the_copied_request_goes_to_the_engine_and_leaves_the_session_alone(
+    page_stand: PageStand, watch: Watch, tmp_path: Path
+) -> None:
+    stand = page_stand.stand
+    talk = stand.talk()
+    touched = tmp_path / "touched"
+    said = f"it's \u202e \u0000 \u001b[31m $(touch {touched}) `touch {touched}`\nTURNLOG\n"
+    talk.say(said, sim={"latency_s": 0}, temperature=0.5)
+    watched = watch(stand.server.base_url)
+    page = watched.page
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    watched.open(f"#/session/{talk.id}")
+    page.locator(".said").last.wait_for()
+    before = talk.events()
+    page.locator(".promptfold > summary").click()
+    page.get_by_role("button", name="Copy request to the engine as curl").click()
+    page.get_by_text("Copied").first.wait_for()
+    command = page.evaluate("navigator.clipboard.readText()")
+    assert "\u202e" not in command
+    ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=True)
+    assert json.loads(ran.stdout)["choices"][0]["message"]["role"] == "assistant"
+    (sent,) = (one["body"] for one in stand.engine_requests(talk.id))
+    again = engine_requests(stand.sim, CHAT, None)[-1]["body"]
+    assert again["messages"] == sent["messages"]
+    assert again["temperature"] == 0.5
+    assert talk.events() == before
+    assert not touched.exists()

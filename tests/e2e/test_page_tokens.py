@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-from integration.stand import Stand, Talk, standing, until, user
+from integration.stand import Stand, Talk, until, user
 from playwright.sync_api import expect
 
-from e2e.page import PageStand, Watched, barriers, require_chromium
+from e2e.page import PageStand, Watched, barriers
 
 pytestmark = pytest.mark.long
 
@@ -17,13 +17,8 @@ Watch = Callable[..., Watched]
 
 
 @pytest.fixture(scope="module")
-def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    """An engine that answers at once."""
-    require_chromium()
-    environment = {"TURNLOG_ROLLBACK_WINDOW": "3"}
-    folder = tmp_path_factory.mktemp("page")
-    with standing(folder, "--seed", "3", "--reasoning", "0", environment=environment) as made:
-        yield made
+def stand(quick_stand: Stand) -> Stand:
+    return quick_stand
 
 
 @pytest.fixture(scope="module")

@@ -61,6 +61,7 @@ def test_type_errors_are_found(check: Check, tmp_path: Path) -> None:
     assert f"Found {len(FAULTS)} errors" in found.stderr
 
 
+@pytest.mark.long
 def test_the_types_are_what_the_server_answers(check: Check, page_stand: PageStand, tmp_path: Path) -> None:
     """Each answer as a literal of its type: a field that is missing, unknown or of another type is an error."""
     answers = [(name, page_stand.stand.http.get(path).json()) for name, path in _requests(page_stand)]

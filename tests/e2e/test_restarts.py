@@ -44,8 +44,6 @@ def stand(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stand]:
         ("capture", "openai"),
         ("tokenizer", "anthropic"),
         ("capture", "openai-agents"),
-        ("tokenizer", "pydantic-ai"),
-        ("capture", "langgraph"),
     ],
     indirect=["stand"],
 )

@@ -15,29 +15,20 @@ from ops.simulator.process import SimulatorProcess
 
 ON_BOTH = frozenset(
     {
-        "test_all_events",
         "test_archive",
-        "test_budgets",
         "test_checkpoints",
         "test_export",
         "test_fork",
-        "test_annotations",
-        "test_name_generations",
         "test_odd_parameters",
-        "test_retries",
         "test_rollouts",
-        "test_sampled_rows",
-        "test_session_lists",
         "test_search",
         "test_search_erasure",
-        "test_search_kills",
         "test_sessions",
-        "test_tree",
-        "test_turns",
         "test_webhooks",
     }
 )
-"""Modules whose tests of a server run on both databases unless `--store` names one."""
+"""Modules whose tests of a server run on both databases unless `--store` names one: what the contract tests, the faults
+and the simulation on PostgreSQL do not reach."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

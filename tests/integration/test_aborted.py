@@ -10,17 +10,14 @@ from helpers.streams import assembled
 
 from integration.interrupting import (
     ASKED,
-    HOURS,
     as_said,
     budgets,
     generating,
     interrupted,
-    latency,
-    paused,
     uncut,
 )
 from integration.places import Places
-from integration.stand import WEATHER, Stand, error_of, standing, until, user
+from integration.stand import WEATHER, Stand, error_of, standing, until
 from integration.tito import ids_in, output_of, require_consistent
 
 COMPLETIONS = "/v1/completions"
@@ -319,24 +316,6 @@ def test_a_clients_own_ids_are_continued(replaying: Stand) -> None:
     assert len(output_of(response.json())) == 9
 
 
-def test_a_retry_of_a_joined_turn_gets_its_bytes(tito: Stand) -> None:
-    body = {"model": "simulator", "messages": [user("Hello")], "sim": {"completion_tokens": 9, "abort_at": [5]}}
-    talk = tito.talk()
-    latency(tito, HOURS)
-    headers = {"Idempotency-Key": "one"}
-    turn = tito.meanwhile(tito.http.post, talk.chat_path, json=body, headers=headers)
-    until(generating(tito))
-    with paused(tito):
-        until(lambda: not generating(tito)())
-        joined = tito.meanwhile(tito.http.post, talk.chat_path, json=body, headers=headers)
-        latency(tito, 0.0)
-    first = turn.result()
-    again = tito.http.post(talk.chat_path, json=body, headers=headers)
-    assert first.content == joined.result().content == again.content
-    assert talk.generations() == 2
-    assert talk.state()["records"][0]["response"] == first.json()
-
-
 def test_a_streaming_client_gets_the_joined_reply(tito: Stand) -> None:
     response = interrupted(tito, tito.talk(), [5], **NINE, stream=True)
     assert assembled(response.text)["usage"]["completion_tokens"] == 9
@@ -354,13 +333,3 @@ def test_a_later_part_that_fails_commits_nothing(tito: Stand, fault: str, status
     assert talk.types()[-1] == "TurnRejected"
     talk.say("Hello", **NINE)
     assert len(talk.committed()) == 1
-
-
-def test_a_session_that_is_closed_at_the_gate_asks_for_nothing_more(tito: Stand) -> None:
-    talk = tito.talk()
-    response = interrupted(
-        tito, talk, [5], meanwhile=lambda _: tito.http.delete(talk.path).raise_for_status() and None, **NINE
-    )
-    assert error_of(response) == (404, "session_closed")
-    assert talk.generations() == 1
-    assert "TurnCommitted" not in talk.types()

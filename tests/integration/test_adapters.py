@@ -15,12 +15,7 @@ from integration.writing import Writing
 LOADED = ("--adapters", "math,code")
 """Any other adapter, and in vLLM any other model, is refused by the engine."""
 
-KINDS = {
-    "sglang": ("sglang", "sglang"),
-    "sglang-auto": ("sglang", "auto"),
-    "vllm": ("vllm", "vllm"),
-    "vllm-auto": ("vllm", "auto"),
-}
+KINDS = {"sglang": ("sglang", "sglang"), "vllm-auto": ("vllm", "auto")}
 
 
 @pytest.fixture(scope="module", params=KINDS)

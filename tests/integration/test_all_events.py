@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import signal
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import httpx
 import pytest
 
 from integration.cli import complaint, run
-from integration.places import Places
-from integration.stand import Stand, error_of, serving, until
-from integration.test_export_running import multiply
-from ops.simulator.process import SimulatorProcess
-from turnlog import AsyncTurnlog, PositionGone, Turnlog
+from integration.stand import Stand, error_of, until
+from turnlog import AsyncTurnlog, Turnlog
 
 Line = dict[str, Any]
 
@@ -85,15 +79,6 @@ def test_a_wrong_parameter_is_named(stand: Stand, parameters: Line, named: str) 
     assert "Value error" not in message
 
 
-def test_a_position_from_before_a_restore_is_gone(stand: Stand) -> None:
-    other = "WyIwLWFub3RoZXIiLFswLDFdLDEuMF0"
-    reply = stand.http.get("/events", params={"after": other})
-    assert error_of(reply) == (410, "position_gone")
-    assert reply.headers["x-should-retry"] == "false"
-    with Turnlog(stand.server.base_url) as client, pytest.raises(PositionGone):
-        list(client.events(after=other, follow=True))
-
-
 def test_the_client_follows_and_goes_on(stand: Stand) -> None:
     before = end(stand)
     with Turnlog(stand.server.base_url) as client:
@@ -151,76 +136,3 @@ def test_a_reader_that_leaves_is_forgotten(stand: Stand) -> None:
         assert "position" in next(received)
         assert readers() == 1
     until(lambda: readers() == 0)
-
-
-@pytest.fixture
-def large(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
-    """A server of the test's own whose log does not fit the buffers of a connection."""
-    with serving(places.new("large-log"), sglang.base_url) as stand:
-        talk = stand.talk(session_id="one")
-        for number in range(4):
-            talk.say(f"Question {number}")
-        stand.server.stop()
-        multiply(stand.url, "one", COPIES)
-        stand.server.start()
-        yield stand
-
-
-COPIES = 1500
-SLOW = 12
-"""More than the connections for reads that a server has."""
-
-
-class SlowReader:
-    """Asks, and reads nothing."""
-
-    def __init__(self, stand: Stand, follow: bool) -> None:
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        self._socket.connect(("127.0.0.1", stand.server.port))
-        path = "/events?follow=true" if follow else "/events"
-        self._socket.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
-        assert self._socket.recv(12) == b"HTTP/1.1 200"
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-@pytest.mark.long
-def test_slow_readers_hold_nothing(large: Stand) -> None:
-    """Neither a connection to the database nor the stop of the server."""
-    readers = [SlowReader(large, follow=number % 2 == 0) for number in range(SLOW)]
-    try:
-        talk = large.talk()
-        for _ in range(3):
-            talk.say("Still here?")
-            assert large.http.get("/sessions").status_code == 200
-        assert len([line for line in lines(large, session_id=talk.id) if "seq" in line]) == len(talk.events())
-        everything = lines(large)
-        assert len(everything) > 10 * COPIES
-        for reader in readers[1::2]:
-            reader.close()
-        large.http.close()
-        large.sim.close()
-        assert large.server.stop() == -signal.SIGTERM
-        assert "Traceback" not in large.server.log_path.read_text()
-    finally:
-        for reader in readers:
-            reader.close()
-
-
-def test_a_follower_goes_on_over_a_kill(sglang: SimulatorProcess, places: Places) -> None:
-    with serving(places.new("killed"), sglang.base_url) as stand, Turnlog(stand.server.base_url) as client:
-        talk = stand.talk()
-        talk.say("Before")
-        following = iter(client.events(follow=True))
-        found = [next(following) for _ in talk.events()]
-        stand.server.kill()
-        stand.server.start()
-        talk.say("After")
-        while len(found) < len(talk.events()):
-            found.append(next(following))
-        assert [own(line) for line in found] == talk.events()
-        assert found == [line for line in lines(stand) if "seq" in line]
-        following.close()  # type: ignore[attr-defined]
-        until(lambda: httpx.get(f"{stand.server.base_url}/ready").is_success)

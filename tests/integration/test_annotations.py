@@ -148,26 +148,6 @@ def _same_in_all_containers(stand: Stand, talk: Talk, rows: list[dict[str, Any]]
             )
 
 
-def test_a_column_comes_back_as_it_was_written(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("One", sim=THREE)
-    path = f"{talk.path}/turns/1/annotations/values"
-    for values, dtype in (([0.1, None, -3e38], "float32"), ([1, -(2**31), 2**31 - 1], "int32")):
-        talk.column(1, "values", values, dtype=dtype)
-        said = stand.get(path)
-        assert (said["values"], said["dtype"], said["over"], said["length"]) == (values, dtype, "output", 3)
-        assert said["absent"] == values.count(None)
-        for format, kind in (("npy", NPY), ("safetensors", SAFETENSORS)):
-            given = stand.http.get(path, params={"format": format})
-            assert given.headers["content-type"] == kind
-            assert binary(stand, path, given.content, kind, over="output").status_code == 200
-            assert stand.get(path)["values"] == values, format
-    talk.annotate("values", "text", turn=1)
-    assert stand.get(path)["value"] == "text"
-    assert talk.rows(columns="values")[0]["columns"] == {"values": None}
-    assert error_of(stand.http.get(path, params={"format": "npy"})) == (400, "invalid_request")
-
-
 DEEP = "[" * 70 + "]" * 70
 VALUES: dict[str, tuple[str, str]] = {
     "nothing": ("{}", "must not be null"),
@@ -278,52 +258,3 @@ def test_a_closed_session_is_annotated_and_an_erased_one_has_nothing_left(stand:
     assert [(event["name"], event.get("erased", False)) for event in left] == [
         *(("note", True), ("tags", True), ("judge", True), ("values", False)),
     ]
-
-
-def test_forks_have_what_is_said_of_their_turns(stand: Stand) -> None:
-    talk = stand.talk(history="tree")
-    talk.say("One", sim=THREE)
-    talk.messages = []
-    talk.say("Another beginning", sim=THREE)
-    talk.say("And on", sim=THREE)
-    talk.annotate("judge", "of the session")
-    for turn in (1, 2, 3):
-        talk.annotate("judge", f"of turn {turn}", turn=turn)
-        talk.column(turn, "values", [turn, 0.5, None])
-    talk.column(2, "values", [20, 21, None])
-    made = stand.http.post(f"{talk.path}/fork", json={"turn": 3}).json()["sessions"]
-    fork = stand.known(made[0]["session_id"])
-    source = next(row for row in talk.rows(columns="values") if len(row["turns"]) == 2)
-    [copy] = fork.rows(columns="values")
-    assert (copy["columns"], copy["column_masks"]) == (source["columns"], source["column_masks"])
-    assert copy["annotations"] == {"session": {}, "turns": {"1": {"judge": "of turn 2"}, "2": {"judge": "of turn 3"}}}
-    assert stand.http.delete(talk.path, params={"erase": True}).status_code == 204
-    assert fork.rows(columns="values")[0]["columns"] == source["columns"]
-
-
-def test_an_earlier_window_shows_what_replaced_a_column_since(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("One", sim=THREE)
-    talk.column(1, "values", [1, 2, 3])
-    asked = {"session_id": talk.id, "columns": "values"}
-    first = stand.http.get("/export", params=asked)
-    talk.column(1, "values", [4, 5, 6])
-    again = stand.http.get("/export", params={**asked, "cursor": first.headers["x-turnlog-cursor"]})
-    since = stand.http.get("/export", params={**asked, "cursor": first.headers["x-turnlog-next-cursor"]})
-    rows = [json.loads(reply.text) for reply in (first, again, since)]
-    assert [row["columns"]["values"][-3:] for row in rows] == [[1, 2, 3], [4, 5, 6], [4, 5, 6]]
-    assert rows[0]["as_of_seq"] < rows[1]["as_of_seq"] == rows[2]["as_of_seq"]
-
-
-def test_the_feed_gives_columns(stand: Stand) -> None:
-    talk = stand.talk(group_id=f"columns-{uuid.uuid4().hex}")
-    talk.say("One", sim=THREE)
-    talk.column(1, "values", [1, 2, 3])
-    group = talk.rows()[0]["group_id"]
-    stand.http.delete(talk.path)
-    stand.http.put(f"{talk.path}/reward", json={"reward": 1.0})
-    asked = {"consumer": group, "size": 1000, "columns": "values"}
-    lines = [json.loads(line) for line in stand.http.get("/export/groups", params=asked).text.splitlines()]
-    [row] = next(line["rows"] for line in lines if line["group_id"] == group)
-    assert row["columns"] == talk.rows(columns="values")[0]["columns"]
-    stand.http.post("/export/groups/ack", json={"consumer": group, "groups": [line["group_id"] for line in lines]})

@@ -223,15 +223,6 @@ def test_steps_and_rows_for_other_tools(own: Stand, tmp_path: Path) -> None:
         assert row["events_rows"][0]["type"] == "SessionCreated"
 
 
-def test_pandas_reads_it(own: Stand, tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    talk = ended(own)
-    [row] = talk.rows()
-    file = archived(own, tmp_path)["file"].removeprefix("file://")
-    frame = pandas.read_parquet(file, columns=["session_id", "samples"]).explode("samples")
-    assert [list(sample["tokens"]) for sample in frame["samples"]] == [row["tokens"]]
-
-
 def test_an_archived_session_is_erased(own: Stand, tmp_path: Path) -> None:
     kept, erased = ended(own), rollout(own)
     reward(own, erased[0], 1.0)
@@ -477,6 +468,7 @@ def killed_at(stand: Stand, point: CrashPoint) -> Iterator[None]:
     stand.server.start()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", LEAVING)
 def test_kill_9_while_sessions_leave(own: Stand, tmp_path: Path, point: CrashPoint) -> None:
     talks = [ended(own), ended(own, turns=10 * DROPPED_AT_ONCE // 8), ended(own)]
@@ -493,6 +485,7 @@ def test_kill_9_while_sessions_leave(own: Stand, tmp_path: Path, point: CrashPoi
     assert [len(talk.committed()) for talk in talks] == counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", RETURNING)
 def test_kill_9_while_sessions_return(own: Stand, tmp_path: Path, point: CrashPoint) -> None:
     for _ in range(3):
@@ -507,6 +500,7 @@ def test_kill_9_while_sessions_return(own: Stand, tmp_path: Path, point: CrashPo
     assert exported(own) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", ERASING)
 def test_kill_9_while_an_archived_session_is_erased(own: Stand, tmp_path: Path, point: CrashPoint) -> None:
     kept, erased = ended(own), ended(own)

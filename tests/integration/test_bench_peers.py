@@ -17,6 +17,7 @@ from ops.server import ROOT
 SERVERS = ("engine", "turnlog-sqlite")
 
 
+@pytest.mark.long
 def test_a_quick_run(tmp_path: Path) -> None:
     out = tmp_path / "peers.json"
     command = [sys.executable, "-m", "ops.bench", "peers", "--quick", "--out", str(out), "--servers", *SERVERS]

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from helpers.looking import value
 
 from integration.interrupting import HOURS, generating, latency
-from integration.places import Place, Places
+from integration.places import Places
 from integration.stand import Stand, Talk, error_of, serving, standing, until, user
 from ops.simulator.process import SimulatorProcess
-
-AGENTS = 32
 
 
 def of_length(tokens: int, **fields: Any) -> dict[str, Any]:
@@ -279,48 +273,3 @@ def test_the_fleets_limits_are_those_of_sessions_that_give_none(places: Places, 
         header = {"x-session-id": "by-header"}
         body = {"model": "m", "messages": [user("One")], **of_length(8)}
         assert stand.http.post("/v1/chat/completions", json=body, headers=header).status_code == 409
-
-
-@contextlib.contextmanager
-def processes(place: Place, engine: str) -> Iterator[list[Stand]]:
-    """One server, and on PostgreSQL a second one for the same store."""
-    with contextlib.ExitStack() as stack:
-        url = stack.enter_context(place.database())
-        names = ("one", "other") if place.postgres is not None else ("one",)
-        environment = {"TURNLOG_DATABASE_URL": url}
-        yield [stack.enter_context(serving(place.folder / name, engine, environment=environment)) for name in names]
-
-
-@pytest.mark.parametrize("shape", ["tree", "sessions"])
-def test_many_agents_get_no_token_too_many(places: Places, shape: str) -> None:
-    """They run all at once, over both processes, until nothing is left."""
-    limit = 997
-    with SimulatorProcess("--latency-ms", "5") as engine, processes(places.new("agents"), engine.base_url) as stands:
-        root = stands[0].talk(history="tree", limits={"tokens": limit}, on_limit="length")
-        ids = [root.id] * AGENTS
-        if shape == "sessions":
-            ids = [stands[0].talk(parent_session_id=root.id, history="linear").id for _ in range(AGENTS)]
-
-        def agent(number: int) -> int:
-            stand, messages, sampled = stands[number % len(stands)], [user(f"I am {number}")], 0
-            with httpx.Client(base_url=stand.base_url, timeout=60) as http:
-                while True:
-                    body = {"model": "m", "messages": messages, **of_length(9 + number % 7, max_tokens=12)}
-                    response = http.post(f"/sessions/{ids[number]}/v1/chat/completions", json=body)
-                    if response.status_code in (502, 503) or response.headers.get("x-should-retry") == "true":
-                        continue  # nothing was sampled
-                    if response.status_code == 409:
-                        over(response)
-                        return sampled
-                    assert response.status_code == 200, response.text
-                    reply = response.json()
-                    sampled += reply["usage"]["completion_tokens"]
-                    messages = [*messages, reply["choices"][0]["message"], user("On")]
-
-        with ThreadPoolExecutor(AGENTS) as pool:
-            sampled = sum(pool.map(agent, range(AGENTS)))
-        assert sampled == limit == stands[0].stats()["sampled_tokens"]
-        told = budget(root)
-        assert (told["used"]["tokens"], told["left"]["tokens"]) == (limit, 0)
-        assert told["in_flight"] == {"turns": 0, "tokens": 0}
-        assert value(stands[0].url, "SELECT count(*) FROM open_turns") == 0

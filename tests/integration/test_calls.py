@@ -13,6 +13,9 @@ from integration.stand import SPOKEN, Message, Stand, Talk, error_of, standing, 
 
 PLAIN = {"tool_calls": False, "reasoning": False, "text": "Done."}
 HISTORIES = ("linear", "tree")
+IN_EACH_PROTOCOL = pytest.mark.parametrize(
+    ("protocol", "history"), [("chat", "linear"), ("messages", "tree"), ("responses", "tree")]
+)
 
 BAD_ARGUMENTS = ('{"cmd": "echo', "[1]", "null", '{"cmd": "a\tb"}', "", '{"a": NaN}', '{"a": "\\ud800"}')
 SENT = {'{"cmd": "a\tb"}': '{"cmd":"a\\tb"}', '{"a": NaN}': '{"a":null}', '{"a": "\\ud800"}': '{"a":"\ufffd"}'}
@@ -91,8 +94,7 @@ def require_one_line(talk: Talk, turns: int) -> None:
 
 
 @pytest.mark.parametrize("returned", ["as it was", "{}", "INVALID_JSON"])
-@pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize("protocol", SPOKEN)
+@IN_EACH_PROTOCOL
 def test_arguments_that_are_no_object_end_no_session(stand: Stand, protocol: str, history: str, returned: str) -> None:
     for arguments in BAD_ARGUMENTS:
         talk = stand.talk(protocol, history=history)
@@ -122,8 +124,7 @@ def mortal(places: Places) -> Iterator[Stand]:
         yield made
 
 
-@pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize("protocol", SPOKEN)
+@IN_EACH_PROTOCOL
 def test_both_kinds_are_known_after_a_kill(mortal: Stand, protocol: str, history: str) -> None:
     talk = mortal.talk(protocol, history=history)
     talk.messages = [user("Go")]
@@ -157,8 +158,7 @@ ODD_IDS: dict[str, list[list[str | int | None]]] = {
 
 
 @pytest.mark.parametrize("ids", ODD_IDS)
-@pytest.mark.parametrize("history", HISTORIES)
-@pytest.mark.parametrize("protocol", SPOKEN)
+@IN_EACH_PROTOCOL
 def test_a_client_gets_ids_that_it_can_use_and_the_engine_its_own(
     stand: Stand, protocol: str, history: str, ids: str
 ) -> None:
@@ -208,8 +208,7 @@ def test_litellm_spells_ids_with_underscores(stand: Stand, history: str) -> None
     ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("protocol", SPOKEN)
+@pytest.mark.parametrize(("protocol", "stream"), [("chat", True), ("messages", False), ("responses", True)])
 def test_a_reply_that_is_given_again_has_the_same_ids(mortal: Stand, protocol: str, stream: bool) -> None:
     talk, key = mortal.talk(protocol, history="tree"), {"idempotency-key": "k"}
     fields = {"tools": tools(protocol), "sim": calling("{}", "{}", ids=["", "functions.Bash:0"]), "stream": stream}
@@ -338,7 +337,7 @@ def test_langchain_puts_calls_that_it_cannot_read_behind_the_others(stand: Stand
     require_one_line(talk, 2)
 
 
-@pytest.mark.parametrize("ids", ODD_IDS)
+@pytest.mark.parametrize("ids", ["empty", "a number", "repeated in a reply"])
 def test_a_live_stream_has_the_ids_of_the_whole_reply(vllm_stand: Stand, ids: str) -> None:
     talk = vllm_stand.talk(stream_mode="live")
     sim = calling("{}", "{}", ids=ODD_IDS[ids][0])

@@ -86,22 +86,6 @@ def test_an_output_that_cannot_hold_every_character_ends_no_command(
     assert json.loads(output.read())["config"]["group_id"] == group
 
 
-def test_a_value_that_an_option_does_not_take_is_told_in_our_words() -> None:
-    told = run("sessions", "--state", "odd", code=2).stderr
-    assert "'odd' is not one of 'open'" in told
-    assert "Value error" not in told
-
-
-def test_numbers_that_are_not_finite_are_told_by_field(cli: Stand) -> None:
-    session = cli.talk().id
-    for command, field in (
-        (("reward", session, "nan"), "reward"),
-        (("reward", session, "1", "--component", "right=inf"), "components.right"),
-        (("create", "--metadata", '{"share": 1e999}'), "metadata.share"),
-    ):
-        assert complaint(*command) == f"turnlog: 400 invalid_request: {field}: Input should be a finite number"
-
-
 def test_what_matches_nothing_says_so(cli: Stand) -> None:
     nobody = uuid.uuid4().hex
     for command, noun in (("sessions", "session"), ("export", "row"), ("tail", "event")):

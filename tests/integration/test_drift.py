@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from integration.places import Places
-from integration.routing import BOTH
 from integration.stand import WEATHER, Stand, Talk, error_of, user
-from integration.tito import checked, output_of
-from ops.simulator.process import SimulatorProcess
+from integration.tito import output_of
 
 PLAIN = {"tool_calls": False, "reasoning": False}
 
@@ -78,38 +75,6 @@ def test_drift_is_refused_at_its_position_where_a_session_wants_that(either: Sta
     assert segments(talk) == [(0, None, [1, 3])]
 
 
-def test_a_refused_drift_rolls_nothing_back(either: Stand) -> None:
-    talk = either.talk(on_drift="reject")
-    talk.say("One", sim=PLAIN)
-    talk.say("Two", sim=PLAIN)
-    records = talk.state()["records"]
-    response = talk.chat([*talk.messages[:2], user("Instead")], tools=[WEATHER], sim=PLAIN)
-    assert error_of(response) == (500, "token_prefix_mismatch")
-    assert talk.state()["records"] == records
-    assert "RolledBack" not in talk.types()
-    talk.say("Three", sim=PLAIN)
-
-
-def test_a_turn_that_drifted_can_be_rolled_back_into_the_segment_before(either: Stand) -> None:
-    talk = either.talk()
-    talk.say("One", sim=PLAIN)
-    talk.say("With tools", tools=[WEATHER], sim=PLAIN)
-    assert [row[1] for row in segments(talk)] == [None, "drift"]
-    talk.messages = talk.messages[:2]
-    talk.say("Without", sim=PLAIN)
-    assert segments(talk) == [(0, None, [1, 3])]
-
-
-def test_one_token_that_an_engine_reports_otherwise_is_never_patched(either: Stand) -> None:
-    talk = either.talk()
-    talk.say("One", sim=PLAIN)
-    odd = talk.say("Two", sim={**PLAIN, "fault": "other_prompt"}).json()
-    assert segments(talk) == [(0, None, [1]), (1, "drift", [2])]
-    assert talk.rows()[1]["tokens"] == whole(odd)
-    talk.say("Three", sim=PLAIN)
-    assert segments(talk)[2] == (2, "drift", [3])
-
-
 @pytest.fixture(params=["capture", "tito"])
 def segmented(request: pytest.FixtureRequest, places: Places) -> Talk:
     """A session of three turns that may begin segments, with and without a tokenizer."""
@@ -149,82 +114,3 @@ def test_a_sub_agent_is_a_segment_and_so_is_coming_back_from_it(segmented: Talk)
     assert segments(talk) == [(0, None, [1, 2, 3]), (1, "divergence", [4, 5]), (2, "divergence", [6])]
     assert [event["parent"] for event in talk.committed()] == [0, 1, 2, 3, 4, 5]
     assert [row["messages"] for row in talk.rows()] == [main, sub, talk.messages]
-
-
-def test_a_rollback_inside_a_new_segment_stays_in_it(segmented: Talk) -> None:
-    talk = segmented
-    talk.messages = []
-    talk.add({"role": "system", "content": "You search"}, user("Find it"), sim=PLAIN)
-    begun = talk.messages
-    talk.say("Look again", sim=PLAIN)
-    talk.messages = begun
-    talk.say("Look elsewhere", sim=PLAIN)
-    assert talk.events()[-2]["discarded"] == [5]
-    assert segments(talk) == [(0, None, [1, 2, 3]), (1, "divergence", [4, 6])]
-    talk.messages = []
-    talk.add(*begun[:2], sim=PLAIN)
-    assert segments(talk)[2] == (2, "divergence", [7]), "two turns back is further than the window"
-
-
-def test_a_segment_whose_first_turn_fails_is_none(segmented: Talk) -> None:
-    talk = segmented
-    before = talk.state()["records"]
-    forged = [user("Summary"), {"role": "assistant", "content": "Understood"}, user("Go on")]
-    assert talk.chat(forged, sim={"fault": "not_json"}).status_code == 502
-    assert talk.state()["records"] == before
-    talk.say("Four", sim=PLAIN)
-    assert segments(talk) == [(0, None, [1, 2, 3, 5])]
-
-
-@pytest.fixture(scope="module", params=["capture", "tito"])
-def replaying(request: pytest.FixtureRequest, sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
-    environment = dict(BOTH)
-    if request.param == "tito":
-        environment["TURNLOG_TOKENIZER"] = request.getfixturevalue("tokenizer")
-    with checked(places.new("replaying"), sglang.base_url, environment=environment) as made:
-        yield made
-
-
-def kept(stand: Stand, talk: Talk, turns: int) -> list[int]:
-    """The turns whose routed experts can be read."""
-    found = []
-    for turn in range(1, turns + 1):
-        response = stand.http.get(f"{talk.path}/turns/{turn}/routed_experts")
-        assert response.status_code in (200, 404, 410), response.text
-        if response.status_code == 200:
-            found.append(turn)
-    return found
-
-
-def test_each_segment_keeps_the_payloads_of_its_own_window(replaying: Stand) -> None:
-    talk = replaying.talk(on_divergence="segment")
-    for text in ("One", "Two", "Three"):
-        talk.say(text, sim=PLAIN)
-    assert kept(replaying, talk, 3) == [2, 3]
-    talk.messages = []
-    for text in ("Summary", "On", "And on"):
-        talk.say(text, sim=PLAIN)
-    assert kept(replaying, talk, 6) == [2, 3, 5, 6]
-    rows = talk.rows(replay="true")
-    assert [(row["row_start"], row["rows"]) for row in rows] == [(0, len(row["tokens"]) - 1) for row in rows]
-
-
-def test_completions_have_routed_experts_and_no_indexer(replaying: Stand) -> None:
-    talk = replaying.talk()
-    text = "Once"
-    for _ in range(3):
-        body = {"model": "simulator", "prompt": text, "max_tokens": 6}
-        response = replaying.http.post(f"{talk.path}/v1/completions", json=body)
-        assert response.status_code == 200, response.text
-        text += response.json()["choices"][0]["text"] + " and"
-    assert kept(replaying, talk, 3) == [2, 3]
-    assert replaying.http.get(f"{talk.path}/turns/3/indexer_topk").status_code == 404
-    sent = replaying.engine_requests(talk.id, "/v1/completions")[-1]["body"]
-    assert sent["return_routed_experts"] is True
-    assert "return_indexer_topk" not in sent
-    asked = replaying.talk()
-    body = {"model": "simulator", "prompt": "Once", "max_tokens": 6, "return_routed_experts": True}
-    response = replaying.http.post(f"{asked.path}/v1/completions", json=body)
-    assert isinstance(response.json()["sglext"]["routed_experts"], str)
-    [record] = asked.state()["records"]
-    assert record["response"] == response.json()

@@ -103,15 +103,6 @@ def test_filters_choose_rows(stand: Stand) -> None:
     assert chosen(since="2090-01-01") == chosen(until=1) == set()
 
 
-def test_explain_gives_a_reason_for_what_is_left_out(stand: Stand) -> None:
-    group, talks = group_of(stand, 2)
-    empty = stand.talk(group_id=group)
-    rows = stand.rows(group_id=group, min_reward=1, explain=True)
-    reasons = {row["session_id"]: row["excluded"] for row in rows if "excluded" in row}
-    assert reasons == {talks[0].id: "no reward", talks[1].id: "no reward", empty.id: "no committed turn"}
-    assert len(rows) == 3
-
-
 @pytest.mark.parametrize("truncate", ["turn", "token"])
 @pytest.mark.parametrize("history", ["linear", "tree"])
 def test_explain_counts_the_sampled_tokens_that_are_cut(stand: Stand, truncate: str, history: str) -> None:
@@ -170,26 +161,6 @@ def test_the_same_cursor_gives_the_same_bytes_and_the_next_one_goes_on(stand: St
     assert again.content == first.content
     news = lines(stand.http.get("/export", params={"group_id": group, "cursor": following}))
     assert [(row["attempt"], len(row["turns"])) for row in news] == [(1, 2), (9, 1)]
-
-
-def test_a_rows_cursor_resumes_behind_it(stand: Stand) -> None:
-    group, talks = group_of(stand, 3)
-    talks[0].say("Drift", sim={"text": " x"})
-    whole = lines(stand.http.get("/export", params={"group_id": group}))
-    for place, row in enumerate(whole):
-        rest = lines(stand.http.get("/export", params={"group_id": group, "cursor": row["cursor"]}))
-        assert [one["attempt"] for one in rest] == [one["attempt"] for one in whole[place + 1 :]]
-
-
-def test_a_limit_pages_without_gap_or_repeat(stand: Stand) -> None:
-    group, _ = group_of(stand, 5)
-    seen: list[int] = []
-    query: dict[str, Any] = {"group_id": group, "limit": 2}
-    while rows := lines(page := stand.http.get("/export", params=query)):
-        assert len(rows) <= 2
-        seen += [row["attempt"] for row in rows]
-        query["cursor"] = page.headers.get("x-turnlog-next-cursor", rows[-1]["cursor"])
-    assert seen == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -291,18 +262,6 @@ def test_two_groups_whose_sessions_alternate_are_each_given_once(stand: Stand) -
         assert [row.get("group_id") for row in seen] == [row.get("group_id") for row in rows]
 
 
-def test_an_erased_session_is_no_longer_part_of_its_groups_row(stand: Stand) -> None:
-    group, talks = whole_group(stand, [1.0, 0.0, 0.5])
-    mark = stand.http.get("/export", params={"group_id": group}).headers["x-turnlog-cursor"]
-    for talk in (talks[2], talks[0]):
-        assert stand.http.delete(f"{talk.path}?erase=true").status_code == 204
-    for query in ({}, {"cursor": mark}):
-        rows = stand.rows(group_id=group, shape="atropos", explain="true", **query)
-        told = {row["session_id"]: row["excluded"] for row in rows if "excluded" in row}
-        assert members(rows) == [{talks[1].id}]
-        assert told[talks[0].id] == told[talks[2].id] == "erased"
-
-
 def test_one_session_of_a_group_asked_for_by_id_brings_its_group(stand: Stand) -> None:
     _, talks = whole_group(stand, [1.0, 0.0])
     for talk in talks:
@@ -322,21 +281,6 @@ def test_a_filter_that_leaves_out_a_part_of_a_group_leaves_out_the_group(stand: 
     assert (part["segment"], part["excluded"]) == (1, "status is truncated")
     later = stand.rows(**query, explain="true", cursor=part["cursor"])
     assert talk.id not in {one["session_id"] for one in later}
-
-
-def test_two_turns_that_were_rolled_back_are_both_told_page_by_page(stand: Stand) -> None:
-    talk = stand.talk(rollback_window=2)
-    for text in ("One", "Two", "Three"):
-        talk.say(text)
-    talk.messages = talk.messages[:2]
-    talk.say("Instead")
-    rows = talk.rows(explain="true")
-    assert [(row.get("turn"), "excluded" in row) for row in rows] == [(None, False), (2, True), (3, True)]
-    query: dict[str, Any] = {"explain": "true", "limit": 1, "cursor": rows[0]["cursor"]}
-    [second] = talk.rows(**query)
-    [third] = talk.rows(**{**query, "cursor": second["cursor"]})
-    assert [second, third] == rows[1:]
-    assert talk.rows(**{**query, "cursor": third["cursor"]}) == []
 
 
 def test_what_happened_since_a_cursor_is_said_as_the_contract_has_it(stand: Stand) -> None:

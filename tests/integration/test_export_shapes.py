@@ -1,4 +1,4 @@
-"""Every shape in every format, made by a real server of real turns: read back, compared, cut and explained."""
+"""Every shape in every format, made by a real server of real turns: read back, compared, cut, explained and paged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from integration.corpus import SHAPES, SINGLE, Corpus, filled, identity, parts
 from integration.places import Places
-from integration.reading import CONTAINERS, Row, differences, read
+from integration.reading import CONTAINERS, DOCUMENTS, Row, differences, read
 from ops.simulator.process import SimulatorProcess
 
 NEEDS_REWARD = {"skyrl", "areal"}
@@ -77,15 +77,6 @@ def test_each_shape_leaves_out_what_it_cannot_hold_and_says_so(corpus: Corpus, s
     assert given == corpus.talks.keys() - missing
 
 
-@pytest.mark.parametrize("shape", SINGLE)
-def test_the_reward_stands_where_the_trainer_reads_it(corpus: Corpus, shape: str) -> None:
-    name = {"verl": "reward_score", "skyrl": "rewards", "areal": "rewards"}.get(shape, "reward")
-    for row in corpus.given(shape=shape):
-        known = identity(shape, row)
-        reward = corpus.turnlog(known["session_id"], known["segment"])["reward"]
-        assert row[name] == ([reward] if shape == "areal" else reward)
-
-
 @pytest.mark.parametrize("format", CONTAINERS)
 @pytest.mark.parametrize(("shape", "name"), [("verl", "rm_scores"), ("skyrl", "rewards")])
 def test_rewards_of_turns_stand_where_the_trainer_reads_them(
@@ -143,58 +134,10 @@ def test_the_advantage_is_normalised_once_a_rollout_and_the_same_in_all_its_rows
     assert [row["segment"] for row in rows if row["session_id"] == corpus.talks["split"].id] == [0, 1]
 
 
-@pytest.mark.parametrize(("shape", "field"), [("tinker", "advantages"), ("prime-rl", "advantages")])
-def test_the_advantage_of_each_token_is_its_rollouts_where_it_was_sampled(
-    corpus: Corpus, shape: str, field: str
-) -> None:
-    for row in corpus.given(shape=shape):
-        whole = corpus.turnlog(row["session_id"], row["segment"])
-        advantage = whole.get("advantage")
-        mask = whole["loss_mask"][1:] if shape == "tinker" else whole["loss_mask"]
-        expected = None if advantage is None else [advantage if one else 0.0 for one in mask]
-        assert row[field] == expected
-
-
-@pytest.mark.parametrize(("shape", "field"), [("skyrl", "advantage"), ("trl", "advantage"), ("areal", "advantage")])
-def test_other_shapes_have_one_advantage_a_row(corpus: Corpus, shape: str, field: str) -> None:
-    for row in corpus.given(shape=shape):
-        assert row[field] == corpus.turnlog(row["session_id"], row["segment"]).get("advantage")
-
-
 def experts(row: Row) -> np.ndarray[Any, Any]:
     found = np.frombuffer(base64.b64decode(row["routed_experts"]), row["dtype"]).reshape(row["shape"])
     assert row["row_start"] == 0
     return found
-
-
-@pytest.mark.parametrize("format", CONTAINERS)
-@pytest.mark.parametrize(
-    ("shape", "field", "dtype"),
-    [
-        ("miles", "rollout_routed_experts", "int32"),
-        ("slime", "rollout_routed_experts", "int32"),
-        ("verl", "routed_experts", "int16"),
-        ("skyrl", "rollout_expert_indices", "uint8"),
-    ],
-)
-def test_experts_have_a_row_for_every_token_but_the_last(
-    corpus: Corpus, shape: str, field: str, dtype: str, format: str
-) -> None:
-    rows = corpus.given(shape=shape, format=format)
-    assert len(rows) >= 6
-    for row in rows:
-        known = identity(shape, {name: loaded(value) for name, value in row.items()})
-        whole = corpus.turnlog(known["session_id"], known["segment"])
-        found = np.array([np.stack(list(one)) for one in row[field]])
-        if format in ("safetensors", "msgpack"):
-            assert found.dtype == dtype
-        assert found.shape == (len(whole["tokens"]) - 1, 4, 2)
-        assert np.array_equal(found, experts(whole))
-
-
-def loaded(value: Any) -> Any:
-    """Parquet has JSON as text."""
-    return json.loads(value) if isinstance(value, str) and value.startswith("{") else value
 
 
 def test_miles_has_the_positions_flat_where_their_dimensions_are_not_known(corpus: Corpus) -> None:
@@ -212,44 +155,24 @@ def test_miles_has_the_positions_flat_where_their_dimensions_are_not_known(corpu
     assert dimensions["last"] == 2
 
 
-@pytest.mark.parametrize("shape", ["slime", "verl", "skyrl", "prime-rl"])
-def test_without_asking_for_payloads_there_are_none(corpus: Corpus, shape: str) -> None:
-    name = {"slime": "rollout_routed_experts", "skyrl": "rollout_expert_indices"}.get(shape, "routed_experts")
-    rows = read("ndjson", corpus.get(shape=shape))
-    assert rows
-    assert {row[name] for row in rows} == {None}
-
-
+@pytest.mark.parametrize("truncate", ["turn", "token"])
 @pytest.mark.parametrize("shape", SINGLE)
-def test_max_seq_len_cuts_at_a_turn_in_every_shape(corpus: Corpus, shape: str) -> None:
+def test_max_seq_len_cuts_behind_a_turn_or_inside_one_in_every_shape(corpus: Corpus, shape: str, truncate: str) -> None:
     split = corpus.talks["split"].id
     first = corpus.turnlog(split, 0)
     limit = first["turns"][1]["end"] - 1
-    rows = [one for one in corpus.given(shape=shape, max_seq_len=limit) if identity(shape, one)["session_id"] == split]
-    cut = {identity(shape, row)["segment"]: row for row in rows}
-    tokens, mask, _ = parts(shape, cut[0])
-    end = first["turns"][0]["end"]
-    assert (tokens, mask) == (first["tokens"][:end], first["loss_mask"][:end])
-    assert identity(shape, cut[0])["status"] == "truncated"
-    whole = corpus.turnlog(split, 0, max_seq_len=limit)
-    assert np.array_equal(experts(whole), experts(first)[: end - 1])
-
-
-@pytest.mark.parametrize("shape", SINGLE)
-def test_a_cut_inside_a_turn_in_every_shape(corpus: Corpus, shape: str) -> None:
-    split = corpus.talks["split"].id
-    first = corpus.turnlog(split, 0)
-    limit = first["turns"][1]["end"] - 1
-    asked = {"max_seq_len": limit, "truncate": "token"}
+    end = first["turns"][0]["end"] if truncate == "turn" else limit
+    asked = {"max_seq_len": limit, "truncate": truncate}
     rows = [one for one in corpus.given(shape=shape, **asked) if identity(shape, one)["session_id"] == split]
     cut = {identity(shape, row)["segment"]: row for row in rows}[0]
     tokens, mask, logprobs = parts(shape, cut)
-    assert (tokens, mask) == (first["tokens"][:limit], first["loss_mask"][:limit])
-    assert np.allclose(logprobs, first["logprobs"][:limit])
+    assert (tokens, mask) == (first["tokens"][:end], first["loss_mask"][:end])
+    assert np.allclose(logprobs, first["logprobs"][:end])
     assert identity(shape, cut)["status"] == "truncated"
-    assert np.array_equal(experts(corpus.turnlog(split, 0, **asked)), experts(first)[: limit - 1])
-    assert corpus.turnlog(split, 0, **asked)["weight_versions"] == first["weight_versions"][:limit]
-    assert corpus.get(shape=shape, truncate="token") == corpus.get(shape=shape)
+    whole = corpus.turnlog(split, 0, **asked)
+    assert np.array_equal(experts(whole), experts(first)[: end - 1])
+    assert whole["weight_versions"] == first["weight_versions"][:end]
+    assert corpus.get(shape=shape, truncate=truncate) == corpus.get(shape=shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -280,30 +203,73 @@ def test_the_status_filter_is_the_rows(corpus: Corpus, shape: str, status: str) 
     assert {f"status is {one['status']}" for one in known if one["status"] != status} <= told
 
 
-def test_temperatures_are_those_of_the_turns(corpus: Corpus) -> None:
-    tools = corpus.talks["tools"].id
-    [row] = [row for row in corpus.given(shape="prime-rl") if row["session_id"] == tools]
-    first = corpus.turnlog(tools, 0)["turns"][0]["end"]
-    assert row["temperatures"] == [0.5] * first + [1.0] * (len(row["token_ids"]) - first)
-    assert (row["env_name"], row["trace_id"], row["branch_index"]) == ("sums", tools, 0)
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("query", "explain"), [({}, "true"), ({"status": "completed"}, "false"), ({"max_seq_len": 120}, "true")]
+)
+@pytest.mark.parametrize("shape", [*SHAPES, *DOCUMENTS])
+def test_every_rows_cursor_gives_what_is_behind_it(
+    corpus: Corpus, shape: str, query: dict[str, Any], explain: str
+) -> None:
+    chosen = {"format": shape} if shape in DOCUMENTS else {"shape": shape}
+    asked = {**chosen, **query, "explain": explain, "advantage": "grpo"}
+    whole = corpus.get(**asked).splitlines()
+    assert len(whole) > (shape != "atropos")
+    page, seen = {**asked, "limit": 1}, []
+    while lines := corpus.get(**page).splitlines():
+        seen += lines
+        assert len(lines) == 1
+        [row] = read("ndjson", lines[0])
+        page["cursor"] = cursor_of(shape, row)
+    assert seen == whole
+    for place in range(0, len(whole), 3):
+        [row] = read("ndjson", whole[place])
+        assert corpus.get(**{**asked, "cursor": cursor_of(shape, row)}).splitlines() == whole[place + 1 :]
 
 
-def test_names_that_trainers_have_of_their_own(corpus: Corpus) -> None:
-    """Slime's group, verl's uid, SkyRL's trajectory, AReaL's versions."""
-    split, named = corpus.talks["split"], corpus.talks["named"]
-    for row in corpus.given(shape="slime"):
-        known = row["metadata"]["turnlog"]
-        assert row["group_index"] == (7 if known.get("group_id") == "7" else None)
-        assert row["metadata"]["task"] == corpus.name_of(known["session_id"])
-    numbers = {
-        row["rollout_id"] for row in corpus.given(shape="slime") if row["metadata"]["turnlog"]["session_id"] == split.id
-    }
-    assert len(numbers) == 1
-    uids = {row["extra_fields"]["session_id"]: row["uid"] for row in corpus.given(shape="verl")}
-    assert (uids[split.id], uids[named.id]) == ("7", named.id)
-    skyrl = [row for row in corpus.given(shape="skyrl") if row["session_id"] == split.id]
-    assert [row["is_last_step"] for row in skyrl] == [False, True]
-    assert [row["trajectory_ids"] for row in skyrl] == [{"instance_id": "7", "repetition_id": 1}] * 2
-    areal = [row for row in corpus.given(shape="areal") if row["session_id"] == split.id]
-    for row in areal:
-        assert row["versions"] == [[3 if one else -1 for one in row["loss_mask"][0]]]
+def cursor_of(shape: str, row: Row) -> str:
+    if "excluded" in row:
+        found: str = row["cursor"]
+    else:
+        found = row["extra"]["cursor"] if shape == "atif" else identity(shape, row)["cursor"]
+    return found
+
+
+def test_atropos_has_a_whole_group_at_the_place_of_its_last_session(corpus: Corpus) -> None:
+    rows = corpus.given(shape="atropos", replay="false")
+    assert [row["group_id"] for row in rows] == [None, None, "7"]
+    members = ("tools", "split", "split", "cut", "last")
+    by_session = {corpus.talks[name].id: name for name in members}
+    whole = rows[-1]
+    assert [by_session[one] for one in whole["session_ids"]] == sorted(members, key=lambda n: corpus.talks[n].id)
+    for place, (session_id, segment) in enumerate(zip(whole["session_ids"], whole["segments"], strict=True)):
+        row = corpus.turnlog(session_id, segment)
+        mask = row["loss_mask"]
+        assert whole["tokens"][place] == row["tokens"]
+        assert whole["masks"][place] == [t if m else -100 for t, m in zip(row["tokens"], mask, strict=True)]
+        assert whole["inference_logprobs"][place] == [
+            one if m else 1.0 for one, m in zip(row["logprobs"], mask, strict=True)
+        ]
+        assert whole["advantages"][place] == [row["advantage"] if m else 0.0 for m in mask]
+        assert (whole["scores"][place], whole["statuses"][place]) == (row["reward"], row["status"])
+    assert corpus.left_out(shape="atropos") != []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("format", CONTAINERS)
+def test_an_empty_export_is_a_readable_file(corpus: Corpus, format: str) -> None:
+    for shape in SHAPES:
+        for explain in ("true", "false"):
+            query = {"format": format, "shape": shape, "session_id": "nobody", "explain": explain}
+            response = corpus.stand.http.get("/export", params=query)
+            assert response.status_code == 200
+            assert read(format, response.content) == []
+            assert "x-turnlog-next-cursor" in response.headers
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("format", [*CONTAINERS, *DOCUMENTS])
+def test_what_only_explain_would_give_is_an_empty_file(corpus: Corpus, format: str) -> None:
+    assert read(format, corpus.get(format=format, session_id=corpus.talks["empty"].id)) == []
+    [row] = read(format, corpus.get(format=format, session_id=corpus.talks["empty"].id, explain="true"))
+    assert row["excluded"] == "no committed turn"

@@ -54,7 +54,10 @@ def engine() -> Iterator[str]:
         yield simulator.base_url
 
 
-@pytest.mark.parametrize("gone", [*((name, *NEEDED_BY.get(name, ())) for name in FEATURES), FEATURES], ids="-".join)
+EACH = [pytest.param((name, *NEEDED_BY.get(name, ())), marks=pytest.mark.long, id=name) for name in FEATURES]
+
+
+@pytest.mark.parametrize("gone", [*EACH, pytest.param(FEATURES, id="all")])
 def test_the_kernel_works_without(gone: tuple[str, ...], tmp_path: Path, engine: str) -> None:
     place = Place(tmp_path)
     with place.database() as url:

@@ -125,35 +125,6 @@ def test_only_complete_groups_are_given(swept: Stand) -> None:
     assert ids(ask(swept, "trainer", attempts=2)) == [group]
 
 
-def test_groups_come_in_the_order_of_completion_and_to_one_consumer_each(swept: Stand) -> None:
-    made = [a_group(swept) for _ in range(5)]
-    assert ids(ask(swept, "one", 2)) == made[:2]
-    assert ids(ask(swept, "other", 2)) == made[2:4]
-    left = ask(swept, "third", 9, explain=True)
-    assert ids(left) == made[4:]
-    held = {**dict.fromkeys(made[:2], "leased to one"), **dict.fromkeys(made[2:4], "leased to other")}
-    assert reasons(left).items() >= held.items()
-
-
-def test_a_consumer_that_restarts_gets_exactly_what_it_has_not_acknowledged(swept: Stand) -> None:
-    made = [a_group(swept) for _ in range(5)]
-    assert ids(ask(swept, "trainer", 3)) == made[:3]
-    assert ack(swept, "trainer", made[1])["acknowledged"] == [made[1]]
-    again = ask(swept, "trainer", 2)
-    assert ids(again) == [made[0], made[2]]
-    assert [line["handed_out"] for line in again] == [2, 2]
-    assert ids(ask(swept, "trainer", 9)) == [made[0], made[2], made[3], made[4]]
-    assert ack(swept, "trainer", *made)["already"] == [made[1]]
-    assert ask(swept, "trainer", 9) == []
-
-
-def test_prefetching_gives_new_groups_only(swept: Stand) -> None:
-    made = [a_group(swept) for _ in range(3)]
-    assert [ids(ask(swept, "trainer", new_only=True)) for _ in range(4)] == [[made[0]], [made[1]], [made[2]], []]
-    expire(swept)
-    assert ids(ask(swept, "trainer", 9, new_only=True)) == made
-
-
 def test_what_is_not_acknowledged_in_time_goes_to_whoever_asks(swept: Stand) -> None:
     made = [a_group(swept) for _ in range(2)]
     assert ids(ask(swept, "dead", 2)) == made
@@ -168,24 +139,6 @@ def test_what_is_not_acknowledged_in_time_goes_to_whoever_asks(swept: Stand) -> 
         "not_leased": [],
         "unknown": ["nonsense"],
     }
-
-
-def test_a_lease_ends_by_the_clock(swept: Stand) -> None:
-    group = a_group(swept)
-    assert ids(ask(swept, "dead", lease_s=1)) == [group]
-    assert ids(ask(swept, "alive")) == []
-    until(lambda: ids(ask(swept, "alive")) == [group])
-
-
-def test_leases_and_acknowledgements_outlive_kill_9(swept: Stand) -> None:
-    made = [a_group(swept) for _ in range(3)]
-    assert ids(ask(swept, "trainer", 2)) == made[:2]
-    ack(swept, "trainer", made[0])
-    swept.server.kill()
-    swept.server.start()
-    assert ids(ask(swept, "other", 9)) == made[2:]
-    assert ids(ask(swept, "trainer", 9)) == [made[1]]
-    assert problems(swept) == []
 
 
 def test_an_erased_session_is_named_and_the_others_are_given(swept: Stand) -> None:

@@ -82,46 +82,13 @@ def test_flat_rows_are_in_samples_and_exports(line: tuple[Recorded, tuple[int, .
     assert problems(server.stand) == []
 
 
-def test_flat_rows_share_their_chunks(line: tuple[Recorded, tuple[int, ...]]) -> None:
-    server, _ = line
-    talk = server.talk(retain="all")
-    whole(server, talk, *(f"A longer question, so that chunks are not joined: number {n} " * 40 for n in range(3)))
-    experts = [next(one for one in turn["payloads"] if one["kind"] == EXPERTS) for turn in talk.committed()]
-    assert [one.get("shared", 0) > 0 for one in experts] == [False, True, True]
-
-
-def test_a_session_goes_on_where_a_row_has_another_size(line: tuple[Recorded, tuple[int, ...]]) -> None:
-    """The engine has another model now: nothing is shared, and the rows before are not mixed with the new ones."""
-    server, row = line
-    talk = server.talk(retain="all")
-    before = whole(server, talk, "One")
-    talk.say("Two", sim={"experts": {"top_k": 3}})
-    one, two = fetched(talk, 1), fetched(talk, 2)
-    assert np.array_equal(one.rows, before)
-    wider = (12,) if len(row) == 1 else (4, 3)
-    assert two.shape[1:] == list(wider)
-    assert two.start + two.shape[0] == len(talk.rows()[0]["tokens"]) - 1
-    payload = next(one for one in talk.committed()[-1]["payloads"] if one["kind"] == EXPERTS)
-    assert payload.get("shared", 0) == 0
-    body = server.stand.http.post(f"{talk.path}/samples", json={}).content
-    tensors = safetensors.numpy.load(body)
-    if two.start:
-        missing = json.loads(tensors["_samples_meta"].tobytes())["samples"][0]["metadata"]["turnlog"]
-        assert missing["routed_experts_missing"].startswith(f"rows {two.start} to ")
-    else:
-        assert tensors["rollout_routed_experts.0"].shape[1:] == wider
-    assert problems(server.stand) == []
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("environment", "warned"),
     [
         (REPLAY, True),
-        ({"TURNLOG_REPLAY": "indexer_topk"}, False),
         ({**REPLAY, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}, False),
         ({**REPLAY, "TURNLOG_UPSTREAM_DIALECT": "vllm"}, False),
-        ({}, False),
     ],
 )
 def test_a_server_says_that_rows_will_be_flat(

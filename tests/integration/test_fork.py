@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import threading
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,8 +10,8 @@ import httpx
 import pytest
 
 from integration.places import Places
-from integration.routing import BOTH, KINDS, problems
-from integration.stand import WEATHER, Stand, Talk, error_of, serving, until, user
+from integration.routing import BOTH, problems
+from integration.stand import WEATHER, Stand, Talk, error_of, serving
 from integration.tito import sent_ids
 from ops.simulator.process import SimulatorProcess
 from turnlog.client.samples import parse
@@ -96,15 +94,6 @@ def test_forks_begin_with_their_parents_tokens_and_train_only_their_own(used: St
     assert "forked_from" not in source.state()["session"]
 
 
-def test_with_parent_loss_the_copied_turns_are_trained_too(used: Stand) -> None:
-    source = said(used, "One", "Two")
-    [fork] = forks(used, source, turn=2, parent_loss=True, metadata={"snapshot": "s-1"}, group_id="other")
-    [own], [row] = fork.rows(), source.rows()
-    assert own["loss_mask"] == own["sampled_mask"] == row["loss_mask"]
-    assert (own["metadata"], own["group_id"]) == ({"snapshot": "s-1"}, "other")
-    assert len(fork.rows(shape="slime")) == 1
-
-
 def test_a_row_that_only_repeats_is_in_no_trainers_file(used: Stand) -> None:
     source = said(used, "One")
     [fork] = forks(used, source, turn=1)
@@ -112,81 +101,6 @@ def test_a_row_that_only_repeats_is_in_no_trainers_file(used: Stand) -> None:
     [told] = fork.rows(shape="slime", explain="true")
     assert told["excluded"] == "every sampled token is in another session's loss"
     assert not any(fork.rows()[0]["loss_mask"])
-
-
-def test_each_sampled_token_is_in_one_rows_loss_through_forks_of_forks(used: Stand) -> None:
-    source = said(used, *FOUR)
-    members, sampled = [source], sum(event["output_tokens"] for event in source.committed())
-    for turn, parent in ((3, source), (2, source)):
-        for fork in forks(used, parent, turn=turn, count=2):
-            go_on(fork, parent, turn, "Else")
-            members.append(fork)
-            sampled += fork.committed()[-1]["output_tokens"]
-    [child] = forks(used, members[1], turn=4)
-    go_on(child, members[1], 4, "On")
-    sampled += child.committed()[-1]["output_tokens"]
-    rows = [row for talk in [*members, child] for row in talk.rows()]
-    assert len(rows) == 6
-    assert sum(sum(row["loss_mask"]) for row in rows) == sampled
-    assert child.rows()[0]["tokens"][: len(members[1].rows()[0]["tokens"])] == members[1].rows()[0]["tokens"]
-
-
-@pytest.mark.parametrize("turn", [1, 2, 3])
-def test_replay_rows_are_those_that_the_source_can_still_read(used: Stand, turn: int) -> None:
-    """The window is 1: the source keeps the payloads of its turns 2 and 3."""
-    source = said(used, "One", "Two", "Three")
-    kept = [event for event in used.http.get(f"{source.path}/events").text.splitlines() if "Tombstoned" in event]
-    assert len(kept) == 1
-    [fork] = forks(used, source, turn=turn)
-    [own], [row] = fork.rows(replay="true"), source.rows(replay="true")
-    if turn == 1:
-        assert (own["routed_experts"], own["tombstoned"]) == (None, list(KINDS))
-    else:
-        assert own["tombstoned"] == []
-        bytes_each = len(base64.b64decode(row["routed_experts"])) // row["rows"]
-        theirs = base64.b64decode(row["routed_experts"])[: own["rows"] * bytes_each]
-        assert base64.b64decode(own["routed_experts"]) == theirs
-        assert own["rows"] == len(own["tokens"]) - 1 - own["row_start"]
-    go_on(fork, source, turn, "On")
-    [later] = fork.rows(replay="true")
-    assert later["rows"] == len(later["tokens"]) - 1 - later["row_start"]
-
-
-def test_a_rolled_back_turn_can_be_forked_from(used: Stand) -> None:
-    source = said(used, "One", "Two")
-    kept = list(source.messages)
-    source.messages = kept[:2]
-    say(source, "Two, otherwise")
-    [fork] = forks(used, source, turn=2)
-    assert fork.rows()[0]["turns"][1]["turn"] == 2
-    fork.messages = kept
-    say(fork, "Three")
-    assert [message["content"] for message in fork.rows()[0]["messages"]][:4] == [one["content"] for one in kept]
-    [later] = forks(used, source, turn=3)
-    assert [event["turn"] for event in later.committed()] == [1, 2]
-    assert later.rows()[0]["tokens"] == source.rows()[0]["tokens"]
-
-
-def test_a_later_branch_is_forked_into_a_session_of_one_branch(used: Stand) -> None:
-    """`ops.verify` finds nothing in it."""
-    source = said(used, "One", history="tree")
-    source.messages = []
-    say(source, "Another beginning")
-    assert [event["branch"] for event in source.committed()] == [0, 1]
-    [fork] = forks(used, source, turn=2)
-    assert [event["segment"] for event in fork.committed()] == [0]
-    assert problems(used) == []
-
-
-def test_a_fork_rolls_back_and_diverges_as_any_session(used: Stand) -> None:
-    source = said(used, "One", "Two")
-    [fork] = forks(used, source, turn=2)
-    fork.messages = source.messages[:2]
-    reply = fork.chat([*fork.messages, user("Two, otherwise")], tools=[WEATHER], sim={"tool_calls": False})
-    assert (reply.status_code, reply.headers["x-turnlog-rolled-back"]) == (200, "1")
-    assert error_of(fork.chat([user("Nothing of this")]))[1] == "history_mismatch"
-    [excluded] = [row for row in fork.rows(explain="true") if row.get("excluded")]
-    assert (excluded["turn"], excluded["excluded"]) == (2, "rolled back")
 
 
 def test_a_closed_session_is_forked_and_neither_takes_the_other_along(used: Stand) -> None:
@@ -202,42 +116,6 @@ def test_a_closed_session_is_forked_and_neither_takes_the_other_along(used: Stan
     assert (own["tokens"], own["routed_experts"]) == (rows[0]["tokens"], rows[0]["routed_experts"])
     second.messages = source.messages
     say(second, "Three")
-
-
-def test_a_turn_in_flight_at_the_source_is_not_disturbed(used: Stand) -> None:
-    source = said(used, "One")
-    waiting = used.meanwhile(source.say, "Two", tools=[WEATHER], sim={"tool_calls": False, "latency_s": 3})
-    used.until_generating(source, 2)
-    assert error_of(ask(used, source, turn=2)) == (404, "not_found")
-    [fork] = forks(used, source, turn=1)
-    go_on(fork, source, 1, "Else")
-    assert not waiting.done()
-    assert waiting.result().status_code == 200
-    say(source, "Three")
-    assert len(source.committed()) == 3
-
-
-def test_forks_while_the_source_takes_turns_and_frees_payloads(used: Stand) -> None:
-    source, enough = said(used, "One"), threading.Event()
-
-    def talking() -> None:
-        while not enough.is_set():
-            say(source, f"Turn {len(source.messages)}")
-
-    waiting = used.meanwhile(talking)
-    made: list[Talk] = []
-    try:
-        for number in range(5):
-            until(lambda: len(source.committed()) > number)  # noqa: B023
-            made += forks(used, source, turn=source.committed()[-1]["turn"], count=3)
-    finally:
-        enough.set()
-        waiting.result()
-    [row] = source.rows()
-    for fork in made:
-        [own] = fork.rows(replay="true")
-        assert own["tokens"] == row["tokens"][: len(own["tokens"])]
-        assert own["tombstoned"] == [] or own["routed_experts"] is None
 
 
 def test_the_same_key_makes_the_same_sessions_once(used: Stand) -> None:
@@ -334,22 +212,6 @@ def test_with_ids_a_fork_continues_its_parents(tito: Stand) -> None:
     assert fork.state()["metadata"]["tito_session_mismatch"] == []
     [record] = fork.state()["records"][2:]
     assert record["request"]["input_ids"] == prompt
-
-
-def test_a_restarted_server_reads_a_fork_from_its_log(sglang: SimulatorProcess, places: Places) -> None:
-    with serving(places.new("forked"), sglang.base_url) as stand:
-        source = said(stand, "One", "Two")
-        [fork] = forks(stand, source, turn=2)
-        row = fork.rows()
-        go_on(fork, source, 2, "Three")
-        stand.server.stop()
-        stand.server.start()
-        assert fork.rows()[0]["tokens"][: len(row[0]["tokens"])] == row[0]["tokens"]
-        say(fork, "Four")
-        assert fork.committed()[3]["base_tokens"] == len(fork.rows()[0]["tokens"]) - sum(
-            fork.committed()[3][name] for name in ("suffix_tokens", "output_tokens")
-        )
-        assert problems(stand) == []
 
 
 def test_the_page_says_where_a_session_was_forked_from(used: Stand) -> None:

@@ -120,15 +120,3 @@ def test_a_reset_makes_a_delivery_unknown(
     cut(stand, talk, goes_on=goes_on)
     again = stand.http.post(talk.chat_path, content=request(talk).partition(b"\r\n\r\n")[2], headers=headers)
     assert (again.status_code, again.headers["x-turnlog-turn"]) == (200, turn)
-
-
-def test_a_reply_that_was_given_again_may_be_cut_again(stand: Stand) -> None:
-    """And another process is told."""
-    talk = stand.talk(history="tree")
-    cut(stand, talk)
-    cut(stand, talk, RETRY)
-    until(lambda: any(event.get("is_unknown") for event in talk.events()))
-    body = request(talk).partition(b"\r\n\r\n")[2]
-    again = [stand.http.post(talk.chat_path, content=body, headers=headers) for headers in (RETRY, {})]
-    assert [reply.headers["x-turnlog-turn"] for reply in again] == ["1", "2"]
-    assert talk.generations() == 2

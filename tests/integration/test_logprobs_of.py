@@ -20,7 +20,6 @@ def said(stand: Stand) -> str | None:
     [
         pytest.param(["--dialect", "vllm", "--logprobs-mode", "processed_logprobs"], None, "processed", id="vllm says"),
         pytest.param(["--dialect", "vllm", "--logprobs-mode", "raw_logprobs"], "scaled", "raw", id="said before set"),
-        pytest.param(["--dialect", "vllm", "--logprobs-mode", "raw_logits"], None, "logits", id="no logprobs"),
         pytest.param(["--dialect", "vllm"], "raw", "raw", id="vllm without dev mode"),
         pytest.param(["--dialect", "vllm"], None, None, id="nobody says"),
         pytest.param([], "scaled", "scaled", id="sglang"),

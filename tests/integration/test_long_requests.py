@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -127,82 +127,3 @@ def test_what_follows_a_known_history_is_checked(stand: Stand, name: str) -> Non
     assert refused.status_code == 400
     assert refused.json()["error"]["message"] == unknown.json()["error"]["message"]
     replied(send(stand, talk, asked))
-
-
-def test_agents_of_a_tree_that_take_turns(stand: Stand) -> None:
-    """Each continues its own long conversation; samples of one prompt are siblings."""
-    talk = stand.talk(history="tree")
-    agents = {name: [{"role": "system", "content": f"{LONG} {name}"}] for name in ("a", "b", "c")}
-    for place in range(3):
-        for name, messages in agents.items():
-            messages.append(user(f"question {place}"))
-            bodies = [compact(messages)] * (2 if name == "b" else 1)
-            messages.append([replied(send(stand, talk, body, {"x-turnlog-agent-id": name})) for body in bodies][-1])
-    turns = talk.tree()["turns"]
-    assert len(turns) == 12
-    assert sorted(turn["parent"] for turn in turns if turn["agent_id"] == "a")[0] == 0
-    assert [len(row["messages"]) for row in talk.rows()] == [7, 7, 7, 7]
-
-
-def test_a_stream_of_a_known_history(stand: Stand) -> None:
-    talk, messages = long_talk(stand)
-    reply = send(stand, talk, compact([*messages, user("last")], stream=True))
-    assert reply.headers["content-type"].startswith("text/event-stream")
-    assert reply.text.rstrip().endswith("data: [DONE]")
-
-
-def as_claude_code(talk: list[dict[str, Any]]) -> str:
-    """A Messages request that marks its last two messages for the cache, so that their bytes change with each one."""
-    marked = [dict(one) for one in talk]
-    for one in marked[-2:]:
-        one["content"] = [*one["content"][:-1], {**one["content"][-1], "cache_control": {"type": "ephemeral"}}]
-    return json.dumps({"model": "m", "messages": marked, "system": "be brief", "max_tokens": 64})
-
-
-def as_codex(talk: list[dict[str, Any]]) -> str:
-    return json.dumps({"model": "m", "instructions": "be brief", "input": talk, "store": False})
-
-
-def block(role: str, value: str) -> dict[str, Any]:
-    return {"role": role, "content": [{"type": "text", "text": value}]}
-
-
-def item(role: str, value: str) -> dict[str, Any]:
-    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": value}]}
-
-
-@pytest.mark.parametrize(
-    ("route", "spelled", "said", "added"),
-    [
-        ("/v1/messages", as_claude_code, block, lambda reply: [{"role": "assistant", "content": reply["content"]}]),
-        ("/v1/responses", as_codex, item, lambda reply: reply["output"]),
-    ],
-    ids=["messages", "responses"],
-)
-def test_translated_requests_whose_history_is_known(
-    stand: Stand,
-    route: str,
-    spelled: Callable[[list[dict[str, Any]]], str],
-    said: Callable[[str, str], dict[str, Any]],
-    added: Callable[[dict[str, Any]], list[dict[str, Any]]],
-) -> None:
-    """Each turn continues the last one, and the engine gets its whole history; a sibling attaches where it belongs."""
-    talk = stand.talk()
-    path = f"{talk.path}{route}"
-    told = [said("user", LONG), *added(stand.http.post(path, content=spelled([said("user", LONG)])).json())]
-    for place in range(4):
-        told.append(said("user", f"question {place}"))
-        reply = stand.http.post(path, content=spelled(told))
-        assert reply.status_code == 200, reply.text
-        told += added(reply.json())
-    sent = stand.engine_requests(talk.id)[-1]["body"]["messages"]
-    assert [one["role"] for one in sent] == ["system", "user", *["assistant", "user"] * 4]
-    assert (sent[1]["content"], sent[-1]["content"]) == (LONG, "question 3")
-    assert stand.http.post(path, content=spelled([*told[:-2], said("user", "another")])).status_code == 200
-    turns = talk.tree()["turns"]
-    assert [turn["parent"] for turn in turns] == [0, 1, 2, 3, 4, 4]
-    assert talk.committed()[-2]["base_messages"] == 9
-    refused = stand.http.post(path, content=spelled([*told, said("nobody", "x")]))
-    unknown = stand.http.post(f"{stand.talk().path}{route}", content=spelled([*told, said("nobody", "x")]))
-    assert (refused.status_code, unknown.status_code) == (400, 400)
-    assert refused.json()["error"]["message"] == unknown.json()["error"]["message"]

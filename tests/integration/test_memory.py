@@ -19,10 +19,10 @@ from tests.tools import hostile
 
 pytestmark = pytest.mark.long
 
-SIZE = 2 << 20
+SIZE = 1 << 20
 """Of a refused body: much more than what a request leaves behind in caches and counters."""
 
-SESSIONS = 100
+SESSIONS = 60
 
 LEFT = 1000
 """Bytes that a session may leave: about 200 were measured, of them 63 in pydantic-core's cache of strings, which is

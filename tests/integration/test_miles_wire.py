@@ -43,8 +43,10 @@ def collected(stand: Stand, talk: Talk, **body: Any) -> tuple[dict[str, np.ndarr
     return samples_of(stand.http.post(f"{talk.path}/samples", json={"max_seq_len": None, **body}))
 
 
-@pytest.mark.parametrize("protocol", ["chat", "messages"])
-@pytest.mark.parametrize("evaluation", [{}, {"evaluation": False}, {"evaluation": True}])
+@pytest.mark.parametrize(
+    ("protocol", "evaluation"),
+    [("chat", {}), ("messages", {"evaluation": False}), ("chat", {"evaluation": True}), ("messages", {})],
+)
 def test_a_creations_sampling_fills_what_a_request_leaves_out(
     stand: Stand, protocol: str, evaluation: dict[str, Any]
 ) -> None:
@@ -152,8 +154,9 @@ def test_an_evaluation_asks_for_no_replay_payloads_and_keeps_none(replaying: Sta
     assert judged.state()["records"][0]["response"]["choices"][0]["meta_info"]["routed_experts"] is None
 
 
-@pytest.mark.parametrize("evaluation", [True, False])
-@pytest.mark.parametrize("field", ["input_ids", "routed_experts_start_len", "kv_transfer_params"])
+@pytest.mark.parametrize(
+    ("field", "evaluation"), [("input_ids", True), ("routed_experts_start_len", False), ("kv_transfer_params", False)]
+)
 def test_ids_and_rows_are_the_servers_to_set(replaying: Stand, field: str, evaluation: bool) -> None:
     talk = replaying.talk(evaluation=evaluation)
     values = {"input_ids": [1, 2], "routed_experts_start_len": 0, "kv_transfer_params": {"prompt_token_ids": [1, 2]}}
@@ -205,8 +208,7 @@ def test_weight_versions_are_spans_in_the_newer_wire(replaying: Stand, evaluatio
         assert sample["weight_versions"] == ["4", "4", "5"]
 
 
-@pytest.mark.parametrize("given", [{}, {"evaluation": False}])
-@pytest.mark.parametrize("history", ["linear", "tree"])
+@pytest.mark.parametrize(("given", "history"), [({}, "linear"), ({"evaluation": False}, "tree")])
 def test_what_an_agent_returned_survives_its_driver(tito: Stand, history: str, given: dict[str, Any]) -> None:
     """Both drivers: one sends what the agent returned, the other writes `session_metadata` over it."""
     talk = tito.talk(history=history, attempt=3, group_id="g", **given)

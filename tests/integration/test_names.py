@@ -245,12 +245,3 @@ def test_a_token_is_that_of_one_generation(places: Places, sglang: SimulatorProc
             assert error_of(first.ask("POST", path, json=body, headers=named)) == (404, "session_closed")
         listed = guarded.admin.get("/sessions", params={"name": "name"}).json()["sessions"]
         assert sorted((one["generation"], one["turns"]) for one in listed) == [(1, 0), (2, 1)]
-
-
-def test_racing_first_requests_begin_one_session(stand: Stand) -> None:
-    named = Named(stand)
-    for number in (1, 2, 3):
-        waits = [stand.meanwhile(named.chat, f"Racer {racer}") for racer in range(8)]
-        assert {wait.result().status_code for wait in waits} == {200}
-        assert named.generations()[-1] == (number, "open", 8)
-        named.finish()

@@ -20,9 +20,6 @@ def test_a_pretty_printed_request_gives_one_line_in_the_export(stand: Stand) -> 
     assert row["messages"][0] == user("Hello")
 
 
-HALF = r"a\ud83d b"
-"""As JavaScript writes a text that was cut within a character."""
-
 MARK = b"\xef\xbb\xbf"
 
 

@@ -175,8 +175,9 @@ PREFILL: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("history", ["linear", "tree"])
-@pytest.mark.parametrize("protocol", PREFILL)
+@pytest.mark.parametrize(
+    ("protocol", "history"), [("chat", "linear"), ("chat", "tree"), ("messages", "tree"), ("responses", "linear")]
+)
 def test_a_reply_that_its_client_begins_is_one_message_with_the_rest(stand: Stand, protocol: str, history: str) -> None:
     talk = stand.talk(protocol, history=history)
     talk.say("One", sim=PLAIN)

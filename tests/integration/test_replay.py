@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.answering import Answer, Answering
-from helpers.looking import change
 from helpers.replies import sglang as sglang_reply
 from helpers.replies import vllm as vllm_reply
 
@@ -32,7 +31,7 @@ from integration.routing import (
     session_of,
     tokens_in,
 )
-from integration.stand import WEATHER, error_of, serving, until, user
+from integration.stand import WEATHER, error_of, serving, user
 from ops.simulator.process import SimulatorProcess
 
 POOL = {"TURNLOG_INLINE_MAX_BYTES": "0", "TURNLOG_WORKERS": "1"}
@@ -142,55 +141,6 @@ def test_a_rollback_keeps_the_rows_of_what_is_live(line: Recorded, window: int) 
     assert problems(line.stand) == []
 
 
-def test_retain_all_keeps_every_payload(line: Recorded) -> None:
-    talk = line.talk(retain="all", rollback_window=0)
-    sent = [say(line, talk, text) for text in ("One", "Two", "Three")]
-    for turn, body in enumerate(sent, 1):
-        assert np.array_equal(fetched(talk, turn).rows, rows_in(body))
-    assert "BlobsTombstoned" not in talk.types()
-
-
-def test_a_conversation_writes_its_rows_about_once(line: Recorded) -> None:
-    talk = line.talk()
-    for number in range(12):
-        say(line, talk, f"Question {number}")
-    chunks = [chunk for event in talk.committed() for one in event["payloads"] for chunk in one["chunks"]]
-    live = sum(fetched(talk, 12, one["kind"]).rows.size for one in talk.committed()[-1]["payloads"])
-    assert sum(chunk[5] for chunk in chunks) < 8 * live
-    assert problems(line.stand) == []
-
-
-def test_what_a_session_that_is_read_again_needs_is_in_the_store(line: Recorded) -> None:
-    """The folded state comes from the log alone."""
-    talk = line.talk()
-    sent = [say(line, talk, text) for text in ("One", "Two")]
-    line.stand.server.kill()
-    line.stand.server.start()
-    for turn, body in enumerate(sent, 1):
-        assert np.array_equal(fetched(talk, turn).rows, rows_in(body))
-    third = say(line, talk, "Three")
-    assert np.array_equal(fetched(talk, 3).rows, rows_in(third))
-    assert error_of(fetch(talk, 1))[0] == 410
-
-
-def test_a_damaged_chunk_makes_its_session_unreadable_and_no_other(line: Recorded) -> None:
-    talk, other = line.talk(), line.talk()
-    for one in (talk, other):
-        say(line, one, "One")
-    damage = "UPDATE chunks SET data = :damaged, location = NULL WHERE session_id = :id AND number = 0"
-    assert change(line.stand.url, damage, damaged=b"\0", id=talk.id) == 1
-    assert error_of(fetch(talk, 1)) == (500, "session_unreadable")
-    assert fetched(other, 1).rows.size
-    assert error_of(line.stand.http.get(talk.path)) == (500, "session_unreadable")
-    assert line.stand.http.get(other.path).status_code == 200
-    talk.say("Going on")
-    assert [problem for problem in problems(line.stand) if talk.id not in problem] == []
-    assert problems(line.stand)
-    line.stand.http.delete(talk.path)
-    until(lambda: line.stand.http.delete(talk.path, params={"erase": "true"}).status_code == 204)
-    assert problems(line.stand) == []
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_what_comes_unasked_is_kept(plain: Recorded, nested: bool) -> None:
     wish = {"experts": {"unasked": True, "nested": nested, "experts": 300}, "indexer_topk": {"nested": nested}}
@@ -275,14 +225,6 @@ def test_new_rows_only_are_asked_for_and_all_are_kept(patches: Recorded) -> None
     assert problems(patches.stand) == []
 
 
-def test_a_retry_of_a_turn_with_new_rows_only_gets_the_same_bytes(patches: Recorded) -> None:
-    talk = patches.talk()
-    talk.say("One")
-    sent, key = [*talk.messages, user("Two")], {"idempotency-key": "k"}
-    one, again = (talk.chat(sent, headers=key, return_routed_experts=True) for _ in range(2))
-    assert one.content == again.content == patches.sent
-
-
 def test_rows_behind_a_drift_begin_at_the_first_one_sent(patches: Recorded) -> None:
     """Tools stand at the beginning of the prompt, so it does not continue the tokens before."""
     talk = patches.talk()
@@ -324,3 +266,26 @@ def test_rows_that_were_tombstoned_are_asked_for_again(patches: Recorded) -> Non
     assert error_of(fetch(talk, 1))[0] == 410
     assert fetched(talk, 2).start == 0
     assert fetched(talk, 2).shape[0] == tokens_in(patches.sent) - 1
+
+
+def test_completions_have_routed_experts_and_no_indexer(sglang: SimulatorProcess, places: Places) -> None:
+    with serving(places.new("completions"), sglang.base_url, environment=BOTH) as replaying:
+        talk = replaying.talk()
+        text = "Once"
+        for _ in range(3):
+            body = {"model": "simulator", "prompt": text, "max_tokens": 6}
+            response = replaying.http.post(f"{talk.path}/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            text += response.json()["choices"][0]["text"] + " and"
+        found = [replaying.http.get(f"{talk.path}/turns/{turn}/routed_experts").status_code for turn in (1, 2, 3)]
+        assert found == [410, 200, 200]
+        assert replaying.http.get(f"{talk.path}/turns/3/indexer_topk").status_code == 404
+        sent = replaying.engine_requests(talk.id, "/v1/completions")[-1]["body"]
+        assert sent["return_routed_experts"] is True
+        assert "return_indexer_topk" not in sent
+        asked = replaying.talk()
+        body = {"model": "simulator", "prompt": "Once", "max_tokens": 6, "return_routed_experts": True}
+        response = replaying.http.post(f"{asked.path}/v1/completions", json=body)
+        assert isinstance(response.json()["sglext"]["routed_experts"], str)
+        [record] = asked.state()["records"]
+        assert record["response"] == response.json()

@@ -12,7 +12,7 @@ import pytest
 
 from integration.places import Places
 from integration.routing import BOTH, EXPERTS, KINDS, POSITIONS, Recorded, Rows, Session, recorded, rows_in, session_of
-from integration.stand import WEATHER, Stand, user
+from integration.stand import WEATHER, Stand
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
@@ -134,23 +134,6 @@ def test_a_cut_at_any_turn_gives_the_same_rows(line: Recorded) -> None:
     assert exported(window_of, max_seq_len=ends[0] - 1) == []
 
 
-def test_a_rollback_exports_the_rows_of_what_is_live(line: Recorded) -> None:
-    made = []
-    for retain in ("window", "all"):
-        shared_start(line)
-        talk = line.talk(retain=retain, rollback_window=2)
-        for text in ("One", "Two", "Three"):
-            talk.say(text)
-        talk.messages = talk.messages[:2]
-        talk.say("Instead", return_routed_experts=True)
-        made.append(exported(talk))
-        [row] = made[-1]
-        assert [span["turn"] for span in row["turns"]] == [1, 4]
-        sent = rows_sent(line.sent)
-        assert np.array_equal(decoded(row)[-len(sent) :], sent)
-    assert payloads(made[0]) == payloads(made[1])
-
-
 def two_segments(line: Recorded, retain: str) -> Session:
     """The second segment begins where tools change the prompt's beginning."""
     shared_start(line)
@@ -199,14 +182,6 @@ def test_a_closed_session_is_exported_with_its_rows(line: Recorded) -> None:
     assert payloads([row]) == before
     line.stand.http.delete(talk.path, params={"erase": "true"})
     assert exported(talk) == []
-
-
-def test_a_reply_of_no_tokens_has_the_prompts_rows(line: Recorded) -> None:
-    talk = line.talk()
-    assert talk.chat([user("Hello")], sim={"completion_tokens": 1, "finish_reason": "abort"}).status_code == 200
-    [row] = exported(talk)
-    assert (row["response_length"], row["status"]) == (0, "aborted")
-    assert np.array_equal(decoded(row), rows_in(line.sent))
 
 
 def test_a_session_without_payloads_has_empty_fields(shared: Stand) -> None:

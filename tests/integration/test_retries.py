@@ -86,35 +86,6 @@ def test_a_retry_with_another_body_does_not_join(stand: Stand) -> None:
     assert call.result().status_code == 200
 
 
-def test_a_retry_of_a_turn_that_failed_generates(stand: Stand) -> None:
-    talk = stand.talk()
-    stand.sim.post("/sim/faults", json={"fault": "status_500"})
-    assert talk.chat([user("Hello")], headers=KEY).status_code == 500
-    assert talk.chat([user("Hello")], headers=KEY).status_code == 200
-    assert len(talk.committed()) == 1
-
-
-def test_a_retry_that_joined_a_turn_that_then_failed_generates(stand: Stand) -> None:
-    talk = stand.talk()
-    stand.sim.post("/sim/faults", json={"fault": "not_json"})
-    calls = []
-    for _ in range(2):
-        calls.append(stand.meanwhile(talk.chat, [user("Slow")], headers=KEY, sim={"latency_s": 1.0}))
-        stand.until_generating(talk)
-    assert [call.result().status_code for call in calls] == [502, 200]
-    assert (talk.generations(), len(talk.committed())) == (2, 1)
-
-
-def test_a_retried_rollback_rolls_back_once(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("One")
-    talk.say("Two")
-    sent = [*talk.messages[:2], user("Instead")]
-    replies = [talk.chat(sent, headers=KEY) for _ in range(2)]
-    assert replies[0].content == replies[1].content
-    assert talk.types().count("RolledBack") == 1
-
-
 def test_a_retry_of_a_stream_is_a_stream_of_the_same_turn(stand: Stand) -> None:
     talk = stand.talk()
     replies = [talk.chat([user("Hello")], headers=KEY, stream=True) for _ in range(2)]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from integration.places import Places
-from integration.stand import Message, Stand, Talk, error_of, standing, user
+from integration.stand import Message, Stand, Talk, standing, user
 from integration.tito import require_consistent, require_sound
 
 OPENED = "<think>\nhm\n</think>\n\nHi there"
@@ -74,12 +74,6 @@ def own(request: pytest.FixtureRequest, places: Places) -> Iterator[Stand]:
         require_sound(made)
 
 
-@pytest.fixture(params=["capture", "tito"])
-def either(request: pytest.FixtureRequest, places: Places) -> Stand:
-    found: Stand = request.getfixturevalue("stand" if request.param == "capture" else "tito")
-    return found
-
-
 def go_on(talk: Talk, case: Case, text: str) -> None:
     """A turn; the client keeps what it makes of the reply."""
     sent = [*talk.messages, user(text)]
@@ -114,59 +108,3 @@ def test_a_reply_continues_its_row_however_it_comes_back(own: Stand) -> None:
         assert [message["content"] for message in sent if message["role"] == "assistant"] == [case.reply] * 2, name
         if committed[0].get("sent_ids"):
             require_consistent(own, talk)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("history", ["linear", "tree"])
-def test_an_empty_reply_is_left_out_of_a_long_request(own: Stand, history: str) -> None:
-    """Its bytes are known from earlier requests, but for what was left out."""
-    talk = own.talk(history=history)
-    long = "lorem ipsum " * 4000
-    for number, reply in enumerate(["a", "", "b", "<think>hm</think>c", "", "d", "e"]):
-        go_on(talk, Case("chat", reply, chat(content=reply[-1]) if reply else []), f"{number} {long}")
-        if number == 4:
-            own.server.kill()
-            own.server.start()
-    assert [event["parent"] for event in talk.committed()] == list(range(7))
-    assert {event["branch"] for event in talk.committed()} == {0}
-    [row] = talk.rows()
-    assert [one["content"][-1:] for one in row["messages"][1::2]] == ["a", "", "b", "c", "", "d", "e"]
-
-
-@pytest.mark.parametrize("history", ["linear", "tree"])
-def test_an_equal_request_after_an_empty_reply_is_judged_as_a_retry(either: Stand, history: str) -> None:
-    talk = either.talk(history=history)
-    retry = {"x-stainless-retry-count": "1"}
-    for messages in ([user("One")], [user("One"), user("Please answer")]):
-        for headers in ({}, {}, retry):
-            response = talk.chat(messages, headers=headers, sim={"text": ""})
-            assert response.status_code == 200, response.text
-    turns = [(event["parent"], event["base_messages"]) for event in talk.committed()]
-    is_marked_given = history == "linear"
-    assert talk.generations() == len(turns) == (4 if is_marked_given else 6)
-    assert turns == [(0, 0)] * 2 + [(2, 2)] * 2 if is_marked_given else turns[:3] == [(0, 0)] * 3
-
-
-def test_of_several_replies_with_one_text_the_agents_own_is_meant(either: Stand) -> None:
-    talk = either.talk(history="tree")
-    agents = {"k": "1", "m": "2"}
-    for agent, thought in agents.items():
-        headers = {"x-turnlog-agent-id": agent}
-        talk.chat([user("One")], headers=headers, sim={"text": f"<think>{thought}</think>Hi"})
-    returned = [user("One"), *chat(content="Hi"), user("Two")]
-    for agent in (*agents, None):
-        headers = {} if agent is None else {"x-turnlog-agent-id": agent}
-        assert talk.chat(returned, headers=headers).status_code == 200
-    assert [(event["parent"], event.get("branch_cause")) for event in talk.committed()][2:] == [
-        (1, None),
-        (2, None),
-        (0, "compaction"),
-    ]
-
-
-@pytest.mark.parametrize("matcher", ["strict", "role_content_only"])
-def test_a_strict_matcher_refuses_both(either: Stand, matcher: str) -> None:
-    for reply, returned in ((OPENED, chat(content="Hi there")), ("", [])):
-        talk = either.talk(matcher=matcher)
-        go_on(talk, Case("chat", reply, returned), "One")
-        assert error_of(talk.chat([*talk.messages, user("Two")])) == (400, "history_mismatch")

@@ -218,21 +218,6 @@ def test_a_filter_and_a_shape_of_groups_take_whole_rollouts(used: Stand) -> None
     assert sum(advantage for _, advantage in by_rollout) == pytest.approx(0.0)
 
 
-def test_a_child_in_its_roots_group_is_no_rollout_of_its_own(used: Stand) -> None:
-    """Nobody would close or reward it, and the group would never be complete."""
-    group = uuid.uuid4().hex
-    root = used.talk(group_id=group, attempt=0)
-    child = used.talk(group_id=group, attempt=0, parent_session_id=root.id)
-    root.say("Hello")
-    child.say("Hello")
-    handed_out(used, "before")
-    reward(used, root, 1.0)
-    close(used, root)
-    [line] = handed_out(used, "trainer")
-    assert [one["session_id"] for one in line["attempts"]] == [root.id]
-    assert [(row["session_id"], row["reward"]) for row in line["rows"]] == [(root.id, 1.0), (child.id, 1.0)]
-
-
 def test_a_root_without_turns_of_its_own_is_no_gap(used: Stand) -> None:
     """As where a harness has a thread of its own for the main agent, and its driver made the session."""
     group = uuid.uuid4().hex
@@ -267,23 +252,6 @@ def test_a_childs_own_group_is_in_its_rows_and_counts_nowhere(used: Stand) -> No
         group: (1, "acknowledged"),
         own: (0, "open"),
     }
-
-
-IDLE_S = 3.0
-
-
-@pytest.mark.long
-def test_a_rollout_is_closed_for_being_idle_only_as_a_whole(sglang: SimulatorProcess, places: Places) -> None:
-    """While a child's turn runs, its idle root stays open: by the log's own times, however busy the machine is."""
-    environment = {**SESSIONS, "TURNLOG_IDLE_CLOSE_S": str(IDLE_S)}
-    with serving(places.new("idle"), sglang.base_url, environment=environment) as stand:
-        root, one, _ = rollout(stand)
-        one.messages = []
-        one.add(user("I am one"), sim={"latency_s": IDLE_S + 1})
-        until(lambda: all(talk.types()[-1] == "SessionClosed" for talk in (root, one)))
-        last = max(event["at"] for event in one.events() if event["type"] == "TurnCommitted")
-        assert all(talk.events()[-1]["at"] >= last + IDLE_S for talk in (root, one))
-        assert problems(stand) == []
 
 
 def test_a_follower_hears_of_an_erasure_and_of_a_parent_that_is_created_later(stand: Stand) -> None:

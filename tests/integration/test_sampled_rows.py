@@ -135,20 +135,6 @@ def test_a_row_that_needs_a_tombstoned_one_is_left_out(line: Stand) -> None:
     assert len(player.rows("newest")) == 1
 
 
-def test_forks_have_the_sampled_rows(line: Stand) -> None:
-    player = Player(line, 9, history="linear", retain="sampled")
-    for _ in range(6):
-        player.turn()
-    for turn in (6, 3):
-        reply = line.http.post(f"{player.talk.path}/fork", json={"turn": turn, "parent_loss": True})
-        assert reply.status_code == 200, reply.text
-        forked = reply.json()
-        session_id = forked["session_id"] if "session_id" in forked else forked["sessions"][0]["session_id"]
-        [row] = line.rows(session_id=session_id, replay="true", routing="sampled")
-        assert np.array_equal(payload_rows(row), own_rows(row, player.given))
-    assert problems(line) == []
-
-
 def taken_back(stand: Stand, talk: Session, folder: Path) -> str:
     """A restored checkpoint, behind which the window had moved on."""
     assert stand.http.post("/checkpoints", json={"name": talk.id}).status_code == 200

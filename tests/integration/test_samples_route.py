@@ -15,8 +15,8 @@ from helpers.looking import change
 from transformers import AutoTokenizer
 
 from integration.places import Places
-from integration.routing import BOTH, Session, fetch, session_of
-from integration.stand import WEATHER, Stand, Talk, error_of, serving, standing, user
+from integration.routing import BOTH
+from integration.stand import WEATHER, Stand, Talk, error_of, serving
 from integration.tito import ids_in, output_of
 from ops.simulator.process import SimulatorProcess
 
@@ -137,17 +137,6 @@ def test_a_process_names_itself(routed: Stand) -> None:
     assert first == second
 
 
-def test_rows_are_whole_though_older_turns_payloads_were_tombstoned(routed: Stand) -> None:
-    talk = session_of(routed, rollback_window=0)
-    for text in ("One", "Two", "Three"):
-        talk.say(text)
-    assert error_of(fetch(talk, 1)) == (410, "payload_tombstoned")
-    tensors, meta = post(routed, talk)
-    [row] = talk.rows(replay="true")
-    check(tensors, meta, [row])
-    assert np.array_equal(tensors["rollout_routed_experts.0"], payload(row, "routed_experts"))
-
-
 def test_a_cut_slices_the_tails_rows(routed: Stand) -> None:
     talk = with_tools(routed)
     whole, _ = post(routed, talk)
@@ -220,23 +209,6 @@ def test_a_middle_turns_status_is_the_rows_but_not_the_samples(stand: Stand) -> 
     assert (sample["status"], sample["metadata"]["turnlog"]["status"]) == ("completed", "completed")
 
 
-def test_each_live_segment_is_a_sample(routed: Stand) -> None:
-    talk = session_of(routed, on_divergence="segment", rollback_window=0)
-    talk.say("One")
-    talk.say("Two")
-    talk.messages = []
-    talk.say("A summary")
-    tensors, meta = post(routed, talk)
-    rows = talk.rows(replay="true")
-    assert [row["segment"] for row in rows] == [0, 1]
-    check(tensors, meta, rows)
-    for number, row in enumerate(rows):
-        assert np.array_equal(tensors[f"rollout_routed_experts.{number}"], payload(row, "routed_experts"))
-    longer = max(len(row["tokens"]) for row in rows)
-    tensors, meta = post(routed, talk, max_seq_len=longer - 1)
-    check(tensors, meta, talk.rows(max_seq_len=longer - 1, truncate="token"))
-
-
 def test_a_tree_has_nodes_and_leaves_by_the_ids_that_agents_saw(stand: Stand) -> None:
     talk = stand.talk(history="tree")
     first = talk.say("One").json()["id"]
@@ -263,42 +235,6 @@ def test_a_tree_has_nodes_and_leaves_by_the_ids_that_agents_saw(stand: Stand) ->
         )
 
 
-def test_rolled_back_turns_are_in_no_sample(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("One")
-    kept = talk.messages
-    talk.say("Two")
-    talk.messages = kept
-    talk.say("Instead")
-    tensors, meta = post(stand, talk)
-    check(tensors, meta, talk.rows())
-    assert len(talk.rows()[0]["turns"]) == 2
-
-
-def test_rows_that_do_not_cover_the_sample_are_null_with_the_reason(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("One", sim={"experts": {"unasked": True}})
-    talk.say("Two")
-    tensors, meta = post(stand, talk)
-    [sample] = meta["samples"]
-    check(tensors, meta, talk.rows())
-    assert sorted(sample["nulls"]) == ["rollout_indexer_topk", "rollout_routed_experts"]
-    assert "; expected " in sample["metadata"]["turnlog"]["routed_experts_missing"]
-    assert "indexer_topk_missing" not in sample["metadata"]["turnlog"]
-
-
-def test_rows_that_are_gone_are_null_and_said_to_be_tombstoned(routed: Stand) -> None:
-    """As the freeing of a closed session's payloads leaves them, which here overtakes the request."""
-    talk = with_tools(routed)
-    change(routed.url, "UPDATE chunks SET data = NULL, tombstoned_by = 1 WHERE session_id = :id", id=talk.id)
-    tensors, meta = post(routed, talk)
-    [sample] = meta["samples"]
-    check(tensors, meta, talk.rows())
-    assert sorted(sample["nulls"]) == ["rollout_indexer_topk", "rollout_routed_experts"]
-    ours = sample["metadata"]["turnlog"]
-    assert (ours["routed_experts_missing"], ours["indexer_topk_missing"]) == ("tombstoned", "tombstoned")
-
-
 def test_the_response_is_decoded_where_there_is_a_tokenizer(tito: Stand, tokenizer: str) -> None:
     talk = with_tools(tito)
     tensors, meta = post(tito, talk)
@@ -312,14 +248,6 @@ def test_the_response_is_decoded_where_there_is_a_tokenizer(tito: Stand, tokeniz
     start = row["prompt_length"]
     assert cut["samples"][0]["response"] == loaded.decode(row["tokens"][start : start + 3])
     assert meta["session_metadata"]["tito_session_mismatch"] == []
-
-
-def test_without_a_tokenizer_the_response_is_what_the_assistant_said(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("One", sim={"text": "Red"})
-    talk.say("Two", sim={"text": "Blue"})
-    _, meta = post(stand, talk)
-    assert meta["samples"][0]["response"] == "Red\nBlue"
 
 
 @pytest.mark.parametrize("ids", [True, False])
@@ -347,15 +275,6 @@ def test_an_empty_session_has_no_records(stand: Stand) -> None:
     tensors, meta = post(stand, stand.talk())
     assert (tensors, meta["samples"], meta["empty_reason"]) == ({}, [], "no_records")
     assert meta["session_metadata"]["accumulated_token_ids"] == []
-
-
-def test_a_reply_of_no_tokens_is_a_sample_without_a_response(stand: Stand) -> None:
-    talk = stand.talk()
-    assert talk.chat([user("Hi")], sim={"completion_tokens": 1, "finish_reason": "abort"}).status_code == 200
-    tensors, meta = post(stand, talk)
-    [sample] = meta["samples"]
-    assert (sample["response_length"], sample["status"], meta["empty_reason"]) == (0, "aborted", None)
-    assert len(tensors["loss_mask.0"]) == len(tensors["rollout_log_probs.0"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -403,18 +322,6 @@ def test_a_damaged_session_is_500_for_itself_alone(stand: Stand) -> None:
     post(stand, sound)
     told = broken.rows(explain="true")
     assert [row["excluded"].split(":")[0] for row in told] == ["unreadable"]
-
-
-def test_vllm_has_samples_with_rows_of_its_own_file_format(places: Places) -> None:
-    environment = {"TURNLOG_REPLAY": "routed_experts", "TURNLOG_UPSTREAM_DIALECT": "vllm"}
-    with standing(places.new("vllm"), "--dialect", "vllm", "--seed", "3", environment=environment) as stand:
-        talk: Session = session_of(stand)
-        talk.say("One")
-        talk.say("Two")
-        tensors, meta = post(stand, talk)
-        [row] = talk.rows(replay="true")
-        check(tensors, meta, [row])
-        assert tensors["rollout_routed_experts.0"].shape == (len(row["tokens"]) - 1, 4, 2)
 
 
 def test_a_look_at_a_session_while_it_talks_is_of_one_moment(tito: Stand) -> None:

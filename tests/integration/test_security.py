@@ -9,14 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
 from app.api.openapi import document
 from app.main import create_app
 from app.protocols import registry
 from app.settings import Settings
-from integration.guarded import ADMIN, ADMIN_BEFORE, ENVIRONMENT, Client, Guarded, bearer, guarded_serving, raw
+from integration.guarded import ADMIN, ADMIN_BEFORE, Client, Guarded, bearer, guarded_serving, raw
 from integration.places import Places
 from integration.stand import error_of, user
 from ops.server import ROOT
@@ -182,17 +181,6 @@ def test_the_token_comes_with_the_session_each_time(guarded: Guarded) -> None:
     assert first["token"].rpartition(".")[2] not in listed
 
 
-def test_the_openai_sdk_uses_it_as_its_key(guarded: Guarded) -> None:
-    made = guarded.admin.post("/sessions", json={}).json()
-    with openai.OpenAI(base_url=guarded.stand.server.base_url + made["base_url"], api_key=made["token"]) as client:
-        reply = client.chat.completions.create(model="simulator", messages=[{"role": "user", "content": "Hello"}])
-        assert reply.choices[0].message.content
-        assert client.models.list().data
-    sent = guarded.stand.engine_requests(made["session_id"])[-1]["headers"]
-    assert sent["authorization"] == f"Bearer {ENVIRONMENT['TURNLOG_UPSTREAM_API_KEY']}"
-    assert made["token"] not in str(sent)
-
-
 SUBROUTES = [
     *(
         ("GET", rest)
@@ -337,21 +325,6 @@ def test_agents_below_a_session_use_its_token(guarded: Guarded) -> None:
     assert {f"{mine.id}:sub", f"{mine.id}:deep", f"{mine.id}:plain"} < set(parents)
 
 
-def test_agents_of_a_session_with_a_long_name_too(guarded: Guarded) -> None:
-    mine = guarded.client(session_id=uuid.uuid4().hex * 4)
-    agent = {
-        "x-claude-code-session-id": mine.id,
-        "x-claude-code-agent-id": "sub",
-        "x-claude-code-parent-agent-id": "main",
-    }
-    for _ in range(2):
-        assert mine.chat_at(CHAT, headers=agent).status_code == 200
-    before = guarded.events(mine.id)
-    other = guarded.client(session_id=mine.id[:-1] + "x")
-    assert other.chat_at(CHAT, headers=agent).status_code == 200
-    assert guarded.events(mine.id) == before
-
-
 @pytest.mark.threat("session token on another session")
 def test_a_session_that_only_has_the_name_of_an_agent_is_another(guarded: Guarded) -> None:
     mine = guarded.client()
@@ -469,19 +442,6 @@ def test_neither_many_at_once_nor_unknown_parents_make_more(lenient: Guarded) ->
     assert sorted(statuses) == [200, 200, *[409] * 10]
 
 
-def test_only_sessions_below_the_same_root_are_counted(lenient: Guarded) -> None:
-    alike = uuid.uuid4().hex + "x" * 80
-    for mine in (lenient.client(session_id=f"{alike}-{name}") for name in "ab"):
-        lenient.client(session_id=f"{mine.id}:another")
-        headers = {"x-session-id": mine.id, "x-turnlog-agent-id": "an agent of another name"}
-        assert mine.chat_at(CHAT, headers=headers).status_code == 200
-        below = lenient.client(session_id=f"{mine.id}:below", parent_session_id=mine.id)
-        for one in (mine, below):
-            reply = one.chat_at(CHAT, headers={"x-session-id": one.id, "x-turnlog-agent-id": "more"})
-            assert error_of(reply) == (409, "too_many_sessions")
-            assert mine.id in reply.json()["error"]["message"]
-
-
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": "simulator", "messages": [user("Hello")], **fields}
 
@@ -570,19 +530,3 @@ def test_both_kinds_of_token_rotate_and_a_root_path_changes_nothing(
         assert error_of(mine.ask("GET", other.path)) == (404, "session_not_found")
         assert error_of(mine.ask("GET", "/sessions")) == (403, "forbidden")
         assert rotated.stranger.get("/health").status_code == 200
-
-
-def test_slashes_at_the_end_of_a_base_url_do_not_matter(guarded: Guarded) -> None:
-    made = guarded.admin.post("/sessions", json={}).json()
-    body = {"model": "simulator", "messages": [user("Hello")]}
-    bases = [made["url"] + "//v1/", made["url"].replace("/sessions", "//sessions") + "/v1//"]
-    for base in bases:
-        reply = guarded.stranger.post(f"{base}/chat/completions", json=body, headers=bearer(made["token"]))
-        assert reply.status_code == 200, reply.text
-    root = guarded.stand.server.base_url + "//"
-    assert guarded.admin.get(f"{root}v1//models").status_code == 200
-    other = guarded.admin.post("/sessions", json={}).json()["url"]
-    for url in (other.replace("/sessions", "//sessions"), f"{other}//events", f"{root}sessions"):
-        assert guarded.stranger.get(url, headers=bearer(made["token"])).status_code in (403, 404)
-    assert guarded.stranger.get(f"{root}health").status_code == 200
-    assert guarded.stranger.get(f"{root}sessions").status_code == 401

@@ -117,15 +117,6 @@ def test_a_session_whose_oldest_token_is_too_old_is_left_out(weights: Weights) -
     assert weights.stand.rows(group_id=group, shape="atropos", max_staleness=2) == []
 
 
-def test_all_segments_of_a_stale_session_are_left_out(weights: Weights) -> None:
-    talk = weights.talk(1, on_divergence="segment", rollback_window=0)
-    talk.messages = []
-    weights.say(talk, "Anew", 5)
-    assert [row["segment"] for row in talk.rows(max_staleness=4)] == [0, 1]
-    [left] = talk.rows(max_staleness=3, explain=True)
-    assert (left["session_id"], left["segment"]) == (talk.id, None)
-
-
 def test_a_cursor_says_what_was_current(weights: Weights) -> None:
     """The same cursor gives the same bytes, also after the weights have moved on."""
     stand, query = weights.stand, {"max_staleness": 1, "explain": True}

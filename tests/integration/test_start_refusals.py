@@ -42,15 +42,6 @@ def in_a_file(folder: Path) -> Wrong:
     return Wrong(f"sqlite+aiosqlite:///{folder}/file/turnlog.db", (f"{folder}/file: Not a directory", "may write to"))
 
 
-def a_folder(folder: Path) -> Wrong:
-    (folder / "turnlog.db").mkdir()
-    return Wrong(f"sqlite+aiosqlite:///{folder}/turnlog.db", (f"{folder}/turnlog.db: Is a directory", "may write to"))
-
-
-def nowhere(folder: Path) -> Wrong:
-    return Wrong("sqlite+aiosqlite:////proc/nowhere/turnlog.db", ("/proc/nowhere: No such file", "may write to"))
-
-
 def not_writable(folder: Path) -> Wrong:
     """Not even for root."""
     return Wrong("sqlite+aiosqlite:////sys/turnlog.db", ("/sys/turnlog.db", "may write to"))
@@ -95,7 +86,7 @@ def refusals(url: str, folder: Path) -> dict[str, str]:
     return said
 
 
-UNUSABLE = (in_a_file, a_folder, nowhere, not_writable, no_database, unreachable)
+UNUSABLE = (in_a_file, not_writable, no_database, unreachable)
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from integration.places import Places
-from integration.stand import FIRST_TURN, Stand, Talk, error_of, until, user
+from integration.stand import Stand, Talk, error_of, until, user
 from integration.tito import GENERATION, checked, require_consistent, sent_ids, text_of, tokenizer_folder
 from ops.simulator.process import SimulatorProcess
 
@@ -222,34 +222,4 @@ def test_a_client_that_leaves_meanwhile_ends_the_turn_before_the_engine_hears_of
     assert stand.sim.get("/sim/requests", params={"last": 9}).json() == []
     talk.say("Something else")
     assert [one["body"]["messages"] for one in stand.engine_requests(talk.id)] == [talk.messages[:1]]
-    require_consistent(stand, talk)
-
-
-def test_a_delete_meanwhile_ends_the_turn_before_the_engine_hears_of_it(stand: Stand) -> None:
-    talk = stand.talk()
-    call = begin_slowly(stand, talk)
-    assert stand.http.delete(talk.path).status_code == 204
-    assert error_of(call.result()) == (404, "session_closed")
-    assert talk.committed() == []
-    assert stand.sim.get("/sim/requests", params={"last": 9}).json() == []
-    assert error_of(talk.chat([user("Hello")])) == (404, "session_closed")
-
-
-def test_a_stop_meanwhile_lets_the_turn_land(stand: Stand) -> None:
-    talk = stand.talk()
-    call = begin_slowly(stand, talk)
-    stand.server.stop()
-    assert call.result().status_code == 200
-    stand.server.start()
-    assert len(talk.committed()) == 1
-
-
-def test_a_kill_meanwhile_leaves_nothing_in_the_way(stand: Stand) -> None:
-    talk = stand.talk()
-    call = begin_slowly(stand, talk)
-    stand.server.kill()
-    assert isinstance(call.exception(), httpx.TransportError)
-    stand.server.start()
-    talk.say("Hello")
-    assert talk.types()[1:] == ["TurnOpened", "TurnAbandoned", *FIRST_TURN]
     require_consistent(stand, talk)

@@ -106,8 +106,8 @@ def test_a_limit_that_is_absent(every: Stand) -> None:
         assert (asked["body"]["max_tokens"], asked["body"]["temperature"]) == (sent, 0.5)
 
 
-def test_a_tree_branches_by_its_prefix_of_ids(every: Stand, route: str) -> None:
-    client = Client(every, route, history="tree")
+def test_a_tree_branches_by_its_prefix_of_ids(stand: Stand, route: str) -> None:
+    client = Client(stand, route, history="tree")
     client.turn(5, 6)
     first = client.ids
     client.turn(7)
@@ -119,9 +119,9 @@ def test_a_tree_branches_by_its_prefix_of_ids(every: Stand, route: str) -> None:
     assert [(node["parent"], node["branch"]) for node in tree["turns"]] == [(0, 0), (1, 0), (1, 1), (0, 2)]
 
 
-def test_a_key_in_the_body_is_a_retrys(every: Stand, route: str) -> None:
+def test_a_key_in_the_body_is_a_retrys(stand: Stand, route: str) -> None:
     key = "request_id" if route == VLLM else "rid"
-    client = Client(every, route)
+    client = Client(stand, route)
     first = client.send([5, 6], **{key: "one"})
     again = client.send([5, 6], **{key: "one"})
     assert (again.headers["x-turnlog-replayed"], again.content) == ("true", first.content)
@@ -131,8 +131,8 @@ def test_a_key_in_the_body_is_a_retrys(every: Stand, route: str) -> None:
     assert error_of(client.send([5, 6], **{key: 7})) == (400, "invalid_request")
 
 
-def test_a_stream_is_one_event(every: Stand, route: str) -> None:
-    client = Client(every, route)
+def test_a_stream_is_one_event(stand: Stand, route: str) -> None:
+    client = Client(stand, route)
     whole = client.send([5, 6], request_id="k", rid="k")
     stream = client.send([5, 6], request_id="k", rid="k", stream=True)
     assert stream.headers["content-type"].startswith("text/event-stream")

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from integration.places import Places
-from integration.routing import BOTH, problems
-from integration.stand import Message, Stand, Talk, serving, user
-from ops.simulator.process import SimulatorProcess
+from integration.stand import Message, Stand, Talk, user
 
 
 def tree(stand: Stand, **body: Any) -> Talk:
@@ -169,37 +163,3 @@ def test_the_tree_of_a_linear_closed_or_erased_session(stand: Stand) -> None:
     assert [turn["reason"] for turn in (*erased["turns"], *erased["branches"])] == ["erased"] * 5
     fork_of_none = stand.http.get("/sessions/nobody/tree")
     assert (fork_of_none.status_code, fork_of_none.json()["error"]["code"]) == (404, "session_not_found")
-
-
-def test_a_forks_copied_turns_are_in_the_loss_of_their_source(stand: Stand) -> None:
-    source = tree(stand)
-    one, _ = ask(source, user("One"))
-    made = stand.http.post(f"{source.path}/fork", json={"turn": one}).json()["sessions"]
-    [turn] = stand.known(made[0]["session_id"]).tree()["turns"]
-    assert (turn["exported"], turn["loss_branches"]) == (True, [])
-    assert turn["reason"] == "copied from another session, which has it in its loss"
-
-
-@pytest.fixture(scope="module")
-def routed(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
-    environment = {**BOTH, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}
-    with serving(places.new("tree"), sglang.base_url, environment=environment) as made:
-        yield made
-        assert problems(made) == []
-
-
-def test_each_leaf_has_the_routing_of_all_its_tokens(routed: Stand) -> None:
-    talk = tree(routed)
-    one, first = ask(talk, user("One"))
-    two, second = ask(talk, user("One"), first, user("Two"))
-    three, third = ask(talk, user("One"), first, user("Two"), second, user("Three"))
-    ask(talk, user("One"), first, user("Two"), second, user("Three"), third, user("Four"))
-    # Turn 1 is behind the window of the first branch, and its payload is needed once more by the fork.
-    ask(talk, user("One"), first, user("Instead"))
-    ask(talk, user("Another beginning"))
-    rows = talk.rows(replay="true")
-    assert [row["rows"] for row in rows] == [len(row["tokens"]) - 1 for row in rows]
-    assert [row["tombstoned"] for row in rows] == [[], [], []]
-    gone = [turn for event in talk.events() if event["type"] == "BlobsTombstoned" for turn in event["turns"]]
-    assert sorted(gone) == [one, two]
-    assert three not in gone

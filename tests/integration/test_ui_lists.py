@@ -133,12 +133,8 @@ def test_groups_are_listed_with_what_makes_them_useless(stand: Stand) -> None:
 
 SHAPES = [
     {},
-    {"shape": "verl"},
-    {"shape": "atropos"},
-    {"min_reward": 0.75},
-    {"max_seq_len": 60},
+    {"shape": "atropos", "min_reward": 0.75},
     {"max_seq_len": 60, "truncate": "token"},
-    {"status": "aborted"},
 ]
 
 

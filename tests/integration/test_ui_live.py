@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
-from integration.places import Places
-from integration.stand import Stand, error_of, serving, until
+from integration.stand import Stand, until
 from ops.server import ServerProcess
 
 TIMEOUT_S = 60.0
@@ -112,40 +109,6 @@ def test_a_browser_hears_of_what_is_new_and_of_the_whole(stand: Stand) -> None:
             first = {row["session_id"]: row["version"] for row in stream.versions({before.id: 1})}
             assert talk.id not in first
     assert stand.http.get("/ui/api/live", params={"cursor": "x"}).status_code == 400
-
-
-def test_a_cursor_that_means_nothing_here_has_the_page_begin_anew(stand: Stand) -> None:
-    with listening(stand.server.base_url) as stream:
-        stream.next()
-        known = stream.cursor
-    foreign = "WyJhbm90aGVyIixbMCwxXSxudWxsXQ"  # ["another",[0,1],null]
-    with listening(stand.server.base_url, foreign) as stream:
-        assert stream.next() == ("hello", {"cursor": foreign})
-        assert stream.until("reset") == {}
-        name, hello = stream.next()
-        assert (name, hello["cursor"]) == ("hello", stream.cursor)
-        assert stream.cursor != foreign
-        assert len(known) > 0
-        talk = stand.talk()
-        stream.versions({talk.id: 1})
-
-
-def test_listeners_end_with_the_server_and_are_forgotten_when_they_leave(places: Places) -> None:
-    with serving(places.new("live")) as stand, contextlib.ExitStack() as streams:
-        base_url, client = stand.server.base_url, streams.enter_context(httpx.Client(limits=httpx.Limits()))
-        for _ in range(3):
-            with listening(base_url, client=client) as stream:
-                stream.next()
-        stays = [streams.enter_context(listening(base_url, client=client)) for _ in range(64)]
-        for stream in stays:
-            assert stream.next()[0] == "hello"
-        assert error_of(stand.http.get("/ui/api/live")) == (503, "overloaded")
-        began = time.monotonic()
-        assert stand.server.stop() == -signal.SIGTERM
-        assert time.monotonic() - began < 15
-        for stream in stays:
-            with pytest.raises(Ended):
-                stream.until("never")
 
 
 def test_what_one_process_writes_the_listeners_of_another_hear(postgres_url: str, tmp_path: Path) -> None:

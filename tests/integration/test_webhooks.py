@@ -204,6 +204,7 @@ def test_what_was_committed_while_a_receiver_was_away_is_delivered(
             assert refused <= {post.id for post in receiver.posts}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", CRASHES)
 def test_a_kill(places: Places, sglang: SimulatorProcess, receiver: Receiver, point: CrashPoint) -> None:
     """What it had sent is sent again under the same id, and what it had not is sent."""
