@@ -26,7 +26,7 @@ from app.domain.session import Session, Turn
 from app.domain.split import LONG, quoted_parts
 from app.domain.surrogates import mended_text
 from app.errors import InvalidRequest
-from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_json import MAX_DEPTH, too_deep
 from workers.parse_prompt import Hasher
 
 Message = Mapping[str, Any]

@@ -25,7 +25,7 @@ from ops.bench.load import opening_messages
 from workers import codec
 from workers.codec import TOKEN_BYTES, Exchange, StoredTokens
 from workers.parse import token_text
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 SESSIONS_AT_ONCE = 250
 """Sessions of one transaction, which has a turn of each."""

@@ -14,7 +14,7 @@ from helpers.store import Store, two_stores
 
 from app.export.exporter import Exporter
 from app.features.groups.feed import Feed, FeedQuery
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ from app.store.dialect import now
 from app.store.log_sessions import CloseIdle
 from app.store.schema import group_changes, groups, sessions
 from app.store.sessions import acknowledged_groups, closed_sessions, newest_version
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 pytestmark = pytest.mark.anyio
 

@@ -18,7 +18,7 @@ from integration.corpus import SINGLE, parts
 from integration.reading import CONTAINERS, Row, differences, read
 from workers import codec
 from workers.codec import Exchange, StoredTokens
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 pytestmark = pytest.mark.anyio
 

@@ -10,7 +10,7 @@ import msgspec
 
 from app.domain import bounds
 from app.errors import InvalidRequest, Unsupported
-from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_json import MAX_DEPTH, too_deep
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ from app.protocols.messages.content import (
     text_of,
     unsupported,
 )
-from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_json import MAX_DEPTH, too_deep
 
 _BILLING = "x-anthropic-billing-header:"
 """Claude Code puts a header into a block of the system text; it may change with every request."""

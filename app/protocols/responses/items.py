@@ -11,7 +11,7 @@ from app.domain.left_out import IMAGE_DETAIL, left_out_at
 from app.domain.request import value_of
 from app.errors import InvalidRequest, Unsupported
 from app.protocols.responses import ids
-from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_json import MAX_DEPTH, too_deep
 
 MAX_SHOWN = 64
 """Characters of a client's own word that an error repeats."""
