@@ -15,7 +15,7 @@ import msgspec
 
 from app.domain.events import TYPES, BranchCause, ColumnRef
 from ops.server import ROOT
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 FILE = ROOT / "turnlog" / "events.py"
 NESTED = (VersionSpan, ColumnRef)

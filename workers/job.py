@@ -1,28 +1,32 @@
 """Validates, splits and compresses one engine's reply: a pure function of bytes, in the API process or in a worker.
 
-Payloads and the ids of a prompt are most of a large reply and need not be parsed as JSON. So they are first cut out of
-the bytes, where their keys seem to be, and replaced by marks; what is left is parsed in compact spelling. If that is
-refused, or a mark is not found where its value belongs, the whole reply is parsed as it is: what that says counts.
+A short reply without payloads is parsed as it is. Payloads and the ids of a prompt are most of a long one and need not be parsed as
+JSON. So they are first cut out of the bytes, where their keys seem to be, and replaced by marks; what is left is parsed
+in compact spelling. If that is refused, or a mark is not found where its value belongs, the whole reply is parsed as it
+is: what that says counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgspec
 
 from workers import codec, payloads, sampling_masks, scan
-from workers.codec import TOKEN_BYTES, Cut, Exchange, StoredTokens
+from workers.codec import Cut, Exchange
 from workers.join_text import whole_message
-from workers.parse import REPLAY, Parsed, PromptDiffers, Rejected, parse_reply
-from workers.parse_parts import NAMES
+from workers.parse import Parsed, PromptDiffers, Rejected, parse_reply
 from workers.parse_prompt import LONG_PROMPT, PROMPT, KnownText, Prompt
-from workers.reply import Job, PayloadRange, Read, ValidatedReply
+from workers.reply import NAMES, REPLAY, Job, PayloadRange, Read, ValidatedReply
 from workers.scan import WINDOW
 
 _PROMPT_MARK = b'"@turnlog:ids@"'
+
+SHORT = 8 << 10
+"""Bytes of a reply in which no value but a payload's is worth cutting out."""
 
 COPIES = 2
 """How often a payload may occur in a reply: some SGLang builds sent it in both `meta_info` and `sglext`."""
@@ -58,7 +62,7 @@ def decode_done(result: bytes) -> ValidatedReply:
 
 
 def work(job: Job, body: bytes | memoryview) -> ValidatedReply:
-    """A valid reply, ready to be committed. Raises Rejected, naming the first rule that the reply breaks."""
+    """A valid reply, ready to be committed. Raises Rejected, naming a rule that the reply breaks."""
     return read(job, body)[0]
 
 
@@ -67,22 +71,31 @@ def read(job: Job, body: bytes | memoryview, known: KnownText | None = None, fou
 
     `known`: the text of `job.known`, if it is in memory. `found`: the body's long values, if they were looked for.
     """
-    for cut, is_guess in _attempts(body, known, found):
+    is_short = len(body) <= SHORT and not job.payload_specs
+    done = None if is_short else read_cut(job, body, known, found)
+    return read_whole(job, body) if done is None else done
+
+
+def read_cut(
+    job: Job, body: bytes | memoryview, known: KnownText | None = None, found: LongValues | None = None
+) -> Read | None:
+    """As `read`, without what is long in the body; None if that is not accepted: `read_whole` decides. Raises
+    PromptDiffers, Rejected for a payload."""
+    for values, is_guess in _attempts(body, known, found):
         try:
-            source = _cut_out(job, body, known, cut)
-            parsed, values = _parsed(job, source)
+            rest = _parsed_without(job, body, known, values)
         except Rejected as error:
             if isinstance(error, PromptDiffers) and not is_guess:
                 raise
             continue  # What was cut out may be the cause.
         try:
-            return _committed(job, body, source, parsed, values)
+            return _committed(job, body, *rest)
         except Rejected:
             # A text with a backslash may have been cut short, or has to be read without it.
-            has_escapes = any(find(body, b"\\", place.start, stop=place.end) >= 0 for place in cut.payloads)
+            has_escapes = any(find(body, b"\\", place.start, stop=place.end) >= 0 for place in values.payloads)
             if not is_guess and not has_escapes:
                 raise
-    return read_whole(job, body)
+    return None
 
 
 def _attempts(
@@ -97,19 +110,15 @@ def _attempts(
         yield found._replace(prompt=None), False
 
 
-def read_short(job: Job, body: bytes, known: KnownText | None) -> Read | None:
-    """As `read`, of a reply to a job without payloads; None if it has some or is refused."""
-    try:
-        source = _cut_out(job, body, known, LongValues([], *_prompt(body, len(body), known)))
-        return _committed(job, body, source, *_parsed(job, source))
-    except Rejected:
-        return None
-
-
 def read_whole(job: Job, body: bytes | memoryview) -> Read:
     """As `read`, with nothing cut out."""
-    source = _Source(bytes(body), True, {})
-    return _committed(job, body, source, *_parsed(job, source))
+    text = bytes(body)
+    parsed = parse_reply(text, job)
+    values: list[_Value] = []
+    for kind, raw in parsed.payloads:
+        [(start, end)] = scan.places_in(text, (raw,))
+        values.append((PayloadRange(kind, start, end), start, end))
+    return _committed(job, text, text, parsed, values)
 
 
 class LongValues(NamedTuple):
@@ -208,56 +217,60 @@ def find(
     return -1
 
 
-class _CutPrompt(NamedTuple):
-    """The prompt's ids that are at `place` in the body, with `separator` between them; `prompt.text` is their mark."""
-
-    prompt: Prompt
-    place: PayloadRange
-    separator: str
-
-
-class _Source(NamedTuple):
-    """What is parsed of a reply: all of its text, or the text with `marks` in place of payloads and of the prompt's
-    ids."""
-
-    text: bytes
-    is_whole: bool
-    marks: dict[bytes, PayloadRange]
-    prompt: _CutPrompt | None = None
-
-
-def _cut_out(job: Job, body: bytes | memoryview, known: KnownText | None, found: LongValues) -> _Source:
-    """Raises Rejected where something cannot be cut out."""
+def _parsed_without(
+    job: Job, body: bytes | memoryview, known: KnownText | None, found: LongValues
+) -> tuple[bytes, Parsed, list[_Value], PayloadRange | None]:
+    """The body with marks in the place of these values, and the rest of what `_committed` takes. Raises Rejected where
+    something cannot be cut out, or does not belong where it stood."""
     kinds = [spec.kind for spec in job.payload_specs]
     places = [place for place in found.payloads if place.kind in kinds]
-    cut = None
+    prompt = None
     if found.prompt is not None and job.dialect != "openai":
-        cut = _cut_prompt(job, body, found.prompt, found.begun, known)
-    if cut is not None:
-        places.append(cut.place)
+        prompt = _cut_prompt(job, body, found.prompt, found.begun, known)
+        places += [] if prompt is None else [found.prompt]
     places.sort(key=lambda place: place.start)
     marks: dict[bytes, PayloadRange] = {}
     parts: list[bytes | memoryview] = []
     done = 0
     for number, place in enumerate(places):
         mark = _PROMPT_MARK if place is found.prompt else b'"@turnlog:%d@"' % number
-        if mark is not _PROMPT_MARK:
-            marks[mark] = place
+        marks[mark] = place
         if place.start < done:
             raise Rejected("a long value begins in another")
         parts += [body[done : place.start], mark]
         done = place.end
-    text = b"".join((*parts, body[done:]))
+    text = compact = b"".join((*parts, body[done:]))
     if text.count(b'"@turnlog:') != len(places):
         raise Rejected("a text looks like a mark")
-    return _Source(text, False, marks, cut)
+    if scan.is_spaced(text):
+        try:
+            compact = msgspec.json.format(text, indent=-1)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise Rejected("not JSON that can be spelled anew") from error
+    parsed = parse_reply(compact, job, prompt)
+    if prompt is not None and (parsed.prompt is not prompt or not marks.pop(_PROMPT_MARK)):
+        raise Rejected("the ids that were cut out are not the prompt's")
+    values: list[_Value] = []
+    for kind, raw in parsed.payloads:
+        mark = bytes(raw)
+        if mark not in marks or marks[mark].kind != kind:
+            raise Rejected(f"{kind} was not cut out")
+        start = text.index(mark)
+        values.append((marks.pop(mark), start, start + len(mark)))
+    if marks:
+        raise Rejected("what was cut out is no payload")
+    if compact is not text and job.protocol == "chat":
+        parsed.reply.message = bytes(_MESSAGES.decode(text).choices[0].message)
+    if compact is not text and prompt is None and parsed.prompt is not None:
+        parsed.prompt.separator = None  # They are spelled otherwise in the text.
+    return text, parsed, values, found.prompt if prompt is not None else None
 
 
 def _cut_prompt(
     job: Job, body: bytes | memoryview, place: PayloadRange, begun: KnownText | None, known: KnownText | None
-) -> _CutPrompt | None:
-    """Reads the ids at this place in the body. None if they stay in the text: what is no sound list, or one that is
-    spelled so that it could not be restored."""
+) -> Prompt | None:
+    """Reads the ids at this place in the body; their text is the mark. None if they stay in the text: what is no sound
+    list, or one that is spelled so that it could not be restored."""
     start = place.start + 1 + (0 if begun is None else begun.known.text_bytes)
     spelled = scan.bare_ids(bytes(body[start : place.end - 1]))
     if begun is not None and (spelled is None or spelled.separator != ","):
@@ -271,79 +284,52 @@ def _cut_prompt(
     if job.sent and (begun is not None or inner != job.sent):
         return None
     try:
-        prompt = Prompt(_PROMPT_MARK, inner, PROMPT, job.known, begun)
+        prompt = Prompt(_PROMPT_MARK, inner, PROMPT, job.known, begun, separator=spelled.separator)
     except Rejected:
         return None
-    return _CutPrompt(prompt, place, spelled.separator) if prompt.tokens > 1 else None
+    return prompt if prompt.tokens > 1 else None
 
 
-class _Value(NamedTuple):
-    """A payload's value: its place in the body, and [start, end) of its mark or text in the source's text."""
+_Value = tuple[PayloadRange, int, int]
+"""A payload's value: its place in the body, and [start, end) of its mark or text in the text that was parsed."""
 
-    place: PayloadRange
-    start: int
-    end: int
-
-
-class _Edit(NamedTuple):
-    """[start, end) of the source's text is replaced by `replacement`; no `cut`: it was the prompt's ids."""
-
-    start: int
-    end: int
-    cut: Cut | None
-    replacement: bytes = b""
+_Edit = tuple[int, int, Cut | None, bytes]
+"""[start, end) of that text is replaced by the last; no cut: it was the prompt's ids."""
 
 
-def _parsed(job: Job, source: _Source) -> tuple[Parsed, list[_Value]]:
-    """The reply and its payloads' values. Raises Rejected, also if what was cut out does not belong where it stood."""
-    text = compact = source.text
-    if not source.is_whole and scan.is_spaced(text):
-        try:
-            compact = msgspec.json.format(text, indent=-1)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise Rejected("not JSON that can be spelled anew") from error
-    cut = None if source.prompt is None else source.prompt.prompt
-    asked = (job.dialect, job.known, job.protocol, job.sent or None, job.is_part)
-    parsed = parse_reply(compact, *asked, cut, job.wish, is_cut=not source.is_whole)
-    if cut is not None and parsed.prompt_text is not cut.text:
-        raise Rejected("the ids that were cut out are not the prompt's")
-    if compact is not text and job.protocol == "chat":
-        message = bytes(_MESSAGES.decode(text).choices[0].message)
-        parsed = msgspec.structs.replace(parsed, message=message)
-    if compact is not text and cut is None:
-        parsed = msgspec.structs.replace(parsed, prompt_text=b"")  # They are spelled otherwise in the text.
-    return parsed, _values(parsed, source)
-
-
-def _committed(job: Job, body: bytes | memoryview, source: _Source, parsed: Parsed, values: Sequence[_Value]) -> Read:
-    """What is committed of a reply. Raises Rejected."""
-    text, cut, message = source.text, source.prompt, parsed.message
-    stored, edits = _payloads(job, memoryview(body), parsed, values, source.is_whole)
-    suffix_tokens, output_tokens = len(parsed.suffix_ids) // TOKEN_BYTES, len(parsed.output_ids) // TOKEN_BYTES
-    separator, place, known_text = None, None, None
-    if cut is not None:
-        separator = cut.separator
-        if cut.place.end - cut.place.start > LONG_PROMPT:
-            place = cut.place
-            known_text = None if job.sent else partial(cut.prompt.known_text, parsed.sequence)
-    elif parsed.prompt_text:
-        separator = codec.prompt_ids_separator(parsed.prompt_text, parsed.base + suffix_tokens)
-    if cut is not None:
-        start = text.index(parsed.prompt_text)
-        edits.append(_Edit(start, start + len(parsed.prompt_text), None))
-    elif separator is not None:
-        edits += _prompt_edit(text, parsed.prompt_text, edits)
-    if parsed.counts is not None:
-        suffix_tokens, output_tokens = parsed.counts
-    rest = b""
+def _committed(
+    job: Job,
+    body: bytes | memoryview,
+    text: bytes,
+    parsed: Parsed,
+    values: Sequence[_Value],
+    cut_at: PayloadRange | None = None,
+) -> Read:
+    """What is committed of a reply: `text` is the body, or what is left of it. `cut_at`: where the prompt's ids were in
+    the body, if they were cut out. Raises Rejected."""
+    reply, prompt = parsed.reply, parsed.prompt
+    edits = _payloads(job, memoryview(body), parsed, values, is_whole=text is body) if job.payload_specs else []
+    reply.places = [place for place, _, _ in values]
+    separator, known_text = None, None
+    if prompt is not None and prompt.text and prompt.separator is not None and prompt.tokens > 1:
+        # The first occurrence that no other edit touches: any of them can be restored.
+        start = text.find(prompt.text)
+        while start >= 0 and any(start < edit[1] and start + len(prompt.text) > edit[0] for edit in edits):
+            start = text.find(prompt.text, start + 1)
+        if start >= 0:
+            separator, end = prompt.separator, start + len(prompt.text)
+            edits.append((start, end, None, b""))
+            if cut_at is not None and cut_at.end - cut_at.start > LONG_PROMPT:
+                reply.prompt = cut_at
+                known_text = None if job.sent else partial(prompt.known_text, reply.sequence)
+    kept, cuts, ids_at = _without(text, edits)
     if job.beginning:
-        message, rest = whole_message(job.beginning, message), message
-    reply, cuts, ids_at = _without(text, edits)
-    token_frame, exchange = codec.pack_turn(
+        reply.message, reply.rest = whole_message(job.beginning, reply.message), reply.message
+    reply.tokens, reply.exchange = codec.pack_turn(
         Exchange(
             messages=job.messages,
-            message=message,
-            reply=reply,
+            message=reply.message,
+            reply=kept,
             headers=job.headers,
             status=job.status,
             prompt_ids_at=ids_at,
@@ -352,83 +338,40 @@ def _committed(job: Job, body: bytes | memoryview, source: _Source, parsed: Pars
             own=job.own,
             cuts=cuts,
             ids_field=job.ids_field,
-            tokens=StoredTokens(parsed.suffix_ids, parsed.output_ids, parsed.logprobs, parsed.top),
+            tokens=parsed.tokens,
             beginning=job.beginning,
         )
     )
-    result = ValidatedReply(
-        dialect=parsed.dialect,
-        message=message,
-        base=parsed.base,
-        suffix_tokens=suffix_tokens,
-        output_tokens=output_tokens,
-        sequence=parsed.sequence,
-        finish_reason=parsed.finish_reason,
-        weight_versions=tuple(parsed.weight_versions),
-        tokens=token_frame,
-        exchange=exchange,
-        payloads=stored,
-        places=[value.place for value in values],
-        cached_tokens=parsed.cached_tokens,
-        output_ids=parsed.output_ids,
-        miscounted=parsed.miscounted,
-        speculative=parsed.speculative,
-        logprobs_of=parsed.logprobs_of,
-        prompt=place,
-        rest=rest,
-    )
-    return result, known_text
+    return reply, known_text
 
 
-def _values(parsed: Parsed, source: _Source) -> list[_Value]:
-    """The payloads in the parser's order. Raises Rejected if they are not just the marks."""
-    text, marks = source.text, dict(source.marks)
-    values: list[_Value] = []
-    for kind, raw in parsed.payloads:
-        if source.is_whole:
-            [(start, end)] = scan.places_in(text, (raw,))
-            values.append(_Value(PayloadRange(kind, start, end), start, end))
-            continue
-        mark = bytes(raw)
-        place = marks.pop(mark, None)
-        if place is None or place.kind != kind:
-            raise Rejected(f"{kind} was not cut out")
-        start = text.index(mark)
-        values.append(_Value(place, start, start + len(mark)))
-    if marks:
-        raise Rejected("what was cut out is no payload")
-    return values
-
-
-def _payloads(
-    job: Job, body: memoryview, parsed: Parsed, values: Sequence[_Value], is_whole: bool
-) -> tuple[list[payloads.StoredPayload], list[_Edit]]:
-    """The payloads that were asked for, and what becomes of their values in the text. Raises Rejected."""
-    stored: list[payloads.StoredPayload] = []
-    edits: list[_Edit] = []
+def _payloads(job: Job, body: memoryview, parsed: Parsed, values: Sequence[_Value], *, is_whole: bool) -> list[_Edit]:
+    """Keeps the payloads that were asked for; returns what becomes of their values in the text. Raises Rejected."""
+    reply, edits = parsed.reply, list[_Edit]()
+    reply.payloads = []
     for spec in job.payload_specs:
-        own = [value for value in values if value.place.kind == spec.kind]
+        own = [value for value in values if value[0].kind == spec.kind]
         if not own:
-            is_there = parsed.output_ids and not parsed.was_queued
-            if spec.required and is_there and (parsed.dialect, spec.kind) != ("vllm", "indexer_topk"):
+            is_there = reply.output_tokens and not parsed.was_queued
+            if spec.required and is_there and (reply.dialect, spec.kind) != ("vllm", "indexer_topk"):
                 raise Rejected(f"{spec.kind} was asked for and is not there")
             continue
-        text = body[own[0].place.start : own[0].place.end]
-        if any(body[value.place.start : value.place.end] != text for value in own[1:]):
+        first, *others = [body[place.start : place.end] for place, _, _ in own]
+        if any(other != first for other in others):
             raise Rejected(f"{spec.kind} is there twice, with different values")
-        plain = _unescaped(text) if is_whole else text
-        base, tokens = parsed.base, parsed.sequence.tokens
+        plain = _unescaped(first) if is_whole else first
+        base, tokens = reply.base, reply.sequence.tokens
         if spec.kind == sampling_masks.KIND:
-            prompt_tokens = tokens - len(parsed.output_ids) // TOKEN_BYTES
-            payload, cut = sampling_masks.read(plain, spec, base, prompt_tokens, parsed.output_ids)
+            prompt_tokens = tokens - reply.output_tokens
+            payload, cut = sampling_masks.read(plain, spec, base, prompt_tokens, reply.output_ids)
         else:
-            payload, cut = payloads.read(plain, spec, base, tokens, npy=parsed.dialect == "vllm")
-        if plain is not text:
-            cut = Cut(spec.kind, 0, "text", len(text))
-        stored.append(payload)
-        replacement = bytes(text) if cut.form == "text" else b""
-        edits += [_Edit(value.start, value.end, cut, replacement) for value in own]
-    return stored, edits
+            payload, cut = payloads.read(plain, spec, base, tokens, npy=reply.dialect == "vllm")
+        if plain is not first:
+            cut = Cut(spec.kind, 0, "text", len(first))
+        reply.payloads.append(payload)
+        replacement = bytes(first) if cut.form == "text" else b""
+        edits += [(start, end, cut, replacement) for _, start, end in own]
+    return edits
 
 
 def _unescaped(text: memoryview) -> memoryview:
@@ -438,30 +381,19 @@ def _unescaped(text: memoryview) -> memoryview:
     return memoryview(b'"' + msgspec.json.decode(text, type=str).encode() + b'"')
 
 
-def _prompt_edit(text: bytes, prompt: bytes, edits: list[_Edit]) -> list[_Edit]:
-    """The first occurrence of the prompt's text that no other edit touches; any of them can be restored."""
-    at = scan.find(text, prompt)
-    while at >= 0:
-        end = at + len(prompt)
-        if all(end <= edit.start or at >= edit.end for edit in edits):
-            return [_Edit(at, end, None)]
-        at = scan.find(text, prompt, at + 1)
-    return []
-
-
 def _without(text: bytes, edits: list[_Edit]) -> tuple[bytes, list[Cut], int | None]:
     """The text after these edits, and where in it the payloads and the prompt's ids belong."""
     parts: list[bytes] = []
     cuts: list[Cut] = []
     ids_at = None
     length = done = 0
-    for edit in sorted(edits, key=lambda edit: edit.start):
-        length += edit.start - done
-        if edit.cut is None:
+    for start, end, cut, replacement in sorted(edits, key=itemgetter(0)):
+        length += start - done
+        if cut is None:
             ids_at = length
         else:
-            cuts.append(msgspec.structs.replace(edit.cut, at=length))
-        length += len(edit.replacement)
-        parts += [text[done : edit.start], edit.replacement]
-        done = edit.end
+            cuts.append(msgspec.structs.replace(cut, at=length))
+        length += len(replacement)
+        parts += [text[done:start], replacement]
+        done = end
     return b"".join((*parts, text[done:])), cuts, ids_at

@@ -2,53 +2,34 @@
 
 The one place that decides whether a 200 is malformed, for SGLang and vLLM. It creates Python objects only for what is
 checked or stored, and the checked bytes are the stored bytes. Replay payloads are located here and validated in
-`payloads`. Shared parts are in `parse_parts`, the prompt's ids in `parse_prompt`, the rules for all JSON in
-`parse_json`.
+`payloads`. The prompt's ids are in `parse_prompt`, the rules for all JSON in `parse_json`.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from array import array
+from collections.abc import Iterable
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from workers.depth import MAX_DEPTH
+from workers import scan
+from workers.codec import StoredTokens
 from workers.parse_json import (
+    MAX_DEPTH,
+    MISSING,
     NULL,
-    Fields,
-    Keys,
     Rejected,
     count_is,
-    flat,
     is_null,
     is_object,
+    is_plain,
+    no_contradiction,
+    no_duplicates,
     object_at,
+    too_deep,
     typed,
-    utf8,
     value_at,
-)
-from workers.parse_parts import (
-    MISSING_LOGPROB,
-    REPLAY,
-    Dialect,
-    DialectChoice,
-    Logprob,
-    Parsed,
-    Top,
-    VersionSpan,
-    cached_tokens,
-    counts,
-    extension,
-    finish_reason,
-    float64,
-    metadata,
-    miscounted,
-    only_choice,
-    payloads_in,
-    same_output,
-    speculative,
-    was_queued,
-    weight_versions,
 )
 from workers.parse_prompt import (
     IDS,
@@ -57,10 +38,27 @@ from workers.parse_prompt import (
     Prompt,
     PromptDiffers,
     TokenId,
-    int32,
     token_text,
 )
-from workers.top_logprobs import LogprobWish, of_sglang_chat, of_vllm_chat, of_vllm_completion
+from workers.reply import (
+    MAX_VERSION,
+    NAMES,
+    REPLAY,
+    UNKNOWN_VERSION,
+    Dialect,
+    Job,
+    Protocol,
+    Speculative,
+    ValidatedReply,
+    VersionSpan,
+)
+from workers.top_logprobs import (
+    MISSING_LOGPROB,
+    Logprob,
+    of_sglang_chat,
+    of_vllm_chat,
+    of_vllm_completion,
+)
 
 __all__ = [
     "MAX_TOKEN_ID",
@@ -77,16 +75,100 @@ __all__ = [
     "token_text",
 ]
 
-Protocol = Literal["chat", "completions"]
-"""The OpenAI route that a reply answers: `/v1/chat/completions` or `/v1/completions`."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 
 NO_TOKENS = KnownTokens(0, 0, "")
 
 
-class _Root(Top, kw_only=True):
-    """A reply's top level, split in one pass down to the fields of its choices."""
+class Parsed(NamedTuple):
+    """A valid reply: what it says, its tokens, its prompt (None: text alone, which has no ids), and the kinds and raw
+    values of its replay payloads, unchecked; a kind may occur twice. `was_queued`: SGLang aborted the request in its
+    waiting queue, and the reply has no payloads."""
 
-    choices: list[Fields]
+    reply: ValidatedReply
+    tokens: StoredTokens
+    prompt: Prompt | None
+    payloads: list[tuple[str, msgspec.Raw]]
+    was_queued: bool = False
+
+
+# What is read of a reply. Values that only some replies have, or that are checked apart, stay raw.
+
+
+class _Payloads(msgspec.Struct, gc=False):
+    """What may hold replay payloads, under either engine's names: also SGLang's `sglext`, the place for them without
+    `meta_info`; some builds put them there as well."""
+
+    routed_experts: msgspec.Raw = NULL
+    indexer_topk: msgspec.Raw = NULL
+    sampling_mask: msgspec.Raw = NULL
+    output_token_sampling_mask: msgspec.Raw = NULL
+
+
+class _Choice(_Payloads, kw_only=True, gc=False):
+    message: msgspec.Raw = MISSING
+    text: msgspec.Raw = MISSING
+    meta_info: msgspec.Raw = MISSING
+    logprobs: msgspec.Raw = MISSING
+    finish_reason: Any = None
+    matched_stop: msgspec.Raw = MISSING
+    prompt_token_ids: msgspec.Raw = MISSING
+    token_ids: msgspec.Raw = MISSING
+    response_token_ids: msgspec.Raw = NULL
+    weight_versions: msgspec.Raw = NULL
+    prompt_logprobs: msgspec.Raw = NULL
+
+
+class _Root(msgspec.Struct, gc=False):
+    choices: list[_Choice]
+    prompt_token_ids: msgspec.Raw = NULL
+    usage: msgspec.Raw = NULL
+    sglext: msgspec.Raw = NULL
+    metadata: msgspec.Raw = NULL
+    metrics: msgspec.Raw = NULL
+    prompt_logprobs: msgspec.Raw = NULL
+
+
+class _Meta(_Payloads, kw_only=True, gc=False):
+    """SGLang's `meta_info`."""
+
+    output_token_logprobs: msgspec.Raw = MISSING
+    completion_tokens: msgspec.Raw = NULL
+    prompt_tokens: msgspec.Raw = NULL
+    finish_reason: Any = None
+    weight_version: Any = None
+    weight_versions: msgspec.Raw = NULL
+    cached_tokens: Any = None
+    spec_verify_ct: msgspec.Raw = NULL
+    prompt_token_ids: msgspec.Raw = NULL
+    output_token_sampling_logprobs: msgspec.Raw = NULL
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: msgspec.Raw = MISSING
+    token_logprobs: msgspec.Raw = MISSING
+
+
+class _Usage(msgspec.Struct, gc=False):
+    prompt_tokens: msgspec.Raw = NULL
+    completion_tokens: msgspec.Raw = NULL
+    prompt_tokens_details: Any = None
+
+
+class _Metadata(msgspec.Struct, gc=False):
+    """SGLang's place for weight versions outside of `meta_info`."""
+
+    weight_version: Any = None
+    weight_versions: msgspec.Raw = NULL
+
+
+class _Message(msgspec.Struct, gc=False):
+    role: Any = None
+    content: Any = None
+    tool_calls: Any = None
+    reasoning_content: Any = None
+    reasoning: Any = None
+    refusal: Any = None
 
 
 class _Triple(msgspec.Struct, array_like=True, gc=False):
@@ -115,310 +197,505 @@ class _AnyEntry(msgspec.Struct, gc=False):
     logprob: Logprob
 
 
+class _Span(msgspec.Struct):
+    """A span as an engine tells it, perhaps with other fields."""
+
+    version: str
+    start: int
+    end: int
+
+
+class _Counts(msgspec.Struct):
+    prompt_tokens: Count | None = None
+    completion_tokens: Count | None = None
+
+
+class _SglangSpeculative(msgspec.Struct, gc=False):
+    """The counters in SGLang's `meta_info`; earlier builds have the later names."""
+
+    spec_verify_ct: Count | None = None
+    spec_num_proposed_drafts: Count | None = None
+    spec_num_correct_drafts: Count | None = None
+    spec_draft_token_num: Count | None = None
+    spec_accept_token_num: Count | None = None
+
+
+class _VllmSpeculative(msgspec.Struct):
+    num_spec_steps: Count
+    num_draft_tokens: Count
+    num_accepted_draft_tokens: Count
+
+
+class _Metrics(msgspec.Struct):
+    speculative_decoding: _VllmSpeculative | None = None
+
+
 _ROOT = msgspec.json.Decoder(_Root)
+_META = msgspec.json.Decoder(_Meta)
+_LOGPROBS = msgspec.json.Decoder(_Logprobs)
+_USAGE = msgspec.json.Decoder(_Usage)
+_METADATA = msgspec.json.Decoder(_Metadata)
+_MESSAGE = msgspec.json.Decoder(_Message)
 _TEXT = msgspec.json.Decoder(str)
-_LOGPROBS = msgspec.json.Decoder(list[Logprob])
+_NUMBERS = msgspec.json.Decoder(list[Logprob])
 _TRIPLES = msgspec.json.Decoder(list[_Triple])
 _ENTRIES = msgspec.json.Decoder(list[_Entry])
 _ANY_ENTRIES = msgspec.json.Decoder(list[_AnyEntry])
+_SPANS = msgspec.json.Decoder(list[_Span])
+_COUNTS = msgspec.json.Decoder(_Counts | None)
+_PAYLOADS = msgspec.json.Decoder(_Payloads)
+_SGLANG_SPECULATIVE = msgspec.json.Decoder(_SglangSpeculative)
+_METRICS = msgspec.json.Decoder(_Metrics)
+_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
+_NO_USAGE, _NO_METADATA = _Usage(), _Metadata()
+
+_Bulk = list[tuple[bytes, msgspec.Raw]]
+"""Long lists that are fully checked, each with its key and first bracket in a compact text."""
+
+_PROMPT_KEY, _TRIPLES_KEY = b'"prompt_token_ids":[', b'"output_token_logprobs":['
+_CONTENT_KEY, _IDS_KEY, _NUMBERS_KEY = b'"content":[', b'"token_ids":[', b'"token_logprobs":['
 
 
-class _Asked(NamedTuple):
-    """What `parse_reply` is told of a reply, and how its keys are checked."""
+def parse_reply(body: bytes, asked: Job, cut: Prompt | None = None) -> Parsed:
+    """Validate a 200 (non-streaming). `cut`: the prompt's ids, if the body has a mark in their place.
 
-    dialect: DialectChoice
-    known: KnownTokens | None
-    sent: bytes | None
-    is_part: bool
-    cut: Prompt | None
-    wish: LogprobWish | None
-    keys: Keys
-
-
-_Read = tuple[Parsed, list[bytes]]
-"""What a reply says, and the long lists in it that are fully checked."""
-
-
-def parse_reply(
-    body: bytes,
-    dialect: DialectChoice,
-    known: KnownTokens | None = None,
-    protocol: Protocol = "chat",
-    sent: bytes | None = None,
-    is_part: bool = False,
-    cut: Prompt | None = None,
-    wish: LogprobWish | None = None,
-    *,
-    is_cut: bool = False,
-) -> Parsed:
-    """Validate a 200 (non-streaming) of the route `protocol`, whose prompt may begin with `known`.
-
-    `sent` is the token text of a prompt that was sent as ids: the reply need not repeat them, but if it does they must
-    be equal. `is_part`: it continues a generation, and may be only its end token. `cut`: the prompt's ids, if the body
-    has a mark in their place. `wish`: what else of the logprobs was asked for. `is_cut`: the error need not name the
-    first broken rule. With `auto` the structure tells the engine: in a chat reply, token ids on the choice are vLLM's,
-    otherwise SGLang's rules hold. Raises Rejected, naming the first broken rule; PromptDiffers if the prompt differs
-    from the sent one. Whether `miscounted` is a fault depends on the request.
+    Raises Rejected, naming a rule that it breaks; PromptDiffers if the prompt differs from the sent one. Whether
+    `miscounted` is a fault depends on the request.
     """
-    utf8(body)
-    asked = _Asked(dialect, known, sent, is_part, cut, wish, Keys(is_late=is_cut))
+    if not body.isascii():
+        try:
+            body.decode()  # The decoder does not check the bytes that it skips.
+        except UnicodeDecodeError as error:
+            raise Rejected(f"not UTF-8 at byte {error.start}") from error
     try:
         root: _Root = typed(_ROOT, body, "the body")
-        choice = only_choice(root.choices)
-        if protocol == "completions":
-            parsed, bulk = _completion(root, choice, asked)
-        elif dialect == "openai":
-            parsed, bulk = _of_text(root, choice, _text_message(choice, asked.keys), asked.keys)
-        elif dialect == "vllm" or (dialect == "auto" and _looks_like_vllm(root, choice)):
-            parsed, bulk = _vllm(root, choice, asked)
-        else:
-            parsed, bulk = _sglang(root, choice, asked)
-        asked.keys.finish(body, bulk, [bytes(raw) for _, raw in parsed.payloads])
+        if len(root.choices) != 1:
+            raise Rejected(f"choices must hold one choice, not {len(root.choices)}")
+        [choice] = root.choices
+        bulk: _Bulk = []
+        try:
+            if asked.protocol == "completions":
+                parsed = _completion(root, choice, asked, cut, bulk)
+            elif asked.dialect == "openai":
+                parsed = _of_text(root, choice, _text_message(choice))
+            elif asked.dialect == "vllm" or (asked.dialect == "auto" and _looks_like_vllm(root, choice)):
+                parsed = _vllm(root, choice, asked, cut, bulk)
+            else:
+                parsed = _sglang(root, choice, asked, cut, bulk)
+        except Rejected:
+            _require_keys_once(root, choice)  # This is named first: another reader may read another value.
+            raise
+        _require_readable(body, root, choice, bulk, parsed.payloads)
     except RecursionError as error:
         raise Rejected(f"nests deeper than {MAX_DEPTH} levels") from error
     return parsed
 
 
-def _looks_like_vllm(root: _Root, choice: Fields) -> bool:
-    return "meta_info" not in choice and ("token_ids" in choice or not is_null(root.prompt_token_ids))
+def _looks_like_vllm(root: _Root, choice: _Choice) -> bool:
+    """In a chat reply, token ids on the choice are vLLM's; otherwise SGLang's rules hold."""
+    return choice.meta_info == MISSING and (choice.token_ids != MISSING or not is_null(root.prompt_token_ids))
 
 
-def _sglang(root: _Root, choice: Fields, asked: _Asked) -> _Read:
+def _sglang(root: _Root, choice: _Choice, asked: Job, cut: Prompt | None, bulk: _Bulk) -> Parsed:
     where = "choices[0].meta_info"
-    meta_raw = choice.get("meta_info")
-    if meta_raw is None:
-        raise Rejected(f"{where} is missing")
-    meta = object_at(meta_raw, where)
-    asked.keys.stand_once(meta_raw, meta, where)
-    triples: list[_Triple] = typed(_TRIPLES, meta.get("output_token_logprobs"), f"{where}.output_token_logprobs")
-    count_is(meta.get("completion_tokens"), len(triples), f"{where}.completion_tokens", "output_token_logprobs")
-    usage = _usage(root, asked.keys)
-    own, count = meta.get("prompt_tokens", NULL), usage.get("prompt_tokens")
-    finish = finish_reason(choice, meta)
-    queued = was_queued(finish, count, own)
+    meta: _Meta = typed(_META, choice.meta_info, where, "an object")
+    triples: list[_Triple] = typed(_TRIPLES, meta.output_token_logprobs, f"{where}.output_token_logprobs")
+    count = len(triples)
+    if bytes(meta.completion_tokens) != b"%d" % count:
+        count_is(meta.completion_tokens, count, f"{where}.completion_tokens", "output_token_logprobs")
+    usage = _usage(root)
+    finish = _finish_reason(choice, meta)
+    # An abort in the waiting queue, where nothing has counted the prompt; also of a request that was taken back there.
+    was_queued = finish == "abort" and meta.prompt_tokens == NULL and bytes(usage.prompt_tokens) == b"0"
+    own_count = usage.prompt_tokens if meta.prompt_tokens == NULL else meta.prompt_tokens
     at = "choices[0].prompt_token_ids"
-    own_count = count if is_null(own) else own
-    prompt = Prompt.at(choice.get("prompt_token_ids"), at, asked.known, asked.sent, own_count, asked.cut, not queued)
+    prompt = _prompt(choice.prompt_token_ids, at, asked, own_count, cut, bulk, is_counted=not was_queued)
+    if root.prompt_token_ids != NULL and prompt.repeated(root.prompt_token_ids, "prompt_token_ids"):
+        bulk.append((_PROMPT_KEY, root.prompt_token_ids))
+    if meta.prompt_token_ids != NULL and prompt.repeated(meta.prompt_token_ids, f"{where}.prompt_token_ids"):
+        bulk.append((_PROMPT_KEY, meta.prompt_token_ids))
     output_ids = [triple.id for triple in triples]
-    sampled = _sampling_logprobs(meta, len(triples), where)
-    copies = [
-        *prompt.repeated(root.prompt_token_ids, "prompt_token_ids"),
-        *prompt.repeated(meta.get("prompt_token_ids"), f"{where}.prompt_token_ids"),
-        *same_output(choice, output_ids, "response_token_ids", "token_ids"),
-    ]
-    message = _message(choice, asked.keys, may_be_empty=asked.is_part or not triples)
-    version = meta.get("weight_version")
-    parsed = Parsed(
+    logprobs = [triple.logprob for triple in triples]
+    is_processed = False
+    if meta.output_token_sampling_logprobs != NULL:
+        sampled = _sampling_logprobs(meta.output_token_sampling_logprobs, count, where)
+        logprobs, is_processed = (logprobs, False) if sampled is None else (sampled, True)
+    if choice.response_token_ids != NULL or choice.token_ids != MISSING:
+        _require_same_output(choice, output_ids, "response_token_ids", "token_ids")
+    output = array("i", output_ids).tobytes()
+    counts = (f"{where}.prompt_tokens", meta.prompt_tokens), ("usage.prompt_tokens", usage.prompt_tokens)
+    reply = ValidatedReply(
         dialect="sglang",
-        message=message,
-        prompt_text=prompt.text,
+        message=_message(choice, may_be_empty=asked.is_part or not triples),
         base=prompt.base,
-        suffix_ids=prompt.suffix_ids,
-        output_ids=int32(output_ids),
-        logprobs=float64([triple.logprob for triple in triples] if sampled is None else sampled),
-        logprobs_of=None if sampled is None else "processed",
+        suffix_tokens=prompt.tokens - prompt.base,
+        output_tokens=count,
         sequence=prompt.followed_by(output_ids),
         finish_reason=finish,
-        weight_versions=weight_versions(
-            meta.get("weight_versions"),
+        weight_versions=_weight_versions(
+            meta.weight_versions,
             f"{where}.weight_versions",
-            metadata(root).get("weight_version") if is_null(version) else version,
-            len(triples),
+            _metadata(root).weight_version if meta.weight_version is None else meta.weight_version,
+            count,
         ),
-        payloads=payloads_in("sglang", meta, extension(root)),
-        cached_tokens=cached_tokens(meta.get("cached_tokens"), usage),
-        miscounted=None
-        if queued
-        else miscounted(prompt.tokens, (f"{where}.prompt_tokens", own), ("usage.prompt_tokens", count)),
-        top=None if asked.wish is None else of_sglang_chat(meta, where, prompt, len(triples), asked.wish),
-        speculative=None if is_null(meta.get("spec_verify_ct")) else speculative(meta_raw, NULL),
-        was_queued=queued,
+        output_ids=output,
+        cached_tokens=_cached_tokens(meta, usage),
+        miscounted=None if was_queued else _miscounted(prompt.tokens, counts),
+        speculative=None if meta.spec_verify_ct == NULL else _sglang_speculative(choice.meta_info),
+        logprobs_of="processed" if is_processed else None,
     )
-    bulk = [prompt.text, *copies, *flat(meta["output_token_logprobs"], len(triples))]
-    logprobs = choice.get("logprobs")
-    content = object_at(logprobs, "choices[0].logprobs").get("content") if is_object(logprobs) else None
-    if _checked_entries(content) is not None:
-        bulk.append(bytes(content or b""))
-    return parsed, bulk
+    top = None
+    if asked.wish is not None:
+        top = of_sglang_chat(object_at(choice.meta_info, where), where, prompt, count, asked.wish)
+    text = bytes(meta.output_token_logprobs)
+    # Triples that hold lists or objects are checked with the rest of the reply.
+    if text.count(b"[") == count + 1 and b"{" not in text:
+        bulk.append((_TRIPLES_KEY, meta.output_token_logprobs))
+    if choice.logprobs != MISSING and is_object(choice.logprobs):
+        content = _logprobs(choice).content
+        if _checked_entries(content) is not None:
+            bulk.append((_CONTENT_KEY, content))
+    tokens = StoredTokens(prompt.suffix_ids, output, array("d", logprobs).tobytes(), top)
+    return Parsed(reply, tokens, prompt, _payloads("sglang", root, meta), was_queued)
 
 
-def _sampling_logprobs(meta: Fields, tokens: int, where: str) -> list[float] | None:
+def _sampling_logprobs(raw: msgspec.Raw, tokens: int, where: str) -> list[float] | None:
     """Of the distribution that was sampled from, which SGLang gives with the sampling masks: renormalised over what
-    top-k, top-p and min-p kept. None if there are none, or in the mode `support` a list for each token."""
-    raw, name = meta.get("output_token_sampling_logprobs"), f"{where}.output_token_sampling_logprobs"
-    if raw is None or is_null(raw) or bytes(raw)[1:].lstrip()[:1] == b"[":
+    top-k, top-p and min-p kept. None in the mode `support`, where there is a list for each token."""
+    name = f"{where}.output_token_sampling_logprobs"
+    if bytes(raw)[1:].lstrip()[:1] == b"[":
         return None
-    values: list[float] = typed(_LOGPROBS, raw, name)
+    values: list[float] = typed(_NUMBERS, raw, name)
     if len(values) != tokens:
         raise Rejected(f"{name} has {len(values)} entries for {tokens} output token ids")
     return values
 
 
-def _vllm(root: _Root, choice: Fields, asked: _Asked) -> _Read:
-    output_ids = typed(IDS, choice.get("token_ids"), "choices[0].token_ids")
-    logprobs = _logprobs(choice, asked.keys)
-    content, bulk = logprobs.get("content"), list[bytes]()
+def _vllm(root: _Root, choice: _Choice, asked: Job, cut: Prompt | None, bulk: _Bulk) -> Parsed:
+    output_ids: list[int] = typed(IDS, choice.token_ids, "choices[0].token_ids")
+    content, count = _logprobs(choice).content, len(output_ids)
     entries: list[_Entry] | list[_AnyEntry] | None = _checked_entries(content)
     if entries is None:
         entries = typed(_ANY_ENTRIES, content, "choices[0].logprobs.content")
     else:
-        bulk.append(bytes(content or b""))
-    if len(entries) != len(output_ids):
-        raise Rejected(f"choices[0].logprobs.content has {len(entries)} entries for {len(output_ids)} output token ids")
-    usage = _usage(root, asked.keys)
-    count_is(usage.get("completion_tokens"), len(output_ids), "usage.completion_tokens", "token_ids")
-    count = usage.get("prompt_tokens")
-    prompt = Prompt.at(root.prompt_token_ids, "prompt_token_ids", asked.known, asked.sent, count, asked.cut)
-    copies = [
-        *prompt.repeated(choice.get("prompt_token_ids"), "choices[0].prompt_token_ids"),
-        *same_output(choice, output_ids, "response_token_ids"),
-    ]
-    parsed = Parsed(
+        bulk.append((_CONTENT_KEY, content))
+    if len(entries) != count:
+        raise Rejected(f"choices[0].logprobs.content has {len(entries)} entries for {count} output token ids")
+    usage = _usage(root)
+    if bytes(usage.completion_tokens) != b"%d" % count:
+        count_is(usage.completion_tokens, count, "usage.completion_tokens", "token_ids")
+    prompt = _prompt(root.prompt_token_ids, "prompt_token_ids", asked, usage.prompt_tokens, cut, bulk)
+    if choice.prompt_token_ids != MISSING and prompt.repeated(choice.prompt_token_ids, "choices[0].prompt_token_ids"):
+        bulk.append((_PROMPT_KEY, choice.prompt_token_ids))
+    if choice.response_token_ids != NULL:
+        _require_same_output(choice, output_ids, "response_token_ids")
+    output = array("i", output_ids).tobytes()
+    reply = ValidatedReply(
         dialect="vllm",
-        message=_message(choice, asked.keys, may_be_empty=asked.is_part or not output_ids),
-        prompt_text=prompt.text,
+        message=_message(choice, may_be_empty=asked.is_part or not output_ids),
         base=prompt.base,
-        suffix_ids=prompt.suffix_ids,
-        output_ids=int32(output_ids),
-        logprobs=float64([entry.logprob for entry in entries]),
+        suffix_tokens=prompt.tokens - prompt.base,
+        output_tokens=count,
         sequence=prompt.followed_by(output_ids),
-        finish_reason=finish_reason(choice, {}),
-        weight_versions=weight_versions(
-            choice.get("weight_versions"),
-            "choices[0].weight_versions",
-            metadata(root).get("weight_version"),
-            len(output_ids),
+        finish_reason=_finish_reason(choice),
+        weight_versions=_weight_versions(
+            choice.weight_versions, "choices[0].weight_versions", _metadata(root).weight_version, count
         ),
-        payloads=payloads_in("vllm", choice),
-        cached_tokens=cached_tokens(None, usage),
-        miscounted=miscounted(prompt.tokens, ("usage.prompt_tokens", count)),
-        top=None if asked.wish is None else of_vllm_chat(logprobs["content"], root.prompt_logprobs, prompt, asked.wish),
-        speculative=speculative(None, root.metrics),
+        output_ids=output,
+        cached_tokens=_cached_tokens(None, usage),
+        miscounted=_miscounted(prompt.tokens, [("usage.prompt_tokens", usage.prompt_tokens)]),
+        speculative=None if root.metrics == NULL else _vllm_speculative(root.metrics),
     )
-    return parsed, [prompt.text, *copies, *bulk]
+    top = None if asked.wish is None else of_vllm_chat(content, root.prompt_logprobs, prompt, asked.wish)
+    logprobs = array("d", [entry.logprob for entry in entries]).tobytes()
+    return Parsed(
+        reply, StoredTokens(prompt.suffix_ids, output, logprobs, top), prompt, _payloads("vllm", None, choice)
+    )
 
 
-def _completion(root: _Root, choice: Fields, asked: _Asked) -> _Read:
+def _completion(root: _Root, choice: _Choice, asked: Job, cut: Prompt | None, bulk: _Bulk) -> Parsed:
     """A valid completion."""
-    text_raw, dialect = choice.get("text"), asked.dialect
-    typed(_TEXT, text_raw, "choices[0].text", "a string")
-    if dialect == "openai":
-        return _of_text(root, choice, bytes(text_raw or b""), asked.keys)
-    output_ids = typed(IDS, choice.get("token_ids"), "choices[0].token_ids")
-    logprobs = _logprobs(choice, asked.keys)
-    values = typed(_LOGPROBS, logprobs.get("token_logprobs"), "choices[0].logprobs.token_logprobs")
-    if len(values) != len(output_ids):
-        raise Rejected(f"choices[0].logprobs.token_logprobs has {len(values)} entries for {len(output_ids)} token ids")
-    usage = _usage(root, asked.keys)
-    count_is(usage.get("completion_tokens"), len(output_ids), "usage.completion_tokens", "token_ids")
-    count, finish, versions = usage.get("prompt_tokens"), finish_reason(choice, {}), metadata(root)
-    queued = "matched_stop" in choice and was_queued(finish, count)
+    typed(_TEXT, choice.text, "choices[0].text", "a string")
+    if asked.dialect == "openai":
+        return _of_text(root, choice, bytes(choice.text))
+    output_ids: list[int] = typed(IDS, choice.token_ids, "choices[0].token_ids")
+    numbers, count = _logprobs(choice).token_logprobs, len(output_ids)
+    logprobs: list[float] = typed(_NUMBERS, numbers, "choices[0].logprobs.token_logprobs")
+    if len(logprobs) != count:
+        raise Rejected(f"choices[0].logprobs.token_logprobs has {len(logprobs)} entries for {count} token ids")
+    usage = _usage(root)
+    if bytes(usage.completion_tokens) != b"%d" % count:
+        count_is(usage.completion_tokens, count, "usage.completion_tokens", "token_ids")
+    finish, metadata = _finish_reason(choice), _metadata(root)
+    is_sglangs = choice.matched_stop != MISSING
+    was_queued = is_sglangs and finish == "abort" and bytes(usage.prompt_tokens) == b"0"  # as in a chat
     at = "choices[0].prompt_token_ids"
-    prompt = Prompt.at(choice.get("prompt_token_ids"), at, asked.known, asked.sent, count, asked.cut, not queued)
-    copies = [
-        *prompt.repeated(root.prompt_token_ids, "prompt_token_ids"),
-        *same_output(choice, output_ids, "response_token_ids"),
-    ]
+    prompt = _prompt(choice.prompt_token_ids, at, asked, usage.prompt_tokens, cut, bulk, is_counted=not was_queued)
+    if root.prompt_token_ids != NULL and prompt.repeated(root.prompt_token_ids, "prompt_token_ids"):
+        bulk.append((_PROMPT_KEY, root.prompt_token_ids))
+    if choice.response_token_ids != NULL:
+        _require_same_output(choice, output_ids, "response_token_ids")
+    bulk += [(_IDS_KEY, choice.token_ids), (_NUMBERS_KEY, numbers)]
+    dialect = asked.dialect
     if dialect == "auto":
-        is_sglangs = "matched_stop" in choice or versions or not is_null(root.sglext)
-        dialect = "sglang" if is_sglangs else "vllm"
-    here = not is_null(choice.get("weight_versions"))
-    parsed = Parsed(
+        has_metadata = is_object(root.metadata) and object_at(root.metadata, "metadata")
+        dialect = "sglang" if is_sglangs or has_metadata or root.sglext != NULL else "vllm"
+    here = choice.weight_versions != NULL
+    output = array("i", output_ids).tobytes()
+    reply = ValidatedReply(
         dialect=dialect,
-        message=bytes(text_raw or b""),
-        prompt_text=prompt.text,
+        message=bytes(choice.text),
         base=prompt.base,
-        suffix_ids=prompt.suffix_ids,
-        output_ids=int32(output_ids),
-        logprobs=float64(values),
+        suffix_tokens=prompt.tokens - prompt.base,
+        output_tokens=count,
         sequence=prompt.followed_by(output_ids),
         finish_reason=finish,
-        weight_versions=weight_versions(
-            choice["weight_versions"] if here else versions.get("weight_versions"),
+        weight_versions=_weight_versions(
+            choice.weight_versions if here else metadata.weight_versions,
             f"{'choices[0]' if here else 'metadata'}.weight_versions",
-            versions.get("weight_version"),
-            len(output_ids),
+            metadata.weight_version,
+            count,
         ),
-        payloads=payloads_in(dialect, choice, extension(root)),
-        cached_tokens=cached_tokens(None, usage),
-        miscounted=None if queued else miscounted(prompt.tokens, ("usage.prompt_tokens", count)),
-        # SGLang's completions name the alternatives by their texts, which are no ids.
-        top=None
-        if asked.wish is None or dialect == "sglang"
-        else of_vllm_completion(logprobs, choice, prompt, len(output_ids), asked.wish),
-        speculative=speculative(None, root.metrics),
-        was_queued=queued,
+        output_ids=output,
+        cached_tokens=_cached_tokens(None, usage),
+        miscounted=None if was_queued else _miscounted(prompt.tokens, [("usage.prompt_tokens", usage.prompt_tokens)]),
+        speculative=None if root.metrics == NULL else _vllm_speculative(root.metrics),
     )
-    return parsed, [prompt.text, *copies, bytes(choice["token_ids"]), bytes(logprobs["token_logprobs"])]
+    top = None
+    if asked.wish is not None and dialect == "vllm":  # SGLang's name the alternatives by their texts, which are no ids.
+        fields = object_at(choice.logprobs, "choices[0].logprobs")
+        top = of_vllm_completion(fields, choice.prompt_logprobs, prompt, count, asked.wish)
+    tokens = StoredTokens(prompt.suffix_ids, output, array("d", logprobs).tobytes(), top)
+    return Parsed(reply, tokens, prompt, _payloads(dialect, root, choice), was_queued)
 
 
-def _of_text(root: _Root, choice: Fields, message: bytes, keys: Keys) -> _Read:
-    """What a reply says that need not have ids. Raises Rejected."""
-    usage = _usage(root, keys)
-    parsed = Parsed(
+def _of_text(root: _Root, choice: _Choice, message: bytes) -> Parsed:
+    """What a reply says that need not have ids: `usage` has the tokens of prompt and output, or they count as 0. Raises
+    Rejected."""
+    usage = _usage(root)
+    finish, cached = _finish_reason(choice), _cached_tokens(None, usage)
+    counts: _Counts = typed(_COUNTS, root.usage, "usage") or _Counts()
+    reply = ValidatedReply(
         dialect="openai",
         message=message,
-        prompt_text=b"",
         base=0,
-        suffix_ids=b"",
-        output_ids=b"",
-        logprobs=b"",
+        suffix_tokens=counts.prompt_tokens or 0,
+        output_tokens=counts.completion_tokens or 0,
         sequence=NO_TOKENS,
-        finish_reason=finish_reason(choice, {}),
-        weight_versions=[],
-        cached_tokens=cached_tokens(None, usage),
-        counts=counts(root),
+        finish_reason=finish,
+        weight_versions=(),
+        cached_tokens=cached,
     )
-    return parsed, []
+    return Parsed(reply, StoredTokens(b"", b"", b""), None, [])
 
 
-def _usage(root: _Root, keys: Keys) -> Fields:
-    """The engine's counts in `usage`, if any. Raises Rejected if they contradict each other."""
-    usage = object_at(root.usage, "usage") if is_object(root.usage) else {}
-    if usage:
-        keys.do_not_differ(root.usage, usage, "usage")
+# parts of a reply
+
+
+def _prompt(
+    raw: msgspec.Raw,
+    where: str,
+    asked: Job,
+    count: msgspec.Raw,
+    cut: Prompt | None,
+    bulk: _Bulk,
+    *,
+    is_counted: bool = True,
+) -> Prompt:
+    """The prompt whose ids are at `where`. Raises as `Prompt.at`."""
+    if cut is not None and bytes(raw) == cut.text:
+        return cut
+    prompt = Prompt.at(raw, where, asked.known, asked.sent, count, is_counted)
+    if prompt.text:
+        bulk.append((_PROMPT_KEY, raw))
+    return prompt
+
+
+def _payloads(dialect: Dialect, root: _Root | None, home: _Payloads) -> list[tuple[str, msgspec.Raw]]:
+    """The replay payloads in this object and in the root's `sglext`: kind and raw value."""
+    homes = [home]
+    if root is not None and root.sglext != NULL and is_object(root.sglext):
+        homes.append(typed(_PAYLOADS, root.sglext, "sglext"))
+    found: list[tuple[str, msgspec.Raw]] = []
+    for one in homes:
+        for kind, name in NAMES[dialect].items():
+            value = getattr(one, name)
+            if value != NULL:
+                found.append((kind, value))
+    return found
+
+
+def _metadata(root: _Root) -> _Metadata:
+    if not is_object(root.metadata):
+        return _NO_METADATA
+    metadata: _Metadata = typed(_METADATA, root.metadata, "metadata")
+    return metadata
+
+
+def _usage(root: _Root) -> _Usage:
+    """The engine's counts, if any."""
+    if not is_object(root.usage):
+        return _NO_USAGE
+    usage: _Usage = typed(_USAGE, root.usage, "usage")
     return usage
 
 
-def _logprobs(choice: Fields, keys: Keys) -> Fields:
-    raw = choice.get("logprobs")
-    logprobs = object_at(raw, "choices[0].logprobs")
-    keys.stand_once(raw or b"", logprobs, "choices[0].logprobs")
+def _logprobs(choice: _Choice) -> _Logprobs:
+    logprobs: _Logprobs = typed(_LOGPROBS, choice.logprobs, "choices[0].logprobs", "an object")
     return logprobs
 
 
-def _checked_entries(content: msgspec.Raw | None) -> list[_Entry] | None:
-    """None if they have what no engine writes, which is then checked with the rest of the reply."""
+def _checked_entries(content: msgspec.Raw) -> list[_Entry] | None:
+    """None if there are none, or with what no engine writes, which is then checked with the rest of the reply."""
     try:
-        return None if content is None else _ENTRIES.decode(content)
+        return _ENTRIES.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
-def _text_message(choice: Fields, keys: Keys) -> bytes:
+def _finish_reason(choice: _Choice, meta: _Meta | None = None) -> str | None:
+    """The finish reason of the choice, else of SGLang's `meta_info`. Raises Rejected, also for a generation that
+    failed."""
+    reason = choice.finish_reason
+    if reason is None and meta is not None:
+        reason = meta.finish_reason
+        reason = reason.get("type") if isinstance(reason, dict) else reason
+    if reason is not None and not isinstance(reason, str):
+        raise Rejected("choices[0].finish_reason must be a string")
+    if reason == "error":
+        raise Rejected("choices[0].finish_reason is error: the generation failed")
+    return reason
+
+
+def _weight_versions(spans: msgspec.Raw, where: str, version: Any, tokens: int) -> tuple[VersionSpan, ...]:
+    """Spans that cover the output; the engine's own list overrides its single version. Raises Rejected."""
+    if spans == NULL:
+        if isinstance(version, bool) or not isinstance(version, str | int | None):
+            raise Rejected("weight_version must be a string")
+        return (VersionSpan(_version(version), 0, tokens),) if tokens else ()
+    told: list[_Span] = typed(_SPANS, spans, where)
+    ends = [0, *(span.end for span in told)]
+    if [span.start for span in told] != ends[:-1] or ends[-1] != tokens or ends != sorted(ends):
+        raise Rejected(f"{where} must cover the {tokens} output tokens in order")
+    # SGLang names one without tokens for a generation that was aborted, or got other weights, before its first.
+    return tuple([VersionSpan(_version(span.version), span.start, span.end) for span in told if span.start < span.end])
+
+
+def _version(version: str | int | None) -> str:
+    """The version as text. Python refuses to write integers of thousands of digits. Raises Rejected."""
+    if isinstance(version, int) and abs(version) >= 10**MAX_VERSION:
+        raise Rejected("weight_version is too long")
+    text = UNKNOWN_VERSION if version is None else str(version)
+    if len(text) > MAX_VERSION:
+        raise Rejected("weight_version is too long")
+    return text
+
+
+def _cached_tokens(meta: _Meta | None, usage: _Usage) -> int | None:
+    """The count in SGLang's `meta_info`, else in `usage`. It is a statistic: None if invalid."""
+    count = None if meta is None else meta.cached_tokens
+    if count is None and isinstance(usage.prompt_tokens_details, dict):
+        count = usage.prompt_tokens_details.get("cached_tokens")
+    return count if type(count) is int and 0 <= count <= MAX_TOKEN_ID else None
+
+
+def _sglang_speculative(raw: msgspec.Raw) -> Speculative | None:
+    """The counters in SGLang's `meta_info`. They are statistics: None if invalid, or if the engine does not
+    speculate."""
+    try:
+        meta = _SGLANG_SPECULATIVE.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    drafts, accepted = meta.spec_num_proposed_drafts, meta.spec_num_correct_drafts
+    drafts = meta.spec_draft_token_num if drafts is None else drafts
+    accepted = meta.spec_accept_token_num if accepted is None else accepted
+    if meta.spec_verify_ct is None or drafts is None or accepted is None:
+        return None
+    return Speculative(meta.spec_verify_ct, drafts, accepted)
+
+
+def _vllm_speculative(raw: msgspec.Raw) -> Speculative | None:
+    """As `_sglang_speculative`, of vLLM's `metrics`."""
+    try:
+        counted = _METRICS.decode(raw).speculative_decoding
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return None if counted is None else Speculative(*msgspec.structs.astuple(counted))
+
+
+def _miscounted(tokens: int, counts: Iterable[tuple[str, msgspec.Raw]]) -> str | None:
+    """Which of the engine's counts of the prompt is present but not `tokens`, as text. Raises Rejected."""
+    for where, raw in counts:
+        if raw != NULL and bytes(raw) != b"%d" % tokens:
+            value_at(raw, where)
+            return f"{where} is not {tokens}, the number of the prompt's ids"
+    return None
+
+
+def _require_same_output(choice: _Choice, output_ids: list[int], *names: str) -> None:
+    """Further copies of the output's ids must be equal. Raises Rejected."""
+    for name in names:
+        raw = getattr(choice, name)
+        if not is_null(raw) and typed(IDS, raw, f"choices[0].{name}") != output_ids:
+            raise Rejected(f"choices[0].{name} is not the {len(output_ids)} ids of the output")
+
+
+def _text_message(choice: _Choice) -> bytes:
     """A vendor's message is null where it refuses, or where its reasoning, which it keeps to itself, used up the
     limit."""
-    message = object_at(choice.get("message"), "choices[0].message")
-    ended_early = finish_reason(choice, {}) not in (None, "stop", "tool_calls")
-    return _message(choice, keys, may_be_empty=ended_early or not is_null(message.get("refusal")))
+    message: _Message = typed(_MESSAGE, choice.message, "choices[0].message", "an object")
+    ended_early = _finish_reason(choice) not in (None, "stop", "tool_calls")
+    return _message(choice, may_be_empty=ended_early or message.refusal is not None)
 
 
-def _message(choice: Fields, keys: Keys, *, may_be_empty: bool) -> bytes:
-    raw = choice.get("message")
-    message = object_at(raw, "choices[0].message")
-    keys.do_not_differ(raw or b"", message, "choices[0].message")
-    calls = value_at(message.get("tool_calls"), "choices[0].message.tool_calls")
+def _message(choice: _Choice, *, may_be_empty: bool) -> bytes:
+    message: _Message = typed(_MESSAGE, choice.message, "choices[0].message", "an object")
+    calls = message.tool_calls
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise Rejected("choices[0].message.tool_calls must be a list of objects")
-    content = value_at(message.get("content"), "choices[0].message.content")
-    if content is None:
-        reasoning = value_at(message.get("reasoning_content"), "choices[0].message.reasoning_content")
-        reasoning = reasoning or value_at(message.get("reasoning"), "choices[0].message.reasoning")
-        if not calls and not reasoning and not may_be_empty:
+    if message.content is None:
+        if not calls and not message.reasoning_content and not message.reasoning and not may_be_empty:
             raise Rejected("choices[0].message has no content, no tool calls and no reasoning_content")
-    elif not isinstance(content, str):
+    elif not isinstance(message.content, str):
         raise Rejected("choices[0].message.content must be a string")
-    role = value_at(message.get("role"), "choices[0].message.role")
-    if role != "assistant":
+    if message.role != "assistant":
         raise Rejected("choices[0].message.role must be assistant")
-    return bytes(raw or b"")
+    return bytes(choice.message)
+
+
+# what holds for all of a reply
+
+
+def _require_readable(
+    body: bytes, root: _Root, choice: _Choice, bulk: _Bulk, payloads: list[tuple[str, msgspec.Raw]]
+) -> None:
+    """Require that all can be decoded, nests not too deep, and has no contradicting keys. What is checked already is
+    left out, and so are payloads, which have rules of their own. Raises Rejected."""
+    rest = body
+    for key, value in bulk:
+        # A quote in a text has a backslash, so that nothing but a value stands behind such a key.
+        at, text = rest.find(key) + len(key) - 1, bytes(value)
+        if at >= len(key) and rest.startswith(text, at):
+            rest = b"%b0%b" % (rest[:at], rest[at + len(text) :])
+    if not is_plain(rest):
+        _require_keys_once(root, choice)
+        [choice_raw] = _RAWS.decode(no_contradiction(body, "the reply")["choices"])
+        no_contradiction(choice_raw, "choices[0]")
+        parts, done = list[bytes](), 0
+        for start, end in sorted(scan.places_in(body, [raw for _, raw in (*bulk, *payloads)])):
+            parts += [body[done:start], b"0"]
+            done = end
+        rest = b"".join((*parts, body[done:]))
+        value_at(rest, "the body")
+    if rest.count(b"[") + rest.count(b"{") > MAX_DEPTH and too_deep(rest):
+        raise Rejected(f"nests deeper than {MAX_DEPTH} levels")
+
+
+def _require_keys_once(root: _Root, choice: _Choice) -> None:
+    """Raises Rejected where another reader may read another value."""
+    for raw, where in ((choice.meta_info, "meta_info"), (choice.logprobs, "logprobs")):
+        if is_object(raw):
+            no_duplicates(raw, f"choices[0].{where}")
+    for raw, where in ((root.usage, "usage"), (choice.message, "choices[0].message")):
+        if is_object(raw):
+            no_contradiction(raw, where)

@@ -4,36 +4,34 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
-from typing import Any, TypeGuard
+from typing import Any
 
 import msgspec
 import orjson
 
 from workers import scan
-from workers.depth import MAX_DEPTH, too_deep
+
+MAX_DEPTH = 100
+"""Templates, schemas and replies stay far below; a deeper body is rejected."""
+
+LONG = 64 << 10
+"""A regular expression holds the GIL while it runs: seconds on a longer text."""
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_AS_ONE_KIND = bytes.maketrans(b"{}", b"[]")
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 Fields = dict[str, msgspec.Raw]
 
-NULL = msgspec.Raw(b"null")
+NULL, MISSING = msgspec.Raw(b"null"), msgspec.Raw(b"")
+"""What stands for a field that an object does not have: where null means the same, and where it does not."""
 
 _OBJECT = msgspec.json.Decoder(Fields)
-_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _PLACE = re.compile(r" - at `(.*)`$")
 
 
 class Rejected(Exception):
     """A malformed reply. The message names the rule and the place, never content."""
-
-
-def utf8(body: bytes) -> None:
-    """msgspec does not check the bytes that it skips. Raises Rejected."""
-    if body.isascii():
-        return
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise Rejected(f"not UTF-8 at byte {error.start}") from error
 
 
 def object_at(raw: msgspec.Raw | bytes | None, where: str) -> Fields:
@@ -44,10 +42,8 @@ def object_at(raw: msgspec.Raw | bytes | None, where: str) -> Fields:
     return fields
 
 
-def value_at(raw: msgspec.Raw | bytes | None, where: str) -> Any:
-    """Any value; None if it is missing. Raises Rejected if it cannot be decoded."""
-    if raw is None:
-        return None
+def value_at(raw: msgspec.Raw | bytes, where: str) -> Any:
+    """Any value. Raises Rejected if it cannot be decoded."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -61,26 +57,27 @@ def typed(decoder: msgspec.json.Decoder[Any], raw: msgspec.Raw | bytes | None, w
     try:
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
-        if kind:
-            raise Rejected(f"{where} must be {kind}") from error
         place = _PLACE.search(str(error))
+        if kind and place is None:
+            raise Rejected(f"{where} must be {kind}") from error
         inside = place.group(1).removeprefix("$") if place else ""
         raise Rejected(f"{where}{inside}: {str(error)[: place.start()] if place else error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        if raw == MISSING:
+            raise Rejected(f"{where} is missing") from error
         raise Rejected(f"{where} is not valid JSON: {error}") from error
 
 
 def is_null(raw: msgspec.Raw | None) -> bool:
     """Is it missing, or null?"""
-    return raw is None or bytes(memoryview(raw)[:5]) == b"null"
+    return raw is None or bytes(memoryview(raw)[:5]) in (b"null", b"")
 
 
-def is_object(raw: msgspec.Raw | None) -> TypeGuard[msgspec.Raw]:
-    """Is it there, and an object?"""
-    return raw is not None and bytes(memoryview(raw)[:1]) == b"{"
+def is_object(raw: msgspec.Raw) -> bool:
+    return bytes(memoryview(raw)[:1]) == b"{"
 
 
-def count_is(raw: msgspec.Raw | None, actual: int, where: str, of: str) -> None:
+def count_is(raw: msgspec.Raw, actual: int, where: str, of: str) -> None:
     """Require that the engine's own count is `actual`. Raises Rejected."""
     count = value_at(raw, where)
     if isinstance(count, bool) or not isinstance(count, int):
@@ -89,75 +86,35 @@ def count_is(raw: msgspec.Raw | None, actual: int, where: str, of: str) -> None:
         raise Rejected(f"{where} is {count}, but {of} has {actual} entries")
 
 
-_Check = Callable[[msgspec.Raw | bytes, Fields, str], None]
-
-
-class Keys:
-    """Checks that objects do not have a key twice, each where it is read.
-
-    `is_late`: all of them at the end, and only for a reply that differs when it is decoded and encoded again. One that
-    does not has each key once.
-    """
-
-    def __init__(self, *, is_late: bool) -> None:
-        self._late: list[tuple[_Check, msgspec.Raw | bytes, Fields, str]] | None = [] if is_late else None
-
-    def stand_once(self, raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
-        """Raises Rejected for a duplicate key."""
-        if self._late is None:
-            _no_duplicates(raw, fields, where)
-        else:
-            self._late.append((_no_duplicates, raw, fields, where))
-
-    def do_not_differ(self, raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
-        """Raises Rejected for duplicate keys with different values, which two readers would read differently.
-
-        Numbers are equal if they are spelled alike, objects in any order.
-        """
-        if self._late is None:
-            no_contradiction(raw, fields, where)
-        else:
-            self._late.append((no_contradiction, raw, fields, where))
-
-    def finish(self, body: bytes, bulk: list[bytes], payloads: list[bytes]) -> None:
-        """Require that the reply and its choice have no contradicting keys either, and that all of it can be decoded.
-        `bulk` are long lists that were checked, `payloads` have rules of their own. Raises Rejected."""
-        rest = _without(body, bulk)
-        if self._late is None or not _is_plain(rest):
-            for check, raw, fields, where in self._late or ():
-                check(raw, fields, where)
-            root = object_at(body, "the reply")
-            no_contradiction(body, root, "the reply")
-            [choice] = _RAWS.decode(root["choices"])
-            no_contradiction(choice, object_at(choice, "choices[0]"), "choices[0]")
-            rest = _without(rest, payloads)
-            value_at(rest, "the body")
-        if too_deep(rest):
-            raise Rejected(f"nests deeper than {MAX_DEPTH} levels")
-
-
-def _is_plain(text: bytes) -> bool:
-    try:
-        return orjson.dumps(orjson.loads(text)) == text
-    except (ValueError, TypeError):  # Also for what nests too deep for it.
-        return False
-
-
-def _no_duplicates(raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
-    if _compact_length(fields) != len(memoryview(raw)):
+def no_duplicates(raw: msgspec.Raw, where: str) -> None:
+    """Raises Rejected if an object has a key twice."""
+    if _compact_length(object_at(raw, where)) != len(memoryview(raw)):
         pairs = _pairs(bytes(raw))
         if len(dict(pairs)) != len(pairs):
             raise Rejected(f"{where} has duplicate keys")
 
 
-def no_contradiction(raw: msgspec.Raw | bytes, fields: Fields, where: str) -> None:
-    """As `Keys.do_not_differ`."""
-    if _compact_length(fields) == len(memoryview(raw)):
-        return
-    seen: dict[str, Any] = {}
-    for name, value in _pairs(bytes(raw)):
-        if seen.setdefault(name, value) != value:
-            raise Rejected(f"{where} has duplicate keys with different values")
+def no_contradiction(raw: msgspec.Raw | bytes, where: str) -> Fields:
+    """An object's fields. Raises Rejected if it has a key twice with different values, which two readers would read
+    differently.
+
+    Numbers are equal if they are spelled alike, objects in any order.
+    """
+    fields = object_at(raw, where)
+    if _compact_length(fields) != len(memoryview(raw)):
+        seen: dict[str, Any] = {}
+        for name, value in _pairs(bytes(raw)):
+            if seen.setdefault(name, value) != value:
+                raise Rejected(f"{where} has duplicate keys with different values")
+    return fields
+
+
+def is_plain(text: bytes) -> bool:
+    """Is it what its values encode to? Then each key stands once, each text is UTF-8 and each number in range."""
+    try:
+        return orjson.dumps(orjson.loads(text)) == text
+    except (ValueError, TypeError):  # Also for what nests too deep for it.
+        return False
 
 
 def _compact_length(fields: Fields) -> int:
@@ -182,18 +139,18 @@ def _pairs(raw: bytes) -> list[tuple[str, Any]]:
     return outermost
 
 
-def _without(text: bytes, bulk: list[bytes]) -> bytes:
-    """The text with 0 in place of each of these parts. What follows something else may be in a key or a string."""
-    for part in filter(None, bulk):
-        at = scan.find(text, part)
-        while at > 0 and text[at - 1] not in b": \t\r\n":
-            at = scan.find(text, part, at + 1)
-        if at >= 0:
-            text = b"%b0%b" % (text[:at], text[at + len(part) :])
-    return text
+def too_deep(text: bytes, limit: int = MAX_DEPTH) -> bool:
+    """Does this JSON nest deeper than `limit`? For invalid JSON the answer may be wrong.
 
-
-def flat(raw: msgspec.Raw, entries: int) -> list[bytes]:
-    """A list of `entries` flat lists; empty if it is nested deeper, so that it is checked as a whole."""
-    text = bytes(raw)
-    return [text] if text.count(b"[") == entries + 1 and b"{" not in text else []
+    It is measured from the text alone: without recursion, and including duplicate keys.
+    """
+    if text.count(b"[") + text.count(b"{") <= limit:
+        return False
+    if len(text) > LONG:
+        return scan.extent(text, len(text)).depth > limit
+    brackets = _STRING.sub(b"", text).translate(_AS_ONE_KIND, _NOT_BRACKETS)
+    for _ in range(limit):
+        if not brackets:
+            return False
+        brackets = brackets.replace(b"[]", b"")  # the innermost level, everywhere
+    return bool(brackets)

@@ -15,7 +15,7 @@ import msgspec
 
 from workers import scan
 from workers.codec import TOKEN_BYTES
-from workers.parse_json import Rejected, is_null, typed
+from workers.parse_json import NULL, Rejected, is_null, typed
 
 MAX_TOKEN_ID = 2**31 - 1
 
@@ -103,7 +103,13 @@ class Prompt:
     """The prompt's ids, of which only those after `base` known ones are decoded: `suffix_ids`, as little-endian int32.
 
     `text` is the engine's spelling of them, or the mark that was put in its place; empty if it reports none.
+    `separator` stands between them; None if the text could not be restored from the ids.
     """
+
+    __slots__ = (
+        *("_before", "_begun", "_hasher", "_inner", "_output", "_where"),
+        *("base", "separator", "suffix_ids", "text", "tokens"),
+    )
 
     def __init__(
         self,
@@ -113,11 +119,12 @@ class Prompt:
         known: KnownTokens | None,
         begun: KnownText | None = None,
         *,
+        separator: str | None = None,
         is_spelled: bool = False,
     ) -> None:
         """`inner` is the ids' token text, behind that of `begun`. `is_spelled`: where nothing of it is known, `text` is
         decoded in its place. Raises Rejected."""
-        self.text, self._inner, self._where, self._begun = text, inner, where, begun
+        self.text, self.separator, self._inner, self._where, self._begun = text, separator, inner, where, begun
         self.base = self._before = start = 0
         self._output = b""
         self._hasher: Hasher = hashlib.sha256()
@@ -130,68 +137,67 @@ class Prompt:
         rest = inner[start:-1]
         ids = text if is_spelled and not start else b"[%b]" % rest
         plain = scan.plain_ids(ids) if len(ids) > PLAIN_BYTES else None
-        self.suffix_ids = int32(typed(IDS, ids, where)) if plain is None else plain
+        self.suffix_ids = array("i", typed(IDS, ids, where)).tobytes() if plain is None else plain
         if b"-" in rest:
             raise Rejected(f"{where} holds a negative zero")
         self._hasher.update(memoryview(inner)[start:])
+        self.tokens = self.base + len(self.suffix_ids) // TOKEN_BYTES
 
     @classmethod
     def at(
         cls,
-        raw: msgspec.Raw | None,
+        raw: msgspec.Raw,
         where: str,
         known: KnownTokens | None,
-        sent: bytes | None = None,
-        count: msgspec.Raw | None = None,
-        cut: Prompt | None = None,
+        sent: bytes = b"",
+        count: msgspec.Raw = NULL,
         is_counted: bool = True,
     ) -> Prompt:
         """`sent`: the token text of a prompt sent as ids. If the engine reports ids, they must be these.
 
-        If it does not, its number of prompt tokens (`count`) must match: it may have ignored the ids. `cut`: the ids,
-        if `raw` is the mark in their place. `is_counted`: the engine says how many there are.
-
-        Raises Rejected, or PromptDiffers.
+        If it does not, its number of prompt tokens (`count`) must match: it may have ignored the ids. `is_counted`: the
+        engine says how many there are. Raises Rejected, or PromptDiffers.
         """
-        text = b"" if raw is None else bytes(raw)
-        if cut is not None and text == cut.text:
-            return cut
-        if sent is not None:
-            text = b"" if raw is None or is_null(raw) else _confirmed(text, where, sent)
+        text = bytes(raw)
+        if sent:
+            text = b"" if is_null(raw) else _confirmed(text, where, sent)
             if not text and is_counted:
                 _require_count(count, where, sent)
-            return cls(text, sent, where, known)
-        if raw is None:
+            return cls(text, sent, where, known, separator=_separator(text))
+        if not text:
             raise Rejected(f"{where} is missing")
-        return cls(text, _inner(text), where, known, is_spelled=True)
+        if b" " in text or b"\n" in text or b"\t" in text or b"\r" in text:
+            inner, separator = _inner(text), _separator(text)
+        else:  # What can be decoded, and has no white space, is spelled in one way.
+            inner, separator = text[1:-1] + b"," if len(text) > 2 else b"", ","
+        known = known if text[:1] == b"[" else None
+        return cls(text, inner, where, known, separator=separator, is_spelled=True)
 
-    @property
-    def tokens(self) -> int:
-        return self.base + len(self.suffix_ids) // TOKEN_BYTES
-
-    def repeated(self, raw: msgspec.Raw | None, where: str) -> list[bytes]:
-        """The text of a second copy of the ids, if any, which must be equal.
+    def repeated(self, raw: msgspec.Raw, where: str) -> bool:
+        """Is there a second copy of the ids? It must be equal.
 
         Raises Rejected, or PromptDiffers if it is the only copy.
         """
-        if raw is None or is_null(raw):
-            return []
+        if is_null(raw):
+            return False
         text = bytes(raw)
         if text == self.text:
-            return [text]
+            return True
         if not self.text:
-            return [_confirmed(text, where, self._inner)]
+            _confirmed(text, where, self._inner)
+            return True
         inner = _inner(text)
         is_begun = self._begun is None or self._begun.begins(inner, 0)
         if text[:1] != b"[" or not is_begun or inner[self._before :] != self._inner:
             typed(IDS, raw, where)
             raise Rejected(f"{where} is another prompt than {self._where}")
-        return [text]
+        return True
 
     def followed_by(self, output_ids: list[int]) -> KnownTokens:
         """Prompt and output together: the known tokens of the next turn."""
-        self._output = token_text(output_ids)
-        self._hasher.update(self._output)
+        if output_ids:
+            self._output = msgspec.json.encode(output_ids)[1:-1] + b","
+            self._hasher.update(self._output)
         size = self._before + len(self._inner) + len(self._output)
         return KnownTokens(self.tokens + len(output_ids), size, self._hasher.hexdigest())
 
@@ -203,35 +209,30 @@ class Prompt:
         return self._begun.followed_by(added, known, self._hasher)
 
 
-def int32(ids: list[int]) -> bytes:
-    """Little-endian, four bytes a token."""
-    return array("i", ids).tobytes()
-
-
-def _require_count(raw: msgspec.Raw | None, where: str, sent: bytes) -> None:
+def _require_count(raw: msgspec.Raw, where: str, sent: bytes) -> None:
     """Raises Rejected if the engine reports neither prompt nor count, PromptDiffers if its count differs."""
-    if raw is None or is_null(raw):
+    if is_null(raw):
         raise Rejected(f"{where} is missing, and so is the number of prompt tokens")
     count, expected = typed(_COUNT, raw, "prompt_tokens"), sent.count(b",")
     if count != expected:
         raise PromptDiffers(f"prompt_tokens is {count}, but {expected} tokens were sent")
 
 
-def _compact(text: bytes) -> bytes:
-    has_white = b" " in text or b"\n" in text or b"\t" in text or b"\r" in text
-    return text.translate(None, b" \t\r\n") if has_white else text
+def _separator(text: bytes) -> str | None:
+    found = scan.bare_ids(text[1:-1]) if text else None
+    return None if found is None else found.separator
 
 
 def _inner(text: bytes) -> bytes:
     """The token text of a list."""
-    compact = _compact(text)
+    compact = text.translate(None, b" \t\r\n")
     return b"".join((memoryview(compact)[1:-1], b",")) if len(compact) > 2 else b""
 
 
 def _confirmed(text: bytes, where: str, sent: bytes) -> bytes:
     """The reported prompt, which must hold exactly the ids that were sent. Raises PromptDiffers."""
     expected = b"[" + sent[:-1] + b"]"
-    if text == expected or _compact(text) == expected:
+    if text == expected or text.translate(None, b" \t\r\n") == expected:
         return text
     reported: list[int] = typed(IDS, text, where)
     ours: list[int] = typed(IDS, expected, "the prompt that was sent")

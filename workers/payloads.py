@@ -20,7 +20,8 @@ import pybase64
 
 from workers import codec
 from workers.codec import CorruptContent, Cut
-from workers.parse import MAX_TOKEN_ID, Rejected
+from workers.parse_json import Rejected
+from workers.parse_prompt import MAX_TOKEN_ID
 
 Ids = npt.NDArray[Any]
 """Integer ids, one-dimensional or as [rows, ids per row]."""

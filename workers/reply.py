@@ -2,17 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import msgspec
 
-from workers.parse import KnownTokens, Protocol, VersionSpan
-from workers.parse_parts import LogprobsOf as LogprobsOf
-from workers.parse_parts import Speculative
-from workers.parse_prompt import KnownText
+from workers.parse_prompt import KnownText, KnownTokens
 from workers.payloads import PayloadSpec, StoredPayload
 from workers.top_logprobs import LogprobWish
+
+Dialect = Literal["sglang", "vllm", "openai"]
+DialectChoice = Literal["auto", "sglang", "vllm", "openai"]
+"""`openai` has neither ids nor logprobs: it is never guessed, and its replies are text alone."""
+
+Protocol = Literal["chat", "completions"]
+"""The OpenAI route that a reply answers: `/v1/chat/completions` or `/v1/completions`."""
+
+LogprobsOf = Literal["raw", "scaled", "processed", "logits"]
+"""Which distribution an engine's logprobs are of: the model's at temperature 1; that at the turn's temperature; the one
+that was sampled from, also less what top-k, top-p and min-p left out. `logits`: the numbers are no logprobs."""
+
+ReplayKind = Literal["routed_experts", "indexer_topk", "sampling_mask"]
+"""What an engine can return for a trainer to replay its choices, a row for each token but the last: the experts that a
+token was routed to, the positions that sparse attention selected for it, the ids that the next one was drawn from."""
+
+REPLAY: tuple[ReplayKind, ...] = get_args(ReplayKind)
+"""The replay payloads: in SGLang's `meta_info` or `sglext`, or on vLLM's choice."""
+
+NAMES: Mapping[Dialect, Mapping[ReplayKind, str]] = {
+    "sglang": {**{kind: kind for kind in REPLAY}, "sampling_mask": "output_token_sampling_mask"},
+    "vllm": {kind: kind for kind in REPLAY},
+}
+"""What an engine calls the field of a kind."""
+
+MAX_VERSION = 256
+"""Maximum length of a weight version: it is repeated in every event and row."""
+
+UNKNOWN_VERSION = "unknown"
+"""The weight version of an engine that names none."""
+
+FAILED = b'"error"'
+"""The finish reason, as JSON, of a generation that failed although the engine, or a proxy before it, answered 200."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Output tokens [start, end) of one turn were sampled under the weight version `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Speculative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Speculative decoding of a generation: how often the model verified drafts, how many tokens the drafts had, and
+    how many of these it took."""
+
+    verify_steps: int
+    draft_tokens: int
+    accepted_tokens: int
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
@@ -45,13 +92,15 @@ class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
-    """The input of validation, and what is stored with the reply: see `parse_reply` and the fields' types.
+    """The input of validation, and what is stored with the reply.
 
-    `sent` is empty if the prompt was not sent as ids. `beginning` is the message that the reply goes on with, if its
-    client began it.
+    With the dialect `auto` the structure tells the engine. The prompt may begin with `known`. `sent` is the token text
+    of a prompt that was sent as ids, else empty: the reply need not repeat them, but if it does they must be equal.
+    `is_part`: it continues a generation, and may be only its end token. `wish`: what else of the logprobs was asked
+    for. `beginning` is the message that the reply goes on with, if its client began it.
     """
 
-    dialect: Literal["auto", "sglang", "vllm", "openai"]
+    dialect: DialectChoice
     known: KnownTokens | None
     payload_specs: list[PayloadSpec]
     messages: list[bytes]
@@ -67,15 +116,19 @@ class Job(msgspec.Struct, frozen=True, array_like=True):
     beginning: bytes = b""
 
 
-class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
+class ValidatedReply(msgspec.Struct, array_like=True):
     """A valid reply, the source of a turn's event and of its stored content.
 
-    From its bytes: `message` is the raw JSON of the assistant message (of a completion: of its text). The prompt is
-    `base` known tokens and `suffix_tokens` others; `sequence` describes prompt and output together, for the next turn.
-    `tokens` and `exchange` are compressed frames (`codec.pack_turn`). Of text alone (`openai`) there are only the
-    numbers, the upstream's. `rest` is the engine's message where the client began it, and `message` both. A
-    `miscounted` reply is valid only if its request carries images. `places` are those of its
-    payloads in the body, `prompt` that of the prompt's ids, if they are long.
+    What its rules found (`workers.parse`): `message` is the raw JSON of the assistant message (of a completion: of its
+    text). The prompt is `base` known tokens (0: it does not begin with them) and `suffix_tokens` others; `sequence`
+    describes prompt and output together, for the next turn. Of text alone (`openai`) there are only the numbers, the
+    upstream's. `cached_tokens`: how many of the prompt's tokens the engine had cached, if it says so. `miscounted`:
+    which of its counts of the prompt's tokens differs from the number of ids; only allowed for a request with images.
+    `logprobs_of` is what the reply itself says its logprobs are of.
+
+    What is stored of it (`workers.job`): `tokens` and `exchange` are compressed frames (`codec.pack_turn`). `places`
+    are those of its payloads in the body, `prompt` that of the prompt's ids, if they are long. `rest` is the engine's
+    message where the client began it, and `message` both.
 
     What the caller adds: `engine` was asked at `requested_at` (seconds since the epoch) with weight version
     `dispatched`, if known. `message_hash` is the canonical hash of the message, `calls_hash`, `bare_hash` and
@@ -85,7 +138,7 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     prompt's ids are long.
     """
 
-    dialect: Literal["sglang", "vllm", "openai"]
+    dialect: Dialect
     message: bytes
     base: int
     suffix_tokens: int
@@ -93,14 +146,15 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     sequence: KnownTokens
     finish_reason: str | None
     weight_versions: tuple[VersionSpan, ...]
-    tokens: bytes | None
-    exchange: bytes
-    payloads: list[StoredPayload]
-    places: list[PayloadRange]
-    cached_tokens: int | None = None
     output_ids: bytes = b""
+    cached_tokens: int | None = None
     miscounted: str | None = None
     speculative: Speculative | None = None
+    logprobs_of: LogprobsOf | None = None
+    tokens: bytes | None = None
+    exchange: bytes = b""
+    payloads: list[StoredPayload] = []
+    places: list[PayloadRange] = []
     prompt: PayloadRange | None = None
     rest: bytes = b""
     engine: str = ""
@@ -113,7 +167,6 @@ class ValidatedReply(msgspec.Struct, frozen=True, array_like=True):
     sent_ids: bool = False
     dispatched: str | None = None
     parts: tuple[Part, ...] = ()
-    logprobs_of: LogprobsOf | None = None
     text: Any = None
 
 

@@ -28,8 +28,16 @@ import numpy.typing as npt
 
 from workers.codec import TOKEN_BYTES, CorruptContent, TopLogprobs, TopRows
 from workers.parse_json import Fields, Rejected, is_null, typed
-from workers.parse_parts import MAX_LOGPROB, MISSING_LOGPROB, Logprob
 from workers.parse_prompt import MAX_TOKEN_ID, Prompt, TokenId
+
+MAX_LOGPROB = 1e-4
+"""Rounding in an engine may make a logprob slightly positive. It is stored as sent."""
+
+MISSING_LOGPROB = -9999.0
+"""vLLM's placeholder for a missing logprob."""
+
+Logprob = Annotated[float, msgspec.Meta(gt=MISSING_LOGPROB, le=MAX_LOGPROB)]
+"""The decoder takes neither NaN nor infinity, which are no JSON, nor what is infinite as a double (`1e999`)."""
 
 MAX_TOP = 20
 """The most alternatives that a request may ask for, as in OpenAI's API."""
@@ -118,7 +126,7 @@ def of_sglang_chat(meta: Fields, where: str, prompt: Prompt, output: int, wish: 
 
 
 def of_vllm_chat(
-    content: msgspec.Raw, prompt_raw: msgspec.Raw | None, prompt: Prompt, wish: LogprobWish
+    content: msgspec.Raw, prompt_raw: msgspec.Raw, prompt: Prompt, wish: LogprobWish
 ) -> TopLogprobs | None:
     """As `of_sglang_chat`; `content` has as many entries as tokens were sampled."""
     rows = None
@@ -135,7 +143,7 @@ def of_vllm_chat(
 
 
 def of_vllm_completion(
-    logprobs: Fields, choice: Fields, prompt: Prompt, output: int, wish: LogprobWish
+    logprobs: Fields, prompt_raw: msgspec.Raw, prompt: Prompt, output: int, wish: LogprobWish
 ) -> TopLogprobs | None:
     """As `of_sglang_chat`."""
     rows = None
@@ -154,20 +162,19 @@ def of_vllm_completion(
             for object_ in objects
         ]
         _require_distinct(bytes(raw or b"").count(b'"' + _NAME.encode()), objects, where)
-    prompt_top = _of_vllm_prompt(choice.get("prompt_logprobs"), "choices[0].prompt_logprobs", prompt, wish)
-    return _made(rows, *prompt_top)
+    return _made(rows, *_of_vllm_prompt(prompt_raw, "choices[0].prompt_logprobs", prompt, wish))
 
 
 _Row = list[tuple[float, int]]
 
 
 def _of_vllm_prompt(
-    raw: msgspec.Raw | None, where: str, prompt: Prompt, wish: LogprobWish
+    raw: msgspec.Raw, where: str, prompt: Prompt, wish: LogprobWish
 ) -> tuple[list[float], list[_Row] | None]:
     """The logprobs of the prompt's last new tokens, and the most likely tokens there."""
     if wish.prompt is None:
         return [], None
-    if raw is None or is_null(raw):
+    if is_null(raw):
         raise Rejected(f"{where} was asked for and is not there")
     objects: list[dict[str, _ById] | None] = typed(_BY_ID, raw, where)
     _require_rows(len(objects), prompt.tokens, where)

@@ -21,7 +21,7 @@ from app.domain.reasoning import without_reasoning
 from app.domain.split import LONG, quoted_parts
 from app.domain.surrogates import mended_text
 from app.errors import InvalidRequest
-from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_json import MAX_DEPTH, too_deep
 
 
 def digest(data: bytes) -> str:

@@ -15,9 +15,8 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from workers.codec import describe
-from workers.parse_parts import ReplayKind as ReplayKind
-from workers.parse_parts import Speculative, VersionSpan
-from workers.reply import LogprobsOf, Part
+from workers.reply import LogprobsOf, Part, Speculative, VersionSpan
+from workers.reply import ReplayKind as ReplayKind
 
 Matcher = Literal["tolerant", "strict", "role_content_only"]
 

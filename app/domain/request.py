@@ -20,9 +20,9 @@ from app.domain.known_body import LONG_BODY, STATES, ContinuedBody, HistoryPrefi
 from app.domain.patterns import is_in_row
 from app.errors import Forbidden, InvalidRequest, Unsupported
 from workers import scan
-from workers.depth import MAX_DEPTH, too_deep
-from workers.parse_parts import REPLAY
+from workers.parse_json import MAX_DEPTH, too_deep
 from workers.parse_prompt import MAX_TOKEN_ID, TokenId
+from workers.reply import REPLAY
 from workers.top_logprobs import MAX_TOP
 
 

@@ -21,8 +21,7 @@ from app.domain.branches import BranchRow, Place, branch_rows, place_of
 from app.domain.events import LimitName, TurnCommitted, is_number
 from app.domain.session import Session
 from workers.codec import TOKEN_BYTES
-from workers.parse_parts import Speculative, VersionSpan
-from workers.reply import Part
+from workers.reply import Part, Speculative, VersionSpan
 
 Status = Literal["completed", "truncated", "aborted"]
 

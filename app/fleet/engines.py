@@ -27,8 +27,7 @@ from app.upstream.inference import Offer
 from app.upstream.inference import probe as probe_offer
 from app.upstream.streams import UNREADABLE, BadStream, CutStream, StreamReader
 from app.upstream.token_in import ProbeRefused, probe
-from workers.parse_parts import Dialect
-from workers.reply import LogprobsOf
+from workers.reply import Dialect, LogprobsOf
 
 log = logging.getLogger("turnlog.engines")
 

@@ -22,7 +22,7 @@ from app.upstream.client import EngineClient
 from app.upstream.headers import Headers, to_control
 from app.upstream.http import EngineError
 from app.upstream.streams import UNREADABLE
-from workers.parse_parts import MAX_VERSION
+from workers.reply import MAX_VERSION
 
 UNSET = "default"
 """What both engines report until somebody sets a version."""

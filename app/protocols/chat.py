@@ -30,7 +30,7 @@ from app.protocols.engine_reply import TokenLogprob
 from app.protocols.errors import ErrorFields, openai_error
 from app.protocols.pieces import PIECE, Logprobs, pieces_of, text_pieces
 from app.protocols.sse import event
-from workers.parse_parts import REPLAY
+from workers.reply import REPLAY
 
 _MESSAGE: Schema = {
     "type": "object",

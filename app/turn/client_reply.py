@@ -13,8 +13,7 @@ from app.upstream.dialects import PROMPT_WISHES, asked_for, asks_for_prompt, log
 from workers import scan
 from workers.codec import describe
 from workers.parse_json import NULL
-from workers.parse_parts import NAMES
-from workers.reply import PayloadRange
+from workers.reply import NAMES, PayloadRange
 
 Mode = Literal["asked", "verbatim"]
 Fields = Mapping[str, msgspec.Raw]

@@ -67,8 +67,7 @@ from app.upstream.generate import Fields, generate_body
 from app.upstream.http import EngineError
 from app.upstream.streams import IDS_STREAM, ReplyStream, limit_of
 from workers import codec
-from workers.parse_parts import UNKNOWN_VERSION
-from workers.reply import ValidatedReply
+from workers.reply import UNKNOWN_VERSION, ValidatedReply
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 

@@ -68,8 +68,7 @@ from app.turn.token_in import TokenIn
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import asked_for
-from workers.parse_parts import REPLAY
-from workers.reply import PayloadRange
+from workers.reply import REPLAY, PayloadRange
 
 
 class TurnPath:

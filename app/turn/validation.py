@@ -7,6 +7,7 @@ smaller ones are validated inline. The cost is in logprob triples and ids; base6
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -31,11 +32,10 @@ from app.upstream.dialects import returns
 from app.upstream.odd_replies import Failure, failure_in, with_text
 from workers import job
 from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
-from workers.parse_parts import UNKNOWN_VERSION, VersionSpan
 from workers.parse_prompt import KnownText, token_text
 from workers.payloads import Chunk, Parent, PayloadSpec
 from workers.pool import Crashed, Pool, PoolError
-from workers.reply import Job, Read, ValidatedReply
+from workers.reply import UNKNOWN_VERSION, Job, Read, ValidatedReply, VersionSpan
 
 LIGHTER = 16
 """How much cheaper a byte of base64 payload, or of the ids of the parent's tokens, is to validate than one of triples
@@ -79,47 +79,47 @@ class ReplyValidator:
             beginning=b"" if call.is_part else turn.request.beginning or b"",
         )
         read, new_bytes = None, sum(map(len, new))
-        if not settings.replay and answer.body.size + new_bytes <= settings.inline_max_bytes:
-            read = job.read_short(work, answer.body.joined(), text)
-        if read is None:
-            payload_specs = [self._payload_spec(turn, kind, call) for kind in REPLAY]
-            work = msgspec.structs.replace(work, payload_specs=payload_specs)
+        size = answer.body.size
+        if not settings.replay and size <= job.SHORT and size + new_bytes <= settings.inline_max_bytes:
+            with contextlib.suppress(Rejected):  # That is told below, or mended.
+                read = job.read_whole(work, answer.body.joined())
+        if read is None or read[0].places:
+            specs = [self._payload_spec(turn, kind, call) for kind in REPLAY]
+            work = msgspec.structs.replace(work, payload_specs=specs)
             read = await self.by_all_rules(work, answer, new_bytes, text)
-        result, whole_text = read
-        if result.payloads and turn.session.config.evaluation:
-            result = msgspec.structs.replace(
-                result, payloads=[]
-            )  # An engine that was not asked for them may send some.
-        if result.miscounted is not None and not _has_images(turn.history):
-            raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {result.miscounted}")
-        size = len(result.message)
-        if size >= settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(result.message)):
-            raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
-        message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
-        if result.rest:
-            bare_hash = rest_hash(turn.history, result.rest)
+        reply, reply.text = read
+        if reply.payloads and turn.session.config.evaluation:
+            reply.payloads = []  # An engine that was not asked for them may send some.
+        if reply.miscounted is not None and not _has_images(turn.history):
+            raise UpstreamInvalid(f"{answer.engine} returned a malformed reply: {reply.miscounted}")
+        self.add_hashes(turn, answer.engine, reply)
         # Tokens without a reported weight version get the one known at dispatch.
-        unknown = UNKNOWN_VERSION if answer.dispatched is None else answer.dispatched
-        return msgspec.structs.replace(
-            result,
-            engine=answer.engine,
-            requested_at=turn.requested_at,
-            message_hash=message_hash,
-            calls_hash=calls_hash,
-            bare_hash=bare_hash,
-            calls=() if calls_hash is None else sampled_calls(result.message),
-            weight_versions=tuple(
+        if answer.dispatched is not None and any(one.version == UNKNOWN_VERSION for one in reply.weight_versions):
+            reply.weight_versions = tuple(
                 [
-                    VersionSpan(unknown, span.start, span.end) if span.version == UNKNOWN_VERSION else span
-                    for span in result.weight_versions
+                    VersionSpan(answer.dispatched, span.start, span.end) if span.version == UNKNOWN_VERSION else span
+                    for span in reply.weight_versions
                 ]
-            ),
-            trimmed=0 if prompt is None else prompt.trimmed,
-            sent_ids=prompt is not None,
-            dispatched=answer.dispatched,
-            logprobs_of=result.logprobs_of or answer.logprobs_of,
-            text=whole_text,
-        )
+            )
+        if prompt is not None:
+            reply.sent_ids, reply.trimmed = True, prompt.trimmed
+        reply.dispatched = answer.dispatched
+        reply.logprobs_of = reply.logprobs_of or answer.logprobs_of
+        return reply
+
+    def add_hashes(self, turn: Claimed, engine: str, reply: ValidatedReply) -> None:
+        """What a turn says of its message and of who was asked. Raises UpstreamInvalid."""
+        size = len(reply.message)
+        if size >= self._settings.max_request_bytes or (size > bounds.FEW and bounds.is_too_much(reply.message)):
+            raise UpstreamInvalid(f"{engine} returned a message that is too large for a request to send it back")
+        reply.engine, reply.requested_at = engine, turn.requested_at
+        reply.message_hash, reply.calls_hash, reply.bare_hash = turn.history.reply_hashes(reply.message)
+        if reply.rest:
+            # Its client may send back what came of the reply alone, as the reply's other spelling.
+            own, _, bare = turn.history.reply_hashes(reply.rest)
+            reply.bare_hash = None if own == EMPTY_REPLY else bare or own
+        if reply.calls_hash is not None:
+            reply.calls = sampled_calls(reply.message)
 
     async def by_all_rules(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> Read:
         """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens; what makes
@@ -147,11 +147,14 @@ class ReplyValidator:
             del refusal  # Its traceback has this frame: it would hold itself, and the reply.
 
     async def _judged(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> Read:
-        engine, body = answer.engine, answer.body
+        engine, body, limit = answer.engine, answer.body, self._settings.inline_max_bytes
         try:
-            weighed = Weighed(body, new_bytes, self._settings.inline_max_bytes, work.known, text)
-            if weighed.is_light:
-                return job.read(work, body.whole(), text, weighed.long_values)
+            weighed = Weighed(body, new_bytes, limit, work.known, text)
+            if weighed.is_light and body.size + new_bytes <= limit:
+                return job.read(work, body.whole(), text)
+            # What is light without its long values need not be light as a whole, as which it is read to be refused.
+            if weighed.is_light and (read := job.read_cut(work, body.whole(), text, weighed.long_values)) is not None:
+                return read
             result = job.decode_done(await self._pool.run(job.encode(work), *body.pieces))
             return result, None if work.sent else text_in(body, result)
         except PromptDiffers as error:
@@ -178,13 +181,6 @@ class ReplyValidator:
             parent=parent,
             own=own if session.config.retain == "sampled" else None,
         )
-
-
-def rest_hash(history: TurnHistory, rest: bytes) -> str | None:
-    """The hash of what came of a reply that its client began: it may send that back alone, as the reply's other
-    spelling."""
-    own, _, bare = history.reply_hashes(rest)
-    return None if own == EMPTY_REPLY else bare or own
 
 
 class Weighed:

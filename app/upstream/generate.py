@@ -27,7 +27,7 @@ import msgspec
 from app.domain.request import join_object
 from app.upstream.streams import BadStream, CutStream, EventReader, require_no_error, require_within, told_error
 from workers.parse_json import is_null
-from workers.parse_parts import REPLAY
+from workers.reply import REPLAY
 
 GENERATE = "/generate"
 

@@ -9,7 +9,7 @@ import msgspec
 from app.domain.request import join_object
 from workers.content import text_of_parts
 from workers.parse_json import NULL, Fields, Rejected, is_null, object_at
-from workers.parse_parts import FAILED
+from workers.reply import FAILED
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Rejected)
 

@@ -23,7 +23,7 @@ import msgspec
 from app.domain.request import join_object
 from app.upstream.deltas import Delta, JoinedMessage
 from workers.parse_json import NULL, Fields, Rejected, is_null, no_contradiction
-from workers.parse_parts import FAILED
+from workers.reply import FAILED
 
 Push = Callable[[bytes, Delta], None]
 """Takes the reply as its first chunk gives it, with an empty message, and the next delta."""
@@ -239,7 +239,7 @@ class ReplyStream(EventReader):
 
     def _read(self, data: bytes) -> None:
         if not self._is_plain(data):
-            self._chunk(_fields(data, "a chunk"))
+            self._chunk(no_contradiction(data, "a chunk"))
 
     def _is_plain(self, data: bytes) -> bool:
         """Read a chunk between the first and the last, if it is one."""
@@ -265,7 +265,7 @@ class ReplyStream(EventReader):
             raise BadStream("a chunk has several choices")
         if not self._begun:
             self._begun = self._beginning()
-        self._add(_fields(choices[0], "a choice"))
+        self._add(no_contradiction(choices[0], "a choice"))
 
     def _beginning(self) -> bytes:
         """The reply with an empty message, and how many tokens the prompt has."""
@@ -374,12 +374,6 @@ def require_within(tokens: int, limit: int | None) -> None:
 def _count_items(raw: bytes) -> int:
     """The length of a list of numbers."""
     return raw.count(b",") + (raw != b"[]")
-
-
-def _fields(raw: bytes | msgspec.Raw, where: str) -> Fields:
-    members: Fields = _FIELDS.decode(raw)
-    no_contradiction(raw, members, where)
-    return members
 
 
 def _values(fields: Fields) -> dict[str, bytes]:

@@ -21,7 +21,7 @@ from app.store.log_sessions import Create
 from app.store.schema import sessions
 from app.store.sessions import HeadFilter, count_heads
 from turnlog.replies import ListedSession
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 pytestmark = pytest.mark.anyio
 

@@ -17,7 +17,7 @@ from app.domain.events import (
     TurnCommitted,
     TurnOpened,
 )
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 BODY = "b" * 32
 

@@ -6,9 +6,12 @@ import copy
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from workers.parse import KnownTokens, token_text
+from workers import parse
+from workers.parse import KnownTokens, Protocol, token_text
+from workers.reply import DialectChoice, Job, LogprobsOf, Speculative, VersionSpan
+from workers.top_logprobs import LogprobWish
 
 Reply = dict[str, Any]
 Changes = dict[str, Any]
@@ -127,3 +130,59 @@ def paths(value: Any, path: str = "") -> list[str]:
 def known_as(ids: Sequence[int]) -> KnownTokens:
     text = token_text(ids)
     return KnownTokens(len(ids), len(text), hashlib.sha256(text).hexdigest())
+
+
+class Parsed(NamedTuple):
+    """What the rules say of a reply."""
+
+    dialect: str
+    message: bytes
+    prompt_text: bytes
+    base: int
+    suffix_ids: bytes
+    output_ids: bytes
+    logprobs: bytes
+    sequence: KnownTokens
+    finish_reason: str | None
+    weight_versions: list[VersionSpan]
+    payloads: list[tuple[str, bytes]]
+    cached_tokens: int | None
+    miscounted: str | None
+    top: Any
+    speculative: Speculative | None
+    was_queued: bool
+    logprobs_of: LogprobsOf | None
+
+
+def parse_reply(
+    body: bytes,
+    dialect: DialectChoice,
+    known: KnownTokens | None = None,
+    protocol: Protocol = "chat",
+    sent: bytes | None = None,
+    is_part: bool = False,
+    wish: LogprobWish | None = None,
+) -> Parsed:
+    """Raises Rejected."""
+    asked = Job(dialect, known, [], [], [], 200, "", b"", protocol, sent or b"", is_part=is_part, wish=wish)
+    reply, tokens, prompt, payloads, was_queued = parse.parse_reply(body, asked)
+    assert tokens.output_ids == reply.output_ids
+    return Parsed(
+        reply.dialect,
+        reply.message,
+        b"" if prompt is None else prompt.text,
+        reply.base,
+        tokens.suffix_ids,
+        tokens.output_ids,
+        tokens.logprobs,
+        reply.sequence,
+        reply.finish_reason,
+        list(reply.weight_versions),
+        [(kind, bytes(raw)) for kind, raw in payloads],
+        reply.cached_tokens,
+        reply.miscounted,
+        tokens.top,
+        reply.speculative,
+        was_queued,
+        reply.logprobs_of,
+    )

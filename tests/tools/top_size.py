@@ -15,8 +15,7 @@ import numpy as np
 
 from ops.bench.measure import table
 from workers import job
-from workers.parse_parts import Dialect
-from workers.reply import Job
+from workers.reply import Dialect, Job
 from workers.top_logprobs import LogprobWish
 
 TOKENS, VOCABULARY, KS = 1000, 150_000, (0, 5, 20)

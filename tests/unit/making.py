@@ -30,8 +30,7 @@ from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens
 from app.domain.session import Session, fold
 from app.turn.in_flight import Claimed, InFlightTurn, Stages, Waiter
-from workers.parse_parts import VersionSpan
-from workers.reply import ValidatedReply
+from workers.reply import ValidatedReply, VersionSpan
 
 SESSION = "s"
 

@@ -15,7 +15,7 @@ from app.domain.events import Recorded, SessionConfig, TurnCommitted
 from app.domain.samples import TurnTokens, samples
 from app.domain.session import AssignedReward, Session, Status, fold
 from app.export.row import Routing, Row, Source, TurnContent, TurnSampling, sampling_of
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 JSON = dict[str, Any]
 

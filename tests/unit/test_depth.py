@@ -10,7 +10,7 @@ from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_json import MAX_DEPTH, too_deep
 
 
 def depth(value: Any) -> int:

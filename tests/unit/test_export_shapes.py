@@ -18,7 +18,7 @@ from app.export.containers.writer import EXCLUSION
 from app.export.query import ExportQuery
 from app.export.row import ITEMS, Column, Routing, Row, depth
 from app.export.shapes import miles, shared, skyrl, slime, verl
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 JSON = dict[str, Any]
 

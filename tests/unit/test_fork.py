@@ -28,7 +28,7 @@ from app.domain.session import Session, fold
 from app.errors import NotFound
 from app.errors import SessionClosed as Erased
 from app.features.forks.rules import Forked, config_of_fork, fork
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 LOST_BY_PLACE = (
     *("number", "parent", "retry_key", "body_hash", "seq", "params", "tools"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from app.domain.groups import EPSILON, grpo, oldest_version
 from app.features.groups.groups import MAX_MISSING, missing_attempts
 from app.features.groups.rules import statistics
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 REWARDS = st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=64)
 ANY = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=16)

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pybase64
 import pytest
+from helpers.replies import parse_reply
 
 from workers.join import Piece, Shape, join, stopped
-from workers.parse import Rejected, VersionSpan, parse_reply
+from workers.parse import Rejected, VersionSpan
 
 PROMPT = [1, 2, 3]
 CHAT = Shape("sglang", "chat", len(PROMPT))

@@ -9,11 +9,12 @@ import random
 from typing import Any
 
 import pytest
+from helpers.replies import parse_reply
 
 from ops.simulator.app import Simulator
 from ops.simulator.wire import Config, Dialect
 from workers.join import Piece, Shape, join, stopped
-from workers.parse import Protocol, VersionSpan, parse_reply
+from workers.parse import Protocol, VersionSpan
 
 CASES = 200
 PATIENCE_S = 60.0

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from helpers.replies import GONE, SHAPES, Text, body_of, known_as
+from helpers.replies import GONE, SHAPES, Parsed, Text, body_of, known_as, parse_reply
 from hypothesis import given
 from hypothesis import strategies as st
 
 from workers import codec, job, scan
 from workers.codec import Exchange, StoredTokens
-from workers.parse import MAX_TOKEN_ID, KnownTokens, Parsed, Rejected, parse_reply, token_text
+from workers.parse import MAX_TOKEN_ID, KnownTokens, Rejected, token_text
 from workers.parse_prompt import KnownText
 from workers.reply import Job, ValidatedReply
 

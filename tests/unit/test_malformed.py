@@ -64,7 +64,7 @@ NO_IDS: Messages = {
 }
 NO_COUNT: list[Any] = [GONE, None, True, "2", 2.0, [2]]
 BAD_TEXT: Messages = {
-    f"{INVALID}: JSON is malformed: unexpected end of hex escape": [Text('"\\ud800"')],
+    f"{INVALID}: JSON is malformed: unexpected end of ": [Text('"\\ud800"')],
     "not UTF-8": [Text(b'"' + raw + b'"') for raw in (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\xc0\x80")],
 }
 BAD_DEPTH: Messages = {DEPTH: [Text(DEEP), Text('{"a":' * 101 + "1" + "}" * 101), Text("[" * 200_000 + "]" * 200_000)]}

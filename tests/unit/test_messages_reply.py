@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from anthropic.types import Message
 from helpers.amounts import cases
-from helpers.replies import CHATS, DEEP, Text, body_of
+from helpers.replies import CHATS, DEEP, Text, body_of, parse_reply
 
 from app.domain.calls import given_ids, sampled_calls, with_given_ids
 from app.domain.canonical import canonical_hash, decode_message
@@ -24,7 +24,6 @@ from app.errors import RequestTooLarge, SessionBusy, SessionNotFound, ThreadUnsu
 from app.protocols.base import CommittedReply
 from app.protocols.errors import ErrorFields, engine_error, own_error
 from app.protocols.registry import PROTOCOLS
-from workers.parse import parse_reply
 
 MESSAGES = PROTOCOLS["messages"]
 PROOF = "7_" + "0123456789ab" * 2

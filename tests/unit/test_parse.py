@@ -9,9 +9,23 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.replies import CHATS, COMPLETIONS, GONE, SHAPES, Changes, Reply, Text, body_of, doubled, sglang, vllm
+from helpers.replies import (
+    CHATS,
+    COMPLETIONS,
+    GONE,
+    SHAPES,
+    Changes,
+    Parsed,
+    Reply,
+    Text,
+    body_of,
+    doubled,
+    parse_reply,
+    sglang,
+    vllm,
+)
 
-from workers.parse import Parsed, PromptDiffers, VersionSpan, parse_reply
+from workers.parse import PromptDiffers, VersionSpan
 
 CHOICE = "choices.0"
 META = f"{CHOICE}.meta_info"

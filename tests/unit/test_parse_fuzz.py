@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.amounts import cases
-from helpers.replies import COMPLETIONS, DEEP, GONE, SHAPES, Changes, Reply, Text, body_of, paths
+from helpers.replies import COMPLETIONS, DEEP, GONE, SHAPES, Changes, Parsed, Reply, Text, body_of, parse_reply, paths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +20,7 @@ from app.protocols.base import CommittedReply
 from app.protocols.registry import PROTOCOLS
 from workers.codec import Exchange, paste, unpack
 from workers.job import work
-from workers.parse import MAX_TOKEN_ID, Parsed, Protocol, Rejected, parse_reply
+from workers.parse import MAX_TOKEN_ID, Protocol, Rejected
 from workers.reply import Job
 
 NUMBERS = ["-1", "0", "7", "2.0", "1e999", "NaN", "-9999", "1e3", str(2**31), str(2**70), "9" * 5000]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from helpers.pools import running
-from helpers.replies import CHATS, GONE, SHAPES, Changes, Text, body_of, known_as
+from helpers.replies import CHATS, GONE, SHAPES, Changes, Parsed, Text, body_of, known_as, parse_reply
 
-from workers.parse import MAX_TOKEN_ID, Parsed, PromptDiffers, Rejected, parse_reply, token_text
+from workers.parse import MAX_TOKEN_ID, PromptDiffers, Rejected, token_text
 
 PROMPT = {shape: "prompt_token_ids" if shape == "vllm" else "choices.0.prompt_token_ids" for shape in SHAPES}
 COUNT = {"sglang": "choices.0.meta_info.prompt_tokens", "vllm": "usage.prompt_tokens"}

@@ -19,7 +19,7 @@ from app.domain.session import fold
 from app.sessions.event_log import described
 from app.store.repair import HEAD, OPEN_TURN, FoldedLog
 from app.store.schema import open_turns, sessions
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 
 def log_of(new: Sequence[Event]) -> FoldedLog:

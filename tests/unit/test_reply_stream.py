@@ -7,13 +7,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.replies import Parsed, parse_reply
 
 from app.upstream.dialects import streamed
 from app.upstream.streams import IDS_STREAM, BadStream, CutStream, ReplyStream, limit_of
 from ops.simulator.app import Simulator
 from ops.simulator.wire import Config, Dialect, Reply
-from workers.parse import Parsed, Rejected, parse_reply
-from workers.parse_parts import UNKNOWN_VERSION
+from workers.parse import Rejected
+from workers.reply import UNKNOWN_VERSION
 
 pytestmark = pytest.mark.anyio
 

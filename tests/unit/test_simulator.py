@@ -17,13 +17,14 @@ import msgspec
 import numpy as np
 import pytest
 from helpers.amounts import cases
+from helpers.replies import parse_reply
 
 from ops.simulator.app import Simulator
 from ops.simulator.faults import FAULTS
 from ops.simulator.prefixes import PrefixCache
 from ops.simulator.tokenizer import Tokenizer
 from ops.simulator.wire import ChatRequest, Config, Dialect, Sim
-from workers.parse import PromptDiffers, Rejected, VersionSpan, parse_reply, token_text
+from workers.parse import PromptDiffers, Rejected, VersionSpan, token_text
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SGLANG_ASKS = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True, "return_token_ids": True}

@@ -24,7 +24,7 @@ from app.export import formats
 from app.export.query import ExportQuery
 from app.export.row import Row, Unfit
 from app.export.shapes.shared import token_rewards, turn_rewards
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 VERSIONS = st.lists(st.sampled_from(("3", "5", "6", "7", "9")), min_size=3, max_size=3)
 """Of the tokens of each turn, of which there are at most three: weights change while one is sampled."""

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from workers import codec, job
 from workers.codec import CorruptContent, TopLogprobs, TopRows
 from workers.parse import Rejected
-from workers.parse_parts import Speculative
-from workers.reply import Job
+from workers.reply import Job, Speculative
 from workers.top_logprobs import LogprobWish, packed, unpacked
 
 META, LOGPROBS = "choices.0.meta_info", "choices.0.logprobs"

@@ -21,8 +21,7 @@ from app.export.parts import session_excluded
 from app.export.query import Cursor, ExportQuery
 from app.export.rows import Known
 from app.store.feed import Position
-from workers.parse_parts import VersionSpan
-from workers.reply import Part
+from workers.reply import Part, VersionSpan
 
 Spans = Sequence[tuple[str, int, int]]
 

@@ -19,7 +19,7 @@ from app.domain.samples import Array
 from app.export import jsontext
 from app.export.row import Columns, Fields, Routing, Row, RowImage, Unfit
 from app.export.shapes import turnlog
-from workers.parse_parts import VersionSpan
+from workers.reply import VersionSpan
 
 OF_SESSION = (
     *("session_id", "group_id", "attempt", "parent_session_id", "reward", "reward_components"),

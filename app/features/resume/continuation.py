@@ -20,8 +20,7 @@ from workers import codec, join
 from workers.join import Piece, Shape
 from workers.join_text import Stop
 from workers.parse import Rejected
-from workers.parse_parts import Speculative, VersionSpan
-from workers.reply import Part, ValidatedReply
+from workers.reply import Part, Speculative, ValidatedReply, VersionSpan
 
 INLINE = 96 << 10
 """Replies up to this size in total are joined on the loop: about 1 ms."""

@@ -6,18 +6,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from app import crash_points
-from app.domain import bounds
-from app.domain.calls import sampled_calls
 from app.domain.request import ChatRequest, join_object
-from app.errors import GenerationFailed, UpstreamInvalid, UpstreamUnauthorized, UpstreamUnreachable
+from app.errors import GenerationFailed, UpstreamUnauthorized, UpstreamUnreachable
 from app.fleet.engines import UNUSABLE, failure, require_status
 from app.text_upstreams import SHORT_KEY, TextUpstream
 from app.turn.engine_call import EngineCalls, body_of
 from app.turn.in_flight import Claimed, EngineCall, Generated, TurnStage
-from app.turn.validation import rest_hash
 from app.upstream import headers as http_headers
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
@@ -122,22 +117,9 @@ class TextCalls(EngineCalls):
             protocol=call.shape,
             beginning=turn.request.beginning or b"",
         )
-        result, _ = await self._validator.by_all_rules(work, answer, sum(map(len, new)), None)
-        size = len(result.message)
-        if size >= self._settings.max_request_bytes or bounds.is_too_much(result.message):
-            raise UpstreamInvalid(f"{answer.engine} returned a message that is too large for a request to send it back")
-        message_hash, calls_hash, bare_hash = turn.history.reply_hashes(result.message)
-        if result.rest:
-            bare_hash = rest_hash(turn.history, result.rest)
-        return msgspec.structs.replace(
-            result,
-            engine=answer.engine,
-            requested_at=turn.requested_at,
-            message_hash=message_hash,
-            calls_hash=calls_hash,
-            bare_hash=bare_hash,
-            calls=() if calls_hash is None else sampled_calls(result.message),
-        )
+        reply, _ = await self._validator.by_all_rules(work, answer, sum(map(len, new)), None)
+        self._validator.add_hashes(turn, answer.engine, reply)
+        return reply
 
     async def finish(self, turn: Claimed, call: EngineCall, generated: Generated) -> None:
         """There are no tokens that could drift."""

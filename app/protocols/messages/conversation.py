@@ -17,7 +17,7 @@ from app.domain.known_body import ContinuedBody, State
 from app.domain.proofs import find_proof
 from app.domain.request import translated
 from app.errors import InvalidRequest, Unsupported
-from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_json import MAX_DEPTH, too_deep
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from app.domain.left_out import IMAGE_DETAIL, left_out_at
 from app.domain.proofs import find_proof
 from app.domain.request import value_of
 from app.errors import InvalidRequest, Unsupported
-from workers.depth import MAX_DEPTH, too_deep
+from workers.parse_json import MAX_DEPTH, too_deep
 
 RESPONSE, REASONING, MESSAGE, FUNCTION, CUSTOM, ENCRYPTED = "resp_", "rs_", "msg_", "fc_", "ctc_", "tl_"
 COMPACTION, SUMMARY = "cmp_", "tls_"

@@ -16,7 +16,7 @@ from app.store.sessions import load_events
 from tests.tools.simulation.engine import Engines, SimulatedEngine
 from tests.tools.simulation.vllm import OF_DIGEST, VllmEngine, logprob, sampled, text_of
 from tests.tools.simulation.world import World
-from workers.parse_parts import UNKNOWN_VERSION
+from workers.reply import UNKNOWN_VERSION
 
 
 def with_streams(settings: Settings, seed: int) -> Settings:
