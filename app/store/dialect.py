@@ -219,11 +219,24 @@ def _position(element: contains, compiler: Any, **options: Any) -> str:
     return f"(position({part} in {whole}) > 0)"
 
 
+class StorePoints:
+    """The points at which features write with the kernel, in its transactions: lists that are filled before the store
+    is opened, and called in their order. With an empty list a line does nothing."""
+
+    def __init__(self) -> None:
+        self.closed: list[Callable[[Tx, str, str | None], None]] = []
+        """A session has been closed; its id, and the name of the session that its engine holds for it and must be told
+        of, if there is one. Session control."""
+
+
 class Tx(Protocol):
     """A write transaction: it runs Core statements and returns plain rows.
 
     `is_remote`: each statement is a round trip to a server, so one statement for many operations is worthwhile.
+    `points`: what features write with the kernel.
     """
+
+    points: StorePoints
 
     @property
     def is_remote(self) -> bool: ...
@@ -282,6 +295,7 @@ class AlchemyTx:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.points = StorePoints()  # none: the service's writes do not come this way
 
     def one(self, statement: Executable, parameters: Parameters) -> Row | None:
         return self._connection.execute(statement, parameters).first()
@@ -319,8 +333,9 @@ class SqliteTx:
 
     is_remote = False
 
-    def __init__(self, connection: sqlite3.Connection, next_position: int) -> None:
+    def __init__(self, connection: sqlite3.Connection, next_position: int, points: StorePoints) -> None:
         self.cursor = connection.cursor()
+        self.points = points
         self.positions = itertools.count(next_position)
         self._bind = Compiler(sqlite.dialect(paramstyle="qmark")).bind
 

@@ -20,7 +20,6 @@ from app.domain.events import (
 from app.store import object_names as names
 from app.store import pins, rollouts, staged_tokens
 from app.store import statements as sql
-from app.store.affinities import end_at_engine
 from app.store.dialect import Tx
 from app.store.erasure import Rewritten, erase_remaining, rewrite
 from app.store.log import (
@@ -251,8 +250,8 @@ class Close(BaseOperation, frozen=True):
         rollouts.note(tx, *row)
         abandoned = abandon(tx, self.session_id, self.at, holders_of(tx, self.session_id), "session_closed")
         staged_tokens.drop_of_session(tx, self.session_id)
-        if self.engine_session is not None:
-            end_at_engine(tx, self.session_id, self.engine_session)
+        for follow in tx.points.closed:
+            follow(tx, self.session_id, self.engine_session)
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed(self.reason)])
         reach("in_close")
         may_have_members = rollouts.may_have_members(tx, self.session_id)
@@ -276,8 +275,8 @@ class CloseIdle(BaseOperation, frozen=True):
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
         staged_tokens.drop_of_session(tx, self.session_id)
-        if self.engine_session is not None:
-            end_at_engine(tx, self.session_id, self.engine_session)
+        for follow in tx.points.closed:
+            follow(tx, self.session_id, self.engine_session)
         return advance_head(tx, self.session_id, self.at, [SessionClosed("idle")])
 
 

@@ -4,7 +4,7 @@ The key of what is of a session begins with it, so that PostgreSQL can distribut
 is the truth; `sessions` and `open_turns` can be rebuilt from it; `turns`, `blobs` and `chunks` hold the
 content that events refer to; `refused_replies` are for diagnosis; `staged_tokens` and `snapshots` may be emptied
 at any time. `groups` spans sessions: part of it can be rebuilt, its leases and acknowledgements are a truth of
-their own. `fleet_events` and `affinities` are of no session.
+their own. `fleet_events` is of no session.
 
 Order over all sessions is (`tx`, `position`). SQLite has one writer, which numbers `position` without a
 gap. PostgreSQL takes `position` from a sequence, which is not commit-ordered, and stamps the transaction
@@ -45,6 +45,9 @@ NAMING = {
 
 SESSION_ID = String(128)
 
+SHORT_LIVED = {"autovacuum_vacuum_scale_factor": 0, "autovacuum_vacuum_threshold": 10000}
+"""For tables whose rows exist for a short time: PostgreSQL's vacuum must not wait until a share of a mostly empty table
+is dead."""
 
 metadata = MetaData(naming_convention=NAMING)
 
@@ -181,6 +184,7 @@ group_changes = Table(
     metadata,
     Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
     Column("group_id", Text, nullable=False),
+    postgresql_with=SHORT_LIVED,
 )
 """Groups whose row in `groups` is older than their sessions: a note for each change, until the feed looks again."""
 
@@ -199,6 +203,7 @@ open_turns = Table(
     Column("reserved", BigInteger),
     PrimaryKeyConstraint("session_id", "fence"),
     sqlite_with_rowid=False,
+    postgresql_with=SHORT_LIVED,
 )
 """The claims. A linear session has at most one; the table does not say so, because a tree has many. `reserved` are the
 tokens that the turn may sample, of limits that hold for it: given back with the row. Null: none holds."""
@@ -234,26 +239,6 @@ fleet_events = Table(
 
 One stream for all processes, `seq` without a gap; two who append at once conflict on it. The last event of a `key`
 says all there is to know of that engine or gate. `at` is the database's clock.
-"""
-
-affinities = Table(
-    "affinities",
-    metadata,
-    Column("control_id", SESSION_ID, primary_key=True),
-    Column("engine", Text, nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("worker_session", Boolean, nullable=False),
-    Column("timeout_s", Double, nullable=False),
-    Column("expires_at", Double, nullable=False),
-    Column("incarnation", BigInteger, nullable=False),
-    Column("session_id", SESSION_ID, nullable=False),
-    Index("ix_affinities_expires_at", "expires_at"),
-)
-"""What clients asked for by `nvext.session_control`: a truth of its own, that of no log.
-
-`state`: `opening` (the engine is being asked), `bound`, `closing` (its last turn is running), `ending` (the engine is
-being told), by process `incarnation`. `worker_session`: the engine was asked to open a session, and must be told of its
-end. Times are the database's clock. `session_id` is the session whose turn asked for it last.
 """
 
 turns = Table(
@@ -336,6 +321,7 @@ dead_objects = Table(
     PrimaryKeyConstraint("session_id", "name"),
     Index("ix_dead_objects_since", "since"),
     Index("ix_dead_objects_incarnation", "incarnation", sqlite_where=_IS_WRITTEN, postgresql_where=_IS_WRITTEN),
+    postgresql_with=SHORT_LIVED,
 )
 """Objects to be deleted, which no live chunk refers to; `since` is the database's clock, 0 for at once.
 

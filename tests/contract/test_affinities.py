@@ -10,8 +10,8 @@ from helpers.store import LEASE_S, Store, add_incarnation, end_incarnation
 from sqlalchemy import select, update
 
 from app.domain.control import Action, SessionControl
-from app.store import affinities
-from app.store.affinities import (
+from app.features.session_control import affinities
+from app.features.session_control.affinities import (
     End,
     EndDue,
     Ending,
@@ -25,8 +25,8 @@ from app.store.affinities import (
     Use,
     Used,
 )
+from app.features.session_control.affinities import affinities as table
 from app.store.dialect import now
-from app.store.schema import affinities as table
 from app.store.schema import sessions
 from app.store.writer import Writer
 

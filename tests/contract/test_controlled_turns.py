@@ -11,11 +11,11 @@ from helpers.store import LEASE_S, Store
 
 from app.domain.control import Action, SessionControl
 from app.domain.fleet import EngineListed
+from app.features.session_control.affinities import Use
 from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.engines import EngineOrder, Engines
 from app.sessions.cache import SessionCache
 from app.settings import ALL, Settings
-from app.store.affinities import Use
 from app.turn.in_flight import EngineChoice
 from app.upstream.client import EngineClient
 from app.upstream.sessions import EngineSessions

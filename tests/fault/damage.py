@@ -11,8 +11,8 @@ from helpers.databases import connected
 from helpers.looking import change
 from sqlalchemy import text
 
+from app.composition import metadata
 from app.domain.events import CHECK_BYTES
-from app.store.schema import metadata
 from workers import codec
 from workers.codec import CorruptContent
 
@@ -70,7 +70,7 @@ class Damage:
 def choose(url: str, rng: random.Random, place: tuple[str, str]) -> Damage:
     """A row of one of PLACES, and what happens to it."""
     table, column = place
-    names = [one.name for one in metadata.tables[table].primary_key.columns]
+    names = [one.name for one in metadata().tables[table].primary_key.columns]
     row = rng.choice(_rows(url, f"SELECT {', '.join(names)}, {column} FROM {table} WHERE {column} IS NOT NULL"))
     before = bytes(row[-1])
     return Damage(url, table, column, dict(zip(names, row[:-1], strict=True)), before, damaged(before, rng))

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from app.composition import store_points
 from app.domain.events import SessionConfig
 from app.errors import StoreUnavailable
 from app.fleet.state import POLL_S
@@ -199,7 +200,7 @@ class Place:
         if self._url is None:
             assert self._memory is not None
             return MemoryDatabase(self._memory)
-        database = Database(self._url)
+        database = Database(self._url, points=store_points())
         await database.open()
         return database
 

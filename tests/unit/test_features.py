@@ -10,14 +10,14 @@ from typing import NamedTuple, cast
 
 import pytest
 
-from app import features, main
+from app import composition, features
+from app.composition import chosen
 from app.domain.fleet import Fleet, TurnsHeld
 from app.errors import StartupError
 from app.features import checkpoints
-from app.main import chosen, create_app
+from app.main import create_app
 from app.services import Services
 from app.settings import FEATURES, Settings, load_settings
-from app.store import schema
 
 FOLDERS = {path.parent.name for path in Path(features.__file__).parent.glob("*/__init__.py")}
 
@@ -83,7 +83,7 @@ TABLES = {
 
 
 def test_every_table_has_its_part_in_erasures_forks_and_restores() -> None:
-    assert set(TABLES) == set(schema.metadata.tables)
+    assert set(TABLES) == set(composition.metadata().tables)
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -106,7 +106,7 @@ def test_each_folder_is_in_the_composition_and_may_be_named() -> None:
 
 
 def test_a_feature_says_what_it_adds() -> None:
-    for feature in main.FEATURES:
+    for feature in composition.FEATURES:
         assert inspect.getdoc(feature)
         assert callable(feature.add_to)
 
