@@ -12,7 +12,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import ARRAY, BigInteger, Boolean, ColumnElement, Connection, Dialect, Double, bindparam, column, func
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    Boolean,
+    ColumnElement,
+    Connection,
+    Dialect,
+    Double,
+    Table,
+    bindparam,
+    column,
+    func,
+)
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -227,6 +239,13 @@ class StorePoints:
         self.closed: list[Callable[[Tx, str, str | None], None]] = []
         """A session has been closed; its id, and the name of the session that its engine holds for it and must be told
         of, if there is one. Session control."""
+
+        self.unstaged: list[Callable[[Tx, Sequence[tuple[str, int | None]]], None]] = []
+        """What these turns have staged is not needed any more, each told by its session and its fence; None: that of
+        all turns of the session. Resume."""
+
+        self.tables: list[Table] = []
+        """Tables with rows of sessions: all of a session's are read where a page of one may be damaged."""
 
 
 class Tx(Protocol):

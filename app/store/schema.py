@@ -2,8 +2,7 @@
 
 The key of what is of a session begins with it, so that PostgreSQL can distribute by it. `events`
 is the truth; `sessions` and `open_turns` can be rebuilt from it; `turns`, `blobs` and `chunks` hold the
-content that events refer to; `refused_replies` are for diagnosis; `staged_tokens` and `snapshots` may be emptied
-at any time. `groups` spans sessions: part of it can be rebuilt, its leases and acknowledgements are a truth of
+content that events refer to; `refused_replies` are for diagnosis; `snapshots` may be emptied at any time. `groups` spans sessions: part of it can be rebuilt, its leases and acknowledgements are a truth of
 their own. `fleet_events` is of no session.
 
 Order over all sessions is (`tx`, `position`). SQLite has one writer, which numbers `position` without a
@@ -362,25 +361,6 @@ refused_replies = Table(
     PrimaryKeyConstraint("session_id", "fence"),
 )
 """The beginning of replies that were refused, as compressed frames; `size` is that of the whole reply."""
-
-staged_tokens = Table(
-    "staged_tokens",
-    metadata,
-    Column("session_id", SESSION_ID, nullable=False),
-    Column("fence", BigInteger, nullable=False),
-    Column("number", Integer, nullable=False),
-    Column("part", Integer, nullable=False),
-    Column("request_hash", String(64), nullable=False),
-    Column("engine", Text, nullable=False),
-    Column("weight_version", Text),
-    Column("logprobs_of", String(16)),
-    Column("data", Content, nullable=False),
-    PrimaryKeyConstraint("session_id", "fence", "number"),
-)
-"""What an engine has streamed of a turn in flight, in the order of `number`; each `data` is a compressed frame of the
-stream's bytes. `part` counts the generations of the turn. It belongs to no turn until the turn is committed, which
-deletes it; a retry with the same `request_hash` may go on from it if the turn has ended without a commit.
-"""
 
 checkpoints = Table(
     "checkpoints",

@@ -59,7 +59,6 @@ from app.store.schema import (
     refused_replies,
     sessions,
     snapshots,
-    staged_tokens,
     turns,
 )
 from app.store.statements import ENDED, is_idle
@@ -450,9 +449,9 @@ def _is_sound(connection: Connection, after: str, page: Sequence[Any]) -> bool:
 # One session.
 
 
-def read_all_rows(connection: Connection, session_id: str) -> None:
-    """Read every row of a session without its content, to find a damaged page."""
-    for table in (sessions, open_turns, events, turns, blobs, chunks, refused_replies, staged_tokens):
+def read_all_rows(connection: Connection, session_id: str, others: Iterable[Table]) -> None:
+    """Read every row of a session without its content, to find a damaged page; `others` are features' tables."""
+    for table in (sessions, open_turns, events, turns, blobs, chunks, refused_replies, *others):
         columns = [column for column in table.columns if not isinstance(column.type, Content)]
         connection.execute(select(*columns).where(table.c.session_id == session_id)).all()
 

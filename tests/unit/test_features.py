@@ -53,7 +53,7 @@ TABLES = {
     "annotation_columns": Part("annotations", "app.store.statements:drop_content", COPIED, "no: what a cut has stays"),
     "chunks": Part("replay", "app.store.statements:drop_content", COPIED, "no: a tombstone stays one"),
     "staged_tokens": Part(
-        "resume", "app.store.staged_tokens:drop_of_session", "no: of a turn in flight", "app.store.log:abandon"
+        "resume", "app.features.resume.staged_tokens:drop", "no: of a turn in flight", "app.store.log:abandon"
     ),
     "dead_objects": Part("objects", "app.store.statements:queue_prefix", "app.store.statements:take_copies", LATER),
     "archived": Part("archive", "app.features.archive.archive:Archive.erase", "app.store.statements:archived", LATER),

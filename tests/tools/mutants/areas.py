@@ -13,7 +13,6 @@ AREAS: dict[str, tuple[str, ...]] = {
         "app/store/log_turns.py",
         "app/store/sqlite_turns.py",
         "app/store/postgres_turns.py",
-        "app/store/staged_tokens.py",
     ),
     "store": (
         "app/store/statements.py",
