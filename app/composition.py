@@ -5,8 +5,6 @@ Neither asks which features are on: what a feature keeps follows the sessions al
 name it, in every process of a store. A feature whose folder is gone has neither.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 from sqlalchemy import MetaData

@@ -20,6 +20,7 @@ from sqlalchemy import (
     Connection,
     Dialect,
     Double,
+    FromClause,
     Table,
     bindparam,
     column,
@@ -231,6 +232,15 @@ def _position(element: contains, compiler: Any, **options: Any) -> str:
     return f"(position({part} in {whole}) > 0)"
 
 
+class Pins(NamedTuple):
+    """What is kept of sessions. `upto`: the last event of a session that is pinned; `of_heads`: a condition on heads;
+    `restoring`: a row while the store is being taken back to what was pinned."""
+
+    upto: ForEach
+    of_heads: Callable[[FromClause], ColumnElement[bool]]
+    restoring: Executable
+
+
 class StorePoints:
     """The points at which features write with the kernel, in its transactions: lists that are filled before the store
     is opened, and called in their order. With an empty list a line does nothing."""
@@ -240,9 +250,15 @@ class StorePoints:
         """A session has been closed; its id, and the name of the session that its engine holds for it and must be told
         of, if there is one. Session control."""
 
+        self.changed: list[Callable[[Tx, Sequence[str]], None]] = []
+        """A session of each of these groups has changed. Groups."""
+
         self.unstaged: list[Callable[[Tx, Sequence[tuple[str, int | None]]], None]] = []
         """What these turns have staged is not needed any more, each told by its session and its fence; None: that of
         all turns of the session. Resume."""
+
+        self.pins: Pins | None = None
+        """What is kept of sessions (`store.pins`). Checkpoints."""
 
         self.tables: list[Table] = []
         """Tables with rows of sessions: all of a session's are read where a page of one may be damaged."""

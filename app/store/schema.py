@@ -2,8 +2,8 @@
 
 The key of what is of a session begins with it, so that PostgreSQL can distribute by it. `events`
 is the truth; `sessions` and `open_turns` can be rebuilt from it; `turns`, `blobs` and `chunks` hold the
-content that events refer to; `refused_replies` are for diagnosis; `snapshots` may be emptied at any time. `groups` spans sessions: part of it can be rebuilt, its leases and acknowledgements are a truth of
-their own. `fleet_events` is of no session.
+content that events refer to; `refused_replies` are for diagnosis; `snapshots` may be emptied at any time.
+`fleet_events` is of no session. Features have tables of their own (`app.composition`).
 
 Order over all sessions is (`tx`, `position`). SQLite has one writer, which numbers `position` without a
 gap. PostgreSQL takes `position` from a sequence, which is not commit-ordered, and stamps the transaction
@@ -27,7 +27,6 @@ from sqlalchemy import (
     String,
     Table,
     Text,
-    and_,
     text,
 )
 
@@ -142,50 +141,6 @@ null where it names no parent. It follows from several logs: see `store.rollouts
 `name` is what a client calls it, null where none chose a name; `generation` counts the sessions of a name from 1. No
 two processes can begin the same one.
 """
-
-groups = Table(
-    "groups",
-    metadata,
-    Column("group_id", Text, primary_key=True),
-    Column("sessions", Integer, nullable=False),
-    Column("erased", Integer, nullable=False),
-    Column("unfinished", Integer, nullable=False),
-    Column("completed_at", Double),
-    Column("measured", Boolean, nullable=False),
-    Column("oldest_version", BigInteger),
-    Column("consumer", String(128)),
-    Column("lease_until", Double),
-    Column("handed_out", Integer, nullable=False),
-    Column("acked_at", Double),
-)
-"""What the training feed knows of each group of sessions.
-
-Derived from `sessions`: how many are there, how many more have been erased, how many are not both closed and
-rewarded, and when the last of them was (null while one is not). Derived from the log once the group is complete
-(`measured`): the smallest weight version of a live sampled token, null where none is a number.
-The feed's own, and nowhere else: who has the group until when (the database's clock), how often it was handed
-out, and when it was acknowledged.
-"""
-_unacknowledged = groups.c.acked_at.is_(None)
-_waiting = and_(groups.c.acked_at.is_(None), groups.c.completed_at.is_not(None))
-Index(
-    "ix_groups_completed_at_group_id",
-    groups.c.completed_at,
-    groups.c.group_id,
-    sqlite_where=_waiting,
-    postgresql_where=_waiting,
-)
-Index("ix_groups_consumer", groups.c.consumer, sqlite_where=_unacknowledged, postgresql_where=_unacknowledged)
-Index("ix_groups_acked_at_group_id", groups.c.acked_at, groups.c.group_id)
-
-group_changes = Table(
-    "group_changes",
-    metadata,
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
-    Column("group_id", Text, nullable=False),
-    postgresql_with=SHORT_LIVED,
-)
-"""Groups whose row in `groups` is older than their sessions: a note for each change, until the feed looks again."""
 
 open_turns = Table(
     "open_turns",
@@ -361,46 +316,6 @@ refused_replies = Table(
     PrimaryKeyConstraint("session_id", "fence"),
 )
 """The beginning of replies that were refused, as compressed frames; `size` is that of the whole reply."""
-
-checkpoints = Table(
-    "checkpoints",
-    metadata,
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
-    Column("name", String(128), unique=True),
-    Column("state", String(16), nullable=False),
-    Column("cut", String(16), nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("sessions", Integer, nullable=False),
-    Column("groups", Integer, nullable=False),
-    Column("restores", String(128)),
-)
-"""Named cuts over the whole store; `created_at` is the database's clock.
-
-`state`: `made`; `restoring` while the store is being taken back to the checkpoint `restores`, and this one keeps what
-it was before; `deleting` while its rows are being deleted, without a name. `sessions` and `groups` count its rows.
-"""
-
-checkpoint_sessions = Table(
-    "checkpoint_sessions",
-    metadata,
-    Column("session_id", SESSION_ID, nullable=False),
-    Column("checkpoint_id", BigInteger, nullable=False),
-    Column("seq", BigInteger, nullable=False),
-    Column("is_done", Boolean, nullable=False),
-    PrimaryKeyConstraint("session_id", "checkpoint_id"),
-    sqlite_with_rowid=False,
-)
-"""The last event of each session that is in a checkpoint. `is_done`: of a `restoring` one, the session has been taken
-back. While a row is here, the session's content is neither freed nor erased, unless a client erases it."""
-
-checkpoint_groups = Table(
-    "checkpoint_groups",
-    metadata,
-    Column("checkpoint_id", BigInteger, nullable=False),
-    *(Column(column.name, column.type, nullable=column.nullable) for column in groups.columns),
-    PrimaryKeyConstraint("checkpoint_id", "group_id"),
-)
-"""The rows of `groups` in a checkpoint: the training feed's leases and acknowledgements."""
 
 snapshots = Table(
     "snapshots",

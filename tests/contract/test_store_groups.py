@@ -12,11 +12,12 @@ from sqlalchemy import func, select
 
 from app.features.groups import reads as group_reads
 from app.features.groups.operations import Acknowledged, Measure, Settle
-from app.features.groups.reads import Candidate
+from app.features.groups.reads import ACKNOWLEDGEMENTS, Candidate, acknowledged_groups
+from app.features.groups.schema import group_changes, groups
 from app.store.dialect import now
 from app.store.log_sessions import CloseIdle
-from app.store.schema import group_changes, groups, sessions
-from app.store.sessions import acknowledged_groups, closed_sessions, newest_version
+from app.store.schema import sessions
+from app.store.sessions import closed_sessions, newest_version
 from workers.parse_parts import VersionSpan
 
 pytestmark = pytest.mark.anyio
@@ -278,8 +279,10 @@ async def test_retention_can_wait_for_the_acknowledgement(made: Groups) -> None:
     await made.finish("alone")
 
     async def closed(*, acknowledged: bool) -> list[str]:
+        given = ACKNOWLEDGEMENTS.is_given if acknowledged else None
+        points = made.store.database.points
         found = await made.store.database.read(
-            lambda c: closed_sessions(c, 9.0, (0.0, ""), 10, holding=False, acknowledged=acknowledged)
+            lambda c: closed_sessions(c, 9.0, (0.0, ""), 10, points=points, holding=False, acknowledged=given)
         )
         return [session_id for _, session_id in found]
 

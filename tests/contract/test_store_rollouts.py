@@ -13,6 +13,7 @@ from sqlalchemy import select
 
 from app.domain.events import RewardAssigned, SessionClosed
 from app.features.groups import reads as group_reads
+from app.features.groups.reads import ACKNOWLEDGEMENTS
 from app.store import repair, rollouts
 from app.store.dialect import AlchemyTx
 from app.store.log import Appended, Refused
@@ -208,8 +209,10 @@ async def test_a_childs_content_waits_for_the_acknowledgement_of_its_roots_group
         await store.close(name)
 
     async def due() -> list[str]:
+        given = ACKNOWLEDGEMENTS.is_given
+        points = store.database.points
         found = await store.database.read(
-            lambda c: closed_sessions(c, 9.0, (0.0, ""), 10, holding=False, acknowledged=True)
+            lambda c: closed_sessions(c, 9.0, (0.0, ""), 10, points=points, holding=False, acknowledged=given)
         )
         return [session_id for _, session_id in found]
 

@@ -27,7 +27,7 @@ from ops.simulator.process import SimulatorProcess
 
 CODE = ("app", "workers", "turnlog", "migrations", "alembic.ini")
 
-NEEDED_BY = {"gates": ("checkpoints",), "groups": ("webhooks",), "objects": ("archive",)}
+NEEDED_BY = {"gates": ("checkpoints",), "groups": ("archive", "checkpoints", "webhooks"), "objects": ("archive",)}
 """Features whose code imports another's (import-linter has the list)."""
 
 

@@ -67,8 +67,8 @@ TABLES = {
     ),
     "group_changes": Part(
         "groups",
-        "app.store.rollouts:note",
-        "app.store.rollouts:note",
+        "app.features.groups.schema:note",
+        "app.features.groups.schema:note",
         OF_GROUPS,
     ),
     "checkpoints": Part("checkpoints", NO_SESSION, NO_SESSION, MADE),
