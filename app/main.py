@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
-from types import ModuleType
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -24,27 +23,9 @@ from app.api.openapi import document
 from app.api.replies import answer, send_error
 from app.api.routes import Table
 from app.api.turns import TurnRequest
+from app.composition import FEATURES, chosen, store_points
 from app.connection_limit import ConnectionLimit
 from app.errors import StartupError
-from app.features import (
-    annotations,
-    archive,
-    budgets,
-    checkpoints,
-    forks,
-    gates,
-    groups,
-    live,
-    objects,
-    otel,
-    page,
-    resume,
-    rllm,
-    search,
-    session_control,
-    text,
-    webhooks,
-)
 from app.logs import CURRENT
 from app.process import on_stop_signal
 from app.services import Services, running
@@ -52,28 +33,6 @@ from app.settings import Settings, load_settings
 from app.tokens import Tokens
 
 log = logging.getLogger("turnlog")
-
-FEATURES = (
-    gates,
-    annotations,
-    archive,
-    budgets,
-    checkpoints,
-    forks,
-    groups,
-    live,
-    objects,
-    otel,
-    page,
-    resume,
-    rllm,
-    search,
-    session_control,
-    text,
-    webhooks,
-)
-"""What the service is made of beside the kernel; `TURNLOG_FEATURES` names those that are on. Gates come
-first: checkpoints and resume use them."""
 
 KERNEL = (
     creation.route,
@@ -165,7 +124,7 @@ class Turnlog:
         async with contextlib.AsyncExitStack() as stack:
             try:
                 limit, features = self._connection_limit, chosen(self._settings)
-                started = running(self._settings, self.release, self._tokens, limit, features)
+                started = running(self._settings, self.release, self._tokens, limit, features, store_points())
                 self.services = await stack.enter_async_context(started)
                 for feature in FEATURES:
                     if feature not in features.values() and hasattr(feature, "absent"):
@@ -191,12 +150,6 @@ def _calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
-
-
-def chosen(settings: Settings) -> dict[str, ModuleType]:
-    """The features that are on, by their names, in the order in which they start."""
-    named = {feature.__name__.rpartition(".")[2]: feature for feature in FEATURES}
-    return {name: feature for name, feature in named.items() if name in settings.features}
 
 
 def create_app(settings: Settings) -> Turnlog:

@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from sqlalchemy.engine import make_url
 
+from app.composition import store_points
 from app.domain.events import UnknownEvent
 from app.errors import AppError, InvalidRequest, SessionNotFound, StartupError
 from app.sessions.event_log import described, event_fields
@@ -70,7 +71,7 @@ async def _store(settings: Settings, *, fixing: bool = False) -> AsyncIterator[D
     url = make_url(settings.database_url)
     if url.get_backend_name() == "sqlite" and not Path(url.database or "").is_file():
         raise StartupError(f"there is no database {url.database}")
-    database = Database(settings.database_url)
+    database = Database(settings.database_url, points=store_points())
     try:
         if fixing:
             await database.open()

@@ -45,6 +45,7 @@ from app.sessions.recovery import BEATS_PER_LEASE, Recovery, Registration
 from app.sessions.session_list import SessionList
 from app.sessions.session_view import SessionViews
 from app.settings import Settings
+from app.store.dialect import StorePoints
 from app.store.engine import Database
 from app.store.writer import Writer
 from app.tito.families import check_family
@@ -343,8 +344,11 @@ async def running(
     tokens: Tokens,
     connection_limit: ConnectionLimit,
     features: Mapping[str, Any],
+    points: StorePoints,
 ) -> AsyncIterator[Services]:
     """The services of a process and the packages of `features`, started, until the end of the block.
+
+    `points` is what all features do in the store's transactions, also those that are off.
 
     Raises StartupError.
     """
@@ -354,7 +358,7 @@ async def running(
         families = [family for feature in features.values() for family in getattr(feature, "METRICS", ())]
         metrics = Metrics(RecentTurnStats(time.monotonic), families)
         stack.callback(metrics.close)
-        database = Database(settings.database_url, metrics.committed, end_without_store)
+        database = Database(settings.database_url, metrics.committed, end_without_store, points=points)
         stack.push_async_callback(database.close)
         await database.open()
         client = EngineClient(

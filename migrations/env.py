@@ -10,6 +10,7 @@ from alembic import context
 from sqlalchemy import Connection, select
 from sqlalchemy.exc import DBAPIError
 
+from app.composition import metadata
 from app.errors import StartupError, StoreFull
 from app.settings import load_settings
 from app.store.dialect import change_schema, store_error
@@ -17,7 +18,6 @@ from app.store.engine import create_engine, revision_without_room, sqlite_lock
 from app.store.lock import Held
 from app.store.opening import require_known, revision_of, unopened
 from app.store.postgres import DRIVER_ERRORS, require_usable
-from app.store.schema import metadata
 
 PRIVATE = 0o077
 """The umask, so that other users cannot read an SQLite file, which holds prompts and replies. Its WAL gets the same
@@ -28,7 +28,7 @@ def _migrate(connection: Connection) -> None:
     """Run the migrations. Raises StartupError if this version does not know the database's revision."""
     require_known(revision_of(connection))
     context.configure(
-        connection=connection, target_metadata=metadata, transaction_per_migration=True, include_object=_is_in_code
+        connection=connection, target_metadata=metadata(), transaction_per_migration=True, include_object=_is_in_code
     )
     with context.begin_transaction():
         context.run_migrations()

@@ -25,10 +25,9 @@ from app.store.log import Appended
 from app.store.log_sessions import CloseIdle
 from app.store.ports import Database, Writer
 from app.store.sessions import (
-    acknowledged_groups,
+    Acknowledgements,
     closed_sessions,
     database_bytes,
-    holding_sessions,
     idle_sessions,
     listed,
 )
@@ -72,7 +71,8 @@ class Janitor:
     """Runs as one task from `start` to `stop`; `clock` gives seconds since the epoch.
 
     It pauses `rest_s` seconds after each session. `done` counts since the start; `ended_round_at` is when the last
-    complete round ended. `rounds` is what features do in each round.
+    complete round ended. `rounds` is what features do in each round; with
+    `acknowledgements` the retention waits for these (groups).
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class Janitor:
     ) -> None:
         self.done = Done()
         self.rounds: list[Callable[[], Awaitable[object]]] = []
+        self.acknowledgements: Acknowledgements | None = None
         self.ended_round_at: float | None = None
         self._rest_s = rest_s
         self._database = database
@@ -192,21 +193,22 @@ class Janitor:
                 self.done.freed += 1
             self._freed_upto = place
 
-        if self._settings.retain_until_ack:
-            await self._free_acknowledged(cutoff)
+        if self.acknowledgements is not None:
+            await self._free_acknowledged(self.acknowledgements, cutoff)
 
-    async def _free_acknowledged(self, cutoff: float) -> None:
+    async def _free_acknowledged(self, given: Acknowledgements, cutoff: float) -> None:
         """Sessions skipped because their group was not acknowledged; `_free_replay` has passed them by now."""
         after = min(self._acknowledged_upto, (self._acknowledged_upto[0] - LATE_S, ""))
-        while session_ids := await self._database.read(partial(acknowledged_groups, after=after, limit=STEP)):
-            for place in session_ids:
-                for session_id in await self._listed(partial(holding_sessions, group_id=place[1], cutoff=cutoff)):
+        while groups := await self._database.read(partial(given.groups, after=after, limit=STEP)):
+            for place in groups:
+                read = partial(given.sessions, points=self._database.points, group_id=place[1], cutoff=cutoff)
+                for session_id in await self._listed(read):
                     with suppress(SessionUnreadable, StoreDamaged):
                         await self._erasure.free_replay(session_id, unless_pinned=True)
                         self.done.freed += 1
                     await asyncio.sleep(self._rest_s)
                 self._acknowledged_upto = max(place, self._acknowledged_upto)
-            after = session_ids[-1]
+            after = groups[-1]
 
     async def _erase_old(self) -> None:
         if self._settings.closed_ttl_s is None:
@@ -228,8 +230,11 @@ class Janitor:
 
         Sessions whose group is not acknowledged are left out if the retention waits for that.
         """
-        acknowledged = self._settings.retain_until_ack
-        read = partial(closed_sessions, cutoff=cutoff, limit=STEP, holding=holding, acknowledged=acknowledged)
+        acknowledged = None if self.acknowledgements is None else self.acknowledgements.is_given
+        points = self._database.points
+        read = partial(
+            closed_sessions, points=points, cutoff=cutoff, limit=STEP, holding=holding, acknowledged=acknowledged
+        )
         while session_ids := await self._listed(partial(read, after=after)):
             for place in session_ids:
                 yield place

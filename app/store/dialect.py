@@ -12,7 +12,20 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
-from sqlalchemy import ARRAY, BigInteger, Boolean, ColumnElement, Connection, Dialect, Double, bindparam, column, func
+from sqlalchemy import (
+    ARRAY,
+    BigInteger,
+    Boolean,
+    ColumnElement,
+    Connection,
+    Dialect,
+    Double,
+    FromClause,
+    Table,
+    bindparam,
+    column,
+    func,
+)
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -219,11 +232,46 @@ def _position(element: contains, compiler: Any, **options: Any) -> str:
     return f"(position({part} in {whole}) > 0)"
 
 
+class Pins(NamedTuple):
+    """What is kept of sessions. `upto`: the last event of a session that is pinned; `of_heads`: a condition on heads;
+    `restoring`: a row while the store is being taken back to what was pinned."""
+
+    upto: ForEach
+    of_heads: Callable[[FromClause], ColumnElement[bool]]
+    restoring: Executable
+
+
+class StorePoints:
+    """The points at which features write with the kernel, in its transactions: lists that are filled before the store
+    is opened, and called in their order. With an empty list a line does nothing."""
+
+    def __init__(self) -> None:
+        self.closed: list[Callable[[Tx, str, str | None], None]] = []
+        """A session has been closed; its id, and the name of the session that its engine holds for it and must be told
+        of, if there is one. Session control."""
+
+        self.changed: list[Callable[[Tx, Sequence[str]], None]] = []
+        """A session of each of these groups has changed. Groups."""
+
+        self.unstaged: list[Callable[[Tx, Sequence[tuple[str, int | None]]], None]] = []
+        """What these turns have staged is not needed any more, each told by its session and its fence; None: that of
+        all turns of the session. Resume."""
+
+        self.pins: Pins | None = None
+        """What is kept of sessions (`store.pins`). Checkpoints."""
+
+        self.tables: list[Table] = []
+        """Tables with rows of sessions: all of a session's are read where a page of one may be damaged."""
+
+
 class Tx(Protocol):
     """A write transaction: it runs Core statements and returns plain rows.
 
     `is_remote`: each statement is a round trip to a server, so one statement for many operations is worthwhile.
+    `points`: what features write with the kernel.
     """
+
+    points: StorePoints
 
     @property
     def is_remote(self) -> bool: ...
@@ -282,6 +330,7 @@ class AlchemyTx:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self.points = StorePoints()  # none: the service's writes do not come this way
 
     def one(self, statement: Executable, parameters: Parameters) -> Row | None:
         return self._connection.execute(statement, parameters).first()
@@ -319,8 +368,9 @@ class SqliteTx:
 
     is_remote = False
 
-    def __init__(self, connection: sqlite3.Connection, next_position: int) -> None:
+    def __init__(self, connection: sqlite3.Connection, next_position: int, points: StorePoints) -> None:
         self.cursor = connection.cursor()
+        self.points = points
         self.positions = itertools.count(next_position)
         self._bind = Compiler(sqlite.dialect(paramstyle="qmark")).bind
 

@@ -33,6 +33,7 @@ from app.store.dialect import (
     ConnectionLost,
     Parameters,
     Row,
+    StorePoints,
     Tx,
     WriteConflict,
     is_conflict,
@@ -172,7 +173,8 @@ class Database:
     """The store's connections. Call `open` before use and `close` after; raises StartupError if it cannot serve.
 
     `committed` is called after each durable transaction. `lost` is called once, with the reason, if this process loses
-    its SQLite file: nothing is written from then on. `bucket` holds replay payloads. `blocking`: a read from SQLite may
+    its SQLite file: nothing is written from then on. `bucket` holds replay payloads. `points`: what features write with
+    the kernel; without them, what features keep of the sessions must not be changed. `blocking`: a read from SQLite may
     hold up the event loop, for a process that has nothing else to do.
     """
 
@@ -183,9 +185,11 @@ class Database:
         lost: Callable[[str], None] = _ignored,
         bucket: Bucket | None = None,
         *,
+        points: StorePoints | None = None,
         blocking: bool = False,
     ) -> None:
         self.url = url
+        self.points = StorePoints() if points is None else points
         parsed = make_url(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._sqlite_reads = sqlite_engine.open_reads(parsed) if self.is_sqlite else None
@@ -195,11 +199,15 @@ class Database:
         self._readers = SharedLock()
         self._lock = sqlite_lock(url)
         self._on_lost: Callable[[str], None] | None = lost
-        self._sqlite = None if self._lock is None else SqliteWriter(sqlite_engine.file_of(url), committed, self._lock)
+        self._sqlite = (
+            None if self._lock is None else SqliteWriter(sqlite_engine.file_of(url), committed, self._lock, self.points)
+        )
         self._reconnect = Reconnect()
         self._reading = None if self.is_sqlite else _postgres_engine(parsed, READERS)
         self._writing = None if self.is_sqlite else _postgres_engine(parsed, LANES + SPARE_WRITERS)
-        self._postgres = None if self._writing is None else PostgresWriter(self._writing, self._reconnect, committed)
+        self._postgres = (
+            None if self._writing is None else PostgresWriter(self._writing, self._reconnect, committed, self.points)
+        )
         self._autocommit = None if self._reading is None else PostgresAutocommit(self._reading)
         self._opened = False
         self.unreadable = Unreadable()

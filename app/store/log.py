@@ -242,6 +242,13 @@ def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Holder], reaso
     return msgspec.structs.replace(appended, voided=tuple((event.fence, written[event.fence]) for event in abandoned))
 
 
+def unstage(tx: Tx, turns: Sequence[tuple[str, int | None]]) -> None:
+    """What has been staged of these turns, a session and a fence each, is not needed any more; without a fence, of all
+    turns of the session."""
+    for follow in tx.points.unstaged:
+        follow(tx, turns)
+
+
 Tombstones = tuple[str, int, Iterable[ChunkKey]]
 """A session, the event that frees chunks, and their keys."""
 

@@ -18,9 +18,8 @@ from app.domain.events import (
     SessionErased,
 )
 from app.store import object_names as names
-from app.store import pins, rollouts, staged_tokens
+from app.store import pins, rollouts
 from app.store import statements as sql
-from app.store.affinities import end_at_engine
 from app.store.dialect import Tx
 from app.store.erasure import Rewritten, erase_remaining, rewrite
 from app.store.log import (
@@ -37,6 +36,7 @@ from app.store.log import (
     free_chunks,
     holders_of,
     refused,
+    unstage,
 )
 
 
@@ -250,9 +250,9 @@ class Close(BaseOperation, frozen=True):
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
         abandoned = abandon(tx, self.session_id, self.at, holders_of(tx, self.session_id), "session_closed")
-        staged_tokens.drop_of_session(tx, self.session_id)
-        if self.engine_session is not None:
-            end_at_engine(tx, self.session_id, self.engine_session)
+        unstage(tx, [(self.session_id, None)])
+        for follow in tx.points.closed:
+            follow(tx, self.session_id, self.engine_session)
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed(self.reason)])
         reach("in_close")
         may_have_members = rollouts.may_have_members(tx, self.session_id)
@@ -275,9 +275,9 @@ class CloseIdle(BaseOperation, frozen=True):
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
-        staged_tokens.drop_of_session(tx, self.session_id)
-        if self.engine_session is not None:
-            end_at_engine(tx, self.session_id, self.engine_session)
+        unstage(tx, [(self.session_id, None)])
+        for follow in tx.points.closed:
+            follow(tx, self.session_id, self.engine_session)
         return advance_head(tx, self.session_id, self.at, [SessionClosed("idle")])
 
 
@@ -356,7 +356,7 @@ class Erase(BaseOperation, frozen=True):
         rollouts.note(tx, *row)
         for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
-        staged_tokens.drop_of_session(tx, self.session_id)
+        unstage(tx, [(self.session_id, None)])
         rewrite(tx, self.session_id, self.in_head)
         erase_remaining(tx, self.session_id, self.texts_upto)
         tx.run(sql.unqueue_objects, {"sid": self.session_id})

@@ -17,7 +17,7 @@ from app.domain.events import (
     TurnCommitted,
     TurnOpened,
 )
-from app.store import pins, postgres_turns, sqlite_turns, staged_tokens
+from app.store import pins, postgres_turns, sqlite_turns
 from app.store import statements as sql
 from app.store.damage import BrokenRow
 from app.store.dialect import SqliteTx, Tx
@@ -41,6 +41,7 @@ from app.store.log import (
     refused,
     size_of,
     tombstones_of,
+    unstage,
 )
 from app.store.postgres import PostgresTx
 
@@ -300,7 +301,7 @@ def write(tx: Tx, claims: Sequence[Claim], commits: Sequence[Commit]) -> dict[st
         return written
     blobs: list[dict[str, Any]] = []
     chunks: list[dict[str, Any]] = []
-    staged: list[dict[str, Any]] = []
+    staged: list[tuple[str, int | None]] = []
     freed: list[Tombstones] = []
     for commit in commits:
         session_id = commit.session_id
@@ -311,7 +312,7 @@ def write(tx: Tx, claims: Sequence[Claim], commits: Sequence[Commit]) -> dict[st
         if commit.chunks:
             chunks += [chunk_row(session_id, commit.fence, chunk) for chunk in commit.chunks]
         if commit.stages:
-            staged.append({"sid": session_id, "fenced": commit.fence if commit.stages == "turn" else None})
+            staged.append((session_id, commit.fence if commit.stages == "turn" else None))
         if len(commit.events) > 1:
             freed += tombstones_of(session_id, written[session_id])
         commit.also(tx)
@@ -320,7 +321,7 @@ def write(tx: Tx, claims: Sequence[Claim], commits: Sequence[Commit]) -> dict[st
     if chunks:
         tx.insert(sql.insert_chunk, chunks)
     if staged:
-        tx.each(staged_tokens.drop_committed, staged)
+        unstage(tx, staged)
     if freed:
         free_chunks(tx, freed)
     if crash_points.ARMED and any(commit.session_id in written for commit in commits):
@@ -395,7 +396,7 @@ class Release(TurnOperation, frozen=True):
             return refused(tx, self.session_id)
         tx.run(sql.drop_staged, {"sid": self.session_id, "fenced": self.fence})
         if not self.keeps_staged:
-            staged_tokens.drop_of_turn(tx, self.session_id, self.fence)
+            unstage(tx, [(self.session_id, self.fence)])
         released = advance_head(tx, self.session_id, self.at, [self.event, *self.then], freed=1)
         if crash_points.ARMED:
             crash_points.reach("in_release")

@@ -13,7 +13,7 @@ from sqlalchemy import Connection as Connection
 from sqlalchemy.sql import Executable
 
 from app.store.damage import Unreadable
-from app.store.dialect import Parameters, Row, Tx
+from app.store.dialect import Parameters, Row, StorePoints, Tx
 from app.store.log import Operation
 
 T = TypeVar("T")
@@ -62,6 +62,11 @@ class Database(Protocol):
         ...
 
     @property
+    def points(self) -> StorePoints:
+        """What features write with the kernel."""
+        ...
+
+    @property
     def unreadable(self) -> Unreadable:
         """The sessions known to be unreadable."""
         ...
@@ -72,7 +77,9 @@ class Database(Protocol):
         *,
         one_moment: bool = False,
         session_id: str | None = None,
-    ) -> T: ...
+    ) -> T:
+        """`function` may run twice: it must not change anything but what it returns."""
+        ...
 
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...
 

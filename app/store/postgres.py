@@ -27,7 +27,7 @@ from sqlalchemy.sql import Executable, Insert
 
 from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
-from app.store.dialect import Compiler, ConnectionLost, ForEach, Parameters, Row, Tx
+from app.store.dialect import Compiler, ConnectionLost, ForEach, Parameters, Row, StorePoints, Tx
 from app.store.ports import Committed
 from app.store.schema import events
 
@@ -110,7 +110,8 @@ class PostgresTx:
     is_remote = True
     positions = None
 
-    def __init__(self, connection: AdaptedConnection, compiler: Compiler) -> None:
+    def __init__(self, connection: AdaptedConnection, compiler: Compiler, points: StorePoints) -> None:
+        self.points = points
         self._connection = connection
         self._bind = compiler.bind
         self._locked: frozenset[str] = frozenset()
@@ -236,8 +237,9 @@ class PostgresWriter:
     """Write transactions, on connections that are kept: taking one from the pool costs a quarter of a small
     transaction. `committed` is called after durable ones."""
 
-    def __init__(self, engine: AsyncEngine, reconnect: Reconnect, committed: Committed) -> None:
+    def __init__(self, engine: AsyncEngine, reconnect: Reconnect, committed: Committed, points: StorePoints) -> None:
         self._committed = committed
+        self._points = points
         self._engine = engine
         self._reconnect = reconnect
         self._compiler = Compiler(engine.dialect)
@@ -331,7 +333,7 @@ class PostgresWriter:
     def _tx(self, connection: Connection) -> PostgresTx:
         adapted = connection.connection.dbapi_connection
         assert isinstance(adapted, AdaptedConnection)
-        return PostgresTx(adapted, self._compiler)
+        return PostgresTx(adapted, self._compiler, self._points)
 
 
 class PostgresAutocommit:
@@ -380,7 +382,7 @@ class PostgresAutocommit:
     def _ask(self, connection: Connection, *, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         adapted = connection.connection.dbapi_connection
         assert isinstance(adapted, AdaptedConnection)
-        return PostgresTx(adapted, self._compiler).all(statement, parameters)
+        return PostgresTx(adapted, self._compiler, StorePoints()).all(statement, parameters)
 
     async def _forget(self, connection: AsyncConnection | None) -> None:
         """Drop a connection, which may be in the middle of a statement; the next statement gets another."""

@@ -42,8 +42,8 @@ from app.store.engine import Database
 from app.store.feed import PAUSE_S, SETTLE_S
 from app.store.incarnations import heartbeat
 from app.store.opening import require_head, revision_of, unopened
-from app.store.rollouts import note, root_in_logs
-from app.store.schema import events, group_changes, incarnations, open_turns, sessions
+from app.store.rollouts import note, note_groups, root_in_logs
+from app.store.schema import events, incarnations, open_turns, sessions
 from app.store.sessions import EventRow, decode_events
 
 DERIVED = (sessions, events, open_turns)
@@ -174,7 +174,6 @@ _set_head = (
     update(sessions).where(sql.of_session(sessions)).values({name: bindparam(f"new_{name}") for name in _COLUMNS})
 )
 _insert_head = insert(sessions)
-_note_group = insert(group_changes)
 _drop_open = delete(open_turns).where(sql.of_session(open_turns))
 _insert_open = insert(open_turns)
 _living = (
@@ -255,7 +254,7 @@ def mend(tx: Tx, session_id: str) -> Examined:
         return examined
     head = head_row(log)
     before = {difference.stored for difference in examined.differences if difference.place == "sessions.group_id"}
-    tx.insert(_note_group, [{"group_id": group} for group in before | {head["group_id"]} if group is not None])
+    note_groups(tx, before | {head["group_id"]})
     for root_id in {
         difference.stored for difference in examined.differences if difference.place == "sessions.root_id"
     } | {head["root_id"]}:

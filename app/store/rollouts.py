@@ -28,7 +28,6 @@ from sqlalchemy import (
     case,
     exists,
     func,
-    insert,
     literal_column,
     or_,
     select,
@@ -40,7 +39,7 @@ from sqlalchemy import (
 from app.domain.events import RewardAssigned, SessionCreated, SessionRestored, UnknownEvent, decode
 from app.domain.groups import Root
 from app.store.dialect import ForEach, Tx
-from app.store.schema import events, group_changes, sessions
+from app.store.schema import events, sessions
 
 REWARD = RewardAssigned.__name__
 RESTORED = SessionRestored.__name__
@@ -92,41 +91,33 @@ is_finished: ColumnElement[bool] = and_(
 """Condition on roots: the rollout is finished."""
 
 
-# Notes for groups, and the root of a new session.
+# Groups that have changed, and the root of a new session.
 
-_note = insert(group_changes)
 _root_of = select(sessions.c.root_id).where(sessions.c.session_id == bindparam("sid"))
 _group_of = select(sessions.c.group_id).where(sessions.c.session_id == bindparam("sid"))
 _adopt = update(sessions).where(sessions.c.root_id == bindparam("sid")).values(root_id=bindparam("top"))
 _adopted = ForEach(
     lambda given: (
-        select(sessions.c.root_id, sessions.c.session_id)
+        select(sessions.c.root_id, sessions.c.session_id, sessions.c.group_id)
         .where(sessions.c.root_id == given.sid, sessions.c.root_id.is_not(None))
         .order_by(sessions.c.session_id)
     ),
     sid=Text,
 )
-_note_adopted = insert(group_changes).from_select(
-    ["group_id"],
-    select(sessions.c.group_id)
-    .where(
-        sessions.c.root_id == bindparam("sid", type_=sessions.c.session_id.type),
-        sessions.c.root_id.is_not(None),
-        sessions.c.group_id.is_not(None),
-    )
-    .distinct(),
-)
-"""Note the groups in which sessions counted until their root was created."""
 
 
 def note(tx: Tx, group_id: str | None, root_id: str | None = None) -> None:
-    """Note that a session of this group has changed; if its root `root_id` exists, the root's group."""
+    """Tell that a session of this group has changed; if its root `root_id` exists, the root's group."""
     root = None if root_id is None else tx.one(_group_of, {"sid": root_id})
     note_groups(tx, [group_id if root is None else root[0]])
 
 
 def note_groups(tx: Tx, group_ids: Iterable[str | None]) -> None:
-    tx.insert(_note, [{"group_id": group_id} for group_id in group_ids if group_id is not None])
+    """Tell that sessions of these groups have changed."""
+    changed = [group_id for group_id in group_ids if group_id is not None]
+    if changed:
+        for follow in tx.points.changed:
+            follow(tx, changed)
 
 
 def root_of(tx: Tx, session_id: str) -> str | None:
@@ -146,10 +137,12 @@ def adopt(tx: Tx, roots: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]
     Returns the sessions of these lines by the new one; `JoinRollout` has to tell each of them.
     """
     adopted: dict[str, tuple[str, ...]] = {}
-    for session_id, member in tx.each(_adopted, [{"sid": session_id} for session_id in roots]):
+    counted_in: set[str | None] = set()  # until now
+    for session_id, member, group_id in tx.each(_adopted, [{"sid": session_id} for session_id in roots]):
         adopted[session_id] = (*adopted.get(session_id, ()), member)
+        counted_in.add(group_id)
+    note_groups(tx, sorted(filter(None, counted_in)))
     for session_id in adopted:
-        tx.run(_note_adopted, {"sid": session_id})
         if (root_id := roots[session_id]) is not None:
             tx.run(_adopt, {"sid": session_id, "top": root_id})
     return adopted

@@ -2,9 +2,8 @@
 
 The key of what is of a session begins with it, so that PostgreSQL can distribute by it. `events`
 is the truth; `sessions` and `open_turns` can be rebuilt from it; `turns`, `blobs` and `chunks` hold the
-content that events refer to; `refused_replies` are for diagnosis; `staged_tokens` and `snapshots` may be emptied
-at any time. `groups` spans sessions: part of it can be rebuilt, its leases and acknowledgements are a truth of
-their own. `fleet_events` and `affinities` are of no session.
+content that events refer to; `refused_replies` are for diagnosis; `snapshots` may be emptied at any time.
+`fleet_events` is of no session. Features have tables of their own (`app.composition`).
 
 Order over all sessions is (`tx`, `position`). SQLite has one writer, which numbers `position` without a
 gap. PostgreSQL takes `position` from a sequence, which is not commit-ordered, and stamps the transaction
@@ -28,7 +27,6 @@ from sqlalchemy import (
     String,
     Table,
     Text,
-    and_,
     text,
 )
 
@@ -45,6 +43,9 @@ NAMING = {
 
 SESSION_ID = String(128)
 
+SHORT_LIVED = {"autovacuum_vacuum_scale_factor": 0, "autovacuum_vacuum_threshold": 10000}
+"""For tables whose rows exist for a short time: PostgreSQL's vacuum must not wait until a share of a mostly empty table
+is dead."""
 
 metadata = MetaData(naming_convention=NAMING)
 
@@ -141,49 +142,6 @@ null where it names no parent. It follows from several logs: see `store.rollouts
 two processes can begin the same one.
 """
 
-groups = Table(
-    "groups",
-    metadata,
-    Column("group_id", Text, primary_key=True),
-    Column("sessions", Integer, nullable=False),
-    Column("erased", Integer, nullable=False),
-    Column("unfinished", Integer, nullable=False),
-    Column("completed_at", Double),
-    Column("measured", Boolean, nullable=False),
-    Column("oldest_version", BigInteger),
-    Column("consumer", String(128)),
-    Column("lease_until", Double),
-    Column("handed_out", Integer, nullable=False),
-    Column("acked_at", Double),
-)
-"""What the training feed knows of each group of sessions.
-
-Derived from `sessions`: how many are there, how many more have been erased, how many are not both closed and
-rewarded, and when the last of them was (null while one is not). Derived from the log once the group is complete
-(`measured`): the smallest weight version of a live sampled token, null where none is a number.
-The feed's own, and nowhere else: who has the group until when (the database's clock), how often it was handed
-out, and when it was acknowledged.
-"""
-_unacknowledged = groups.c.acked_at.is_(None)
-_waiting = and_(groups.c.acked_at.is_(None), groups.c.completed_at.is_not(None))
-Index(
-    "ix_groups_completed_at_group_id",
-    groups.c.completed_at,
-    groups.c.group_id,
-    sqlite_where=_waiting,
-    postgresql_where=_waiting,
-)
-Index("ix_groups_consumer", groups.c.consumer, sqlite_where=_unacknowledged, postgresql_where=_unacknowledged)
-Index("ix_groups_acked_at_group_id", groups.c.acked_at, groups.c.group_id)
-
-group_changes = Table(
-    "group_changes",
-    metadata,
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
-    Column("group_id", Text, nullable=False),
-)
-"""Groups whose row in `groups` is older than their sessions: a note for each change, until the feed looks again."""
-
 open_turns = Table(
     "open_turns",
     metadata,
@@ -199,6 +157,7 @@ open_turns = Table(
     Column("reserved", BigInteger),
     PrimaryKeyConstraint("session_id", "fence"),
     sqlite_with_rowid=False,
+    postgresql_with=SHORT_LIVED,
 )
 """The claims. A linear session has at most one; the table does not say so, because a tree has many. `reserved` are the
 tokens that the turn may sample, of limits that hold for it: given back with the row. Null: none holds."""
@@ -234,26 +193,6 @@ fleet_events = Table(
 
 One stream for all processes, `seq` without a gap; two who append at once conflict on it. The last event of a `key`
 says all there is to know of that engine or gate. `at` is the database's clock.
-"""
-
-affinities = Table(
-    "affinities",
-    metadata,
-    Column("control_id", SESSION_ID, primary_key=True),
-    Column("engine", Text, nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("worker_session", Boolean, nullable=False),
-    Column("timeout_s", Double, nullable=False),
-    Column("expires_at", Double, nullable=False),
-    Column("incarnation", BigInteger, nullable=False),
-    Column("session_id", SESSION_ID, nullable=False),
-    Index("ix_affinities_expires_at", "expires_at"),
-)
-"""What clients asked for by `nvext.session_control`: a truth of its own, that of no log.
-
-`state`: `opening` (the engine is being asked), `bound`, `closing` (its last turn is running), `ending` (the engine is
-being told), by process `incarnation`. `worker_session`: the engine was asked to open a session, and must be told of its
-end. Times are the database's clock. `session_id` is the session whose turn asked for it last.
 """
 
 turns = Table(
@@ -336,6 +275,7 @@ dead_objects = Table(
     PrimaryKeyConstraint("session_id", "name"),
     Index("ix_dead_objects_since", "since"),
     Index("ix_dead_objects_incarnation", "incarnation", sqlite_where=_IS_WRITTEN, postgresql_where=_IS_WRITTEN),
+    postgresql_with=SHORT_LIVED,
 )
 """Objects to be deleted, which no live chunk refers to; `since` is the database's clock, 0 for at once.
 
@@ -376,65 +316,6 @@ refused_replies = Table(
     PrimaryKeyConstraint("session_id", "fence"),
 )
 """The beginning of replies that were refused, as compressed frames; `size` is that of the whole reply."""
-
-staged_tokens = Table(
-    "staged_tokens",
-    metadata,
-    Column("session_id", SESSION_ID, nullable=False),
-    Column("fence", BigInteger, nullable=False),
-    Column("number", Integer, nullable=False),
-    Column("part", Integer, nullable=False),
-    Column("request_hash", String(64), nullable=False),
-    Column("engine", Text, nullable=False),
-    Column("weight_version", Text),
-    Column("logprobs_of", String(16)),
-    Column("data", Content, nullable=False),
-    PrimaryKeyConstraint("session_id", "fence", "number"),
-)
-"""What an engine has streamed of a turn in flight, in the order of `number`; each `data` is a compressed frame of the
-stream's bytes. `part` counts the generations of the turn. It belongs to no turn until the turn is committed, which
-deletes it; a retry with the same `request_hash` may go on from it if the turn has ended without a commit.
-"""
-
-checkpoints = Table(
-    "checkpoints",
-    metadata,
-    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
-    Column("name", String(128), unique=True),
-    Column("state", String(16), nullable=False),
-    Column("cut", String(16), nullable=False),
-    Column("created_at", Double, nullable=False),
-    Column("sessions", Integer, nullable=False),
-    Column("groups", Integer, nullable=False),
-    Column("restores", String(128)),
-)
-"""Named cuts over the whole store; `created_at` is the database's clock.
-
-`state`: `made`; `restoring` while the store is being taken back to the checkpoint `restores`, and this one keeps what
-it was before; `deleting` while its rows are being deleted, without a name. `sessions` and `groups` count its rows.
-"""
-
-checkpoint_sessions = Table(
-    "checkpoint_sessions",
-    metadata,
-    Column("session_id", SESSION_ID, nullable=False),
-    Column("checkpoint_id", BigInteger, nullable=False),
-    Column("seq", BigInteger, nullable=False),
-    Column("is_done", Boolean, nullable=False),
-    PrimaryKeyConstraint("session_id", "checkpoint_id"),
-    sqlite_with_rowid=False,
-)
-"""The last event of each session that is in a checkpoint. `is_done`: of a `restoring` one, the session has been taken
-back. While a row is here, the session's content is neither freed nor erased, unless a client erases it."""
-
-checkpoint_groups = Table(
-    "checkpoint_groups",
-    metadata,
-    Column("checkpoint_id", BigInteger, nullable=False),
-    *(Column(column.name, column.type, nullable=column.nullable) for column in groups.columns),
-    PrimaryKeyConstraint("checkpoint_id", "group_id"),
-)
-"""The rows of `groups` in a checkpoint: the training feed's leases and acknowledgements."""
 
 snapshots = Table(
     "snapshots",

@@ -48,18 +48,16 @@ from app.domain.session import Session, decode_session, fold
 from app.errors import StoreDamaged
 from app.store import pins, rollouts
 from app.store.damage import SPAN, BrokenRow, Content, PageDamaged, as_bytes, attempt, attempt_or, of_readable, split
-from app.store.dialect import AlchemyTx, Row, begins_with, contains, used_bytes
+from app.store.dialect import AlchemyTx, Row, StorePoints, begins_with, contains, used_bytes
 from app.store.ports import Database
 from app.store.schema import (
     blobs,
     chunks,
     events,
-    groups,
     open_turns,
     refused_replies,
     sessions,
     snapshots,
-    staged_tokens,
     turns,
 )
 from app.store.statements import ENDED, is_idle
@@ -272,15 +270,16 @@ def closed_sessions(
     after: tuple[float, str],
     limit: int,
     *,
+    points: StorePoints,
     holding: bool,
-    acknowledged: bool = False,
+    acknowledged: ColumnElement[bool] | None = None,
     among: Sequence[str] | None = None,
 ) -> list[tuple[float, str]]:
     """Sessions closed or undone at or before `cutoff`, after `after` in the order of (closed_at, id), without those
-    that a checkpoint has.
+    that are pinned.
 
-    `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: leave out those of a
-    group that the training feed's consumer has not acknowledged. `among`: only those of these, without a limit.
+    `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: only those for
+    which this holds. `among`: only those of these, without a limit.
     """
     place = tuple_(sessions.c.closed_at, sessions.c.session_id)
     query = (
@@ -289,7 +288,7 @@ def closed_sessions(
             sessions.c.status.in_(ENDED),
             sessions.c.closed_at <= cutoff,
             place > after,
-            ~pins.is_pinned(),
+            ~pins.is_pinned(points),
             *of_these(among),
         )
         .order_by(sessions.c.closed_at, sessions.c.session_id)
@@ -297,11 +296,19 @@ def closed_sessions(
     )
     if holding:
         query = query.where(holds_payload())
-    if acknowledged:
-        counted_in = rollouts.group()
-        consumed = exists().where(groups.c.group_id == counted_in, groups.c.acked_at.is_not(None))
-        query = query.where(or_(counted_in.is_(None), consumed))
+    if acknowledged is not None:
+        query = query.where(acknowledged)
     return [(row[0], row[1]) for row in connection.execute(query)]
+
+
+class Acknowledgements(NamedTuple):
+    """What the retention of payloads waits for: `is_given` is a condition on heads. `groups` lists times and ids of
+    acknowledged groups behind a place, in that order; `sessions` those of a group that were closed at or before a time
+    and still hold a payload or a refused reply."""
+
+    is_given: ColumnElement[bool]
+    groups: Callable[..., list[tuple[float, str]]]
+    sessions: Callable[..., list[str]]
 
 
 def of_these(session_ids: Sequence[str] | None) -> list[ColumnElement[bool]]:
@@ -313,36 +320,6 @@ def holds_payload() -> ColumnElement[bool]:
     """Condition on sessions: still holds a replay payload or a refused reply."""
     live = exists().where(chunks.c.session_id == sessions.c.session_id, chunks.c.tombstoned_by.is_(None))
     return or_(live, exists().where(refused_replies.c.session_id == sessions.c.session_id))
-
-
-def acknowledged_groups(connection: Connection, after: tuple[float, str], limit: int) -> list[tuple[float, str]]:
-    """Acknowledgement times and ids of groups, after `after` in that order."""
-    place = tuple_(groups.c.acked_at, groups.c.group_id)
-    query = (
-        select(groups.c.acked_at, groups.c.group_id)
-        .where(place > after)
-        .order_by(groups.c.acked_at, groups.c.group_id)
-        .limit(limit)
-    )
-    return [(row[0], row[1]) for row in connection.execute(query)]
-
-
-def holding_sessions(
-    connection: Connection, group_id: str, cutoff: float, among: Sequence[str] | None = None
-) -> list[str]:
-    """A group's sessions, closed at or before `cutoff`, that still hold a replay payload or a refused reply.
-
-    `among`: only those of these.
-    """
-    query = select(sessions.c.session_id).where(
-        rollouts.in_groups([group_id]),
-        sessions.c.status == "closed",
-        sessions.c.closed_at <= cutoff,
-        ~pins.is_pinned(),
-        holds_payload(),
-        *of_these(among),
-    )
-    return list(connection.execute(query).scalars())
 
 
 def newest_version(connection: Connection, among: Sequence[str] | None = None) -> int | None:
@@ -450,9 +427,9 @@ def _is_sound(connection: Connection, after: str, page: Sequence[Any]) -> bool:
 # One session.
 
 
-def read_all_rows(connection: Connection, session_id: str) -> None:
-    """Read every row of a session without its content, to find a damaged page."""
-    for table in (sessions, open_turns, events, turns, blobs, chunks, refused_replies, staged_tokens):
+def read_all_rows(connection: Connection, session_id: str, others: Iterable[Table]) -> None:
+    """Read every row of a session without its content, to find a damaged page; `others` are features' tables."""
+    for table in (sessions, open_turns, events, turns, blobs, chunks, refused_replies, *others):
         columns = [column for column in table.columns if not isinstance(column.type, Content)]
         connection.execute(select(*columns).where(table.c.session_id == session_id)).all()
 

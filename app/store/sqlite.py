@@ -27,7 +27,7 @@ from sqlalchemy import literal_column, select
 
 from app.errors import StartupError, StoreFull, StoreLocked, StoreLost, StoreUnavailable
 from app.store.damage import damage
-from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, Tx, is_busy, store_error
+from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, StorePoints, Tx, is_busy, store_error
 from app.store.feed import forgotten_place, select_forgotten
 from app.store.lock import SqliteLock
 from app.store.ports import LOCKED_S, Committed
@@ -96,8 +96,9 @@ class SqliteWriter:
     None begins on a file that `lock` has lost.
     """
 
-    def __init__(self, path: Path, committed: Committed, lock: SqliteLock) -> None:
+    def __init__(self, path: Path, committed: Committed, lock: SqliteLock, points: StorePoints) -> None:
         self._path = path
+        self._points = points
         self._lock = lock
         self._committed = committed
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
@@ -263,7 +264,7 @@ class SqliteWriter:
             log.warning("the log file could not be emptied, and with it what has been erased: %s", error)
         self._reserve_log()
         self.connection = connection
-        self._tx = SqliteTx(connection, last + 1)
+        self._tx = SqliteTx(connection, last + 1, self._points)
 
     def _reserve_log(self) -> None:
         """Extend the log file to its final length: an fsync of a growing file takes half as long again.
@@ -366,7 +367,7 @@ class SqliteWriter:
 def _last_position(connection: sqlite3.Connection) -> int:
     """The largest position in use. Both the order's index and the rows are read, since either may be damaged. The
     places of sessions that were taken out of the log are not given again."""
-    tx = SqliteTx(connection, 1)
+    tx = SqliteTx(connection, 1, StorePoints())
     positions: list[int] = []
     for statement in (_LAST_IN_ORDER, _LAST_WRITTEN):
         try:

@@ -339,7 +339,7 @@ class Writer:
         session_id = batch[0].operation.session_id
         try:
             if session_id:
-                read = partial(read_all_rows, session_id=session_id)
+                read = partial(read_all_rows, session_id=session_id, others=self._database.points.tables)
                 await self._database.read(read, session_id=session_id)
         except AppError as fault:
             _fail(batch[0], fault)

@@ -419,8 +419,9 @@ class Claims:
 
     async def _read_pins(self, session_id: str) -> int:
         """A checkpoint that had the session may have been deleted; one that is made is found by the commit."""
-        return await self._cache.database.read(
-            lambda connection: pins.read_pinned_upto(connection, session_id), session_id=session_id
+        database = self._cache.database
+        return await database.read(
+            lambda connection: pins.read_pinned_upto(connection, database.points, session_id), session_id=session_id
         )
 
     async def _stage(self, turn: Claimed, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:

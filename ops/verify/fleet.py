@@ -12,9 +12,9 @@ from sqlalchemy import Connection, select
 from app.domain import events, fleet
 from app.domain.events import UnknownEvent, decode
 from app.domain.fleet import AdapterPaused, AdapterResumed, Fleet, FleetEvent, FleetPaused, FleetResumed, Placed, apply
-from app.store.affinities import State
+from app.features.session_control.affinities import State, affinities
 from app.store.engine import Database
-from app.store.schema import affinities, fleet_events, sessions
+from app.store.schema import fleet_events, sessions
 from ops.verify.report import STORE, Report
 
 EVENTS = 5000

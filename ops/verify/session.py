@@ -27,6 +27,7 @@ from app.domain.events import (
     name_of,
 )
 from app.domain.session import Session, fold
+from app.features.resume.staged_tokens import staged_tokens
 from app.sessions.replay_payloads import keys_of
 from app.store import repair
 from app.store.content import load_frames, stored_chunks
@@ -43,7 +44,6 @@ from app.store.schema import (
     refused_replies,
     sessions,
     snapshots,
-    staged_tokens,
     turns,
 )
 from app.store.sessions import load_snapshot

@@ -17,11 +17,11 @@ from helpers.databases import alembic_config, connected, migrate, run_module
 from sqlalchemy import Connection, inspect
 from sqlalchemy.engine import make_url
 
+from app.composition import metadata
 from app.errors import StartupError
 from app.store.damage import Content
 from app.store.engine import Database, sqlite_lock
 from app.store.opening import revision_head, revision_of
-from app.store.schema import metadata
 
 T = TypeVar("T")
 
@@ -60,13 +60,13 @@ def _index(reflected: Any) -> dict[str, Any]:
 
 
 def test_the_migration_makes_the_tables_of_the_schema(empty_url: str) -> None:
-    on(empty_url, metadata.create_all)
+    on(empty_url, metadata().create_all)
     in_code = on(empty_url, described)
-    on(empty_url, metadata.drop_all)
+    on(empty_url, metadata().drop_all)
     migrate(empty_url)
     assert on(empty_url, described) == in_code
     migrate(empty_url)
-    assert on(empty_url, tables) == {*metadata.tables, "alembic_version"}
+    assert on(empty_url, tables) == {*metadata().tables, "alembic_version"}
 
 
 def test_alembic_finds_no_difference_and_can_find_one(empty_url: str) -> None:
@@ -90,7 +90,7 @@ def test_postgresql_neither_samples_content_nor_compresses_it_again(postgres_url
     )
     content = {
         (table.name, column.name)
-        for table in metadata.tables.values()
+        for table in metadata().tables.values()
         for column in table.columns
         if isinstance(column.type, Content)
     }
@@ -203,4 +203,4 @@ def test_a_migration_under_a_running_server_is_refused(held_url: str) -> None:
 def test_the_documented_command_migrates(empty_url: str) -> None:
     done = run_module("alembic", "upgrade", "head", environment=environment(empty_url))
     assert done.returncode == 0, done.stderr
-    assert on(empty_url, tables) == {*metadata.tables, "alembic_version"}
+    assert on(empty_url, tables) == {*metadata().tables, "alembic_version"}

@@ -140,7 +140,9 @@ async def test_a_closed_session_is_freed_in_steps(store: Store) -> None:
 async def test_a_closed_session_is_found_until_nothing_is_left_to_free(store: Store) -> None:
     async def held(name: str = "s", cutoff: float = 100.0) -> bool:
         places = await store.database.read(
-            lambda connection: closed_sessions(connection, cutoff, (0.0, ""), 10, holding=True)
+            lambda connection: closed_sessions(
+                connection, cutoff, (0.0, ""), 10, points=store.database.points, holding=True
+            )
         )
         return name in [session_id for _, session_id in places]
 

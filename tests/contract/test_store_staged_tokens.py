@@ -9,12 +9,12 @@ import pytest
 from helpers.store import CLAIMED_AT, LEASE_S, Store, add_incarnation, commit, end_incarnation, release
 from sqlalchemy import select
 
-from app.store import staged_tokens as staged
+from app.features.resume import staged_tokens as staged
+from app.features.resume.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
+from app.features.resume.staged_tokens import staged_tokens as table
 from app.store.log import Appended
 from app.store.log_sessions import CloseIdle
 from app.store.log_turns import AbandonDead
-from app.store.schema import staged_tokens as table
-from app.store.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
 
 pytestmark = pytest.mark.anyio
 

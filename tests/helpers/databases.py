@@ -16,6 +16,7 @@ from alembic.config import Config
 from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from app.composition import store_points
 from app.store.engine import Database, create_engine
 from helpers.warm import ROOT, popen
 
@@ -91,7 +92,7 @@ def run_module(*arguments: str, environment: Mapping[str, str]) -> subprocess.Co
 @asynccontextmanager
 async def database_at(url: str) -> AsyncIterator[Database]:
     """An open database of the test's own."""
-    made = Database(url)
+    made = Database(url, points=store_points())
     await made.open()
     try:
         yield made

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
@@ -14,7 +18,8 @@ import httpx
 import pytest
 from fault.hosted import hosted
 
-from app.settings import FEATURES
+from app.composition import chosen, metadata
+from app.settings import FEATURES, Settings
 from integration.places import Place
 from integration.stand import Api, Stand, user
 from ops.server import ROOT, ServerProcess
@@ -22,7 +27,7 @@ from ops.simulator.process import SimulatorProcess
 
 CODE = ("app", "workers", "turnlog", "migrations", "alembic.ini")
 
-NEEDED_BY = {"gates": ("checkpoints",), "groups": ("webhooks",), "objects": ("archive",)}
+NEEDED_BY = {"gates": ("checkpoints",), "groups": ("archive", "checkpoints", "webhooks"), "objects": ("archive",)}
 """Features whose code imports another's (import-linter has the list)."""
 
 
@@ -33,8 +38,8 @@ def without(folder: Path, *names: str) -> Path:
             shutil.copytree(ROOT / part, folder / part)  # with what is compiled
         else:
             shutil.copy(ROOT / part, folder / part)
-    main = folder / "app" / "main.py"
-    text = main.read_text()
+    named = folder / "app" / "composition.py"
+    text = named.read_text()
     for name in names:
         shutil.rmtree(folder / "app" / "features" / name)
     listed = re.search(r"FEATURES = \(([^)]*)\)", text)
@@ -44,7 +49,7 @@ def without(folder: Path, *names: str) -> Path:
     line = f"from app.features import {left.rstrip(', ')}\n" if left else ""
     text, count = re.subn(r"from app\.features import (\([^)]*\)|.*)\n", line, text)
     assert count == 1
-    main.write_text(text)
+    named.write_text(text)
     return folder
 
 
@@ -59,19 +64,30 @@ EACH = [pytest.param((name, *NEEDED_BY.get(name, ())), marks=pytest.mark.long, i
 
 @pytest.mark.parametrize("gone", [*EACH, pytest.param(FEATURES, id="all")])
 def test_the_kernel_works_without(gone: tuple[str, ...], tmp_path: Path, engine: str) -> None:
-    place = Place(tmp_path)
-    with place.database() as url:
-        code = without(tmp_path / "code", *gone)
-        server = ServerProcess(tmp_path, upstreams=[engine], database_url=url, root=code).start()
-        try:
-            with closing(Stand(server, engine)) as stand:
-                _play(stand)
-                if gone == FEATURES:
-                    server.stop()
-                    server.start()  # what was acknowledged is there
-                _look(stand)
-        finally:
-            server.stop()
+    """Its tables are gone with it."""
+    code, file = without(tmp_path / "code", *gone), tmp_path / "turnlog.db"
+    url = f"sqlite+aiosqlite:///{file}"
+    migrate = [sys.executable, "-m", "alembic", "upgrade", "head"]
+    subprocess.run(migrate, cwd=code, env={**os.environ, "TURNLOG_DATABASE_URL": url}, check=True)
+    own = {table for name in gone for table in _tables_of(name)}
+    with closing(sqlite3.connect(file)) as opened:
+        made = {row[0] for row in opened.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    assert made == {*metadata().tables, "alembic_version"} - own
+    server = ServerProcess(tmp_path, upstreams=[engine], database_url=url, root=code).start()
+    try:
+        with closing(Stand(server, engine)) as stand:
+            _play(stand)
+            if gone == FEATURES:
+                server.stop()
+                server.start()  # what was acknowledged is there
+            _look(stand)
+    finally:
+        server.stop()
+
+
+def _tables_of(name: str) -> set[str]:
+    feature = chosen(Settings(features=(name,)))[name]
+    return set(feature.tables().tables) if hasattr(feature, "tables") else set()
 
 
 def test_without_gates_what_was_shut_is_open(tmp_path: Path, engine: str) -> None:

@@ -17,9 +17,10 @@ from helpers.store import Store, create, end_incarnation
 from helpers.warm import popen
 from sqlalchemy import select
 
+from app.features.groups.schema import group_changes
 from app.store import repair
 from app.store.engine import Database
-from app.store.schema import group_changes, open_turns, sessions
+from app.store.schema import open_turns, sessions
 from integration.filled import execute, fill, opened, replay
 from integration.stand import until
 from ops.server import ServerProcess

@@ -18,7 +18,11 @@ from sqlalchemy.exc import IntegrityError
 
 from app.domain.events import BlobsTombstoned, LimitReached, Limits, SessionRestored, TurnOpened
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit
-from app.store import incarnations, pins, sqlite_turns, staged_tokens
+from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
+from app.features.resume import staged_tokens
+from app.features.resume.staged_tokens import StagedRow, StageTokens, TakeOverStaged
+from app.features.resume.staged_tokens import staged_tokens as staged_tokens_table
+from app.store import incarnations, pins, sqlite_turns
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.log import Appended, BaseOperation, Refused, StoredChunk, advance_head
@@ -36,9 +40,7 @@ from app.store.log_turns import (
     Stage,
     Stale,
 )
-from app.store.schema import checkpoint_sessions, checkpoints, chunks, open_turns, sessions, snapshots
-from app.store.schema import staged_tokens as staged_tokens_table
-from app.store.staged_tokens import StagedRow, StageTokens, TakeOverStaged
+from app.store.schema import chunks, open_turns, sessions, snapshots
 from app.store.writer import apply_all
 from tests.tools.simulation.service import register
 from tests.tools.simulation.store import MemoryStore

@@ -10,14 +10,14 @@ from typing import NamedTuple, cast
 
 import pytest
 
-from app import features, main
+from app import composition, features
+from app.composition import chosen
 from app.domain.fleet import Fleet, TurnsHeld
 from app.errors import StartupError
 from app.features import checkpoints
-from app.main import chosen, create_app
+from app.main import create_app
 from app.services import Services
 from app.settings import FEATURES, Settings, load_settings
-from app.store import schema
 
 FOLDERS = {path.parent.name for path in Path(features.__file__).parent.glob("*/__init__.py")}
 
@@ -53,7 +53,7 @@ TABLES = {
     "annotation_columns": Part("annotations", "app.store.statements:drop_content", COPIED, "no: what a cut has stays"),
     "chunks": Part("replay", "app.store.statements:drop_content", COPIED, "no: a tombstone stays one"),
     "staged_tokens": Part(
-        "resume", "app.store.staged_tokens:drop_of_session", "no: of a turn in flight", "app.store.log:abandon"
+        "resume", "app.features.resume.staged_tokens:drop", "no: of a turn in flight", "app.store.log:abandon"
     ),
     "dead_objects": Part("objects", "app.store.statements:queue_prefix", "app.store.statements:take_copies", LATER),
     "archived": Part("archive", "app.features.archive.archive:Archive.erase", "app.store.statements:archived", LATER),
@@ -67,8 +67,8 @@ TABLES = {
     ),
     "group_changes": Part(
         "groups",
-        "app.store.rollouts:note",
-        "app.store.rollouts:note",
+        "app.features.groups.schema:note",
+        "app.features.groups.schema:note",
         OF_GROUPS,
     ),
     "checkpoints": Part("checkpoints", NO_SESSION, NO_SESSION, MADE),
@@ -83,7 +83,7 @@ TABLES = {
 
 
 def test_every_table_has_its_part_in_erasures_forks_and_restores() -> None:
-    assert set(TABLES) == set(schema.metadata.tables)
+    assert set(TABLES) == set(composition.metadata().tables)
 
 
 @pytest.mark.parametrize("table", TABLES)
@@ -106,7 +106,7 @@ def test_each_folder_is_in_the_composition_and_may_be_named() -> None:
 
 
 def test_a_feature_says_what_it_adds() -> None:
-    for feature in main.FEATURES:
+    for feature in composition.FEATURES:
         assert inspect.getdoc(feature)
         assert callable(feature.add_to)
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from app.domain import split
-from workers import depth, scan
+from workers import parse_json, scan
 from workers.scan import HEAVY, Extent, extent, may_exceed
 
 TEXT = st.text('a,[]{}:"\\é', max_size=4)
@@ -108,6 +108,6 @@ def outcome(read: Callable[[bytes], Any], text: bytes) -> Any:
 
 @pytest.mark.parametrize("text", [b"[" + b"[],[]," * 20_000 + b"[[]]]", b'["' + b"\\\\[[" * 40_000 + b'",[[]]]'])
 def test_a_long_text_is_as_deep_as_a_short_one(text: bytes) -> None:
-    assert len(text) > depth.LONG
-    assert depth.too_deep(text, 2)
-    assert not depth.too_deep(text, 3)
+    assert len(text) > parse_json.LONG
+    assert parse_json.too_deep(text, 2)
+    assert not parse_json.too_deep(text, 3)

@@ -30,12 +30,12 @@ from app.features.gates.pauses import Pauses
 from app.features.groups.operations import Acknowledge, Acknowledged
 from app.features.resume import staging
 from app.features.resume.continuation import Continuation
+from app.features.session_control.affinities import AffinityRow, Ending, EngineTold
 from app.features.session_control.controls import ControlledTurn, SessionControls
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
 from app.store import log_turns, rollouts, writer
 from app.store import statements as sql
-from app.store.affinities import AffinityRow, Ending, EngineTold
 from app.store.dialect import Tx
 from app.store.fleet import AppendFleet
 from app.store.log import Appended, advance_head, holders_of, refused

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from app.features.resume import staging
+from app.features.resume.staged_tokens import StageTokens
 from app.features.resume.staging import StagedTurn, StagingCounters
 from app.settings import Settings
-from app.store.staged_tokens import StageTokens
 from workers import codec
 
 pytestmark = pytest.mark.anyio

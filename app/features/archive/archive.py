@@ -179,7 +179,10 @@ class Archive:
             await self._finish(fence)
             cutoff = self._clock() - older_than_s
             begin = after or Place(-1.0, "")
-            candidates = await self._database.read(partial(rows.candidates, cutoff=cutoff, after=begin, limit=limit))
+            points = self._database.points
+            candidates = await self._database.read(
+                partial(rows.candidates, points=points, cutoff=cutoff, after=begin, limit=limit)
+            )
             taken: list[Rollout] = []
             size, left, at = 0, candidates.left, candidates.after
             for root in candidates.roots:

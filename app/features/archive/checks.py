@@ -14,12 +14,12 @@ from sqlalchemy import BigInteger, Column, Double, Integer, SmallInteger, String
 from app.domain.events import UnknownEvent
 from app.domain.patterns import ID
 from app.features.archive.rows import CONTENT, LARGEST_BYTES, LARGEST_EVENTS, Rollout, StoredRows
+from app.features.groups.schema import groups
 from app.store.schema import (
     annotation_columns,
     blobs,
     chunks,
     events,
-    groups,
     refused_replies,
     sessions,
     turns,

@@ -26,7 +26,8 @@ from app.export import formats
 from app.export.query import ExportQuery
 from app.export.row import Fields
 from app.features.archive.rows import CONTENT, LARGEST_BYTES, LARGEST_EVENTS, Rollout, StoredRows
-from app.store.schema import blobs, events, groups, sessions
+from app.features.groups.schema import groups
+from app.store.schema import blobs, events, sessions
 from workers import codec
 from workers.codec import CorruptContent
 

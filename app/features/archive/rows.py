@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from sqlalchemy import (
     Column,
+    ColumnElement,
     Connection,
     bindparam,
     delete,
@@ -34,10 +35,11 @@ from sqlalchemy import (
 
 from app.crash_points import reach
 from app.domain.events import SessionClosed, decode
+from app.features.groups.schema import groups
 from app.store import object_names as names
 from app.store import pins, rollouts
 from app.store import statements as sql
-from app.store.dialect import Tx, oldest_tx
+from app.store.dialect import StorePoints, Tx, oldest_tx
 from app.store.feed import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.leases import holds_lease
 from app.store.log import BaseOperation, StoreOperation
@@ -50,7 +52,6 @@ from app.store.schema import (
     chunks,
     dead_objects,
     events,
-    groups,
     refused_replies,
     sessions,
     snapshots,
@@ -132,17 +133,20 @@ class Candidates(NamedTuple):
 
 _is_closed = sessions.c.status == "closed"
 _members = sessions.alias("members")
-_pinned_member = exists().where(
-    _members.c.root_id == sessions.c.session_id, _members.c.root_id.is_not(None), pins.is_pinned(_members)
-)
-_may_leave = rollouts.is_finished & ~pins.is_pinned() & ~_pinned_member
 _acknowledged = exists().where(groups.c.group_id == sessions.c.group_id, groups.c.acked_at.is_not(None))
 
 
-def candidates(connection: Connection, cutoff: float, after: Place, limit: int) -> Candidates:
+def _may_leave(points: StorePoints) -> ColumnElement[bool]:
+    """Condition on roots: the rollout is finished, and nothing of it is in a checkpoint."""
+    of_member = _members.c.root_id == sessions.c.session_id, _members.c.root_id.is_not(None)
+    pinned_member = exists().where(*of_member, pins.is_pinned(points, _members))
+    return rollouts.is_finished & ~pins.is_pinned(points) & ~pinned_member
+
+
+def candidates(connection: Connection, points: StorePoints, cutoff: float, after: Place, limit: int) -> Candidates:
     """Roots of whole rollouts that may leave: closed at or before `cutoff`, with a reward, in no checkpoint. Those of
     a group leave once it is acknowledged and all of its rollouts may."""
-    place = tuple_(sessions.c.closed_at, sessions.c.session_id)
+    place, may_leave = tuple_(sessions.c.closed_at, sessions.c.session_id), _may_leave(points)
     query = (
         select(sessions.c.closed_at, sessions.c.session_id, sessions.c.group_id)
         .where(
@@ -150,7 +154,7 @@ def candidates(connection: Connection, cutoff: float, after: Place, limit: int) 
             sessions.c.closed_at <= cutoff,
             place > after,
             rollouts.is_root(),
-            _may_leave,
+            may_leave,
             or_(sessions.c.group_id.is_(None), _acknowledged),
         )
         .order_by(sessions.c.closed_at, sessions.c.session_id)
@@ -161,7 +165,7 @@ def candidates(connection: Connection, cutoff: float, after: Place, limit: int) 
         sessions.c.group_id.in_({row[2] for row in rows if row[2] is not None}),
         or_(sessions.c.status == "open", _is_closed),
         rollouts.is_root(),
-        or_(sessions.c.status == "open", sessions.c.closed_at > cutoff, ~_may_leave),
+        or_(sessions.c.status == "open", sessions.c.closed_at > cutoff, ~may_leave),
     )
     held = set(connection.execute(waiting).scalars())
     last = Place(rows[-1][0], rows[-1][1]) if len(rows) == limit else None

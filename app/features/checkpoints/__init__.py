@@ -2,7 +2,7 @@
 
     routes              `/checkpoints`, and the page's view of one
     drain, restore      turns are held by an event in the fleet's log (`TurnsHeld`), at the gates (`features.gates`)
-    what is kept        `store.pins`, which the kernel asks before it frees or erases content, whoever made the pins
+    what is kept        the kernel asks before it frees or erases content   (`StorePoints.pins`)
     after a restore     `Services.restored`: what else follows from the sessions
 
 The tables `checkpoints`, `checkpoint_sessions` and `checkpoint_groups` are written here alone.
@@ -16,11 +16,26 @@ from typing import TYPE_CHECKING
 from app.errors import StartupError
 
 if TYPE_CHECKING:
+    from sqlalchemy import MetaData
+
     from app.api.routes import Route
     from app.features.checkpoints.checkpoints import Checkpoints
     from app.services import Services
+    from app.store.dialect import StorePoints
 
 log = logging.getLogger("turnlog.checkpoints")
+
+
+def tables() -> MetaData:
+    from app.features.checkpoints.schema import metadata
+
+    return metadata
+
+
+def join(points: StorePoints) -> None:
+    from app.features.checkpoints.schema import PINS
+
+    points.pins = PINS
 
 
 def entries() -> list[Route]:

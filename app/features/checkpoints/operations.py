@@ -32,20 +32,14 @@ from sqlalchemy import (
 
 from app.crash_points import reach
 from app.domain.events import Event
-from app.store import pins, rollouts, staged_tokens
+from app.features.checkpoints.schema import checkpoint_groups, checkpoint_sessions, checkpoints
+from app.features.groups.schema import group_changes, groups
+from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx, now
 from app.store.feed import epoch_of_log, next_epoch
-from app.store.log import Appended, BaseOperation, Refused, StoreOperation, abandon, advance_head, holders_of
-from app.store.schema import (
-    checkpoint_groups,
-    checkpoint_sessions,
-    checkpoints,
-    group_changes,
-    groups,
-    sessions,
-    store_meta,
-)
+from app.store.log import Appended, BaseOperation, Refused, StoreOperation, abandon, advance_head, holders_of, unstage
+from app.store.schema import sessions, store_meta
 
 Cut = Literal["now", "drain", "restore"]
 """How a checkpoint was made: at once; after the turns in flight had ended; by a restore, of what it replaced."""
@@ -314,7 +308,7 @@ class RestoreSession(BaseOperation, frozen=True):
         if row[0] != self.expected:
             return Changed()
         abandoned = abandon(tx, self.session_id, self.at, holders_of(tx, self.session_id), "restored")
-        staged_tokens.drop_of_session(tx, self.session_id)
+        unstage(tx, [(self.session_id, None)])
         new = {f"new_{name}": value for name, value in self.head.items()}
         named_by = tx.one(_set_head, {"sid": self.session_id, **new})
         assert named_by is not None

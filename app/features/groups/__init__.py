@@ -1,12 +1,13 @@
 """Groups of rollouts and the training feed: complete groups are leased to consumers and acknowledged.
 
     routes              `/groups`, `/groups/{id}`, `/export/groups`, `/export/groups/ack`
-    notes               the kernel's writes note the group of a session that has changed (`rollouts.note`)
-    the janitor         settles the notes in each of its rounds (`Janitor.rounds`)
+    notes               the kernel's writes tell the group of a session that has changed   (`StorePoints.changed`)
+    the janitor         settles the notes in each of its rounds   (`Janitor.rounds`), and with
+                        `TURNLOG_RETAIN_UNTIL_ACK` frees no payload before (`Janitor.acknowledgements`)
     after a restore     settles what it has noted (`Services.restored`)
 
-The table `groups` is written here, and by a restore (`features.checkpoints`). Nothing of it touches a turn. Without
-this feature the notes wait in `group_changes`.
+The table `groups` is written here, and by restores and archives (`features.checkpoints`, `features.archive`). Nothing
+of it touches a turn. While this feature is off the notes wait in `group_changes`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,30 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from sqlalchemy import MetaData
+
     from app.api.routes import Route
     from app.features.groups.feed import Feed
     from app.features.groups.groups import GroupList
     from app.services import Services
+    from app.store.dialect import StorePoints
 
 
 class Groups(NamedTuple):
     listed: GroupList
     feed: Feed
+
+
+def tables() -> MetaData:
+    from app.features.groups.schema import metadata
+
+    return metadata
+
+
+def join(points: StorePoints) -> None:
+    from app.features.groups.schema import note
+
+    points.changed.append(note)
 
 
 def entries() -> list[Route]:
@@ -35,9 +51,12 @@ def entries() -> list[Route]:
 def add_to(services: Services) -> Groups:
     from app.features.groups.feed import Feed
     from app.features.groups.groups import GroupList, settle_groups
+    from app.features.groups.reads import ACKNOWLEDGEMENTS
 
     database, writer = services.database, services.writer
     settle = partial(settle_groups, database, writer)
     services.janitor.rounds.append(settle)
+    if services.settings.retain_until_ack:
+        services.janitor.acknowledgements = ACKNOWLEDGEMENTS
     services.restored.append(settle)
     return Groups(GroupList(database), Feed(database, writer, services.exporter))

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import msgspec
-from sqlalchemy import Connection, case, or_, select, tuple_
+from sqlalchemy import Connection, case, exists, or_, select, tuple_
 
 from app.domain.events import RolledBack, SessionCreated, SessionRestored, TurnCommitted
 from app.features.groups.rules import Attempt
-from app.store import rollouts
+from app.features.groups.schema import group_changes, groups
+from app.store import pins, rollouts
 from app.store.damage import SPAN, of_readable
-from app.store.dialect import now
+from app.store.dialect import StorePoints, now
 from app.store.rollouts import group, in_groups, is_finished, is_root
-from app.store.schema import events, group_changes, groups, sessions
-from app.store.sessions import EventRow
+from app.store.schema import events, sessions
+from app.store.sessions import Acknowledgements, EventRow, holds_payload, of_these
 
 is_free = or_(groups.c.consumer.is_(None), groups.c.lease_until.is_(None), groups.c.lease_until <= now())
 """No consumer holds the group. The last one may still acknowledge it until another gets it."""
@@ -178,6 +179,45 @@ def _turn_events_of(connection: Connection, session_ids: Sequence[str]) -> dict[
         if session_id in logs:  # a damaged index may lead to another session's rows
             logs[session_id].append(EventRow(*row))
     return logs
+
+
+def acknowledged_groups(connection: Connection, after: tuple[float, str], limit: int) -> list[tuple[float, str]]:
+    """Acknowledgement times and ids of groups, after `after` in that order."""
+    place = tuple_(groups.c.acked_at, groups.c.group_id)
+    query = (
+        select(groups.c.acked_at, groups.c.group_id)
+        .where(place > after)
+        .order_by(groups.c.acked_at, groups.c.group_id)
+        .limit(limit)
+    )
+    return [(row[0], row[1]) for row in connection.execute(query)]
+
+
+def holding_sessions(
+    connection: Connection,
+    points: StorePoints,
+    group_id: str,
+    cutoff: float,
+    among: Sequence[str] | None = None,
+) -> list[str]:
+    """A group's sessions, closed at or before `cutoff`, that still hold a replay payload or a refused reply.
+
+    `among`: only those of these.
+    """
+    query = select(sessions.c.session_id).where(
+        in_groups([group_id]),
+        sessions.c.status == "closed",
+        sessions.c.closed_at <= cutoff,
+        ~pins.is_pinned(points),
+        holds_payload(),
+        *of_these(among),
+    )
+    return list(connection.execute(query).scalars())
+
+
+_acknowledged = exists().where(groups.c.group_id == group(), groups.c.acked_at.is_not(None))
+
+ACKNOWLEDGEMENTS = Acknowledgements(or_(group().is_(None), _acknowledged), acknowledged_groups, holding_sessions)
 
 
 class Waiting(msgspec.Struct, frozen=True):

@@ -2,7 +2,8 @@
 
     around a generation     an aborted one is continued, returned or refused, as `on_abort` says; with
                             `TURNLOG_STAGE_TOKENS_S` its tokens are staged   (`TurnPoints.around_engine`)
-    a commit                joins the parts (`workers.join`), and deletes what was staged (`store.staged_tokens`)
+    a commit                joins the parts (`workers.join`), and deletes what was staged, as a close and an
+                            erasure do   (`StorePoints.unstaged`)
 
 Without this feature an aborted generation is a turn that ended with `abort`.
 """
@@ -14,8 +15,11 @@ from typing import TYPE_CHECKING
 from app.metrics import Family
 
 if TYPE_CHECKING:
+    from sqlalchemy import MetaData
+
     from app.features.resume.resume import Resume
     from app.services import Services
+    from app.store.dialect import StorePoints
 
 OUTCOMES = ("staged", "not_staged", "restored", "anew", "moved")
 """`not_staged`: the turn is of a kind that cannot be continued. Of a retry: `restored`, it goes on from staged tokens,
@@ -31,6 +35,19 @@ METRICS = (
     ),
     Family("turnlog_tokens_restored_total", "counter", "Staged tokens that a retry did not have to generate again."),
 )
+
+
+def tables() -> MetaData:
+    from app.features.resume.staged_tokens import metadata
+
+    return metadata
+
+
+def join(points: StorePoints) -> None:
+    from app.features.resume.staged_tokens import drop, staged_tokens
+
+    points.unstaged.append(drop)
+    points.tables.append(staged_tokens)
 
 
 def add_to(services: Services) -> Resume:

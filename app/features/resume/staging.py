@@ -21,11 +21,11 @@ import msgspec
 
 from app.domain.request import ChatRequest, value_of
 from app.errors import AppError
+from app.features.resume import staged_tokens
 from app.features.resume.continuation import can_continue
+from app.features.resume.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
 from app.settings import Settings
-from app.store import staged_tokens
 from app.store.ports import Database, Writer
-from app.store.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
 from app.turn.in_flight import Claimed, EngineCall, Request
 from app.upstream.body import Body
 from app.upstream.client import EngineReply

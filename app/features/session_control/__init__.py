@@ -3,10 +3,11 @@
     a turn with a claim     uses its name, and chooses the engine by it   (`TurnPoints.claimed`, `placing`)
     a turn that has ended   releases it                                   (`TurnPoints.ended`)
     a close                 ends the name that the session used last      (`Sessions.on_close`)
+    a close's transaction   has the engine told, where it held a session by itself   (`StorePoints.closed`)
     in the background       names whose time is over, and those of dead processes
 
-The table `affinities` is written here, and when a session is closed (`store.affinities`); requests are parsed by the
-kernel (`domain.control`). Without this feature the field has no effect.
+The table `affinities` is written here alone; requests are parsed by the kernel (`domain.control`). Without this feature
+the field has no effect.
 """
 
 from __future__ import annotations
@@ -14,8 +15,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sqlalchemy import MetaData
+
     from app.features.session_control.controls import SessionControls
     from app.services import Services
+    from app.store.dialect import StorePoints
+
+
+def tables() -> MetaData:
+    from app.features.session_control.affinities import metadata
+
+    return metadata
+
+
+def join(points: StorePoints) -> None:
+    from app.features.session_control.affinities import end_at_engine
+
+    points.closed.append(end_at_engine)
 
 
 def add_to(services: Services) -> SessionControls:

@@ -6,7 +6,7 @@
     absent   go to the bound engine                                -
     close    unbind; go to the engine once more                    tell the engine, once
 
-The state between these steps is in the store (`store.affinities`): another process can finish what a dead one began.
+The state between these steps is in the store (`affinities`): another process can finish what a dead one began.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from app.domain.control import SessionControl
 from app.domain.events import AffinityBound, AffinityReleased
 from app.domain.session import Affinity, Session
 from app.errors import AppError, SessionOpenFailed
+from app.features.session_control import affinities as store
+from app.features.session_control.affinities import Ending
 from app.fleet.engines import Engines
 from app.sessions.cache import SessionCache
 from app.settings import ALL, Settings
-from app.store import affinities as store
-from app.store.affinities import Ending
 from app.store.log import Operation, VoidedClaim
 from app.store.ports import Database, Writer
 from app.tasks import cancelled

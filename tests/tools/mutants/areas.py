@@ -13,7 +13,6 @@ AREAS: dict[str, tuple[str, ...]] = {
         "app/store/log_turns.py",
         "app/store/sqlite_turns.py",
         "app/store/postgres_turns.py",
-        "app/store/staged_tokens.py",
     ),
     "store": (
         "app/store/statements.py",
@@ -65,7 +64,7 @@ AREAS: dict[str, tuple[str, ...]] = {
     "checkpoints": ("app/features/checkpoints/checkpoints.py", "app/features/checkpoints/[or]*s.py"),
     "groups": ("app/features/groups/*.py",),
     "gates": ("app/features/gates/gates.py", "app/features/gates/pauses.py", "app/fleet/state.py"),
-    "session control": ("app/features/session_control/*.py", "app/store/affinities.py", "app/domain/control.py"),
+    "session control": ("app/features/session_control/*.py", "app/domain/control.py"),
     "forks": ("app/features/forks/*.py",),
     "archive": ("app/features/archive/archive.py", "app/features/archive/rows.py"),
     "annotations": ("app/features/annotations/*.py",),

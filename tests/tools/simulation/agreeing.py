@@ -16,12 +16,12 @@ from app.domain.events import name_of
 from app.domain.session import Session, encode_session
 from app.errors import AppError, SessionNotFound
 from app.features.groups import Groups
+from app.features.groups.schema import groups
 from app.sessions import event_log
 from app.sessions.session_list import SessionQuery
 from app.store import repair
 from app.store.dialect import AlchemyTx
 from app.store.repair import FoldedLog
-from app.store.schema import groups
 from ops.verify import TABLES
 from tests.tools.simulation.kept import lacks_text
 from tests.tools.simulation.process import Disconnected, Process

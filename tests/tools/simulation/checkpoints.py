@@ -6,19 +6,21 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from sqlalchemy import Connection, select
 
+from app.composition import store_points
 from app.domain import fleet
 from app.domain.events import SessionConfig
 from app.domain.session import Session, fold
 from app.errors import AppError
 from app.features.checkpoints import operations as store
 from app.features.checkpoints.checkpoints import Checkpoints
+from app.features.checkpoints.schema import checkpoint_sessions
 from app.store import fleet as fleet_store
 from app.store import pins
-from app.store.schema import checkpoint_sessions
 from app.store.sessions import load_events
 from tests.tools.simulation import orders
 from tests.tools.simulation.client import Client, GaveUp
@@ -173,7 +175,8 @@ class CheckpointDrill:
                 self._world.must(same, f"{session_id}: {what} is not what it was at checkpoint {name}")
             lost = then.payloads.keys() - now.payloads.keys()
             self._world.must(not lost, f"{session_id}: the payloads of turns {sorted(lost)} were not kept for {name}")
-            pinned = self._read(lambda connection, one=session_id: pins.read_pinned_upto(connection, one))  # type: ignore[misc]
+            read = partial(pins.read_pinned_upto, points=store_points(), session_id=session_id)
+            pinned = self._read(read)
             self._world.must(pinned >= then.version, f"{session_id} is not pinned by checkpoint {name}")
 
     def _read(self, function: Callable[[Connection], T]) -> T:

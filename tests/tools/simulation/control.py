@@ -11,8 +11,8 @@ import msgspec
 from sqlalchemy import select
 
 from app.domain.events import SessionConfig
+from app.features.session_control.affinities import affinities
 from app.settings import ALL
-from app.store.schema import affinities
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.process import Process
 from tests.tools.simulation.store import Store

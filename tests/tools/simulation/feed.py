@@ -19,7 +19,7 @@ from app.errors import SessionClosed as Closed
 from app.features.groups import Groups
 from app.features.groups.feed import FeedQuery
 from app.features.groups.operations import Acknowledged
-from app.store.schema import groups
+from app.features.groups.schema import groups
 from app.store.sessions import load_events
 from tests.tools.simulation import agreeing, rows
 from tests.tools.simulation.calls import Reward

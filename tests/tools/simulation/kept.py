@@ -10,11 +10,12 @@ from typing import Any
 import pyarrow.parquet as pq
 from sqlalchemy import Connection, select
 
+from app.composition import metadata
 from app.domain.events import AnnotationWritten, Event, RewardAssigned, decode
 from app.features.archive.rows import CONTENT
 from app.store import feed
 from app.store.feed import START
-from app.store.schema import annotation_columns, archived, chunks, events, metadata, refused_replies, sessions
+from app.store.schema import annotation_columns, archived, chunks, events, refused_replies, sessions
 from tests.tools.simulation.history import History
 from tests.tools.simulation.world import World
 from workers import codec
@@ -115,8 +116,8 @@ def traces(connection: Connection, files: Mapping[str, bytes], history: History)
 
 def _everything(connection: Connection, files: Mapping[str, bytes]) -> Iterator[tuple[str, str | None, Iterable[Any]]]:
     """Rows of tables and files, and whose they are. Forks have what was said where they come from."""
-    for table in metadata.sorted_tables:
-        if table is not chunks:
+    for table in metadata().sorted_tables:
+        if table.name != chunks.name:
             for row in connection.execute(select(table)).mappings():
                 yield table.name, row.get("session_id"), row.values()
     for name, body in files.items():

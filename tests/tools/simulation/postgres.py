@@ -14,6 +14,7 @@ from typing import Any
 import asyncpg
 from sqlalchemy import event
 
+from app.composition import store_points
 from app.store import ports
 from app.store.engine import ANSWER_S, Database
 from app.store.postgres import BEGIN, IDLE_S, LOCK_S, _drop
@@ -358,7 +359,7 @@ class PostgresDatabase(Database):
     """The real one, over simulated connections."""
 
     def __init__(self, server: PostgresServer, name: str, bucket: ports.Bucket | None) -> None:
-        super().__init__(server.store.url, bucket=bucket)
+        super().__init__(server.store.url, bucket=bucket, points=store_points())
         self.name = name
         assert self._reading is not None
         assert self._writing is not None

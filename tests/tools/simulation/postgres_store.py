@@ -9,8 +9,8 @@ from sqlalchemy import Connection, Engine, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import StaticPool
 
+from app.composition import metadata
 from app.store.dialect import Compiler
-from app.store.schema import metadata
 from tests.tools.simulation.backends import SESSION, Backend, Backends
 from tests.tools.simulation.store import Store
 
@@ -53,8 +53,8 @@ class PostgresStore(Store):
         run = self.backends.run
         self.compiler = Compiler(self._engine.dialect)
         self._connection = run(self._engine.connect().start())
-        run(self._connection.run_sync(metadata.create_all))
-        names = ", ".join(table.name for table in metadata.sorted_tables)
+        run(self._connection.run_sync(metadata().create_all))
+        names = ", ".join(table.name for table in metadata().sorted_tables)
         self._empty = f"TRUNCATE {names} RESTART IDENTITY; INSERT INTO store_meta (key, value) VALUES ('epoch', '1')"
 
     def _execute(self, statements: str) -> None:

@@ -9,9 +9,10 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from app.domain.events import Recorded, SessionErased, SessionRestored, TurnCommitted, TurnRejected
+from app.features.resume.staged_tokens import staged_tokens
 from app.settings import Settings
 from app.store.content import load_messages, load_tokens
-from app.store.schema import sessions, staged_tokens
+from app.store.schema import sessions
 from app.store.sessions import load_events
 from tests.tools.simulation.engine import Engines, SimulatedEngine
 from tests.tools.simulation.vllm import OF_DIGEST, VllmEngine, logprob, sampled, text_of

@@ -17,10 +17,11 @@ from sqlalchemy import Connection, create_engine, insert
 from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
 
+from app.composition import metadata, store_points
 from app.store.damage import Unreadable
 from app.store.dialect import Parameters, Row, SqliteTx, Tx
 from app.store.ports import Bucket
-from app.store.schema import metadata, store_meta
+from app.store.schema import store_meta
 
 T = TypeVar("T")
 
@@ -32,7 +33,7 @@ class MemoryTx(SqliteTx):
     """Positions begin anew in each schedule."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
-        super().__init__(connection, 1)
+        super().__init__(connection, 1, store_points())
 
     def restart(self) -> None:
         self.positions = itertools.count(1)
@@ -71,7 +72,7 @@ class MemoryStore(Store):
         # The database's clock is the simulation's.
         self._raw.create_function("julianday", 1, lambda _: JULIAN_EPOCH + self._now() / DAY_S)
         self._engine = create_engine("sqlite://", creator=lambda: self._raw, poolclass=StaticPool)
-        metadata.create_all(self._engine)
+        metadata().create_all(self._engine)
         self._core = self._engine.connect()
         self._core.execute(insert(store_meta).values(key="epoch", value="1"))
         self._empty = self._raw.serialize()
@@ -128,6 +129,7 @@ class Transactions(ABC):
 
     def __init__(self) -> None:
         self.unreadable = Unreadable()
+        self.points = store_points()
 
     @abstractmethod
     async def _read(self, function: Callable[[Connection], T]) -> T: ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import cast
 
+from app.composition import store_points
 from app.domain.events import SessionRestored, TurnOpened
 from app.domain.session import rid_of
 from app.export.rows import known
@@ -58,7 +59,7 @@ async def _problems(world: World, session_id: str, asked: Mapping[Claimed, Asked
     for problem in await windows.tombstones(story, database):
         yield problem
     # A checkpoint keeps what could be read when it was made, and a restore brings back what had left a window.
-    is_pinned = world.store.read(lambda connection: pins.read_pinned_upto(connection, session_id))
+    is_pinned = world.store.read(lambda connection: pins.read_pinned_upto(connection, store_points(), session_id))
     if not is_pinned and not any(isinstance(recorded.event, SessionRestored) for recorded in log):
         for problem in windows.windows(story, log, world.settings.max_replay_bytes):
             yield problem

@@ -18,9 +18,14 @@ import msgspec
 from sqlalchemy import (
     BigInteger,
     Boolean,
+    Column,
     Connection,
     Double,
+    Index,
+    MetaData,
     String,
+    Table,
+    Text,
     bindparam,
     delete,
     insert,
@@ -33,13 +38,36 @@ from sqlalchemy import (
 from app.domain.control import DEFAULT_TIMEOUT_S, SessionControl
 from app.store.dialect import Row, Tx, now
 from app.store.log import StoreOperation
-from app.store.schema import affinities, incarnations, sessions
+from app.store.schema import NAMING, SESSION_ID, incarnations, sessions
 from app.store.statements import holder_is_dead
 
 State = Literal["opening", "bound", "closing", "ending"]
 
 END_AT_ONCE = 100
 """Rows that one transaction ends."""
+
+metadata = MetaData(naming_convention=NAMING)
+
+affinities = Table(
+    "affinities",
+    metadata,
+    Column("control_id", SESSION_ID, primary_key=True),
+    Column("engine", Text, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("worker_session", Boolean, nullable=False),
+    Column("timeout_s", Double, nullable=False),
+    Column("expires_at", Double, nullable=False),
+    Column("incarnation", BigInteger, nullable=False),
+    Column("session_id", SESSION_ID, nullable=False),
+    Index("ix_affinities_expires_at", "expires_at"),
+)
+"""What clients asked for by `nvext.session_control`: a truth of its own, that of no log.
+
+`state`: `opening` (the engine is being asked), `bound`, `closing` (its last turn is running), `ending` (the engine is
+being told), by process `incarnation`. `worker_session`: the engine was asked to open a session, and must be told of its
+end. Times are the database's clock. `session_id` is the session whose turn asked for it last.
+"""
+
 
 _by_name = affinities.c.control_id == bindparam("control", type_=String())
 _rows = select(
@@ -152,8 +180,11 @@ class Ending(msgspec.Struct, frozen=True):
     engine: str
 
 
-def end_at_engine(tx: Tx, session_id: str, name: str) -> None:
-    """Have some process tell the session's last engine, if it had a turn, that the session `name` has ended."""
+def end_at_engine(tx: Tx, session_id: str, name: str | None) -> None:
+    """A session has been closed: have some process tell its last engine, if it had a turn, that the session `name` has
+    ended. None: the engine holds none for it."""
+    if name is None:
+        return
     values = {"sid": session_id, "name": name}
     if not tx.run(_end_again, values):
         tx.run(_end_of_session, values)

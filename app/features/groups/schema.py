@@ -1,0 +1,77 @@
+"""What the training feed knows of groups, and the notes of what has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Double,
+    Identity,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    and_,
+    insert,
+)
+
+from app.store.dialect import Tx
+from app.store.schema import NAMING, SHORT_LIVED
+
+metadata = MetaData(naming_convention=NAMING)
+
+groups = Table(
+    "groups",
+    metadata,
+    Column("group_id", Text, primary_key=True),
+    Column("sessions", Integer, nullable=False),
+    Column("erased", Integer, nullable=False),
+    Column("unfinished", Integer, nullable=False),
+    Column("completed_at", Double),
+    Column("measured", Boolean, nullable=False),
+    Column("oldest_version", BigInteger),
+    Column("consumer", String(128)),
+    Column("lease_until", Double),
+    Column("handed_out", Integer, nullable=False),
+    Column("acked_at", Double),
+)
+"""What the training feed knows of each group of sessions.
+
+Derived from `sessions`: how many are there, how many more have been erased, how many are not both closed and
+rewarded, and when the last of them was (null while one is not). Derived from the log once the group is complete
+(`measured`): the smallest weight version of a live sampled token, null where none is a number.
+The feed's own, and nowhere else: who has the group until when (the database's clock), how often it was handed
+out, and when it was acknowledged.
+"""
+_unacknowledged = groups.c.acked_at.is_(None)
+_waiting = and_(groups.c.acked_at.is_(None), groups.c.completed_at.is_not(None))
+Index(
+    "ix_groups_completed_at_group_id",
+    groups.c.completed_at,
+    groups.c.group_id,
+    sqlite_where=_waiting,
+    postgresql_where=_waiting,
+)
+Index("ix_groups_consumer", groups.c.consumer, sqlite_where=_unacknowledged, postgresql_where=_unacknowledged)
+Index("ix_groups_acked_at_group_id", groups.c.acked_at, groups.c.group_id)
+
+group_changes = Table(
+    "group_changes",
+    metadata,
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
+    Column("group_id", Text, nullable=False),
+    postgresql_with=SHORT_LIVED,
+)
+"""Groups whose row in `groups` is older than their sessions: a note for each change, until the feed looks again."""
+
+_note = insert(group_changes)
+
+
+def note(tx: Tx, group_ids: Sequence[str]) -> None:
+    """Note that sessions of these groups have changed."""
+    tx.insert(_note, [{"group_id": group_id} for group_id in group_ids])
