@@ -140,9 +140,16 @@ class Restores:
         # Roots come first. A session that is open again below a root that is closed still, or has still its reward, is
         # what a killed process left behind for those who close and reward with their root.
         for of_roots in (True, False):
-            read, after = partial(store.to_restore, of_roots=of_roots), ""
+            after = ""
             while page := await self._database.read(
-                lambda connection, read=read, after=after: read(connection, target.id, kept.id, after, PAGE)  # type: ignore[misc]
+                partial(
+                    store.to_restore,
+                    checkpoint_id=target.id,
+                    before_id=kept.id,
+                    after=after,
+                    limit=PAGE,
+                    of_roots=of_roots,
+                )
             ):
                 for at in range(0, len(page), AT_ONCE):
                     some = page[at : at + AT_ONCE]
