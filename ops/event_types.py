@@ -94,7 +94,9 @@ def _spelled(kind: Any) -> str:
     if origin is not None:
         return f"{origin.__name__}[{', '.join(map(_spelled, parts))}]"
     if inspect.isclass(kind) and issubclass(kind, msgspec.Struct) and kind not in NESTED:
-        return "list[Any]" if kind.__struct_config__.array_like else "dict[str, Any]"
+        values = {_spelled(field.type) for field in msgspec.structs.fields(kind)}
+        value = values.pop() if len(values) == 1 else "Any"
+        return f"list[{value}]" if kind.__struct_config__.array_like else f"dict[str, {value}]"
     return "Any" if kind is Any else str(kind.__name__)
 
 

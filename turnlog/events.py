@@ -61,7 +61,8 @@ class _Event(TypedDict):
 
 
 class SessionCreated(_Event):
-    """`body_hash` distinguishes a repeated create from a conflicting one."""
+    """`config` is what was given at the creation. `body_hash` distinguishes a repeated create from a conflicting
+    one."""
 
     type: Literal["SessionCreated"]
     config: dict[str, Any]
@@ -91,7 +92,8 @@ class TurnOpened(_Event):
 
 
 class TurnCommitted(_Event):
-    """A turn is part of the session for good."""
+    """A turn is part of the session for good. Lengths are in tokens: its prompt is `base_tokens` of its parent's and
+    `suffix_tokens` of its own."""
 
     type: Literal["TurnCommitted"]
     turn: int
@@ -128,7 +130,7 @@ class TurnCommitted(_Event):
     adapter: NotRequired[str | None]
     dispatched: NotRequired[str | None]
     parts: NotRequired[list[list[Any]]]
-    timing: NotRequired[list[Any] | None]
+    timing: NotRequired[list[int] | None]
     branch: NotRequired[int | None]
     branch_cause: NotRequired[BranchCause | None]
     carries: NotRequired[int | None]
@@ -143,7 +145,7 @@ class TurnCommitted(_Event):
     odd_arguments: NotRequired[bool]
     images: NotRequired[list[int]]
     limit: NotRequired[Literal["turns", "tokens", "context", "seconds"] | None]
-    speculative: NotRequired[dict[str, Any] | None]
+    speculative: NotRequired[dict[str, int] | None]
 
 
 class TurnRejected(_Event):

@@ -229,7 +229,7 @@ class ForkRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fi
 
 
 class SessionCreated(Event, frozen=True):
-    """`body_hash` distinguishes a repeated create from a conflicting one.
+    """`config` is what was given at the creation. `body_hash` distinguishes a repeated create from a conflicting one.
 
     `fork` says that the session began as a copy; a `TurnCommitted` for each copied turn follows, without a
     `TurnOpened`: its fence is its own `seq`. `budget` is the root of its rollout, where that has limits for all.
@@ -270,7 +270,8 @@ class TurnOpened(Event, frozen=True):
 
 
 class TurnCommitted(Event, frozen=True):
-    """A turn is part of the session for good.
+    """A turn is part of the session for good. Lengths are in tokens: its prompt is `base_tokens` of its parent's and
+    `suffix_tokens` of its own.
 
     Messages: the turn's history is its parent's first `base_messages` messages (0: it starts anew),
     then `new_messages` of the client, then the reply's one. `message_hashes` are the canonical hashes of

@@ -192,12 +192,18 @@ def _counts(members: _Members) -> str:
 
 
 def _check_age(group_id: str, row: _Row, logs: TurnEvents, report: Report) -> None:
-    """Check that the stored oldest weight version is that of the logs, if they can be read."""
-    if not all(logs[group_id].values()):
+    """Check that the stored oldest weight version is that of the logs, and say where they cannot be read."""
+    unchecked = f"group {group_id}: its oldest weight version was not checked"
+    if group_id not in logs:
+        report.found(STORE, f"{unchecked}: the heads of its sessions cannot be read")
+        return
+    if unread := [session_id for session_id, rows in logs[group_id].items() if not rows]:
+        report.found(STORE, f"{unchecked}: events of {', '.join(unread)} cannot be read")
         return
     try:
         oldest = min(_oldest(logs, group_id), default=None)
-    except UnknownEvent:
+    except UnknownEvent as error:
+        report.found(STORE, f"{unchecked}: {error}")
         return
     if row.oldest_version != oldest:
         kept = row.oldest_version

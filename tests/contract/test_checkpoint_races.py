@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any, cast
 
 import pytest
 from helpers.log import BODY
@@ -62,6 +63,39 @@ async def test_nothing_is_taken_back_to_a_checkpoint_that_is_just_deleted(store:
     head = await store.head("s")
     assert head is not None
     assert (head.status, head.turns) == ("open", 1)
+
+
+class Sweeping:
+    """The writer of a restore: behind each session that it takes back, another process finishes what it finds."""
+
+    def __init__(self, store: Store) -> None:
+        self._writer = store.writer
+        self._sessions = sessions_of(store, store.writer)
+
+    async def submit(self, operation: Any) -> Any:
+        outcome = await self._writer.submit(operation)
+        if isinstance(operation, RestoreSession):
+            await self._sessions.finish_closing()
+            await self._sessions.finish_rewarding()
+        return outcome
+
+
+async def test_a_session_whose_root_is_not_taken_back_yet_is_not_closed_or_rewarded_with_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.features.checkpoints.restores.AT_ONCE", 1)
+    await store.create("root")
+    config = SessionConfig(rollback_window=1, parent="root")
+    await store.submit(Create("child", 1.0, SessionCreated(config, BODY, None), BODY, None, None))
+    await store.submit(Make("cut", "now"))
+    sessions = sessions_of(store, store.writer)
+    await sessions.assign_reward("root", 1.0, {}, None)
+    await sessions.close("root")
+    await restores(store, cast(Writer, Sweeping(store))).run("cut", "before-1-cut")
+    for session_id in ("root", "child"):
+        head = await store.head(session_id)
+        assert head is not None
+        assert (head.status, head.reward) == ("open", None)
 
 
 @pytest.mark.parametrize("child", [False, True])

@@ -232,6 +232,16 @@ def test_a_fence_that_goes_back_is_found(sound: Made, tmp_path: Path) -> None:
     assert [one for one in report_of(path).problems if "not open" in one.what]
 
 
+def test_a_groups_age_that_cannot_be_checked_is_told(sound: Made, tmp_path: Path) -> None:
+    path = tmp_path / "damaged.db"
+    shutil.copy(sound.path, path)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE groups SET measured = 1 WHERE group_id = 'done'")
+        of_turns = "session_id = 'done' AND type = 'TurnCommitted'"
+        assert connection.execute(f"UPDATE events SET data = x'7b7d' WHERE {of_turns}").rowcount == 1
+    assert [one for one in report_of(path).problems if "done: its oldest weight version was not checked" in one.what]
+
+
 def test_a_group_with_a_note_is_not_judged_yet(sound: Made, tmp_path: Path) -> None:
     path = tmp_path / "noted.db"
     shutil.copy(sound.path, path)

@@ -252,11 +252,13 @@ _to_do = (
 
 
 def to_restore(
-    connection: Connection, checkpoint_id: int, before_id: int, after: str, limit: int
+    connection: Connection, checkpoint_id: int, before_id: int, after: str, limit: int, *, of_roots: bool
 ) -> list[tuple[str, int]]:
-    """Sessions after `after` that are not what they were at the checkpoint, and their last event in it (0: in none)."""
+    """Sessions after `after` that are not what they were at the checkpoint, and their last event in it (0: in none).
+    `of_roots`: only those without a root."""
     given = {"target": checkpoint_id, "kept": before_id, "after": after, "most": limit}
-    return [(row[0], row[1]) for row in connection.execute(_to_do, given)]
+    query = _to_do.where(sessions.c.root_id.is_(None)) if of_roots else _to_do
+    return [(row[0], row[1]) for row in connection.execute(query, given)]
 
 
 _set_head = (

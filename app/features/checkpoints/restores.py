@@ -137,14 +137,24 @@ class Restores:
         return made if isinstance(made, Checkpoint) else await self._checkpoint(before)
 
     async def _restore_sessions(self, target: Checkpoint, kept: Checkpoint, tally: _Tally) -> None:
-        after = ""
-        while page := await self._database.read(
-            lambda connection, after=after: store.to_restore(connection, target.id, kept.id, after, PAGE)  # type: ignore[misc]
-        ):
-            for at in range(0, len(page), AT_ONCE):
-                some = page[at : at + AT_ONCE]
-                await asyncio.gather(*(self._restore(target.name, kept.id, *one, tally) for one in some))
-            after = page[-1][0]
+        # Roots come first. A session that is open again below a root that is closed still, or has still its reward, is
+        # what a killed process left behind for those who close and reward with their root.
+        for of_roots in (True, False):
+            after = ""
+            while page := await self._database.read(
+                partial(
+                    store.to_restore,
+                    checkpoint_id=target.id,
+                    before_id=kept.id,
+                    after=after,
+                    limit=PAGE,
+                    of_roots=of_roots,
+                )
+            ):
+                for at in range(0, len(page), AT_ONCE):
+                    some = page[at : at + AT_ONCE]
+                    await asyncio.gather(*(self._restore(target.name, kept.id, *one, tally) for one in some))
+                after = page[-1][0]
 
     async def _restore(self, name: str, before_id: int, session_id: str, seq: int, tally: _Tally) -> None:
         while True:

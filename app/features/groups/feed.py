@@ -217,16 +217,21 @@ class Feed:
         return [group for group in page if group.group_id in attempts]
 
     async def _measured(self, page: Sequence[Candidate]) -> list[Candidate]:
-        """The groups with the oldest version among their sessions, which are closed, so that it is final."""
+        """The groups with the oldest version among their sessions, which are closed, so that it is final; without those
+        of which an agent's head is on a damaged page."""
         unknown = [one.group_id for one in page if not one.measured]
         ages: dict[str, int | None] = {}
         for at in range(0, len(unknown), GROUPS_AT_ONCE):
             part = unknown[at : at + GROUPS_AT_ONCE]
             logs = await self._database.read(partial(group_reads.turn_events, group_ids=part))
             ages |= await asyncio.to_thread(_ages, logs, self._database.unreadable)
+        for group_id in unknown:
+            if group_id not in ages:
+                self._database.unreadable.warn_of_group(group_id, "a page of it is damaged")
         return [
             one if one.measured else msgspec.structs.replace(one, measured=True, oldest_version=ages[one.group_id])
             for one in page
+            if one.measured or one.group_id in ages
         ]
 
     async def _lines(

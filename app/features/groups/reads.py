@@ -146,7 +146,7 @@ _AGING = (SessionCreated.__name__, TurnCommitted.__name__, RolledBack.__name__, 
 
 def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
     """The events of some groups' closed sessions that say which turns are live and their weight versions; none of a
-    session of which an event is on a damaged page.
+    session of which an event is on a damaged page, and no group of which a head is on one.
 
     Sessions of agents and children are included.
     """
@@ -154,8 +154,8 @@ def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
     every = [session_id for of_group in members.values() for session_id in of_group]
     events_of = of_readable(connection, every, _turn_events_of)
     return {
-        group_id: {session_id: events_of.get(session_id, []) for session_id in members.get(group_id, ())}
-        for group_id in group_ids
+        group_id: {session_id: events_of.get(session_id, []) for session_id in session_ids}
+        for group_id, session_ids in members.items()
     }
 
 

@@ -56,12 +56,14 @@ def token_ids(text: str) -> list[int]:
 
 
 class Sample(NamedTuple):
-    """By which engine with which weights a token was sampled, in which of its generations, and when."""
+    """By which engine with which weights a token was sampled, in which of its generations, and when. `sent`: the
+    weights when the request was sent."""
 
     engine: str
     generation: int
     version: str
     at: float
+    sent: str
 
 
 class Manner(msgspec.Struct, frozen=True):
@@ -108,7 +110,8 @@ class Engines:
     `begun` are the sessions' generations, `last` the engines that had the newest of each, `generated` the sound replies
     by the rid that asked for them. `aborted` counts the generations that were. `sampled`, of those that sample the same
     each time: how often each token was, by the digest of the messages and its place. `ordered` is what befalls a
-    session's next generation. `closed`: how often an engine was told to end a session of its own.
+    session's next generation. `closed`: how often an engine was told to end a session of its own. `sent`: the engine's
+    weights when a request was sent, by its number.
     """
 
     def __init__(self, rng: random.Random, *, is_plain: bool) -> None:
@@ -122,6 +125,7 @@ class Engines:
         self.ordered: dict[str, str] = {}
         self.sampled: defaultdict[tuple[str, int], list[Sample]] = defaultdict(list)
         self.generations = itertools.count(1)
+        self.sent: dict[int, str] = {}
         self._updates: Counter[str] = Counter()
         self._held: dict[tuple[str, str], float] = {}
         self.closed: Counter[tuple[str, str]] = Counter()
@@ -235,6 +239,7 @@ class SimulatedEngine(EngineClient):
             self._world.history.problem(f"a generation of {session_id} began although the gate of {adapter} was shut")
         self._engines.begun[session_id] += 1
         self._engines.last[session_id] = engine
+        self._engines.sent[number] = self._engines.version(engine)
         await self._sleep(self._world.weather.network_s)
         if how == "not_sent":
             raise NotSent("refused")

@@ -11,16 +11,17 @@ from typing import Any, TypeVar
 import msgspec
 from sqlalchemy import select
 
+from app.domain.events import TurnCommitted
 from app.errors import AppError, InvalidRequest, PositionGone
 from app.export.query import ExportQuery, decode_cursor
 from app.sessions.all_events import EventQuery
 from app.sessions.log_end import decode_position
 from app.sessions.session_list import SessionQuery
 from app.store import feed
-from app.store.feed import START, EventFilter, Position, last_forgotten, written_at
+from app.store.feed import END, START, EventFilter, Position, last_forgotten, written_at
 from app.store.ports import Connection
 from app.store.schema import archived, events
-from app.store.sessions import HeadFilter, HeadRow, list_heads, load_head
+from app.store.sessions import HeadFilter, HeadRow, decode_events, list_heads, load_head
 from tests.tools.simulation import rows
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.world import World
@@ -188,12 +189,29 @@ class Mirror:
             if turn.session_id in moved:
                 continue
             is_due = turn.sent_at < self._opened_at and (turn.session_id, turn.turn) not in there
-            if is_due and not self._is_erased(turn.session_id) and self._is_first_epoch():
+            if is_due and self._is_within(turn.session_id, turn.turn) and self._is_first_epoch():
                 self._world.must(
                     False, f"an export lacks turn {turn.turn} of {turn.session_id}, which was there before"
                 )
         self._first = self._first or (self._pinned, self._window)
         self._window, self._opened_at = [], None
+
+    def _is_within(self, session_id: str, turn: int) -> bool:
+        """Can the window have the turn? A PostgreSQL transaction that lasts keeps newer commits behind its end."""
+        if self._is_erased(session_id):
+            return False
+        if not self._world.store.commits:
+            return True
+        high = decode_cursor(self._pinned).high
+        assert high is not None
+        committed = EventFilter(types=("TurnCommitted",), session_id=session_id)
+        page = self._world.store.read(lambda connection: feed.page(connection, START, END, committed, 1_000_000))
+        for placed in page.rows:
+            assert placed.row is not None
+            [recorded] = decode_events([placed.row])
+            if isinstance(recorded.event, TurnCommitted) and recorded.event.turn == turn:
+                return placed.place <= high
+        return True
 
     def _is_first_epoch(self) -> bool:
         """Has no restore undone turns?"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
 from sqlalchemy import Connection, select
@@ -14,7 +14,7 @@ from app.settings import Settings
 from app.store.content import load_messages, load_tokens
 from app.store.schema import sessions
 from app.store.sessions import load_events
-from tests.tools.simulation.engine import Engines, SimulatedEngine
+from tests.tools.simulation.engine import Engines, Sample, SimulatedEngine
 from tests.tools.simulation.vllm import OF_DIGEST, VllmEngine, logprob, sampled, text_of
 from tests.tools.simulation.world import World
 from workers.reply import UNKNOWN_VERSION
@@ -85,9 +85,15 @@ def _of_turn(turn: TurnCommitted, ids: list[int], logprobs: list[float], engines
             yield f"tokens {start} to {end} are said to be one generation of {by}"
     for span in turn.weight_versions:
         for place in range(span.start, span.end):
-            versions = {sample.version for sample in engines.sampled[named, place]}
+            versions = {version for sample in engines.sampled[named, place] for version in _told(sample, turn)}
             if span.version not in (UNKNOWN_VERSION, *versions):
                 yield f"token {place} is said to be of weights {span.version}, and is of {sorted(versions)}"
+
+
+def _told(sample: Sample, turn: TurnCommitted) -> Iterable[str]:
+    """The weights that a token may be said to be of. An engine names them when a generation ends: one that was cut
+    before, and of which a turn has a part, has those that it was sent to, though it ran on across an update."""
+    return map(str, range(int(sample.sent), int(sample.version) + 1)) if turn.parts else (sample.version,)
 
 
 def _left(connection: Connection, session_id: str, log: Sequence[Recorded]) -> Iterator[str]:

@@ -95,7 +95,7 @@ class VllmEngine(SimulatedEngine):
         if how is not None and how.isdigit():
             await asyncio.sleep(seconds)
             return EngineReply(int(how), JSON, Body([b'{"error":{"message":"no"}}']))
-        made = _Generation(request, rid, self._engines, engine)
+        made = _Generation(request, rid, self._engines, engine, self._engines.sent[number])
         self._world.must(made.fits, f"a generation of {rid} continues tokens that are not its own")
         wire = None if stream is None or not request.get("stream") else _Wire(rng, grow, stream)
         if wire is not None:
@@ -145,11 +145,11 @@ class _Generation:
     """One request's tokens, as they come. `fits`: its prompt is that of the messages, with the beginning of what they
     are answered. `finish` says why it has ended."""
 
-    def __init__(self, request: Mapping[str, Any], rid: str, engines: Engines, engine: str) -> None:
+    def __init__(self, request: Mapping[str, Any], rid: str, engines: Engines, engine: str, sent: str) -> None:
         self.finish: str | None = None
         self.place = 0
         self._rid, self._number = rid, next(engines.generations)
-        self._engines, self._engine = engines, engine
+        self._engines, self._engine, self._sent = engines, engine, sent
         self._model, self._spells_versions = request["model"], "return_weight_versions" in request
         self._named = digest(request["messages"])
         prompt, whole = prompt_of(request["messages"]), sampled(self._named)
@@ -170,7 +170,7 @@ class _Generation:
         version, now = self._engines.version(self._engine), asyncio.get_running_loop().time()
         for _ in self._new:
             self._engines.sampled[self._named, self._had + len(self._versions)].append(
-                Sample(self._engine, self._number, version, now)
+                Sample(self._engine, self._number, version, now, self._sent)
             )
             self._versions.append(version)
         if len(self._versions) == len(self._rest):

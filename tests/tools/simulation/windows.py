@@ -27,6 +27,7 @@ def windows(story: Story, log: Sequence[Recorded], max_bytes: int | None) -> Ite
     """After each commit, the payloads within a window are there and no others, but for what an open turn continues."""
     retain, is_closed = story.session.config.retain, False
     gone_before: set[int] = set()
+    last_commit = 0
     every = list(states(story.session.session_id, log))
     for place, (recorded, state) in enumerate(zip(log, every, strict=True)):
         is_closed |= isinstance(recorded.event, SessionClosed)
@@ -42,6 +43,10 @@ def windows(story: Story, log: Sequence[Recorded], max_bytes: int | None) -> Ite
         kept = brought if retain == "all" else _in_windows(story, committed, brought)
         whole = {number for number in after.payloads if after.whole_payloads(number)}
         pinned = {held.parent for held in after.open_turns.values()}
+        # It was decided at one of these states: a turn that was in flight then may have failed before it was written.
+        decided_at = every[last_commit:place]
+        lately = {held.parent for earlier in decided_at for held in earlier.open_turns.values()}
+        last_commit = place
         over = set(event.turns) & kept if event is not None and event.reason == "budget" else set()
         if early := kept - whole - gone_before - over:
             yield f"{at} the payloads of turns {sorted(early)} are gone, which are in a window"
@@ -49,7 +54,7 @@ def windows(story: Story, log: Sequence[Recorded], max_bytes: int | None) -> Ite
             yield f"{at} the payloads of turns {sorted(needed)} are gone, which an open turn continues"
         # A window counts the payloads that can be read; one that had left before may be counted or not.
         readable = {number for number in state.payloads if state.whole_payloads(number)}
-        if late := whole - kept - pinned - _in_windows(story, committed, readable):
+        if late := whole - kept - pinned - lately - _in_windows(story, committed, readable):
             yield f"{at} the payloads of turns {sorted(late)} are there, which are in no window"
         if max_bytes is not None:
             yield from (
