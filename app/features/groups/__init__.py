@@ -12,18 +12,12 @@ this feature the notes wait in `group_changes`.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from app.api.routes import Route
-    from app.features.groups.feed import Feed
-    from app.features.groups.groups import GroupList
+    from app.features.groups.feed import Groups
     from app.services import Services
-
-
-class Groups(NamedTuple):
-    listed: GroupList
-    feed: Feed
 
 
 def entries() -> list[Route]:
@@ -33,7 +27,7 @@ def entries() -> list[Route]:
 
 
 def add_to(services: Services) -> Groups:
-    from app.features.groups.feed import Feed
+    from app.features.groups.feed import Feed, Groups
     from app.features.groups.groups import GroupList, settle_groups
 
     database, writer = services.database, services.writer
