@@ -12,7 +12,7 @@ from app.domain.branches import TEXT_ONLY, Branches, pick
 from app.domain.events import UnknownEvent
 from app.domain.samples import Inconsistent
 from app.domain.session import Session
-from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
+from app.errors import InvalidRequest, SessionNotFound
 from app.export.rollout_rows import Members, RolloutRows
 from app.export.rows import Known, SessionRows, known
 from app.export.shapes import miles
@@ -74,7 +74,7 @@ class SessionSamples:
             )
             return made, session.session.revision
         except (UnknownEvent, CorruptContent, Inconsistent) as error:
-            raise SessionUnreadable(f"session {session_id}: {error}") from error
+            raise self._cache.database.unreadable.error(session_id, error) from error
 
     def _body(
         self,
@@ -139,13 +139,9 @@ class SessionSamples:
         blob = session.metadata
         if blob is None:
             return msgspec.Raw(b"{}")
-        try:
-            given = await self._cache.database.read(
-                lambda connection: load_blobs(connection, session.session_id, [blob.number]),
-                session_id=session.session_id,
-            )
-        except CorruptContent as error:
-            raise SessionUnreadable(f"session {session.session_id}, metadata: {error}") from error
+        given = await self._cache.database.read(
+            lambda connection: load_blobs(connection, session.session_id, [blob.number]), session_id=session.session_id
+        )
         return msgspec.Raw(given[blob.number])
 
     async def _mismatch(self, live: CacheEntry, session: Session, tokens: list[int]) -> list[dict[str, Any]] | None:

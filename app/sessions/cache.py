@@ -520,7 +520,7 @@ class SessionCache:
         try:
             saids = await _off_loop(len(chain), lambda: unpack_messages(frames, numbers))
         except CorruptContent as error:
-            raise SessionUnreadable(f"session {session_id}: {error}") from error
+            raise self.database.unreadable.error(session_id, error) from error
         made = PrefixBuffer()
         stored = [message for member in chain for message in saids[member.number].messages]
         messages = iter(await images.put_back(self.database, live.session, stored))
@@ -557,7 +557,7 @@ class SessionCache:
         try:
             made = loaded() if token_bytes <= SMALL_TOKENS else await asyncio.to_thread(loaded)
         except CorruptContent as error:
-            raise SessionUnreadable(f"session {session.session_id}: {error}") from error
+            raise self.database.unreadable.error(session.session_id, error) from error
         live.tokens.use(made)
         self._account(session.session_id, live)
         return bytes(made.upto(turn) or b"")
@@ -579,7 +579,7 @@ class SessionCache:
         try:
             messages = await _off_loop(len(numbers), lambda: unpack_messages(frames, numbers))
         except CorruptContent as error:
-            raise SessionUnreadable(f"session {session_id}: {error}") from error
+            raise self.database.unreadable.error(session_id, error) from error
         for number in numbers:
             odd.learn(number, sampled_calls(messages[number].message))
 

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 from app.domain import cursors
 from app.domain.branches import newest_of
-from app.domain.events import UnknownEvent, shape_of
+from app.domain.events import shape_of
 from app.domain.session import AssignedReward, Session, Turn
 from app.errors import NotFound, SessionClosed, SessionUnreadable
 from app.sessions.session_at import SessionAt, session_at
@@ -98,10 +98,7 @@ class Conversations:
         A cursor stays with its turn, whatever the session does meanwhile. `judged`: rewards and annotations too.
         Raises SessionNotFound, SessionClosed (erased), SessionUnreadable, NotFound, InvalidRequest, StoreUnavailable.
         """
-        try:
-            found = await session_at(self._database, session_id, whole=True)
-        except UnknownEvent as error:
-            raise SessionUnreadable(f"session {session_id}: {error}") from error
+        found = await session_at(self._database, session_id, whole=True)
         if turn is not None:
             found = found._replace(session=found.session.with_undone)
         session = found.session
@@ -171,7 +168,7 @@ class Conversations:
     async def _blob(self, session_id: str, number: int, name: str, errors: dict[str, str]) -> msgspec.Raw | None:
         try:
             found = await self._database.read(lambda c: load_blobs(c, session_id, [number]), session_id=session_id)
-        except (CorruptContent, SessionUnreadable) as error:
+        except SessionUnreadable as error:
             errors[name] = str(error)
             return None
         return msgspec.Raw(found[number])

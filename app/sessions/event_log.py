@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec.structs import asdict
 
-from app.domain.events import BlobRef, Recorded, SessionErased, UnknownEvent, name_of, to_fields
+from app.domain.events import BlobRef, Recorded, SessionErased, name_of, to_fields
 from app.domain.rules import superseded
 from app.domain.session import Payload, Session, Turn
-from app.errors import NotFound, Overloaded, SessionNotFound, SessionUnreadable
+from app.errors import NotFound, Overloaded, SessionNotFound
 from app.store import content
 from app.store.ports import Database
 from app.store.sessions import load_events, load_head
-from workers import codec
-from workers.codec import CorruptContent
 
 POLL_S = 1.0
 """Interval in seconds at which a follower looks for events of other processes."""
@@ -166,7 +165,9 @@ async def _event_lines(
     with followers.follow(session_id) as changed:
         while True:
             changed.clear()
-            page = await _page(database, session_id, after)
+            page = await database.read(
+                partial(load_events, session_id=session_id, after=after, limit=PAGE), session_id=session_id
+            )
             if page:
                 after = page[-1].seq
                 yield await asyncio.to_thread(_ndjson, page)
@@ -175,16 +176,6 @@ async def _event_lines(
             if not follow or followers.stopping or (page and isinstance(page[-1].event, SessionErased)):
                 return
             await wait_for_change(changed)
-
-
-async def _page(database: Database, session_id: str, after: int) -> list[Recorded]:
-    try:
-        return await database.read(
-            lambda connection: load_events(connection, session_id, after=after, limit=PAGE),
-            session_id=session_id,
-        )
-    except UnknownEvent as error:
-        raise SessionUnreadable(f"session {session_id}: {error}") from error
 
 
 def _ndjson(page: Sequence[Recorded]) -> bytes:
@@ -201,7 +192,4 @@ async def refused_reply(database: Database, session_id: str, fence: int) -> tupl
         raise SessionNotFound.of(session_id)
     if refused is None:
         raise NotFound(f"no refused reply of session {session_id} with fence {fence} is kept")
-    try:
-        return refused[0], codec.decompress(refused[1])
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session_id}: {error}") from error
+    return refused

@@ -31,7 +31,6 @@ from turnlog.events import VersionSpan
 from turnlog.parameters import SessionState
 from turnlog.replies import FailedTurn, RefusedRequest, Rollback, StageTimes, State, StatePayload, StateTurn
 from turnlog.rows import Part, TurnReward
-from workers.codec import CorruptContent
 
 MAX_VALUE = 4096
 """Bytes of an annotation's value that a state has."""
@@ -63,7 +62,7 @@ class SessionViews:
             by_session = await self._database.read(
                 lambda c: load_blobs(c, session.session_id, [blob.number]), session_id=session.session_id
             )
-        except (CorruptContent, SessionUnreadable) as error:
+        except SessionUnreadable as error:
             problems.append({"part": "metadata", "message": str(error)})
             return None
         return msgspec.Raw(by_session[blob.number])

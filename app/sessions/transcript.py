@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from app.domain.calls import sendable
-from app.domain.events import TurnCommitted, UnknownEvent, shape_of
+from app.domain.events import TurnCommitted, shape_of
 from app.domain.request import chat_body, completion_body
 from app.domain.session import Session, Turn
-from app.errors import SessionUnreadable
 from app.fleet.engines import PATHS
 from app.sessions import images
 from app.sessions import replay_payloads as replay
@@ -19,7 +18,7 @@ from app.store.content import load_blobs, load_exchanges, load_messages, load_to
 from app.store.ports import Database
 from app.store.sessions import load_events
 from workers import codec
-from workers.codec import TOKEN_BYTES, CorruptContent, Exchange, Messages
+from workers.codec import TOKEN_BYTES, Exchange, Messages
 from workers.parse import REPLAY
 
 
@@ -33,12 +32,9 @@ async def _continued(database: Database, session: Session, ids: bytes, chain: Se
     if session.is_text:
         return b""
     numbers = [turn.number for turn in chain]
-    try:
-        tokens = await database.read(
-            lambda connection: load_tokens(connection, session.session_id, numbers), session_id=session.session_id
-        )
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session.session_id}, turns {numbers}: {error}") from error
+    tokens = await database.read(
+        lambda connection: load_tokens(connection, session.session_id, numbers), session_id=session.session_id
+    )
     joined = bytearray(ids)
     for turn in chain:
         del joined[turn.base_tokens * TOKEN_BYTES :]
@@ -63,7 +59,7 @@ async def echo(database: Database, session: Session, turn: Turn) -> bytes | None
     """What the turn's reply repeats of its request, if its protocol needs that. Raises SessionUnreadable."""
     if turn.echo is None:
         return None
-    return (await _blobs(database, session, turn.number, [turn.echo]))[turn.echo]
+    return (await _blobs(database, session, [turn.echo]))[turn.echo]
 
 
 async def reply_messages(database: Database, session: Session, numbers: Sequence[int]) -> dict[int, bytes]:
@@ -74,23 +70,16 @@ async def reply_messages(database: Database, session: Session, numbers: Sequence
 
 async def _messages(database: Database, session: Session, numbers: Sequence[int]) -> dict[int, Messages]:
     """What each of these turns added to the history, its reply too. Raises SessionUnreadable."""
-    try:
-        return await database.read(
-            lambda connection: load_messages(connection, session.session_id, numbers),
-            session_id=session.session_id,
-        )
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session.session_id}: {error}") from error
+    return await database.read(
+        lambda connection: load_messages(connection, session.session_id, numbers), session_id=session.session_id
+    )
 
 
-async def _blobs(database: Database, session: Session, turn: int, numbers: Sequence[int]) -> dict[int, bytes]:
+async def _blobs(database: Database, session: Session, numbers: Sequence[int]) -> dict[int, bytes]:
     """Raises SessionUnreadable."""
-    try:
-        return await database.read(
-            lambda connection: load_blobs(connection, session.session_id, numbers), session_id=session.session_id
-        )
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session.session_id}, turn {turn}: {error}") from error
+    return await database.read(
+        lambda connection: load_blobs(connection, session.session_id, numbers), session_id=session.session_id
+    )
 
 
 async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
@@ -167,7 +156,7 @@ async def _request(
 ) -> tuple[bytes, list[bytes]]:
     """The request as the engine received it, and the history that the next turn continues. Raises SessionUnreadable."""
     numbers = [event.params] if event.tools is None else [event.params, event.tools]
-    blobs = await _blobs(database, session, event.turn, numbers)
+    blobs = await _blobs(database, session, numbers)
     new = await images.put_back(database, session, exchange.messages)
     messages = sent = [*(history if event.base_messages else []), *new]
     ids = codec.render_ids(prompt, ",")[1:-1] if event.sent_ids else None
@@ -190,24 +179,17 @@ def _prompt(turn: Turn, ids: bytes) -> memoryview:
 
 
 async def _exchange(database: Database, session: Session, number: int) -> Exchange:
-    try:
-        exchanges = await database.read(
-            lambda connection: load_exchanges(connection, session.session_id, [number]),
-            session_id=session.session_id,
-        )
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session.session_id}, turn {number}: {error}") from error
+    exchanges = await database.read(
+        lambda connection: load_exchanges(connection, session.session_id, [number]), session_id=session.session_id
+    )
     return exchanges[number]
 
 
 async def _committed(database: Database, session: Session) -> dict[int, tuple[float, Any]]:
     """The commit event and time of each turn."""
-    try:
-        events = await database.read(
-            lambda connection: load_events(connection, session.session_id), session_id=session.session_id
-        )
-    except UnknownEvent as error:
-        raise SessionUnreadable(f"session {session.session_id}: {error}") from error
+    events = await database.read(
+        lambda connection: load_events(connection, session.session_id), session_id=session.session_id
+    )
     return {
         recorded.event.turn: (recorded.at, recorded.event)
         for recorded in events
