@@ -85,18 +85,13 @@ DEFAULTS = ("temperature", "top_p", "top_k")
 """Fields of a creation that are defaults of these parameters."""
 
 
-def require_session_id(session_id: str) -> str:
-    """Raises InvalidRequest for an id of dots only, which a client may take for a relative path."""
-    if not session_id.strip("."):
-        raise InvalidRequest("session_id must not be only dots")
-    return session_id
-
-
 def new_session(body: CreateSession, settings: Settings) -> NewSession:
     """The session of a request; fields that it leaves out have the settings' values.
 
     Raises InvalidRequest.
     """
+    if body.session_id is not None and not body.session_id.strip("."):  # A client may take it for a relative path.
+        raise InvalidRequest("session_id must not be only dots")
     require_finite(body.metadata, "metadata")
     require_small("metadata has", body.metadata)
     require_small("params have", body.params)
@@ -112,7 +107,7 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
     if body.on_divergence is None:
         chosen["on_divergence"] = settings.on_divergence
     return NewSession(
-        session_id=made_session_id() if body.session_id is None else require_session_id(body.session_id),
+        session_id=body.session_id or made_session_id(),
         config=SessionConfig(**chosen, parent=body.parent_session_id),
         metadata=body.metadata,
         name=body.session_id,

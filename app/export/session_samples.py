@@ -21,7 +21,7 @@ from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.tree_nodes import NodeTree, node_tree
 from app.store.content import StoredSession, fetch_objects, load_blobs, read_sessions
 from app.store.feed import END
-from app.store.ports import Connection
+from app.store.ports import Connection, of_session
 from app.turn.token_in import TokenIn
 from workers.codec import CorruptContent
 
@@ -139,9 +139,7 @@ class SessionSamples:
         blob = session.metadata
         if blob is None:
             return msgspec.Raw(b"{}")
-        given = await self._cache.database.read(
-            lambda connection: load_blobs(connection, session.session_id, [blob.number]), session_id=session.session_id
-        )
+        given = await of_session(self._cache.database, session.session_id, load_blobs, [blob.number])
         return msgspec.Raw(given[blob.number])
 
     async def _mismatch(self, live: CacheEntry, session: Session, tokens: list[int]) -> list[dict[str, Any]] | None:

@@ -35,7 +35,7 @@ from app.errors import AppError, Restored, SessionClosed, SessionNotFound, Sessi
 from app.sessions import images
 from app.store.content import load_frames, unpack_messages, unpack_tokens
 from app.store.log_sessions import SaveSnapshot
-from app.store.ports import Database, Writer
+from app.store.ports import Database, Writer, of_session
 from app.store.sessions import (
     SNAPSHOT_FORMAT,
     ContentColumns,
@@ -596,9 +596,8 @@ class SessionCache:
         missing = [number for number in numbers if number not in known]
         if not missing:
             return known
-        return known | await self.database.read(
-            lambda connection: load_frames(connection, session_id, missing, tokens=tokens, exchange=exchange),
-            session_id=session_id,
+        return known | await of_session(
+            self.database, session_id, load_frames, missing, tokens=tokens, exchange=exchange
         )
 
     async def close(self) -> None:

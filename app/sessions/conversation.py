@@ -17,6 +17,7 @@ from app.errors import NotFound, SessionClosed, SessionUnreadable
 from app.sessions.session_at import SessionAt, session_at
 from app.store.content import load_blobs, load_frames
 from app.store.engine import Database
+from app.store.ports import of_session
 from app.store.sessions import Frames
 from workers import codec
 from workers.codec import CorruptContent, Messages
@@ -160,14 +161,12 @@ class Conversations:
     async def _read(self, session_id: str, turns: Sequence[Turn]) -> list[ShownMessage]:
         """The turns' own messages."""
         numbers = [turn.number for turn in turns]
-        frames = await self._database.read(
-            lambda connection: load_frames(connection, session_id, numbers, tokens=False), session_id=session_id
-        )
+        frames = await of_session(self._database, session_id, load_frames, numbers, tokens=False)
         return await asyncio.to_thread(turn_messages, turns, frames)
 
     async def _blob(self, session_id: str, number: int, name: str, errors: dict[str, str]) -> msgspec.Raw | None:
         try:
-            found = await self._database.read(lambda c: load_blobs(c, session_id, [number]), session_id=session_id)
+            found = await of_session(self._database, session_id, load_blobs, [number])
         except SessionUnreadable as error:
             errors[name] = str(error)
             return None

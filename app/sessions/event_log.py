@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from app.domain.rules import superseded
 from app.domain.session import Payload, Session, Turn
 from app.errors import NotFound, Overloaded, SessionNotFound
 from app.store import content
-from app.store.ports import Database
+from app.store.ports import Database, of_session
 from app.store.sessions import load_events, load_head
 
 POLL_S = 1.0
@@ -154,7 +153,7 @@ async def event_lines(
     database: Database, followers: Followers, session_id: str, after: int, follow: bool
 ) -> AsyncGenerator[bytes]:
     """The events after seq `after` as NDJSON. Raises SessionNotFound before the first line."""
-    if await database.read(lambda connection: load_head(connection, session_id), session_id=session_id) is None:
+    if await of_session(database, session_id, load_head) is None:
         raise SessionNotFound.of(session_id)
     return _event_lines(database, followers, session_id, after, follow)
 
@@ -165,9 +164,7 @@ async def _event_lines(
     with followers.follow(session_id) as changed:
         while True:
             changed.clear()
-            page = await database.read(
-                partial(load_events, session_id=session_id, after=after, limit=PAGE), session_id=session_id
-            )
+            page = await of_session(database, session_id, load_events, after=after, limit=PAGE)
             if page:
                 after = page[-1].seq
                 yield await asyncio.to_thread(_ndjson, page)
@@ -185,11 +182,9 @@ def _ndjson(page: Sequence[Recorded]) -> bytes:
 async def refused_reply(database: Database, session_id: str, fence: int) -> tuple[int, bytes]:
     """The size of a refused reply and the part of it that was kept. Raises SessionNotFound, NotFound,
     SessionUnreadable."""
-    head, refused = await database.read(
-        lambda c: (load_head(c, session_id), content.refused_reply(c, session_id, fence)), session_id=session_id
-    )
-    if head is None:
+    if await of_session(database, session_id, load_head) is None:
         raise SessionNotFound.of(session_id)
+    refused = await of_session(database, session_id, content.refused_reply, fence)
     if refused is None:
         raise NotFound(f"no refused reply of session {session_id} with fence {fence} is kept")
     return refused

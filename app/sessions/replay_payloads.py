@@ -9,7 +9,7 @@ from app.domain.events import BlobsTombstoned, ChunkKey, PayloadRef, ReplayKind,
 from app.domain.session import Payload, Session
 from app.errors import NotFound, PayloadTombstoned, SessionUnreadable
 from app.store.content import load_chunks
-from app.store.ports import Database
+from app.store.ports import Database, of_session
 from app.store.sessions import load_events
 from workers import payloads, sampling_masks
 from workers.codec import CorruptContent, Exchange
@@ -109,7 +109,7 @@ def unreadable(session_id: str, number: int, kind: str, error: CorruptContent) -
 
 async def _why_not(database: Database, session_id: str, number: int, kind: str) -> NotFound | PayloadTombstoned:
     """The log's description of a payload that cannot be read."""
-    log = await database.read(lambda connection: load_events(connection, session_id), session_id=session_id)
+    log = await of_session(database, session_id, load_events)
     brought: Sequence[PayloadRef] = ()
     for recorded in log:
         match recorded.event:

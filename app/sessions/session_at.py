@@ -10,6 +10,7 @@ from app.domain.events import AnnotationWritten, Recorded, TurnCommitted, Unknow
 from app.domain.session import Session, states
 from app.errors import InvalidRequest, NotFound, SessionNotFound
 from app.store.engine import Database
+from app.store.ports import Connection, of_session
 from app.store.sessions import EventRow, decode_events, event_rows, last_seq
 
 INLINE = 64
@@ -62,13 +63,7 @@ async def session_at(database: Database, session_id: str, seq: int | None = None
     """
     if seq is not None and seq < 1:
         raise InvalidRequest(f"event {seq}: events are numbered from 1")
-    rows, last = await database.read(
-        lambda connection: (
-            event_rows(connection, session_id, limit=seq),
-            last_seq(connection, session_id),
-        ),
-        session_id=session_id,
-    )
+    rows, last = await of_session(database, session_id, _rows, seq)
     if not rows:
         raise SessionNotFound.of(session_id)
     if seq is not None and seq > last:
@@ -79,6 +74,10 @@ async def session_at(database: Database, session_id: str, seq: int | None = None
     if session is None or (whole and damage is not None):
         raise database.unreadable.error(session_id, damage)
     return SessionAt(session, events, last, damage)
+
+
+def _rows(connection: Connection, session_id: str, seq: int | None) -> tuple[list[EventRow], int]:
+    return event_rows(connection, session_id, limit=seq), last_seq(connection, session_id)
 
 
 def _folded(session_id: str, rows: Sequence[EventRow]) -> tuple[Session | None, list[Recorded], str | None]:

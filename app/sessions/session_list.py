@@ -83,20 +83,10 @@ class SessionConditions(BaseModel):
         most = None
         if self.min_staleness is not None:
             most = NEVER if newest is None else newest - self.min_staleness
-        return HeadFilter(
-            status=self.status,
-            group_id=self.group_id,
-            attempt=self.attempt,
-            engine=self.engine,
-            min_reward=self.min_reward,
-            max_reward=self.max_reward,
-            unrewarded=self.unrewarded,
-            most_version=most,
-            tag=self.tag,
-            name=self.name,
-            generation=self.generation,
-        )
+        return HeadFilter(most_version=most, **{name: getattr(self, name) for name in _OF_HEADS})
 
+
+_OF_HEADS = SessionConditions.model_fields.keys() & set(HeadFilter.__struct_fields__)
 
 Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
 
@@ -112,7 +102,7 @@ CursorFields = tuple[
     str,
     bool,
     float | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None,
-    Annotated[str, msgspec.Meta(pattern=r"^[^\0]*$")],
+    cursors.Text,
 ]
 """A cursor: the sort column, whether it descends, and the last row's value and id, within what the databases accept."""
 

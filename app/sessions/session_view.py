@@ -26,6 +26,7 @@ from app.sessions.session_list import AtGates
 from app.sessions.tree_view import tree_of
 from app.store.content import load_blobs
 from app.store.engine import Database
+from app.store.ports import of_session
 from turnlog import replies
 from turnlog.events import VersionSpan
 from turnlog.parameters import SessionState
@@ -59,13 +60,11 @@ class SessionViews:
         if blob is None or session.status == "erased":
             return None
         try:
-            by_session = await self._database.read(
-                lambda c: load_blobs(c, session.session_id, [blob.number]), session_id=session.session_id
-            )
+            blobs = await of_session(self._database, session.session_id, load_blobs, [blob.number])
         except SessionUnreadable as error:
             problems.append({"part": "metadata", "message": str(error)})
             return None
-        return msgspec.Raw(by_session[blob.number])
+        return msgspec.Raw(blobs[blob.number])
 
 
 def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[str, str]], *, is_at_gate: bool) -> State:

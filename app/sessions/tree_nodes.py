@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import msgspec
 
 from app.domain.session import Session, Turn
 from app.store.content import load_exchanges
-from app.store.ports import Database
+from app.store.ports import Database, of_session
 from workers import codec
 from workers.codec import Exchange
 
@@ -64,9 +63,7 @@ async def node_tree(database: Database, session: Session) -> NodeTree:
     ids: dict[int, str | None] = {}
     for at in range(0, len(turns), PAGE):
         numbers = [turn.number for turn in turns[at : at + PAGE]]
-        exchanges = await database.read(
-            partial(load_exchanges, session_id=session.session_id, numbers=numbers), session_id=session.session_id
-        )
+        exchanges = await of_session(database, session.session_id, load_exchanges, numbers)
         ids |= {number: _response_id(exchange) for number, exchange in exchanges.items()}
     continued = {turn.token_parent for turn in turns}
     return NodeTree(

@@ -19,6 +19,7 @@ from app.sessions.session_at import session_at
 from app.sessions.transcript import WireTurn
 from app.store.content import load_tokens
 from app.store.engine import Database
+from app.store.ports import of_session
 from workers.sampling_masks import Masks
 
 Raw = msgspec.Raw
@@ -122,9 +123,7 @@ class Traces:
         """The output's ids and logprobs; none of text alone. Raises SessionUnreadable."""
         if session.is_text:
             return [], []
-        stored = await self._database.read(
-            lambda connection: load_tokens(connection, session.session_id, [number]), session_id=session.session_id
-        )
+        stored = await of_session(self._database, session.session_id, load_tokens, [number])
         tokens = stored[number]
         logprobs: list[float] = np.frombuffer(tokens.logprobs, "<f8").tolist()
         return np.frombuffer(tokens.output_ids, "<i4").tolist(), logprobs
