@@ -168,11 +168,7 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
     """The fields of `POST /sessions` with which the session was created, defaults included (DEFAULTS are in `params`),
     its note and tags; of a fork also `forked_from`."""
     config = msgspec.structs.asdict(session.config)
-    others = {
-        "session_id": session.session_id,
-        "metadata": metadata,
-        "parent_session_id": session.config.parent,
-    }
+    others = {"session_id": session.session_id, "metadata": metadata, "parent_session_id": session.config.parent}
     names = [name for name in CreateSession.model_fields if name not in DEFAULTS]
     fields = {name: others[name] if name in others else config[name] for name in names}
     fields |= {"history": session.history, "note": session.note, "tags": session.tags}

@@ -28,12 +28,7 @@ route, event_route = Routes("Export"), Routes("Sessions")
 
 ROWS = Reply(
     "Rows, in the media type of the format.",
-    {
-        NDJSON: ANYTHING,
-        "application/vnd.apache.parquet": BINARY,
-        BYTES: BINARY,
-        "application/vnd.msgpack": BINARY,
-    },
+    {NDJSON: ANYTHING, "application/vnd.apache.parquet": BINARY, BYTES: BINARY, "application/vnd.msgpack": BINARY},
     ("x-turnlog-cursor", "x-turnlog-next-cursor", "x-turnlog-empty", "content-disposition"),
 )
 

@@ -584,13 +584,7 @@ class SessionCache:
             odd.learn(number, sampled_calls(messages[number].message))
 
     async def _frames(
-        self,
-        session_id: str,
-        numbers: Sequence[int],
-        known: Frames,
-        *,
-        tokens: bool = True,
-        exchange: bool = True,
+        self, session_id: str, numbers: Sequence[int], known: Frames, *, tokens: bool = True, exchange: bool = True
     ) -> Frames:
         """The frames of these turns, of which `known` were read with the log."""
         missing = [number for number in numbers if number not in known]

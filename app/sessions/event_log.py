@@ -107,12 +107,7 @@ def described(session: Session) -> dict[str, Any]:
 
 def event_fields(recorded: Recorded) -> dict[str, Any]:
     """An event as `GET /sessions/{id}/events` shows it."""
-    return {
-        "seq": recorded.seq,
-        "type": name_of(recorded.event),
-        "at": recorded.at,
-        **to_fields(recorded.event),
-    }
+    return {"seq": recorded.seq, "type": name_of(recorded.event), "at": recorded.at, **to_fields(recorded.event)}
 
 
 def _turn(turn: Turn, *, live: bool) -> dict[str, Any]:

@@ -98,12 +98,7 @@ METADATA_AT_ONCE = 500
 AtGates = Callable[[], Mapping[str, bool]]
 """Sessions whose turn waits at a gate of this process; True if the turn has its claim."""
 
-CursorFields = tuple[
-    str,
-    bool,
-    float | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None,
-    cursors.Text,
-]
+CursorFields = tuple[str, bool, float | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None, cursors.Text]
 """A cursor: the sort column, whether it descends, and the last row's value and id, within what the databases accept."""
 
 MAX_SECONDS = 10 * 365 * 86_400
@@ -141,13 +136,7 @@ class SessionQuery(SessionFilter):
 class SessionList:
     """`at_gates` returns the turns that wait at gates; `engines` know their weight versions."""
 
-    def __init__(
-        self,
-        database: Database,
-        at_gates: AtGates,
-        engines: Engines,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, database: Database, at_gates: AtGates, engines: Engines, clock: Callable[[], float]) -> None:
         self._database = database
         self.at_gates = at_gates
         self._engines = engines
