@@ -73,14 +73,6 @@ class PrefixBuffer:
         self.turns: list[int] = []
         self.ends: list[int] = []
 
-    def has(self, turn: int) -> bool:
-        """Does the chain have the end of this turn?"""
-        index = bisect.bisect_left(self.turns, turn)
-        return index < len(self.turns) and self.turns[index] == turn
-
-    def ends_with(self, turn: int) -> bool:
-        return bool(self.turns) and self.turns[-1] == turn
-
     def copy(self) -> PrefixBuffer:
         made = PrefixBuffer()
         made.text, made.turns, made.ends = self.text[:], self.turns[:], self.ends[:]
@@ -175,11 +167,9 @@ class PrefixBuffers:
         """The chain that ends with `parent`, or a copy of one that has it."""
         if not parent:
             return None
-        of_parent = [chain for chain in reversed(self._chains) if chain.has(parent)]
-        ending = next((chain for chain in of_parent if chain.ends_with(parent)), None)
-        if ending is not None:
-            return ending
-        return of_parent[0].copy() if of_parent else None
+        of_parent = [chain for chain in reversed(self._chains) if chain.upto(parent) is not None]
+        ending = next((chain for chain in of_parent if chain.turns[-1] == parent), None)
+        return ending or (of_parent[0].copy() if of_parent else None)
 
     def use(self, chain: PrefixBuffer) -> None:
         """Keep a chain, as the one that was used last."""

@@ -241,8 +241,8 @@ class SessionList:
 
 
 def session_row(head: HeadRow, newest: int | None, at_gates: Mapping[str, bool]) -> ListedSession:
-    """`state` is the status, or what an open session is doing: `running` since `running_since`, `paused`, else `idle`.
-    `staleness`: how many weight versions its newest turn is behind the newest one."""
+    """`running_since`: since when it is `running`. `staleness`: how many weight versions its newest turn is behind the
+    newest one."""
     return {
         "session_id": head.session_id,
         "version": head.version,
@@ -252,7 +252,9 @@ def session_row(head: HeadRow, newest: int | None, at_gates: Mapping[str, bool])
         "reward": head.reward,
         "created_at": head.created_at,
         "updated_at": head.updated_at,
-        "state": _state(head, at_gates),
+        "state": state_of(
+            head.status, is_at_gate=head.session_id in at_gates, is_running=head.running_since is not None
+        ),
         "attempt": head.attempt,
         "weight_version": head.weight_version,
         "staleness": staleness(newest, head.weight_version),
@@ -266,12 +268,11 @@ def session_row(head: HeadRow, newest: int | None, at_gates: Mapping[str, bool])
     }
 
 
-def _state(head: HeadRow, at_gates: Mapping[str, bool]) -> SessionState:
-    if head.status != "open":
-        return head.status
-    if head.session_id in at_gates:
-        return "paused"
-    return "idle" if head.running_since is None else "running"
+def state_of(status: Status, *, is_at_gate: bool, is_running: bool) -> SessionState:
+    """The status, or what an open session is doing."""
+    if status != "open":
+        return status
+    return "paused" if is_at_gate else "running" if is_running else "idle"
 
 
 def _order_of(query: SessionQuery) -> tuple[SortOrder, bool]:

@@ -22,14 +22,13 @@ from app.domain.events import (
 from app.domain.session import AssignedReward, OpenTurn, Session
 from app.errors import SessionUnreadable
 from app.sessions.session_at import INLINE, SessionAt, session_at
-from app.sessions.session_list import AtGates
+from app.sessions.session_list import AtGates, state_of
 from app.sessions.tree_view import tree_of
 from app.store.content import load_blobs
 from app.store.engine import Database
 from app.store.ports import of_session
 from turnlog import replies
 from turnlog.events import VersionSpan
-from turnlog.parameters import SessionState
 from turnlog.replies import FailedTurn, RefusedRequest, Rollback, StageTimes, State, StatePayload, StateTurn
 from turnlog.rows import Part, TurnReward
 
@@ -80,7 +79,7 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
         seq=session.version,
         last_seq=state.last_seq,
         status=session.status,
-        state=_state(session, is_at_gate),
+        state=state_of(session.status, is_at_gate=is_at_gate, is_running=bool(session.open_turns)),
         erased=session.status == "erased",
         config=asdict(session.config),
         fork=None if session.fork is None else asdict(session.fork),
@@ -122,14 +121,6 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
         ],
         problems=problems,
     )
-
-
-def _state(session: Session, is_at_gate: bool) -> SessionState:
-    if session.status != "open":
-        return session.status
-    if is_at_gate:
-        return "paused"
-    return "running" if session.open_turns else "idle"
 
 
 def _opened_at(state: SessionAt, fence: int) -> float | None:
