@@ -262,7 +262,7 @@ async def get_events(
     app = request.services
     lines = await event_log.event_lines(app.database, app.followers, session_id, after, follow)
     if follow:
-        return FollowedStream(request, lines, NDJSON)
+        return FollowedStream(request, lines)
     return await started(lines, NDJSON)
 
 
