@@ -19,8 +19,7 @@ import msgspec
 from sqlalchemy.engine import make_url
 
 from app.composition import store_points
-from app.domain.events import UnknownEvent
-from app.errors import AppError, InvalidRequest, SessionNotFound, StartupError
+from app.errors import AppError, InvalidRequest, SessionNotFound, SessionUnreadable, StartupError
 from app.sessions.event_log import described, event_fields
 from app.sessions.session_at import session_at
 from app.settings import Settings, load_settings
@@ -43,7 +42,7 @@ def run(session: str | None, seq: int | None, *, with_events: bool, fix: bool, a
             else _state(settings, session, seq, with_events=with_events, as_json=as_json)
         )
         return asyncio.run(work)
-    except (SessionNotFound, InvalidRequest, UnknownEvent) as error:
+    except (SessionNotFound, InvalidRequest, SessionUnreadable) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 1
     except StartupError as error:

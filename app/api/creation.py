@@ -85,18 +85,13 @@ DEFAULTS = ("temperature", "top_p", "top_k")
 """Fields of a creation that are defaults of these parameters."""
 
 
-def require_session_id(session_id: str) -> str:
-    """Raises InvalidRequest for an id of dots only, which a client may take for a relative path."""
-    if not session_id.strip("."):
-        raise InvalidRequest("session_id must not be only dots")
-    return session_id
-
-
 def new_session(body: CreateSession, settings: Settings) -> NewSession:
     """The session of a request; fields that it leaves out have the settings' values.
 
     Raises InvalidRequest.
     """
+    if body.session_id is not None and not body.session_id.strip("."):  # A client may take it for a relative path.
+        raise InvalidRequest("session_id must not be only dots")
     require_finite(body.metadata, "metadata")
     require_small("metadata has", body.metadata)
     require_small("params have", body.params)
@@ -112,7 +107,7 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
     if body.on_divergence is None:
         chosen["on_divergence"] = settings.on_divergence
     return NewSession(
-        session_id=made_session_id() if body.session_id is None else require_session_id(body.session_id),
+        session_id=body.session_id or made_session_id(),
         config=SessionConfig(**chosen, parent=body.parent_session_id),
         metadata=body.metadata,
         name=body.session_id,
@@ -173,11 +168,7 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
     """The fields of `POST /sessions` with which the session was created, defaults included (DEFAULTS are in `params`),
     its note and tags; of a fork also `forked_from`."""
     config = msgspec.structs.asdict(session.config)
-    others = {
-        "session_id": session.session_id,
-        "metadata": metadata,
-        "parent_session_id": session.config.parent,
-    }
+    others = {"session_id": session.session_id, "metadata": metadata, "parent_session_id": session.config.parent}
     names = [name for name in CreateSession.model_fields if name not in DEFAULTS]
     fields = {name: others[name] if name in others else config[name] for name in names}
     fields |= {"history": session.history, "note": session.note, "tags": session.tags}

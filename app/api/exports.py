@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
 from typing import Annotated
 
 from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 from app.api.parameters import Cursor
 from app.api.replies import ClosedStream, FollowedStream
@@ -21,19 +18,13 @@ from app.errors import InvalidRequest, Overloaded, PositionGone, Unsupported
 from app.export.query import ExportQuery
 from app.sessions.all_events import EventQuery
 from app.store.feed import EventFilter
-from app.tasks import cancelled
 from turnlog import replies as reply_types
 
 route, event_route = Routes("Export"), Routes("Sessions")
 
 ROWS = Reply(
     "Rows, in the media type of the format.",
-    {
-        NDJSON: ANYTHING,
-        "application/vnd.apache.parquet": BINARY,
-        BYTES: BINARY,
-        "application/vnd.msgpack": BINARY,
-    },
+    {NDJSON: ANYTHING, "application/vnd.apache.parquet": BINARY, BYTES: BINARY, "application/vnd.msgpack": BINARY},
     ("x-turnlog-cursor", "x-turnlog-next-cursor", "x-turnlog-empty", "content-disposition"),
 )
 
@@ -64,10 +55,6 @@ async def export(request: Request, query: Annotated[ExportParameters, Query()]) 
     if query.limit is None or started.is_empty:
         headers["x-turnlog-next-cursor"] = started.next_cursor
     return ClosedStream(started.pieces, started.media_type, headers)
-
-
-UNREAD_S = 2.0
-"""How long a stopping server waits for a client that does not read what was sent to it."""
 
 
 class EventParameters(BaseModel):
@@ -115,24 +102,4 @@ async def get_events(request: Request, query: Annotated[EventParameters, Query()
     wanted = EventFilter(tuple(query.type), query.session_id, query.group_id, query.name, query.generation)
     asked = EventQuery(query.after, query.follow, query.limit, wanted)
     lines = await request.while_connected(feed.start(asked))
-    return _AllFollowed(request, lines) if query.follow else ClosedStream(lines, NDJSON)
-
-
-class _AllFollowed(FollowedStream):
-    """Ends with the server, also if the client does not read."""
-
-    def __init__(self, request: Request, pieces: AsyncGenerator[bytes]) -> None:
-        super().__init__(request, pieces, NDJSON)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        dropping = asyncio.create_task(self._drop(), name="turnlog-drop-unread")
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await cancelled(dropping)
-
-    async def _drop(self) -> None:
-        await self._request.services.all_events.stopping.wait()
-        await asyncio.sleep(UNREAD_S)
-        if self._request.head.connection is not None:
-            self._request.head.connection.drop()
+    return FollowedStream(request, lines) if query.follow else ClosedStream(lines, NDJSON)

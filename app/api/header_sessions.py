@@ -132,6 +132,8 @@ _NAMED = msgspec.json.Decoder(_Naming)
 class HeaderSession:
     """The session of one request: that of `name`, the newest of its generations, or that of an agent in it.
 
+    `token_session` is the session of the request's token, if it has one.
+
     `agent_id` is the agent in the header; it is set to None where the agent has a session of its own. `started_by` is
     the agent that started it, `parent_name` the parent session in a header. `is_unnamed`: the request named no session,
     and this one was made up for it.
@@ -143,14 +145,16 @@ class HeaderSession:
         self,
         name: str,
         *,
-        agent: str | None = None,
-        started_by: str | None = None,
-        parent_name: str | None = None,
-        is_final: bool = False,
-        is_unnamed: bool = False,
+        token_session: str | None,
+        agent: str | None,
+        started_by: str | None,
+        parent_name: str | None,
+        is_final: bool,
+        is_unnamed: bool,
     ) -> None:
         self.name = name
         self.is_unnamed = is_unnamed
+        self._token_session = token_session
         self._agent = agent
         self._started_by = started_by
         self._parent_name = parent_name
@@ -175,20 +179,20 @@ class HeaderSession:
         if parent is not None and parent != self.session_id:
             self.parent = parent
 
-    async def ensure(self, app: Services, token_session: str | None = None) -> None:
+    async def ensure(self, app: Services) -> None:
         """Create the session on its first use; a child copies the configuration of its parent, if that exists. One that
         was finished stays as it is until a turn finds it so, for `begin_next`.
 
-        `token_session` is the session of the request's token. Raises SessionNotFound if this session or its
-        parent is neither that session nor one of its agents'; GenerationEnded for an agent of a session that was.
+        Raises SessionNotFound if this session or its parent is neither that of the request's token nor one of its
+        agents'; GenerationEnded for an agent of a session that was.
         """
-        if token_session is None:
+        if self._token_session is None:
             later = app.names.later
             parent = None if self._parent_name is None else later.get(self._parent_name, self._parent_name)
             self._place(later.get(self.name, self.name), parent)
         else:
-            await self._place_of_token(app, token_session)
-        await self._ensure_placed(app, token_session)
+            await self._place_of_token(app, self._token_session)
+        await self._ensure_placed(app)
 
     async def _place_of_token(self, app: Services, token_session: str) -> None:
         """The token says which generation of its session's name it is."""
@@ -208,38 +212,36 @@ class HeaderSession:
         self._place(await app.names.begin_if_finished(new), parent)
         if self.root == before:
             raise ended
-        await self._ensure_placed(app, None)
+        await self._ensure_placed(app)
 
-    async def _ensure_placed(self, app: Services, token_session: str | None) -> None:
-        await self._choose_session(app, token_session)
-        if token_session is not None and self.session_id != token_session:
-            self.parent = self.parent or token_session
-            self._require_below(token_session, self.session_id)
-        if token_session is not None and self.parent is not None:
-            self._require_below(token_session, self.parent)
-        await self._ensure(app, token_session)
-        await self._require_stored_below(app, token_session)
+    async def _ensure_placed(self, app: Services) -> None:
+        await self._choose_session(app)
+        if self._token_session is not None and self.session_id != self._token_session:
+            self.parent = self.parent or self._token_session
+            self._require_below(self.session_id)
+        if self.parent is not None:
+            self._require_below(self.parent)
+        await self._ensure(app)
+        await self._require_stored_below(app)
 
-    async def existing(self, app: Services, token_session: str | None = None) -> str:
+    async def existing(self, app: Services) -> str:
         """The session's id, for a request that creates none. Raises SessionNotFound as `ensure`."""
-        if token_session is None:
+        if self._token_session is None:
             self._place(await app.names.newest(self.name), None)
         else:
-            await self._place_of_token(app, token_session)
-        await self._choose_session(app, token_session)
-        if token_session is not None:
-            self._require_below(token_session, self.session_id)
-        await self._require_stored_below(app, token_session)
+            await self._place_of_token(app, self._token_session)
+        await self._choose_session(app)
+        self._require_below(self.session_id)
+        await self._require_stored_below(app)
         return self.session_id
 
-    async def _choose_session(self, app: Services, token_session: str | None) -> None:
+    async def _choose_session(self, app: Services) -> None:
         """An agent is a branch of the session in the header, unless that is linear, the operator wants a session for
         each agent, or the agent has one in the store already.
 
         Raises SessionNotFound before another token's session is read: the choice would tell its history.
         """
-        if token_session is not None:
-            self._require_below(token_session, self.root)
+        self._require_below(self.root)
         if self.agent_id is None:
             return
         root = await app.cache.get(self.root)
@@ -252,22 +254,23 @@ class HeaderSession:
         if root is not None and root.session.frees_name:
             raise GenerationEnded.of(self.root, "is closed")
 
-    async def _require_stored_below(self, app: Services, token_session: str | None) -> None:
+    async def _require_stored_below(self, app: Services) -> None:
         """Its name does not make a session an agent's: its stored parent does. Raises SessionNotFound."""
-        if token_session is not None and self.session_id != token_session:
+        if self._token_session is not None and self.session_id != self._token_session:
             stored = await app.sessions.config_of(self.session_id)
-            self._require_below(token_session, (stored and stored.parent) or "")
+            self._require_below((stored and stored.parent) or "")
 
-    def _require_below(self, token_session: str, session_id: str) -> None:
+    def _require_below(self, session_id: str) -> None:
         """Raises SessionNotFound unless `session_id` is the token's session or, by its name, one of its agents'."""
-        is_named = session_id == token_session or session_id.startswith(f"{token_session}:")
+        token_session = self._token_session
+        is_named = token_session is None or session_id == token_session or session_id.startswith(f"{token_session}:")
         if not is_named and not (self.root == token_session and session_id in self._agents):
             raise unknown_session(self.session_id)
 
-    async def _ensure(self, app: Services, token_session: str | None) -> None:
+    async def _ensure(self, app: Services) -> None:
         if await app.sessions.config_of(self.session_id) is not None:
             return
-        creator = None if token_session == self.session_id else token_session
+        creator = None if self._token_session == self.session_id else self._token_session
         if creator is not None and (self.parent is None or await app.sessions.config_of(self.parent) is None):
             # A parent that is never created would be another root, outside the limit on agents' sessions.
             self.parent = creator
@@ -329,7 +332,7 @@ class HeaderSession:
 def session_of_request(
     headers: Headers,
     body: bytes,
-    token_session: str | None = None,
+    token_session: str | None,
     body_fields: Collection[str] = (),
     without_session: Literal["refuse", "record"] = "refuse",
 ) -> HeaderSession:
@@ -361,10 +364,11 @@ def session_of_request(
     by = None if harness is None else given.get(harness.parent_agent or "")
     return HeaderSession(
         session_id,
+        token_session=token_session,
         agent=_agent(given, harness, main),
         started_by=None if by == main else by,
         parent_name=_parent(given, None if harness is None else harness.parent),
-        is_final=_is_final(given),
+        is_final=given.get(FINAL, "").lower() == "true",
         is_unnamed=is_unnamed,
     )
 
@@ -454,10 +458,6 @@ def _user(raw: msgspec.Raw) -> str | None:
         return msgspec.json.decode(user_id, type=_User).session_id.strip() or user_id
     except (msgspec.MsgspecError, RecursionError):
         return user_id
-
-
-def _is_final(given: Mapping[str, str]) -> bool:
-    return given.get(FINAL, "").lower() == "true"
 
 
 def _parent(given: Mapping[str, str], own_header: str | None) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from starlette.types import Receive
 
@@ -46,7 +45,10 @@ async def read_body(receive: Receive, headers: Headers, limit: int, reservation:
             encodings.append(value)
         if name == "content-length" and value.isdigit() and int(value) > limit:
             raise RequestTooLarge(f"the body has {value} bytes; the limit is {limit}")
-    unpack = _decoder(encodings) if encodings else None
+    try:
+        unpack = decoder(",".join(encodings)) if encodings else None
+    except Undecodable as error:
+        raise UnsupportedEncoding("the body's content-encoding must be gzip, deflate or zstd") from error
     try:
         async with asyncio.timeout(min(IDLE_S, BODY_S)) as timeout:
             reservation.begin(lambda: _expire(timeout))
@@ -60,14 +62,6 @@ async def read_body(receive: Receive, headers: Headers, limit: int, reservation:
         ) from error
     finally:
         reservation.arrived()
-
-
-def _decoder(encodings: Sequence[str]) -> Decoder | None:
-    """What unpacks the body. Raises UnsupportedEncoding."""
-    try:
-        return decoder(",".join(encodings))
-    except Undecodable as error:
-        raise UnsupportedEncoding("the body's content-encoding must be gzip, deflate or zstd") from error
 
 
 def _expire(timeout: asyncio.Timeout) -> None:

@@ -150,21 +150,11 @@ def of_process() -> Iterator[Metric]:
     descriptors = len(os.listdir(process / "fd"))
     described: list[tuple[str, Kind, str, float]] = [
         ("virtual_memory_bytes", "gauge", "Virtual memory size in bytes.", int(fields[20])),
-        (
-            "resident_memory_bytes",
-            "gauge",
-            "Resident memory size in bytes.",
-            int(fields[21]) * resource.getpagesize(),
-        ),
+        ("resident_memory_bytes", "gauge", "Resident memory size in bytes.", int(fields[21]) * resource.getpagesize()),
         ("start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds.", started_s),
         ("cpu_seconds_total", "counter", "Total user and system CPU time spent in seconds.", cpu_s),
         ("open_fds", "gauge", "Number of open file descriptors.", descriptors),
-        (
-            "max_fds",
-            "gauge",
-            "Maximum number of open file descriptors.",
-            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        ),
+        ("max_fds", "gauge", "Maximum number of open file descriptors.", resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
     ]
     for name, kind, text, value in described:
         yield Metric(f"process_{name}", kind, text, [Sample(f"process_{name}", {}, value)])

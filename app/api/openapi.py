@@ -1,20 +1,15 @@
-"""Makes the OpenAPI document, which `/docs` shows, from the table of routes.
-
-FastAPI describes the parameters of the endpoints. It cannot derive the rest, which the table says: bodies are read by
-hand, 422 is 400 here, and replies are streams and structs.
-"""
+"""Makes the OpenAPI document, which `/docs` shows, from the table of routes and the signatures of its endpoints."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-from fastapi.openapi.utils import get_openapi
-from fastapi.routing import APIRoute
 
 from app.api.head import COOKIE
-from app.api.parameters import SessionId
+from app.api.parameters import Parameters, SessionId
 from app.api.replies import LEFT_OUT, ROLLED_BACK
 from app.api.routes import ANYTHING, JSON, NDJSON, TEXT, Errors, Reply, Route, Schema, Table, Who
 from app.errors import AppError, EnginesFailed, Forbidden, HeadersTooLarge, TargetTooLong, Unauthorized
@@ -68,13 +63,12 @@ def document(table: Table, release: str) -> dict[str, Any]:
     """The OpenAPI 3.1 document of all routes of `table`."""
     builder = _Builder()
     routes = [route for route in table.routes if route.summary]
-    described = _described(routes)
     paths: dict[str, Schema] = {}
     for route in routes:
         for method in route.methods:
             if method != "HEAD":
                 path, method = route.documented_path, method.lower()
-                paths.setdefault(path, {})[method] = builder.operation(route, method, described[path][method])
+                paths.setdefault(path, {})[method] = builder.operation(route, method)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -87,29 +81,6 @@ def document(table: Table, release: str) -> dict[str, Any]:
         "paths": {path: paths[path] for path in sorted(paths)},
         "components": {**builder.components(), "securitySchemes": dict(SCHEMES)},
     }
-
-
-def _described(routes: Sequence[Route]) -> dict[str, Any]:
-    """FastAPI's own description of the endpoints, by path and method."""
-    known = [
-        APIRoute(
-            route.documented_path,
-            route.endpoint or (_turn_of_session if "{" in route.path else _turn),
-            methods=[method],
-            response_model=None,
-        )
-        for route in routes
-        for method in route.methods
-        if method != "HEAD"
-    ]
-    paths: dict[str, Any] = get_openapi(title="", version="", routes=known)["paths"]
-    return paths
-
-
-async def _turn() -> None: ...
-
-
-async def _turn_of_session(session_id: SessionId) -> None: ...
 
 
 class _Builder:
@@ -127,15 +98,14 @@ class _Builder:
             "responses": dict(sorted(self._responses.items())),
         }
 
-    def operation(self, route: Route, method: str, fields: Schema) -> Schema:
-        """The operation of a route, whose `fields` are FastAPI's description."""
+    def operation(self, route: Route, method: str) -> Schema:
         is_open = route.who in ("anyone", "browser")
         made: Schema = {
             "summary": route.summary,
-            "description": _paragraphs(fields.get("description", "")),
+            "description": _paragraphs(inspect.getdoc(route.endpoint) or "") if route.endpoint else "",
             "tags": [route.tag],
             "parameters": [
-                *(_parameter(parameter) for parameter in fields.get("parameters", ())),
+                *_parameters(route),
                 *(_header_parameter(*header) for header in route.headers.items()),
             ],
             "responses": {
@@ -223,18 +193,21 @@ def _header_parameter(name: str, description: str) -> Schema:
     return {"name": name, "in": "header", "required": False, "description": description, "schema": TEXT}
 
 
-def _parameter(fields: Schema) -> Schema:
-    """A query parameter cannot be null: an optional one is left out."""
+async def _turn_of_session(session_id: SessionId) -> None: ...
+
+
+def _parameters(route: Route) -> list[Schema]:
+    """Those of the endpoint; a route of turns has none, or the session in its path."""
     from app.export.formats import FORMATS, SHAPES  # an export's modules are imported at its first use
 
-    schema = dict(fields["schema"])
-    choices = [choice for choice in schema.pop("anyOf", ()) if choice != {"type": "null"}]
-    schema |= choices[0] if len(choices) == 1 else {"anyOf": choices} if choices else {}
-    for name in ("title", "description"):
-        schema.pop(name, None)
-    if fields["name"] in ("format", "shape"):
-        schema["enum"] = list(FORMATS if fields["name"] == "format" else SHAPES)
-    return {**fields, "schema": schema}
+    if route.endpoint is not None:
+        described = [*route.parameters.described()]
+    else:
+        described = [*Parameters(_turn_of_session).described()] if "{" in route.path else []
+    for fields in described:
+        if fields["name"] in ("format", "shape"):
+            fields["schema"]["enum"] = list(FORMATS if fields["name"] == "format" else SHAPES)
+    return described
 
 
 def _paragraphs(text: str) -> str:

@@ -1,14 +1,13 @@
 """Reads what an endpoint's signature names from a request's path, query and headers.
 
-A parameter is annotated as FastAPI's are (`Annotated[int, Query(ge=1)]`), so that FastAPI describes it in the OpenAPI
-document. A query may also be one model of pydantic's; with `extra="forbid"` it refuses unknown names, since a misspelt
-filter would filter nothing.
+A parameter is annotated as FastAPI's are: `Annotated[int, Query(ge=1)]`. A query may also be one model of pydantic's;
+with `extra="forbid"` it refuses unknown names, since a misspelt filter would filter nothing.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
@@ -99,6 +98,24 @@ class Parameters:
         if errors:
             raise InvalidParameters(self._message(errors[0], request), errors)
         return values
+
+    def described(self) -> Iterator[dict[str, Any]]:
+        """The parameters as the OpenAPI document has them. None of them can be null: an optional one is left out."""
+        for one in self._parameters:
+            schema = one.adapter.json_schema()
+            if one.names is None:
+                is_required = one.default is inspect.Parameter.empty
+                given = {} if is_required else {"default": one.default}
+                schema = {"properties": {one.sent_name: schema | given}, "required": [one.sent_name] * is_required}
+            for name, field in schema["properties"].items():
+                default, description = field.pop("default", None), field.pop("description", None)
+                field.pop("title", None)
+                choices = [choice for choice in field.pop("anyOf", ()) if choice != {"type": "null"}]
+                field |= choices[0] if len(choices) == 1 else {"anyOf": choices} if choices else {}
+                if default is not None:
+                    field["default"] = default
+                made = {"name": name, "in": one.source, "required": name in schema.get("required", ()), "schema": field}
+                yield made if description is None else {**made, "description": description}
 
     def _message(self, error: Mapping[str, Any], request: Request) -> str:
         place = ".".join(map(str, error["loc"][1:]))

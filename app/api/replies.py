@@ -14,13 +14,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from app.api.head import Head, to_newest
 from app.api.requests import Request
-from app.api.routes import JSON, Route
+from app.api.routes import JSON, NDJSON, Route
 from app.errors import AppError, Overloaded
 from app.protocols.base import WireProtocol
 from app.protocols.errors import own_error
 from app.protocols.registry import PROTOCOLS, protocol_at
 from app.request_memory import BodyReservation
 from app.services import Services
+from app.tasks import cancelled
 from app.upstream.headers import Headers
 
 log = logging.getLogger("turnlog")
@@ -32,6 +33,9 @@ RENDER_INLINE = 64 << 10
 
 FOLLOWER_BYTES = 64 << 10
 """Memory of a followed log, beside the lines that are being sent: about what a connection's buffers hold."""
+
+UNREAD_S = 2.0
+"""How long a stopping server waits for a client that does not read what was sent to it."""
 
 ROLLED_BACK = "x-turnlog-rolled-back"
 """Header with the number of live turns that the reply's turn superseded when it was committed."""
@@ -153,18 +157,29 @@ class ClosedStream(StreamingResponse):
 
 class FollowedStream(ClosedStream):
     """A log that is followed: one of a limited number, and its lines count as bytes in flight until the client has
-    taken them. Raises Overloaded before it begins; later it ends, and its reader goes on behind the last line."""
+    taken them. Raises Overloaded before it begins; later it ends, and its reader goes on behind the last line. It ends
+    with the server, also if the client does not read."""
 
-    def __init__(self, request: Request, pieces: AsyncGenerator[bytes], media_type: str) -> None:
-        super().__init__(pieces, media_type)
+    def __init__(self, request: Request, pieces: AsyncGenerator[bytes]) -> None:
+        super().__init__(pieces, NDJSON)
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app, peer = self._request.services, self._request.head.peer
-        with app.followers.counted(), app.inflight.reserve(peer=peer) as reservation:
-            reservation.grow(FOLLOWER_BYTES)
-            self.body_iterator = _held(self._pieces, reservation)
-            await super().__call__(scope, receive, send)
+        dropping = asyncio.create_task(self._drop(), name="turnlog-drop-unread")
+        try:
+            with app.followers.counted(), app.inflight.reserve(peer=peer) as reservation:
+                reservation.grow(FOLLOWER_BYTES)
+                self.body_iterator = _held(self._pieces, reservation)
+                await super().__call__(scope, receive, send)
+        finally:
+            await cancelled(dropping)
+
+    async def _drop(self) -> None:
+        await self._request.services.all_events.stopping.wait()
+        await asyncio.sleep(UNREAD_S)
+        if self._request.head.connection is not None:
+            self._request.head.connection.drop()
 
 
 async def _held(pieces: AsyncGenerator[bytes], reservation: BodyReservation) -> AsyncGenerator[bytes]:

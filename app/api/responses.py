@@ -93,9 +93,7 @@ async def get_input_items_by_header(
 
 async def _session_of(request: Request) -> str:
     """The session in which the same headers generate. Raises InvalidRequest, SessionNotFound."""
-    token_session = request.token_session
-    session = session_of_request(request.headers.items(), b"", token_session)
-    return await session.existing(request.services, token_session)
+    return await session_of_request(request.headers.items(), b"", request.token_session).existing(request.services)
 
 
 async def _response(app: Services, session_id: str, response_id: str) -> Response:

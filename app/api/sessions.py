@@ -262,7 +262,7 @@ async def get_events(
     app = request.services
     lines = await event_log.event_lines(app.database, app.followers, session_id, after, follow)
     if follow:
-        return FollowedStream(request, lines, NDJSON)
+        return FollowedStream(request, lines)
     return await started(lines, NDJSON)
 
 
@@ -307,14 +307,7 @@ async def get_payload(
 async def get_refused_reply(
     request: Request,
     session_id: SessionId,
-    fence: Annotated[
-        int,
-        Path(
-            ge=1,
-            le=MAX_INTEGER,
-            description="The fence of the event `TurnRejected`.",
-        ),
-    ],
+    fence: Annotated[int, Path(ge=1, le=MAX_INTEGER, description="The fence of the event `TurnRejected`.")],
 ) -> Response:
     """The beginning of a rejected engine reply; the event `TurnRejected` with this fence gives the reason."""
     size, kept = await event_log.refused_reply(request.services.database, session_id, fence)

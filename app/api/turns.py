@@ -177,7 +177,7 @@ class TurnRequest:
         if head.connection is not None and head.connection.is_gone():
             raise ClientGone("the client went away before its session was looked for")
         try:
-            await session.ensure(app, self._token_session)
+            await session.ensure(app)
             outcome = await self._turn_in(session, body, reservation)
         except (GenerationEnded, Restored) as ended:
             if self._token_session is not None:

@@ -92,9 +92,7 @@ class RequestPrompt:
         continued = self._continued([turn for turn in session.turns if turn.shape == "completions"])
         turns = [session.turn(number) for number in continued]
         parent = max(
-            turns,
-            key=lambda turn: (self._stored(turn).size, turn.agent_id == agent_id, turn.seq),
-            default=None,
+            turns, key=lambda turn: (self._stored(turn).size, turn.agent_id == agent_id, turn.seq), default=None
         )
         return Plan(0, 0) if parent is None else Plan(parent.number, parent.message_count)
 

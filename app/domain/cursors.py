@@ -4,49 +4,26 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
+from app.domain.patterns import NO_NUL
 from app.errors import InvalidRequest
+
+Text = Annotated[str, msgspec.Meta(pattern=NO_NUL)]
+"""A text of a cursor, which a client may have made up."""
 
 
 def encode(place: object) -> str:
     """`place` as JSON."""
-    return _packed(msgspec.json.encode(place))
+    return base64.urlsafe_b64encode(msgspec.json.encode(place)).decode().rstrip("=")
 
 
 def decode(text: str, kind: Any, giver: str, name: str = "cursor") -> Any:
     """What `encode` was given, as this type. Raises InvalidRequest, which names the parameter and the `giver` whose
     cursor it is not."""
     try:
-        return msgspec.json.decode(_unpacked(text), type=kind)
+        return msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=kind)
     except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
-        raise _foreign(giver, name) from error
-
-
-def encode_text(place: str) -> str:
-    return _packed(place.encode())
-
-
-def decode_text(text: str, giver: str) -> str:
-    """What `encode_text` was given. Raises InvalidRequest, also for a text with a NUL, which PostgreSQL cannot hold."""
-    try:
-        place = _unpacked(text).decode()
-    except (binascii.Error, ValueError) as error:
-        raise _foreign(giver) from error
-    if "\0" in place:
-        raise _foreign(giver)
-    return place
-
-
-def _packed(place: bytes) -> str:
-    return base64.urlsafe_b64encode(place).decode().rstrip("=")
-
-
-def _unpacked(text: str) -> bytes:
-    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
-
-
-def _foreign(giver: str, name: str = "cursor") -> InvalidRequest:
-    return InvalidRequest(f"{name} is not one that {giver} gave")
+        raise InvalidRequest(f"{name} is not one that {giver} gave") from error

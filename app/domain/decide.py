@@ -188,10 +188,7 @@ def assign_reward(
 ) -> RewardAssigned:
     """Raises SessionNotFound, SessionClosed (erased), Restored, InvalidRequest (not finite, no such turn)."""
     session = labelled(session, session_id)
-    for name, value in (
-        ("reward", reward),
-        *((f"components.{key}", value) for key, value in components.items()),
-    ):
+    for name, value in (("reward", reward), *((f"components.{key}", value) for key, value in components.items())):
         if not math.isfinite(value):
             raise InvalidRequest(f"{name} must be a finite number")
     if turn is not None and turn not in session.turns:

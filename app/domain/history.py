@@ -247,12 +247,7 @@ class RequestHistory:
             here = [turn for turn in here if turn.number in self._proven]
         return here[0].message_hashes[-1] if len(here) == 1 else own
 
-    def check(
-        self,
-        index: TreeIndex,
-        session: Session | None = None,
-        agent_id: str | None = None,
-    ) -> None:
+    def check(self, index: TreeIndex, session: Session | None = None, agent_id: str | None = None) -> None:
         """Compute the running hashes. Raises InvalidRequest for an invalid message.
 
         Messages that an earlier request had with the same bytes were checked then. A stored reply that the client

@@ -191,11 +191,7 @@ class ReturnedCalls:
             carried = (self._index.turn(number) for number in self._odd.carried(ids))
             alike = self._alike(message, (turn for turn in carried if turn is not None))
         turn = meant_of(
-            alike,
-            self._index,
-            self._agent_id,
-            self._proven,
-            lambda turn: self._is_answered(turn, ids, results),
+            alike, self._index, self._agent_id, self._proven, lambda turn: self._is_answered(turn, ids, results)
         )
         if turn is not None:
             self._own |= self._pairs(ids, turn)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from app.domain.branches import BranchRow, Place, branch_rows, place_of
+from app.domain.branches import BranchRow, Place, place_of
 from app.domain.events import LimitName, TurnCommitted, is_number
 from app.domain.session import Session
 from workers.codec import TOKEN_BYTES
@@ -192,13 +192,6 @@ def segments(
         for segment in fitting
         if segment.turns
     ]
-
-
-def samples(
-    session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None, truncate: Truncate = "turn"
-) -> list[Sample]:
-    """The samples of all kept branches; `content` holds their turns. Raises Inconsistent."""
-    return [sample(segment) for segment in segments(session, branch_rows(session), content, max_seq_len, truncate)]
 
 
 def _fitting(

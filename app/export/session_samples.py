@@ -12,7 +12,7 @@ from app.domain.branches import TEXT_ONLY, Branches, pick
 from app.domain.events import UnknownEvent
 from app.domain.samples import Inconsistent
 from app.domain.session import Session
-from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
+from app.errors import InvalidRequest, SessionNotFound
 from app.export.query import ExportQuery
 from app.export.rollout_rows import Members, RolloutRows
 from app.export.rows import Known, SessionRows, known
@@ -22,7 +22,7 @@ from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.tree_nodes import NodeTree, node_tree
 from app.store.content import StoredSession, fetch_objects, load_blobs, read_sessions
 from app.store.feed import END
-from app.store.ports import Connection
+from app.store.ports import Connection, of_session
 from app.turn.token_in import TokenIn
 from workers.codec import CorruptContent
 
@@ -78,7 +78,7 @@ class SessionSamples:
             )
             return made, session.session.revision
         except (UnknownEvent, CorruptContent, Inconsistent) as error:
-            raise SessionUnreadable(f"session {session_id}: {error}") from error
+            raise self._cache.database.unreadable.error(session_id, error) from error
 
     def _body(
         self,
@@ -137,13 +137,7 @@ class SessionSamples:
         blob = session.metadata
         if blob is None:
             return msgspec.Raw(b"{}")
-        try:
-            given = await self._cache.database.read(
-                lambda connection: load_blobs(connection, session.session_id, [blob.number]),
-                session_id=session.session_id,
-            )
-        except CorruptContent as error:
-            raise SessionUnreadable(f"session {session.session_id}, metadata: {error}") from error
+        given = await of_session(self._cache.database, session.session_id, load_blobs, [blob.number])
         return msgspec.Raw(given[blob.number])
 
     async def _mismatch(self, live: CacheEntry, session: Session, tokens: list[int]) -> list[dict[str, Any]] | None:

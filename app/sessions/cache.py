@@ -35,7 +35,7 @@ from app.errors import AppError, Restored, SessionClosed, SessionNotFound, Sessi
 from app.sessions import images
 from app.store.content import load_frames, unpack_messages, unpack_tokens
 from app.store.log_sessions import SaveSnapshot
-from app.store.ports import Database, Writer
+from app.store.ports import Database, Writer, of_session
 from app.store.sessions import (
     SNAPSHOT_FORMAT,
     ContentColumns,
@@ -72,14 +72,6 @@ class PrefixBuffer:
         self.text = bytearray()
         self.turns: list[int] = []
         self.ends: list[int] = []
-
-    def has(self, turn: int) -> bool:
-        """Does the chain have the end of this turn?"""
-        index = bisect.bisect_left(self.turns, turn)
-        return index < len(self.turns) and self.turns[index] == turn
-
-    def ends_with(self, turn: int) -> bool:
-        return bool(self.turns) and self.turns[-1] == turn
 
     def copy(self) -> PrefixBuffer:
         made = PrefixBuffer()
@@ -175,11 +167,9 @@ class PrefixBuffers:
         """The chain that ends with `parent`, or a copy of one that has it."""
         if not parent:
             return None
-        of_parent = [chain for chain in reversed(self._chains) if chain.has(parent)]
-        ending = next((chain for chain in of_parent if chain.ends_with(parent)), None)
-        if ending is not None:
-            return ending
-        return of_parent[0].copy() if of_parent else None
+        of_parent = [chain for chain in reversed(self._chains) if chain.upto(parent) is not None]
+        ending = next((chain for chain in of_parent if chain.turns[-1] == parent), None)
+        return ending or (of_parent[0].copy() if of_parent else None)
 
     def use(self, chain: PrefixBuffer) -> None:
         """Keep a chain, as the one that was used last."""
@@ -520,7 +510,7 @@ class SessionCache:
         try:
             saids = await _off_loop(len(chain), lambda: unpack_messages(frames, numbers))
         except CorruptContent as error:
-            raise SessionUnreadable(f"session {session_id}: {error}") from error
+            raise self.database.unreadable.error(session_id, error) from error
         made = PrefixBuffer()
         stored = [message for member in chain for message in saids[member.number].messages]
         messages = iter(await images.put_back(self.database, live.session, stored))
@@ -557,7 +547,7 @@ class SessionCache:
         try:
             made = loaded() if token_bytes <= SMALL_TOKENS else await asyncio.to_thread(loaded)
         except CorruptContent as error:
-            raise SessionUnreadable(f"session {session.session_id}: {error}") from error
+            raise self.database.unreadable.error(session.session_id, error) from error
         live.tokens.use(made)
         self._account(session.session_id, live)
         return bytes(made.upto(turn) or b"")
@@ -579,26 +569,19 @@ class SessionCache:
         try:
             messages = await _off_loop(len(numbers), lambda: unpack_messages(frames, numbers))
         except CorruptContent as error:
-            raise SessionUnreadable(f"session {session_id}: {error}") from error
+            raise self.database.unreadable.error(session_id, error) from error
         for number in numbers:
             odd.learn(number, sampled_calls(messages[number].message))
 
     async def _frames(
-        self,
-        session_id: str,
-        numbers: Sequence[int],
-        known: Frames,
-        *,
-        tokens: bool = True,
-        exchange: bool = True,
+        self, session_id: str, numbers: Sequence[int], known: Frames, *, tokens: bool = True, exchange: bool = True
     ) -> Frames:
         """The frames of these turns, of which `known` were read with the log."""
         missing = [number for number in numbers if number not in known]
         if not missing:
             return known
-        return known | await self.database.read(
-            lambda connection: load_frames(connection, session_id, missing, tokens=tokens, exchange=exchange),
-            session_id=session_id,
+        return known | await of_session(
+            self.database, session_id, load_frames, missing, tokens=tokens, exchange=exchange
         )
 
     async def close(self) -> None:

@@ -11,12 +11,13 @@ from msgspec.structs import asdict
 
 from app.domain import cursors
 from app.domain.branches import newest_of
-from app.domain.events import UnknownEvent, shape_of
+from app.domain.events import shape_of
 from app.domain.session import AssignedReward, Session, Turn
 from app.errors import NotFound, SessionClosed, SessionUnreadable
 from app.sessions.session_at import SessionAt, session_at
 from app.store.content import load_blobs, load_frames
 from app.store.engine import Database
+from app.store.ports import of_session
 from app.store.sessions import Frames
 from workers import codec
 from workers.codec import CorruptContent, Messages
@@ -98,10 +99,7 @@ class Conversations:
         A cursor stays with its turn, whatever the session does meanwhile. `judged`: rewards and annotations too.
         Raises SessionNotFound, SessionClosed (erased), SessionUnreadable, NotFound, InvalidRequest, StoreUnavailable.
         """
-        try:
-            found = await session_at(self._database, session_id, whole=True)
-        except UnknownEvent as error:
-            raise SessionUnreadable(f"session {session_id}: {error}") from error
+        found = await session_at(self._database, session_id, whole=True)
         if turn is not None:
             found = found._replace(session=found.session.with_undone)
         session = found.session
@@ -163,15 +161,13 @@ class Conversations:
     async def _read(self, session_id: str, turns: Sequence[Turn]) -> list[ShownMessage]:
         """The turns' own messages."""
         numbers = [turn.number for turn in turns]
-        frames = await self._database.read(
-            lambda connection: load_frames(connection, session_id, numbers, tokens=False), session_id=session_id
-        )
+        frames = await of_session(self._database, session_id, load_frames, numbers, tokens=False)
         return await asyncio.to_thread(turn_messages, turns, frames)
 
     async def _blob(self, session_id: str, number: int, name: str, errors: dict[str, str]) -> msgspec.Raw | None:
         try:
-            found = await self._database.read(lambda c: load_blobs(c, session_id, [number]), session_id=session_id)
-        except (CorruptContent, SessionUnreadable) as error:
+            found = await of_session(self._database, session_id, load_blobs, [number])
+        except SessionUnreadable as error:
             errors[name] = str(error)
             return None
         return msgspec.Raw(found[number])

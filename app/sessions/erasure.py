@@ -21,7 +21,7 @@ from app.sessions.lifecycle import Clock, Sessions
 from app.store.erasure import EraseTexts, Rewritten, text_rows, without_text
 from app.store.log import Appended, Refused
 from app.store.log_sessions import Erase, FreeChunks, FreeReplay
-from app.store.ports import Database, Writer
+from app.store.ports import Database, Writer, of_session
 from app.store.sessions import fold_rows, last_tombstone, session_rows
 from app.store.statements import ENDED
 
@@ -99,9 +99,7 @@ class Erasure:
 
         `unless_pinned`: not if a checkpoint has it.
         """
-        snapshot, rows = await self._database.read(
-            lambda connection: session_rows(connection, session_id), session_id=session_id
-        )
+        snapshot, rows = await of_session(self._database, session_id, session_rows)
         try:
             session = await asyncio.to_thread(fold_rows, session_id, snapshot, rows)
         except UnknownEvent as error:
@@ -115,7 +113,7 @@ class Erasure:
             if not (isinstance(outcome, Appended) and outcome.events):
                 return
             reach("after_tombstones")
-        by = await self._database.read(lambda connection: last_tombstone(connection, session_id), session_id=session_id)
+        by = await of_session(self._database, session_id, last_tombstone)
         more = True
         while more:
             more = await self._writer.submit(FreeChunks(session_id, by, FREED_AT_ONCE))
@@ -152,10 +150,7 @@ class Erasure:
         after = 0
         in_head: list[Rewritten] = []
         while True:
-            rows = await self._database.read(
-                lambda connection, after=after: text_rows(connection, session_id, after, TEXTS_AT_ONCE),  # type: ignore[misc]
-                session_id=session_id,
-            )
+            rows = await of_session(self._database, session_id, text_rows, after, TEXTS_AT_ONCE)
             if not rows:
                 return after, in_head
             rewritten = await asyncio.to_thread(without_text, rows)

@@ -10,15 +10,13 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from app.domain.events import BlobRef, Recorded, SessionErased, UnknownEvent, name_of, to_fields
+from app.domain.events import BlobRef, Recorded, SessionErased, name_of, to_fields
 from app.domain.rules import superseded
 from app.domain.session import Payload, Session, Turn
-from app.errors import NotFound, Overloaded, SessionNotFound, SessionUnreadable
+from app.errors import NotFound, Overloaded, SessionNotFound
 from app.store import content
-from app.store.ports import Database
+from app.store.ports import Database, of_session
 from app.store.sessions import load_events, load_head
-from workers import codec
-from workers.codec import CorruptContent
 
 POLL_S = 1.0
 """Interval in seconds at which a follower looks for events of other processes."""
@@ -109,12 +107,7 @@ def described(session: Session) -> dict[str, Any]:
 
 def event_fields(recorded: Recorded) -> dict[str, Any]:
     """An event as `GET /sessions/{id}/events` shows it."""
-    return {
-        "seq": recorded.seq,
-        "type": name_of(recorded.event),
-        "at": recorded.at,
-        **to_fields(recorded.event),
-    }
+    return {"seq": recorded.seq, "type": name_of(recorded.event), "at": recorded.at, **to_fields(recorded.event)}
 
 
 def _turn(turn: Turn, *, live: bool) -> dict[str, Any]:
@@ -155,7 +148,7 @@ async def event_lines(
     database: Database, followers: Followers, session_id: str, after: int, follow: bool
 ) -> AsyncGenerator[bytes]:
     """The events after seq `after` as NDJSON. Raises SessionNotFound before the first line."""
-    if await database.read(lambda connection: load_head(connection, session_id), session_id=session_id) is None:
+    if await of_session(database, session_id, load_head) is None:
         raise SessionNotFound.of(session_id)
     return _event_lines(database, followers, session_id, after, follow)
 
@@ -166,7 +159,7 @@ async def _event_lines(
     with followers.follow(session_id) as changed:
         while True:
             changed.clear()
-            page = await _page(database, session_id, after)
+            page = await of_session(database, session_id, load_events, after=after, limit=PAGE)
             if page:
                 after = page[-1].seq
                 yield await asyncio.to_thread(_ndjson, page)
@@ -177,16 +170,6 @@ async def _event_lines(
             await wait_for_change(changed)
 
 
-async def _page(database: Database, session_id: str, after: int) -> list[Recorded]:
-    try:
-        return await database.read(
-            lambda connection: load_events(connection, session_id, after=after, limit=PAGE),
-            session_id=session_id,
-        )
-    except UnknownEvent as error:
-        raise SessionUnreadable(f"session {session_id}: {error}") from error
-
-
 def _ndjson(page: Sequence[Recorded]) -> bytes:
     return b"".join(msgspec.json.encode(event_fields(recorded)) + b"\n" for recorded in page)
 
@@ -194,14 +177,9 @@ def _ndjson(page: Sequence[Recorded]) -> bytes:
 async def refused_reply(database: Database, session_id: str, fence: int) -> tuple[int, bytes]:
     """The size of a refused reply and the part of it that was kept. Raises SessionNotFound, NotFound,
     SessionUnreadable."""
-    head, refused = await database.read(
-        lambda c: (load_head(c, session_id), content.refused_reply(c, session_id, fence)), session_id=session_id
-    )
-    if head is None:
+    if await of_session(database, session_id, load_head) is None:
         raise SessionNotFound.of(session_id)
+    refused = await of_session(database, session_id, content.refused_reply, fence)
     if refused is None:
         raise NotFound(f"no refused reply of session {session_id} with fence {fence} is kept")
-    try:
-        return refused[0], codec.decompress(refused[1])
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session_id}: {error}") from error
+    return refused

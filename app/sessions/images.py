@@ -9,8 +9,7 @@ from app.domain import images
 from app.domain.session import Session
 from app.errors import NotFound, SessionUnreadable
 from app.store.content import load_blobs
-from app.store.ports import Database
-from workers.codec import CorruptContent
+from app.store.ports import Database, of_session
 
 
 async def image(database: Database, session: Session, sha256: str) -> bytes:
@@ -35,10 +34,5 @@ async def _load(database: Database, session: Session, wanted: set[str]) -> dict[
     if missing:
         raise SessionUnreadable(f"session {session_id}: image {min(missing)} is not in its log")
     numbers = {sha256: session.images[sha256] for sha256 in wanted}
-    try:
-        blobs = await database.read(
-            lambda connection: load_blobs(connection, session_id, numbers.values()), session_id=session_id
-        )
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session_id}: {error}") from error
+    blobs = await of_session(database, session_id, load_blobs, numbers.values())
     return {sha256: blobs[number] for sha256, number in numbers.items()}

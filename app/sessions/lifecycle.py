@@ -18,13 +18,7 @@ import msgspec
 from app.crash_points import reach
 from app.domain import decide
 from app.domain.canonical import digest
-from app.domain.events import (
-    BlobRef,
-    CloseReason,
-    SessionConfig,
-    SessionCreated,
-    SessionFinished,
-)
+from app.domain.events import BlobRef, CloseReason, SessionConfig, SessionCreated, SessionFinished
 from app.domain.session import Session, engine_session_of, fold
 from app.errors import (
     AlreadyFinished,
@@ -44,16 +38,7 @@ from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.event_log import Followers, wait_for_change
 from app.store import rollouts
 from app.store.log import Appended, Operation, Refused, StoredBlob, VoidedClaim
-from app.store.log_sessions import (
-    AssignReward,
-    Circular,
-    Close,
-    Create,
-    Existing,
-    Finish,
-    JoinRollout,
-    ShareReward,
-)
+from app.store.log_sessions import AssignReward, Circular, Close, Create, Existing, Finish, JoinRollout, ShareReward
 from app.store.ports import Database, Writer
 from workers import codec
 

@@ -225,10 +225,10 @@ class Registration:
             self._obstacle = StoreUnavailable(str(error))
         return self._number is not None
 
-    def start(self, *then: Callable[[], None]) -> None:
-        """Call each of `then` as soon as this process is registered."""
+    def start(self, then: Callable[[], None]) -> None:
+        """Call `then` as soon as this process is registered."""
         if self._number is not None:
-            _call(then)
+            then()
             return
         log.warning(
             "read-only: %s; reads and exports are served, what writes is refused until the store takes it",
@@ -239,7 +239,7 @@ class Registration:
     async def stop(self) -> None:
         await cancelled(self._trying)
 
-    async def _retry(self, then: tuple[Callable[[], None], ...]) -> None:
+    async def _retry(self, then: Callable[[], None]) -> None:
         began = asyncio.get_running_loop().time()
         while True:
             await asyncio.sleep(self._retry_s)
@@ -250,9 +250,4 @@ class Registration:
                 log.exception("an unexpected fault in registering this process")
         took_s = asyncio.get_running_loop().time() - began
         log.warning("read-only no more after %.0f s: this process takes turns, as incarnation %d", took_s, self._number)
-        _call(then)
-
-
-def _call(then: tuple[Callable[[], None], ...]) -> None:
-    for begin in then:
-        begin()
+        then()

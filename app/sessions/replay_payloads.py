@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from app.domain.events import BlobsTombstoned, ChunkKey, PayloadRef, ReplayKind, TurnCommitted, UnknownEvent
+from app.domain.events import BlobsTombstoned, ChunkKey, PayloadRef, ReplayKind, TurnCommitted
 from app.domain.session import Payload, Session
 from app.errors import NotFound, PayloadTombstoned, SessionUnreadable
 from app.store.content import load_chunks
-from app.store.ports import Database
+from app.store.ports import Database, of_session
 from app.store.sessions import load_events
 from workers import payloads, sampling_masks
 from workers.codec import CorruptContent, Exchange
@@ -109,10 +109,7 @@ def unreadable(session_id: str, number: int, kind: str, error: CorruptContent) -
 
 async def _why_not(database: Database, session_id: str, number: int, kind: str) -> NotFound | PayloadTombstoned:
     """The log's description of a payload that cannot be read."""
-    try:
-        log = await database.read(lambda connection: load_events(connection, session_id), session_id=session_id)
-    except UnknownEvent as error:
-        raise SessionUnreadable(f"session {session_id}: {error}") from error
+    log = await of_session(database, session_id, load_events)
     brought: Sequence[PayloadRef] = ()
     for recorded in log:
         match recorded.event:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from app.domain.events import AnnotationWritten, Recorded, TurnCommitted, UnknownEvent
 from app.domain.session import Session, states
-from app.errors import InvalidRequest, NotFound, SessionNotFound, SessionUnreadable
+from app.errors import InvalidRequest, NotFound, SessionNotFound
 from app.store.engine import Database
+from app.store.ports import Connection, of_session
 from app.store.sessions import EventRow, decode_events, event_rows, last_seq
 
 INLINE = 64
@@ -57,28 +58,30 @@ class SessionAt(NamedTuple):
 async def session_at(database: Database, session_id: str, seq: int | None = None, *, whole: bool = False) -> SessionAt:
     """The state after event `seq` (None: the last), folded from the log without a snapshot.
 
-    Raises SessionNotFound; InvalidRequest if the log has no event `seq`; SessionUnreadable if its first event cannot be
-    read; StoreUnavailable. `whole`: raises UnknownEvent if any event up to `seq` is missing or cannot be read.
+    Raises SessionNotFound; InvalidRequest if the log has no event `seq`; StoreUnavailable; SessionUnreadable if its
+    first event cannot be read, or with `whole` any event up to `seq`.
     """
     if seq is not None and seq < 1:
         raise InvalidRequest(f"event {seq}: events are numbered from 1")
-    rows, last = await database.read(
-        lambda connection: (
-            event_rows(connection, session_id, limit=seq),
-            last_seq(connection, session_id),
-        ),
-        session_id=session_id,
-    )
+    rows, last = await of_session(database, session_id, _rows, seq)
     if not rows:
         raise SessionNotFound.of(session_id)
     if seq is not None and seq > last:
         raise InvalidRequest(f"event {seq}: the log of session {session_id} ends with event {last}")
-    if len(rows) <= INLINE:
-        return _folded(session_id, rows, last, whole)
-    return await asyncio.to_thread(_folded, session_id, rows, last, whole)
+    session, events, damage = (
+        _folded(session_id, rows) if len(rows) <= INLINE else await asyncio.to_thread(_folded, session_id, rows)
+    )
+    if session is None or (whole and damage is not None):
+        raise database.unreadable.error(session_id, damage)
+    return SessionAt(session, events, last, damage)
 
 
-def _folded(session_id: str, rows: Sequence[EventRow], last: int, whole: bool) -> SessionAt:
+def _rows(connection: Connection, session_id: str, seq: int | None) -> tuple[list[EventRow], int]:
+    return event_rows(connection, session_id, limit=seq), last_seq(connection, session_id)
+
+
+def _folded(session_id: str, rows: Sequence[EventRow]) -> tuple[Session | None, list[Recorded], str | None]:
+    """The state after the events that can be read, these, and why the next one cannot."""
     session: Session | None = None
     events: list[Recorded] = []
     damage = None
@@ -86,17 +89,11 @@ def _folded(session_id: str, rows: Sequence[EventRow], last: int, whole: bool) -
         for row in rows:
             events += decode_events([row])
     except UnknownEvent as error:
-        if whole:
-            raise
         damage = f"event {len(events) + 1}: {error}"
     try:
         for state in states(session_id, events):
             session = state
     except UnknownEvent as error:
-        if whole:
-            raise
         del events[0 if session is None else session.version :]
         damage = f"event {len(events) + 1}: {error}"
-    if session is None:
-        raise SessionUnreadable(f"session {session_id}: {damage}")
-    return SessionAt(session, events, last, damage)
+    return session, events, damage

@@ -83,20 +83,10 @@ class SessionConditions(BaseModel):
         most = None
         if self.min_staleness is not None:
             most = NEVER if newest is None else newest - self.min_staleness
-        return HeadFilter(
-            status=self.status,
-            group_id=self.group_id,
-            attempt=self.attempt,
-            engine=self.engine,
-            min_reward=self.min_reward,
-            max_reward=self.max_reward,
-            unrewarded=self.unrewarded,
-            most_version=most,
-            tag=self.tag,
-            name=self.name,
-            generation=self.generation,
-        )
+        return HeadFilter(most_version=most, **{name: getattr(self, name) for name in _OF_HEADS})
 
+
+_OF_HEADS = SessionConditions.model_fields.keys() & set(HeadFilter.__struct_fields__)
 
 Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
 
@@ -108,12 +98,7 @@ METADATA_AT_ONCE = 500
 AtGates = Callable[[], Mapping[str, bool]]
 """Sessions whose turn waits at a gate of this process; True if the turn has its claim."""
 
-CursorFields = tuple[
-    str,
-    bool,
-    float | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None,
-    Annotated[str, msgspec.Meta(pattern=r"^[^\0]*$")],
-]
+CursorFields = tuple[str, bool, float | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None, cursors.Text]
 """A cursor: the sort column, whether it descends, and the last row's value and id, within what the databases accept."""
 
 MAX_SECONDS = 10 * 365 * 86_400
@@ -151,13 +136,7 @@ class SessionQuery(SessionFilter):
 class SessionList:
     """`at_gates` returns the turns that wait at gates; `engines` know their weight versions."""
 
-    def __init__(
-        self,
-        database: Database,
-        at_gates: AtGates,
-        engines: Engines,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, database: Database, at_gates: AtGates, engines: Engines, clock: Callable[[], float]) -> None:
         self._database = database
         self.at_gates = at_gates
         self._engines = engines
@@ -262,8 +241,8 @@ class SessionList:
 
 
 def session_row(head: HeadRow, newest: int | None, at_gates: Mapping[str, bool]) -> ListedSession:
-    """`state` is the status, or what an open session is doing: `running` since `running_since`, `paused`, else `idle`.
-    `staleness`: how many weight versions its newest turn is behind the newest one."""
+    """`running_since`: since when it is `running`. `staleness`: how many weight versions its newest turn is behind the
+    newest one."""
     return {
         "session_id": head.session_id,
         "version": head.version,
@@ -273,7 +252,9 @@ def session_row(head: HeadRow, newest: int | None, at_gates: Mapping[str, bool])
         "reward": head.reward,
         "created_at": head.created_at,
         "updated_at": head.updated_at,
-        "state": _state(head, at_gates),
+        "state": state_of(
+            head.status, is_at_gate=head.session_id in at_gates, is_running=head.running_since is not None
+        ),
         "attempt": head.attempt,
         "weight_version": head.weight_version,
         "staleness": staleness(newest, head.weight_version),
@@ -287,12 +268,11 @@ def session_row(head: HeadRow, newest: int | None, at_gates: Mapping[str, bool])
     }
 
 
-def _state(head: HeadRow, at_gates: Mapping[str, bool]) -> SessionState:
-    if head.status != "open":
-        return head.status
-    if head.session_id in at_gates:
-        return "paused"
-    return "idle" if head.running_since is None else "running"
+def state_of(status: Status, *, is_at_gate: bool, is_running: bool) -> SessionState:
+    """The status, or what an open session is doing."""
+    if status != "open":
+        return status
+    return "paused" if is_at_gate else "running" if is_running else "idle"
 
 
 def _order_of(query: SessionQuery) -> tuple[SortOrder, bool]:

@@ -22,16 +22,15 @@ from app.domain.events import (
 from app.domain.session import AssignedReward, OpenTurn, Session
 from app.errors import SessionUnreadable
 from app.sessions.session_at import INLINE, SessionAt, session_at
-from app.sessions.session_list import AtGates
+from app.sessions.session_list import AtGates, state_of
 from app.sessions.tree_view import tree_of
 from app.store.content import load_blobs
 from app.store.engine import Database
+from app.store.ports import of_session
 from turnlog import replies
 from turnlog.events import VersionSpan
-from turnlog.parameters import SessionState
 from turnlog.replies import FailedTurn, RefusedRequest, Rollback, StageTimes, State, StatePayload, StateTurn
 from turnlog.rows import Part, TurnReward
-from workers.codec import CorruptContent
 
 MAX_VALUE = 4096
 """Bytes of an annotation's value that a state has."""
@@ -60,13 +59,11 @@ class SessionViews:
         if blob is None or session.status == "erased":
             return None
         try:
-            by_session = await self._database.read(
-                lambda c: load_blobs(c, session.session_id, [blob.number]), session_id=session.session_id
-            )
-        except (CorruptContent, SessionUnreadable) as error:
+            blobs = await of_session(self._database, session.session_id, load_blobs, [blob.number])
+        except SessionUnreadable as error:
             problems.append({"part": "metadata", "message": str(error)})
             return None
-        return msgspec.Raw(by_session[blob.number])
+        return msgspec.Raw(blobs[blob.number])
 
 
 def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[str, str]], *, is_at_gate: bool) -> State:
@@ -82,7 +79,7 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
         seq=session.version,
         last_seq=state.last_seq,
         status=session.status,
-        state=_state(session, is_at_gate),
+        state=state_of(session.status, is_at_gate=is_at_gate, is_running=bool(session.open_turns)),
         erased=session.status == "erased",
         config=asdict(session.config),
         fork=None if session.fork is None else asdict(session.fork),
@@ -124,14 +121,6 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
         ],
         problems=problems,
     )
-
-
-def _state(session: Session, is_at_gate: bool) -> SessionState:
-    if session.status != "open":
-        return session.status
-    if is_at_gate:
-        return "paused"
-    return "running" if session.open_turns else "idle"
 
 
 def _opened_at(state: SessionAt, fence: int) -> float | None:

@@ -8,18 +8,17 @@ from typing import Any, NamedTuple
 import msgspec
 
 from app.domain.calls import sendable
-from app.domain.events import TurnCommitted, UnknownEvent, shape_of
+from app.domain.events import TurnCommitted, shape_of
 from app.domain.request import chat_body, completion_body
 from app.domain.session import Session, Turn
-from app.errors import SessionUnreadable
 from app.fleet.engines import PATHS
 from app.sessions import images
 from app.sessions import replay_payloads as replay
 from app.store.content import load_blobs, load_exchanges, load_messages, load_tokens
-from app.store.ports import Database
+from app.store.ports import Database, of_session
 from app.store.sessions import load_events
 from workers import codec
-from workers.codec import TOKEN_BYTES, CorruptContent, Exchange, Messages
+from workers.codec import TOKEN_BYTES, Exchange
 from workers.parse import REPLAY
 
 
@@ -33,12 +32,7 @@ async def _continued(database: Database, session: Session, ids: bytes, chain: Se
     if session.is_text:
         return b""
     numbers = [turn.number for turn in chain]
-    try:
-        tokens = await database.read(
-            lambda connection: load_tokens(connection, session.session_id, numbers), session_id=session.session_id
-        )
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session.session_id}, turns {numbers}: {error}") from error
+    tokens = await of_session(database, session.session_id, load_tokens, numbers)
     joined = bytearray(ids)
     for turn in chain:
         del joined[turn.base_tokens * TOKEN_BYTES :]
@@ -53,7 +47,7 @@ async def stored_reply(
 
     Replay payloads of other kinds, and tombstoned ones, are null. Raises SessionUnreadable.
     """
-    exchange = await _exchange(database, session, number)
+    exchange = (await of_session(database, session.session_id, load_exchanges, [number]))[number]
     ids = await token_ids(database, session, number)
     payloads = await replay.values(database, session, number, exchange, kinds)
     return exchange.status, exchange.headers, codec.paste(exchange, _prompt(session.turn(number), ids), payloads)
@@ -63,34 +57,13 @@ async def echo(database: Database, session: Session, turn: Turn) -> bytes | None
     """What the turn's reply repeats of its request, if its protocol needs that. Raises SessionUnreadable."""
     if turn.echo is None:
         return None
-    return (await _blobs(database, session, turn.number, [turn.echo]))[turn.echo]
+    return (await of_session(database, session.session_id, load_blobs, [turn.echo]))[turn.echo]
 
 
 async def reply_messages(database: Database, session: Session, numbers: Sequence[int]) -> dict[int, bytes]:
     """The message of each of these turns' replies. Raises SessionUnreadable."""
-    said = await _messages(database, session, numbers)
+    said = await of_session(database, session.session_id, load_messages, numbers)
     return {number: messages.message for number, messages in said.items()}
-
-
-async def _messages(database: Database, session: Session, numbers: Sequence[int]) -> dict[int, Messages]:
-    """What each of these turns added to the history, its reply too. Raises SessionUnreadable."""
-    try:
-        return await database.read(
-            lambda connection: load_messages(connection, session.session_id, numbers),
-            session_id=session.session_id,
-        )
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session.session_id}: {error}") from error
-
-
-async def _blobs(database: Database, session: Session, turn: int, numbers: Sequence[int]) -> dict[int, bytes]:
-    """Raises SessionUnreadable."""
-    try:
-        return await database.read(
-            lambda connection: load_blobs(connection, session.session_id, numbers), session_id=session.session_id
-        )
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session.session_id}, turn {turn}: {error}") from error
 
 
 async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
@@ -141,7 +114,7 @@ async def wire_turns(database: Database, session: Session, numbers: Iterable[int
         if event.parent != before:
             history = await _history(database, session, event.parent) if event.base_messages else []
             ids = await token_ids(database, session, event.parent) if event.base_tokens else b""
-        exchange = await _exchange(database, session, number)
+        exchange = (await of_session(database, session.session_id, load_exchanges, [number]))[number]
         ids = await _continued(database, session, ids, [turn])
         prompt = _prompt(turn, ids)
         request, history = await _request(database, session, event, exchange, history, prompt)
@@ -152,7 +125,7 @@ async def wire_turns(database: Database, session: Session, numbers: Iterable[int
 async def _history(database: Database, session: Session, number: int) -> list[bytes]:
     """All messages after turn `number`, its reply too, with their images. Raises SessionUnreadable."""
     numbers = [turn.number for turn in session.message_chain(number)]
-    said = await _messages(database, session, numbers)
+    said = await of_session(database, session.session_id, load_messages, numbers)
     messages = [raw for number in numbers for raw in (*said[number].messages, said[number].message)]
     return [*await images.put_back(database, session, messages)]
 
@@ -167,7 +140,7 @@ async def _request(
 ) -> tuple[bytes, list[bytes]]:
     """The request as the engine received it, and the history that the next turn continues. Raises SessionUnreadable."""
     numbers = [event.params] if event.tools is None else [event.params, event.tools]
-    blobs = await _blobs(database, session, event.turn, numbers)
+    blobs = await of_session(database, session.session_id, load_blobs, numbers)
     new = await images.put_back(database, session, exchange.messages)
     messages = sent = [*(history if event.base_messages else []), *new]
     ids = codec.render_ids(prompt, ",")[1:-1] if event.sent_ids else None
@@ -189,25 +162,9 @@ def _prompt(turn: Turn, ids: bytes) -> memoryview:
     return memoryview(ids)[: (turn.token_count - turn.output_tokens) * TOKEN_BYTES].cast("i")
 
 
-async def _exchange(database: Database, session: Session, number: int) -> Exchange:
-    try:
-        exchanges = await database.read(
-            lambda connection: load_exchanges(connection, session.session_id, [number]),
-            session_id=session.session_id,
-        )
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session.session_id}, turn {number}: {error}") from error
-    return exchanges[number]
-
-
 async def _committed(database: Database, session: Session) -> dict[int, tuple[float, Any]]:
     """The commit event and time of each turn."""
-    try:
-        events = await database.read(
-            lambda connection: load_events(connection, session.session_id), session_id=session.session_id
-        )
-    except UnknownEvent as error:
-        raise SessionUnreadable(f"session {session.session_id}: {error}") from error
+    events = await of_session(database, session.session_id, load_events)
     return {
         recorded.event.turn: (recorded.at, recorded.event)
         for recorded in events

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from app.domain.session import Session, Turn
-from app.errors import SessionUnreadable
 from app.store.content import load_exchanges
-from app.store.ports import Database
+from app.store.ports import Database, of_session
 from workers import codec
-from workers.codec import CorruptContent, Exchange
+from workers.codec import Exchange
 
 PAGE = 64
 """How many replies are unpacked at a time, to find their ids."""
@@ -63,7 +62,9 @@ async def node_tree(database: Database, session: Session) -> NodeTree:
     turns = list(session.turns)
     ids: dict[int, str | None] = {}
     for at in range(0, len(turns), PAGE):
-        ids |= await _response_ids(database, session.session_id, [turn.number for turn in turns[at : at + PAGE]])
+        numbers = [turn.number for turn in turns[at : at + PAGE]]
+        exchanges = await of_session(database, session.session_id, load_exchanges, numbers)
+        ids |= {number: _response_id(exchange) for number, exchange in exchanges.items()}
     continued = {turn.token_parent for turn in turns}
     return NodeTree(
         [_node(turn, seq, ids[turn.number]) for seq, turn in enumerate(turns)],
@@ -87,16 +88,6 @@ def _node(turn: Turn, seq: int, response_id: str | None) -> Node:
 def _leaf(session: Session, turn: Turn, response_id: str | None) -> LeafPath:
     path = [earlier.number for earlier in session.token_chain(turn.number)]
     return LeafPath(turn.number, turn.token_parent or None, path, response_id)
-
-
-async def _response_ids(database: Database, session_id: str, numbers: Sequence[int]) -> dict[int, str | None]:
-    try:
-        exchanges = await database.read(
-            lambda connection: load_exchanges(connection, session_id, numbers), session_id=session_id
-        )
-    except CorruptContent as error:
-        raise SessionUnreadable(f"session {session_id}, turns {numbers}: {error}") from error
-    return {number: _response_id(exchange) for number, exchange in exchanges.items()}
 
 
 def _response_id(exchange: Exchange) -> str | None:

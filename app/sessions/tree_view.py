@@ -9,10 +9,9 @@ from functools import partial
 import msgspec
 
 from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Loss, Picker, branch_rows, place_of, turns_left_out
-from app.domain.events import Event, TurnCommitted, UnknownEvent
+from app.domain.events import Event, TurnCommitted
 from app.domain.rules import superseded
 from app.domain.session import OpenTurn, Session, Turn
-from app.errors import SessionUnreadable
 from app.sessions.session_at import SessionAt, session_at
 from app.store.content import load_frames
 from app.store.damage import attempt_or
@@ -37,10 +36,7 @@ async def whole_tree(database: Database, session_id: str, branches: Branches | P
 
     Raises SessionNotFound, SessionUnreadable, StoreUnavailable.
     """
-    try:
-        state = await session_at(database, session_id, whole=True)
-    except UnknownEvent as error:
-        raise SessionUnreadable(f"session {session_id}: {error}") from error
+    state = await session_at(database, session_id, whole=True)
     tree = await asyncio.to_thread(tree_of, state, branches, loss)
     if state.session.status != "erased":
         await _add_titles(database, session_id, tree)

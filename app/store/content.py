@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from sqlalchemy import Connection, case, null, or_, select, tuple_
@@ -27,6 +27,8 @@ from workers import codec
 from workers.codec import CorruptContent, Exchange, Messages, StoredTokens
 
 log = logging.getLogger("turnlog.objects")
+
+T = TypeVar("T")
 
 READ_AT_ONCE = 32
 """Objects read at the same time for one reader."""
@@ -58,7 +60,7 @@ def load_exchanges(connection: Connection, session_id: str, numbers: Sequence[in
 
 def unpack_tokens(frames: Frames, numbers: Sequence[int]) -> dict[int, StoredTokens]:
     """Raises CorruptContent, also where the content is not there."""
-    return {number: codec.unpack_tokens(*frames.get(number, (None, None))) for number in numbers}
+    return _unpacked(frames, numbers, codec.unpack_tokens)
 
 
 def load_messages(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Messages]:
@@ -68,12 +70,25 @@ def load_messages(connection: Connection, session_id: str, numbers: Sequence[int
 
 def unpack_messages(frames: Frames, numbers: Sequence[int]) -> dict[int, Messages]:
     """The messages of some turns. Raises CorruptContent, also where the content is not there."""
-    return {number: codec.unpack_messages(frames.get(number, (None, None))[1]) for number in numbers}
+    return _unpacked(frames, numbers, lambda _, exchange: codec.unpack_messages(exchange))
 
 
 def unpack_exchanges(frames: Frames, numbers: Sequence[int]) -> dict[int, Exchange]:
     """Raises CorruptContent, also where the content is not there."""
-    return {number: codec.unpack(frames.get(number, (None, None))[1], Exchange) for number in numbers}
+    return _unpacked(frames, numbers, lambda _, exchange: codec.unpack(exchange, Exchange))
+
+
+def _unpacked(
+    frames: Frames, numbers: Sequence[int], unpack: Callable[[bytes | None, bytes | None], T]
+) -> dict[int, T]:
+    """What `unpack` makes of each turn's two frames. Raises CorruptContent, which names the turn."""
+    unpacked: dict[int, T] = {}
+    for number in numbers:
+        try:
+            unpacked[number] = unpack(*frames.get(number, (None, None)))
+        except CorruptContent as error:
+            raise CorruptContent(f"turn {number}: {error}") from error
+    return unpacked
 
 
 def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) -> dict[int, bytes]:
@@ -85,12 +100,12 @@ def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) 
 
 
 def refused_reply(connection: Connection, session_id: str, fence: int) -> tuple[int, bytes] | None:
-    """The size of a refused reply, and the stored frame of its beginning."""
+    """The size of a refused reply, and its beginning. Raises CorruptContent."""
     query = select(refused_replies.c.size, refused_replies.c.data).where(
         refused_replies.c.session_id == session_id, refused_replies.c.fence == fence
     )
     row = connection.execute(query).first()
-    return None if row is None else (row[0], row[1])
+    return None if row is None else (row[0], codec.decompress(row[1]))
 
 
 def metadata_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, bytes]:

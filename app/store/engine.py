@@ -25,6 +25,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.sql import Executable
 
 from app.database_url import driver_arguments
+from app.domain.events import UnknownEvent
 from app.errors import StoreDamaged, StoreFull, StoreLost, StoreUnavailable
 from app.store import feed, sqlite_engine
 from app.store.damage import SAVEPOINTS, BrokenRow, Unreadable, damage
@@ -56,6 +57,7 @@ from app.store.postgres import (
 from app.store.sqlite import SqliteWriter
 from app.store.sqlite_engine import SqliteReads
 from app.tasks import uncancelled
+from workers.codec import CorruptContent
 
 if TYPE_CHECKING:
     from app.store.ports import Bucket
@@ -313,12 +315,17 @@ class Database:
 
         `one_moment`: all of its statements see the same state (on SQLite always). `session_id`: only this session is
         read. Raises StoreUnavailable if the database cannot answer; SessionUnreadable, StoreDamaged if it can, but
-        `function` needs a damaged page and does not read around it (`store.damage`).
+        `function` needs a damaged page and does not read around it (`store.damage`). SessionUnreadable also where
+        `function` raises CorruptContent or UnknownEvent of the session.
         """
         try:
             return await self._answer(function, one_moment)
         except _FAULTS as error:
             raise await self._error_for(error, session_id) from error
+        except (CorruptContent, UnknownEvent) as error:
+            if session_id is None:
+                raise
+            raise self.unreadable.error(session_id, error) from error
 
     async def _answer(self, function: Callable[[Connection], T], one_moment: bool) -> T:
         if self._sqlite_reads is not None:

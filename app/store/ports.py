@@ -7,7 +7,7 @@ memory behind the same names.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from sqlalchemy import Connection as Connection
 from sqlalchemy.sql import Executable
@@ -17,6 +17,7 @@ from app.store.dialect import Parameters, Row, StorePoints, Tx
 from app.store.log import Operation
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 READERS = 8
 """Connections for reads, per process."""
@@ -102,3 +103,16 @@ class Writer(Protocol):
     """Accepts operations; for the guarantees of an outcome see `writer.Writer`."""
 
     async def submit(self, operation: Operation[T]) -> T: ...
+
+
+async def of_session(
+    database: Database,
+    session_id: str,
+    function: Callable[Concatenate[Connection, str, P], T],
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> T:
+    """What `function` reads of one session. Raises as `Database.read` with that session: SessionUnreadable."""
+    return await database.read(
+        lambda connection: function(connection, session_id, *args, **kwargs), session_id=session_id
+    )

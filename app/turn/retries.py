@@ -20,7 +20,7 @@ from typing import Any
 from app.domain.canonical import decode_message, is_beginning
 from app.domain.events import ReplyRedelivered, ReplyUndelivered
 from app.domain.session import Session, Turn
-from app.errors import AppError, IdempotencyMismatch, SessionClosed, SessionNotFound, SessionUnreadable
+from app.errors import AppError, IdempotencyMismatch, SessionClosed, SessionNotFound
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.event_log import Followers
 from app.store import incarnations, names
@@ -30,7 +30,6 @@ from app.store.log_turns import AbsorbAttempt, NoteDelivery
 from app.store.ports import Writer
 from app.tasks import cancelled
 from app.turn.in_flight import InFlightTurn, Placed
-from workers.codec import CorruptContent
 
 log = logging.getLogger("turnlog.retries")
 
@@ -197,10 +196,7 @@ class Retries:
     async def _reply_message(self, session_id: str, turn: int) -> Mapping[str, Any]:
         """Raises SessionUnreadable."""
         read = self._cache.database.read
-        try:
-            exchanges = await read(lambda c: load_exchanges(c, session_id, [turn]), session_id=session_id)
-        except CorruptContent as error:
-            raise SessionUnreadable(f"session {session_id}, turn {turn}: {error}") from error
+        exchanges = await read(lambda c: load_exchanges(c, session_id, [turn]), session_id=session_id)
         return decode_message(exchanges[turn].message, "the reply's message")
 
     def _childless(self, entry: CacheEntry, agent_id: str | None, body_hash: str) -> Iterator[Turn]:

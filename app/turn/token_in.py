@@ -28,14 +28,13 @@ from app.domain.left_out import SILENT_MESSAGE, left_out_at
 from app.domain.request import KV_FIELD, KV_MEMBER, ChatRequest, TokenIds, value_of
 from app.domain.session import Session, Turn
 from app.domain.split import ITEMS
-from app.errors import InvalidRequest, SessionUnreadable, TokenPrefixMismatch, Unsupported
+from app.errors import InvalidRequest, TokenPrefixMismatch, Unsupported
 from app.sessions.cache import SessionCache, id_text
 from app.store.content import load_blobs
 from app.tito import normalise
 from app.tito.extension import Extension, NotAnExtension
 from app.tito.normalise import EngineDialect
 from app.turn.in_flight import Claimed, EngineCall, PromptIds, Request, TemplateInputs, blobs_of
-from workers.codec import CorruptContent
 from workers.parse import KnownTokens
 
 if TYPE_CHECKING:
@@ -214,10 +213,7 @@ class TokenIn:
     async def _blobs(self, session_id: str, turn: Turn) -> dict[int, bytes]:
         """A turn's parameters and tools by blob number. Raises SessionUnreadable."""
         numbers = {number for number in (turn.params, turn.tools) if number is not None}
-        try:
-            return await self._cache.database.read(lambda c: load_blobs(c, session_id, numbers), session_id=session_id)
-        except CorruptContent as error:
-            raise SessionUnreadable(f"session {session_id}, turn {turn.number}: {error}") from error
+        return await self._cache.database.read(lambda c: load_blobs(c, session_id, numbers), session_id=session_id)
 
     async def first_difference(self, turn: Claimed, parent: Turn, given: Callable[[], Iterable[int]]) -> int:
         """The first position at which the prompt's ids differ from the stored tokens.

@@ -319,6 +319,7 @@ def test_a_damaged_session_is_500_for_itself_alone(stand: Stand) -> None:
     response = stand.http.post(f"{broken.path}/samples", json={})
     assert error_of(response) == (500, "session_unreadable")
     assert "Hello" not in response.text
+    assert f"session {broken.id} cannot be read: " in stand.server.log_path.read_text()
     post(stand, sound)
     told = broken.rows(explain="true")
     assert [row["excluded"].split(":")[0] for row in told] == ["unreadable"]

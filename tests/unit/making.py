@@ -11,6 +11,7 @@ import msgspec
 from helpers.log import float64, int32
 from helpers.replies import known_as
 
+from app.domain.branches import branch_rows
 from app.domain.calls import sampled_calls
 from app.domain.decide import TurnBlobs, commit_turn, open_turn, token_parent
 from app.domain.events import (
@@ -27,7 +28,7 @@ from app.domain.events import (
 )
 from app.domain.history import RequestHistory
 from app.domain.rules import Plan, TreeIndex
-from app.domain.samples import TurnTokens
+from app.domain.samples import Sample, Truncate, TurnTokens, sample, segments
 from app.domain.session import Session, fold
 from app.turn.in_flight import Claimed, InFlightTurn, Stages, Waiter
 from workers.reply import ValidatedReply, VersionSpan
@@ -219,3 +220,10 @@ def claimed(session: Session, opened: TurnOpened | None = None, fence: int = 2, 
     times = {"opened_at": 0.0, "idle_since": idle_since, "requested_at": 0.0}
     request = cast(Any, SimpleNamespace(control=None))
     return Claimed(flight, request, nothing, None, 0, incarnation=1, rid="", **places, **times)
+
+
+def samples(
+    session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None, truncate: Truncate = "turn"
+) -> list[Sample]:
+    """The samples of all kept branches; `content` holds their turns. Raises Inconsistent."""
+    return [sample(segment) for segment in segments(session, branch_rows(session), content, max_seq_len, truncate)]

@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 from helpers.log import committed, float64, int32
 from hypothesis import strategies as st
+from making import samples
 
 from app.domain.events import Recorded, SessionConfig, TurnCommitted
-from app.domain.samples import TurnTokens, samples
+from app.domain.samples import TurnTokens
 from app.domain.session import AssignedReward, Session, Status, fold
 from app.export.row import Routing, Row, Source, TurnContent, TurnSampling, sampling_of
 from workers.reply import VersionSpan

@@ -9,7 +9,7 @@ import pytest
 from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import Book, assistant, user
+from making import Book, assistant, samples, user
 from test_retention import Script
 
 from app.domain.events import (
@@ -23,7 +23,7 @@ from app.domain.events import (
 )
 from app.domain.groups import oldest_version
 from app.domain.rules import Plan, TreeIndex
-from app.domain.samples import TurnTokens, samples
+from app.domain.samples import TurnTokens
 from app.domain.session import Session, fold
 from app.errors import NotFound
 from app.errors import SessionClosed as Erased

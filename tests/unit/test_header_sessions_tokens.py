@@ -27,7 +27,7 @@ def test_another_tokens_session_is_like_one_that_does_not_exist(way: str) -> Non
         headers = [("x-turnlog-session-id", "theirs"), ("x-turnlog-agent-id", "a1")]
         session = session_of_request(headers, b"", "mine")
         with pytest.raises(SessionNotFound) as raised:
-            asyncio.run(getattr(session, way)(app, "mine"))
+            asyncio.run(getattr(session, way)(app))
         return str(raised.value)
 
     linear, tree = (

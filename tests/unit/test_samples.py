@@ -10,9 +10,9 @@ from helpers.amounts import cases
 from helpers.log import float64, int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import Book, Made, assistant, user
+from making import Book, Made, assistant, samples, user
 
-from app.domain.samples import Inconsistent, Sample, samples
+from app.domain.samples import Inconsistent, Sample
 
 
 def naive(book: Book) -> list[dict[str, Any]]:

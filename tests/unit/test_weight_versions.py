@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 from integration.reading import CONTAINERS, read
-from making import Book, assistant, user
+from making import Book, assistant, samples, user
 from shape_rows import TWO_TURNS, rows
 
 from app.domain.events import TurnCommitted
 from app.domain.groups import staleness, too_stale
-from app.domain.samples import Sample, TurnTokens, samples
+from app.domain.samples import Sample, TurnTokens
 from app.export import formats
 from app.export.parts import session_excluded
 from app.export.query import Cursor, ExportQuery

@@ -13,21 +13,15 @@ of it touches a turn. While this feature is off the notes wait in `group_changes
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sqlalchemy import MetaData
 
     from app.api.routes import Route
-    from app.features.groups.feed import Feed
-    from app.features.groups.groups import GroupList
+    from app.features.groups.feed import Groups
     from app.services import Services
     from app.store.dialect import StorePoints
-
-
-class Groups(NamedTuple):
-    listed: GroupList
-    feed: Feed
 
 
 def tables() -> MetaData:
@@ -49,7 +43,7 @@ def entries() -> list[Route]:
 
 
 def add_to(services: Services) -> Groups:
-    from app.features.groups.feed import Feed
+    from app.features.groups.feed import Feed, Groups
     from app.features.groups.groups import GroupList, settle_groups
     from app.features.groups.reads import ACKNOWLEDGEMENTS
 

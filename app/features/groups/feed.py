@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from pydantic import ConfigDict, Field
@@ -43,7 +43,7 @@ from app.export.faults import instead, told
 from app.export.query import ExportQuery, RowQuery
 from app.export.row import Fields
 from app.features.groups import reads as group_reads
-from app.features.groups.groups import settle_groups
+from app.features.groups.groups import GroupList, settle_groups
 from app.features.groups.operations import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.features.groups.reads import Candidate, TurnEvents, Waiting
 from app.features.groups.rules import Attempt, Statistics, outcome, statistics
@@ -353,3 +353,10 @@ def _why_not(group: Waiting, query: FeedQuery, current: int | None) -> str:
     most = query.max_group_staleness
     stale = None if behind is None or most is None else too_stale(behind, most)
     return stale or f"beyond size: {query.size} groups were given"
+
+
+class Groups(NamedTuple):
+    """What the feature has made: its lists, and the training feed."""
+
+    listed: GroupList
+    feed: Feed

@@ -24,7 +24,7 @@ class GroupList:
 
     async def page(self, cursor: str | None, limit: int) -> GroupPage:
         """One page of groups, ordered by id. Raises InvalidRequest for an invalid cursor."""
-        after = None if cursor is None else cursors.decode_text(cursor, "this list")
+        after = None if cursor is None else cursors.decode(cursor, cursors.Text, "this list")
 
         def read(connection: Connection) -> GroupPage:
             ids = reads.ids(connection, after, limit + 1)
@@ -32,7 +32,7 @@ class GroupList:
             leases = reads.leases(connection, ids[:limit])
             return GroupPage(
                 groups=[_row(group_id, attempts[group_id], leases.get(group_id)) for group_id in ids[:limit]],
-                next_cursor=cursors.encode_text(ids[limit - 1]) if len(ids) > limit else None,
+                next_cursor=cursors.encode(ids[limit - 1]) if len(ids) > limit else None,
             )
 
         return await self._database.read(read)

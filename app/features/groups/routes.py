@@ -16,8 +16,7 @@ from app.api.requests import Request
 from app.api.routes import BODY, NDJSON, READ, WRITE, Reply, Routes, json_reply
 from app.domain.patterns import ID, NO_NUL
 from app.errors import InvalidRequest, NotFound
-from app.features.groups import Groups
-from app.features.groups.feed import FeedQuery
+from app.features.groups.feed import FeedQuery, Groups
 from turnlog import replies as reply_types
 from turnlog.rows import Acknowledged, LeasedGroup
 

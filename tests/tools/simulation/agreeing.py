@@ -15,7 +15,7 @@ from sqlalchemy import select
 from app.domain.events import name_of
 from app.domain.session import Session, encode_session
 from app.errors import AppError, SessionNotFound
-from app.features.groups import Groups
+from app.features.groups.feed import Groups
 from app.features.groups.schema import groups
 from app.sessions import event_log
 from app.sessions.session_list import SessionQuery

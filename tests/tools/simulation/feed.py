@@ -16,8 +16,7 @@ from app.domain.events import RewardAssigned, SessionClosed, SessionConfig
 from app.domain.session import fold
 from app.errors import AppError, SessionExists
 from app.errors import SessionClosed as Closed
-from app.features.groups import Groups
-from app.features.groups.feed import FeedQuery
+from app.features.groups.feed import FeedQuery, Groups
 from app.features.groups.operations import Acknowledged
 from app.features.groups.schema import groups
 from app.store.sessions import load_events
