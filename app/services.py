@@ -48,7 +48,7 @@ from app.sessions.session_view import SessionViews
 from app.settings import Settings
 from app.store.engine import Database
 from app.store.writer import Writer
-from app.tito.families import check_family
+from app.tito.arguments import check_family
 from app.turn.claims import Claims
 from app.turn.engine_call import EngineCalls
 from app.turn.large_bodies import LargeBodies

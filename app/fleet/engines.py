@@ -243,9 +243,7 @@ class Engines:
                     dialect = self._configured if member.dialect is None else member.dialect
                     dispatched = version
                     if version is None:
-                        dispatched = (
-                            known if self._versions is None else await self._dispatched(url, open_stream is not None)
-                        )
+                        dispatched = await self._dispatched(url, known, open_stream is not None)
                     sent = headers
                     if rid and dialect != "sglang":
                         sent = with_request_id(sent, rid)
@@ -283,10 +281,12 @@ class Engines:
             if not is_cancelled:
                 self._generating.pop(rid, None)
 
-    async def _dispatched(self, url: str, is_stream: bool) -> str | None:
+    async def _dispatched(self, url: str, known: str | None, is_stream: bool) -> str | None:
         """The weight version of what is sent to this engine now; None if it is not known."""
+        if self._versions is None:
+            return known
         member = self.members.get(url)
-        if member is None or self._versions is None:
+        if member is None:
             return None
         dialect = self._dialect_of(url)
         names_none = dialect == "vllm" or (is_stream and dialect == "sglang")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from app.domain.fleet import Gate
 from app.fleet.member import Member
 from app.fleet.state import FleetState
 from app.upstream.client import EngineClient
@@ -91,10 +90,7 @@ class WeightVersions:
             member.forget_version()
         else:
             seen(member.url, version, known)
-        if _is_open_since(gate, self._fleet.fleet.gate):
+        now = self._fleet.fleet.gate
+        # Was it open all the time between? Behind a shut one, weights may have changed after the answer.
+        if not gate.is_shut and not now.is_shut and gate.closings == now.closings:
             member.version_asked = gate.closings
-
-
-def _is_open_since(before: Gate, now: Gate) -> bool:
-    """Was the gate open all the time between? Behind a shut one, weights may have changed after the answer."""
-    return not before.is_shut and not now.is_shut and before.closings == now.closings

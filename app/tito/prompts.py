@@ -13,29 +13,18 @@ import msgspec
 from app.errors import InvalidRequest, StartupError, Unsupported
 from app.tito import loading, normalise
 from app.tito.arguments import arguments as template_arguments
+from app.tito.arguments import pinned
 from app.tito.battery import Tools, conversations, examine, history, shapes
 from app.tito.compare import Comparator
-from app.tito.continuation import STAND_IN_TOOL, ContinuationRule
+from app.tito.continuation import STAND_IN_TOOL, ContinuationRule, Extension, Message, NotAnExtension
 from app.tito.encoding import Encoder
-from app.tito.extension import Extension, NotAnExtension
-from app.tito.families import pinned
 from app.tito.normalise import EngineDialect, MessageFormat
-from app.tito.template import Message, Template
+from app.tito.template import Template
 
 RESERVED = frozenset(
     {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "max_length",
-        "messages",
-        "padding",
-        "sanitize_control_tokens",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
+        *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages"),
+        *("padding", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs", "tools", "truncation"),
     }
 )
 """Arguments of `apply_chat_template` itself, as are all that begin with `return_`: not a template's arguments."""
@@ -75,7 +64,7 @@ class Prompts:
         self.findings = examine(self._probe, self._encode, self.decode, message_format, special, frozenset(stops))
         self._rule = ContinuationRule(self._encode, self.decode, self.findings.stops)
         self._comparator = Comparator(self._opening(), self.findings.stops.ids, special, self.decode)
-        self._silent = functools.lru_cache(_CACHED_VARIANTS)(self._derive_silent)
+        self.is_silent = functools.lru_cache(_CACHED_VARIANTS)(self._is_silent)
         self._rewrites = functools.lru_cache(_CACHED_VARIANTS)(self._derive_rewrites)
 
     @classmethod
@@ -192,10 +181,6 @@ class Prompts:
             return False
         return self._rewrites(_key(self._schemas(tools), one, other))
 
-    def is_silent(self, role: str, is_first: bool) -> bool:
-        """Does the template render a message of this role as nothing: the first one, or one within a conversation?"""
-        return self._silent(role, is_first)
-
     def check_arguments(self, arguments: object) -> None:
         """Raises InvalidRequest for `chat_template_kwargs` that are not an object, or that clients may not set."""
         if not isinstance(arguments, Mapping):
@@ -238,8 +223,11 @@ class Prompts:
 
     def _encode(self, text: str) -> array[int]:
         """Special tokens are recognised, but none is added: templates write their own, as engines expect."""
-        if not text.isascii():
-            _check_text(text)
+        try:
+            if not text.isascii():
+                text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("the messages hold a lone surrogate, which is no text") from error
         return self._encoder.encode(text)
 
     def _derive_rewrites(self, flip: bytes) -> bool:
@@ -260,8 +248,9 @@ class Prompts:
                 return True
         return not rendered_any
 
-    def _derive_silent(self, role: str, is_first: bool) -> bool:
-        """False also for a role that the template refuses."""
+    def _is_silent(self, role: str, is_first: bool) -> bool:
+        """Does the template render a message of this role as nothing: the first one, or one within a conversation?
+        False also for a role that the template refuses."""
         asked = {"role": "user", "content": "a question"}
         before = [] if is_first else [asked, {"role": "assistant", "content": "an answer"}]
         probe = [*before, {"role": role, "content": _RULE_PROBE}, asked]
@@ -306,13 +295,6 @@ class Prompts:
         encoded = [self._encode(text[len(before) :]) for text in texts]
         alike = itertools.takewhile(lambda ids: len(set(ids)) == 1, zip(*encoded, strict=False))
         return array("i", (ids[0] for ids in alike))
-
-
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest("the messages hold a lone surrogate, which is no text") from error
 
 
 def _key(*parts: object) -> bytes:

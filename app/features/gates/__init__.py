@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from app.domain.fleet import AdapterResumed, Fleet, FleetResumed
 from app.errors import AppError
@@ -41,22 +41,19 @@ METRICS = (
 )
 
 
-class Updated:
-    """The version of weights that were changed while turns were held back, for the resume that follows."""
+class Paused:
+    """`updated` is the version of weights that were changed while turns were held back, for the resume that follows."""
 
-    version: str | None = None
-
-
-class Paused(NamedTuple):
-    gates: Gates
-    pauses: Pauses
-    updated: Updated
+    def __init__(self, gates: Gates, pauses: Pauses) -> None:
+        self.gates = gates
+        self.pauses = pauses
+        self.updated: str | None = None
 
 
 def entries() -> list[Route]:
-    from app.features.gates import engine_routes, routes, skyrl
+    from app.features.gates import engine_routes, routes
 
-    return [*routes.route.entries, *skyrl.route.entries, *engine_routes.route.entries]
+    return [*routes.route.entries, *routes.skyrl.entries, *engine_routes.route.entries]
 
 
 def add_to(services: Services) -> Paused:
@@ -82,7 +79,7 @@ def add_to(services: Services) -> Paused:
     services.starts.append(pauses.start)
     services.turn_ends.append(pauses.stop)
     services.refreshes.append(refresh)
-    return Paused(gates, pauses, Updated())
+    return Paused(gates, pauses)
 
 
 def in_turns(services: Services) -> Gates:

@@ -199,7 +199,7 @@ async def pause_generation(request: Request) -> Response:
 async def resume(request: Request) -> Response:
     """As `POST /fleet/resume`, with the version of the last update through this process, if there was one."""
     feature = paused(request)
-    version, feature.updated.version = feature.updated.version, None
+    version, feature.updated = feature.updated, None
     return reply({"status": "ok"}, await feature.pauses.resume_fleet(version))
 
 
@@ -225,7 +225,7 @@ async def change(request: Request) -> Response:
         is_done = all(one["ok"] for one in engines.values())
         version = stamp if is_done else None
         if was_shut:
-            feature.updated.version = version or feature.updated.version
+            feature.updated = version or feature.updated
         else:
             await feature.pauses.resume_fleet(version)
     return reply({"success": is_done, "message": f"{len(engines)} engines"}, engines)

@@ -19,7 +19,7 @@ import msgspec
 
 from app.errors import StoreUnavailable
 from app.features.search import index_file, remove_file
-from app.features.search.query import Query
+from app.features.search.text import Query
 from app.store.engine import Database
 from app.store.sessions import load_heads
 from app.tasks import uncancelled

@@ -14,8 +14,7 @@ from sqlalchemy import Connection, text
 from app.errors import StoreUnavailable
 from app.features.search import TABLES
 from app.features.search.index import COLUMNS, Message, Page, Wanted
-from app.features.search.query import Query
-from app.features.search.text import words_of
+from app.features.search.text import Query, words_of
 from app.store.dialect import Tx
 from app.store.engine import Database
 from app.store.leases import TakeLease, holds_lease

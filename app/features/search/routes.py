@@ -15,8 +15,8 @@ from app.domain import cursors
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest
 from app.features.search.index import FIRST, Index, Message, Wanted
-from app.features.search.query import Query as SearchedFor
-from app.features.search.query import parse, snippet
+from app.features.search.text import Query as SearchedFor
+from app.features.search.text import parse, snippet
 from app.sessions.log_end import decode_position
 from app.sessions.metadata import matches
 from app.sessions.session_list import SessionConditions

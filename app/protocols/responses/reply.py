@@ -139,7 +139,7 @@ def response_of(reply: CommittedReply, message: dict[str, Any] | None = None) ->
     given = with_given_ids(fields.message, reply.given_ids) if message is None else message
     if echo.compacts:  # A model may leave its summary in its reasoning.
         summary = SUMMARY + (given.get("content") or reasoning_of(given) or "")
-        output = [{"id": COMPACTION + reply.proof, "type": "compaction", "encrypted_content": summary}]
+        output: list[Item] = [{"id": COMPACTION + reply.proof, "type": "compaction", "encrypted_content": summary}]
     else:
         output = output_items(given, reply.proof, echo.named, echo.encrypted)
     reason = _INCOMPLETE.get(fields.finish_reason or "")
