@@ -220,7 +220,9 @@ async def change(request: Request) -> Response:
     engines = {} if was_shut else await feature.pauses.pause_fleet("in_place", LEASE_S)
     try:
         if all(one["ok"] for one in engines.values()):
-            engines = await _everywhere(app, _with_query(request), body)
+            path = request.route.path
+            given = [(name, value) for name in _QUERIES.get(path, ()) for value in request.query_params.getlist(name)]
+            engines = await _everywhere(app, f"{path}?{urlencode(given)}" if given else path, body)
     finally:
         is_done = all(one["ok"] for one in engines.values())
         version = stamp if is_done else None
@@ -229,15 +231,6 @@ async def change(request: Request) -> Response:
         else:
             await feature.pauses.resume_fleet(version)
     return reply({"success": is_done, "message": f"{len(engines)} engines"}, engines)
-
-
-def _with_query(request: Request) -> str:
-    """The path, with what of the query an engine reads."""
-    path = request.route.path
-    query = urlencode(
-        [(name, value) for name in _QUERIES.get(path, ()) for value in request.query_params.getlist(name)]
-    )
-    return f"{path}?{query}" if query else path
 
 
 async def _everywhere(app: Services, path: str, body: bytes) -> dict[str, reply_types.Told]:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 
@@ -195,7 +196,11 @@ class Pauses:
             # Turns that passed after a resume are not this pause's business.
             if self._fleet.fleet.closings(name) == passed and self._gates.is_shut(name):
                 rids = list(dict.fromkeys([*rids, *await self._abort(name, outcomes)]))
-        return SweepResult(rids, {url: _engine_outcome(outcome) for url, outcome in outcomes.items()})
+        told: dict[str, Told] = {}
+        for url, outcome in outcomes.items():
+            error = next((error for error in outcome.values() if error is not None), None)
+            told[url] = Told(ok=error is None, error=error, aborted=len(outcome))
+        return SweepResult(rids, told)
 
     async def _abort(self, name: str, outcomes: dict[str, dict[str, str | None]]) -> list[str]:
         """Abort at the engine that has a generation, or at all if another process sent it; returns the rids."""
@@ -218,11 +223,15 @@ class Pauses:
         gate = self._fleet.fleet.gate
         while True:
             mode = gate.mode if gate.is_shut else None
-            told = await self._for_each_engine(self._resume_engine if mode is None else _pausing(self._control, mode))
+            order = self._resume_engine if mode is None else partial(self._pause_engine, mode)
+            told = await self._for_each_engine(order)
             now = (await self._fleet.refresh()).gate
             if (now.is_shut, now.closings, now.mode) == (gate.is_shut, gate.closings, gate.mode):
                 return told
             gate = now
+
+    async def _pause_engine(self, mode: PauseMode, member: Member) -> str | None:
+        return await self._control.pause(member.url, mode, member.dialect)
 
     async def _resume_engine(self, member: Member) -> str | None:
         return await self._control.resume(member.url, member.dialect)
@@ -239,8 +248,10 @@ class Pauses:
         """Open each gate when its lease has run out, so that a dead trainer stops nothing for ever."""
         while True:
             self._gates_changed.clear()
+            fleet = self._fleet.fleet
+            shut = [gate for gate in (fleet.gate, *fleet.adapters.values()) if gate.is_shut]
             try:
-                async with asyncio.timeout(self._next_expiry_s()):
+                async with asyncio.timeout(min(map(self._fleet.left, shut), default=None)):
                     await self._gates_changed.wait()
                 continue
             except TimeoutError:
@@ -253,11 +264,6 @@ class Pauses:
             except Exception:
                 log.exception("an unexpected fault in opening a gate whose lease has run out")
                 await asyncio.sleep(RETRY_S)
-
-    def _next_expiry_s(self) -> float | None:
-        fleet = self._fleet.fleet
-        gates = [gate for gate in (fleet.gate, *fleet.adapters.values()) if gate.is_shut]
-        return min(map(self._fleet.left, gates), default=None)
 
     async def _expire(self) -> None:
         """Raises StoreUnavailable, StoreFull."""
@@ -299,12 +305,3 @@ class Pauses:
 
 def _closings(gate: Gate) -> int:
     return gate.closings if gate.is_shut else gate.closings + 1
-
-
-def _pausing(control: EngineControl, mode: PauseMode) -> Callable[[Member], Awaitable[str | None]]:
-    return lambda member: control.pause(member.url, mode, member.dialect)
-
-
-def _engine_outcome(outcomes: Mapping[str, str | None]) -> Told:
-    error = next((error for error in outcomes.values() if error is not None), None)
-    return Told(ok=error is None, error=error, aborted=len(outcomes))

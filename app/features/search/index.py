@@ -233,7 +233,8 @@ def _find(connection: sqlite3.Connection, wanted: Wanted) -> list[Message]:
     if wanted.tool is not None:
         conditions.append("instr(tools, char(10) || :tool || char(10)) > 0")
         given["tool"] = wanted.tool
-    shards: Sequence[int] = range(min(wanted.before, _newest(connection)) // SHARD, -1, -1)
+    (newest,) = connection.execute("SELECT coalesce(max(id), -1) FROM messages").fetchone()
+    shards: Sequence[int] = range(min(wanted.before, newest) // SHARD, -1, -1)
     if wanted.session_ids is not None:
         conditions.append("session_id IN (SELECT value FROM json_each(:sessions))")
         given["sessions"] = msgspec.json.encode(wanted.session_ids).decode()
@@ -243,8 +244,8 @@ def _find(connection: sqlite3.Connection, wanted: Wanted) -> list[Message]:
         shards = [row[0] for row in connection.execute(own, given)]
     where = " AND ".join(conditions)
     if wanted.query is None:
-        newest = f"SELECT {columns} FROM messages WHERE {where} ORDER BY id DESC LIMIT :limit"
-        return [Message(*row) for row in connection.execute(newest, {**given, "limit": wanted.limit})]
+        first = f"SELECT {columns} FROM messages WHERE {where} ORDER BY id DESC LIMIT :limit"
+        return [Message(*row) for row in connection.execute(first, {**given, "limit": wanted.limit})]
     messages: list[Message] = []
     given["match"] = _match(wanted.query)
     for shard in shards:
@@ -258,11 +259,6 @@ def _find(connection: sqlite3.Connection, wanted: Wanted) -> list[Message]:
         if len(messages) >= wanted.limit:
             break
     return messages
-
-
-def _newest(connection: sqlite3.Connection) -> int:
-    newest: int = connection.execute("SELECT coalesce(max(id), -1) FROM messages").fetchone()[0]
-    return newest
 
 
 def _match(query: Query) -> str:

@@ -66,10 +66,16 @@ class Search:
         parsed = None if query.q is None else parse(query.q)
         if not any((parsed, query.role, query.tool, query.finish_reason, query.session_id)):
             raise InvalidRequest("q, role, tool, finish_reason or session_id must be given")
-        before = FIRST if query.cursor is None else _place(query.cursor)
+        before: int = FIRST if query.cursor is None else cursors.decode(query.cursor, int, "this search")
+        if query.cursor is not None and not 0 <= before <= MAX_INTEGER:
+            raise InvalidRequest("cursor is not one of this search")
         end = await self._log_end.present()
         position = await self._index.position()
-        filtered = await self._database.read(lambda connection: self._heads(connection, query))
+
+        def heads_wanted(connection: Connection) -> HeadFilter:
+            return query.of_heads(None if query.min_staleness is None else self._newest_version(connection))
+
+        filtered = await self._database.read(heads_wanted)
         few = await self._few(query, filtered)
         hits: list[tuple[Message, HeadRow]] = []
         looked_at, size = 0, query.limit + 1
@@ -90,9 +96,6 @@ class Search:
             next_cursor=cursors.encode(before) if before else None,
             is_current=place is not None and place >= end,
         )
-
-    def _heads(self, connection: Connection, query: SearchQuery) -> HeadFilter:
-        return query.of_heads(None if query.min_staleness is None else self._newest_version(connection))
 
     async def _few(self, query: SearchQuery, filtered: HeadFilter) -> Sequence[str] | None:
         """The sessions that match; None: any, or too many to name."""
@@ -117,14 +120,6 @@ class Search:
             return {session_id: head for session_id, head in heads.items() if matching.get(session_id)}
 
         return await self._database.read(read)
-
-
-def _place(cursor: str) -> int:
-    """Raises InvalidRequest."""
-    place: int = cursors.decode(cursor, int, "this search")
-    if not 0 <= place <= MAX_INTEGER:
-        raise InvalidRequest("cursor is not one of this search")
-    return place
 
 
 def _hit(message: Message, head: HeadRow, query: SearchedFor | None) -> reply_types.SearchHit:
