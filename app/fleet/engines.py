@@ -313,7 +313,13 @@ class Engines:
         running = self._probes.get(key)
         if running is None:
             running = self._probes[key] = asyncio.create_task(ask(), name="turnlog-probe")
-            running.add_done_callback(lambda task: self._probed(key, task))
+
+            def ended(task: asyncio.Task[Any]) -> None:
+                del self._probes[key]
+                if not task.cancelled():
+                    task.exception()  # Marks it as retrieved: a cancelled turn does not read it.
+
+            running.add_done_callback(ended)
         # Others may wait for it too: it goes on if this turn is cancelled.
         found: T = await asyncio.shield(running)
         return found
@@ -328,11 +334,6 @@ class Engines:
         if field is None:
             log.warning("the chat of %s takes no token ids: its turns are only captured, docs/tito.md", member.url)
         return field
-
-    def _probed(self, key: str, task: asyncio.Task[Any]) -> None:
-        del self._probes[key]
-        if not task.cancelled():
-            task.exception()  # Marks it as retrieved: a cancelled turn does not read it.
 
     async def offer(self, url: str) -> Offer | None:
         """vLLM's route for prompts of ids, if the engine has it; asked once, and again after a restart or where it gave

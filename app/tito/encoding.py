@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 PIECE = 256 << 10
@@ -28,7 +28,15 @@ class Encoder:
     def __init__(self, backend: Any, piece: int = PIECE) -> None:
         self._backend = backend
         self._piece = piece
-        safe = _cut_before(backend.get_added_tokens_decoder())
+        # Text may be cut before the added tokens that are found as they stand, take nothing from before them, and share
+        # no text with another, which could be found in their place.
+        added = backend.get_added_tokens_decoder().values()
+        safe = [
+            token.content
+            for token in added
+            if not (token.normalized or token.lstrip or token.single_word)
+            and not any(_overlap(other.content, token.content) for other in added if other.content != token.content)
+        ]
         self._cut = re.compile("|".join(map(re.escape, safe))) if safe else None
 
     def encode(self, text: str) -> array[int]:
@@ -53,18 +61,6 @@ class Encoder:
             yield text[start : cut.start()]
             start = cut.start()
         yield text[start:]
-
-
-def _cut_before(added: Mapping[int, Any]) -> list[str]:
-    """The added tokens before which text may be cut: those that are found as they stand, take nothing from before
-    them, and share no text with another, which could be found in their place."""
-    contents = [token.content for token in added.values()]
-    return [
-        token.content
-        for token in added.values()
-        if not (token.normalized or token.lstrip or token.single_word)
-        and not any(_overlap(other, token.content) for other in contents if other != token.content)
-    ]
 
 
 def _overlap(other: str, content: str) -> bool:

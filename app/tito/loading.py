@@ -25,7 +25,12 @@ def tokenizer(path_or_name: str, dialect: EngineDialect | None = None) -> tuple[
     # With one text per call there is nothing to parallelise, and the package's threads would not have the caller's
     # niceness.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    transformers = _transformers()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Otherwise it warns that PyTorch is missing.
+    try:
+        importlib.import_module("jinja2")  # transformers asks for it only when it renders the first template
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise StartupError(f"TURNLOG_TOKENIZER needs the package {error.name}: {install('tito')}") from error
     loaded = _tokenizer(transformers, path_or_name)
     if not loaded.is_fast:
         raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: not a fast tokenizer (one with a tokenizer.json)")
@@ -43,7 +48,9 @@ def tokenizer(path_or_name: str, dialect: EngineDialect | None = None) -> tuple[
         )
     loaded.backend_tokenizer.no_truncation()
     loaded.backend_tokenizer.no_padding()
-    return loaded, _stops(transformers, path_or_name, loaded.eos_token_id)
+    stops = _json(transformers, path_or_name, "generation_config.json").get("eos_token_id")
+    every = [loaded.eos_token_id, *(stops if isinstance(stops, list) else [stops])]
+    return loaded, frozenset(token for token in every if isinstance(token, int))
 
 
 def _as_sglang(transformers: ModuleType, path_or_name: str, loaded: Any, dialect: EngineDialect | None) -> Any:
@@ -100,36 +107,19 @@ def _depends(path_or_name: str) -> StartupError:
     )
 
 
-def _transformers() -> ModuleType:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Otherwise it warns that PyTorch is missing.
-    try:
-        importlib.import_module("jinja2")  # transformers asks for it only when it renders the first template
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise StartupError(f"TURNLOG_TOKENIZER needs the package {error.name}: {install('tito')}") from error
-
-
 def _tokenizer(transformers: ModuleType, path_or_name: str) -> Any:
     load = transformers.AutoTokenizer.from_pretrained
+    unreadable = (OSError, ValueError, KeyError, ImportError)
     try:
-        return load(path_or_name, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        if Path(path_or_name).exists():
-            raise _not_loaded(path_or_name, error) from error
-    try:
-        return load(path_or_name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _not_loaded(path_or_name, error) from error
-
-
-def _not_loaded(path_or_name: str, error: Exception) -> StartupError:
-    return StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: no tokenizer can be loaded ({type(error).__name__})")
-
-
-def _stops(transformers: ModuleType, path_or_name: str, eos: int | None) -> frozenset[int]:
-    stops = _json(transformers, path_or_name, "generation_config.json").get("eos_token_id")
-    every = [eos, *(stops if isinstance(stops, list) else [stops])]
-    return frozenset(token for token in every if isinstance(token, int))
+        try:
+            return load(path_or_name, local_files_only=True, trust_remote_code=False)
+        except unreadable:
+            if Path(path_or_name).exists():
+                raise
+            return load(path_or_name, trust_remote_code=False)
+    except unreadable as error:
+        why = type(error).__name__
+        raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: no tokenizer can be loaded ({why})") from error
 
 
 def _json(transformers: ModuleType, path_or_name: str, name: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from array import array
@@ -60,7 +61,12 @@ class Prompts:
         added = self._backend.get_added_tokens_decoder().items()
         special = frozenset({token for token, what in added if what.special} | set(tokenizer.all_special_ids))
         lists: list[EngineDialect] = ["sglang"] if self._template.loops_over_content() else []
-        message_format = MessageFormat(frozenset([*lists, "vllm"] if self._joins_parts() else lists))
+        parts = [{"type": "text", "text": text} for text in _PARTS_PROBE]
+        with contextlib.suppress(InvalidRequest):
+            text = self._template.render([{"role": "user", "content": parts}], None, {}, generation_prompt=False)
+            if "".join(_PARTS_PROBE) in text:  # the template joins a content list's text parts itself
+                lists.append("vllm")
+        message_format = MessageFormat(frozenset(lists))
         self.findings = examine(self._probe, self._encode, self.decode, message_format, special, frozenset(stops))
         self._rule = ContinuationRule(self._encode, self.decode, self.findings.stops)
         self._comparator = Comparator(self._opening(), self.findings.stops.ids, special, self.decode)
@@ -259,15 +265,6 @@ class Prompts:
         except InvalidRequest:
             return False
         return _RULE_PROBE not in text
-
-    def _joins_parts(self) -> bool:
-        """Does the template join a content list's text parts itself?"""
-        parts = [{"type": "text", "text": text} for text in _PARTS_PROBE]
-        try:
-            text = self._template.render([{"role": "user", "content": parts}], None, {}, generation_prompt=False)
-        except InvalidRequest:
-            return False
-        return "".join(_PARTS_PROBE) in text
 
     def _schemas(self, tools: Sequence[Any] | None, dialect: EngineDialect = "sglang") -> list[dict[str, Any]] | None:
         """Raises Unsupported if the template would leave the tools out."""
