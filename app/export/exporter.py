@@ -137,11 +137,7 @@ class Exporter:
 
     async def _opened(self, query: ExportQuery, cursor: str | None) -> tuple[Cursor, Position, ExportQuery]:
         """The cursor with its window fixed, the window's end, and what is asked for. Raises InvalidRequest."""
-        pinned, high = await self._window(None if cursor is None else decode_cursor(cursor))
-        return pinned, high, pinned.as_of(query)
-
-    async def _window(self, given: Cursor | None) -> tuple[Cursor, Position]:
-        """The cursor with its window fixed, and the window's end. Raises InvalidRequest."""
+        given = None if cursor is None else decode_cursor(cursor)
         if given is None or given.high is None:
             await wait_for_horizon(self._database)
         epoch = await self._database.read(feed.epoch)
@@ -153,9 +149,9 @@ class Exporter:
             raise InvalidRequest(
                 f"the cursor is of epoch {given.epoch}, the store is in {epoch}: it was restored; export anew"
             )
-        if given.high is not None:
-            return given, given.high
-        return msgspec.structs.replace(given, high=horizon, newest=newest), horizon
+        if given.high is None:
+            given = msgspec.structs.replace(given, high=horizon, newest=newest)
+        return given, given.high or horizon, given.as_of(query)
 
     async def rows(self, session_ids: Sequence[str], query: ExportQuery) -> list[Fields]:
         """The rows of these sessions as they are now, excluded ones too; meant for few sessions."""

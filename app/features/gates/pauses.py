@@ -269,21 +269,16 @@ class Pauses:
         """Raises StoreUnavailable, StoreFull."""
         await self._fleet.read_clock()
         fleet = self._fleet.fleet
-        for name, gate in fleet.adapters.items():
-            if self._is_due(gate):
-                await self._expire_adapter(name, gate)
-        if self._is_due(fleet.gate):
+        due = {name: gate for name, gate in fleet.adapters.items() if gate.is_shut and self._fleet.left(gate) <= 0}
+        for name, gate in due.items():
+
+            def opened(now: Fleet, name: str = name, gate: Gate = gate) -> FleetEvent | None:
+                return AdapterResumed(name, gate.closings, "lease_expired") if now.adapters.get(name) == gate else None
+
+            if await self._fleet.append(opened) is not None:
+                log.warning("adapter %r: the pause's lease has run out, its gate is open again", name)
+        if fleet.gate.is_shut and self._fleet.left(fleet.gate) <= 0:
             await self._expire_fleet(fleet.gate)
-
-    def _is_due(self, gate: Gate) -> bool:
-        return gate.is_shut and self._fleet.left(gate) <= 0
-
-    async def _expire_adapter(self, name: str, due: Gate) -> None:
-        def opened(fleet: Fleet) -> FleetEvent | None:
-            return AdapterResumed(name, due.closings, "lease_expired") if fleet.adapters.get(name) == due else None
-
-        if await self._fleet.append(opened) is not None:
-            log.warning("adapter %r: the pause's lease has run out, its gate is open again", name)
 
     async def _expire_fleet(self, due: Gate) -> None:
         """Every process tells the engines, in case the one that opens the gate dies before it has.

@@ -137,17 +137,14 @@ class Summaries:
                 lambda connection: of_readable(connection, part, frames)  # noqa: B023
             )
             await asyncio.to_thread(_read, {one: known[one] for one in part}, content)
-        self._keep(known)
-        return {session_id: one.summary() for session_id, one in known.items()}
-
-    def _keep(self, known: Mapping[str, _Known]) -> None:
-        for session_id, one in known.items():
+        for session_id, one in known.items():  # the last ones that were asked for
             self._known.pop(session_id, None)
             self._known[session_id] = one
         turns = sum(len(one.turns) for one in self._known.values())
         while self._known and (len(self._known) > KEPT_SESSIONS or turns > KEPT_TURNS):
             oldest = self._known.pop(next(iter(self._known)))
             turns -= len(oldest.turns)
+        return {session_id: one.summary() for session_id, one in known.items()}
 
 
 def _rows(connection: Connection, session_id: str, after: int) -> list[EventRow]:

@@ -76,7 +76,12 @@ class Search:
             return query.of_heads(None if query.min_staleness is None else self._newest_version(connection))
 
         filtered = await self._database.read(heads_wanted)
-        few = await self._few(query, filtered)
+        few: Sequence[str] | None = None  # the sessions that match; None: any, or too many to name
+        if query.session_id is not None:
+            few = [query.session_id]
+        elif filtered != HeadFilter():
+            few = await self._database.read(lambda connection: some_ids(connection, filtered, FEW_SESSIONS + 1))
+            few = None if len(few) > FEW_SESSIONS else few
         hits: list[tuple[Message, HeadRow]] = []
         looked_at, size = 0, query.limit + 1
         while len(hits) <= query.limit and looked_at < LOOKED_AT:
@@ -96,15 +101,6 @@ class Search:
             next_cursor=cursors.encode(before) if before else None,
             is_current=place is not None and place >= end,
         )
-
-    async def _few(self, query: SearchQuery, filtered: HeadFilter) -> Sequence[str] | None:
-        """The sessions that match; None: any, or too many to name."""
-        if query.session_id is not None:
-            return [query.session_id]
-        if filtered == HeadFilter():
-            return None
-        ids = await self._database.read(lambda connection: some_ids(connection, filtered, FEW_SESSIONS + 1))
-        return None if len(ids) > FEW_SESSIONS else ids
 
     async def _of(
         self, session_ids: Collection[str], filtered: HeadFilter, metadata: Sequence[tuple[str, str]]
