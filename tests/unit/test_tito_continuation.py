@@ -22,7 +22,7 @@ def continuation(stops: list[int], roles: tuple[int, ...] = ()) -> ContinuationR
     return ContinuationRule(lambda text: array("i", text.encode()), lambda ids: "".join(map(chr, ids)), known)
 
 
-Endings = tuple[array[int], array[int]]
+Endings = tuple["array[int]", "array[int]"]
 """What follows a message's text or its last call: if it is the last message, and if others follow."""
 
 
