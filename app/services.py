@@ -28,9 +28,9 @@ from app.extras import install
 from app.fleet.engine_pool import EnginePool
 from app.fleet.engines import Engines
 from app.fleet.health import HealthWatch
+from app.fleet.member import WeightVersions
 from app.fleet.native import NativeRoutes
 from app.fleet.state import POLL_S, FleetState
-from app.fleet.versions import WeightVersions
 from app.metrics import Metrics, RecentTurnStats
 from app.process import FeatureFaults, FreedMemory, LoopLag, end_without_store
 from app.sessions.all_events import AllEvents

@@ -17,8 +17,7 @@ from app.domain.events import EngineShape
 from app.domain.fleet import EngineListed
 from app.domain.request import IdsField
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
-from app.fleet.member import Member
-from app.fleet.versions import ROUTES, WeightVersions
+from app.fleet.member import ROUTES, Member, WeightVersions
 from app.upstream.client import ONCE, EngineClient, EngineReply, Grow, TooLarge, Unreadable
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control, with_request_id

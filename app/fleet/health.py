@@ -24,8 +24,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from app.fleet.engines import Engines
-from app.fleet.member import Member
-from app.fleet.versions import ROUTES, weight_version
+from app.fleet.member import ROUTES, Member, weight_version
 from app.tasks import cancelled
 from app.upstream.client import EngineClient, EngineReply
 from app.upstream.dialects import DialectChoice

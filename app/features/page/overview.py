@@ -29,7 +29,6 @@ second would need a whole core."""
 ACTIVE_S = 60.0
 """A session is active if its last turn is not older than this."""
 
-
 MAX_VERSIONS = 100
 
 
