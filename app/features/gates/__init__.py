@@ -41,22 +41,13 @@ METRICS = (
 )
 
 
-class Paused:
-    """`updated` is the version of weights that were changed while turns were held back, for the resume that follows."""
-
-    def __init__(self, gates: Gates, pauses: Pauses) -> None:
-        self.gates = gates
-        self.pauses = pauses
-        self.updated: str | None = None
-
-
 def entries() -> list[Route]:
     from app.features.gates import engine_routes, routes
 
     return [*routes.route.entries, *routes.skyrl.entries, *engine_routes.route.entries]
 
 
-def add_to(services: Services) -> Paused:
+def add_to(services: Services) -> Pauses:
     from app.features.gates.pauses import Pauses
 
     gates = in_turns(services)
@@ -79,7 +70,7 @@ def add_to(services: Services) -> Paused:
     services.starts.append(pauses.start)
     services.turn_ends.append(pauses.stop)
     services.refreshes.append(refresh)
-    return Paused(gates, pauses)
+    return pauses
 
 
 def in_turns(services: Services) -> Gates:

@@ -61,13 +61,17 @@ class SweepResult(msgspec.Struct, frozen=True):
 
 
 class Pauses:
-    """Pauses and resumes. Between `start` and `stop` it opens gates whose lease has run out."""
+    """Pauses and resumes. Between `start` and `stop` it opens gates whose lease has run out.
+
+    `updated` is the version of weights that were changed while turns were held back, for the resume that follows.
+    """
 
     def __init__(
         self, *, fleet: FleetState, gates: Gates, engines: Engines, control: EngineControl, database: Database
     ) -> None:
         self._fleet = fleet
-        self._gates = gates
+        self.gates = gates
+        self.updated: str | None = None
         self._engines = engines
         self._control = control
         self._database = database
@@ -150,7 +154,7 @@ class Pauses:
     async def adapters(self) -> list[AdapterState]:
         """By name. Raises StoreUnavailable."""
         fleet = await self._fleet.refresh()
-        held, in_flight = self._gates.held(), await self._database.read(store.open_counts)
+        held, in_flight = self.gates.held(), await self._database.read(store.open_counts)
         return [
             AdapterState(
                 name=name,
@@ -175,7 +179,7 @@ class Pauses:
             closings=fleet.gate.closings,
             since=fleet.gate.since,
             lease_left_s=self._lease_left(fleet.gate),
-            held=self._gates.held().total(),
+            held=self.gates.held().total(),
             in_flight=sum(in_flight.values()),
             paused_adapters=sorted(name for name, gate in fleet.adapters.items() if gate.is_shut),
             version=fleet.version,
@@ -194,7 +198,7 @@ class Pauses:
         if rids or not self._fleet.is_alone:
             await asyncio.sleep(max(SECOND_SWEEP_S, 2 * self._fleet.stale_s))
             # Turns that passed after a resume are not this pause's business.
-            if self._fleet.fleet.closings(name) == passed and self._gates.is_shut(name):
+            if self._fleet.fleet.closings(name) == passed and self.gates.is_shut(name):
                 rids = list(dict.fromkeys([*rids, *await self._abort(name, outcomes)]))
         told: dict[str, Told] = {}
         for url, outcome in outcomes.items():

@@ -15,7 +15,7 @@ from app.api.routes import BODY, READ, WRITE, Routes, json_reply
 from app.domain.fleet import PauseMode
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed, InvalidRequest, NotFound
-from app.features.gates import Paused
+from app.features.gates.pauses import Pauses
 from turnlog import replies as reply_types
 
 route = Routes("Fleet")
@@ -74,7 +74,7 @@ class ResumeFleet(ResumeAdapter):
 async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
     """Hold the adapter's turns and abort its generations, in every process and at every engine."""
     body = await request.body_of(PauseAdapter)
-    pauses = paused(request).pauses
+    pauses = pauses_of(request)
     result = await pauses.pause_adapter(name, body.lease_s)
     state = await pauses.adapter(name)
     return reply({**state, "aborted": result.aborted, "count": len(result.aborted)}, result.engines)
@@ -93,7 +93,7 @@ async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
 async def resume_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
     """Resume the adapter's turns. An unknown name is added to the list of adapters."""
     body = await request.body_of(ResumeAdapter)
-    pauses = paused(request).pauses
+    pauses = pauses_of(request)
     await pauses.resume_adapter(name, body.version)
     return await pauses.adapter(name)
 
@@ -106,12 +106,12 @@ async def resume_adapter(request: Request, name: AdapterName) -> Mapping[str, An
     errors=(InvalidRequest, NotFound, *READ),
 )
 async def get_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
-    return await paused(request).pauses.adapter(name)
+    return await pauses_of(request).adapter(name)
 
 
 @route("GET /adapters", "List the adapters", "page", json_reply(reply_types.AdapterList, "All adapters."), errors=READ)
 async def list_adapters(request: Request) -> Mapping[str, Any]:
-    return {"adapters": await paused(request).pauses.adapters()}
+    return {"adapters": await pauses_of(request).adapters()}
 
 
 @route(
@@ -127,7 +127,7 @@ async def list_adapters(request: Request) -> Mapping[str, Any]:
 async def pause_fleet(request: Request) -> JSONResponse:
     """Hold all turns and pause every engine."""
     body = await request.body_of(PauseFleet)
-    pauses = paused(request).pauses
+    pauses = pauses_of(request)
     engines = await pauses.pause_fleet(body.mode, body.lease_s)
     return reply(await pauses.fleet(), engines)
 
@@ -148,7 +148,7 @@ async def resume_fleet(request: Request) -> JSONResponse:
     `version` is the weight version of engines that cannot say theirs.
     """
     body = await request.body_of(ResumeFleet)
-    pauses = paused(request).pauses
+    pauses = pauses_of(request)
     engines = await pauses.resume_fleet(body.version)
     return reply(await pauses.fleet(), engines)
 
@@ -157,12 +157,12 @@ async def resume_fleet(request: Request) -> JSONResponse:
     "GET /fleet", "The fleet's gate", "page", json_reply(reply_types.FleetGate, "The state of the gate."), errors=READ
 )
 async def get_fleet(request: Request) -> Mapping[str, Any]:
-    return await paused(request).pauses.fleet()
+    return await pauses_of(request).fleet()
 
 
-def paused(request: Request) -> Paused:
-    feature: Paused = request.services.features["gates"]
-    return feature
+def pauses_of(request: Request) -> Pauses:
+    pauses: Pauses = request.services.features["gates"]
+    return pauses
 
 
 def reply(state: Mapping[str, Any], engines: Mapping[str, reply_types.Told]) -> JSONResponse:
@@ -205,7 +205,7 @@ class LoraWait(Lora):
 async def abort_lora_requests(request: Request) -> JSONResponse:
     """The same as `POST /adapters/{name}/pause`."""
     order = await request.body_of(Lora)
-    result = await paused(request).pauses.pause_adapter(order.lora_name, LEASE_S)
+    result = await pauses_of(request).pause_adapter(order.lora_name, LEASE_S)
     body = {"status": "ok", "aborted": result.aborted, "count": len(result.aborted)}
     if all(engine["ok"] for engine in result.engines.values()):
         return JSONResponse(body)
@@ -224,7 +224,7 @@ async def abort_lora_requests(request: Request) -> JSONResponse:
 async def resume_lora_requests(request: Request) -> dict[str, Any]:
     """The same as `POST /adapters/{name}/resume`."""
     order = await request.body_of(Lora)
-    await paused(request).pauses.resume_adapter(order.lora_name, None)
+    await pauses_of(request).resume_adapter(order.lora_name, None)
     return {"status": "ok"}
 
 
@@ -240,7 +240,7 @@ async def resume_lora_requests(request: Request) -> dict[str, Any]:
 async def wait_lora_unpaused(request: Request) -> dict[str, Any]:
     """Answers once the adapter is not paused, or after `timeout_s`, or when the server stops."""
     order = await request.body_of(LoraWait)
-    opening = asyncio.ensure_future(paused(request).gates.opens(order.lora_name, order.timeout_s))
+    opening = asyncio.ensure_future(pauses_of(request).gates.opens(order.lora_name, order.timeout_s))
     disconnect = asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait((opening, disconnect), return_when=asyncio.FIRST_COMPLETED)

@@ -29,7 +29,7 @@ from app.sessions.conversation import Conversations
 from app.sessions.session_list import SessionQuery
 
 if TYPE_CHECKING:
-    from app.features.gates import Paused
+    from app.features.gates.pauses import Pauses
     from app.services import Services
 
 route = Routes("Page")
@@ -51,12 +51,12 @@ class Page(NamedTuple):
 
 def page_with(services: Services) -> Page:
     database, sessions = services.database, services.session_list
-    gates: Paused | None = services.features.get("gates")
+    pauses: Pauses | None = services.features.get("gates")
     watch = Watch(database, sessions, services.log_end)
     services.waits.append(watch.stop)
     return Page(
         listed=MetadataColumns(database, sessions),
-        overviews=Overviews(services, None if gates is None else gates.pauses),
+        overviews=Overviews(services, pauses),
         watch=watch,
         conversations=Conversations(database),
         turns=TurnViews(database, services.turns.claimed, services.engines.engine_of),

@@ -13,15 +13,16 @@ import asyncio
 import sqlite3
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from app.errors import StoreUnavailable
-from app.features.search import index_file, remove_file
 from app.features.search.text import Query
 from app.store.engine import Database
 from app.store.sessions import load_heads
+from app.store.sqlite_engine import file_of
 from app.tasks import uncancelled
 
 T = TypeVar("T")
@@ -44,6 +45,9 @@ CREATE TABLE IF NOT EXISTS messages (
 );
 CREATE INDEX IF NOT EXISTS messages_of_session ON messages (session_id);
 """
+
+TABLES = ("search_messages", "search_state")
+"""PostgreSQL's; the index makes them, no migration does."""
 
 COLUMNS = "id, session_id, turn, message, at, role, tools, finish_reason, text"
 
@@ -82,6 +86,19 @@ class Wanted(msgspec.Struct, frozen=True):
     session_ids: Sequence[str] | None
     before: int
     limit: int
+
+
+def index_file(database: Database) -> Path:
+    """SQLite's index lies beside the database."""
+    return Path(f"{file_of(database.url)}.search")
+
+
+def remove_file(file: Path) -> bool:
+    """Remove an SQLite index with its log; was there one?"""
+    was_there = file.exists()
+    for path in (file, *(file.with_name(f"{file.name}-{suffix}") for suffix in ("wal", "shm"))):
+        path.unlink(missing_ok=True)
+    return was_there
 
 
 class Index(Protocol):
