@@ -25,9 +25,9 @@ from app.extras import install
 from app.fleet.engine_pool import EnginePool
 from app.fleet.engines import Engines
 from app.fleet.health import HealthWatch
+from app.fleet.member import WeightVersions
 from app.fleet.native import NativeRoutes
 from app.fleet.state import POLL_S, FleetState
-from app.fleet.versions import WeightVersions
 from app.metrics import Metrics, RecentTurnStats
 from app.process import FeatureFaults, FreedMemory, LoopLag, end_without_store
 from app.request_memory import RequestMemory
@@ -48,7 +48,7 @@ from app.settings import Settings
 from app.store.dialect import StorePoints
 from app.store.engine import Database
 from app.store.writer import Writer
-from app.tito.families import check_family
+from app.tito.arguments import check_family
 from app.tokens import Tokens
 from app.turn.claims import Claims
 from app.turn.engine_call import EngineCalls

@@ -21,7 +21,7 @@ from app.errors import InvalidRequest, NotFound, Unsupported, UpstreamInvalid
 from app.fleet.engines import COUNT_TOKENS
 from app.logs import request_id
 from app.protocols.errors import engine_error
-from app.protocols.messages.parse import parse_count
+from app.protocols.messages.parse import parse_messages
 from app.protocols.registry import PROTOCOLS
 from app.turn.large_bodies import large_bytes
 from app.upstream import headers as http_headers
@@ -186,13 +186,13 @@ async def _count(request: Request, session_id: str) -> object:
 
 
 def _parsed_count(body: bytes) -> tuple[bytes, ChatRequest]:
-    """The body as it is read, and its request. Raises as `parse_count`."""
+    """The body as it is read, and its request. Raises as `parse_messages`."""
     try:
-        return body, parse_count(body)
+        return body, parse_messages(body, generates=False)
     except InvalidRequest:
         if (read := mended(body)) is None:
             raise
-    return read.body, parse_count(read.body)
+    return read.body, parse_messages(read.body, generates=False)
 
 
 def _counted(body: bytes) -> bytes:

@@ -137,11 +137,7 @@ class Exporter:
 
     async def _opened(self, query: ExportQuery, cursor: str | None) -> tuple[Cursor, Position, ExportQuery]:
         """The cursor with its window fixed, the window's end, and what is asked for. Raises InvalidRequest."""
-        pinned, high = await self._window(None if cursor is None else decode_cursor(cursor))
-        return pinned, high, pinned.as_of(query)
-
-    async def _window(self, given: Cursor | None) -> tuple[Cursor, Position]:
-        """The cursor with its window fixed, and the window's end. Raises InvalidRequest."""
+        given = None if cursor is None else decode_cursor(cursor)
         if given is None or given.high is None:
             await wait_for_horizon(self._database)
         epoch = await self._database.read(feed.epoch)
@@ -153,9 +149,9 @@ class Exporter:
             raise InvalidRequest(
                 f"the cursor is of epoch {given.epoch}, the store is in {epoch}: it was restored; export anew"
             )
-        if given.high is not None:
-            return given, given.high
-        return msgspec.structs.replace(given, high=horizon, newest=newest), horizon
+        if given.high is None:
+            given = msgspec.structs.replace(given, high=horizon, newest=newest)
+        return given, given.high or horizon, given.as_of(query)
 
     async def rows(self, session_ids: Sequence[str], query: ExportQuery) -> list[Fields]:
         """The rows of these sessions as they are now, excluded ones too; meant for few sessions."""
@@ -179,9 +175,7 @@ class Exporter:
         """The parts, made with helpers where there are any and they can: not where `limit` ends the export inside a
         part, nor where an operator's own code picks branches."""
         branches = self._branches(query)
-        # They know nothing of a bucket, and open the database as a server does.
-        is_readable = not (query.replay and self._database.bucket is not None) and not self._database.is_read_only
-        if self._helpers is None or not isinstance(branches, str) or query.limit is not None or not is_readable:
+        if self._helpers is None or not isinstance(branches, str) or not self._is_for_helpers(query):
             parts: AsyncGenerator[Rows] = self._made_here(window, high, query)
         else:
             export = HelpedExport(self._database.url, query.model_dump_json(), window, high, self.release, branches)
@@ -196,6 +190,11 @@ class Exporter:
                     yield part
                 else:
                     yield self._counted(part)
+
+    def _is_for_helpers(self, query: ExportQuery) -> bool:
+        """Helpers know nothing of a bucket, and open the database as a server does."""
+        has_bucket = bool(query.replay) and self._database.bucket is not None
+        return query.limit is None and not has_bucket and not self._database.is_read_only
 
     def _counted(self, rows: Iterator[Fields]) -> Iterator[Fields]:
         for row in rows:

@@ -13,8 +13,8 @@ from app.domain.events import UnknownEvent
 from app.domain.samples import Inconsistent
 from app.domain.session import Session
 from app.errors import InvalidRequest, SessionNotFound
+from app.export.pages import Members, RolloutRows
 from app.export.query import ExportQuery
-from app.export.rollout_rows import Members, RolloutRows
 from app.export.rows import Known, SessionRows, known
 from app.export.shapes import miles
 from app.sessions import transcript

@@ -17,8 +17,7 @@ from app.domain.events import EngineShape
 from app.domain.fleet import EngineListed
 from app.domain.request import IdsField
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
-from app.fleet.member import Member
-from app.fleet.versions import ROUTES, WeightVersions
+from app.fleet.member import ROUTES, Member, WeightVersions
 from app.upstream.client import ONCE, EngineClient, EngineReply, Grow, TooLarge, Unreadable
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control, with_request_id
@@ -242,9 +241,7 @@ class Engines:
                     dialect = self._configured if member.dialect is None else member.dialect
                     dispatched = version
                     if version is None:
-                        dispatched = (
-                            known if self._versions is None else await self._dispatched(url, open_stream is not None)
-                        )
+                        dispatched = await self._dispatched(url, known, open_stream is not None)
                     sent = headers
                     if rid and dialect != "sglang":
                         sent = with_request_id(sent, rid)
@@ -282,10 +279,12 @@ class Engines:
             if not is_cancelled:
                 self._generating.pop(rid, None)
 
-    async def _dispatched(self, url: str, is_stream: bool) -> str | None:
+    async def _dispatched(self, url: str, known: str | None, is_stream: bool) -> str | None:
         """The weight version of what is sent to this engine now; None if it is not known."""
+        if self._versions is None:
+            return known
         member = self.members.get(url)
-        if member is None or self._versions is None:
+        if member is None:
             return None
         dialect = self._dialect_of(url)
         names_none = dialect == "vllm" or (is_stream and dialect == "sglang")
@@ -312,7 +311,13 @@ class Engines:
         running = self._probes.get(key)
         if running is None:
             running = self._probes[key] = asyncio.create_task(ask(), name="turnlog-probe")
-            running.add_done_callback(lambda task: self._probed(key, task))
+
+            def ended(task: asyncio.Task[Any]) -> None:
+                del self._probes[key]
+                if not task.cancelled():
+                    task.exception()  # Marks it as retrieved: a cancelled turn does not read it.
+
+            running.add_done_callback(ended)
         # Others may wait for it too: it goes on if this turn is cancelled.
         found: T = await asyncio.shield(running)
         return found
@@ -327,11 +332,6 @@ class Engines:
         if field is None:
             log.warning("the chat of %s takes no token ids: its turns are only captured, docs/tito.md", member.url)
         return field
-
-    def _probed(self, key: str, task: asyncio.Task[Any]) -> None:
-        del self._probes[key]
-        if not task.cancelled():
-            task.exception()  # Marks it as retrieved: a cancelled turn does not read it.
 
     async def offer(self, url: str) -> Offer | None:
         """vLLM's route for prompts of ids, if the engine has it; asked once, and again after a restart or where it gave

@@ -24,12 +24,11 @@ from typing import Literal, TypeVar
 import msgspec
 
 from app.fleet.engines import Engines
-from app.fleet.member import Member
-from app.fleet.versions import ROUTES, weight_version
+from app.fleet.member import ROUTES, Member, weight_version
 from app.tasks import cancelled
 from app.upstream.client import EngineClient, EngineReply
 from app.upstream.dialects import DialectChoice
-from app.upstream.headers import Headers, to_control
+from app.upstream.headers import to_control
 from app.upstream.http import EngineError, NotSent, TimedOut
 from app.upstream.streams import UNREADABLE
 from workers.codec import describe
@@ -63,52 +62,6 @@ class _ServerInfo(msgspec.Struct, frozen=True):
 describe(_ServerInfo)
 
 
-class LogprobsModes:
-    """Each engine is asked once, and again after it was restarted or did not answer."""
-
-    def __init__(self, client: EngineClient, headers: Headers) -> None:
-        self._client = client
-        self._headers = headers
-        self._asking: set[asyncio.Task[None]] = set()
-
-    def ask_if_new(self, member: Member) -> None:
-        """Ask in the background."""
-        if member.dialect != "vllm" or member.logprobs_asked:
-            return
-        member.logprobs_asked = True
-        asking = asyncio.create_task(self._ask(member), name="turnlog-logprobs-mode")
-        self._asking.add(asking)
-        asking.add_done_callback(self._asking.discard)
-
-    async def stop(self) -> None:
-        await cancelled(*self._asking)
-
-    async def _ask(self, member: Member) -> None:
-        generation = member.generation
-        try:
-            async with asyncio.timeout(ASK_S):
-                reply = await self._client.get(member.url + SERVER_INFO, self._headers)
-        except (EngineError, TimeoutError) as error:
-            log.info("%s did not say what its logprobs are of: %s", member.url, error)
-            member.logprobs_asked = False
-            return
-        if member.generation == generation:
-            member.logprobs_of = _mode(reply)
-            if member.logprobs_of == "logits":
-                log.warning("%s returns logits instead of logprobs (--logprobs-mode): its rows say so", member.url)
-
-
-def _mode(reply: EngineReply) -> LogprobsOf | None:
-    """None if it does not say, or in a mode that is not known here."""
-    if reply.status != 200:
-        return None
-    try:
-        info = msgspec.json.decode(reply.body.joined(), type=_ServerInfo)
-    except UNREADABLE:
-        return None
-    return MODES.get(info.vllm_config.model_config.logprobs_mode or "")
-
-
 log = logging.getLogger("turnlog.engines")
 
 CHECK_INTERVAL_S = 3.0
@@ -133,7 +86,7 @@ class _IsPaused(msgspec.Struct):
 
 
 Outcome = EngineReply | EngineError
-Decoded = TypeVar("Decoded", _ModelInfo, _IsPaused)
+Decoded = TypeVar("Decoded", _ModelInfo, _IsPaused, _ServerInfo)
 
 
 class HealthWatch:
@@ -152,18 +105,17 @@ class HealthWatch:
         self._client = client
         self._dialect: Literal["sglang", "vllm"] | None = None if dialect == "auto" else dialect
         self._headers = to_control(api_key)
-        self._modes = LogprobsModes(client, self._headers)
         self._is_paused = is_paused
         self._due: dict[str, float] = {}
         self._checking: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
+        self._asking: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         self._watching = asyncio.create_task(self._watch(), name="turnlog-health")
 
     async def stop(self) -> None:
-        await cancelled(self._watching, *self._checking.values())
-        await self._modes.stop()
+        await cancelled(self._watching, *self._checking.values(), *self._asking)
 
     async def any_alive(self) -> bool:
         """Is any engine alive? Engines of unknown state are checked first."""
@@ -176,8 +128,15 @@ class HealthWatch:
         while True:
             now = loop.time()
             self._engines.changed.clear()
-            self._spread(now)
-            self._make_urgent_due()
+            members = self._engines.members
+            self._due = {url: due for url, due in self._due.items() if url in members}
+            new = [url for url in members if url not in self._due]
+            for index, url in enumerate(new):  # spread evenly over an interval
+                self._due[url] = now + CHECK_INTERVAL_S * index / len(new)
+            for url, member in members.items():
+                if member.needs_check:  # it failed a turn
+                    member.needs_check = False
+                    self._due[url] = 0.0
             for url, due in self._due.items():
                 if due <= now:
                     self.check(url)
@@ -187,21 +146,6 @@ class HealthWatch:
                     await self._engines.changed.wait()
             except TimeoutError:
                 continue
-
-    def _spread(self, now: float) -> None:
-        """Spread the checks of new engines evenly over an interval."""
-        members = self._engines.members
-        self._due = {url: due for url, due in self._due.items() if url in members}
-        new = [url for url in members if url not in self._due]
-        for index, url in enumerate(new):
-            self._due[url] = now + CHECK_INTERVAL_S * index / len(new)
-
-    def _make_urgent_due(self) -> None:
-        """Engines that failed a turn are checked at once."""
-        for url, member in self._engines.members.items():
-            if member.needs_check:
-                member.needs_check = False
-                self._due[url] = 0.0
 
     def check(self, url: str) -> asyncio.Task[None]:
         """The check of this engine that is running, or a new one."""
@@ -233,7 +177,11 @@ class HealthWatch:
             version = await weight_version(self._client, url, self._headers, ROUTES["vllm"])
             self._engines.seen(url, version, known, "vllm")
         self._update(member, info_reply, health, is_gate_shut or self._is_paused(), known)
-        self._modes.ask_if_new(member)
+        if member.dialect == "vllm" and not member.logprobs_asked:
+            member.logprobs_asked = True
+            asking = asyncio.create_task(self._ask_mode(member), name="turnlog-logprobs-mode")
+            self._asking.add(asking)
+            asking.add_done_callback(self._asking.discard)
         if url in self._due and (member.failures or member.health == "dead"):
             self._due[url] = min(self._due[url], asyncio.get_running_loop().time() + RECHECK_S)
 
@@ -262,6 +210,23 @@ class HealthWatch:
             member.failed(f"/health answers {health.status}", time.time())
         else:
             member.succeeded("healthy", time.time())
+
+    async def _ask_mode(self, member: Member) -> None:
+        """Which distribution the engine's logprobs are of. It is asked once, in the background, and again after it was
+        restarted or did not answer."""
+        generation = member.generation
+        try:
+            async with asyncio.timeout(ASK_S):
+                reply = await self._client.get(member.url + SERVER_INFO, self._headers)
+        except (EngineError, TimeoutError) as error:
+            log.info("%s did not say what its logprobs are of: %s", member.url, error)
+            member.logprobs_asked = False
+            return
+        if member.generation == generation:
+            info = _read(reply, _ServerInfo)  # None if it does not say; it may be in a mode that is not known here
+            member.logprobs_of = None if info is None else MODES.get(info.vllm_config.model_config.logprobs_mode or "")
+            if member.logprobs_of == "logits":
+                log.warning("%s returns logits instead of logprobs (--logprobs-mode): its rows say so", member.url)
 
     async def _ask(self, url: str) -> Outcome:
         try:

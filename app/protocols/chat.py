@@ -198,26 +198,6 @@ def with_given_ids(reply: CommittedReply) -> bytes:
     return join_object(fields)
 
 
-class LiveIds:
-    """The ids of a reply's calls as they come: the same that `app.domain.calls.given_ids` makes of the whole one."""
-
-    def __init__(self, proof: str) -> None:
-        self._prefix = given_prefix("chat", proof)
-        self._places: set[int] = set()
-        self._ids: set[str] = set()
-
-    def of(self, call: dict[str, Any]) -> dict[str, Any]:
-        """A piece of a call; its first has an id."""
-        place, call_id = call["index"], call.get("id")
-        if place in self._places:
-            return call
-        self._places.add(place)
-        if not isinstance(call_id, str) or not call_id or call_id in self._ids:
-            return {**call, "id": f"{self._prefix}_{place}"}
-        self._ids.add(call_id)
-        return call
-
-
 DONE = b"data: [DONE]\n\n"
 
 _NOT_IN_A_CHUNK = ("meta_info", "message", "prompt_token_ids", "response_token_ids", "token_ids", *REPLAY)
@@ -388,7 +368,9 @@ class LiveChat:
     def __init__(self, begun: CommittedReply) -> None:
         self._repeated = repeated_fields(_FIELDS.decode(begun.body))
         self._sent: set[str] = set()
-        self._ids = LiveIds(begun.proof)
+        self._prefix = given_prefix("chat", begun.proof)
+        self._places: set[int] = set()
+        self._ids: set[str] = set()
 
     def delta(self, delta: Mapping[str, Any]) -> bytes:
         texts = {name: text for name, text in delta.items() if name != "tool_calls"}
@@ -398,12 +380,21 @@ class LiveChat:
         self._sent.update(texts)
         raw = {name: msgspec.Raw(msgspec.json.encode(text)) for name, text in texts.items()}
         deltas = [delta["delta"] for delta in _deltas(raw, None, is_last=True)] if texts else []
-        for call in map(self._ids.of, delta.get("tool_calls", ())):
+        for call in map(self._with_id, delta.get("tool_calls", ())):
             deltas += [{"tool_calls": [{**piece, "index": call["index"]}]} for piece in call_pieces(call)]
-        return b"".join(map(self._chunk, deltas))
+        choices = ({"index": 0, "delta": piece, "finish_reason": None} for piece in deltas)
+        return b"".join(event({**self._repeated, "choices": [choice]}) for choice in choices)
 
-    def _chunk(self, delta: Mapping[str, Any]) -> bytes:
-        return event({**self._repeated, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    def _with_id(self, call: dict[str, Any]) -> dict[str, Any]:
+        """A piece of a call. Its first has the id that `app.domain.calls.given_ids` makes of the whole reply."""
+        place, call_id = call["index"], call.get("id")
+        if place in self._places:
+            return call
+        self._places.add(place)
+        if not isinstance(call_id, str) or not call_id or call_id in self._ids:
+            return {**call, "id": f"{self._prefix}_{place}"}
+        self._ids.add(call_id)
+        return call
 
     def end(self, reply: CommittedReply) -> bytes:
         """The message's fields that were not sent, the logprobs, and the end."""

@@ -64,9 +64,12 @@ def read_reply(body: bytes) -> ReplyFields:
     choice = decoded.choices[0]
     meta = _META.decode(choice.meta_info) if bytes(choice.meta_info).lstrip()[:1] == b"{" else _Meta()
     created = decoded.created if isinstance(decoded.created, int | float) else 0
+    reason = choice.finish_reason
+    if reason is None:
+        reason = meta.finish_reason.get("type") if isinstance(meta.finish_reason, dict) else meta.finish_reason
     return ReplyFields(
         choice.message,
-        _finish_reason(choice, meta),
+        reason if isinstance(reason, str) else None,
         choice.matched_stop if choice.matched_stop is not None else choice.stop_reason,
         decoded.model if isinstance(decoded.model, str) else "",
         int(created),
@@ -130,13 +133,6 @@ def _shown(one: TokenLogprob) -> dict[str, Any]:
 def reasoning_of(message: Mapping[str, Any]) -> str:
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     return reasoning if isinstance(reasoning, str) else ""
-
-
-def _finish_reason(choice: _Choice, meta: _Meta) -> str | None:
-    reason = choice.finish_reason
-    if reason is None:
-        reason = meta.finish_reason.get("type") if isinstance(meta.finish_reason, dict) else meta.finish_reason
-    return reason if isinstance(reason, str) else None
 
 
 def _counts(usage: dict[str, Any], meta: _Meta) -> Counts:

@@ -14,10 +14,16 @@ from typing import Any
 import msgspec
 
 from app.errors import InvalidRequest, StartupError
-from app.tito.continuation import STAND_IN_TOOL, ContinuationRule, Decode, Encode, Stops
-from app.tito.extension import NotAnExtension
+from app.tito.continuation import (
+    STAND_IN_TOOL,
+    ContinuationRule,
+    Decode,
+    Encode,
+    Message,
+    NotAnExtension,
+    Stops,
+)
 from app.tito.normalise import REASONING, MessageFormat
-from app.tito.template import Message
 
 TOOL_NAME = "look_up_weather"
 

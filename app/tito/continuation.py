@@ -2,11 +2,12 @@
 
 The messages around it are rendered twice, with the new messages and without them, and a random word stands in the
 stored message for what was generated. Both renderings are cut behind the word. The last stored token says how much of
-what follows was generated already.
+what follows was generated already. To import this loads no template engine.
 """
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from app.tito.extension import Extension, NotAnExtension
-from app.tito.template import Message
+Message = Mapping[str, Any]
 
 Render = Callable[[Message, Sequence[Message], bool], str]
 """Renders a history, an assistant message and what follows it; the flag asks for a generation prompt."""
@@ -30,6 +30,17 @@ STAND_IN_TOOL: Mapping[str, Any] = {"type": "function", "function": {"name": _TO
 """Is rendered in place of a session's tools, unless the rule gets the real history."""
 
 
+class NotAnExtension(Exception):
+    """The template's rendering of the conversation does not begin with the stored tokens."""
+
+
+class Extension(msgspec.Struct, frozen=True):
+    """The next prompt: the stored ids without the last `trim`, then `ids`."""
+
+    trim: int
+    ids: array[int]
+
+
 class Stops(msgspec.Struct, frozen=True):
     """Ids that end a generation. `roles` are those of them that begin the next message (GLM: `<|user|>`).
 
@@ -39,13 +50,6 @@ class Stops(msgspec.Struct, frozen=True):
     ids: frozenset[int]
     roles: frozenset[int]
     special: frozenset[int]
-
-
-class Endings(msgspec.Struct, frozen=True):
-    """What follows a message's text or its last call: if it is the last message, and if others follow."""
-
-    last: array[int]
-    followed: array[int]
 
 
 class ContinuationRule:
@@ -63,9 +67,6 @@ class ContinuationRule:
         The history of `render` ends with a message whose text is `question`. Raises NotAnExtension, and InvalidRequest
         from the template.
         """
-        return self.join(self._endings(render, answer, new), last, called=bool(answer.get("tool_calls")))
-
-    def _endings(self, render: Render, answer: Message, new: Sequence[Message]) -> Endings:
         for marked in _marked(answer, self._word):
             alone, whole = render(marked, (), False), render(marked, new, True)
             if alone.count(self._word) == whole.count(self._word) == 1:
@@ -78,18 +79,19 @@ class ContinuationRule:
             raise NotAnExtension("the chat template renders the messages before these otherwise")
         if _TOOL_NAME in followed:  # Muse Glimmer shows them with each system message
             raise NotAnExtension("the chat template renders the tools again with these messages")
-        return Endings(self._encode(alone.split(self._word)[1]), self._encode(followed))
+        ending = self._encode(alone.split(self._word)[1])
+        return self.join(ending, self._encode(followed), last, called=bool(answer.get("tool_calls")))
 
-    def join(self, endings: Endings, last: int, *, called: bool) -> Extension:
-        """`called`: the message ends with calls, of which the word stands in the last one."""
-        alone, followed = endings.last, endings.followed
-        same = _common_length(alone, followed)
+    def join(self, alone: array[int], followed: array[int], last: int, *, called: bool) -> Extension:
+        """What follows a message's text or its last call: if it is the last message, `alone`, and `followed` if others
+        follow. `called`: the message ends with calls, of which the word stands in the last one."""
+        same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], zip(alone, followed, strict=False))))
         begins = next((index for index in range(same, len(followed)) if followed[index] in self.stops.special), same)
         if self._decode(followed[same:begins]).strip():
             begins = same  # MiniCPM: the next message is bare text
         if last in self.stops.ids:
             if last in alone[:same]:
-                return Extension(0, followed[_last_index(alone[:same], last) + 1 :])
+                return Extension(0, followed[same - alone[:same][::-1].index(last) :])
             if followed[begins : begins + 1] == array("i", [last]):  # GLM: it begins the next message
                 return Extension(0, followed[begins + 1 :])
             if last in self.stops.roles:  # and another message follows
@@ -110,14 +112,3 @@ def _marked(answer: Message, word: str) -> Iterator[dict[str, Any]]:
         # Gemma 4 renders a message's text behind its calls' results; it was generated before them.
         yield {**plain, "content": "", "tool_calls": [*calls[:-1], {**calls[-1], "function": function}]}
     yield {**plain, "content": word}
-
-
-def _common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    for index, (ours, theirs) in enumerate(zip(one, other, strict=False)):
-        if ours != theirs:
-            return index
-    return min(len(one), len(other))
-
-
-def _last_index(ids: array[int], token: int) -> int:
-    return len(ids) - 1 - ids[::-1].index(token)

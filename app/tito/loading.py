@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,6 @@ import msgspec
 
 from app.errors import StartupError
 from app.extras import install
-from app.tito.models import rendered_elsewhere
 from app.tito.normalise import EngineDialect
 
 
@@ -25,7 +25,12 @@ def tokenizer(path_or_name: str, dialect: EngineDialect | None = None) -> tuple[
     # With one text per call there is nothing to parallelise, and the package's threads would not have the caller's
     # niceness.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    transformers = _transformers()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Otherwise it warns that PyTorch is missing.
+    try:
+        importlib.import_module("jinja2")  # transformers asks for it only when it renders the first template
+        transformers = importlib.import_module("transformers")
+    except ImportError as error:
+        raise StartupError(f"TURNLOG_TOKENIZER needs the package {error.name}: {install('tito')}") from error
     loaded = _tokenizer(transformers, path_or_name)
     if not loaded.is_fast:
         raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: not a fast tokenizer (one with a tokenizer.json)")
@@ -43,7 +48,9 @@ def tokenizer(path_or_name: str, dialect: EngineDialect | None = None) -> tuple[
         )
     loaded.backend_tokenizer.no_truncation()
     loaded.backend_tokenizer.no_padding()
-    return loaded, _stops(transformers, path_or_name, loaded.eos_token_id)
+    stops = _json(transformers, path_or_name, "generation_config.json").get("eos_token_id")
+    every = [loaded.eos_token_id, *(stops if isinstance(stops, list) else [stops])]
+    return loaded, frozenset(token for token in every if isinstance(token, int))
 
 
 def _as_sglang(transformers: ModuleType, path_or_name: str, loaded: Any, dialect: EngineDialect | None) -> Any:
@@ -100,36 +107,19 @@ def _depends(path_or_name: str) -> StartupError:
     )
 
 
-def _transformers() -> ModuleType:
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # Otherwise it warns that PyTorch is missing.
-    try:
-        importlib.import_module("jinja2")  # transformers asks for it only when it renders the first template
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise StartupError(f"TURNLOG_TOKENIZER needs the package {error.name}: {install('tito')}") from error
-
-
 def _tokenizer(transformers: ModuleType, path_or_name: str) -> Any:
     load = transformers.AutoTokenizer.from_pretrained
+    unreadable = (OSError, ValueError, KeyError, ImportError)
     try:
-        return load(path_or_name, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        if Path(path_or_name).exists():
-            raise _not_loaded(path_or_name, error) from error
-    try:
-        return load(path_or_name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise _not_loaded(path_or_name, error) from error
-
-
-def _not_loaded(path_or_name: str, error: Exception) -> StartupError:
-    return StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: no tokenizer can be loaded ({type(error).__name__})")
-
-
-def _stops(transformers: ModuleType, path_or_name: str, eos: int | None) -> frozenset[int]:
-    stops = _json(transformers, path_or_name, "generation_config.json").get("eos_token_id")
-    every = [eos, *(stops if isinstance(stops, list) else [stops])]
-    return frozenset(token for token in every if isinstance(token, int))
+        try:
+            return load(path_or_name, local_files_only=True, trust_remote_code=False)
+        except unreadable:
+            if Path(path_or_name).exists():
+                raise
+            return load(path_or_name, trust_remote_code=False)
+    except unreadable as error:
+        why = type(error).__name__
+        raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: no tokenizer can be loaded ({why})") from error
 
 
 def _json(transformers: ModuleType, path_or_name: str, name: str) -> dict[str, Any]:
@@ -146,3 +136,60 @@ def _json(transformers: ModuleType, path_or_name: str, name: str) -> dict[str, A
 def _file(transformers: ModuleType, path_or_name: str, name: str) -> str | None:
     path: str | None = transformers.utils.cached_file(path_or_name, name, _raise_exceptions_for_missing_entries=False)
     return path
+
+
+# Models whose prompts an engine makes with code of its own, whatever chat template their folder has. Their template
+# would give other ids than the engine's in silence, so they are refused by name at start. SGLang 0.5.23 tells them by
+# `config.json` (`chat_encoding.py`, `python_chat_template.py`, `conversation.py` and `serving_chat.py`); vLLM 0.32 has
+# renderers for the first five, too. A folder without `config.json` is told by its template.
+
+_BY_ARCHITECTURE: Mapping[str, str] = {
+    "DeepseekV4": "DeepSeek V4",
+    "KimiK3": "Kimi K3",
+    "Inkling": "Inkling",
+    "Glm5Next": "GLM-5.3 Flash",
+}
+"""Parts of the names in `architectures`."""
+
+_BY_TYPE: Mapping[str, str] = {
+    "deepseek_v4": "DeepSeek V4",
+    "deepseek_v41": "DeepSeek V4.1",
+    "kimi_k3": "Kimi K3",
+    "minimax_m3_vl": "MiniMax M3",
+    "internvl_chat": "InternVL 2.5",
+    "deepseek_vl_v2": "DeepSeek VL2",
+    "multi_modality": "Janus Pro",
+    "phi4mm": "Phi 4 Multimodal",
+    "minicpmv": "MiniCPM-V",
+    "minicpmo": "MiniCPM-o",
+    "moss_vl": "MOSS-VL",
+    "deepseek-ocr": "DeepSeek OCR",
+    "unlimited-ocr": "Unlimited OCR",
+    "paddleocr_vl": "PaddleOCR-VL",
+}
+"""`model_type`."""
+
+_BY_WORDS: Mapping[tuple[str, ...], str] = {
+    ("drop_thinking",): "DeepSeek V4",
+    ("thinking_effort", "image_prompts"): "Kimi K3",
+    ("[gMASK]<sop>", "Reasoning Effort:", "<arg_key>"): "GLM-5.3",
+}
+"""What only the template of such a model has."""
+
+_TOGGLE = "enable_thinking"
+"""GLM's other templates have it."""
+
+
+def rendered_elsewhere(config: Mapping[str, Any], source: str) -> str | None:
+    """The model's name; None for one whose chat template engines use. `source` is the template's text."""
+    kind, architectures = config.get("model_type"), config.get("architectures")
+    if isinstance(kind, str) and kind in _BY_TYPE:
+        return _BY_TYPE[kind]
+    first = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    for part, name in _BY_ARCHITECTURE.items():
+        if part in first:
+            return name
+    for words, name in _BY_WORDS.items():
+        if all(word in source for word in words) and not (name == "GLM-5.3" and _TOGGLE in source):
+            return name
+    return None

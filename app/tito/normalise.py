@@ -94,16 +94,17 @@ def _message(
         message.update(dict.fromkeys(names, reasoning))
     calls = item.get("tool_calls")
     if calls is not None and (calls != [] or dialect != "vllm"):
-        message["tool_calls"] = _calls(calls, index, message_format, None if stored else dialect)
+        if not isinstance(calls, list):
+            raise InvalidRequest(f"messages[{index}]: tool_calls must be a list")
+        read_as = None if stored else dialect
+        message["tool_calls"] = [
+            _call(call, index, number, message_format, read_as) for number, call in enumerate(calls)
+        ]
     if item.get("tools") is not None:
-        message["tools"] = _message_tools(item["tools"], index)
+        if not isinstance(item["tools"], list):
+            raise InvalidRequest(f"messages[{index}]: tools must be a list")
+        message["tools"] = [_tool(tool, number, False) for number, tool in enumerate(item["tools"])]
     return message
-
-
-def _message_tools(items: Any, index: int) -> list[dict[str, Any]]:
-    if not isinstance(items, list):
-        raise InvalidRequest(f"messages[{index}]: tools must be a list")
-    return [_tool(item, number, False) for number, item in enumerate(items)]
 
 
 def _content(
@@ -136,18 +137,10 @@ def _part(part: Any, index: int, number: int) -> str:
     return text
 
 
-def _calls(
-    calls: Any, index: int, message_format: MessageFormat, dialect: EngineDialect | None
-) -> list[dict[str, Any]]:
-    """`dialect`: None for arguments as they are stored."""
-    if not isinstance(calls, list):
-        raise InvalidRequest(f"messages[{index}]: tool_calls must be a list")
-    return [_call(call, index, number, message_format, dialect) for number, call in enumerate(calls)]
-
-
 def _call(
     call: Any, index: int, number: int, message_format: MessageFormat, dialect: EngineDialect | None
 ) -> dict[str, Any]:
+    """`dialect`: None for arguments as they are stored."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         raise InvalidRequest(f"messages[{index}]: tool call {number} has no function")
@@ -158,21 +151,18 @@ def _call(
         arguments = _vllm_arguments(arguments)
     else:
         arguments = _stored_arguments(arguments)
-    if message_format.text_arguments:
-        arguments = _arguments_text(function.get("arguments"))
+    if message_format.text_arguments:  # the client's own text, if it is one
+        given = function.get("arguments")
+        if isinstance(given, str):
+            arguments = given or "{}"
+        else:
+            arguments = msgspec.json.encode({} if given is None else given).decode()
     return {
         "id": call.get("id"),
         "index": call.get("index"),
         "type": "function",
         "function": {"name": function.get("name"), "arguments": arguments},
     }
-
-
-def _arguments_text(arguments: Any) -> str:
-    """The client's own text, if it is one."""
-    if isinstance(arguments, str):
-        return arguments or "{}"
-    return msgspec.json.encode({} if arguments is None else arguments).decode()
 
 
 def _sglang_arguments(arguments: Any, where: str) -> Any:

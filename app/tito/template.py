@@ -12,8 +12,7 @@ import jinja2.meta
 from jinja2 import nodes
 
 from app.errors import InvalidRequest, StartupError
-
-Message = Mapping[str, Any]
+from app.tito.continuation import Message
 
 _MEDIA = ("image", "audio", "video", "vision")
 

@@ -32,7 +32,7 @@ from app.errors import InvalidRequest, TokenPrefixMismatch, Unsupported
 from app.sessions.cache import SessionCache, id_text
 from app.store.content import load_blobs
 from app.tito import normalise
-from app.tito.extension import Extension, NotAnExtension
+from app.tito.continuation import Extension, NotAnExtension
 from app.tito.normalise import EngineDialect
 from app.turn.in_flight import Claimed, EngineCall, PromptIds, Request, TemplateInputs, blobs_of
 from workers.parse import KnownTokens

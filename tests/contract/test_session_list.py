@@ -14,7 +14,7 @@ from helpers.store import Store, engines_at, reward
 from sqlalchemy import insert
 
 from app.errors import InvalidRequest
-from app.features.page import reads as page_reads
+from app.features.page import overview as page_reads
 from app.sessions.session_list import SessionList, SessionQuery, Sort
 from app.store import sessions as session_reads
 from app.store.log_sessions import Create

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.store import Store, reward
 
-from app.features.page import reads
-from app.features.page.reads import Tail
+from app.features.page.watch import Tail, events_since
 from app.store import feed
 from app.store.feed import START, Position
 
@@ -14,7 +13,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def since(store: Store, after: Position, limit: int = 100) -> Tail:
-    return await store.database.read(lambda connection: reads.since(connection, after, limit))
+    return await store.database.read(lambda connection: events_since(connection, after, limit))
 
 
 async def end(store: Store) -> Position:

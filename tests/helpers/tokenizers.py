@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app.tito.extension import Extension
+from app.tito.continuation import Extension
 from app.tito.prompts import Prompts
 from tests.tools.tito_check import tokenizers
 

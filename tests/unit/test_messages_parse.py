@@ -14,7 +14,7 @@ from app.domain.prefill import CONTINUES
 from app.domain.request import ChatRequest
 from app.domain.request import canonical_hash as hash_of_request
 from app.errors import InvalidRequest, Unsupported
-from app.protocols.messages.parse import parse_count
+from app.protocols.messages.parse import parse_messages
 from app.protocols.registry import PROTOCOLS
 
 MESSAGES = PROTOCOLS["messages"]
@@ -146,7 +146,9 @@ def test_a_conversation_as_chat_messages(system: Any, messages: list[Any], expec
     found = parsed(messages) if system is None else parsed(messages, system=system)
     assert chat(found) == expected
     assert (CONTINUES in found.params) == (messages[-1]["role"] == "assistant")
-    counted = parse_count(json.dumps({"model": "m", "messages": messages, "system": system}).encode())
+    counted = parse_messages(
+        json.dumps({"model": "m", "messages": messages, "system": system}).encode(), generates=False
+    )
     assert (chat(counted), CONTINUES in counted.params) == (expected, False)
 
 

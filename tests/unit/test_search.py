@@ -11,8 +11,7 @@ import pytest
 
 from app.errors import InvalidRequest, PositionGone
 from app.features.search import follower
-from app.features.search.query import Query, parse, snippet
-from app.features.search.text import MAX_NAME, MAX_TEXT, MAX_TOOLS, read_message, words_of
+from app.features.search.text import MAX_NAME, MAX_TEXT, MAX_TOOLS, Query, parse, read_message, snippet, words_of
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"cmd": "ls -l"}'}}
 USE = {"type": "tool_use", "id": "c2", "name": "read", "input": {"path": "/etc/hosts", "lines": 3}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ import pytest
 from helpers.tokenizers import needs_templates
 
 from app.tito import battery, continuation, normalise
-from app.tito.continuation import Endings
-from app.tito.extension import Extension
+from app.tito.continuation import Extension
 from tests.tools.tito_check import tokenizers
 from tests.tools.tito_check.__main__ import check
 from tests.tools.tito_check.check import Check
@@ -39,12 +39,12 @@ def test_random_conversations_are_what_the_template_renders(tmp_path: Path, fami
     assert compared.wrong == []
 
 
-def _all_of_the_ending(self: object, rests: Endings, last: int, *, called: bool) -> Extension:
-    return Extension(0, rests.followed)
+def _all_of_the_ending(self: object, alone: array[int], followed: array[int], last: int, *, called: bool) -> Extension:
+    return Extension(0, followed)
 
 
-def _always_trims(self: object, rests: Endings, last: int, *, called: bool) -> Extension:
-    return Extension(1, rests.followed)
+def _always_trims(self: object, alone: array[int], followed: array[int], last: int, *, called: bool) -> Extension:
+    return Extension(1, followed)
 
 
 def _newlines(item: Any, *_: Any) -> str:

@@ -9,8 +9,7 @@ import pytest
 from helpers.tokenizers import after, load_prompts, needs_templates
 
 from app.errors import StartupError, Unsupported
-from app.tito.continuation import ContinuationRule, Endings, Stops
-from app.tito.extension import Extension, NotAnExtension
+from app.tito.continuation import ContinuationRule, Extension, NotAnExtension, Stops
 from app.tito.prompts import Prompts
 from tests.tools.tito_check.tokenizers import save_with
 
@@ -23,8 +22,12 @@ def continuation(stops: list[int], roles: tuple[int, ...] = ()) -> ContinuationR
     return ContinuationRule(lambda text: array("i", text.encode()), lambda ids: "".join(map(chr, ids)), known)
 
 
+Endings = tuple["array[int]", "array[int]"]
+"""What follows a message's text or its last call: if it is the last message, and if others follow."""
+
+
 def endings(last: list[int], followed: list[int]) -> Endings:
-    return Endings(array("i", last), array("i", followed))
+    return array("i", last), array("i", followed)
 
 
 CHATML = endings([END, NEWLINE], [END, NEWLINE, START, 1])
@@ -68,7 +71,7 @@ HARMONY = endings([RETURN], [END, START, 1])
 def test_the_last_stored_token_says_what_follows(
     stops: list[int], roles: tuple[int, ...], rests: Endings, called: bool, last: int, trim: int, ids: list[int]
 ) -> None:
-    assert continuation(stops, roles).join(rests, last, called=called) == Extension(trim, array("i", ids))
+    assert continuation(stops, roles).join(*rests, last, called=called) == Extension(trim, array("i", ids))
 
 
 BARE = (

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from app.tito.encoding import Encoder
+from app.tito.prompts import Encoder
 from tests.tools.tito_check import tokenizers
 
 ADDED = ("<|im_start|>", "<|im_end|>", "<think>", "<|user|>", "[gMASK]", "<|im_start|", "im_start|>")

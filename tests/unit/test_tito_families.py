@@ -6,7 +6,7 @@ import pytest
 from helpers.tokenizers import needs_templates, tokenizer_folder
 
 from app.errors import StartupError
-from app.tito.families import FAMILIES, check_family, pinned
+from app.tito.arguments import FAMILIES, check_family, pinned
 from app.tito.prompts import Prompts
 
 

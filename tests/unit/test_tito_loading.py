@@ -11,7 +11,7 @@ import pytest
 
 from app.errors import StartupError
 from app.tito import loading
-from app.tito.models import rendered_elsewhere
+from app.tito.loading import rendered_elsewhere
 from tests.tools.tito_check.tokenizers import save_with
 
 tokenizers = importlib.import_module("tokenizers")

@@ -59,7 +59,10 @@ def group_fields(rows: Sequence[Row]) -> Fields:
         "inference_logprobs": [np.where(row.sample.loss_mask, row.sample.logprobs, 1.0) for row in rows],
         "scores": np.array(scores),
         "advantages": advantages if has_advantages else None,
-        "overrides": [_override(row) for row in rows],
+        # Atropos has one temperature a sequence: the turns', where they agree.
+        "overrides": [
+            {"temperature": values.pop()} if len(values := set(shared.temperatures(row))) == 1 else {} for row in rows
+        ],
         "group_id": rows[0].counted_in,
         "session_ids": [row.session.session_id for row in rows],
         "segments": [row.sample.segment for row in rows],
@@ -73,9 +76,3 @@ def group_fields(rows: Sequence[Row]) -> Fields:
         "sampling": [shared.sampling(row)["sampling"] for row in rows],
         "images_left_out": [row.stored_images for row in rows],
     }
-
-
-def _override(row: Row) -> dict[str, float]:
-    """Atropos has one temperature a sequence: the turns', where they agree."""
-    values = set(shared.temperatures(row))
-    return {"temperature": values.pop()} if len(values) == 1 else {}

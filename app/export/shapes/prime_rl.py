@@ -51,7 +51,12 @@ def fields(row: Row) -> Fields:
     """
     sample = row.with_response()
     lengths = [span.end - span.start for span in sample.turns]
-    experts, missing = _experts(row)
+    experts, missing = shared.payload(row, "routed_experts", np.int16)
+    data: Value = None
+    if experts is not None:
+        padded = np.zeros((len(sample.tokens), *experts.shape[1:]), np.int16)
+        padded[:-1] = experts
+        data = {"data": padded.tobytes(), "shape": list(padded.shape), "dtype": "int16"}
     named = msgspec.json.decode(row.metadata, type=_Metadata).env_name if row.metadata else None
     return {
         "token_ids": sample.tokens,
@@ -60,7 +65,7 @@ def fields(row: Row) -> Fields:
         "temperatures": np.repeat(np.array(shared.temperatures(row)), lengths),
         "advantages": shared.advantages(row),
         "env_name": named if isinstance(named, str) and named else ENV_NAME,
-        "routed_experts": experts,
+        "routed_experts": data,
         "routed_experts_missing": missing,
         **_mask(row),
         "trace_id": row.session.session_id,
@@ -77,13 +82,3 @@ def _mask(row: Row) -> Fields:
         return {} if missing is None else {"sampling_mask": None, "sampling_mask_missing": missing}
     ids, counts = (array.astype("<i4").tobytes() for array in (mask.ids, mask.lengths))
     return {"sampling_mask": {"ids": ids, "counts": counts}, "sampling_mask_missing": None}
-
-
-def _experts(row: Row) -> tuple[Value, str | None]:
-    """Bytes of int16 [T, layers, top_k], or why there are none."""
-    ids, missing = shared.payload(row, "routed_experts", np.int16)
-    if ids is None:
-        return None, missing
-    padded = np.zeros((len(row.sample.tokens), *ids.shape[1:]), np.int16)
-    padded[:-1] = ids
-    return {"data": padded.tobytes(), "shape": list(padded.shape), "dtype": "int16"}, None

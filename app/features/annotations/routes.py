@@ -199,22 +199,19 @@ def _given(raw: bytes, kind: str, over: Over | None) -> tuple[Any | Column, str 
 
 async def _get(request: Request, session_id: str, turn: int | None, name: str, format: str) -> Response:
     said = await _annotations(request).read(session_id, turn, name)
+    fields = {"session_id": session_id, **_described(turn or 0, name, said.annotation)}
     column = said.content if isinstance(said.content, Column) else None
     if column is None:
         if format != "json":
             raise InvalidRequest(f"format={format}: {name} is a JSON value, not a column")
-        fields = {"session_id": session_id, **_described(turn or 0, name, said.annotation), "value": said.content}
-        return Response(jsontext.encode(fields), media_type=JSON)
+        return Response(jsontext.encode({**fields, "value": said.content}), media_type=JSON)
     if format == "npy":
         return Response(bodies.to_npy(column), media_type=NPY)
     if format == "safetensors":
         return Response(bodies.to_safetensors(column), media_type=SAFETENSORS)
-    fields = {"session_id": session_id, **_described(turn or 0, name, said.annotation)}
-    return Response(await asyncio.to_thread(_with_values, fields, column), media_type=JSON)
-
-
-def _with_values(fields: dict[str, Any], column: Column) -> bytes:
-    return jsontext.encode({**fields, "values": bodies.to_list(column)})
+    return Response(
+        await asyncio.to_thread(lambda: jsontext.encode({**fields, "values": bodies.to_list(column)})), media_type=JSON
+    )
 
 
 async def _list(request: Request, session_id: str, turn: int | None) -> dict[str, Any]:

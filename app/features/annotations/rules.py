@@ -42,9 +42,16 @@ def of_value(session: Session | None, session_id: str, turn: int | None, name: s
         raise InvalidRequest(f"value: {size} bytes as JSON; the limit is {MAX_VALUE}")
     _require_storable(value, "value")
     if turn is None and name == "note":
-        _require_note(value)
+        if not (isinstance(value, str) and len(value) <= MAX_NOTE and re.fullmatch(NO_NUL, value)):
+            raise InvalidRequest(f"value: a note is a text of at most {MAX_NOTE} characters without NUL")
     elif turn is None and name == "tags":
-        value = _tags(value)
+        is_list = isinstance(value, list) and len(value) <= MAX_TAGS
+        if not (is_list and all(isinstance(tag, str) and re.fullmatch(TAG, tag) for tag in value)):
+            raise InvalidRequest(
+                f"value: tags are a list of up to {MAX_TAGS} texts of 1 to 128 characters, none of them a control "
+                "character"
+            )
+        value = sorted(set(value))
     if turn is None and name in ("note", "tags") and not value:
         return AnnotationWritten(name)
     return _within_limits(there, AnnotationWritten(name, turn, value, size=len(msgspec.json.encode(value))))
@@ -102,19 +109,3 @@ def _require_storable(value: Any, *place: str | int) -> None:
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for part, each in inner:
         _require_storable(each, *place, part)
-
-
-def _require_note(value: Any) -> None:
-    """Raises InvalidRequest."""
-    if not (isinstance(value, str) and len(value) <= MAX_NOTE and re.fullmatch(NO_NUL, value)):
-        raise InvalidRequest(f"value: a note is a text of at most {MAX_NOTE} characters without NUL")
-
-
-def _tags(value: Any) -> list[str]:
-    """The tags in order, each once. Raises InvalidRequest."""
-    is_list = isinstance(value, list) and len(value) <= MAX_TAGS
-    if not (is_list and all(isinstance(tag, str) and re.fullmatch(TAG, tag) for tag in value)):
-        raise InvalidRequest(
-            f"value: tags are a list of up to {MAX_TAGS} texts of 1 to 128 characters, none of them a control character"
-        )
-    return sorted(set(value))

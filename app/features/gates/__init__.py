@@ -23,7 +23,7 @@ from app.metrics import Family
 if TYPE_CHECKING:
     from app.api.routes import Route
     from app.features.gates.gates import Gates
-    from app.features.gates.pauses import Paused
+    from app.features.gates.pauses import Pauses
     from app.services import Services
 
 log = logging.getLogger("turnlog.pauses")
@@ -42,13 +42,13 @@ METRICS = (
 
 
 def entries() -> list[Route]:
-    from app.features.gates import engine_routes, routes, skyrl
+    from app.features.gates import engine_routes, routes
 
-    return [*routes.route.entries, *skyrl.route.entries, *engine_routes.route.entries]
+    return [*routes.route.entries, *routes.skyrl.entries, *engine_routes.route.entries]
 
 
-def add_to(services: Services) -> Paused:
-    from app.features.gates.pauses import Paused, Pauses, Updated
+def add_to(services: Services) -> Pauses:
+    from app.features.gates.pauses import Pauses
 
     gates = in_turns(services)
     pauses = Pauses(
@@ -70,7 +70,7 @@ def add_to(services: Services) -> Paused:
     services.starts.append(pauses.start)
     services.turn_ends.append(pauses.stop)
     services.refreshes.append(refresh)
-    return Paused(gates, pauses, Updated())
+    return pauses
 
 
 def in_turns(services: Services) -> Gates:

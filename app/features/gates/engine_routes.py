@@ -28,7 +28,7 @@ from app.api.routes import ANYTHING, BODY, ENGINE, JSON, WRITE, Reply, Routes, j
 from app.domain.fleet import PauseMode
 from app.domain.session import rid_of
 from app.errors import EnginesFailed, InvalidRequest, Unsupported
-from app.features.gates.routes import LEASE_S, MAX_NAME, paused, reply
+from app.features.gates.routes import LEASE_S, MAX_NAME, pauses_of, reply
 from app.store import fleet as store
 from app.turn.in_flight import hash_key
 from app.upstream import headers as http_headers
@@ -171,7 +171,7 @@ async def pause(
     ones back meanwhile."""
     if mode not in _VLLMS_MODES:
         raise Unsupported("mode must be abort or keep: turns in flight may take hours")
-    return reply({"status": "paused"}, await paused(request).pauses.pause_fleet(_VLLMS_MODES[mode], LEASE_S))
+    return reply({"status": "paused"}, await pauses_of(request).pause_fleet(_VLLMS_MODES[mode], LEASE_S))
 
 
 @route(
@@ -186,7 +186,7 @@ async def pause(
 async def pause_generation(request: Request) -> Response:
     """As `POST /fleet/pause` with a lease of ten minutes."""
     order = await request.body_of(PauseGeneration)
-    return reply({"status": "ok"}, await paused(request).pauses.pause_fleet(order.mode, LEASE_S))
+    return reply({"status": "ok"}, await pauses_of(request).pause_fleet(order.mode, LEASE_S))
 
 
 @route(
@@ -198,9 +198,9 @@ async def pause_generation(request: Request) -> Response:
 )
 async def resume(request: Request) -> Response:
     """As `POST /fleet/resume`, with the version of the last update through this process, if there was one."""
-    feature = paused(request)
-    version, feature.updated.version = feature.updated.version, None
-    return reply({"status": "ok"}, await feature.pauses.resume_fleet(version))
+    pauses = pauses_of(request)
+    version, pauses.updated = pauses.updated, None
+    return reply({"status": "ok"}, await pauses.resume_fleet(version))
 
 
 @route(
@@ -213,31 +213,24 @@ async def resume(request: Request) -> Response:
 )
 async def change(request: Request) -> Response:
     """Hold all turns back, send the request to every engine, and resume, unless the turns were held back before."""
-    app, feature = request.services, paused(request)
+    app, pauses = request.services, pauses_of(request)
     body = await request.whole_body()
     stamp = _stamp(body)
     was_shut = (await app.fleet.refresh()).gate.is_shut
-    engines = {} if was_shut else await feature.pauses.pause_fleet("in_place", LEASE_S)
+    engines = {} if was_shut else await pauses.pause_fleet("in_place", LEASE_S)
     try:
         if all(one["ok"] for one in engines.values()):
-            engines = await _everywhere(app, _with_query(request), body)
+            path = request.route.path
+            given = [(name, value) for name in _QUERIES.get(path, ()) for value in request.query_params.getlist(name)]
+            engines = await _everywhere(app, f"{path}?{urlencode(given)}" if given else path, body)
     finally:
         is_done = all(one["ok"] for one in engines.values())
         version = stamp if is_done else None
         if was_shut:
-            feature.updated.version = version or feature.updated.version
+            pauses.updated = version or pauses.updated
         else:
-            await feature.pauses.resume_fleet(version)
+            await pauses.resume_fleet(version)
     return reply({"success": is_done, "message": f"{len(engines)} engines"}, engines)
-
-
-def _with_query(request: Request) -> str:
-    """The path, with what of the query an engine reads."""
-    path = request.route.path
-    query = urlencode(
-        [(name, value) for name in _QUERIES.get(path, ()) for value in request.query_params.getlist(name)]
-    )
-    return f"{path}?{query}" if query else path
 
 
 async def _everywhere(app: Services, path: str, body: bytes) -> dict[str, reply_types.Told]:

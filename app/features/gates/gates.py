@@ -157,13 +157,13 @@ class Gates:
 
     async def _wait_in_line(self, adapter: str | None, ticket: int, has_claim: bool) -> None:
         waiter = _HeldTurn(ticket, adapter, has_claim, asyncio.get_running_loop().create_future())
-        bisect.insort(self._line, waiter, key=_ticket)
+        bisect.insort(self._line, waiter, key=lambda held: held.ticket)
         self._held[adapter] += 1
         try:
             await waiter.opened
         finally:
             self._held[adapter] -= 1
-            index = bisect.bisect_left(self._line, ticket, key=_ticket)
+            index = bisect.bisect_left(self._line, ticket, key=lambda held: held.ticket)
             if self._line[index : index + 1] == [waiter]:
                 del self._line[index]
 
@@ -207,7 +207,3 @@ class Gates:
             else:
                 self._line.remove(waiter)
                 waiter.release()
-
-
-def _ticket(waiter: _HeldTurn) -> int:
-    return waiter.ticket

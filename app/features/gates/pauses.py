@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 
@@ -61,13 +61,17 @@ class SweepResult(msgspec.Struct, frozen=True):
 
 
 class Pauses:
-    """Pauses and resumes. Between `start` and `stop` it opens gates whose lease has run out."""
+    """Pauses and resumes. Between `start` and `stop` it opens gates whose lease has run out.
+
+    `updated` is the version of weights that were changed while turns were held back, for the resume that follows.
+    """
 
     def __init__(
         self, *, fleet: FleetState, gates: Gates, engines: Engines, control: EngineControl, database: Database
     ) -> None:
         self._fleet = fleet
-        self._gates = gates
+        self.gates = gates
+        self.updated: str | None = None
         self._engines = engines
         self._control = control
         self._database = database
@@ -150,7 +154,7 @@ class Pauses:
     async def adapters(self) -> list[AdapterState]:
         """By name. Raises StoreUnavailable."""
         fleet = await self._fleet.refresh()
-        held, in_flight = self._gates.held(), await self._database.read(store.open_counts)
+        held, in_flight = self.gates.held(), await self._database.read(store.open_counts)
         return [
             AdapterState(
                 name=name,
@@ -175,7 +179,7 @@ class Pauses:
             closings=fleet.gate.closings,
             since=fleet.gate.since,
             lease_left_s=self._lease_left(fleet.gate),
-            held=self._gates.held().total(),
+            held=self.gates.held().total(),
             in_flight=sum(in_flight.values()),
             paused_adapters=sorted(name for name, gate in fleet.adapters.items() if gate.is_shut),
             version=fleet.version,
@@ -194,9 +198,13 @@ class Pauses:
         if rids or not self._fleet.is_alone:
             await asyncio.sleep(max(SECOND_SWEEP_S, 2 * self._fleet.stale_s))
             # Turns that passed after a resume are not this pause's business.
-            if self._fleet.fleet.closings(name) == passed and self._gates.is_shut(name):
+            if self._fleet.fleet.closings(name) == passed and self.gates.is_shut(name):
                 rids = list(dict.fromkeys([*rids, *await self._abort(name, outcomes)]))
-        return SweepResult(rids, {url: _engine_outcome(outcome) for url, outcome in outcomes.items()})
+        told: dict[str, Told] = {}
+        for url, outcome in outcomes.items():
+            error = next((error for error in outcome.values() if error is not None), None)
+            told[url] = Told(ok=error is None, error=error, aborted=len(outcome))
+        return SweepResult(rids, told)
 
     async def _abort(self, name: str, outcomes: dict[str, dict[str, str | None]]) -> list[str]:
         """Abort at the engine that has a generation, or at all if another process sent it; returns the rids."""
@@ -219,11 +227,15 @@ class Pauses:
         gate = self._fleet.fleet.gate
         while True:
             mode = gate.mode if gate.is_shut else None
-            told = await self._for_each_engine(self._resume_engine if mode is None else _pausing(self._control, mode))
+            order = self._resume_engine if mode is None else partial(self._pause_engine, mode)
+            told = await self._for_each_engine(order)
             now = (await self._fleet.refresh()).gate
             if (now.is_shut, now.closings, now.mode) == (gate.is_shut, gate.closings, gate.mode):
                 return told
             gate = now
+
+    async def _pause_engine(self, mode: PauseMode, member: Member) -> str | None:
+        return await self._control.pause(member.url, mode, member.dialect)
 
     async def _resume_engine(self, member: Member) -> str | None:
         return await self._control.resume(member.url, member.dialect)
@@ -240,8 +252,10 @@ class Pauses:
         """Open each gate when its lease has run out, so that a dead trainer stops nothing for ever."""
         while True:
             self._gates_changed.clear()
+            fleet = self._fleet.fleet
+            shut = [gate for gate in (fleet.gate, *fleet.adapters.values()) if gate.is_shut]
             try:
-                async with asyncio.timeout(self._next_expiry_s()):
+                async with asyncio.timeout(min(map(self._fleet.left, shut), default=None)):
                     await self._gates_changed.wait()
                 continue
             except TimeoutError:
@@ -255,30 +269,20 @@ class Pauses:
                 log.exception("an unexpected fault in opening a gate whose lease has run out")
                 await asyncio.sleep(RETRY_S)
 
-    def _next_expiry_s(self) -> float | None:
-        fleet = self._fleet.fleet
-        gates = [gate for gate in (fleet.gate, *fleet.adapters.values()) if gate.is_shut]
-        return min(map(self._fleet.left, gates), default=None)
-
     async def _expire(self) -> None:
         """Raises StoreUnavailable, StoreFull."""
         await self._fleet.read_clock()
         fleet = self._fleet.fleet
-        for name, gate in fleet.adapters.items():
-            if self._is_due(gate):
-                await self._expire_adapter(name, gate)
-        if self._is_due(fleet.gate):
+        due = {name: gate for name, gate in fleet.adapters.items() if gate.is_shut and self._fleet.left(gate) <= 0}
+        for name, gate in due.items():
+
+            def opened(now: Fleet, name: str = name, gate: Gate = gate) -> FleetEvent | None:
+                return AdapterResumed(name, gate.closings, "lease_expired") if now.adapters.get(name) == gate else None
+
+            if await self._fleet.append(opened) is not None:
+                log.warning("adapter %r: the pause's lease has run out, its gate is open again", name)
+        if fleet.gate.is_shut and self._fleet.left(fleet.gate) <= 0:
             await self._expire_fleet(fleet.gate)
-
-    def _is_due(self, gate: Gate) -> bool:
-        return gate.is_shut and self._fleet.left(gate) <= 0
-
-    async def _expire_adapter(self, name: str, due: Gate) -> None:
-        def opened(fleet: Fleet) -> FleetEvent | None:
-            return AdapterResumed(name, due.closings, "lease_expired") if fleet.adapters.get(name) == due else None
-
-        if await self._fleet.append(opened) is not None:
-            log.warning("adapter %r: the pause's lease has run out, its gate is open again", name)
 
     async def _expire_fleet(self, due: Gate) -> None:
         """Every process tells the engines, in case the one that opens the gate dies before it has.
@@ -300,26 +304,3 @@ class Pauses:
 
 def _closings(gate: Gate) -> int:
     return gate.closings if gate.is_shut else gate.closings + 1
-
-
-def _pausing(control: EngineControl, mode: PauseMode) -> Callable[[Member], Awaitable[str | None]]:
-    return lambda member: control.pause(member.url, mode, member.dialect)
-
-
-def _engine_outcome(outcomes: Mapping[str, str | None]) -> Told:
-    error = next((error for error in outcomes.values() if error is not None), None)
-    return Told(ok=error is None, error=error, aborted=len(outcomes))
-
-
-class Updated:
-    """The version of weights that were changed while turns were held back, for the resume that follows."""
-
-    version: str | None = None
-
-
-class Paused(NamedTuple):
-    """What the feature has made."""
-
-    gates: Gates
-    pauses: Pauses
-    updated: Updated

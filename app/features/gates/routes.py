@@ -1,7 +1,8 @@
-"""Routes that pause and resume one adapter or the whole fleet."""
+"""Routes that pause and resume one adapter or the whole fleet, also by SkyRL's names."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -9,12 +10,12 @@ from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse
 
-from app.api.requests import Request
+from app.api.requests import Request, disconnected
 from app.api.routes import BODY, READ, WRITE, Routes, json_reply
 from app.domain.fleet import PauseMode
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed, InvalidRequest, NotFound
-from app.features.gates.pauses import Paused
+from app.features.gates.pauses import Pauses
 from turnlog import replies as reply_types
 
 route = Routes("Fleet")
@@ -73,7 +74,7 @@ class ResumeFleet(ResumeAdapter):
 async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
     """Hold the adapter's turns and abort its generations, in every process and at every engine."""
     body = await request.body_of(PauseAdapter)
-    pauses = paused(request).pauses
+    pauses = pauses_of(request)
     result = await pauses.pause_adapter(name, body.lease_s)
     state = await pauses.adapter(name)
     return reply({**state, "aborted": result.aborted, "count": len(result.aborted)}, result.engines)
@@ -92,7 +93,7 @@ async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
 async def resume_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
     """Resume the adapter's turns. An unknown name is added to the list of adapters."""
     body = await request.body_of(ResumeAdapter)
-    pauses = paused(request).pauses
+    pauses = pauses_of(request)
     await pauses.resume_adapter(name, body.version)
     return await pauses.adapter(name)
 
@@ -105,12 +106,12 @@ async def resume_adapter(request: Request, name: AdapterName) -> Mapping[str, An
     errors=(InvalidRequest, NotFound, *READ),
 )
 async def get_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
-    return await paused(request).pauses.adapter(name)
+    return await pauses_of(request).adapter(name)
 
 
 @route("GET /adapters", "List the adapters", "page", json_reply(reply_types.AdapterList, "All adapters."), errors=READ)
 async def list_adapters(request: Request) -> Mapping[str, Any]:
-    return {"adapters": await paused(request).pauses.adapters()}
+    return {"adapters": await pauses_of(request).adapters()}
 
 
 @route(
@@ -126,7 +127,7 @@ async def list_adapters(request: Request) -> Mapping[str, Any]:
 async def pause_fleet(request: Request) -> JSONResponse:
     """Hold all turns and pause every engine."""
     body = await request.body_of(PauseFleet)
-    pauses = paused(request).pauses
+    pauses = pauses_of(request)
     engines = await pauses.pause_fleet(body.mode, body.lease_s)
     return reply(await pauses.fleet(), engines)
 
@@ -147,7 +148,7 @@ async def resume_fleet(request: Request) -> JSONResponse:
     `version` is the weight version of engines that cannot say theirs.
     """
     body = await request.body_of(ResumeFleet)
-    pauses = paused(request).pauses
+    pauses = pauses_of(request)
     engines = await pauses.resume_fleet(body.version)
     return reply(await pauses.fleet(), engines)
 
@@ -156,12 +157,12 @@ async def resume_fleet(request: Request) -> JSONResponse:
     "GET /fleet", "The fleet's gate", "page", json_reply(reply_types.FleetGate, "The state of the gate."), errors=READ
 )
 async def get_fleet(request: Request) -> Mapping[str, Any]:
-    return await paused(request).pauses.fleet()
+    return await pauses_of(request).fleet()
 
 
-def paused(request: Request) -> Paused:
-    feature: Paused = request.services.features["gates"]
-    return feature
+def pauses_of(request: Request) -> Pauses:
+    pauses: Pauses = request.services.features["gates"]
+    return pauses
 
 
 def reply(state: Mapping[str, Any], engines: Mapping[str, reply_types.Told]) -> JSONResponse:
@@ -174,3 +175,76 @@ def reply(state: Mapping[str, Any], engines: Mapping[str, reply_types.Told]) -> 
     why = engines[failed[0]]["error"]
     error = EnginesFailed(f"{gate}{len(failed)} of {len(engines)} engines did not take the order: {failed[0]}: {why}")
     return JSONResponse({**error.body(), **body}, error.status, error.headers())
+
+
+skyrl = Routes("SkyRL")
+"""SkyRL's routes for pausing a LoRA, as its trainer and its forwarding client call them."""
+
+MAX_WAIT_S = 3600
+
+
+class Lora(BaseModel):
+    """Unknown fields are ignored, since SkyRL may add some."""
+
+    lora_name: str = Field(min_length=1, max_length=MAX_NAME, pattern=NO_NUL, strict=True)
+
+
+class LoraWait(Lora):
+    timeout_s: Annotated[float, Field(ge=0, le=MAX_WAIT_S, allow_inf_nan=False, strict=True)] = 60.0
+
+
+@skyrl(
+    "POST /skyrl/v1/abort_lora_requests",
+    "Pause the adapter",
+    "admin",
+    json_reply(reply_types.LoraAborted),
+    errors=(*BODY, EnginesFailed, *WRITE),
+    body=Lora,
+    example={"lora_name": "adapter-a"},
+)
+async def abort_lora_requests(request: Request) -> JSONResponse:
+    """The same as `POST /adapters/{name}/pause`."""
+    order = await request.body_of(Lora)
+    result = await pauses_of(request).pause_adapter(order.lora_name, LEASE_S)
+    body = {"status": "ok", "aborted": result.aborted, "count": len(result.aborted)}
+    if all(engine["ok"] for engine in result.engines.values()):
+        return JSONResponse(body)
+    return reply({**body, "status": "failed", "paused": True}, result.engines)
+
+
+@skyrl(
+    "POST /skyrl/v1/resume_lora_requests",
+    "Resume the adapter",
+    "admin",
+    json_reply(reply_types.LoraResumed),
+    errors=(*BODY, *WRITE),
+    body=Lora,
+    example={"lora_name": "adapter-a"},
+)
+async def resume_lora_requests(request: Request) -> dict[str, Any]:
+    """The same as `POST /adapters/{name}/resume`."""
+    order = await request.body_of(Lora)
+    await pauses_of(request).resume_adapter(order.lora_name, None)
+    return {"status": "ok"}
+
+
+@skyrl(
+    "POST /skyrl/v1/wait_lora_unpaused",
+    "Wait until the adapter is not paused",
+    "admin",
+    json_reply(reply_types.LoraWaited, "The adapter is not paused, or the timeout has passed, or the server stops."),
+    errors=BODY,
+    body=LoraWait,
+    example={"lora_name": "adapter-a", "timeout_s": 5},
+)
+async def wait_lora_unpaused(request: Request) -> dict[str, Any]:
+    """Answers once the adapter is not paused, or after `timeout_s`, or when the server stops."""
+    order = await request.body_of(LoraWait)
+    opening = asyncio.ensure_future(pauses_of(request).gates.opens(order.lora_name, order.timeout_s))
+    disconnect = asyncio.ensure_future(disconnected(request.receive))
+    try:
+        await asyncio.wait((opening, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        return {"paused": not (opening.done() and opening.result())}
+    finally:
+        opening.cancel()
+        disconnect.cancel()

@@ -77,7 +77,7 @@ class TracedTurns:
             turn=opened.turn,
             began=times[0][1],
             ended=ended,
-            attributes={**self._attributes(turn), **_of_session(session.config.group_id, session.config.attempt)},
+            attributes=self._attributes(turn),
             parent=parent,
             traceparent=next((value for name, value in flight.headers if name == "traceparent"), None),
             stages=[(stage.name.lower(), at) for stage, at in times],
@@ -88,43 +88,42 @@ class TracedTurns:
     def _attributes(self, turn: Claimed) -> Attributes:
         opened, request = turn.opened, turn.request
         reply = None if turn.generated is None else turn.generated.reply
-        attributes: Attributes = {
-            "gen_ai.operation.name": "chat" if request.shape == "chat" else "text_completion",
-            "turnlog.turn": opened.turn,
-            "turnlog.protocol": opened.protocol,
-        }
-        if opened.parent:
-            attributes["turnlog.parent_turn"] = opened.parent
-        if opened.agent_id is not None:
-            attributes["gen_ai.agent.id"] = opened.agent_id
-        if opened.adapter is not None:
-            attributes["turnlog.adapter"] = opened.adapter
-        attributes.update(_parameters(request.params))
-        if request.stream:
-            attributes["gen_ai.request.stream"] = True
-        engine = turn.answer.engine if reply is None and turn.answer is not None else ""
-        dialect: str = self._services.engines.dialect
+        engine, dialect = "", str(self._services.engines.dialect)
+        of_reply: dict[str, Any] = {}
         if reply is not None:
             engine, dialect = reply.engine, reply.dialect
-            attributes["gen_ai.usage.input_tokens"] = reply.base + reply.suffix_tokens
-            attributes["gen_ai.usage.output_tokens"] = reply.output_tokens
-            attributes["turnlog.new_prompt_tokens"] = reply.suffix_tokens
-            if reply.cached_tokens is not None:
-                attributes["gen_ai.usage.cache_read.input_tokens"] = reply.cached_tokens
-            if reply.finish_reason is not None:
-                attributes["gen_ai.response.finish_reasons"] = (reply.finish_reason,)
-            if reply.weight_versions:
-                attributes["turnlog.weight_versions"] = tuple(
-                    dict.fromkeys(span.version for span in reply.weight_versions)
-                )
-        attributes["gen_ai.provider.name"] = dialect if dialect != "auto" else "_OTHER"
+            versions = tuple(dict.fromkeys(span.version for span in reply.weight_versions))
+            of_reply = {
+                "gen_ai.usage.input_tokens": reply.base + reply.suffix_tokens,
+                "gen_ai.usage.output_tokens": reply.output_tokens,
+                "turnlog.new_prompt_tokens": reply.suffix_tokens,
+                "gen_ai.usage.cache_read.input_tokens": reply.cached_tokens,
+                "gen_ai.response.finish_reasons": None if reply.finish_reason is None else (reply.finish_reason,),
+                "turnlog.weight_versions": versions or None,
+            }
+        elif turn.answer is not None:
+            engine = turn.answer.engine
         address = urlsplit(engine)
-        if address.hostname:
-            attributes["server.address"] = address.hostname
-            attributes["server.port"] = address.port or (443 if address.scheme == "https" else 80)
-        elif engine:
-            attributes["turnlog.upstream"] = engine
-        return attributes
+        port = address.port or (443 if address.scheme == "https" else 80)
+        return _given(
+            {
+                "gen_ai.operation.name": "chat" if request.shape == "chat" else "text_completion",
+                "turnlog.turn": opened.turn,
+                "turnlog.protocol": opened.protocol,
+                "turnlog.parent_turn": opened.parent or None,
+                "gen_ai.agent.id": opened.agent_id,
+                "turnlog.adapter": opened.adapter,
+                **_parameters(request.params),
+                "gen_ai.request.stream": request.stream or None,
+                **of_reply,
+                "gen_ai.provider.name": dialect if dialect != "auto" else "_OTHER",
+                "server.address": address.hostname or None,
+                "server.port": port if address.hostname else None,
+                "turnlog.upstream": engine if engine and not address.hostname else None,
+                "turnlog.group_id": turn.session.config.group_id,
+                "turnlog.attempt": turn.session.config.attempt,
+            }
+        )
 
     async def _note_session(self, session_id: str) -> None:
         try:
@@ -135,16 +134,20 @@ class TracedTurns:
             return
         session = entry.session
         config = session.config
-        attributes: Attributes = {"gen_ai.operation.name": "invoke_agent", "turnlog.turns": session.turns.count}
-        if session.reward is not None:
-            attributes["turnlog.reward"] = session.reward.reward
+        attributes = {
+            "gen_ai.operation.name": "invoke_agent",
+            "turnlog.turns": session.turns.count,
+            "turnlog.reward": None if session.reward is None else session.reward.reward,
+            "turnlog.group_id": config.group_id,
+            "turnlog.attempt": config.attempt,
+        }
         self._sender.put(
             NotedSpan(
                 session_id,
                 0,
                 session.created_at,
                 session.closed_at or session.created_at,
-                {**attributes, **_of_session(config.group_id, config.attempt)},
+                _given(attributes),
                 None if config.parent is None else (config.parent, 0),
             )
         )
@@ -165,13 +168,9 @@ def _failure(turn: Claimed, stages: Sequence[tuple[TurnStage, float]]) -> dict[s
     return {"error": "_OTHER", "failed": last}
 
 
-def _of_session(group_id: str | None, attempt: int | None) -> Attributes:
-    attributes: Attributes = {}
-    if group_id is not None:
-        attributes["turnlog.group_id"] = group_id
-    if attempt is not None:
-        attributes["turnlog.attempt"] = attempt
-    return attributes
+def _given(attributes: Mapping[str, Any]) -> Attributes:
+    """Those that there are."""
+    return {name: value for name, value in attributes.items() if value is not None}
 
 
 def _parameters(params: Mapping[str, Any]) -> Attributes:

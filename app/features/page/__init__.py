@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from app.api.routes import Route
-    from app.features.gates.pauses import Paused
     from app.features.page.routes import Page
     from app.services import Services
 
@@ -21,37 +20,6 @@ def entries() -> list[Route]:
 
 
 def add_to(services: Services) -> Page:
-    from app.features.page.metadata_columns import MetadataColumns
-    from app.features.page.overview import Overviews
-    from app.features.page.preview import Previews
-    from app.features.page.rollout_view import Rollouts
-    from app.features.page.routes import Page
-    from app.features.page.summaries import Summaries
-    from app.features.page.token_view import TokenViews
-    from app.features.page.turn_view import TurnViews
-    from app.features.page.watch import Watch
-    from app.sessions.conversation import Conversations
+    from app.features.page.routes import page_with
 
-    database, sessions = services.database, services.session_list
-    gates: Paused | None = services.features.get("gates")
-    watch = Watch(database, sessions, services.log_end)
-    services.waits.append(watch.stop)
-    return Page(
-        listed=MetadataColumns(database, sessions),
-        overviews=Overviews(
-            database,
-            sessions,
-            services.fleet,
-            None if gates is None else gates.pauses,
-            services.metrics.recent,
-            services.registration,
-            services.clock,
-        ),
-        watch=watch,
-        conversations=Conversations(database),
-        turns=TurnViews(database, services.turns.claimed, services.engines.engine_of),
-        tokens=TokenViews(database, services.prompts),
-        rollouts=Rollouts(database),
-        previews=Previews(database, services.release),
-        summaries=Summaries(database),
-    )
+    return page_with(services)

@@ -53,7 +53,12 @@ class _File(NamedTuple):
 def entries(folder: pathlib.Path = FOLDER) -> list[Route]:
     """Routes for the files that are now in `folder`. A name is looked up in memory, never joined to a path."""
     route = Routes("Page")
-    files = {path.name: _read(path) for path in folder.iterdir() if path.is_file() and path.suffix in MEDIA_TYPES}
+    files: dict[str, _File] = {}
+    for path in folder.iterdir():
+        if path.is_file() and path.suffix in MEDIA_TYPES:
+            content = path.read_bytes()
+            etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            files[path.name] = _File(content, MEDIA_TYPES[path.suffix], etag)
 
     page_reply = Reply("The page.", {"text/html": TEXT})
 
@@ -77,11 +82,6 @@ def entries(folder: pathlib.Path = FOLDER) -> list[Route]:
         return _served(request, files.get(name))
 
     return route.entries
-
-
-def _read(path: pathlib.Path) -> _File:
-    content = path.read_bytes()
-    return _File(content, MEDIA_TYPES[path.suffix], f'"{hashlib.sha256(content).hexdigest()[:32]}"')
 
 
 def _served(request: Request, file: _File | None) -> Response:

@@ -96,7 +96,7 @@ class _Overviews:
             pieces, self._task = self._task.result(), None
         if self._task is None and self._clock() >= self._due_at:
             self._due_at = self._clock() + OVERVIEW_S
-            self._task = asyncio.create_task(_overview(self._app), name="turnlog-overview")
+            self._task = asyncio.create_task(self._overview(), name="turnlog-overview")
             self._task.add_done_callback(lambda _: self._on_ready())
         return pieces
 
@@ -106,6 +106,13 @@ class _Overviews:
         if self._task is None:
             return max(0.0, self._due_at - self._clock())
         return 0.0 if self._task.done() else COMMENT_S
+
+    async def _overview(self) -> list[bytes]:
+        """Nothing while the database cannot be read (the page shows the age of its numbers)."""
+        try:
+            return [_event("overview", await overview_of(self._app))]
+        except StoreUnavailable:
+            return []
 
     def close(self) -> None:
         if self._task is not None:
@@ -118,14 +125,6 @@ def _changes(listener: Listener) -> list[bytes]:
     cursor, rows = listener.cursor, listener.take()
     parts = [rows[at : at + ROWS] for at in range(0, len(rows), ROWS)]
     return [_event("sessions", {"rows": part}, cursor if part is parts[-1] else None) for part in parts]
-
-
-async def _overview(app: Services) -> list[bytes]:
-    """The overview as an event; nothing while the database cannot be read (the page shows the age of its numbers)."""
-    try:
-        return [_event("overview", await overview_of(app))]
-    except StoreUnavailable:
-        return []
 
 
 def _hello(cursor: LogPosition) -> bytes:

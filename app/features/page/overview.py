@@ -1,27 +1,23 @@
-"""The service's current figures, for the head of the page."""
+"""The service's current figures, for the head of the page, and those of its weight versions."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from sqlalchemy import Connection, and_, case, func, or_, select
 
-from app.features.page import reads
-from app.features.page.reads import HeadCounts
-from app.fleet.state import FleetState
-from app.metrics import RecentTurnStats
-from app.sessions.recovery import Registration
-from app.sessions.session_list import SessionList
-from app.store.engine import Database
+from app.store.schema import open_turns, sessions
 from app.store.sessions import database_bytes
 from turnlog import replies as reply_types
 
 if TYPE_CHECKING:
     from app.features.gates.pauses import Pauses
+    from app.services import Services
 
 MAX_AGE_S = 0.9
 """Maximum age of an overview: all browsers share one a second."""
@@ -32,6 +28,70 @@ second would need a whole core."""
 
 ACTIVE_S = 60.0
 """A session is active if its last turn is not older than this."""
+
+MAX_VERSIONS = 100
+
+
+class HeadCounts(msgspec.Struct, frozen=True):
+    """Sessions by status; `changed`: open ones that changed since a given time."""
+
+    open: int
+    closed: int
+    erased: int
+    changed: int
+
+
+def counts(connection: Connection, since: float) -> HeadCounts:
+    """Reads every head."""
+    changed = and_(sessions.c.status == "open", sessions.c.turns > 0, sessions.c.updated_at >= since)
+    query = select(sessions.c.status, func.count(), func.sum(case((changed, 1), else_=0))).group_by(sessions.c.status)
+    by_state = {row[0]: (row[1], row[2]) for row in connection.execute(query)}
+    opened, closed, erased = (by_state.get(status, (0, 0)) for status in ("open", "closed", "erased"))
+    return HeadCounts(opened[0], closed[0], erased[0], changed=opened[1])
+
+
+class VersionRow(msgspec.Struct, frozen=True):
+    """The sessions of a weight version, which is that of their newest weights. `mean_reward`: of the rewarded ones."""
+
+    version: int
+    sessions: int
+    open: int
+    turns: int
+    rewarded: int
+    mean_reward: float | None
+    updated_at: float
+
+
+def versions(connection: Connection) -> list[VersionRow]:
+    """The newest MAX_VERSIONS weight versions, newest first."""
+    head = sessions.c
+    sums = (
+        func.count(),
+        func.sum(case((head.status == "open", 1), else_=0)),
+        func.sum(head.turns),
+        func.count(head.reward),
+        func.avg(head.reward),
+        func.max(head.updated_at),
+    )
+    query = select(head.weight_version, *sums).where(head.weight_version.is_not(None)).group_by(head.weight_version)
+    newest = query.order_by(head.weight_version.desc()).limit(MAX_VERSIONS)
+    return [VersionRow(*row) for row in connection.execute(newest)]
+
+
+class ClaimCounts(msgspec.Struct, frozen=True):
+    """Number of open turns; `newly_active`: of sessions otherwise unchanged since a given time."""
+
+    all: int
+    newly_active: int
+
+
+def claims(connection: Connection, since: float) -> ClaimCounts:
+    new = and_(open_turns.c.opened_at >= since, or_(sessions.c.updated_at < since, sessions.c.turns == 0))
+    query = select(func.count(), func.sum(case((new, 1), else_=0))).select_from(
+        open_turns.join(sessions, sessions.c.session_id == open_turns.c.session_id)
+    )
+    row = connection.execute(query).one()
+    return ClaimCounts(row[0], row[1] or 0)
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
@@ -93,25 +153,13 @@ class _Counted(msgspec.Struct, frozen=True):
 
 
 class Overviews:
-    """Makes overviews for all browsers. `clock` returns seconds since the epoch."""
+    """Makes overviews for all browsers."""
 
-    def __init__(
-        self,
-        database: Database,
-        sessions: SessionList,
-        fleet: FleetState,
-        pauses: Pauses | None,
-        recent: RecentTurnStats,
-        registration: Registration,
-        clock: Callable[[], float],
-    ) -> None:
-        self._database = database
-        self._sessions = sessions
-        self._fleet = fleet
+    def __init__(self, services: Services, pauses: Pauses | None) -> None:
+        self._services = services
+        self._database = services.database
+        self._sessions = services.session_list
         self._pauses = pauses
-        self._recent = recent
-        self._registration = registration
-        self._clock = clock
         self._lock = asyncio.Lock()
         self._latest: tuple[float, Overview] | None = None
         self._counted: _Counted | None = None
@@ -125,27 +173,33 @@ class Overviews:
             return self._latest[1]
 
     async def _read(self) -> Overview:
-        at = self._clock()
-        counted = await self._count(at)
-        claims, newest = await self._database.read(
+        at = self._services.clock()
+        began = time.monotonic()
+        counted = self._counted
+        if counted is None or began >= counted.due_at:
+            heads = await self._database.read(partial(counts, since=at - ACTIVE_S))
+            size = await self._database.read(database_bytes)
+            ended = time.monotonic()
+            counted = self._counted = _Counted(heads, size, at, ended + COUNT_PAUSE * (ended - began))
+        opened, newest = await self._database.read(
             lambda connection: (
-                reads.claims(connection, at - ACTIVE_S),
+                claims(connection, at - ACTIVE_S),
                 self._sessions.newest_version(connection),
             )
         )
         at_gates = self._sessions.at_gates()
         unclaimed = sum(not has_claim for has_claim in at_gates.values())
-        recent = self._recent.summary()
+        recent = self._services.metrics.recent.summary()
         return Overview(
             at=at,
             sessions=SessionCounts(
                 open=counted.counts.open,
                 closed=counted.counts.closed,
                 erased=counted.counts.erased,
-                running=max(0, claims.all - (len(at_gates) - unclaimed)),
+                running=max(0, opened.all - (len(at_gates) - unclaimed)),
                 paused=len(at_gates),
-                idle=max(0, counted.counts.open - claims.all - unclaimed),
-                active=counted.counts.changed + claims.newly_active,
+                idle=max(0, counted.counts.open - opened.all - unclaimed),
+                active=counted.counts.changed + opened.newly_active,
                 counted_at=counted.at,
             ),
             turns_per_s=recent.turns_per_s,
@@ -154,36 +208,29 @@ class Overviews:
             errors=recent.errors,
             errors_total=recent.errors_total,
             weight_version=newest,
-            gate=self._without_gates() if self._pauses is None else await self._pauses.fleet(),
+            gate=_without_gates(self._services.fleet.fleet.version)
+            if self._pauses is None
+            else await self._pauses.fleet(),
             adapters=[] if self._pauses is None else await self._pauses.adapters(),
             database=DatabaseSize(
                 counted.bytes, self._database.log_file_bytes(), "sqlite" if self._database.is_sqlite else "postgresql"
             ),
-            read_only=self._registration.read_only,
+            read_only=self._services.registration.read_only,
             scope="this process",
         )
 
-    def _without_gates(self) -> reply_types.FleetGate:
-        return reply_types.FleetGate(
-            paused=False,
-            mode=None,
-            closings=0,
-            since=None,
-            lease_left_s=None,
-            held=0,
-            in_flight=0,
-            paused_adapters=[],
-            version=self._fleet.fleet.version,
-            weight_version=None,
-            held_for=None,
-        )
 
-    async def _count(self, at: float) -> _Counted:
-        """The count of sessions and the database's size, from memory if they are recent enough."""
-        began = time.monotonic()
-        if self._counted is None or began >= self._counted.due_at:
-            counts = await self._database.read(partial(reads.counts, since=at - ACTIVE_S))
-            size = await self._database.read(database_bytes)
-            ended = time.monotonic()
-            self._counted = _Counted(counts, size, at, ended + COUNT_PAUSE * (ended - began))
-        return self._counted
+def _without_gates(version: int) -> reply_types.FleetGate:
+    return reply_types.FleetGate(
+        paused=False,
+        mode=None,
+        closings=0,
+        since=None,
+        lease_left_s=None,
+        held=0,
+        in_flight=0,
+        paused_adapters=[],
+        version=version,
+        weight_version=None,
+        held_for=None,
+    )

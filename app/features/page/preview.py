@@ -69,12 +69,7 @@ class _Counts:
         self.given: set[str] = set()
         self.scanned: set[str] = set()
         self.cursor: str | None = None
-        self._missing: dict[str, Missing] = {}
-
-    @property
-    def missing(self) -> list[Missing]:
-        """The most frequent reason first."""
-        return sorted(self._missing.values(), key=lambda one: -one.count)
+        self.missing: dict[str, Missing] = {}
 
     def add(self, row: Fields) -> None:
         fields = cast(Mapping[str, Any], row)
@@ -95,9 +90,9 @@ class _Counts:
         self.scanned.add(fields["session_id"])
         detail: str = fields[EXCLUDED]
         reason = detail.partition(": ")[0]
-        if reason not in self._missing and len(self._missing) >= MAX_REASONS:
+        if reason not in self.missing and len(self.missing) >= MAX_REASONS:
             reason = OTHER
-        missing = self._missing.setdefault(reason, Missing(reason))
+        missing = self.missing.setdefault(reason, Missing(reason))
         missing.count += 1
         missing.cut_tokens += fields.get("cut_tokens", 0)
         if len(missing.examples) < EXAMPLES:
@@ -128,7 +123,7 @@ class Previews:
             tokens=counts.tokens,
             sampled_tokens=counts.sampled_tokens,
             first_tokens=counts.first_tokens,
-            missing=counts.missing,
+            missing=sorted(counts.missing.values(), key=lambda one: -one.count),  # the most frequent reason first
             scanned=len(counts.scanned),
             complete=complete,
             cursor=None if complete else counts.cursor,

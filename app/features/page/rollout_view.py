@@ -106,8 +106,28 @@ class Rollouts:
         part = chain[start : start + limit]
         steps: list[Step] = []
         if part:
-            steps = await asyncio.to_thread(_steps, part, await self._frames(session_id, part))
-        return _view(session, chain, await self._marks(session, chain[:MAX_TURNS]), start, steps)
+            frames = await self._frames(session_id, part)
+            steps = await asyncio.to_thread(
+                lambda: [Step(turn.number, turn_messages([turn], frames, MAX_BYTES)) for turn in part]
+            )
+        marks, reward = await self._marks(session, chain[:MAX_TURNS]), session.reward
+        return RolloutView(
+            session_id=session.session_id,
+            version=session.version,
+            status=session.status,
+            group_id=session.config.group_id,
+            attempt=session.config.attempt,
+            reward=None if reward is None else reward.reward,
+            components={} if reward is None else reward.components,
+            turns=len(chain),
+            tokens=chain[-1].token_count if chain else 0,
+            output_tokens=sum(turn.output_tokens for turn in chain),
+            branch=chain[-1].branch if chain else None,
+            branches=_branches(session),
+            marks=marks,
+            start=start,
+            steps=steps,
+        )
 
     async def _marks(self, session: Session, chain: Sequence[Turn]) -> list[Mark]:
         running = hashlib.blake2b(digest_size=6)
@@ -134,29 +154,6 @@ def _chain(session: Session, branch: int | None) -> list[Turn]:
         return session.message_chain(newest_of(session, branch).number)
     except KeyError:
         raise unknown_branch(session, branch) from None
-
-
-def _view(
-    session: Session, chain: Sequence[Turn], marks: Sequence[Mark], start: int, steps: Sequence[Step]
-) -> RolloutView:
-    reward = session.reward
-    return RolloutView(
-        session_id=session.session_id,
-        version=session.version,
-        status=session.status,
-        group_id=session.config.group_id,
-        attempt=session.config.attempt,
-        reward=None if reward is None else reward.reward,
-        components={} if reward is None else reward.components,
-        turns=len(chain),
-        tokens=chain[-1].token_count if chain else 0,
-        output_tokens=sum(turn.output_tokens for turn in chain),
-        branch=chain[-1].branch if chain else None,
-        branches=_branches(session),
-        marks=marks,
-        start=start,
-        steps=steps,
-    )
 
 
 def _branches(session: Session) -> list[RolloutBranch]:
@@ -213,7 +210,3 @@ def _without_ids(message: Message) -> Message:
         for name, value in message.items()
         if name != "tool_call_id"
     }
-
-
-def _steps(turns: Sequence[Turn], frames: Frames) -> list[Step]:
-    return [Step(turn.number, turn_messages([turn], frames, MAX_BYTES)) for turn in turns]

@@ -17,26 +17,55 @@ from app.api.requests import Request
 from app.api.routes import MOST_ROWS, Routes
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import SessionUnreadable
-from app.features.page import reads
-from app.features.page.rollout_view import MAX_STEPS
-from app.features.page.summaries import MAX_SESSIONS
-from app.features.page.token_view import Asked
-from app.features.page.turn_view import MAX_TURNS
+from app.features.page import overview as overviews
+from app.features.page.overview import Overviews
+from app.features.page.preview import Previews
+from app.features.page.rollout_view import MAX_STEPS, Rollouts
+from app.features.page.summaries import MAX_SESSIONS, MetadataColumns, Summaries
+from app.features.page.token_view import Asked, TokenViews
+from app.features.page.turn_view import MAX_TURNS, TurnViews
+from app.features.page.watch import Watch
+from app.sessions.conversation import Conversations
 from app.sessions.session_list import SessionQuery
 
 if TYPE_CHECKING:
-    from app.features.page.metadata_columns import MetadataColumns
-    from app.features.page.overview import Overviews
-    from app.features.page.preview import Previews
-    from app.features.page.rollout_view import Rollouts
-    from app.features.page.summaries import Summaries
-    from app.features.page.token_view import TokenViews
-    from app.features.page.turn_view import TurnViews
-    from app.features.page.watch import Watch
+    from app.features.gates.pauses import Pauses
     from app.services import Services
-    from app.sessions.conversation import Conversations
 
 route = Routes("Page")
+
+
+class Page(NamedTuple):
+    """The readers of the page's views. They never write."""
+
+    listed: MetadataColumns
+    overviews: Overviews
+    watch: Watch
+    conversations: Conversations
+    turns: TurnViews
+    tokens: TokenViews
+    rollouts: Rollouts
+    previews: Previews
+    summaries: Summaries
+
+
+def page_with(services: Services) -> Page:
+    database, sessions = services.database, services.session_list
+    pauses: Pauses | None = services.features.get("gates")
+    watch = Watch(database, sessions, services.log_end)
+    services.waits.append(watch.stop)
+    return Page(
+        listed=MetadataColumns(database, sessions),
+        overviews=Overviews(services, pauses),
+        watch=watch,
+        conversations=Conversations(database),
+        turns=TurnViews(database, services.turns.claimed, services.engines.engine_of),
+        tokens=TokenViews(database, services.prompts),
+        rollouts=Rollouts(database),
+        previews=Previews(database, services.release),
+        summaries=Summaries(database),
+    )
+
 
 MAX_TOKENS = 10_000
 
@@ -70,20 +99,6 @@ async def overview(request: Request) -> object:
     return await overview_of(request.services)
 
 
-class Page(NamedTuple):
-    """The readers of the page's views. They never write."""
-
-    listed: MetadataColumns
-    overviews: Overviews
-    watch: Watch
-    conversations: Conversations
-    turns: TurnViews
-    tokens: TokenViews
-    rollouts: Rollouts
-    previews: Previews
-    summaries: Summaries
-
-
 def page_of(request: Request) -> Page:
     page: Page = request.services.features["page"]
     return page
@@ -91,7 +106,8 @@ def page_of(request: Request) -> Page:
 
 async def overview_of(app: Services) -> dict[str, Any]:
     """The overview and the engines. Raises StoreUnavailable."""
-    found = msgspec.structs.asdict(await app.features["page"].overviews.now())
+    page: Page = app.features["page"]
+    found = msgspec.structs.asdict(await page.overviews.now())
     return {**found, "engines": [engine_fields(app, listed) for listed in app.engine_pool.listed()]}
 
 
@@ -229,4 +245,4 @@ async def preview_export(request: Request, query: Annotated[ExportParameters, Qu
 @route.for_the_page("/versions")
 async def versions(request: Request) -> object:
     """The newest weight versions with their sessions, turns and rewards."""
-    return await request.services.database.read(reads.versions)
+    return await request.services.database.read(overviews.versions)

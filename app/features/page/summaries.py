@@ -1,4 +1,5 @@
-"""Sums up sessions for the page's lists: what each is about, what it did last, its lengths, errors and times."""
+"""Sums up sessions for the page's lists: what each is about, what it did last, its lengths, errors and times;
+and values of their metadata as columns."""
 
 from __future__ import annotations
 
@@ -21,12 +22,15 @@ from app.domain.events import (
 )
 from app.domain.restore import in_effect
 from app.sessions.conversation import as_messages
-from app.store.content import load_frames
+from app.sessions.metadata import MISSING, value_of
+from app.sessions.session_list import SessionList, SessionQuery
+from app.store.content import load_frames, metadata_of
 from app.store.damage import of_readable
 from app.store.engine import Database
 from app.store.ports import Connection
 from app.store.sessions import EventRow, Frames, decode_events, event_rows
 from turnlog.actions import Action, actions_of, task_of
+from turnlog.replies import SessionPage
 from workers import codec
 from workers.codec import CorruptContent
 
@@ -133,17 +137,14 @@ class Summaries:
                 lambda connection: of_readable(connection, part, frames)  # noqa: B023
             )
             await asyncio.to_thread(_read, {one: known[one] for one in part}, content)
-        self._keep(known)
-        return {session_id: one.summary() for session_id, one in known.items()}
-
-    def _keep(self, known: Mapping[str, _Known]) -> None:
-        for session_id, one in known.items():
+        for session_id, one in known.items():  # the last ones that were asked for
             self._known.pop(session_id, None)
             self._known[session_id] = one
         turns = sum(len(one.turns) for one in self._known.values())
         while self._known and (len(self._known) > KEPT_SESSIONS or turns > KEPT_TURNS):
             oldest = self._known.pop(next(iter(self._known)))
             turns -= len(oldest.turns)
+        return {session_id: one.summary() for session_id, one in known.items()}
 
 
 def _rows(connection: Connection, session_id: str, after: int) -> list[EventRow]:
@@ -219,3 +220,44 @@ def _messages(turn: _Turn, frame: tuple[bytes | None, bytes | None] | None) -> l
         return [msgspec.json.decode(message) for message in contents]
     except (CorruptContent, msgspec.DecodeError):
         return []
+
+
+MAX_COLUMNS = 6
+
+MAX_VALUE = 200
+"""Characters of one value; a longer one is cut."""
+
+
+class ListedSessions(SessionPage):
+    """A page of the list. `metadata`: for each session that has any of the columns, its values as text, by column."""
+
+    metadata: Mapping[str, Mapping[str, str]]
+
+
+class MetadataColumns:
+    def __init__(self, database: Database, sessions: SessionList) -> None:
+        self._database = database
+        self._sessions = sessions
+
+    async def page(self, query: SessionQuery, cursor: str | None, limit: int, columns: str | None) -> ListedSessions:
+        """A page of the list with the metadata named by `columns`, a comma between two.
+
+        A column is a key, with dots into objects. Raises InvalidRequest for an invalid cursor, StoreUnavailable.
+        """
+        found = await self._sessions.page(query, cursor, limit)
+        ids = [row["session_id"] for row in found["sessions"]]
+        keys = [key.strip() for key in (columns or "").split(",") if key.strip()][:MAX_COLUMNS]
+        stored = await self._database.read(lambda c: metadata_of(c, ids)) if keys else {}
+        values = await asyncio.to_thread(lambda: {name: _values_of(raw, keys) for name, raw in stored.items()})
+        return {**found, "metadata": {name: given for name, given in values.items() if given}}
+
+
+def _values_of(raw: bytes, keys: Sequence[str]) -> dict[str, str]:
+    metadata, values = msgspec.json.decode(raw), {}
+    for key in keys:
+        value = value_of(metadata, key)
+        if value is None or value is MISSING:
+            continue
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        values[key] = text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}…"
+    return values

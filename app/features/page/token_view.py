@@ -214,7 +214,10 @@ class TokenViews:
             return TokenView(branch, branches, error=str(error))
         counts = {turn.turn: turn.output_tokens for turn in turns}
         least = await asyncio.to_thread(_least, made.sample) if asked.outline else shown[:0]
-        texts = await self._texts(session_id, made.sample, counts, _around(least, len(made.sample.tokens), shown))
+        total = len(made.sample.tokens)
+        windows = [np.arange(max(0, at - BEFORE), min(total, at + AFTER + 1)) for at in least.tolist()]
+        wanted = np.unique(np.concatenate([*windows, shown])).astype(np.int64)
+        texts = await self._texts(session_id, made.sample, counts, wanted)
         view = await asyncio.to_thread(_view, made, row, shown, texts, columns)
         outline = await asyncio.to_thread(_outline, made, least, texts, columns) if asked.outline else None
         has_tokenizer = self._prompts is not None
@@ -278,13 +281,12 @@ def _row_and_branches(session: Session, branch: int) -> tuple[BranchRow, list[Br
             break
         if other not in rows:
             rows[other] = row_of(session, other)
-    return rows[branch], [_branch(session, row, one in exported) for one, row in sorted(rows.items())]
-
-
-def _branch(session: Session, row: BranchRow, exported: bool) -> BranchTokens:
-    first, leaf = session.turn(row.turns[0]), row.leaf
-    prompt_tokens = first.token_count - first.output_tokens
-    return BranchTokens(leaf.branch, place_of(session, leaf).cause, leaf.token_count, prompt_tokens, exported)
+    branches = []
+    for one, row in sorted(rows.items()):
+        first, leaf = session.turn(row.turns[0]), row.leaf
+        prompt_tokens, cause = first.token_count - first.output_tokens, place_of(session, leaf).cause
+        branches.append(BranchTokens(leaf.branch, cause, leaf.token_count, prompt_tokens, one in exported))
+    return rows[branch], branches
 
 
 def _sample(session: Session, row: BranchRow, turns: Sequence[TurnCommitted], frames: Frames) -> _Row:
@@ -335,12 +337,6 @@ def _least(made: Sample) -> Array:
     return sampled[np.argsort(made.logprobs[sampled], kind="stable")[:LEAST]]
 
 
-def _around(places: Array, total: int, others: Array) -> Array:
-    """These positions with those around them, and the others, in order."""
-    windows = [np.arange(max(0, at - BEFORE), min(total, at + AFTER + 1)) for at in places.tolist()]
-    return np.unique(np.concatenate([*windows, others])).astype(np.int64)
-
-
 def _view(
     made: _Row, row: BranchRow, shown: Array, texts: Mapping[int, str], columns: Mapping[str, AlignedColumn]
 ) -> TokenView:
@@ -352,6 +348,10 @@ def _view(
         by_token[span.start : span.end] = versions.index(span.version)
     for turn in whole.turns:
         turns[turn.start : turn.end] = turn.turn
+    boundaries: list[Boundary] = []
+    for span in whole.version_spans:
+        if span.end > span.start and (not boundaries or boundaries[-1].version != span.version):
+            boundaries.append(Boundary(span.start, span.version))
     places = shown.tolist()
     arrays = (whole.tokens, whole.sampled_mask, whole.loss_mask, whole.logprobs, made.entropies, by_token, turns)
     rows = zip(places, *(array[shown].tolist() for array in arrays), strict=True)
@@ -374,8 +374,14 @@ def _view(
             TurnRange(span.turn, span.start, span.output_start, span.end, span.turn in row.in_loss, span.finish_reason)
             for span in whole.turns
         ],
-        boundaries=_boundaries(whole),
-        columns={name: _numbers(column.values[shown], column.mask[shown]) for name, column in columns.items()},
+        boundaries=boundaries,
+        columns={
+            name: [
+                value if there else None
+                for value, there in zip(column.values[shown].tolist(), column.mask[shown], strict=True)
+            ]
+            for name, column in columns.items()
+        },
     )
 
 
@@ -431,18 +437,6 @@ def _load_columns(connection: Connection, session_id: str, seqs: Sequence[int]) 
     return {
         seq: data for part in parts for seq, data in connection.execute(query.where(annotation_columns.c.seq.in_(part)))
     }
-
-
-def _numbers(values: Array, mask: Array) -> list[float | None]:
-    return [value if there else None for value, there in zip(values.tolist(), mask, strict=True)]
-
-
-def _boundaries(made: Sample) -> list[Boundary]:
-    boundaries: list[Boundary] = []
-    for span in made.version_spans:
-        if span.end > span.start and (not boundaries or boundaries[-1].version != span.version):
-            boundaries.append(Boundary(span.start, span.version))
-    return boundaries
 
 
 def _texts_of_spans(

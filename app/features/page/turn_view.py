@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -136,8 +135,15 @@ class TurnViews:
     async def find(self, session_id: str, text: str | None, after: int) -> Found:
         """Turns after turn `after` whose own messages have `text`, in any case; without a text, those whose request
         brought a result that looks like an error. Raises as `actions`."""
-        last = await self._database.read(lambda c: _last_turn(c, session_id), session_id=session_id)
-        has = has_failed if text is None else partial(_has, needle=text.casefold())
+        newest = select(turns.c.turn).where(turns.c.session_id == session_id).order_by(turns.c.turn.desc()).limit(1)
+        last = await self._database.read(lambda c: c.execute(newest).scalar() or 0, session_id=session_id)
+        needle = None if text is None else text.casefold()
+
+        def has(message: object) -> bool:
+            if needle is None:
+                return has_failed(message)
+            return any(needle in one.casefold() for one in _texts(message))
+
         replied: list[int] = []
         brought: list[int] = []
         for start in range(after + 1, max(last, after + 1) + 1, MAX_TURNS):
@@ -162,11 +168,6 @@ class TurnViews:
             return rows
 
         return await self._database.read(read, session_id=session_id)
-
-
-def _last_turn(connection: Connection, session_id: str) -> int:
-    query = select(turns.c.turn).where(turns.c.session_id == session_id).order_by(turns.c.turn.desc()).limit(1)
-    return connection.execute(query).scalar() or 0
 
 
 def _actions(row: _Row) -> TurnActions:
@@ -214,10 +215,6 @@ def _found(rows: Sequence[_Row], has: Callable[[object], bool]) -> tuple[list[in
     return replied, [turn for turn, messages in searched.items() if any(map(has, messages[:-1]))]
 
 
-def _has(message: object, needle: str) -> bool:
-    return any(needle in text.casefold() for text in _texts(message))
-
-
 def _searched(row: _Row) -> list[object]:
     """A turn's messages, the reply last; None for one that is not searched: it is too long, or cannot be read."""
     try:
@@ -229,11 +226,8 @@ def _searched(row: _Row) -> list[object]:
 def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _texts(item)
-    elif isinstance(value, list):
-        for item in value:
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _texts(item)
 
 

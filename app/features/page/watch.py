@@ -11,16 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from sqlalchemy import Connection, select, tuple_
 
 from app.errors import AppError, Overloaded
-from app.features.page import reads
-from app.features.page.reads import Tail
 from app.sessions.log_end import POLL_S, LogEnd, LogPosition, decode_position
 from app.sessions.session_list import SessionList
 from app.store import feed
+from app.store.dialect import oldest_tx
 from app.store.engine import Database
-from app.store.feed import START
-from app.store.ports import Connection
+from app.store.feed import START, Position
+from app.store.schema import events
 from turnlog.replies import ListedSession
 
 log = logging.getLogger("turnlog.watch")
@@ -32,6 +34,39 @@ MAX_BEHIND = 10_000
 """A listener that reconnects after more missed events must read the list again, which is less work for both."""
 
 MAX_LISTENERS = 64
+
+
+class Tail(NamedTuple):
+    """Events after a position: their sessions (each once), the last position, and how many events.
+
+    `holds` False: the event at the given position is gone, because a database crash undid it or it is another store.
+    Earlier events may differ too.
+    """
+
+    session_ids: list[str]
+    last: Position
+    events: int
+    holds: bool
+
+
+def events_since(connection: Connection, after: Position, limit: int) -> Tail:
+    """Events after `after`, at most `limit`."""
+    query = (
+        select(events.c.session_id, events.c.tx, events.c.position)
+        .where(
+            tuple_(events.c.tx, events.c.position) >= (after.tx, after.position),
+            events.c.tx < oldest_tx(),
+        )
+        .order_by(events.c.tx, events.c.position)
+        .limit(limit + (after != START))
+    )
+    rows = connection.execute(query).all()
+    if after != START:
+        if not rows or Position(rows[0][1], rows[0][2]) != after:
+            return Tail([], after, 0, holds=False)
+        rows = rows[1:]
+    last = Position(rows[-1][1], rows[-1][2]) if rows else after
+    return Tail(list(dict.fromkeys(row[0] for row in rows)), last, len(rows), holds=True)
 
 
 class Listener:
@@ -172,7 +207,7 @@ class Watch:
         at_gates = self._sessions.at_gates()
 
         def read(connection: Connection) -> Tail:
-            found = reads.since(connection, resumed.place, MAX_BEHIND + 1)
+            found = events_since(connection, resumed.place, MAX_BEHIND + 1)
             if found.events <= MAX_BEHIND:
                 rows.extend(self._sessions.rows(connection, found.session_ids, at_gates))
             return found
@@ -208,7 +243,7 @@ class Watch:
 
         def read(connection: Connection) -> Tail:
             rows.clear()
-            found = reads.since(connection, self._position.place, BATCH)
+            found = events_since(connection, self._position.place, BATCH)
             rows.extend(self._sessions.rows(connection, list({*found.session_ids, *came_or_went}), at_gates))
             return found
 

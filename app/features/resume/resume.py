@@ -27,7 +27,7 @@ from workers import codec
 from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
-    from app.features.gates.pauses import Paused
+    from app.features.gates.pauses import Pauses
     from app.services import Services
 
 FIRST_PAUSE_S = 0.1
@@ -44,8 +44,8 @@ class Resume:
         self._services = services
         self._staging = staging
         self._calls = services.engine_calls
-        paused: Paused | None = services.features.get("gates")
-        self._gates = None if paused is None else paused.gates
+        pauses: Pauses | None = services.features.get("gates")
+        self._gates = None if pauses is None else pauses.gates
 
     async def around(self, generate: Generate, turn: Claimed, call: EngineCall) -> Generated | EngineReply:
         """Generate the turn, with whatever goes on from earlier tokens. Raises as `generate`, GenerationAborted."""

@@ -15,8 +15,7 @@ from app.domain.events import is_number
 from app.domain.fleet import Fleet, FleetEvent, FleetPaused, FleetResumed
 from app.domain.patterns import plain_base_url
 from app.errors import InvalidRequest, NotFound, Unsupported
-from app.features.rllm.spoken import spoken
-from app.fleet.member import Member
+from app.features.rllm.paths import spoken
 
 if TYPE_CHECKING:
     from app.services import Services
@@ -154,11 +153,11 @@ async def set_weight_version(request: Request) -> dict[str, int]:
 
 
 def _workers(app: Services) -> list[dict[str, Any]]:
-    return [msgspec.to_builtins(_worker(member)) for member in app.engines.members.values()]
-
-
-def _worker(member: Member) -> Worker:
-    return Worker(_id(member.url), member.url, API_PATH, None, 1, member.health != "dead", member.in_flight)
+    workers = (
+        Worker(_id(member.url), member.url, API_PATH, None, 1, member.health != "dead", member.in_flight)
+        for member in app.engines.members.values()
+    )
+    return [msgspec.to_builtins(worker) for worker in workers]
 
 
 def _id(url: str) -> str:

@@ -18,11 +18,15 @@ import re
 from collections.abc import Collection
 from urllib.parse import parse_qsl
 
+import msgspec
 from starlette.types import Scope
 
 from app.api.head import GENERATION, route_path
 from app.api.header_sessions import in_header
+from app.api.parameters import InvalidParameters
+from app.errors import AppError
 from app.features.rllm.rules import id_of
+from app.upstream.headers import Headers
 
 _SESSIONS = "/sessions"
 _TRACES = "/traces"
@@ -52,12 +56,10 @@ class Door:
         name = path[len(_SESSIONS) + 1 :].rstrip("/")
         if name.endswith(_TRACES) and method in _READS:
             return _at(scope, f"/sessions/{id_of(name.removesuffix(_TRACES))}/traces")
-        is_whole = name and not query and method in ("GET", "DELETE") and not self._is_turnlogs(name)
-        return _at(scope, f"/sessions/{id_of(name)}/rllm") if is_whole else scope
-
-    def _is_turnlogs(self, name: str) -> bool:
         _, slash, rest = name.partition("/")
-        return bool(slash) and rest.partition("/")[0] in self._parts
+        is_turnlogs = bool(slash) and rest.partition("/")[0] in self._parts
+        is_whole = name and not query and method in ("GET", "DELETE") and not is_turnlogs
+        return _at(scope, f"/sessions/{id_of(name)}/rllm") if is_whole else scope
 
 
 def _names(query: bytes) -> set[str]:
@@ -68,3 +70,11 @@ def _at(scope: Scope, path: str) -> Scope:
     """The scope of the same request to another path."""
     whole = scope["path"][: len(scope["path"]) - len(route_path(scope))] + path
     return {**scope, "path": whole, "raw_path": whole.encode("utf-8", "surrogatepass")}
+
+
+def spoken(error: AppError) -> tuple[int, Headers, bytes]:
+    """How the gateway's routes say what is wrong: `{"error": text}`, and 422 `{"detail": […]}` for a parameter."""
+    headers: Headers = [("content-type", "application/json")]
+    if isinstance(error, InvalidParameters):
+        return 422, headers, msgspec.json.encode({"detail": error.errors})
+    return error.status, [*headers, *error.headers().items()], msgspec.json.encode({"error": str(error)})

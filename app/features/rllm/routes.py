@@ -18,8 +18,8 @@ from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, JSON, PAYLOADS, READ, SESSION, WRITE, Routes, json_reply
 from app.api.sessions import session_json
 from app.errors import InvalidRequest, NotFound, SessionExists, SessionNotFound
+from app.features.rllm.paths import spoken
 from app.features.rllm.rules import id_of, name_of, pinned
-from app.features.rllm.spoken import spoken
 from app.features.rllm.traces import Trace, Traces
 from app.sessions.session_list import SessionQuery
 from app.store.content import metadata_of
@@ -190,7 +190,7 @@ async def batch_delete(request: Request) -> dict[str, int]:
     deleted = 0
     for at in range(0, len(names), AT_ONCE):
         part = await asyncio.gather(
-            *(_delete_named(app, one) for one in names[at : at + AT_ONCE]), return_exceptions=True
+            *(_delete(app, one, is_name=True) for one in names[at : at + AT_ONCE]), return_exceptions=True
         )
         for count in part:
             if isinstance(count, BaseException):
@@ -199,12 +199,10 @@ async def batch_delete(request: Request) -> dict[str, int]:
     return {"deleted": deleted}
 
 
-async def _delete_named(app: Services, name: str) -> int:
-    return await _delete(app, await app.names.newest(id_of(name)))
-
-
-async def _delete(app: Services, session_id: str) -> int:
+async def _delete(app: Services, session_id: str, *, is_name: bool = False) -> int:
     """How many traces are no longer told."""
+    if is_name:
+        session_id = await app.names.newest(id_of(session_id))
     live = await app.cache.current(session_id)
     if live is None or live.session.status != "open":
         return 0

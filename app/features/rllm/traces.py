@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from app.domain.events import TurnCommitted, is_number, shape_of
+from app.domain.events import is_number, shape_of
 from app.domain.rules import superseded
 from app.domain.session import Session, Turn
 from app.errors import NotFound, PayloadTombstoned
@@ -98,6 +98,9 @@ class Traces:
     async def _trace(self, session: Session, turn: WireTurn) -> Trace:
         event, number = turn.event, turn.event.turn
         output, logprobs = await self._sampled(session, number)
+        # A trainer's limit on staleness is kept if the oldest token is counted.
+        versions = [*(span.version for span in event.weight_versions[:1]), event.dispatched]
+        version = next((int(name) for name in versions if name is not None and is_number(name)), None)
         is_chat = shape_of(event.protocol) == "chat"
         return Trace(
             trace_id=f"{session.session_id}.{number}",
@@ -110,7 +113,7 @@ class Traces:
             logprobs=logprobs or None,
             routing_matrices=await self._routing(session, number),
             finish_reason=event.finish_reason,
-            weight_version=_weight_version(event),
+            weight_version=version,
             latency_ms=max(turn.at - event.requested_at, 0.0) * 1000,
             token_counts={"prompt": event.base_tokens + event.suffix_tokens, "completion": event.output_tokens},
             timestamp=turn.at,
@@ -141,9 +144,3 @@ class Traces:
         assert not isinstance(rows, Masks)
         header = {"shape": list(payload.shape), "dtype": rows.dtype.name}
         return [msgspec.json.encode(header).decode(), base64.b64encode(rows.tobytes()).decode()]
-
-
-def _weight_version(event: TurnCommitted) -> int | None:
-    """A trainer's limit on staleness is kept if the oldest token is counted."""
-    named = [*(span.version for span in event.weight_versions[:1]), event.dispatched]
-    return next((int(version) for version in named if version is not None and is_number(version)), None)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from sqlalchemy import text
 
 from app.errors import AppError
-from app.features.search.places import TABLES, index_file, remove_file
 from app.metrics import Family
 
 if TYPE_CHECKING:
@@ -74,6 +73,8 @@ def _index(app: Services) -> Index:
 
 async def _discard_index(database: Database) -> None:
     """Raises StoreUnavailable."""
+    from app.features.search.index import TABLES, index_file, remove_file
+
     if database.is_sqlite:
         if remove_file(index_file(database)):
             log.warning("the search is off: its index has been removed")

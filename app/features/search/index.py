@@ -13,15 +13,16 @@ import asyncio
 import sqlite3
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import msgspec
 
 from app.errors import StoreUnavailable
-from app.features.search.places import index_file, remove_file
-from app.features.search.query import Query
+from app.features.search.text import Query
 from app.store.engine import Database
 from app.store.sessions import load_heads
+from app.store.sqlite_engine import file_of
 from app.tasks import uncancelled
 
 T = TypeVar("T")
@@ -44,6 +45,9 @@ CREATE TABLE IF NOT EXISTS messages (
 );
 CREATE INDEX IF NOT EXISTS messages_of_session ON messages (session_id);
 """
+
+TABLES = ("search_messages", "search_state")
+"""PostgreSQL's; the index makes them, no migration does."""
 
 COLUMNS = "id, session_id, turn, message, at, role, tools, finish_reason, text"
 
@@ -82,6 +86,19 @@ class Wanted(msgspec.Struct, frozen=True):
     session_ids: Sequence[str] | None
     before: int
     limit: int
+
+
+def index_file(database: Database) -> Path:
+    """SQLite's index lies beside the database."""
+    return Path(f"{file_of(database.url)}.search")
+
+
+def remove_file(file: Path) -> bool:
+    """Remove an SQLite index with its log; was there one?"""
+    was_there = file.exists()
+    for path in (file, *(file.with_name(f"{file.name}-{suffix}") for suffix in ("wal", "shm"))):
+        path.unlink(missing_ok=True)
+    return was_there
 
 
 class Index(Protocol):
@@ -233,7 +250,8 @@ def _find(connection: sqlite3.Connection, wanted: Wanted) -> list[Message]:
     if wanted.tool is not None:
         conditions.append("instr(tools, char(10) || :tool || char(10)) > 0")
         given["tool"] = wanted.tool
-    shards: Sequence[int] = range(min(wanted.before, _newest(connection)) // SHARD, -1, -1)
+    (newest,) = connection.execute("SELECT coalesce(max(id), -1) FROM messages").fetchone()
+    shards: Sequence[int] = range(min(wanted.before, newest) // SHARD, -1, -1)
     if wanted.session_ids is not None:
         conditions.append("session_id IN (SELECT value FROM json_each(:sessions))")
         given["sessions"] = msgspec.json.encode(wanted.session_ids).decode()
@@ -243,8 +261,8 @@ def _find(connection: sqlite3.Connection, wanted: Wanted) -> list[Message]:
         shards = [row[0] for row in connection.execute(own, given)]
     where = " AND ".join(conditions)
     if wanted.query is None:
-        newest = f"SELECT {columns} FROM messages WHERE {where} ORDER BY id DESC LIMIT :limit"
-        return [Message(*row) for row in connection.execute(newest, {**given, "limit": wanted.limit})]
+        first = f"SELECT {columns} FROM messages WHERE {where} ORDER BY id DESC LIMIT :limit"
+        return [Message(*row) for row in connection.execute(first, {**given, "limit": wanted.limit})]
     messages: list[Message] = []
     given["match"] = _match(wanted.query)
     for shard in shards:
@@ -258,11 +276,6 @@ def _find(connection: sqlite3.Connection, wanted: Wanted) -> list[Message]:
         if len(messages) >= wanted.limit:
             break
     return messages
-
-
-def _newest(connection: sqlite3.Connection) -> int:
-    newest: int = connection.execute("SELECT coalesce(max(id), -1) FROM messages").fetchone()[0]
-    return newest
 
 
 def _match(query: Query) -> str:

@@ -15,8 +15,8 @@ from app.domain import cursors
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest
 from app.features.search.index import FIRST, Index, Message, Wanted
-from app.features.search.query import Query as SearchedFor
-from app.features.search.query import parse, snippet
+from app.features.search.text import Query as SearchedFor
+from app.features.search.text import parse, snippet
 from app.sessions.log_end import decode_position
 from app.sessions.metadata import matches
 from app.sessions.session_list import SessionConditions
@@ -66,11 +66,22 @@ class Search:
         parsed = None if query.q is None else parse(query.q)
         if not any((parsed, query.role, query.tool, query.finish_reason, query.session_id)):
             raise InvalidRequest("q, role, tool, finish_reason or session_id must be given")
-        before = FIRST if query.cursor is None else _place(query.cursor)
+        before: int = FIRST if query.cursor is None else cursors.decode(query.cursor, int, "this search")
+        if query.cursor is not None and not 0 <= before <= MAX_INTEGER:
+            raise InvalidRequest("cursor is not one of this search")
         end = await self._log_end.present()
         position = await self._index.position()
-        filtered = await self._database.read(lambda connection: self._heads(connection, query))
-        few = await self._few(query, filtered)
+
+        def heads_wanted(connection: Connection) -> HeadFilter:
+            return query.of_heads(None if query.min_staleness is None else self._newest_version(connection))
+
+        filtered = await self._database.read(heads_wanted)
+        few: Sequence[str] | None = None  # the sessions that match; None: any, or too many to name
+        if query.session_id is not None:
+            few = [query.session_id]
+        elif filtered != HeadFilter():
+            few = await self._database.read(lambda connection: some_ids(connection, filtered, FEW_SESSIONS + 1))
+            few = None if len(few) > FEW_SESSIONS else few
         hits: list[tuple[Message, HeadRow]] = []
         looked_at, size = 0, query.limit + 1
         while len(hits) <= query.limit and looked_at < LOOKED_AT:
@@ -91,18 +102,6 @@ class Search:
             is_current=place is not None and place >= end,
         )
 
-    def _heads(self, connection: Connection, query: SearchQuery) -> HeadFilter:
-        return query.of_heads(None if query.min_staleness is None else self._newest_version(connection))
-
-    async def _few(self, query: SearchQuery, filtered: HeadFilter) -> Sequence[str] | None:
-        """The sessions that match; None: any, or too many to name."""
-        if query.session_id is not None:
-            return [query.session_id]
-        if filtered == HeadFilter():
-            return None
-        ids = await self._database.read(lambda connection: some_ids(connection, filtered, FEW_SESSIONS + 1))
-        return None if len(ids) > FEW_SESSIONS else ids
-
     async def _of(
         self, session_ids: Collection[str], filtered: HeadFilter, metadata: Sequence[tuple[str, str]]
     ) -> dict[str, HeadRow]:
@@ -117,14 +116,6 @@ class Search:
             return {session_id: head for session_id, head in heads.items() if matching.get(session_id)}
 
         return await self._database.read(read)
-
-
-def _place(cursor: str) -> int:
-    """Raises InvalidRequest."""
-    place: int = cursors.decode(cursor, int, "this search")
-    if not 0 <= place <= MAX_INTEGER:
-        raise InvalidRequest("cursor is not one of this search")
-    return place
 
 
 def _hit(message: Message, head: HeadRow, query: SearchedFor | None) -> reply_types.SearchHit:

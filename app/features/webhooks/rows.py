@@ -78,8 +78,12 @@ def pending(connection: Connection, cursor: Cursor, upto: Position, old_before: 
     """What follows the cursor, of at most PAGE events each. `old_before`: what was written earlier, and is the last of
     its session, is too old; None: nothing is looked at for that."""
     named = feed.epoch(connection)
-    deaths, fleet = _deaths(connection, cursor.fleet, named)
-    notices, finished, quiet, quiet_from = deaths, cursor.finished, cursor.quiet, None
+    notices: list[Notice] = []
+    fleet, finished, quiet, quiet_from = cursor.fleet, cursor.finished, cursor.quiet, None
+    for placed in later(connection, EngineDied, fleet, PAGE):
+        died, fleet = cast(EngineDied, placed.event), placed.seq
+        told = {"engine": died.url, "reason": died.reason}
+        notices.append(Notice("engine.died", named, (died.url, fleet), _iso(placed.at), told))
     if finished < upto:
         page = feed.page(connection, finished, upto, EventFilter(types=_FINISHING), PAGE)
         notices += attempt_or(connection, lambda again: _complete(again, page.rows, named), [])
@@ -92,15 +96,6 @@ def pending(connection: Connection, cursor: Cursor, upto: Position, old_before: 
         reached = page.reached if young is None else rows[-1].place if rows else quiet
         quiet, quiet_from = max(quiet, reached), None if young is None else young.at
     return Pending(notices, Cursor(cursor.epoch, finished, quiet, fleet), quiet_from)
-
-
-def _deaths(connection: Connection, after: int, named: str) -> tuple[list[Notice], int]:
-    notices = []
-    for placed in later(connection, EngineDied, after, PAGE):
-        died, after = cast(EngineDied, placed.event), placed.seq
-        told = {"engine": died.url, "reason": died.reason}
-        notices.append(Notice("engine.died", named, (died.url, after), _iso(placed.at), told))
-    return notices, after
 
 
 def _complete(connection: Connection, rows: Sequence[PlacedRow], named: str) -> list[Notice]:

@@ -94,11 +94,6 @@ class Receiver:
         if not 200 <= status < 300:
             raise Undelivered(f"it answered {status}")
 
-    def remember(self, notice: Notice) -> None:
-        self.delivered[notice.id] = None
-        if len(self.delivered) > REMEMBERED:
-            self.delivered.popitem(last=False)
-
 
 class Sender:
     """Runs from `start` to `stop`, in every process; the one with the lease sends."""
@@ -224,26 +219,25 @@ class Sender:
                 return True
 
     async def _pending(self, receiver: Receiver, cursor: Cursor, now: float) -> Pending:
-        upto, old_before = (await self._services.log_end.now()).synced, self._old_before(receiver, now)
+        upto = (await self._services.log_end.now()).synced
+        old_before = None  # Events written earlier count as quiet; there can be none yet, or a gate explains it.
+        if self._stuck_s is not None and not self._services.fleet.fleet.was_shut_after(now - GATED_S):
+            quiet, limit = receiver.quiet_from, now - self._stuck_s
+            old_before = limit if quiet is None or quiet < limit else None
         read = partial(rows.pending, cursor=cursor, upto=upto, old_before=old_before)
         found = await self._services.database.read(read, one_moment=True)
         if old_before is not None:
             receiver.quiet_from = found.quiet_from
         return found
 
-    def _old_before(self, receiver: Receiver, now: float) -> float | None:
-        """Events written before this time count as quiet; None: there can be none yet, or a gate explains it."""
-        if self._stuck_s is None or self._services.fleet.fleet.was_shut_after(now - GATED_S):
-            return None
-        old_before = now - self._stuck_s
-        return old_before if receiver.quiet_from is None or receiver.quiet_from < old_before else None
-
     async def _deliver(self, receiver: Receiver, notice: Notice) -> None:
         """Raises Undelivered."""
         body = notice.body(self._public_url)
         await receiver.post(rules.signed(self._keys, notice.id, int(self._services.clock()), body), body)
         reach("after_webhook_sent")
-        receiver.remember(notice)
+        receiver.delivered[notice.id] = None
+        if len(receiver.delivered) > REMEMBERED:
+            receiver.delivered.popitem(last=False)
         self._services.metrics.add("turnlog_webhooks_total", "delivered")
 
     def _count(self, receiver: Receiver, failures: int) -> None:

@@ -437,7 +437,11 @@ class _Chat:
         for block, at in blocks_of(content, where):
             if block.type == "tool_result":
                 self._end_parts()
-                self._append(_tool_message(block, at))
+                answered, parts = required(block.tool_use_id, f"{at}.tool_use_id"), Parts()
+                for inner, inner_at in blocks_of(content_of(block.content, f"{at}.content"), f"{at}.content"):
+                    parts.add(part_of(inner, inner_at), "\n")
+                result: dict[str, Any] = {"role": "tool", "tool_call_id": answered, "content": parts.content()}
+                self._append({**result, "is_error": True} if block.is_error else result)
             elif block.type == "mid_conv_system":
                 for text in self._system(content_of(block.content, f"{at}.content"), f"{at}.content"):
                     self._parts.add({"type": "text", "text": text}, separator)
@@ -488,15 +492,6 @@ class _Chat:
         self._end_parts()
         if self._is_silent:
             self._append({"role": "user", "content": ""})
-
-
-def _tool_message(block: Block, where: str) -> dict[str, Any]:
-    answered = required(block.tool_use_id, f"{where}.tool_use_id")
-    parts = Parts()
-    for inner, at in blocks_of(content_of(block.content, f"{where}.content"), f"{where}.content"):
-        parts.add(part_of(inner, at), "\n")
-    message: dict[str, Any] = {"role": "tool", "tool_call_id": answered, "content": parts.content()}
-    return {**message, "is_error": True} if block.is_error else message
 
 
 def _call(block: Block, where: str) -> dict[str, Any]:

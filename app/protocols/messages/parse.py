@@ -113,21 +113,14 @@ def engine_fields(params: Params, *, has_limit: bool) -> Params:
     fields = {name: raw for name, raw in params.items() if name not in own}
     if stops := stops_of(params):
         fields.setdefault("stop", as_raw(stops))
-    if (template := _template(params)) is not None:
-        fields["chat_template_kwargs"] = template
+    raw, own_template = params.get("thinking"), params.get("chat_template_kwargs")
+    thinking = None if raw is None else decode(_THINKING, raw, "thinking")
+    if thinking is not None and thinking.type == "disabled":  # a budget is not enforced; the client's own go first
+        given = (None if own_template is None else decode(_TEMPLATE, own_template, "chat_template_kwargs")) or {}
+        fields["chat_template_kwargs"] = as_raw({**_NO_THINKING, **given})
     for name, raw in _output(params).items():
         fields.setdefault(name, raw)
     return fields
-
-
-def _template(params: Params) -> msgspec.Raw | None:
-    """The template's arguments where thinking is disabled; a budget is not enforced. The client's own go first."""
-    raw, own = params.get("thinking"), params.get("chat_template_kwargs")
-    thinking = None if raw is None else decode(_THINKING, raw, "thinking")
-    if thinking is None or thinking.type != "disabled":
-        return None
-    given = (None if own is None else decode(_TEMPLATE, own, "chat_template_kwargs")) or {}
-    return as_raw({**_NO_THINKING, **given})
 
 
 def _output(params: Params) -> Params:
@@ -281,17 +274,14 @@ def _choice_params(raw: msgspec.Raw | None, names: set[str], has_left_out: bool)
     return params
 
 
-def parse_messages(body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None) -> ChatRequest:
-    """As `chat.parse.parse_chat`. Raises InvalidRequest, which names the field, and Unsupported."""
-    return _parse(body, has_few_values, continued, generates=True)
+def parse_messages(
+    body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None, *, generates: bool = True
+) -> ChatRequest:
+    """As `chat.parse_chat`. Raises InvalidRequest, which names the field, and Unsupported.
 
-
-def parse_count(body: bytes, has_few_values: bool = False) -> ChatRequest:
-    """A request whose tokens are only counted: `max_tokens` is not needed, and a reply's beginning is counted, too."""
-    return _parse(body, has_few_values, None, generates=False)
-
-
-def _parse(body: bytes, has_few_values: bool, continued: ContinuedBody | None, *, generates: bool) -> ChatRequest:
+    `generates` False: its tokens are only counted, so `max_tokens` is not needed, and a reply's beginning is counted,
+    too.
+    """
     fields, many_values = fields_of(body, has_few_values, continued)
     raws, layout = items_of(body, "messages", fields.pop("messages", None), many_values, continued)
     ids = token_ids(fields.pop("input_ids"), "input_ids") if "input_ids" in fields else None

@@ -263,16 +263,12 @@ def _history(turn: StoredTurn, instructions: str) -> list[msgspec.Raw]:
         return turn.messages
     first: Any = msgspec.json.decode(turn.messages[0])
     has_system = first.get("role") == "system" and isinstance(first.get("content"), str)
-    rest = _without(first["content"], before) if has_system else ""
+    rest: str = first["content"] if has_system else ""
+    if before and rest.startswith(before):
+        rest = rest[len(before) :].removeprefix(BETWEEN_SYSTEM)
     texts = [one for one in (instructions, rest) if one]
     system = [msgspec.Raw(msgspec.json.encode({"role": "system", "content": BETWEEN_SYSTEM.join(texts)}))]
     return [*(system if texts else []), *turn.messages[1 if has_system else 0 :]]
-
-
-def _without(content: str, instructions: str) -> str:
-    if not instructions or not content.startswith(instructions):
-        return content
-    return content[len(instructions) :].removeprefix(BETWEEN_SYSTEM)
 
 
 def _filled(raw: msgspec.Raw, turns: Mapping[str, StoredTurn]) -> msgspec.Raw:
@@ -336,7 +332,10 @@ def parse_responses(
     text_or_none(value_of(given.get("model"), "model"), "model")
     parameters = Parameters(given)
     instructions = text_or_none(parameters.take("instructions"), "instructions")
-    previous = _previous(parameters.take("previous_response_id"))
+    previous_id = text_or_none(parameters.take("previous_response_id"), "previous_response_id")
+    previous = None if previous_id is None else response_proof(previous_id)
+    if previous_id is not None and previous is None:
+        raise PreviousResponseNotFound("previous_response_id names no response of this session")
     if compacts and previous is not None and continued is None and bytes(raw_input or b"null") == b"null":
         raw_input = msgspec.Raw(_TRIGGER)
     conversation, layout, states = _conversation(
@@ -361,6 +360,8 @@ def parse_responses(
         params.pop("parallel_tool_calls", None)
     shown = {**parameters.shown, "instructions": instructions, "tool_choice": choice or "auto"}
     shown |= {"tools": tools.shown, "previous_response_id": previous and RESPONSE + previous}
+    # With sorted keys, so that a client's order of fields does not make it another one.
+    echo = Echo(shown, tools.named, parameters.encrypted, parameters.logprobs, conversation.compacts, retained)
     references = [proof for proof in conversation.references if proof != previous]
     messages = conversation.raw("" if previous else instructions or "")
     if layout is not None:
@@ -373,7 +374,7 @@ def parse_responses(
         prompt_ids,
         control.remove_control(params) if control.EXTENSIONS in params else None,
         "responses",
-        _echo(Echo(shown, tools.named, parameters.encrypted, parameters.logprobs, conversation.compacts, retained)),
+        msgspec.json.encode(echo, order="sorted"),
         tuple(filter(None, (previous, *conversation.proofs[-MAX_PROOFS:]))),
         previous,
         tuple(references),
@@ -391,20 +392,6 @@ def _retained(raw: msgspec.Raw | None, continued: ContinuedBody | None) -> list[
         return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": listed}]}]
     given = listed if continued is None else [value_of(item, "input") for item in continued.messages]
     return [item for item in given or () if isinstance(item, dict) and item.get("role") == "user"]
-
-
-def _echo(echo: Echo) -> bytes:
-    """With sorted keys, so that a client's order of fields does not make it another one."""
-    return msgspec.json.encode(echo, order="sorted")
-
-
-def _previous(value: Any) -> str | None:
-    """The proof in `previous_response_id`. Raises PreviousResponseNotFound for an id that is not one of ours."""
-    response_id = text_or_none(value, "previous_response_id")
-    proof = None if response_id is None else response_proof(response_id)
-    if response_id is not None and proof is None:
-        raise PreviousResponseNotFound("previous_response_id names no response of this session")
-    return proof
 
 
 def _conversation(

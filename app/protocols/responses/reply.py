@@ -139,7 +139,7 @@ def response_of(reply: CommittedReply, message: dict[str, Any] | None = None) ->
     given = with_given_ids(fields.message, reply.given_ids) if message is None else message
     if echo.compacts:  # A model may leave its summary in its reasoning.
         summary = SUMMARY + (given.get("content") or reasoning_of(given) or "")
-        output = [{"id": COMPACTION + reply.proof, "type": "compaction", "encrypted_content": summary}]
+        output: list[Item] = [{"id": COMPACTION + reply.proof, "type": "compaction", "encrypted_content": summary}]
     else:
         output = output_items(given, reply.proof, echo.named, echo.encrypted)
     reason = _INCOMPLETE.get(fields.finish_reason or "")
@@ -268,11 +268,12 @@ def _call_events(item: Item, kind: str, field: str) -> list[Event]:
 def _text_events(item: Item) -> list[Event]:
     """Those of an item with one part of text: reasoning, or a message, whose text may have logprobs."""
     at, part = {"item_id": item["id"], "content_index": 0}, item["content"][0]
-    kind, entries = "reasoning_text", part.get("logprobs", ())
-    pieces: list[Event] = [{"delta": piece} for piece in text_pieces(part["text"])]
+    kind = "reasoning_text"
+    pieces: list[Event]
     more: Event = {}
     empty: Event = {}
     if item["type"] == "message":
+        entries = part["logprobs"]
         kind, more, empty = "output_text", {"logprobs": entries}, {"logprobs": []}
         logprobs = Logprobs(
             [bytes(entry["bytes"]) for entry in entries],
@@ -282,6 +283,8 @@ def _text_events(item: Item) -> list[Event]:
         # They are of just this text.
         found = pieces_of([("delta", part["text"])], logprobs if entries else None)
         pieces = [{"delta": piece.text, "logprobs": piece.logprobs or []} for piece in found]
+    else:
+        pieces = [{"delta": piece} for piece in text_pieces(part["text"])]
     return [
         _begun(item, content=[]),
         {"type": "response.content_part.added", **at, "part": {**part, "text": "", **empty}},

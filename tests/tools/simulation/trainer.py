@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 from app.errors import AppError
-from app.features.gates.pauses import Paused, Pauses
+from app.features.gates.pauses import Pauses
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.world import World
 
@@ -99,5 +99,5 @@ def resume(process: Process, name: str | None) -> Coroutine[Any, Any, object]:
 
 
 def _pauses(process: Process) -> Pauses:
-    paused: Paused = process.service.features["gates"]
-    return paused.pauses
+    pauses: Pauses = process.service.features["gates"]
+    return pauses

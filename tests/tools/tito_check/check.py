@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from app.errors import InvalidRequest
-from app.tito.extension import NotAnExtension
+from app.tito.continuation import NotAnExtension
 from app.tito.prompts import Prompts
 from tests.tools.tito_check.conversations import Message, Talk, What
 from tests.tools.tito_check.engine import Engine
