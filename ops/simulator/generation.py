@@ -90,6 +90,10 @@ class Generation(Generic[R_co]):
             "prompt_tokens_details": None if self.queued else {"cached_tokens": self.cached_tokens},
         }
 
+    def head(self, kind: str, prefix: str = "") -> dict[str, object]:
+        """What replies and events begin with."""
+        return {"id": prefix + self.id, "object": kind, "created": self.created, "model": self.request.model}
+
     @property
     def ended_itself(self) -> bool:
         """Whether the end token ended the generation, and not a stop string or a limit."""
