@@ -20,18 +20,12 @@ import msgspec
 
 from ops.bench.client import Broken, Connection
 from ops.bench.export import download
-from ops.bench.load import Conversation, error_code, opening_messages, reply_message
+from ops.bench.load import Conversation, error_code, opening_messages, question_bytes, reply_message
 from ops.bench.measure import MIB, Figures, cpu_s, percentile, report, resident_bytes
 from ops.bench.payloads import S3Server
 from ops.bench.primary import Database, primary
 from ops.bench.stand import Cores, folder_for_bench, simulator
 from ops.server import ServerProcess
-
-BYTES_PER_TOKEN = 4.9
-"""Approximate bytes of text for each token of the simulator's vocabulary."""
-
-TEMPLATE_TOKENS = 10
-"""Tokens of a turn's prompt that are not its question's words."""
 
 EXPERTS = {"layers": 4, "top_k": 2, "experts": 64}
 """Shape of a token's routing payload: 8 ids, stored as 8 bytes before compression."""
@@ -119,7 +113,7 @@ class _Sessions:
         self._sim = msgspec.json.encode(
             {"completion_tokens": output, "tool_calls": False, "reasoning": False, "experts": EXPERTS}
         )
-        size = int((arguments.new_tokens - TEMPLATE_TOKENS) * BYTES_PER_TOKEN)
+        size = question_bytes(arguments.new_tokens)
         self._questions = [opening_messages(size, seed=number)[0] for number in range(QUESTIONS)]
         self._kept: dict[str, Conversation] = {}
 
