@@ -33,8 +33,8 @@ FORMS = (
 )
 
 PLAYED = 2048
-"""Number of different turns that all sessions have. It exceeds the rows of a Parquet row group; otherwise
-Parquet would compress repetitions that only the benchmark has."""
+"""Number of different turns that all sessions have. It exceeds the rows of a Parquet row group; otherwise Parquet would
+compress repetitions that only the benchmark has. The simulator's 8,191 logprobs come again in any case."""
 
 PAGE = 64
 """Sessions that the plain read reads at once, as an export does."""
