@@ -151,10 +151,7 @@ FAMILIES = (
     _counter("turnlog_cache_hits_total", "Lookups found in the session cache.", "content", _CONTENTS),
     _counter("turnlog_cache_misses_total", "Lookups that had to read the log.", "content", _CONTENTS),
     _gauge(
-        "turnlog_pool_workers",
-        "Worker processes: configured, alive, busy.",
-        "state",
-        ("configured", "alive", "busy"),
+        "turnlog_pool_workers", "Worker processes: configured, alive, busy.", "state", ("configured", "alive", "busy")
     ),
     _gauge("turnlog_pool_queue_jobs", "Replies that wait for a worker process."),
     _counter("turnlog_pool_jobs_total", "Replies validated by worker processes."),
@@ -183,18 +180,10 @@ FAMILIES = (
     _gauge("turnlog_writer_queue_bytes", "Bytes of the writes that wait."),
     _counter("turnlog_writer_operations_total", "Writes committed."),
     _counter(
-        "turnlog_writer_transactions_total",
-        "Transactions that committed these writes.",
-        "durable",
-        ("yes", "no"),
+        "turnlog_writer_transactions_total", "Transactions that committed these writes.", "durable", ("yes", "no")
     ),
     _counter("turnlog_events_total", "Events appended to the sessions' logs.", "type", TYPES),
-    _counter(
-        "turnlog_turns_abandoned_total",
-        "Claims released without a commit.",
-        "reason",
-        _reasons(TurnAbandoned),
-    ),
+    _counter("turnlog_turns_abandoned_total", "Claims released without a commit.", "reason", _reasons(TurnAbandoned)),
     _counter(
         "turnlog_turns_tombstoned_total",
         "Turns whose replay payloads were discarded.",
@@ -203,10 +192,7 @@ FAMILIES = (
     ),
     _counter("turnlog_chunks_freed_total", "Chunks of replay payloads deleted."),
     _counter(
-        "turnlog_janitor_sessions_total",
-        "Sessions that the janitor handled.",
-        "action",
-        ("closed", "freed", "erased"),
+        "turnlog_janitor_sessions_total", "Sessions that the janitor handled.", "action", ("closed", "freed", "erased")
     ),
     Family(
         "turnlog_janitor_last_round_timestamp_seconds",

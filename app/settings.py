@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from functools import cached_property
 from ipaddress import IPv4Network, IPv6Network, ip_network
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ByteSize,
@@ -95,9 +96,6 @@ _WITH_UNIT = re.compile(r"\s*\d+(\.\d+)?\s*([kmgt]i?)?b\s*", re.IGNORECASE)
 
 _BYTES = TypeAdapter(ByteSize)
 
-Limit = Annotated[float | None, BeforeValidator(none_if_off)]
-Size = Annotated[int, BeforeValidator(_in_bytes)]
-
 SEVERAL = "together"
 """Type of an error that concerns several settings; its message names them."""
 
@@ -105,6 +103,139 @@ BUCKETS = ("s3", "gs", "az", "file")
 
 ALL = ("all",)
 """Value of TURNLOG_ENGINE_SESSIONS for all engines."""
+
+
+# What a variable's text becomes, and what is accepted of it. Each raises ValueError, which says what is accepted.
+
+
+def _of_text(read: Callable[[str], object]) -> BeforeValidator:
+    """A value that is no text is taken as it is."""
+    return BeforeValidator(lambda value: read(value) if isinstance(value, str) else value)
+
+
+def _parts(text: str) -> list[str]:
+    return [part for part in text.split(",") if part.strip()]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[^,\s]+", text))
+
+
+def _secrets(text: str) -> tuple[str, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts) or len(set(parts)) != len(parts) or not all(map(str.isprintable, parts)):
+        raise ValueError("one, or several that are separated by commas, each once and none of them empty")
+    return tuple(parts)
+
+
+def _networks(text: str) -> tuple[Network, ...]:
+    try:
+        return tuple(ip_network(part.strip()) for part in _parts(text))
+    except ValueError as error:
+        raise ValueError("networks such as 10.0.0.0/8 or fd00::/8, separated by commas") from error
+
+
+def _address_patterns(text: str) -> tuple[AddressPattern, ...]:
+    try:
+        return tuple(map(address_pattern, _parts(text)))
+    except ValueError as error:
+        raise ValueError(
+            "addresses such as 10.0.0.0/8, [fd00::]/8:30000 or http://*.workers.example.org:30000, separated by "
+            "commas; * stands for any characters but dots, and not in the last label"
+        ) from error
+
+
+def _limits(text: str) -> LimitsGiven:
+    try:
+        return LimitsGiven.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        message = f"{where}: {first['msg']}" if where else first["msg"]
+        raise ValueError(f'a JSON object such as {{"turns": 50, "tokens": 100000}} ({message})') from None
+
+
+def _settable(names: tuple[str, ...]) -> tuple[str, ...]:
+    if not SETTABLE.issuperset(names):
+        raise ValueError(f"some of {', '.join(sorted(SETTABLE))}, separated by commas")
+    return names
+
+
+def _whole_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    faults = (patterns.base_url_fault(url, may_have_query=True) for url in urls)
+    if len(set(urls)) != len(urls) or any(fault is not None for fault in faults):
+        raise ValueError(
+            "URLs such as https://hooks.example.org/turnlog, separated by commas, each once, without credentials "
+            "and fragment"
+        )
+    return urls
+
+
+def _base_urls(urls: tuple[str, ...], wanted: str = "base URLs") -> tuple[str, ...]:
+    for url in urls:
+        fault = patterns.base_url_fault(url)
+        if fault is not None:
+            raise ValueError(f"{wanted} {fault}, separated by commas")
+    if len(set(urls)) != len(urls):
+        raise ValueError(f"{wanted}, each once")
+    return urls
+
+
+def _base_urls_or_all(urls: tuple[str, ...]) -> tuple[str, ...]:
+    return urls if urls == ALL else _base_urls(urls, "all, or base URLs")
+
+
+def _address(url: str | None) -> str | None:
+    if url is not None and patterns.base_url_fault(url) is not None:
+        raise ValueError("a URL such as https://turnlog.example.org, without credentials, query and fragment")
+    return None if url is None else url.rstrip("/")
+
+
+def _driver(value: str) -> str:
+    try:
+        url = make_url(value)
+    except ArgumentError as error:
+        raise ValueError("a URL such as sqlite+aiosqlite:///./var/turnlog.db") from error
+    if url.drivername not in DRIVERS:
+        raise ValueError(f"a URL that begins with one of {', '.join(d + '://' for d in DRIVERS)}")
+    if url.drivername.startswith("sqlite") and url.database in (None, "", ":memory:"):
+        raise ValueError("a file: a store in memory would lose every session")
+    if not url.drivername.startswith("sqlite"):
+        driver_arguments(url, 1.0)
+    return value
+
+
+def _place(value: str) -> str:
+    if value == "database":
+        return value
+    scheme, _, rest = value.partition("://")
+    if scheme not in BUCKETS or not rest.strip("/") or rest.startswith("/") != (scheme == "file"):
+        raise ValueError("database, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder")
+    return value.rstrip("/")
+
+
+def _folder(value: str | None) -> str | None:
+    if value is not None and not value.startswith("/"):
+        raise ValueError("the absolute path of a folder, such as /srv/archives")
+    return value
+
+
+def _finish_or_abort(value: str) -> str:
+    if not re.fullmatch(r"finish|abort_after:\d+(\.\d+)?", value):
+        raise ValueError("finish, or abort_after:<seconds>")
+    return value
+
+
+Limit = Annotated[float | None, BeforeValidator(none_if_off)]
+Size = Annotated[int, BeforeValidator(_in_bytes)]
+_EACH_ONCE = _of_text(lambda text: tuple(dict.fromkeys(_words(text))))
+
+
+BaseUrls = Annotated[
+    tuple[str, ...], NoDecode, _of_text(lambda text: tuple(map(patterns.plain_base_url, _parts(text))))
+]
+Secrets = Annotated[tuple[str, ...], NoDecode, _of_text(_secrets)]
+Networks = Annotated[tuple[Network, ...], NoDecode, _of_text(_networks)]
 
 Feature = Literal[
     "annotations",
@@ -144,6 +275,15 @@ ALL_FEATURES = tuple(name for name in FEATURES if name != "rllm")
 """What `all` stands for: `rllm` changes what other routes answer, so it is on only where it is named."""
 
 
+def _feature_names(value: Any) -> Collection[str]:
+    if not isinstance(value, str):
+        return tuple(value)
+    names: tuple[str, ...] = tuple(dict.fromkeys(re.findall(r"[^,\s]+", value)))
+    if names == ("none",):
+        return ()
+    return tuple(dict.fromkeys(one for name in names for one in (ALL_FEATURES if name == "all" else (name,))))
+
+
 class LimitsGiven(BaseModel):
     """The field `limits` of a new session, and the setting."""
 
@@ -161,18 +301,22 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="ignore")
 
-    database_url: str = Field(default="sqlite+aiosqlite:///./var/turnlog.db", repr=False)
-    upstreams: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    database_url: Annotated[str, AfterValidator(_driver)] = Field(
+        default="sqlite+aiosqlite:///./var/turnlog.db", repr=False
+    )
+    upstreams: Annotated[BaseUrls, AfterValidator(_base_urls)] = Field(default=(), repr=False)
     upstream_dialect: Literal["auto", "sglang", "vllm"] = "auto"
     logprobs_mode: Literal["auto", "raw", "scaled", "processed"] = "auto"
     upstream_api_key: str | None = Field(default=None, repr=False)
     upstream_connect_timeout_s: float = Field(default=5, gt=0, le=3600)
     upstream_timeout_s: float = Field(default=3600, gt=0, le=7 * 86400)
-    router_workers: Annotated[tuple[AddressPattern, ...], NoDecode] = ()
-    text_upstreams: Annotated[tuple[TextUpstream, ...], NoDecode] = Field(default=(), repr=False)
+    router_workers: Annotated[tuple[AddressPattern, ...], NoDecode, _of_text(_address_patterns)] = ()
+    text_upstreams: Annotated[tuple[TextUpstream, ...], NoDecode, _of_text(read_upstreams)] = Field(
+        default=(), repr=False
+    )
     placement: Literal["least_loaded", "hash"] = "least_loaded"
     affinity_ttl_s: Limit = Field(default=3600, gt=0)
-    engine_sessions: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    engine_sessions: Annotated[BaseUrls, AfterValidator(_base_urls_or_all)] = Field(default=(), repr=False)
     engine_session_ids: bool = False
     on_abort: OnAbort | None = None
     stage_tokens_s: float = Field(default=0, ge=0, le=3600)
@@ -183,24 +327,24 @@ class Settings(BaseSettings):
     on_divergence: OnDivergence = "reject"
     agents: Literal["branches", "sessions"] = "branches"
     without_session: Literal["refuse", "record"] = "refuse"
-    session_from_body: Annotated[tuple[Literal["prompt_cache_key", "metadata.user_id"], ...], NoDecode] = ()
+    session_from_body: Annotated[tuple[Literal["prompt_cache_key", "metadata.user_id"], ...], NoDecode, _EACH_ONCE] = ()
     samples_versions: Literal["names", "spans"] = "names"
     max_open_turns: int = Field(default=64, ge=1, le=100_000)
     max_turns: int = Field(default=10_000, ge=1, le=10_000_000)
-    limits: Annotated[LimitsGiven | None, NoDecode] = None
+    limits: Annotated[LimitsGiven | None, NoDecode, _of_text(_limits)] = None
     max_replay_bytes: Annotated[Size | None, BeforeValidator(none_if_off)] = Field(default=1024 * MIB, ge=MIB)
     picker: str | None = None
-    features: Annotated[tuple[Feature, ...], NoDecode] = DEFAULT_FEATURES
-    replay: Annotated[tuple[ReplayKind, ...], NoDecode] = ()
+    features: Annotated[tuple[Feature, ...], NoDecode, BeforeValidator(_feature_names)] = DEFAULT_FEATURES
+    replay: Annotated[tuple[ReplayKind, ...], NoDecode, _EACH_ONCE] = ()
     replay_incremental: bool = False
     moe_layers: Annotated[int | None, BeforeValidator(none_if_off)] = Field(default=None, ge=1, le=10_000)
     moe_topk: Annotated[int | None, BeforeValidator(none_if_off)] = Field(default=None, ge=1, le=10_000)
-    payloads: str = "database"
+    payloads: Annotated[str, AfterValidator(_place)] = "database"
     payloads_timeout_s: float = Field(default=120, gt=0, le=3600)
     payloads_keep_s: float = Field(default=600, ge=0, le=30 * 86400)
     client_reply: Literal["asked", "verbatim"] = "asked"
     stream_keepalive_s: float = Field(default=15, ge=0, le=3600)
-    on_disconnect: str = "finish"
+    on_disconnect: Annotated[str, AfterValidator(_finish_or_abort)] = "finish"
     max_request_bytes: Size = Field(default=64 * MIB, ge=1024)
     max_upstream_bytes: Size = Field(default=256 * MIB, ge=1024)
     inflight_bytes: Size = Field(default=2048 * MIB, ge=1024)
@@ -217,18 +361,20 @@ class Settings(BaseSettings):
     max_db_bytes: Annotated[Size | None, BeforeValidator(none_if_off)] = Field(default=None, ge=MIB)
     log_format: LogFormat = "auto"
     log_level: LogLevel = "info"
-    public_url: str | None = None
-    admin_token: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
-    session_secret: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
+    public_url: Annotated[str | None, AfterValidator(_address)] = None
+    admin_token: Secrets = Field(default=(), repr=False)
+    session_secret: Secrets = Field(default=(), repr=False)
     session_rewards: Literal["refuse", "allow"] = "refuse"
-    session_params: Annotated[tuple[str, ...], NoDecode] = ()
+    session_params: Annotated[tuple[str, ...], NoDecode, _EACH_ONCE, AfterValidator(_settable)] = ()
     max_agent_sessions: int = Field(default=1000, ge=0)
-    file_root: str | None = None
-    trusted_networks: Annotated[tuple[Network, ...], NoDecode] = ()
-    webhooks: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False)
-    webhook_secret: Annotated[tuple[str, ...], NoDecode] = Field(default=(), repr=False, validate_default=True)
+    file_root: Annotated[str | None, AfterValidator(_folder)] = None
+    trusted_networks: Networks = ()
+    webhooks: Annotated[tuple[str, ...], NoDecode, _of_text(_words), AfterValidator(_whole_urls)] = Field(
+        default=(), repr=False
+    )
+    webhook_secret: Secrets = Field(default=(), repr=False, validate_default=True)
     webhook_stuck_s: Limit = Field(default=1800, gt=0)
-    webhook_networks: Annotated[tuple[Network, ...], NoDecode] = ()
+    webhook_networks: Networks = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -237,74 +383,6 @@ class Settings(BaseSettings):
         on = _feature_names(chosen.get("features", DEFAULT_FEATURES))
         without = {name for feature, names in SETTINGS_OF.items() if feature not in on for name in names}
         return {name: value for name, value in chosen.items() if name not in without}
-
-    @field_validator("upstreams", "engine_sessions", mode="before")
-    @classmethod
-    def _split(cls, value: object) -> object:
-        if isinstance(value, str):
-            return tuple(patterns.plain_base_url(part) for part in value.split(",") if part.strip())
-        return value
-
-    @field_validator("text_upstreams", mode="before")
-    @classmethod
-    def _text_upstreams(cls, value: object) -> object:
-        return read_upstreams(value) if isinstance(value, str) else value
-
-    @field_validator("admin_token", "session_secret", "webhook_secret", mode="before")
-    @classmethod
-    def _secrets(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        parts = [part.strip() for part in value.split(",")]
-        if not all(parts) or len(set(parts)) != len(parts) or not all(map(str.isprintable, parts)):
-            raise ValueError("one, or several that are separated by commas, each once and none of them empty")
-        return tuple(parts)
-
-    @field_validator("trusted_networks", "webhook_networks", mode="before")
-    @classmethod
-    def _networks(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        try:
-            return tuple(ip_network(part.strip()) for part in value.split(",") if part.strip())
-        except ValueError as error:
-            raise ValueError("networks such as 10.0.0.0/8 or fd00::/8, separated by commas") from error
-
-    @field_validator("router_workers", mode="before")
-    @classmethod
-    def _address_patterns(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        try:
-            return tuple(address_pattern(part) for part in value.split(",") if part.strip())
-        except ValueError as error:
-            raise ValueError(
-                "addresses such as 10.0.0.0/8, [fd00::]/8:30000 or http://*.workers.example.org:30000, separated by "
-                "commas; * stands for any characters but dots, and not in the last label"
-            ) from error
-
-    @field_validator("session_params")
-    @classmethod
-    def _settable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if not SETTABLE.issuperset(value):
-            raise ValueError(f"some of {', '.join(sorted(SETTABLE))}, separated by commas")
-        return value
-
-    @field_validator("webhooks", mode="before")
-    @classmethod
-    def _addresses(cls, value: object) -> object:
-        return tuple(re.findall(r"[^,\s]+", value)) if isinstance(value, str) else value
-
-    @field_validator("webhooks")
-    @classmethod
-    def _whole_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        faults = (patterns.base_url_fault(url, may_have_query=True) for url in value)
-        if len(set(value)) != len(value) or any(fault is not None for fault in faults):
-            raise ValueError(
-                "URLs such as https://hooks.example.org/turnlog, separated by commas, each once, without credentials "
-                "and fragment"
-            )
-        return value
 
     @field_validator("webhook_secret")
     @classmethod
@@ -320,29 +398,6 @@ class Settings(BaseSettings):
             ) from None
         return value
 
-    @field_validator("replay", "session_params", "session_from_body", mode="before")
-    @classmethod
-    def _kinds(cls, value: object) -> object:
-        return tuple(dict.fromkeys(re.findall(r"[^,\s]+", value))) if isinstance(value, str) else value
-
-    @field_validator("features", mode="before")
-    @classmethod
-    def _features(cls, value: object) -> object:
-        return _feature_names(value)
-
-    @field_validator("limits", mode="before")
-    @classmethod
-    def _limits(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        try:
-            return LimitsGiven.model_validate_json(value)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            message = f"{where}: {first['msg']}" if where else first["msg"]
-            raise ValueError(f'a JSON object such as {{"turns": 50, "tokens": 100000}} ({message})') from None
-
     @field_validator("moe_topk")
     @classmethod
     def _both_or_none(cls, value: int | None, info: ValidationInfo) -> int | None:
@@ -350,67 +405,6 @@ class Settings(BaseSettings):
             raise PydanticCustomError(
                 SEVERAL, "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK require each other: set both, or neither"
             )
-        return value
-
-    @field_validator("upstreams")
-    @classmethod
-    def _base_urls(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        _require_base_urls(value, "base URLs")
-        return value
-
-    @field_validator("public_url")
-    @classmethod
-    def _address(cls, value: str | None) -> str | None:
-        if value is not None and patterns.base_url_fault(value) is not None:
-            raise ValueError("a URL such as https://turnlog.example.org, without credentials, query and fragment")
-        return None if value is None else value.rstrip("/")
-
-    @field_validator("engine_sessions")
-    @classmethod
-    def _base_urls_or_all(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if value != ALL:
-            _require_base_urls(value, "all, or base URLs")
-        return value
-
-    @field_validator("database_url")
-    @classmethod
-    def _driver(cls, value: str) -> str:
-        try:
-            url = make_url(value)
-        except ArgumentError as error:
-            raise ValueError("a URL such as sqlite+aiosqlite:///./var/turnlog.db") from error
-        if url.drivername not in DRIVERS:
-            raise ValueError(f"a URL that begins with one of {', '.join(d + '://' for d in DRIVERS)}")
-        if url.drivername.startswith("sqlite") and url.database in (None, "", ":memory:"):
-            raise ValueError("a file: a store in memory would lose every session")
-        if not url.drivername.startswith("sqlite"):
-            driver_arguments(url, 1.0)
-        return value
-
-    @field_validator("payloads")
-    @classmethod
-    def _place(cls, value: str) -> str:
-        if value == "database":
-            return value
-        scheme, _, rest = value.partition("://")
-        if scheme not in BUCKETS or not rest.strip("/") or rest.startswith("/") != (scheme == "file"):
-            raise ValueError(
-                "database, s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder"
-            )
-        return value.rstrip("/")
-
-    @field_validator("file_root")
-    @classmethod
-    def _folder(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith("/"):
-            raise ValueError("the absolute path of a folder, such as /srv/archives")
-        return value
-
-    @field_validator("on_disconnect")
-    @classmethod
-    def _finish_or_abort(cls, value: str) -> str:
-        if not re.fullmatch(r"finish|abort_after:\d+(\.\d+)?", value):
-            raise ValueError("finish, or abort_after:<seconds>")
         return value
 
     @property
@@ -434,25 +428,6 @@ class Settings(BaseSettings):
         """Seconds after its client's disconnect at which a turn is aborted; None: it is finished (`finish`)."""
         mode, _, seconds = self.on_disconnect.partition(":")
         return float(seconds) if mode == "abort_after" else None
-
-
-def _feature_names(value: Any) -> Collection[str]:
-    if not isinstance(value, str):
-        return tuple(value)
-    names: tuple[str, ...] = tuple(dict.fromkeys(re.findall(r"[^,\s]+", value)))
-    if names == ("none",):
-        return ()
-    return tuple(dict.fromkeys(one for name in names for one in (ALL_FEATURES if name == "all" else (name,))))
-
-
-def _require_base_urls(urls: tuple[str, ...], wanted: str) -> None:
-    """Raises ValueError, whose message begins with `wanted`, for an invalid or repeated URL."""
-    for url in urls:
-        fault = patterns.base_url_fault(url)
-        if fault is not None:
-            raise ValueError(f"{wanted} {fault}, separated by commas")
-    if len(set(urls)) != len(urls):
-        raise ValueError(f"{wanted}, each once")
 
 
 def can_be_off(field: FieldInfo) -> bool:

@@ -74,36 +74,7 @@ class NewSession(TypedDict, total=False):
     parent_session_id: Annotated[str | None, "The session whose sub-agent this is."]
 
 
-class SessionFilters(TypedDict, total=False):
-    """The filters and the order of `GET /sessions`."""
-
-    status: Annotated[SessionStatus, "Sessions: open, closed, erased, undone."]
-    state: Annotated[SessionState, "Instead of status; also running (a turn is in flight), paused (at a gate), idle."]
-    group_id: Annotated[str, "Only sessions of this group."]
-    attempt: Annotated[int, "Only sessions with this attempt number."]
-    engine: Annotated[str, "Only sessions that are bound to the engine with this URL."]
-    prefix: Annotated[str, "Only sessions whose id begins so."]
-    min_reward: Annotated[float, "Only sessions with at least this reward."]
-    max_reward: Annotated[float, "Only sessions with at most this reward."]
-    unrewarded: Annotated[bool, "Only sessions without a reward."]
-    min_staleness: Annotated[int, "At least this many weight versions behind the newest one."]
-    stuck_s: Annotated[float, "A turn has been in flight for longer than this many seconds."]
-    metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
-    tag: Annotated[str, "Only sessions with this tag."]
-    name: Annotated[str, "Only sessions that clients call so."]
-    generation: Annotated[int, "Only this generation of a name."]
-    sort: Annotated[SessionOrder, "The column by which the sessions are sorted."]
-    order: Annotated[Literal["desc", "asc"], "Descending (default) or ascending."]
-
-
-class SearchFilters(TypedDict, total=False):
-    """The parameters of `GET /search` but for `q`."""
-
-    role: Annotated[str, "Only messages of this role."]
-    tool: Annotated[str, "Only calls of this tool, and its results."]
-    finish_reason: Annotated[str, "Only replies that ended so."]
-    session_id: Annotated[str, "Only this session."]
-    metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
+class OfSessions(TypedDict, total=False):
     status: Annotated[SessionStatus, "Only sessions with this status."]
     group_id: Annotated[str, "Only sessions of this group."]
     attempt: Annotated[int, "Only sessions with this attempt number."]
@@ -112,9 +83,29 @@ class SearchFilters(TypedDict, total=False):
     max_reward: Annotated[float, "Only sessions with at most this reward."]
     unrewarded: Annotated[bool, "Only sessions without a reward."]
     min_staleness: Annotated[int, "At least this many weight versions behind the newest one."]
+    metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
     tag: Annotated[str, "Only sessions with this tag."]
     name: Annotated[str, "Only sessions that clients call so."]
     generation: Annotated[int, "Only this generation of a name."]
+
+
+class SessionFilters(OfSessions, total=False):
+    """The filters and the order of `GET /sessions`."""
+
+    state: Annotated[SessionState, "Instead of status; also running (a turn is in flight), paused (at a gate), idle."]
+    prefix: Annotated[str, "Only sessions whose id begins so."]
+    stuck_s: Annotated[float, "A turn has been in flight for longer than this many seconds."]
+    sort: Annotated[SessionOrder, "The column by which the sessions are sorted."]
+    order: Annotated[Literal["desc", "asc"], "Descending (default) or ascending."]
+
+
+class SearchFilters(OfSessions, total=False):
+    """The parameters of `GET /search` but for `q`."""
+
+    role: Annotated[str, "Only messages of this role."]
+    tool: Annotated[str, "Only calls of this tool, and its results."]
+    finish_reason: Annotated[str, "Only replies that ended so."]
+    session_id: Annotated[str, "Only this session."]
 
 
 class RowFilters(TypedDict, total=False):

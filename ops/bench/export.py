@@ -15,6 +15,7 @@ from sqlalchemy import Connection, text
 
 from app.store.engine import Database
 from app.store.schema import sessions
+from ops.bench.load import question_bytes
 from ops.bench.measure import MIB, Figures, Peak, cpu_s, save_figures, stat, table
 from ops.bench.stand import Cores, cores, folder_for_bench, pinned, simulator, started
 from ops.bench.stored import copy_up_to, play
@@ -32,13 +33,9 @@ FORMS = (
 )
 
 PLAYED = 2048
-"""Number of different turns that all sessions have. It exceeds the rows of a Parquet row group; otherwise
-Parquet would compress repetitions that only the benchmark has."""
+"""Number of different turns that all sessions have. It exceeds the rows of a Parquet row group; otherwise Parquet would
+compress repetitions that only the benchmark has. The simulator's 8,191 logprobs come again in any case."""
 
-QUESTION_BYTES_PER_TOKEN = 4.9
-"""Approximate bytes of text for each token of the simulator's vocabulary."""
-
-TEMPLATE_TOKENS = 10
 PAGE = 64
 """Sessions that the plain read reads at once, as an export does."""
 
@@ -93,8 +90,8 @@ async def _filled(folder: Path, cpu_sets: Cores, arguments: argparse.Namespace) 
         return ServerProcess(folder).migrate()
     folder.mkdir(parents=True, exist_ok=True)
     half = arguments.tokens // 2
+    size = question_bytes(half)
     sim = msgspec.json.encode({"completion_tokens": half, "tool_calls": False, "reasoning": False})
-    size = int((half - TEMPLATE_TOKENS) * QUESTION_BYTES_PER_TOKEN)
     played = min(-(-PLAYED // arguments.turns), arguments.sessions)
     with simulator(cpu_sets) as engine:
         server = ServerProcess(folder, upstreams=[engine.base_url]).migrate()

@@ -31,6 +31,9 @@ HISTORY_MESSAGE_BYTES = 8192
 TURN_GROWTH_BYTES = 130
 """Approximate bytes that a turn adds to the next request: the reply's message and a short question."""
 
+BYTES_PER_TOKEN, TEMPLATE_TOKENS = 4.9, 10
+"""Of a question's text, and what a turn's prompt has beside it."""
+
 CREATE_AHEAD = 1.25
 """Factor for the number of sessions created before a measurement, over the number that the warm-up's rate predicts."""
 
@@ -185,6 +188,11 @@ def opening_messages(size: int, seed: int = 0) -> list[bytes]:
         messages.append(msgspec.json.encode({"role": "user", "content": text}))
         size -= len(messages[-1])
     return messages
+
+
+def question_bytes(tokens: int) -> int:
+    """About how many bytes a question has in the simulator's vocabulary that adds so many tokens to a prompt."""
+    return int((tokens - TEMPLATE_TOKENS) * BYTES_PER_TOKEN)
 
 
 def opening_ids(size: int, seed: int = 0) -> list[bytes]:

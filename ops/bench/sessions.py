@@ -20,18 +20,12 @@ import msgspec
 
 from ops.bench.client import Broken, Connection
 from ops.bench.export import download
-from ops.bench.load import Conversation, error_code, opening_messages, reply_message
+from ops.bench.load import Conversation, Tally, error_code, opening_messages, question_bytes, reply_message
 from ops.bench.measure import MIB, Figures, cpu_s, percentile, report, resident_bytes
 from ops.bench.payloads import S3Server
 from ops.bench.primary import Database, primary
 from ops.bench.stand import Cores, folder_for_bench, simulator
 from ops.server import ServerProcess
-
-BYTES_PER_TOKEN = 4.9
-"""Approximate bytes of text for each token of the simulator's vocabulary."""
-
-TEMPLATE_TOKENS = 10
-"""Tokens of a turn's prompt that are not its question's words."""
 
 EXPERTS = {"layers": 4, "top_k": 2, "experts": 64}
 """Shape of a token's routing payload: 8 ids, stored as 8 bytes before compression."""
@@ -98,14 +92,6 @@ async def main(arguments: argparse.Namespace) -> int:
     return 1 if sessions.errors else 0
 
 
-class _Turns:
-    """Seconds of each turn that was answered, and of all of them together."""
-
-    def __init__(self) -> None:
-        self.latencies: list[float] = []
-        self.seconds = 0.0
-
-
 class _Sessions:
     """The live sessions of a server. Their ids are in no order, as those of real sessions. `errors`: replies that were
     repeated."""
@@ -119,13 +105,13 @@ class _Sessions:
         self._sim = msgspec.json.encode(
             {"completion_tokens": output, "tool_calls": False, "reasoning": False, "experts": EXPERTS}
         )
-        size = int((arguments.new_tokens - TEMPLATE_TOKENS) * BYTES_PER_TOKEN)
+        size = question_bytes(arguments.new_tokens)
         self._questions = [opening_messages(size, seed=number)[0] for number in range(QUESTIONS)]
         self._kept: dict[str, Conversation] = {}
 
-    async def fill(self, count: int) -> _Turns:
+    async def fill(self, count: int) -> Tally:
         """Create the sessions, each with its turns."""
-        turns, numbers = _Turns(), iter(range(count))
+        turns, numbers = Tally(), iter(range(count))
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for _ in range(self._arguments.clients):
@@ -133,7 +119,7 @@ class _Sessions:
         turns.seconds = time.perf_counter() - began
         return turns
 
-    async def _fill(self, numbers: Iterator[int], turns: _Turns) -> None:
+    async def _fill(self, numbers: Iterator[int], turns: Tally) -> None:
         async with await Connection.connect(self._base_url) as connection:
             for number in numbers:
                 # as random as a server's own id, so that neighbours in an index are not neighbours in time
@@ -148,11 +134,11 @@ class _Sessions:
                 if len(self._kept) > KEPT:
                     del self._kept[next(iter(self._kept))]
 
-    async def go_on(self, stop: asyncio.Event, clients: int) -> _Turns:
+    async def go_on(self, stop: asyncio.Event, clients: int) -> Tally:
         """Further turns of random sessions, until `stop` is set; at most one client uses a session at a time."""
         names = sorted(self._kept)
         self._rng.shuffle(names)
-        turns = _Turns()
+        turns = Tally()
         began = time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for number in range(clients):
@@ -160,7 +146,7 @@ class _Sessions:
         turns.seconds = time.perf_counter() - began
         return turns
 
-    async def _go_on(self, names: Sequence[str], turns: _Turns, stop: asyncio.Event) -> None:
+    async def _go_on(self, names: Sequence[str], turns: Tally, stop: asyncio.Event) -> None:
         async with await Connection.connect(self._base_url) as connection:
             while names:
                 for name in names:
@@ -172,9 +158,9 @@ class _Sessions:
         """A further turn of one session."""
         name = self._rng.choice(sorted(self._kept))
         async with await Connection.connect(self._base_url) as connection:
-            await self._turn(connection, name, self._kept[name], _Turns())
+            await self._turn(connection, name, self._kept[name], Tally())
 
-    async def _turn(self, connection: Connection, name: str, conversation: Conversation, turns: _Turns) -> None:
+    async def _turn(self, connection: Connection, name: str, conversation: Conversation, turns: Tally) -> None:
         body = conversation.body()
         for attempt in range(RETRIES):
             began = time.perf_counter()
@@ -192,7 +178,7 @@ class _Sessions:
 
 
 async def _measured(
-    name: str, server: ServerProcess, database: Database, running: Coroutine[Any, Any, _Turns]
+    name: str, server: ServerProcess, database: Database, running: Coroutine[Any, Any, Tally]
 ) -> Figures:
     """What the turns cost each."""
     before, hits = await database.work(), _lookups(server)

@@ -17,7 +17,7 @@ from ops.simulator import openai, sglang, vllm
 from ops.simulator.control import ReceivedRequest, RequestLog, common
 from ops.simulator.engine import NOT_FOUND, Engine, Wire
 from ops.simulator.running import HungUp
-from ops.simulator.wire import Config, Dialect, FaultOrder, Reply, json_reply
+from ops.simulator.wire import BadRequest, Config, Dialect, Reply, json_reply
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -32,7 +32,7 @@ class Simulator:
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
         self.engine = Engine(self.config, _WIRES[self.config.dialect])
-        self.requests = RequestLog(self.config.keep_requests, self.config.keep_request_bytes)
+        self.requests = RequestLog(self.config.keep_requests)
         self._common = common(self.requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,9 +74,11 @@ class Simulator:
             return json_reply({"detail": "Method Not Allowed"}, 405) if is_known else json_reply(NOT_FOUND, 404)
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
         try:
-            return await control(engine, body, query)
+            return await control.reply(engine, body, query)
         except msgspec.DecodeError as error:
             return engine.wire.error(str(error), 400, "Bad Request")
+        except BadRequest as error:
+            return engine.wire.error(str(error), error.status)
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:
@@ -109,32 +111,25 @@ async def _hung_up(receive: Receive) -> None:
 
 
 async def _deliver(reply: Reply, receive: Receive, send: Send) -> None:
-    if reply.delivery == "never":
+    if reply.never:
         await _hung_up(receive)
         return
     parts = reply.parts or (b"",)
-    size = sum(map(len, parts))
     headers = [*reply.headers]
     if reply.content_type:
         headers.append((b"content-type", reply.content_type))
     if reply.content_type != b"text/event-stream":
-        headers.append((b"content-length", b"%d" % size))
+        headers.append((b"content-length", b"%d" % sum(map(len, parts))))
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    order = reply.order
-    if order is not None and reply.delivery == "reset":
-        at = size // 2 if order.at_byte is None else order.at_byte
-        await send({"type": "http.response.body", "body": reply.body[:at], "more_body": True})
+    if reply.ends_at is not None:
+        await send({"type": "http.response.body", "body": reply.body[: reply.ends_at], "more_body": True})
         # If the body is unfinished at the return, the server closes the socket.
-        return
-    if order is not None and reply.delivery == "drip":
-        await _drip(reply.body, order, send)
         return
     if reply.over_s:
         await _stream(parts, reply.over_s, receive, send)
         return
-    for part in parts[:-1]:
-        await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body", "body": parts[-1], "more_body": False})
+    for number, part in enumerate(parts, 1):
+        await send({"type": "http.response.body", "body": part, "more_body": number < len(parts)})
 
 
 async def _stream(parts: Sequence[bytes], over_s: float, receive: Receive, send: Send) -> None:
@@ -151,11 +146,3 @@ async def _stream(parts: Sequence[bytes], over_s: float, receive: Receive, send:
                 await asyncio.sleep(early)
     finally:
         gone.cancel()
-
-
-async def _drip(body: bytes, order: FaultOrder, send: Send) -> None:
-    step = max(1, -(-len(body) // max(order.pieces, 1)))
-    for at in range(0, len(body), step):
-        await send({"type": "http.response.body", "body": body[at : at + step], "more_body": True})
-        await asyncio.sleep(order.delay_s)
-    await send({"type": "http.response.body", "body": b"", "more_body": False})

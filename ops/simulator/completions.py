@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 from msgspec import Raw
 
-from ops.simulator.engine import Engine
+from ops.simulator.engine import Asked, Engine
 from ops.simulator.generation import Alternatives, Generation, ReplyWriter, sampled_first
+from ops.simulator.template import bare_conversation
 from ops.simulator.tokenizer import Encoded, Tokenizer
 from ops.simulator.wire import MAX_ID, BadRequest, CompletionRequest
 
@@ -15,9 +16,9 @@ DEFAULT_TOKENS = 16
 _decode = msgspec.json.Decoder(CompletionRequest).decode
 
 
-def completion_request(engine: Engine, body: bytes) -> CompletionRequest:
-    """The request with vLLM's default in place of a null. Refuses what engines refuse, and what this simulator supports
-    only for chat. Raises :class:`BadRequest`."""
+def read_completion(engine: Engine, body: bytes, session: str | None) -> Asked:
+    """The request, with vLLM's default in place of a null. Refuses what engines refuse, and what this simulator
+    supports only for chat. Raises :class:`BadRequest`."""
     request, is_sglang = _decode(body), engine.config.dialect == "sglang"
     engine.check(request)
     if request.stream and not is_sglang:
@@ -30,7 +31,9 @@ def completion_request(engine: Engine, body: bytes) -> CompletionRequest:
         raise BadRequest("max_tokens must be positive", kind="Bad Request")
     if not is_sglang and request.logprobs is not None and request.logprobs < 0:
         raise BadRequest("logprobs must be a positive value")
-    return request
+    prompt = read_prompt(request.prompt, engine.tokenizer)
+    engine.wire.check_prompt(request, prompt, engine.config, None)
+    return Asked(request, prompt, bare_conversation(prompt))
 
 
 def read_prompt(raw: Raw, tokenizer: Tokenizer) -> Encoded:

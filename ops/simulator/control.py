@@ -15,12 +15,13 @@ import pybase64
 from msgspec import Raw, Struct
 
 from ops.simulator.engine import Behaviour, Control, Engine, Query
-from ops.simulator.faults import UnknownFault
 from ops.simulator.template import Template
 from ops.simulator.wire import BadRequest, FaultOrder, PlannedReply, Reply, json_reply
 
 PROBES = frozenset({"/health", "/model_info", "/get_model_info", "/is_paused", "/weight_info"})
 """Routes that are called constantly."""
+
+_KEPT_BYTES = 64 * 2**20
 
 
 @dataclass(slots=True)
@@ -59,9 +60,8 @@ class ReceivedRequest:
 class RequestLog:
     """The last requests, bounded by number and bytes. ``probes`` counts the requests to each of PROBES."""
 
-    def __init__(self, count: int, size: int) -> None:
+    def __init__(self, count: int) -> None:
         self._count = count
-        self._size = size
         self._total = 0
         self._number = 0
         self._seen: deque[ReceivedRequest] = deque()
@@ -77,7 +77,7 @@ class RequestLog:
         seen.number = self._number
         self._seen.append(seen)
         self._total += len(seen.body)
-        while len(self._seen) > self._count or (self._total > self._size and len(self._seen) > 1):
+        while len(self._seen) > self._count or (self._total > _KEPT_BYTES and len(self._seen) > 1):
             self._total -= len(self._seen.popleft().body)
 
     def last(self, count: int) -> list[ReceivedRequest]:
@@ -109,7 +109,7 @@ class Latency(Struct, forbid_unknown_fields=True):
     latency_ms: float | None = None
 
 
-async def models(engine: Engine, body: bytes, query: Query) -> Reply:
+def models(engine: Engine, body: bytes, query: Query) -> Reply:
     model = engine.config.model
     card = {
         "id": model,
@@ -123,17 +123,11 @@ async def models(engine: Engine, body: bytes, query: Query) -> Reply:
     return json_reply({"object": "list", "data": [card]})
 
 
-async def count_tokens(engine: Engine, body: bytes, query: Query) -> Reply:
-    if failed := engine.failed(engine.behaviour.count_tokens):
-        return failed
-    try:
-        return json_reply({"input_tokens": _count(engine.template, body)})
-    except BadRequest as error:
-        return engine.wire.error(str(error), error.status)
+def count_tokens(engine: Engine, body: bytes, query: Query) -> Reply:
+    return json_reply({"input_tokens": _count(engine.template, body)})
 
 
-async def tokenize(engine: Engine, body: bytes, query: Query) -> Reply:
-    request = msgspec.json.decode(body, type=Tokenize)
+def tokenize(engine: Engine, request: Tokenize, query: Query) -> Reply:
     length, texts = engine.config.context_length, request.prompt
     if request.messages is None and isinstance(texts, list):
         lists = [engine.tokenizer.ids(text) for text in texts]
@@ -145,34 +139,29 @@ async def tokenize(engine: Engine, body: bytes, query: Query) -> Reply:
     return json_reply({"tokens": ids, "count": len(ids), "max_model_len": length})
 
 
-async def detokenize(engine: Engine, body: bytes, query: Query) -> Reply:
-    tokens, decode = msgspec.json.decode(body, type=Detokenize).tokens, engine.tokenizer.decode
+def detokenize(engine: Engine, request: Detokenize, query: Query) -> Reply:
+    tokens, decode = request.tokens, engine.tokenizer.decode
     text = [decode(ids) for ids in tokens if isinstance(ids, list)] or decode([t for t in tokens if type(t) is int])
     return json_reply({"prompt" if engine.config.dialect == "vllm" else "text": text})
 
 
-async def set_behaviour(engine: Engine, body: bytes, query: Query) -> Reply:
+def set_behaviour(engine: Engine, changes: dict[str, Any], query: Query) -> Reply:
     """Fields that are left out keep their values."""
-    changes = msgspec.json.decode(body, type=dict[str, Any])
     engine.behaviour = msgspec.convert(msgspec.to_builtins(engine.behaviour) | changes, Behaviour)
     return json_reply(engine.behaviour)
 
 
-async def add_fault(engine: Engine, body: bytes, query: Query) -> Reply:
-    try:
-        engine.faults.add(msgspec.json.decode(body, type=FaultOrder))
-    except UnknownFault as error:
-        return engine.wire.error(str(error))
+def add_fault(engine: Engine, order: FaultOrder, query: Query) -> Reply:
+    engine.faults.add(order)
     return json_reply({"queued": engine.faults.names()})
 
 
-async def plan_reply(engine: Engine, body: bytes, query: Query) -> Reply:
-    engine.replies.append(msgspec.json.decode(body, type=PlannedReply))
+def plan_reply(engine: Engine, planned: PlannedReply, query: Query) -> Reply:
+    engine.replies.append(planned)
     return json_reply({"planned": len(engine.replies)})
 
 
-async def set_latency(engine: Engine, body: bytes, query: Query) -> Reply:
-    request = msgspec.json.decode(body, type=Latency)
+def set_latency(engine: Engine, request: Latency, query: Query) -> Reply:
     seconds = request.latency_s if request.latency_s is not None else (request.latency_ms or 0.0) / 1000
     engine.latency_s = seconds
     return json_reply({"latency_s": seconds})
@@ -184,7 +173,7 @@ class Reports:
     def __init__(self, log: RequestLog) -> None:
         self._log = log
 
-    async def stats(self, engine: Engine, body: bytes, query: Query) -> Reply:
+    def stats(self, engine: Engine, body: bytes, query: Query) -> Reply:
         runs = engine.runs
         return json_reply(
             {
@@ -206,11 +195,11 @@ class Reports:
             }
         )
 
-    async def requests(self, engine: Engine, body: bytes, query: Query) -> Reply:
+    def requests(self, engine: Engine, body: bytes, query: Query) -> Reply:
         seen = self._log.last(int(query.get("last", "1")))
         return json_reply([{**one.whole(), "adapter": engine.adapter_of(one.body)} for one in seen])
 
-    async def reset(self, engine: Engine, body: bytes, query: Query) -> Reply:
+    def reset(self, engine: Engine, body: bytes, query: Query) -> Reply:
         engine.reset()
         self._log.clear()
         return json_reply({"ok": True})
@@ -288,15 +277,15 @@ def common(log: RequestLog) -> Mapping[tuple[str, str], Control]:
     """The routes of this file, by method and path."""
     reports = Reports(log)
     return {
-        ("GET", "/v1/models"): models,
-        ("POST", "/v1/messages/count_tokens"): count_tokens,
-        ("POST", "/tokenize"): tokenize,
-        ("POST", "/detokenize"): detokenize,
-        ("POST", "/sim/behaviour"): set_behaviour,
-        ("POST", "/sim/faults"): add_fault,
-        ("POST", "/sim/replies"): plan_reply,
-        ("POST", "/sim/latency"): set_latency,
-        ("GET", "/sim/stats"): reports.stats,
-        ("GET", "/sim/requests"): reports.requests,
-        ("POST", "/sim/reset"): reports.reset,
+        ("GET", "/v1/models"): Control(models),
+        ("POST", "/v1/messages/count_tokens"): Control(count_tokens, outcome="count_tokens"),
+        ("POST", "/tokenize"): Control(tokenize, Tokenize),
+        ("POST", "/detokenize"): Control(detokenize, Detokenize),
+        ("POST", "/sim/behaviour"): Control(set_behaviour, dict[str, Any]),
+        ("POST", "/sim/faults"): Control(add_fault, FaultOrder),
+        ("POST", "/sim/replies"): Control(plan_reply, PlannedReply),
+        ("POST", "/sim/latency"): Control(set_latency, Latency),
+        ("GET", "/sim/stats"): Control(reports.stats),
+        ("GET", "/sim/requests"): Control(reports.requests),
+        ("POST", "/sim/reset"): Control(reports.reset),
     }

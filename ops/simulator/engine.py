@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Raw, Struct
 
-from ops.simulator.faults import FAULTS, FaultQueue, UnknownFault, spoil_stream
+from ops.simulator.faults import FAULTS, FaultQueue, spoil_stream
 from ops.simulator.generation import Generation, ReplyWriter, Span
 from ops.simulator.policy import Draft, Policy
 from ops.simulator.prefixes import PrefixCache
@@ -33,21 +34,11 @@ from ops.simulator.wire import (
 
 Outcome = Literal["ok", "missing", "refused", "error"]
 Query = Mapping[str, str]
-Control = Callable[["Engine", bytes, Query], Awaitable[Reply]]
 
 NOT_FOUND = {"detail": "Not Found"}
 """What both engines answer to a path that they do not have."""
 
-_REFUSALS = (BadRequest, UnknownFault, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-def always(reply: Reply) -> Control:
-    """A control route that says nothing else."""
-
-    async def answer(engine: Engine, body: bytes, query: Query) -> Reply:
-        return reply
-
-    return answer
+_REFUSALS = (BadRequest, msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class Behaviour(Struct, forbid_unknown_fields=True):
@@ -64,6 +55,30 @@ class Behaviour(Struct, forbid_unknown_fields=True):
     resume: Outcome = "ok"
     count_tokens: Outcome = "ok"
     server_info: Outcome = "ok"
+
+
+class Control(NamedTuple):
+    """A route that generates nothing. ``answer`` gets the body, as ``takes`` if that is given, and is not called where
+    the field ``outcome`` of the behaviour says how the route fails."""
+
+    answer: Callable[[Engine, Any, Query], Reply | Awaitable[Reply]]
+    takes: Any = None
+    outcome: str = ""
+
+    async def reply(self, engine: Engine, body: bytes, query: Query) -> Reply:
+        """Raises BadRequest, msgspec's errors."""
+        asked = body if self.takes is None else msgspec.json.decode(body, type=self.takes)
+        if self.outcome == "sessions":
+            await asyncio.sleep(engine.behaviour.sessions_delay_s)
+        if self.outcome and (failed := engine.failed(getattr(engine.behaviour, self.outcome))):
+            return failed
+        reply = self.answer(engine, asked, query)
+        return reply if isinstance(reply, Reply) else await reply
+
+
+def always(reply: Reply) -> Control:
+    """A control route that says nothing else."""
+    return Control(lambda engine, body, query: reply)
 
 
 class Counters(Struct):
@@ -118,10 +133,7 @@ class Wire(Protocol):
         """The LoRA adapter that a request is for. Raises BadRequest."""
 
     def check(self, request: Request) -> None:
-        """Refuse what the engine refuses of any request's fields. Raises BadRequest."""
-
-    def check_chat(self, request: ChatRequest) -> None:
-        """Refuse what the engine refuses of a chat's fields. Raises BadRequest."""
+        """Refuse what the engine refuses of a request's fields. Raises BadRequest."""
 
     def check_prompt(self, request: Request, prompt: Encoded, config: Config, history: Conversation | None) -> None:
         """Refuse what the engine refuses of a prompt, made of ``history`` if it did not come as ids or text. Raises
@@ -236,7 +248,6 @@ class Engine:
         self.check(request)
         if (least := min(request.max_tokens or 0, request.max_completion_tokens or 0)) < 0:
             raise BadRequest(f"max_new_tokens must be at least 0, got {least}.")
-        self.wire.check_chat(request)
         # If the last message is to be continued, it is the beginning of the reply.
         begun = msgspec.json.decode(request.messages.pop())["content"] if request.continue_final_message else ""
         conversation = self.template.read(request.messages, request.tools)

@@ -6,12 +6,12 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import pybase64
 
-from ops.simulator.wire import Delivery, FaultOrder, Reply, Sim, json_reply
+from ops.simulator.wire import BadRequest, FaultOrder, Reply, Sim, json_reply
 
 Edit = Callable[[dict[str, Any]], None]
 
@@ -31,7 +31,7 @@ class Fault:
     bytes_of: Callable[[bytes], bytes] | None = None
     status: int = 0
     message: str = ""
-    delivery: Delivery = "whole"
+    delivery: Literal["whole", "drip", "reset", "never"] = "whole"
     finish: str | None = None
     generates: bool = True
 
@@ -51,7 +51,16 @@ class Fault:
             reply = replace(reply, parts=(_written(value),))
         if self.bytes_of:
             reply = replace(reply, parts=(self.bytes_of(reply.body),))
-        return replace(reply, delivery=self.delivery, order=order)
+        match self.delivery:
+            case "never":
+                return replace(reply, never=True)
+            case "reset":
+                return replace(reply, ends_at=len(reply.body) // 2 if order.at_byte is None else order.at_byte)
+            case "drip":
+                whole, step = reply.body, max(1, -(-len(reply.body) // max(order.pieces, 1)))
+                pieces = tuple(whole[at : at + step] for at in range(0, len(whole), step))
+                return replace(reply, parts=pieces, over_s=order.delay_s * len(pieces))
+        return reply
 
 
 def _written(value: object) -> bytes:
@@ -253,10 +262,6 @@ def _spoiled_event(event: bytes, fault: Fault, order: FaultOrder) -> bytes:
         return event
 
 
-class UnknownFault(Exception):
-    """There is no fault with that name; the message lists the known ones."""
-
-
 class FaultQueue:
     """Faults queued for the next requests. A fault that a request asks for comes first."""
 
@@ -264,11 +269,11 @@ class FaultQueue:
         self._waiting: deque[FaultOrder] = deque()
 
     def add(self, order: FaultOrder) -> None:
-        """Queue ``order`` for the next ``count`` requests. Raises :class:`UnknownFault`."""
+        """Queue ``order`` for the next ``count`` requests. Raises BadRequest."""
         self._waiting.extend([_known(order)] * order.count)
 
     def take(self, sim: Sim | None) -> FaultOrder | None:
-        """The fault for a request, or None. Raises :class:`UnknownFault`."""
+        """The fault for a request, or None. Raises BadRequest."""
         asked = sim.fault if sim else None
         if asked is not None:
             return _known(FaultOrder(asked) if isinstance(asked, str) else asked)
@@ -284,5 +289,6 @@ class FaultQueue:
 
 def _known(order: FaultOrder) -> FaultOrder:
     if order.fault not in FAULTS:
-        raise UnknownFault(f"unknown fault {order.fault[:40]!r}; known: {', '.join(sorted(FAULTS))}")
+        known = ", ".join(sorted(FAULTS))
+        raise BadRequest(f"unknown fault {order.fault[:40]!r}; known: {known}", kind="Bad Request")
     return order

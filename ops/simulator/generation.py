@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import math
 import random
 import zlib
@@ -89,6 +90,10 @@ class Generation(Generic[R_co]):
             "completion_tokens": completion,
             "prompt_tokens_details": None if self.queued else {"cached_tokens": self.cached_tokens},
         }
+
+    def head(self, kind: str, prefix: str = "") -> dict[str, object]:
+        """What replies and events begin with."""
+        return {"id": prefix + self.id, "object": kind, "created": self.created, "model": self.request.model}
 
     @property
     def ended_itself(self) -> bool:
@@ -395,7 +400,7 @@ class Payloads:
 
 
 def _npy(rows: npt.NDArray[np.int32]) -> bytes:
-    """A version 1.0 ``.npy`` file of ``rows``."""
-    header = f"{{'descr': '<i4', 'fortran_order': False, 'shape': {rows.shape}, }}".encode()
-    header += b" " * (63 - (10 + len(header)) % 64) + b"\n"
-    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + rows.tobytes()
+    """An ``.npy`` file of ``rows``."""
+    file = io.BytesIO()
+    np.save(file, rows)
+    return file.getvalue()

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import msgspec
 
+from ops.simulator.completions import read_completion
 from ops.simulator.engine import Control, Engine, Route
 from ops.simulator.generation import Generation, ReplyWriter
-from ops.simulator.vllm import check, check_prompt, read_chat, read_completion
+from ops.simulator.vllm import check, check_prompt, read_chat
 from ops.simulator.wire import ChatRequest, CompletionRequest, Config, Reply, Request, json_reply
 
-__all__ = ["adapter", "check", "check_chat", "check_prompt", "control", "error", "routes"]
+__all__ = ["adapter", "check", "check_prompt", "control", "error", "routes"]
 
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models")
 
@@ -52,9 +53,6 @@ def refusal(path: str, headers: list[tuple[bytes, bytes]], body: bytes, key: str
 def adapter(request: Request, config: Config) -> str | None:
     """Any model will do."""
     return None
-
-
-check_chat = check  # `refusal` has looked at the fields
 
 
 def render_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Reply:

@@ -19,6 +19,9 @@ from ops.simulator.wire import ChatRequest, Config, Request, Sim
 
 _CALL = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 _SECOND_CALL_SHARE = 0.25
+_MOST_TOOL_RESULTS = 3
+"""The policy calls no more tools after a seeded number of results from 1 to this."""
+
 _CUT_TRIES = 16
 
 _BLOCK_TOKENS = 8
@@ -134,7 +137,7 @@ class Policy:
             tools = tuple(tool for tool in tools if tool.function.name == name) or tools
         forced = sim.tool_calls or request.tool_choice == "required" or isinstance(request.tool_choice, dict)
         task = random.Random(self._seed + conversation.task_digest)
-        if not forced and conversation.tool_results >= task.randint(1, self._config.max_turn_tool_results):
+        if not forced and conversation.tool_results >= task.randint(1, _MOST_TOOL_RESULTS):
             return ()
         count = 2 if rng.random() < _SECOND_CALL_SHARE else 1
         calls = []

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import selectors
-import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Self
 
-from ops.server import PORT, ROOT, OwnProcess, ServerDidNotStart
+from ops.server import PORT, ROOT, OwnProcess, is_healthy
 
 
 class SimulatorProcess(OwnProcess):
@@ -30,26 +26,5 @@ class SimulatorProcess(OwnProcess):
             stop_s=5.0,
         )
 
-    def start(self) -> Self:
-        """Start and wait for the line that it listens, since `/health` may be set to fail. Raises ServerDidNotStart."""
-        process = self.spawn(self._command, cwd=ROOT, env=self.environment, stdout=subprocess.PIPE)
-        self._process = process
-        assert process.stdout is not None
-        with process.stdout:
-            line = self._first_line(process.stdout.fileno())
-        if not line.startswith("listening "):
-            self.stop()
-            raise ServerDidNotStart(f"{' '.join(self._command)} said {line!r}")
-        return self
-
-    def _first_line(self, descriptor: int) -> str:
-        deadline = time.monotonic() + self._start_timeout_s
-        text = b""
-        with selectors.DefaultSelector() as selector:
-            selector.register(descriptor, selectors.EVENT_READ)
-            while not text.endswith(b"\n") and selector.select(max(deadline - time.monotonic(), 0)):
-                piece = os.read(descriptor, 4096)
-                if not piece:
-                    break
-                text += piece
-        return text.decode()
+    def answers(self) -> bool:
+        return is_healthy(self.port, "/sim/stats")  # `/health` may be set to fail

@@ -6,13 +6,13 @@ import asyncio
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
-from msgspec import Raw, Struct, to_builtins
+from msgspec import Raw, Struct, structs, to_builtins
 
-from ops.simulator.completions import completion_request, logprobs_of, read_prompt
-from ops.simulator.control import detokenize, tokenize
+from ops.simulator.completions import logprobs_of, read_completion
+from ops.simulator.control import Detokenize, Tokenize, detokenize, tokenize
 from ops.simulator.engine import Asked, Control, Engine, Query, Refused, Route, always
 from ops.simulator.generation import Alternatives, Generation, ReplyWriter, message_of
 from ops.simulator.policy import parse
@@ -27,7 +27,6 @@ from ops.simulator.wire import (
     Config,
     Reply,
     Request,
-    Sim,
     event,
     json_reply,
     stream_reply,
@@ -73,15 +72,13 @@ def adapter(request: Request, config: Config) -> str | None:
 
 
 def check(request: Request) -> None:
-    """Refuse what cannot be sampled with. Raises :class:`BadRequest`."""
+    """Refuse what cannot be sampled with, and what does not go together. Raises :class:`BadRequest`."""
     if request.temperature is not None and request.temperature < 0:
         raise BadRequest(f"temperature must be a non-negative finite number, got {request.temperature}.")
     if request.top_p is not None and not 0 < request.top_p <= 1:
         raise BadRequest(f"top_p must be in (0, 1], got {request.top_p}.")
-
-
-def check_chat(request: ChatRequest) -> None:
-    """Raises :class:`BadRequest`."""
+    if not isinstance(request, ChatRequest):
+        return
     for name, where in _NOT_STREAMED.items():
         if request.stream and getattr(request, name):
             raise BadRequest(
@@ -270,10 +267,7 @@ def render_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Rep
     return writer.reply(
         generation,
         {
-            "id": generation.id,
-            "object": "chat.completion",
-            "created": generation.created,
-            "model": request.model,
+            **generation.head("chat.completion"),
             "choices": [choice],
             "usage": usage(generation, writer),
             "metadata": metadata(generation),
@@ -286,8 +280,7 @@ def stream_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Rep
     """The reply as server-sent events. A chunk has its share of the sampled tokens' logprobs, the ids come behind the
     last. No chunk names a weight version."""
     request, draft = generation.request, generation.draft
-    kind = "chat.completion.chunk"
-    common = {"id": generation.id, "object": kind, "created": generation.created, "model": request.model}
+    common = generation.head("chat.completion.chunk")
     size, found = generation.sim.chunk_tokens, writer.deltas(generation)
     numbers = writer.logprobs(draft) if request.logprobs else []
     # The end token is a step of its own, which shows no text.
@@ -331,19 +324,12 @@ def stream_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Rep
         extension["output_ids"] = [draft.ids]
     if extension:
         events.append(event({**common, "choices": [], "usage": None, "sglext": extension}))
-    if request.stream_options and request.stream_options.include_usage:
+    if request.wants_usage:
         events.append(event({**common, "choices": [], "usage": usage(generation, writer)}))
     return stream_reply(events)
 
 
 # /v1/completions
-
-
-def read_completion(engine: Engine, body: bytes, session: str | None) -> Asked:
-    request = completion_request(engine, body)
-    prompt = read_prompt(request.prompt, engine.tokenizer)
-    check_prompt(request, prompt, engine.config, None)
-    return Asked(request, prompt, bare_conversation(prompt))
 
 
 def _completion_text(
@@ -369,10 +355,7 @@ def render_completion(generation: Generation[CompletionRequest], writer: ReplyWr
     return writer.reply(
         generation,
         {
-            "id": generation.id,
-            "object": "text_completion",
-            "created": generation.created,
-            "model": generation.request.model,
+            **generation.head("text_completion"),
             "choices": [choice],
             "usage": usage(generation, writer),
             "metadata": metadata(generation),
@@ -384,7 +367,7 @@ def render_completion(generation: Generation[CompletionRequest], writer: ReplyWr
 def stream_completion(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
     """Events of ``chunk_tokens`` each: the first has an echoed prompt and the prompt's ids."""
     request, draft = generation.request, generation.draft
-    common = {"id": generation.id, "object": "text_completion", "created": generation.created, "model": request.model}
+    common = generation.head("text_completion")
     events: list[bytes] = []
     for places, delta, is_last in writer.chunks(generation):
         choice = _completion_text(generation, writer, places, delta)
@@ -397,7 +380,7 @@ def stream_completion(generation: Generation[CompletionRequest], writer: ReplyWr
         events.append(event({**common, "choices": [choice], "usage": None}))
     if (experts := writer.experts(generation)) is not None:
         events.append(event({**common, "choices": [], "usage": None, "sglext": {"routed_experts": experts}}))
-    if request.stream_options and request.stream_options.include_usage:
+    if request.wants_usage:
         counted = {name: count for name, count in usage(generation, writer).items() if count is not None}
         events.append(event({**common, "choices": [], "usage": counted}))
     return stream_reply(events)
@@ -406,70 +389,43 @@ def stream_completion(generation: Generation[CompletionRequest], writer: ReplyWr
 # /generate
 
 
-class Sampling(Struct, frozen=True):
+class Sampling(Struct, frozen=True, rename={"max_tokens": "max_new_tokens"}):
     temperature: float | None = None
     top_p: float | None = None
-    max_new_tokens: int | None = 128
+    max_tokens: int | None = 128
     stop: str | list[str] | None = None
-
-
-class GenerateBody(Struct):
-    text: str | None = None
-    input_ids: Raw = Raw(b"")
-    sampling_params: Sampling = Sampling()
-    return_logprob: bool = False
-    return_text_in_logprobs: bool = False
-    logprob_start_len: int = -1
-    top_logprobs_num: int = 0
-    return_routed_experts: bool = False
-    routed_experts_start_len: int = 0
-    stream: bool = False
-    rid: str | None = None
-    lora_path: str | None = None
-    sim: Sim | None = None
 
 
 class GenerateRequest(ChatRequest, kw_only=True):
     """A chat whose prompt is text or ids. ``logprob_start_len`` is the first token of the prompt that has a logprob."""
 
-    return_text_in_logprobs: bool
-    logprob_start_len: int
+    messages: list[Raw] = []  # noqa: RUF012 - msgspec copies it
+    logprobs: bool | None = msgspec.field(name="return_logprob", default=None)
+    top_logprobs: int | msgspec.UnsetType | None = msgspec.field(name="top_logprobs_num", default=0)
+    text: str | None = None
+    sampling_params: Sampling = Sampling()
+    return_text_in_logprobs: bool = False
+    logprob_start_len: int = -1
 
 
 def read_generate(engine: Engine, body: bytes, session: str | None) -> Asked:
     """A prompt that was rendered from a chat gets that chat's answer."""
-    asked = msgspec.json.decode(body, type=GenerateBody)
-    sampling = asked.sampling_params
-    request = GenerateRequest(
-        messages=[],
-        max_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        stop=sampling.stop,
-        stream=asked.stream,
-        logprobs=asked.return_logprob,
-        top_logprobs=asked.top_logprobs_num,
-        return_text_in_logprobs=asked.return_text_in_logprobs,
-        logprob_start_len=asked.logprob_start_len,
-        return_routed_experts=asked.return_routed_experts,
-        routed_experts_start_len=asked.routed_experts_start_len,
-        rid=asked.rid,
-        lora_path=asked.lora_path,
-        sim=asked.sim,
-    )
-    raw = bytes(asked.input_ids)
+    request = msgspec.json.decode(body, type=GenerateRequest)
+    request = structs.replace(request, **structs.asdict(request.sampling_params))
+    raw = bytes(request.input_ids)
     try:
-        if asked.text is None and not raw:
+        if request.text is None and not raw:
             raise BadRequest("Either text, input_ids or input_embeds should be provided.")
         engine.check(request)
-        prompt = engine.ids_of(raw) if raw else engine.tokenizer.encode(asked.text or "")
+        prompt = engine.ids_of(raw) if raw else engine.tokenizer.encode(request.text or "")
         check_prompt(request, prompt, engine.config, None)
         text = engine.tokenizer.decode(prompt.ids())
         conversation = engine.template.reread(text) if IM_START in text else bare_conversation(prompt)
     except BadRequest as refusal:
-        raise Refused(native_error(str(refusal), is_streamed=asked.stream)) from refusal
+        raise Refused(native_error(str(refusal), is_streamed=bool(request.stream))) from refusal
     # A generation that a test aborts at a token is held, and delivered at once.
-    return Asked(request, prompt, conversation, is_paced=asked.stream and not (asked.sim and asked.sim.abort_at))
+    is_paced = bool(request.stream) and not (request.sim and request.sim.abort_at)
+    return Asked(request, prompt, conversation, is_paced=is_paced)
 
 
 def _logprobs(generation: Generation[GenerateRequest], writer: ReplyWriter, start: int, end: int) -> dict[str, object]:
@@ -529,13 +485,10 @@ _CALL = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": (.*)\}', re.DOT
 
 class Parsed(Struct):
     text: str
-    reasoning_parser: str | None = None
-    tool_call_parser: str | None = None
-    tools: list[dict[str, Any]] = []
 
 
-async def separate_reasoning(engine: Engine, body: bytes, query: Query) -> Reply:
-    text = msgspec.json.decode(body, type=Parsed).text
+def separate_reasoning(engine: Engine, asked: Parsed, query: Query) -> Reply:
+    text = asked.text
     reasoning, content, _ = parse(text, ())
     if not text.startswith("<think>"):
         return json_reply({"reasoning_text": "", "text": text})
@@ -543,8 +496,8 @@ async def separate_reasoning(engine: Engine, body: bytes, query: Query) -> Reply
     return json_reply({"reasoning_text": reasoning or "", "text": rest or content})
 
 
-async def parse_function_call(engine: Engine, body: bytes, query: Query) -> Reply:
-    text = msgspec.json.decode(body, type=Parsed).text
+def parse_function_call(engine: Engine, asked: Parsed, query: Query) -> Reply:
+    text = asked.text
     content, *rest = text.split("<tool_call>")
     calls = []
     for number, one in enumerate(rest):
@@ -563,8 +516,6 @@ async def parse_function_call(engine: Engine, body: bytes, query: Query) -> Repl
 class OpenSession(Struct):
     capacity_of_str_len: int
     session_id: str | None = None
-    streaming: bool | None = None
-    timeout: float | None = None
 
 
 class CloseSession(Struct):
@@ -603,8 +554,6 @@ class UnloadAdapter(Struct):
 
 async def health(engine: Engine, body: bytes, query: Query) -> Reply:
     """It generates a token, for which it waits while generation is paused."""
-    if failed := engine.failed(engine.behaviour.health):
-        return failed
     if engine.behaviour.health_hangs_when_paused:
         try:
             await asyncio.wait_for(engine.runs.resumed(), HEALTH_PATIENCE_S)
@@ -613,11 +562,7 @@ async def health(engine: Engine, body: bytes, query: Query) -> Reply:
     return EMPTY
 
 
-async def open_session(engine: Engine, body: bytes, query: Query) -> Reply:
-    request = msgspec.json.decode(body, type=OpenSession)
-    await asyncio.sleep(engine.behaviour.sessions_delay_s)
-    if failed := engine.failed(engine.behaviour.sessions):
-        return failed
+def open_session(engine: Engine, request: OpenSession, query: Query) -> Reply:
     name = request.session_id or uuid.uuid4().hex
     if name in engine.sessions:
         message = "Failed to open the session. Check if a session with the same id is still open."
@@ -626,26 +571,19 @@ async def open_session(engine: Engine, body: bytes, query: Query) -> Reply:
     return json_reply(name)
 
 
-async def close_session(engine: Engine, body: bytes, query: Query) -> Reply:
-    name = msgspec.json.decode(body, type=CloseSession).session_id
-    await asyncio.sleep(engine.behaviour.sessions_delay_s)
-    if failed := engine.failed(engine.behaviour.sessions):
-        return failed
-    engine.closed.append(name)
-    if name in engine.sessions:
-        engine.sessions.remove(name)
+def close_session(engine: Engine, request: CloseSession, query: Query) -> Reply:
+    engine.closed.append(request.session_id)
+    if request.session_id in engine.sessions:
+        engine.sessions.remove(request.session_id)
     return EMPTY
 
 
-async def abort_request(engine: Engine, body: bytes, query: Query) -> Reply:
-    request = msgspec.json.decode(body, type=AbortRequest)
-    if failed := engine.failed(engine.behaviour.abort):
-        return failed
+def abort_request(engine: Engine, request: AbortRequest, query: Query) -> Reply:
     engine.runs.abort(request.rid or "", request.abort_all)
     return EMPTY
 
 
-async def pause_generation(engine: Engine, body: bytes, query: Query) -> Reply:
+def pause_generation(engine: Engine, body: bytes, query: Query) -> Reply:
     mode = msgspec.json.decode(body or b"{}", type=PauseGeneration).mode
     if failed := engine.failed(engine.behaviour.pause):
         return failed
@@ -655,15 +593,12 @@ async def pause_generation(engine: Engine, body: bytes, query: Query) -> Reply:
     return json_reply({"message": "Generation paused successfully.", "status": "ok"})
 
 
-async def continue_generation(engine: Engine, body: bytes, query: Query) -> Reply:
-    if failed := engine.failed(engine.behaviour.resume):
-        return failed
+def continue_generation(engine: Engine, body: bytes, query: Query) -> Reply:
     engine.runs.resume()
     return json_reply({"message": "Generation continued successfully.", "status": "ok"})
 
 
-async def update_weight_version(engine: Engine, body: bytes, query: Query) -> Reply:
-    request = msgspec.json.decode(body, type=UpdateWeightVersion)
+def update_weight_version(engine: Engine, request: UpdateWeightVersion, query: Query) -> Reply:
     if request.abort_all_requests:
         engine.runs.abort("", everything=True)
     else:
@@ -673,8 +608,7 @@ async def update_weight_version(engine: Engine, body: bytes, query: Query) -> Re
     return json_reply({"success": True, "message": message, "new_version": request.new_version})
 
 
-async def update_weights(engine: Engine, body: bytes, query: Query) -> Reply:
-    request = msgspec.json.decode(body, type=UpdateWeights)
+def update_weights(engine: Engine, request: UpdateWeights, query: Query) -> Reply:
     message = "Succeeded to update model weights."
     if request.weight_version is not None:
         engine.runs.new_version(request.weight_version)
@@ -683,21 +617,19 @@ async def update_weights(engine: Engine, body: bytes, query: Query) -> Reply:
     return json_reply({"success": True, "message": message, "num_paused_requests": 0})
 
 
-async def load_adapter(engine: Engine, body: bytes, query: Query) -> Reply:
-    request = msgspec.json.decode(body, type=LoadAdapter)
+def load_adapter(engine: Engine, request: LoadAdapter, query: Query) -> Reply:
     engine.adapters[request.lora_name] = request.lora_path
     return json_reply({"success": True, "error_message": None, "loaded_adapters": engine.adapters})
 
 
-async def unload_adapter(engine: Engine, body: bytes, query: Query) -> Reply:
-    name = msgspec.json.decode(body, type=UnloadAdapter).lora_name
-    if engine.adapters.pop(name, None) is None:
-        message = f"LoRA with name {name} does not exist."
+def unload_adapter(engine: Engine, request: UnloadAdapter, query: Query) -> Reply:
+    if engine.adapters.pop(request.lora_name, None) is None:
+        message = f"LoRA with name {request.lora_name} does not exist."
         return json_reply({"success": False, "error_message": message, "loaded_adapters": None}, 400)
     return json_reply({"success": True, "error_message": None, "loaded_adapters": engine.adapters})
 
 
-async def model_info(engine: Engine, body: bytes, query: Query) -> Reply:
+def model_info(engine: Engine, body: bytes, query: Query) -> Reply:
     return json_reply(
         {
             "model_path": engine.config.model,
@@ -712,9 +644,9 @@ async def model_info(engine: Engine, body: bytes, query: Query) -> Reply:
     )
 
 
-async def server_info(engine: Engine, body: bytes, query: Query) -> Reply:
+def server_info(engine: Engine, body: bytes, query: Query) -> Reply:
     """Of SGLang's arguments those that say how it samples, streams and parses."""
-    return engine.failed(engine.behaviour.server_info) or json_reply(
+    return json_reply(
         {
             "sampling_defaults": engine.config.sampling_defaults,
             "incremental_streaming_output": engine.config.incremental,
@@ -748,32 +680,32 @@ _ROUTES = {
     ("POST", "/generate"): _GENERATE,
     ("PUT", "/generate"): _GENERATE,
 }
-_CONTROL: dict[tuple[str, str], Control] = {
+_CONTROL = {
     ("GET", "/"): always(json_reply("SGLang is running")),
     ("GET", "/ping"): always(EMPTY),
-    ("GET", "/health"): health,
-    ("GET", "/health_generate"): health,
-    ("POST", "/v1/tokenize"): tokenize,
-    ("POST", "/v1/detokenize"): detokenize,
-    ("POST", "/open_session"): open_session,
-    ("POST", "/close_session"): close_session,
-    ("POST", "/abort_request"): abort_request,
-    ("POST", "/pause_generation"): pause_generation,
-    ("POST", "/continue_generation"): continue_generation,
-    ("POST", "/update_weight_version"): update_weight_version,
-    ("POST", "/update_weights_from_disk"): update_weights,
+    ("GET", "/health"): Control(health, outcome="health"),
+    ("GET", "/health_generate"): Control(health, outcome="health"),
+    ("POST", "/v1/tokenize"): Control(tokenize, Tokenize),
+    ("POST", "/v1/detokenize"): Control(detokenize, Detokenize),
+    ("POST", "/open_session"): Control(open_session, OpenSession, "sessions"),
+    ("POST", "/close_session"): Control(close_session, CloseSession, "sessions"),
+    ("POST", "/abort_request"): Control(abort_request, AbortRequest, "abort"),
+    ("POST", "/pause_generation"): Control(pause_generation),
+    ("POST", "/continue_generation"): Control(continue_generation, outcome="resume"),
+    ("POST", "/update_weight_version"): Control(update_weight_version, UpdateWeightVersion),
+    ("POST", "/update_weights_from_disk"): Control(update_weights, UpdateWeights),
     ("POST", "/flush_cache"): _flush_cache,
     ("GET", "/flush_cache"): _flush_cache,
-    ("POST", "/load_lora_adapter"): load_adapter,
-    ("POST", "/unload_lora_adapter"): unload_adapter,
+    ("POST", "/load_lora_adapter"): Control(load_adapter, LoadAdapter),
+    ("POST", "/unload_lora_adapter"): Control(unload_adapter, UnloadAdapter),
     ("POST", "/release_memory_occupation"): _occupy,
     ("POST", "/resume_memory_occupation"): _occupy,
-    ("GET", "/model_info"): model_info,
-    ("GET", "/get_model_info"): model_info,
-    ("GET", "/server_info"): server_info,
-    ("GET", "/get_server_info"): server_info,
-    ("POST", "/separate_reasoning"): separate_reasoning,
-    ("POST", "/parse_function_call"): parse_function_call,
+    ("GET", "/model_info"): Control(model_info),
+    ("GET", "/get_model_info"): Control(model_info),
+    ("GET", "/server_info"): Control(server_info, outcome="server_info"),
+    ("GET", "/get_server_info"): Control(server_info, outcome="server_info"),
+    ("POST", "/separate_reasoning"): Control(separate_reasoning, Parsed),
+    ("POST", "/parse_function_call"): Control(parse_function_call, Parsed),
 }
 
 

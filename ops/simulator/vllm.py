@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, structs
 
-from ops.simulator.completions import completion_request, logprobs_of, read_prompt
+from ops.simulator.completions import logprobs_of, read_completion
 from ops.simulator.engine import Asked, Control, Engine, Query, Route, always
 from ops.simulator.generation import Generation, ReplyWriter, message_of, sampled_first
 from ops.simulator.template import Conversation, bare_conversation
@@ -22,7 +22,6 @@ from ops.simulator.wire import (
     KvTransfer,
     Reply,
     Request,
-    Sim,
     event,
     json_reply,
     stream_reply,
@@ -51,11 +50,7 @@ def adapter(request: Request, config: Config) -> str | None:
 
 
 def check(request: Request) -> None:
-    """vLLM's other rules are about a single route."""
-
-
-def check_chat(request: ChatRequest) -> None:
-    if request.stream and request.prompt_logprobs:
+    if isinstance(request, ChatRequest) and request.stream and request.prompt_logprobs:
         raise BadRequest("`prompt_logprobs` are not available when `stream=True`.")
 
 
@@ -118,10 +113,7 @@ def render_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Rep
     return writer.reply(
         generation,
         {
-            "id": f"chatcmpl-{generation.id}",
-            "object": "chat.completion",
-            "created": generation.created,
-            "model": request.model,
+            **generation.head("chat.completion", "chatcmpl-"),
             "choices": [choice],
             "service_tier": None,
             "system_fingerprint": None,
@@ -138,8 +130,7 @@ def stream_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Rep
     """The reply as server-sent events: the prompt's ids come first; each later chunk has its share of the sampled ids
     and logprobs, and the last of them what a whole choice has besides."""
     request, draft = generation.request, generation.draft
-    name, kind = f"chatcmpl-{generation.id}", "chat.completion.chunk"
-    common = {"id": name, "object": kind, "created": generation.created, "model": request.model}
+    common = generation.head("chat.completion.chunk", "chatcmpl-")
     size, pieces = generation.sim.chunk_tokens, [*writer.deltas(generation), {}]
     prompt_ids = generation.prompt.ids() if request.return_token_ids else None
     begun = {"role": "assistant", "content": ""}
@@ -159,18 +150,12 @@ def stream_chat(generation: Generation[ChatRequest], writer: ReplyWriter) -> Rep
             if request.return_weight_versions:
                 choice["weight_versions"] = generation.versions
         events.append(event({**common, "choices": [choice]}))
-    if request.stream_options and request.stream_options.include_usage:
+    if request.wants_usage:
         events.append(event({**common, "choices": [], "usage": generation.usage}))
     return stream_reply(events)
 
 
 # /v1/completions
-
-
-def read_completion(engine: Engine, body: bytes, session: str | None) -> Asked:
-    request = completion_request(engine, body)
-    prompt = read_prompt(request.prompt, engine.tokenizer)
-    return Asked(request, prompt, bare_conversation(prompt))
 
 
 def render_completion(generation: Generation[CompletionRequest], writer: ReplyWriter) -> Reply:
@@ -193,10 +178,7 @@ def render_completion(generation: Generation[CompletionRequest], writer: ReplyWr
     return writer.reply(
         generation,
         {
-            "id": f"cmpl-{generation.id}",
-            "object": "text_completion",
-            "created": generation.created,
-            "model": request.model,
+            **generation.head("text_completion", "cmpl-"),
             "choices": [choice],
             "service_tier": None,
             "system_fingerprint": None,
@@ -236,30 +218,21 @@ class ParseContext(Struct, forbid_unknown_fields=True):
     history_tool_call_cnt: int = 0
 
 
-class GenerateBody(Struct):
-    """``return_routed_experts`` and ``return_sampling_mask`` are the engine's arguments in vLLM."""
+class TokensRequest(ChatRequest, kw_only=True):
+    """A chat whose prompt is ids, answered as ``output_mode`` says. ``return_routed_experts`` and
+    ``return_sampling_mask`` are the engine's arguments in vLLM."""
 
+    messages: list[Raw] = []  # noqa: RUF012 - msgspec copies it
+    model: str = ""
     token_ids: Raw
     sampling_params: Sampling
-    model: str | None = None
     output_mode: OutputMode = "tokens"
     parse_context: ParseContext | None = None
-    return_token_ids: bool | None = None
-    stream: bool | None = False
-    return_routed_experts: bool = False
-    return_sampling_mask: bool = False
-    sim: Sim | None = None
-
-
-class TokensRequest(ChatRequest, kw_only=True):
-    """A chat whose prompt is ids, answered as ``output_mode`` says."""
-
-    output_mode: OutputMode
 
 
 def read_generate(engine: Engine, body: bytes, session: str | None) -> Asked:
     """A prompt of ids gets the answer that its chat would with ``output_mode`` ``derender``, else a completion's."""
-    asked = msgspec.json.decode(body, type=GenerateBody)
+    asked = msgspec.json.decode(body, type=TokensRequest)
     sampling, context, is_parsed = asked.sampling_params, asked.parse_context, asked.output_mode == "derender"
     if is_parsed and engine.config.silent_versions:
         raise BadRequest("output_mode: Input should be 'tokens' or 'text'")
@@ -270,27 +243,15 @@ def read_generate(engine: Engine, body: bytes, session: str | None) -> Asked:
     if sampling.max_tokens is not None and sampling.max_tokens < 1:
         raise BadRequest(f"max_tokens must be at least 1, got {sampling.max_tokens}.")
     context = context or ParseContext()
-    request: ChatRequest = TokensRequest(
-        messages=[],
-        tools=context.tools,
-        tool_choice=context.tool_choice,
-        model=asked.model or engine.config.model,
-        n=sampling.n,
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        stop=sampling.stop,
-        logprobs=sampling.logprobs is not None,
-        top_logprobs=sampling.logprobs or 0,
-        prompt_logprobs=sampling.prompt_logprobs,
-        routed_experts_prompt_start=sampling.routed_experts_prompt_start,
-        return_routed_experts=asked.return_routed_experts,
-        return_sampling_mask=asked.return_sampling_mask,
-        return_token_ids=asked.return_token_ids,
-        return_weight_versions=True,
-        sim=asked.sim,
-        output_mode=asked.output_mode,
-    )
+    chosen = {
+        "tools": context.tools,
+        "tool_choice": context.tool_choice,
+        "model": asked.model or engine.config.model,
+        "logprobs": sampling.logprobs is not None,
+        "top_logprobs": sampling.logprobs or 0,
+        "return_weight_versions": True,
+    }
+    request: ChatRequest = structs.replace(asked, **structs.asdict(sampling) | chosen)
     engine.check(request)
     prompt = engine.ids_of(bytes(asked.token_ids))
     conversation = bare_conversation(prompt)
@@ -341,9 +302,9 @@ def render_generate(generation: Generation[TokensRequest], writer: ReplyWriter) 
     )
 
 
-async def render_prompt(engine: Engine, body: bytes, query: Query) -> Reply:
+def render_prompt(engine: Engine, request: ChatRequest, query: Query) -> Reply:
     """The ids of a chat, and the parameters that differ from vLLM's own."""
-    request, config = _decode_chat(body), engine.config
+    config = engine.config
     filled: dict[str, object] = dict(MODEL_DEFAULTS) if config.sampling_defaults == "model" else {}
     if bytes(request.tools):
         filled["skip_special_tokens"] = False
@@ -360,10 +321,7 @@ async def render_prompt(engine: Engine, body: bytes, query: Query) -> Reply:
     return json_reply(reply)
 
 
-async def abort_scaled_out(engine: Engine, body: bytes, query: Query) -> Reply:
-    request = msgspec.json.decode(body, type=AbortRequests)
-    if failed := engine.failed(engine.behaviour.abort):
-        return failed
+def abort_scaled_out(engine: Engine, request: AbortRequests, query: Query) -> Reply:
     if request.request_ids is None:
         return json_reply({"detail": "Missing 'request_ids' in request body"}, 400)
     engine.runs.abort_external(request.request_ids)
@@ -385,10 +343,6 @@ class UpdateWeightVersion(Struct):
     new_version: str
 
 
-async def health(engine: Engine, body: bytes, query: Query) -> Reply:
-    return engine.failed(engine.behaviour.health) or EMPTY
-
-
 async def pause(engine: Engine, body: bytes, query: Query) -> Reply:
     mode = query.get("mode", "abort")
     if mode not in ("abort", "wait", "keep"):
@@ -403,39 +357,25 @@ async def pause(engine: Engine, body: bytes, query: Query) -> Reply:
     return json_reply({"status": "paused"})
 
 
-async def resume(engine: Engine, body: bytes, query: Query) -> Reply:
-    if failed := engine.failed(engine.behaviour.resume):
-        return failed
+def resume(engine: Engine, body: bytes, query: Query) -> Reply:
     engine.runs.resume()
     return json_reply({"status": "resumed"})
 
 
-async def is_paused(engine: Engine, body: bytes, query: Query) -> Reply:
-    return json_reply({"is_paused": engine.runs.paused})
-
-
-async def abort_requests(engine: Engine, body: bytes, query: Query) -> Reply:
-    request = msgspec.json.decode(body, type=AbortRequests)
-    if failed := engine.failed(engine.behaviour.abort):
-        return failed
+def abort_requests(engine: Engine, request: AbortRequests, query: Query) -> Reply:
     if not request.request_ids:
         return json_reply({"status": "aborted", "aborted": engine.runs.abort("", everything=True)})
     engine.runs.abort_external(request.request_ids)
     return json_reply({"status": "aborted", "aborted": len(request.request_ids)})
 
 
-async def weight_info(engine: Engine, body: bytes, query: Query) -> Reply:
-    return json_reply({"weight_version": engine.weight_version})
+def update_weight_version(engine: Engine, request: UpdateWeightVersion, query: Query) -> Reply:
+    engine.runs.new_version(request.new_version)
+    engine.weight_version = request.new_version
+    return json_reply({"success": True, "new_version": request.new_version})
 
 
-async def update_weight_version(engine: Engine, body: bytes, query: Query) -> Reply:
-    version = msgspec.json.decode(body, type=UpdateWeightVersion).new_version
-    engine.runs.new_version(version)
-    engine.weight_version = version
-    return json_reply({"success": True, "new_version": version})
-
-
-async def server_info(engine: Engine, body: bytes, query: Query) -> Reply:
+def server_info(engine: Engine, body: bytes, query: Query) -> Reply:
     model_config = {"model": engine.config.model, "logprobs_mode": engine.config.logprobs_mode}
     return json_reply({"vllm_config": {"model_config": model_config}, "vllm_env": {}, "system_env": {}})
 
@@ -454,18 +394,18 @@ _DISABLED = always(
 _SCALED_OUT_ROUTES = _ROUTES | {
     ("POST", GENERATE): Route(read_generate, render_generate, render_generate, "generate-tokens-%s")
 }
-_SCALED_OUT_CONTROL: dict[tuple[str, str], Control] = {
-    ("POST", ABORT): abort_scaled_out,
-    ("POST", RENDER): render_prompt,
+_SCALED_OUT_CONTROL = {
+    ("POST", ABORT): Control(abort_scaled_out, AbortRequests, "abort"),
+    ("POST", RENDER): Control(render_prompt, ChatRequest),
 }
-_DEVELOPMENT: dict[tuple[str, str], Control] = {
-    ("POST", "/pause"): pause,
-    ("POST", "/resume"): resume,
-    ("GET", "/is_paused"): is_paused,
-    ("POST", "/abort_requests"): abort_requests,
-    ("GET", "/weight_info"): weight_info,
+_DEVELOPMENT = {
+    ("POST", "/pause"): Control(pause),
+    ("POST", "/resume"): Control(resume, outcome="resume"),
+    ("GET", "/is_paused"): Control(lambda engine, *_: json_reply({"is_paused": engine.runs.paused})),
+    ("POST", "/abort_requests"): Control(abort_requests, AbortRequests, "abort"),
+    ("GET", "/weight_info"): Control(lambda engine, *_: json_reply({"weight_version": engine.weight_version})),
     ("POST", "/reset_prefix_cache"): always(EMPTY),
-    ("POST", "/update_weight_version"): update_weight_version,
+    ("POST", "/update_weight_version"): Control(update_weight_version, UpdateWeightVersion),
 }
 
 
@@ -476,9 +416,9 @@ def routes(engine: Engine) -> Mapping[tuple[str, str], Route]:
 def control(engine: Engine, path: str) -> Mapping[tuple[str, str], Control]:
     if path in (GENERATE, RENDER, ABORT) and not engine.behaviour.scale_out:
         return {(method, path): _DISABLED for method in ("GET", "POST", "PUT")}
-    found: dict[tuple[str, str], Control] = {("GET", "/health"): health}
+    found = {("GET", "/health"): always(EMPTY)._replace(outcome="health")}
     if engine.behaviour.dev_mode:
         found |= _DEVELOPMENT
         if engine.config.logprobs_mode is not None:
-            found["GET", "/server_info"] = server_info
+            found["GET", "/server_info"] = Control(server_info)
     return found | _SCALED_OUT_CONTROL if engine.behaviour.scale_out else found

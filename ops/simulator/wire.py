@@ -12,9 +12,6 @@ import msgspec
 from msgspec import Raw, Struct
 
 Dialect = Literal["sglang", "vllm", "openai"]
-Delivery = Literal["whole", "drip", "reset", "never"]
-"""How the body of a reply reaches the client."""
-
 Headers = tuple[tuple[bytes, bytes], ...]
 
 MAX_ID = 2**31 - 1
@@ -51,7 +48,6 @@ class Config:
     adapters: tuple[str, ...] = ()  # loaded ones: other names are refused; without any, every name is accepted
     weight_version: str = "default"
     reasoning: float = 0.25  # the share of generations with reasoning
-    max_turn_tool_results: int = 3  # the policy calls no more tools after a seeded number of results from 1 to this
     experts: tuple[int, int, int] = (4, 2, 64)  # layers, top_k and experts of a routing payload
     indexer: tuple[int, int] = (2, 8)
     token_in: bool = True  # a chat takes its prompt's ids from the dialect's own field, as newer builds do
@@ -67,7 +63,6 @@ class Config:
     cache_report: bool = False
     sampling_defaults: str = "openai"
     keep_requests: int = 256
-    keep_request_bytes: int = 64 * 2**20
 
 
 class ToolFunction(Struct):
@@ -211,6 +206,11 @@ class Request(Struct, kw_only=True):
         """How many of the most likely tokens are asked for at each sampled token."""
         return 0
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether its stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
 
 class KvTransfer(Struct):
     """vLLM's ``kv_transfer_params``: a chat may have its prompt's ids there."""
@@ -272,16 +272,17 @@ class BadRequest(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A response. Large bodies stay in parts, so that 50 MiB are not copied. The parts of a stream are sent over
-    ``over_s`` seconds."""
+    """A response. Large bodies stay in parts, so that 50 MiB are not copied. The parts are sent over ``over_s``
+    seconds. One that ``ends_at`` a byte is cut there, with its connection; one that is ``never`` sent holds it until
+    the client leaves."""
 
     parts: tuple[bytes, ...] = ()
     status: int = 200
     headers: Headers = ()
     content_type: bytes = b"application/json"
-    delivery: Delivery = "whole"
-    order: FaultOrder | None = None
     over_s: float = 0.0
+    ends_at: int | None = None
+    never: bool = False
 
     @property
     def body(self) -> bytes:

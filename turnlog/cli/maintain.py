@@ -5,7 +5,6 @@ Exit codes are those of `ops.store_command`: 1 means that a problem was found, 2
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -65,8 +64,6 @@ def replay(
         raise UsageError("--at and --events require a session")
     if fix and not heads:
         raise UsageError("--fix needs --heads")
-    from app.replay import run
+    from ops.replay import replay
 
-    if database_url is not None:
-        os.environ["TURNLOG_DATABASE_URL"] = database_url
-    raise typer.Exit(run(session, seq, with_events=with_events, fix=fix, as_json=as_json))
+    raise typer.Exit(replay(database_url, session, seq, with_events=with_events, fix=fix, as_json=as_json))

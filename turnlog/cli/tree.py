@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from enum import StrEnum
 from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
 
 from turnlog.amounts import amount
+from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.run import printed_as_json
+from turnlog.parameters import TreeParameters
 
 Turn = Mapping[str, Any]
 
 
-class Branches(StrEnum):
-    KEPT = "kept"
-    MAIN = "main"
-    LONGEST = "longest"
-    ALL = "all"
-
-
-class Loss(StrEnum):
-    ONCE = "once"
-    EVERY = "every"
-
-
+@takes(TreeParameters)
 def tree(
     ctx: typer.Context,
     session: Annotated[str, typer.Argument(help="The session's id.")],
-    branches: Annotated[Branches, typer.Option(help="The branches that become rows.")] = Branches.KEPT,
-    loss: Annotated[Loss, typer.Option(help="In how many rows' loss a turn is.")] = Loss.ONCE,
+    **parameters: Any,
 ) -> None:
     """A session's turns as a tree: branches, their causes, and whose loss each turn is in."""
     path = f"/sessions/{quote(session, safe='')}/tree"
-    found = remote(ctx).read("GET", path, parameters={"branches": branches, "loss": loss})
+    found = remote(ctx).read("GET", path, parameters=given(parameters))
     if not printed_as_json(ctx, found):
         _print(found)
 

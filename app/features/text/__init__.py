@@ -13,20 +13,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from app import crash_points
-from app.domain import bounds
-from app.domain.calls import sampled_calls
 from app.domain.request import ChatRequest, join_object
-from app.errors import GenerationFailed, UpstreamInvalid, UpstreamUnauthorized, UpstreamUnreachable
+from app.errors import GenerationFailed, UpstreamUnauthorized, UpstreamUnreachable
 from app.fleet.engines import UNUSABLE, failure, require_status
 from app.text_upstreams import SHORT_KEY, TextUpstream
 from app.turn.engine_call import EngineCalls, body_of
 from app.turn.in_flight import Claimed, EngineCall, Generated, TurnStage
 from app.turn.points import TurnPoints
 from app.turn.turns import TurnPath
-from app.turn.validation import rest_hash
 from app.upstream import headers as http_headers
 from app.upstream.body import Body
 from app.upstream.client import EngineReply

@@ -197,23 +197,6 @@ class Turnlog(Peer):
         return [record for row in rows for record in by_mask(row["tokens"], row["logprobs"], row["loss_mask"])]
 
 
-class Verifiers(Peer):
-    """verifiers' interception server, which is not run: what it needs, the stand-in does not have."""
-
-    name = "verifiers"
-
-    def process(self, place: Place) -> PeerProcess:
-        """Read in 0.4.0: `InterceptionServer.register` opens a session, `TrainClient` records ids. Raises
-        NotInstalled."""
-        raise NotInstalled(
-            "0.4.0 has no route that opens or reads a session, its rollout does so inside the process; ids and "
-            "logprobs come only from vLLM's /inference/v1/generate, from chat it records text"
-        )
-
-    async def open(self, connection: Connection, name: str) -> Session:
-        raise NotImplementedError
-
-
 PEERS: Mapping[str, Peer] = {
     peer.name: peer
     for peer in (
@@ -225,7 +208,6 @@ PEERS: Mapping[str, Peer] = {
         Gateway("rllm-sqlite-sync", "sqlite", sync_traces=True),
         Miles("v1"),
         Miles("v2"),
-        Verifiers(),
         LiteLLM(),
     )
 }
