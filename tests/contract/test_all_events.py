@@ -15,7 +15,7 @@ from sqlalchemy import literal_column, update
 
 from app.domain import cursors
 from app.domain.events import SessionConfig, SessionCreated
-from app.errors import InvalidRequest, StoreUnavailable
+from app.errors import InvalidRequest, PositionGone, StoreUnavailable
 from app.sessions import all_events as feeds
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.event_log import event_fields
@@ -24,7 +24,7 @@ from app.store import feed
 from app.store.dialect import Tx
 from app.store.feed import EventFilter
 from app.store.log_sessions import Create
-from app.store.schema import events
+from app.store.schema import events, store_meta
 
 pytestmark = pytest.mark.anyio
 
@@ -213,3 +213,29 @@ async def test_who_follows_waits_for_a_database_that_is_away(store: Store, monke
         assert store.database.read == read
         await store.create("c")
         assert names([await following]) == [("c", 1)]
+
+
+async def test_who_follows_hears_of_what_is_new_until_the_server_stops(store: Store) -> None:
+    order, reading = await filled(store), Reading(store)
+    async with reading.followed() as lines:
+        assert names([await anext(lines) for _ in order]) == order
+        await store.create("c")
+        assert names([await anext(lines)]) == [("c", 1)]
+        reading.feed.stop()
+        assert [line async for line in lines] == []
+    async with reading.followed("end") as lines:
+        assert [line.keys() async for line in lines] == [{"position"}]
+
+
+async def test_a_position_of_a_store_that_was_restored_is_gone(store: Store) -> None:
+    await filled(store)
+    reading = Reading(store)
+    position = (await reading.lines())[-1]["position"]
+    await raise_epoch(store)
+    with pytest.raises(PositionGone, match="restored"):
+        await reading.lines(position)
+
+
+async def raise_epoch(store: Store) -> None:
+    raised = update(store_meta).where(store_meta.c.key == "epoch").values(value="2-another")
+    await store.database.write(lambda tx: tx.run(raised, {}), durable=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from helpers.log import BODY, created
@@ -12,10 +13,11 @@ from sqlalchemy import select
 from app.domain.events import RewardAssigned, SessionClosed
 from app.store import repair, rollouts
 from app.store.dialect import AlchemyTx
-from app.store.log import Appended
-from app.store.log_sessions import Circular, Close, Create, ShareReward
+from app.store.log import Appended, Refused
+from app.store.log_sessions import Circular, Close, CloseIdle, Create, ShareReward
 from app.store.ports import Connection
 from app.store.schema import sessions
+from app.store.sessions import idle_sessions
 from ops.verify import verify
 
 pytestmark = pytest.mark.anyio
@@ -111,3 +113,18 @@ async def test_what_a_crash_left_open_or_unrewarded_is_found(store: Store) -> No
     assert await found() == ([], ["agent"])
     await store.submit(ShareReward("agent", 6.0))
     assert await found() == ([], [])
+
+
+async def test_a_rollout_is_idle_as_a_whole(store: Store) -> None:
+    """A root that waits for its agents is not."""
+    await store.submit(child("root", None))
+    await store.submit(child("agent", "root", at=7.0))
+    idle: Any = await store.database.read(lambda c: idle_sessions(c, 5.0, "", 10))
+    assert idle == []
+    assert await store.submit(CloseIdle("root", 9.0, 5.0)) == Refused("open")
+    assert await store.database.read(lambda c: idle_sessions(c, 8.0, "", 10)) == ["agent", "root"]
+    await store.claim("agent", 1)
+    assert await store.submit(CloseIdle("root", 9.0, 8.0)) == Refused("open")
+    await store.release("agent", 2)
+    await store.submit(Close("agent", 4.0))
+    assert isinstance(await store.submit(CloseIdle("root", 9.0, 8.0)), Appended)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from integration.routing import BOTH, KINDS
-from integration.stand import Stand, Talk, error_of, serving, user
+from integration.stand import Stand, Talk, serving, user
 from sqlalchemy import select, text
 
 from app.store.engine import create_engine
@@ -184,32 +184,6 @@ def test_an_erasure_that_was_killed_is_finished_by_the_next_start(alone: Stand) 
     del alone.server.environment["TURNLOG_CRASH_POINT"]
     alone.server.start()
     assert left_in(files_of(alone), {*wanted, *GRADED}) == []
-
-
-def test_a_turn_in_flight_does_not_bring_an_erased_session_back(
-    engine: SimulatorProcess, tmp_path: Path, database_url: str
-) -> None:
-    environment = {**BOTH, "TURNLOG_DATABASE_URL": database_url}
-    with serving(tmp_path, engine.base_url, environment=environment) as stand:
-        talk = stand.talk(session_id="gone", metadata={"owner": CANARY})
-        talk.say("Hello", sim=SMALL)
-        slow = stand.meanwhile(talk.chat, [*talk.messages, user("Slow")], sim={**LARGE, "latency_s": 1.0})
-        stand.until_generating(talk, 2)
-        assert erase(stand, "gone").status_code == 204
-        assert error_of(slow.result()) == (404, "session_closed")
-        again = stand.http.post("/sessions", json={"session_id": "gone", "metadata": {"owner": CANARY}})
-        assert error_of(again) == (409, "session_closed")
-        named = stand.http.post(
-            "/v1/chat/completions", json={"messages": [user("Hi")]}, headers={"x-session-id": "gone"}
-        )
-        assert error_of(named) == (404, "session_closed")
-        assert error_of(talk.chat([user("Hi")])) == (404, "session_closed")
-        assert error_of(stand.http.put("/sessions/gone/reward", json={"reward": 1})) == (404, "session_closed")
-        assert erase(stand, "gone").status_code == 204
-        assert talk.types().count("SessionErased") == 1
-        assert talk.rows() == []
-        assert frames(database_url, "gone") == set()
-        verified(stand)
 
 
 def test_on_postgresql_a_full_vacuum_takes_the_traces_out(

@@ -255,19 +255,20 @@ OF_CRASHES = frozenset({"claim_lost", "store_unavailable", "overloaded"})
 
 
 @pytest.mark.parametrize(
-    ("processes", "window", "pauses_s", "wanted", "explained"),
+    ("seed", "processes", "window", "pauses_s", "wanted", "explained"),
     [
         pytest.param(
-            4, WINDOW, (), {"session_busy", "history_mismatch"}, ALWAYS | OF_A_LINE, marks=FIGHTS, id="linear"
+            4, 4, WINDOW, (), {"session_busy", "history_mismatch"}, ALWAYS | OF_A_LINE, marks=FIGHTS, id="linear"
         ),
-        pytest.param(2, None, (), {"replayed"}, ALWAYS, marks=FIGHTS, id="trees"),
-        pytest.param(2, WINDOW, (0.3, 1.0), set(), ALWAYS | OF_A_LINE | OF_CRASHES, marks=CRASHES, id="crashes"),
+        pytest.param(16, 2, None, (), {"replayed"}, ALWAYS, marks=FIGHTS, id="trees"),
+        pytest.param(7, 2, WINDOW, (0.3, 1.0), set(), ALWAYS | OF_A_LINE | OF_CRASHES, marks=CRASHES, id="crashes"),
     ],
 )
 def test_their_replies_are_linearizable(
     urls: list[str],
     cluster: Cluster,
     tally: Tally,
+    seed: int,
     processes: int,
     window: int | None,
     pauses_s: Sequence[float],
@@ -275,7 +276,7 @@ def test_their_replies_are_linearizable(
     explained: frozenset[str],
 ) -> None:
     """The calls have an order, and what was told is in the store. What a 503 left open may have been taken or not."""
-    made = Fight(urls[:processes], 7, window)
+    made = Fight(urls[:processes], seed, window)
     with crashing(cluster, pauses_s):
         asyncio.run(made.run(25))
     tally.tried += sum(len(calls) for calls in made.calls.values())

@@ -86,18 +86,6 @@ async def test_a_job_past_its_deadline_is_given_up(job: str) -> None:
             await pool.run(job.encode(), b"")
 
 
-async def test_a_job_whose_child_was_stopped_is_done_by_another(mark: str) -> None:
-    async with running(2, deadline_s=1) as pool:
-        assert await pool.run(f"stop_once {mark}".encode(), b"content") == b"content"
-
-
-async def test_each_of_two_reasons_is_told(mark: str) -> None:
-    async with running(1, memory_bytes=200 * MIB) as pool:
-        with pytest.raises(Crashed) as caught:
-            await pool.run(f"fault_once_then_die {mark}".encode(), b"")
-        assert caught.value.reasons == [Reason.FAULT, Reason.DIED]
-
-
 async def test_memory_is_counted_beside_program_and_content() -> None:
     async with running(1, memory_bytes=100 * MIB) as pool:
         assert await pool.run(f"allocate {50 * MIB}".encode(), b"") == str(50 * MIB).encode()
@@ -115,16 +103,6 @@ async def test_a_fault_is_logged_by_type_and_place_not_by_content(capfd: pytest.
     assert "pool_jobs.py:" in told
     assert mark not in told
     assert "secret" not in told
-
-
-async def test_one_job_that_crashes_harms_no_other() -> None:
-    bodies = [os.urandom(100_000) for _ in range(100)]
-    async with running(3, max_waiting=200) as pool:
-        *done, crash = await asyncio.gather(
-            *(pool.run(b"echo", body) for body in bodies), pool.run(b"die", b""), return_exceptions=True
-        )
-    assert done == bodies
-    assert isinstance(crash, Crashed)
 
 
 async def test_jobs_of_a_pool_without_patience_end_with_its_last_child(tmp_path: Path) -> None:
@@ -163,15 +141,6 @@ async def test_a_child_that_never_began_with_a_job_is_no_attempt(tmp_path: Path)
             os.kill(pid, signal.SIGSTOP)
         assert await pool.run(f"die_once {tmp_path / 'mark'}".encode(), b"content") == b"content"
         assert pool.counters().crashes >= len(stopped)
-
-
-async def test_an_idle_child_that_was_killed_costs_no_job_an_attempt() -> None:
-    async with running(1) as pool:
-        for _ in range(5):
-            await pool.run(b"echo", b"")
-            (pid,) = children()
-            os.kill(pid, signal.SIGKILL)
-            assert await pool.run(b"echo", b"next") == b"next"
 
 
 async def test_a_child_that_dies_while_it_starts_is_started_again(

@@ -73,12 +73,16 @@ class Author(Agent):
 
 
 class Mirror:
-    """The rows of each session as the windows of an export have told them, each asked of the next of the servers."""
+    """The rows of each session as the windows of an export have told them, each asked of the next of the servers.
+
+    `whole_window` is the cursor of one that was read in one go, and its lines.
+    """
 
     def __init__(self, urls: Sequence[str]) -> None:
         self.rows: dict[str, list[Row]] = {}
         self.windows = self.asked = 0
         self._urls = urls
+        self.whole_window: tuple[str, list[bytes]] | None = None
         self._cursor: str | None = None
         self._told: dict[str, list[Row]] = {}
 
@@ -96,7 +100,10 @@ class Mirror:
             for piece in response.iter_raw():
                 data += piece
             following = response.headers["x-turnlog-next-cursor"]
-        for row in map(json.loads, data[: data.rfind(b"\n") + 1].splitlines()):
+        lines = data[: data.rfind(b"\n") + 1].splitlines()
+        if following is not None and not self._told and len(lines) > CLIENTS:
+            self.whole_window = response.headers["x-turnlog-cursor"], lines
+        for row in map(json.loads, lines):
             self._cursor = row["cursor"]
             rows = self._told.setdefault(row["session_id"], [])
             if "excluded" not in row:
@@ -172,6 +179,9 @@ def test_whoever_follows_has_what_is_there(
         mirroring.result(PATIENCE_S)
         before = mirror.windows
         until(lambda: mirror.follow() or mirror.windows > before)
+        assert mirror.whole_window is not None
+        cursor, lines = mirror.whole_window
+        again = httpx.get(f"{urls[0]}/export", params={"explain": "true", "cursor": cursor}, timeout=PATIENCE_S)
         whole: dict[str, list[Row]] = {}
         for row in map(json.loads, httpx.get(f"{urls[0]}/export", timeout=PATIENCE_S).text.splitlines()):
             whole.setdefault(row["session_id"], []).append(row)
@@ -179,4 +189,10 @@ def test_whoever_follows_has_what_is_there(
     told = {session_id: lasting(rows) for session_id, rows in mirror.rows.items() if rows}
     assert told == {session_id: lasting(rows) for session_id, rows in whole.items()}
     assert mirror.windows > KILLS
+    of_erased = {session_id for session_id, rows in mirror.rows.items() if not rows}
+    kept = [
+        [one for one in some if json.loads(one)["session_id"] not in of_erased]
+        for some in (lines, again.content.splitlines())
+    ]
+    assert kept[0] == kept[1], "a window is the same to the byte, but for what has been erased since"
     verified(database_url, authors.acknowledged, tally)

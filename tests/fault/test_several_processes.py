@@ -16,6 +16,7 @@ from typing import Any
 import asyncpg
 import httpx
 import pytest
+from fleet.test_metrics_workers import scrape
 from integration.stand import until, user
 
 from fault.table import Tally
@@ -133,6 +134,9 @@ def test_two_workers_serve_any_session_and_one_takes_over(
     tally.tried += 1
     tally.recovered(time.monotonic() - killed)
     until(lambda: serving(server) == WORKERS + 1, START_S)
+    for found in [scrape(server) for _ in range(WORKERS)]:
+        assert found["turnlog_turns_totalcommitted"] == len(acknowledged), "a killed process's turns count on"
+        assert found["turnlog_processes"] == WORKERS
 
     server.stop()
     assert not [pid for pid in pids(server) if alive(pid)]

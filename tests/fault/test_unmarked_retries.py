@@ -86,10 +86,10 @@ def ask(talk: Talk, messages: list[Message], **sim: Any) -> httpx.Response:
     return talk.chat(messages, **fields(sim))
 
 
-def engine_error(site: Site, way: Way, fault: str) -> tuple[Talk, httpx.Response]:
+def engine_error(site: Site, way: Way) -> tuple[Talk, httpx.Response]:
     talk = site.talk(way)
     sent = [*talk.messages, user("Again?")]
-    assert site.stand.sim.post("/sim/faults", json={"fault": fault}).status_code == 200
+    assert site.stand.sim.post("/sim/faults", json={"fault": "status_503"}).status_code == 200
     assert ask(talk, sent).status_code >= 500
     return talk, ask(talk, sent)
 
@@ -120,10 +120,10 @@ def dropped_while_the_reply_leaves(site: Site, way: Way) -> tuple[Talk, httpx.Re
     return talk, ask(talk, sent, **LARGE)
 
 
-def killed(site: Site, way: Way, point: str) -> tuple[Talk, httpx.Response]:
+def killed(site: Site, way: Way) -> tuple[Talk, httpx.Response]:
     talk = site.talk(way)
     sent = [*talk.messages, user("Again?")]
-    site.restart(**{VARIABLE: f"{point}:1"})
+    site.restart(**{VARIABLE: "after_commit:1"})
     talk = site.again(talk)
     with pytest.raises(httpx.TransportError):
         ask(talk, sent)
@@ -152,11 +152,11 @@ def hang_up(site: Site, talk: Talk, messages: list[Message], *, read: int = 0, *
 Fault = Callable[[Site, Way], tuple[Talk, httpx.Response]]
 
 FAULTS: dict[str, Fault] = {
-    "engine answers 503": lambda site, way: engine_error(site, way, "status_503"),
+    "engine answers 503": engine_error,
     "connection ends while the engine works, retry after the commit": dropped_before_the_commit,
     "connection ends, retry holds a beginning of the reply": partial_reply,
     "connection ends while the reply leaves": dropped_while_the_reply_leaves,
-    "kill between commit and reply": lambda site, way: killed(site, way, "after_commit"),
+    "kill between commit and reply": killed,
 }
 
 ENGINES_BYTES = ("connection ends while the reply leaves",)

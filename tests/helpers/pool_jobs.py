@@ -61,10 +61,6 @@ def _stop(argument: str, body: memoryview) -> bytes:
     return b"went on"
 
 
-def _stop_once(argument: str, body: memoryview) -> bytes:
-    return _stop(argument, body) if _first_time(argument) else bytes(body)
-
-
 def _exit(argument: str, body: memoryview) -> bytes:
     os._exit(int(argument))
 
@@ -95,10 +91,6 @@ def _fault(argument: str, body: memoryview) -> bytes:
 
 def _fault_once(argument: str, body: memoryview) -> bytes:
     return _fault(argument, body) if _first_time(argument) else bytes(body)
-
-
-def _fault_once_then_die(argument: str, body: memoryview) -> bytes:
-    return _fault(argument, body) if _first_time(argument) else _die(argument, body)
 
 
 def _leak(argument: str, body: memoryview) -> bytes:

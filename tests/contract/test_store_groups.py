@@ -1,0 +1,213 @@
+"""Groups: what is derived from sessions, what is leased to whom, what has been acknowledged; on both databases."""
+
+from __future__ import annotations
+
+import pytest
+from helpers.groups import Groups
+from helpers.store import Store, reward
+from sqlalchemy import select
+
+from app.features.groups import reads as group_reads
+from app.features.groups.operations import Acknowledged, Measure, Settle
+from app.features.groups.reads import Candidate
+from app.store.dialect import now
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def made(store: Store) -> Groups:
+    return Groups(store)
+
+
+async def test_a_group_is_complete_when_every_session_is_closed_and_rewarded(made: Groups) -> None:
+    await made.create("g", "a", 0)
+    await made.create("g", "b", 1)
+    assert await made.counts("g") == (2, 0, 2, False)
+    await made.finish("a")
+    assert await made.counts("g") == (2, 0, 1, False)
+    await made.store.close("b")
+    assert await made.counts("g") == (2, 0, 1, False), "closed, but not rewarded"
+    await made.store.submit(reward("b", 0.5))
+    assert await made.counts("g") == (2, 0, 0, True)
+    assert await made.free() == ["g"]
+
+
+async def test_a_turns_reward_is_not_the_sessions(made: Groups) -> None:
+    await made.create("g", "a")
+    await made.store.take_turn("a")
+    await made.store.submit(reward("a", 1.0, turn=1))
+    await made.store.close("a")
+    assert await made.counts("g") == (1, 0, 1, False)
+
+
+async def test_an_erased_session_no_longer_counts(made: Groups) -> None:
+    await made.create("g", "a")
+    await made.create("g", "b")
+    await made.finish("a")
+    await made.store.close("b")
+    await made.store.erase("b")
+    assert await made.counts("g") == (1, 1, 0, True)
+    assert await made.free(attempts=2) == ["g"], "it will not come again"
+    await made.store.erase("a")
+    assert await made.counts("g") == (0, 2, 0, False)
+    assert await made.free() == []
+
+
+async def test_notes_are_settled_in_steps(made: Groups) -> None:
+    await made.create("g", "a")
+    await made.create("h", "b")
+    await made.create("h", "c")
+    assert await made.store.submit(Settle(2)) is True
+    assert await made.store.submit(Settle(2)) is False
+    assert await made.counts("g") == (1, 0, 1, False)
+    assert await made.counts("h") == (2, 0, 2, False)
+
+
+async def test_the_order_is_that_of_completion(made: Groups) -> None:
+    for name in ("late", "early"):
+        await made.create(name, name)
+        await made.store.close(name)
+    await made.store.submit(reward("early", 1.0))
+    await made.settle_groups()
+    later = reward("late", 1.0)
+    await made.store.submit(type(later)(later.session_id, 40.0, later.event))
+    assert await made.free() == ["early", "late"]
+    (first, second) = await made.candidates()
+    assert [one.group_id for one in await made.candidates(after=first.place)] == ["late"]
+    assert await made.free(after=second.place) == []
+    assert await made.free(limit=1) == ["early"]
+    again = reward("early", 2.0)
+    await made.store.submit(type(again)(again.session_id, 50.0, again.event))
+    assert await made.free() == ["early", "late"], "another reward does not cost a complete group its place"
+
+
+async def test_a_leased_group_is_nobody_elses(made: Groups) -> None:
+    await made.complete("g")
+    (seen,) = await made.candidates()
+    (leased,) = await made.lease("one", [seen], 60.0)
+    assert (leased.group_id, leased.handed_out) == ("g", 1)
+    clock = await made.store.database.read(lambda c: c.execute(select(now())).scalar_one())
+    assert 50 < leased.lease_until - clock <= 60
+    assert await made.free() == []
+    assert await made.lease("other", [seen]) == []
+    assert [one.group_id for one in await made.candidates("one")] == ["g"]
+    assert await made.candidates("other") == []
+
+
+async def test_the_same_consumer_may_have_it_again_unless_it_wants_new_ones(made: Groups) -> None:
+    await made.complete("g")
+    (seen,) = await made.candidates()
+    await made.lease("one", [seen])
+    assert await made.lease("one", [seen], own_too=False) == []
+    (again,) = await made.lease("one", [seen])
+    assert again.handed_out == 2
+
+
+async def test_a_lease_that_ended_is_free_and_its_consumer_may_still_acknowledge(made: Groups) -> None:
+    await made.complete("g")
+    await made.complete("h")
+    assert await made.take("one", 2) == ["g", "h"]
+    await made.expire("g", "h")
+    assert await made.free() == ["g", "h"]
+    assert await made.take("other", 1) == ["g"]
+    assert await made.ack("one", "g", "h") == Acknowledged(["h"], [], ["g"], [])
+    assert await made.ack("other", "g") == Acknowledged(["g"], [], [], [])
+    assert await made.free() == []
+
+
+async def test_an_acknowledgement_is_idempotent_and_says_what_it_did(made: Groups) -> None:
+    await made.complete("g")
+    await made.complete("free")
+    await made.create("open", "o")
+    assert await made.take("one", 1) == ["free"]
+    assert await made.take("one", 1) == ["g"]
+    await made.expire("free")
+    assert await made.ack("other", "g", "never", "open", "g") == Acknowledged([], [], ["g", "open"], ["never"])
+    assert await made.ack("one", "g") == Acknowledged(["g"], [], [], [])
+    assert await made.ack("one", "g") == Acknowledged([], ["g"], [], [])
+    assert await made.ack("other", "g") == Acknowledged([], [], ["g"], [])
+
+
+async def test_an_acknowledgement_is_final(made: Groups) -> None:
+    await made.complete("g")
+    await made.take("one")
+    await made.ack("one", "g")
+    await made.create("g", "late")
+    await made.finish("late")
+    await made.store.submit(reward("g-0", 9.0))
+    assert await made.counts("g") == (3, 0, 0, True)
+    assert await made.free() == []
+    assert await made.candidates("one") == []
+
+
+async def test_a_session_created_in_a_leased_group_ends_the_lease(made: Groups) -> None:
+    await made.complete("g")
+    (seen,) = await made.candidates()
+    await made.lease("one", [seen])
+    await made.create("g", "late", at=20.0)
+    assert await made.free() == await made.candidates("one") == []
+    assert await made.lease("one", [seen]) == [], "what was read of the group is no longer so"
+    assert (await made.row("g")).lease_until is None
+    await made.finish("late")
+    assert (await made.row("g")).completed_at == seen.completed_at
+    assert await made.lease("other", [seen]) == [], "it has another session since"
+    assert await made.take("other") == ["g"]
+    assert (await made.row("g")).handed_out == 2
+    assert await made.ack("one", "g") == Acknowledged([], [], ["g"], [])
+
+
+async def test_one_that_lost_its_lease_so_may_still_be_acknowledged(made: Groups) -> None:
+    await made.complete("g")
+    await made.take("one")
+    await made.create("g", "late")
+    assert await made.ack("one", "g") == Acknowledged(["g"], [], [], [])
+    await made.finish("late")
+    assert await made.free() == []
+
+
+async def test_age_is_measured_once_and_filters(made: Groups) -> None:
+    for name in ("g", "h", "unknown"):
+        await made.complete(name)
+    g, h, unknown = await made.candidates()
+    assert not g.measured
+    ages = ((g, 3), (h, 7), (unknown, None))
+    await made.store.submit(
+        Measure([Candidate(one.group_id, one.completed_at, one.sessions, True, age) for one, age in ages])
+    )
+    assert [one.oldest_version for one in await made.candidates()] == [3, 7, None]
+    assert await made.free(oldest=4) == ["h", "unknown"]
+    assert await made.free(oldest=3) == ["g", "h", "unknown"]
+    await made.create("h", "late")
+    await made.finish("late")
+    assert {one.group_id: one.measured for one in await made.candidates()} == {"g": True, "h": False, "unknown": True}
+    await made.store.submit(Measure([Candidate("h", h.completed_at, h.sessions, True, 1)]))
+    assert not next(one for one in await made.candidates() if one.group_id == "h").measured, "of other sessions"
+
+
+async def test_attempts_are_listed_in_order(made: Groups) -> None:
+    for session_id, attempt in (("x", None), ("b", 2), ("a", 10), ("c", 0)):
+        await made.create("g", session_id, attempt)
+    await made.finish("a", 0.5)
+    found = (await made.store.database.read(lambda c: group_reads.attempts(c, ["g"])))["g"]
+    assert [(one.session_id, one.attempt, one.reward, one.status) for one in found] == [
+        ("c", 0, None, "open"),
+        ("b", 2, None, "open"),
+        ("a", 10, 0.5, "closed"),
+        ("x", None, None, "open"),
+    ]
+
+
+async def test_the_age_is_measured_by_the_turns_of_closed_sessions(made: Groups) -> None:
+    for name in ("a", "b", "open"):
+        await made.create("g", name)
+        await made.store.take_turn(name)
+    await made.finish("a")
+    await made.store.take_turn("b")
+    await made.store.close("b")
+    found = await made.store.database.read(lambda c: group_reads.turn_events(c, ["g", "none"]))
+    assert {name: [row.seq for row in rows] for name, rows in found["g"].items()} == {
+        "a": [1, 3],
+        "b": [1, 3, 5],
+    }
+    assert found["none"] == {}
