@@ -55,9 +55,9 @@ def launched() -> Iterator[Browser]:
         found.close()
 
 
-def barriers(page: Page, scheme: str) -> list[str]:
-    """What axe finds; of the dark page only where its colours may differ, for the rest is the same."""
-    only = None if scheme == "light" else {"runOnly": ["color-contrast"]}
+def barriers(page: Page, scheme: str = "") -> list[str]:
+    """What axe finds; of one that was seen in the light, in the dark, only where its colours may differ."""
+    only = {"runOnly": ["color-contrast"]} if scheme == "dark" else None
     return [
         f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in Axe().run(page, options=only).response["violations"]
     ]

@@ -19,8 +19,8 @@ from e2e.page import PageStand, Watched
 pytestmark = pytest.mark.long
 
 NOW = {"latency_s": 0}
-TURNS = 90
-"""Of a long session: more than fit in the window."""
+TURNS = 160
+"""Of a long session: more than fit in the window, and more events than the log shows at once."""
 
 ROLES = "all => all.map((one) => one.dataset.role)"
 HOSTILE = "<img src=x onerror=window.__pwned=1><script>window.__pwned=1</script>"

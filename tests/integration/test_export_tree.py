@@ -18,7 +18,7 @@ from ops.simulator.process import SimulatorProcess
 from tests.tools.digest.requests import Player, play
 from turnlog import Turnlog, attention_mask, attention_slices, pack_trees, unpack_tree
 
-TREES = 40
+TREES = 24
 PLAIN = {"tool_calls": False, "reasoning": False}
 Row = dict[str, Any]
 
@@ -150,7 +150,7 @@ def test_packed_trees_see_what_rows_see(trees: Stand) -> None:
     """Of two trees in one sequence: each token sees the tokens of its rows before it, and no others."""
     for pair in (
         exported(trees, shape="tree", advantage="grpo", loss=loss)[at : at + 2]
-        for at in (0, 40)
+        for at in (0, TREES)
         for loss in ("once", "every")
     ):
         packed = pack_trees(pair)
@@ -185,7 +185,7 @@ def test_the_client_and_the_feed_give_it(trees: Stand) -> None:
     talk.say("Hello")
     trees.http.put(f"{talk.path}/reward", json={"reward": 1})
     trees.http.delete(talk.path)
-    response = trees.http.get("/export/groups", params={"consumer": "c", "shape": "tree"})
+    response = trees.http.get("/export/groups", params={"consumer": "c", "shape": "tree", "size": 99})
     groups = {group["group_id"]: group["rows"] for group in read("ndjson", response.content)}
     [row] = unpack_tree(groups["done"][0])
     assert row["messages"] == talk.messages

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import httpx
 import pytest
 from helpers.looking import change, value
 
@@ -229,52 +228,37 @@ def test_rows_are_cut_as_in_an_export(swept: Stand) -> None:
     assert [(len(row["tokens"]), row["status"]) for row in line["rows"]] == [(length, "truncated")] * 2
 
 
-@pytest.mark.parametrize(
-    ("query", "named"),
-    [
-        ({}, "consumer"),
-        ({"consumer": ""}, "consumer"),
-        ({"consumer": "a b"}, "consumer"),
-        ({"consumer": "x" * 129}, "consumer"),
-        ({"consumer": "a\n"}, "consumer"),
-        ({"size": 0}, "size"),
-        ({"size": "many"}, "size"),
-        ({"lease_s": 0.5}, "lease_s"),
-        ({"lease_s": 86401}, "lease_s"),
-        ({"lease_s": "nan"}, "lease_s"),
-        ({"max_staleness": -1}, "max_staleness"),
-        ({"weight_version": "latest"}, "weight_version"),
-        ({"attempts": 0}, "attempts"),
-        ({"max_seq_len": 0}, "max_seq_len"),
-        ({"truncate": "middle"}, "truncate"),
-        ({"new_only": "perhaps"}, "new_only"),
-        ({"shape": "none"}, "shape"),
-        ({"group_id": "g"}, "group_id"),
-    ],
+BAD_PARAMETERS = (
+    *(({"consumer": name}, "consumer") for name in ("", "a b", "x" * 129, "a\n")),
+    *(({"size": size}, "size") for size in (0, "many")),
+    *(({"lease_s": lease_s}, "lease_s") for lease_s in (0.5, 86401, "nan")),
+    ({"max_staleness": -1}, "max_staleness"),
+    ({"weight_version": "latest"}, "weight_version"),
+    ({"attempts": 0}, "attempts"),
+    ({"max_seq_len": 0}, "max_seq_len"),
+    ({"truncate": "middle"}, "truncate"),
+    ({"new_only": "perhaps"}, "new_only"),
+    ({"shape": "none"}, "shape"),
+    ({"group_id": "g"}, "group_id"),
 )
-def test_a_bad_parameter_is_named(stand: Stand, query: dict[str, Any], named: str) -> None:
-    given = query if named == "consumer" else {"consumer": "trainer", **query}
-    response = stand.http.get("/export/groups", params=given)
-    assert error_of(response) == (400, "invalid_request")
-    assert named in response.json()["error"]["message"]
+BAD_ACKNOWLEDGEMENTS: tuple[tuple[Any, str], ...] = (
+    ({"groups": []}, "consumer"),
+    ({"consumer": "a/b", "groups": []}, "consumer"),
+    ({"consumer": "c"}, "groups"),
+    ({"consumer": "c", "groups": "g"}, "groups"),
+    ({"consumer": "c", "groups": [1]}, "groups.0"),
+    ({"consumer": "c", "groups": [], "more": 1}, "more"),
+    ([], "body"),
+)
 
 
-@pytest.mark.parametrize(
-    ("body", "named"),
-    [
-        ({"groups": []}, "consumer"),
-        ({"consumer": "a/b", "groups": []}, "consumer"),
-        ({"consumer": "c"}, "groups"),
-        ({"consumer": "c", "groups": "g"}, "groups"),
-        ({"consumer": "c", "groups": [1]}, "groups.0"),
-        ({"consumer": "c", "groups": [], "more": 1}, "more"),
-        ([], "body"),
-    ],
-)
-def test_a_bad_acknowledgement_is_named(stand: Stand, body: Any, named: str) -> None:
-    response: httpx.Response = stand.http.post("/export/groups/ack", json=body)
-    assert error_of(response) == (400, "invalid_request")
-    assert named in response.json()["error"]["message"]
+def test_what_is_wrong_in_a_request_is_named(stand: Stand) -> None:
+    asked = [({}, "consumer"), *(({"consumer": "trainer", **query}, named) for query, named in BAD_PARAMETERS)]
+    refused = [(stand.http.get("/export/groups", params=query), named) for query, named in asked]
+    refused += [(stand.http.post("/export/groups/ack", json=body), named) for body, named in BAD_ACKNOWLEDGEMENTS]
+    for response, named in refused:
+        assert error_of(response) == (400, "invalid_request"), named
+        assert named in response.json()["error"]["message"]
 
 
 def test_an_empty_acknowledgement_acknowledges_nothing(stand: Stand) -> None:
