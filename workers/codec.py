@@ -190,7 +190,7 @@ def pack_turn(exchange: Exchange) -> tuple[bytes | None, bytes]:
     raw = _encode(exchange)
     if len(raw) < APART_BYTES:
         return None, _local.compressor.compress(raw)
-    return pack(exchange.tokens), pack(msgspec.structs.replace(exchange, tokens=None))
+    return compress(_encode(exchange.tokens)), pack(msgspec.structs.replace(exchange, tokens=None))
 
 
 def unpack(frame: bytes | None, kind: type[Content]) -> Content:

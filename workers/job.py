@@ -1,9 +1,9 @@
 """Validates, splits and compresses one engine's reply: a pure function of bytes, in the API process or in a worker.
 
-A short reply without payloads is parsed as it is. Payloads and the ids of a prompt are most of a long one and need not be parsed as
-JSON. So they are first cut out of the bytes, where their keys seem to be, and replaced by marks; what is left is parsed
-in compact spelling. If that is refused, or a mark is not found where its value belongs, the whole reply is parsed as it
-is: what that says counts.
+A short, compact reply without payloads is parsed as it is. Payloads and the ids of a prompt are most of a long one and
+need not be parsed as JSON. So they are first cut out of the bytes, where their keys seem to be, and replaced by marks;
+what is left is parsed in compact spelling. If that is refused, or a mark is not found where its value belongs, the
+whole reply is parsed as it is: what that says counts.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from workers.scan import WINDOW
 
 _PROMPT_MARK = b'"@turnlog:ids@"'
 
-SHORT = 8 << 10
-"""Bytes of a reply in which no value but a payload's is worth cutting out."""
+SHORT = LONG_PROMPT
+"""Bytes of a reply in which no value but a payload's is worth cutting out, if it is compact."""
 
 COPIES = 2
 """How often a payload may occur in a reply: some SGLang builds sent it in both `meta_info` and `sglext`."""
@@ -72,7 +72,7 @@ def read(job: Job, body: bytes | memoryview, known: KnownText | None = None, fou
     `known`: the text of `job.known`, if it is in memory. `found`: the body's long values, if they were looked for.
     """
     is_short = len(body) <= SHORT and not job.payload_specs
-    done = None if is_short else read_cut(job, body, known, found)
+    done = None if is_short and not scan.is_spaced(bytes(body)) else read_cut(job, body, known, found)
     return read_whole(job, body) if done is None else done
 
 
@@ -313,9 +313,9 @@ def _committed(
     separator, known_text = None, None
     if prompt is not None and prompt.text and prompt.separator is not None and prompt.tokens > 1:
         # The first occurrence that no other edit touches: any of them can be restored.
-        start = text.find(prompt.text)
+        start = scan.find(text, prompt.text)
         while start >= 0 and any(start < edit[1] and start + len(prompt.text) > edit[0] for edit in edits):
-            start = text.find(prompt.text, start + 1)
+            start = scan.find(text, prompt.text, start + 1)
         if start >= 0:
             separator, end = prompt.separator, start + len(prompt.text)
             edits.append((start, end, None, b""))
@@ -352,7 +352,7 @@ def _payloads(job: Job, body: memoryview, parsed: Parsed, values: Sequence[_Valu
     for spec in job.payload_specs:
         own = [value for value in values if value[0].kind == spec.kind]
         if not own:
-            is_there = reply.output_tokens and not parsed.was_queued
+            is_there = reply.output_ids and not parsed.was_queued
             if spec.required and is_there and (reply.dialect, spec.kind) != ("vllm", "indexer_topk"):
                 raise Rejected(f"{spec.kind} was asked for and is not there")
             continue

@@ -29,7 +29,7 @@ PLAIN_BYTES = 16 << 10
 
 PROMPT = "prompt_token_ids"
 
-LONG_PROMPT = 8 << 10
+LONG_PROMPT = 16 << 10
 """Bytes of a prompt's ids that are worth keeping in memory, and a place of their own in the reply."""
 
 

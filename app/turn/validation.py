@@ -82,7 +82,7 @@ class ReplyValidator:
         size = answer.body.size
         if not settings.replay and size <= job.SHORT and size + new_bytes <= settings.inline_max_bytes:
             with contextlib.suppress(Rejected):  # That is told below, or mended.
-                read = job.read_whole(work, answer.body.joined())
+                read = job.read(work, answer.body.joined())
         if read is None or read[0].places:
             specs = [self._payload_spec(turn, kind, call) for kind in REPLAY]
             work = msgspec.structs.replace(work, payload_specs=specs)
