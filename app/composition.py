@@ -63,8 +63,8 @@ def chosen(settings: Settings) -> dict[str, ModuleType]:
 def metadata() -> MetaData:
     """The kernel's tables and the features'."""
     every = MetaData(naming_convention=schema.NAMING)
-    for part in (schema.metadata, *(feature.tables() for feature in FEATURES if hasattr(feature, "tables"))):
-        for table in part.tables.values():
+    for part in (schema, *(feature.schema for feature in FEATURES if hasattr(feature, "schema"))):
+        for table in part.metadata.tables.values():
             table.to_metadata(every)
     return every
 
@@ -73,6 +73,6 @@ def store_points() -> StorePoints:
     """What features do in the kernel's transactions."""
     points = StorePoints()
     for feature in FEATURES:
-        if hasattr(feature, "join"):
-            feature.join(points)
+        if hasattr(feature, "schema"):
+            feature.schema.join(points)
     return points

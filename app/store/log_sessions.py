@@ -17,7 +17,6 @@ from app.domain.events import (
     SessionCreated,
     SessionErased,
 )
-from app.store import object_names as names
 from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx
@@ -33,6 +32,7 @@ from app.store.log import (
     append,
     append_all,
     blob_row,
+    departed,
     free_chunks,
     holders_of,
     refused,
@@ -70,7 +70,7 @@ class Create(BaseOperation, frozen=True):
         taken = tx.each(sql.heads, [{"sid": create.session_id} for create in operations])
         outcomes: dict[str, Any] = {session_id: Existing(*head) for session_id, *head in taken}
         named = {create.session_id for create in operations} | {create.parent for create in operations if create.parent}
-        gone = {row[0] for row in tx.each(sql.archived, [{"sid": session_id} for session_id in sorted(named)])}
+        gone = departed(tx, sorted(named))
         roots: dict[str, str | None] = {}
         for create in operations:
             session_id = create.session_id
@@ -336,8 +336,8 @@ class FreeChunks(BaseOperation, frozen=True):
 class Erase(BaseOperation, frozen=True):
     """Delete the content of a session that is closed or undone; its events stay.
 
-    A client's text in events up to `texts_upto` was removed before (`EraseTexts`), but for `in_head`. Its
-    objects are queued, to be deleted at once. `unless_pinned`: refused if a checkpoint has the session.
+    A client's text in events up to `texts_upto` was removed before (`EraseTexts`), but for `in_head`.
+    `unless_pinned`: refused if a checkpoint has the session.
     """
 
     session_id: str
@@ -359,8 +359,8 @@ class Erase(BaseOperation, frozen=True):
         unstage(tx, [(self.session_id, None)])
         rewrite(tx, self.session_id, self.in_head)
         erase_remaining(tx, self.session_id, self.texts_upto)
-        tx.run(sql.unqueue_objects, {"sid": self.session_id})
-        tx.run(sql.queue_prefix, {"object": names.folder_of(self.session_id), "sid": self.session_id})
+        for follow in tx.points.erased:
+            follow(tx, self.session_id)
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])
         reach("in_erase")
         return erased

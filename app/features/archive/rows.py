@@ -35,8 +35,9 @@ from sqlalchemy import (
 
 from app.crash_points import reach
 from app.domain.events import SessionClosed, decode
+from app.features.archive.schema import archived, marks_of
 from app.features.groups.schema import groups
-from app.store import object_names as names
+from app.features.objects.schema import dead_objects, queue_erased, queue_objects
 from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import StorePoints, Tx, oldest_tx
@@ -44,13 +45,10 @@ from app.store.feed import FORGOTTEN, Position, forgotten_place, select_forgotte
 from app.store.leases import holds_lease
 from app.store.log import BaseOperation, StoreOperation
 from app.store.log_sessions import Erase
-from app.store.names import marks_of
 from app.store.schema import (
     annotation_columns,
-    archived,
     blobs,
     chunks,
-    dead_objects,
     events,
     refused_replies,
     sessions,
@@ -405,7 +403,7 @@ class Forget(BaseOperation, frozen=True):
             tx.run(_turn, {"sid": session_id, "in_file": self.file, "was": "writing", "to": "leaving"})
             for statement in _drop_at_once:
                 tx.run(statement, {"sid": session_id})
-            tx.run(sql.queue_objects, {"sid": session_id})
+            tx.run(queue_objects, {"sid": session_id})
             _drop_content(tx, session_id, self.file)
         tx.run(_forget_place, {})
         tx.insert(insert(store_meta), [{"key": FORGOTTEN, "value": f"{last.tx}.{last.position}"}])
@@ -477,8 +475,7 @@ class BeginErasing(StoreOperation, frozen=True):
     def apply(self, tx: Tx) -> None:
         tx.run(_begin_erasing, {"sid": self.session_id})
         for (session_id,) in tx.all(_without_head, {"sid": self.session_id}):
-            tx.run(sql.unqueue_objects, {"sid": session_id})
-            tx.run(sql.queue_prefix, {"object": names.folder_of(session_id), "sid": session_id})
+            queue_erased(tx, session_id)
 
 
 Imported = Literal["imported", "there", "erased", "elsewhere"]

@@ -20,7 +20,7 @@ from sqlalchemy import (
     insert,
 )
 
-from app.store.dialect import Tx
+from app.store.dialect import StorePoints, Tx
 from app.store.schema import NAMING, SHORT_LIVED
 
 metadata = MetaData(naming_convention=NAMING)
@@ -75,3 +75,7 @@ _note = insert(group_changes)
 def note(tx: Tx, group_ids: Sequence[str]) -> None:
     """Note that sessions of these groups have changed."""
     tx.insert(_note, [{"group_id": group_id} for group_id in group_ids])
+
+
+def join(points: StorePoints) -> None:
+    points.changed.append(note)

@@ -25,14 +25,15 @@ from sqlalchemy import (
     update,
 )
 
+from app.features.objects import names
+from app.features.objects.schema import OBJECTS, dead_objects, insert_dead_object, queue_freed
 from app.store import feed
-from app.store import object_names as names
 from app.store import statements as sql
 from app.store.content import is_live
 from app.store.dialect import ForEach, Tx, now
 from app.store.leases import holds_lease
 from app.store.log import StoreOperation
-from app.store.schema import SESSION_ID, chunks, dead_objects, incarnations, open_turns, sessions, store_meta
+from app.store.schema import SESSION_ID, chunks, incarnations, open_turns, sessions, store_meta
 
 LEASE = "objects"
 
@@ -42,7 +43,7 @@ OWNER = "objects_owner"
 _of_session = dead_objects.c.session_id == bindparam("sid", type_=SESSION_ID)
 _is_written = dead_objects.c.incarnation.is_not(None)
 _waits = exists().where(_of_session, _is_written)
-_meta = store_meta.c.key == sql.OBJECTS
+_meta = store_meta.c.key == OBJECTS
 
 
 class DeadObject(NamedTuple):
@@ -115,7 +116,7 @@ def note_objects(tx: Tx, url: str | None, owner: str) -> None:
     unless it has one."""
     tx.run(_forget_url, {})
     if url is not None:
-        tx.insert(_insert_meta, [{"key": sql.OBJECTS, "value": url}])
+        tx.insert(_insert_meta, [{"key": OBJECTS, "value": url}])
     if tx.one(_owner, {}) is None:
         tx.insert(_insert_meta, [{"key": OWNER, "value": owner}])
 
@@ -155,7 +156,7 @@ class BeginCopies(StoreOperation, frozen=True):
     incarnation: int
 
     def apply(self, tx: Tx) -> None:
-        tx.insert(sql.insert_dead_object, [_row(self.prefix, self.of, self.incarnation)])
+        tx.insert(insert_dead_object, [_row(self.prefix, self.of, self.incarnation)])
 
 
 class EndWriting(StoreOperation, frozen=True):
@@ -192,7 +193,7 @@ class QueueUnreferenced(StoreOperation, frozen=True):
     def apply(self, tx: Tx) -> int:
         if not holds_lease(tx, LEASE, self.fence):
             return 0
-        unreferenced = []
+        unreferenced: list[tuple[str, str]] = []
         for session_id in sorted({parsed.session_id for parsed in self.objects.values()}):
             own = {"sid": session_id}
             # A commit takes the open turn, and a fork the line of its copies, and adds the chunks at once: looked at
@@ -201,15 +202,15 @@ class QueueUnreferenced(StoreOperation, frozen=True):
             queued = tuple(row[0] for row in tx.all(_queued, own))
             used = {row[0] for row in tx.all(_locations, own)}
             unreferenced += [
-                {"object": name, "sid": session_id}
+                (name, session_id)
                 for name, parsed in self.objects.items()
                 if parsed.session_id == session_id
                 and parsed.fence not in opened
                 and name not in used
                 and not name.startswith(queued)
             ]
-        tx.each(sql.queue_dead, unreferenced)
-        for session_id in sorted({row["sid"] for row in unreferenced}):
+        queue_freed(tx, unreferenced)
+        for session_id in sorted({session_id for _, session_id in unreferenced}):
             head = tx.one(sql.head, {"sid": session_id})
             if head is not None and head[1] == "erased":  # a process that was paused has written it since
                 tx.run(_hurry, {"sid": session_id})

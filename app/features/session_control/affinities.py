@@ -36,7 +36,7 @@ from sqlalchemy import (
 )
 
 from app.domain.control import DEFAULT_TIMEOUT_S, SessionControl
-from app.store.dialect import Row, Tx, now
+from app.store.dialect import Row, StorePoints, Tx, now
 from app.store.log import StoreOperation
 from app.store.schema import NAMING, SESSION_ID, incarnations, sessions
 from app.store.statements import holder_is_dead
@@ -444,3 +444,7 @@ class Slide(_NameOperation, frozen=True):
 
     def apply(self, tx: Tx) -> None:
         tx.run_all(_slide, [{"control": control_id} for control_id in sorted(self.control_ids)])
+
+
+def join(points: StorePoints) -> None:
+    points.closed.append(end_at_engine)
