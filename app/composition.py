@@ -1,8 +1,9 @@
 """What the service is made of beside the kernel: the features, their tables, and what these do in the kernel's
 transactions.
 
-Neither asks which features are on: what a feature keeps follows the sessions also while `TURNLOG_FEATURES` does not
-name it, in every process of a store. A feature whose folder is gone has neither.
+A feature with tables has a module `schema`: its `metadata`, and `join`, which fills the store's points. Both count also
+while `TURNLOG_FEATURES` does not name it: what a feature keeps follows the sessions in every process of a store. A
+feature whose folder is gone has neither.
 """
 
 from types import ModuleType

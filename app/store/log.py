@@ -138,10 +138,15 @@ def refused(tx: Tx, session_id: str) -> Refused:
 
 
 class BaseOperation(msgspec.Struct, frozen=True):
-    """Defaults for an operation: small, durable, with a transaction on a thread."""
+    """Defaults for an operation: small, durable, with a transaction on a thread. One that belongs to no session runs
+    alone."""
 
     durable: ClassVar[bool] = True
     runs_inline: ClassVar[bool] = False
+
+    @property
+    def session_id(self) -> str:
+        return ""
 
     @property
     def size(self) -> int:
@@ -150,14 +155,6 @@ class BaseOperation(msgspec.Struct, frozen=True):
     @property
     def is_alone(self) -> bool:
         return False
-
-
-class StoreOperation(BaseOperation, frozen=True):
-    """An operation that belongs to no session, so it runs alone."""
-
-    @property
-    def session_id(self) -> str:
-        return ""
 
 
 class Note(BaseOperation, frozen=True):

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from app.composition import store_points
 from app.domain.events import BlobRef, RewardAssigned, SessionConfig, SessionCreated, TurnCommitted, TurnOpened
 from app.domain.history import canonical_hash, decode_message
 from app.sessions.recovery import register
@@ -83,7 +84,7 @@ async def fill(url: str, sessions: int, turns: int, *, ended: bool = False) -> N
     content."""
     made = [_plain_turn(number) for number in range(turns)]
     every = (StoredSession(f"filled-{number}", made) for number in range(sessions))
-    database = Database(url)
+    database = Database(url, points=store_points())
     await database.open()
     try:
         await write_sessions(database, every, b'{"model":"simulator"}', ended=ended)

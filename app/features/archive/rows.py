@@ -43,7 +43,7 @@ from app.store import statements as sql
 from app.store.dialect import StorePoints, Tx, oldest_tx
 from app.store.feed import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.leases import holds_lease
-from app.store.log import BaseOperation, StoreOperation
+from app.store.log import BaseOperation
 from app.store.log_sessions import Erase
 from app.store.schema import (
     annotation_columns,
@@ -329,7 +329,7 @@ _begin_erasing = (
 _state_of = select(archived.c.state).where(_of_sid, _file_is).with_for_update()
 
 
-class Fenced(StoreOperation, frozen=True):
+class Fenced(BaseOperation, frozen=True):
     """An operation of the holder of the lease; without it nothing is written, and `apply` gives None."""
 
     fence: int
@@ -467,7 +467,7 @@ class EndErasing(Fenced, frozen=True):
         return True
 
 
-class BeginErasing(StoreOperation, frozen=True):
+class BeginErasing(BaseOperation, frozen=True):
     """A session, and for a root its rollout, must leave every file. Durable: an erasure goes on after a crash."""
 
     session_id: str

@@ -32,7 +32,7 @@ from app.store import statements as sql
 from app.store.content import is_live
 from app.store.dialect import ForEach, Tx, now
 from app.store.leases import holds_lease
-from app.store.log import StoreOperation
+from app.store.log import BaseOperation
 from app.store.schema import SESSION_ID, chunks, incarnations, open_turns, sessions, store_meta
 
 LEASE = "objects"
@@ -121,7 +121,7 @@ def note_objects(tx: Tx, url: str | None, owner: str) -> None:
         tx.insert(_insert_meta, [{"key": OWNER, "value": owner}])
 
 
-class TakeDue(StoreOperation, frozen=True):
+class TakeDue(BaseOperation, frozen=True):
     """What may be deleted now, the longest dead first. None of it with another fence than the lease's.
 
     Durable: a tombstone that a crash of PostgreSQL could undo must be on disk before its object goes.
@@ -137,7 +137,7 @@ class TakeDue(StoreOperation, frozen=True):
         return [DeadObject(*row) for row in tx.all(_due, {"keep_s": self.keep_s, "most": self.limit})]
 
 
-class ForgetDead(StoreOperation, frozen=True):
+class ForgetDead(BaseOperation, frozen=True):
     """These objects are deleted."""
 
     durable: ClassVar[bool] = False
@@ -147,7 +147,7 @@ class ForgetDead(StoreOperation, frozen=True):
         tx.each(_forget, [{"object": dead.name, "sid": dead.session_id} for dead in self.dead])
 
 
-class BeginCopies(StoreOperation, frozen=True):
+class BeginCopies(BaseOperation, frozen=True):
     """A process begins to write objects below `prefix`, for a session that is not there yet."""
 
     durable: ClassVar[bool] = False
@@ -159,7 +159,7 @@ class BeginCopies(StoreOperation, frozen=True):
         tx.insert(insert_dead_object, [_row(self.prefix, self.of, self.incarnation)])
 
 
-class EndWriting(StoreOperation, frozen=True):
+class EndWriting(BaseOperation, frozen=True):
     """A process has written, and does not write any more, what `abandon` took from it or what `BeginCopies` began."""
 
     durable: ClassVar[bool] = False
@@ -171,7 +171,7 @@ class EndWriting(StoreOperation, frozen=True):
         tx.each(_end_writing, rows)
 
 
-class EndWritingOfDead(StoreOperation, frozen=True):
+class EndWritingOfDead(BaseOperation, frozen=True):
     """Dead processes write no more: what they were writing may be deleted. A fork that one of them might still commit
     after it was paused is refused (`features.forks`)."""
 
@@ -182,7 +182,7 @@ class EndWritingOfDead(StoreOperation, frozen=True):
         tx.run(_end_writing_of_dead, {"lease_s": self.lease_s})
 
 
-class QueueUnreferenced(StoreOperation, frozen=True):
+class QueueUnreferenced(BaseOperation, frozen=True):
     """Queue those of these objects that nothing refers to: no live chunk, no open turn that may yet commit, no line of
     the queue. Returns how many."""
 

@@ -71,6 +71,7 @@ _has_objects = exists().where(store_meta.c.key == OBJECTS)
 insert_dead_object = insert(dead_objects)
 
 unqueue_objects = delete(dead_objects).where(sql.of_session(dead_objects), dead_objects.c.incarnation.is_(None))
+"""But for what a process may still be writing: an object that comes after the deletion would never be found again."""
 
 queue_prefix = insert(dead_objects).from_select(
     [*_dead, "incarnation"],
@@ -86,6 +87,8 @@ queue_prefix = insert(dead_objects).from_select(
 take_copies = delete(dead_objects).where(
     sql.of_session(dead_objects),
     dead_objects.c.name == bindparam("object", type_=dead_objects.c.name.type),
+    # Once the writer counts as dead the line has no incarnation, and the copies may be deleted: a fork that a paused
+    # process commits after that must find nothing here.
     dead_objects.c.incarnation.is_not(None),
 )
 

@@ -37,7 +37,7 @@ from sqlalchemy import (
 
 from app.domain.control import DEFAULT_TIMEOUT_S, SessionControl
 from app.store.dialect import Row, StorePoints, Tx, now
-from app.store.log import StoreOperation
+from app.store.log import BaseOperation
 from app.store.schema import NAMING, SESSION_ID, incarnations, sessions
 from app.store.statements import holder_is_dead
 
@@ -240,7 +240,7 @@ def _end(tx: Tx, row: AffinityRow, me: int) -> Ending | None:
     return Ending(row.control_id, row.engine)
 
 
-class _NameOperation(StoreOperation, frozen=True):
+class _NameOperation(BaseOperation, frozen=True):
     """An operation on names: it belongs to no session and runs alone. A binding lost in a power cut is made again."""
 
     durable: ClassVar[bool] = False
