@@ -232,6 +232,7 @@ class Close(BaseOperation, frozen=True):
     """Close an open session; its open turn is abandoned and can no longer commit.
 
     `engine_session` is its id at its engine, which must be told. `known`: only at this version of its log.
+    `idle_since`: only if it and its rollout have no turn in flight and are unchanged since then.
     """
 
     session_id: str
@@ -239,13 +240,16 @@ class Close(BaseOperation, frozen=True):
     reason: CloseReason = "deleted"
     engine_session: str | None = None
     known: int | None = None
+    idle_since: float | None = None
 
     def apply(self, tx: Tx) -> Appended | Refused:
         given = {"sid": self.session_id, "at": self.at}
-        if self.known is None:
-            row = tx.one(sql.close_head, given)
-        else:
+        if self.known is not None:
             row = tx.one(sql.close_known_head, {**given, "known": self.known})
+        elif self.idle_since is not None:
+            row = tx.one(sql.close_idle_head, {**given, "idle_since": self.idle_since})
+        else:
+            row = tx.one(sql.close_head, given)
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
@@ -257,28 +261,6 @@ class Close(BaseOperation, frozen=True):
         reach("in_close")
         may_have_members = rollouts.may_have_members(tx, self.session_id)
         return Appended(abandoned.events + closed.events, (), abandoned.voided, may_have_members)
-
-
-class CloseIdle(BaseOperation, frozen=True):
-    """Close an open session if it and its rollout have no turn in flight and are unchanged since `idle_since`.
-
-    `engine_session` as in `Close`.
-    """
-
-    session_id: str
-    at: float
-    idle_since: float
-    engine_session: str | None = None
-
-    def apply(self, tx: Tx) -> Appended | Refused:
-        row = tx.one(sql.close_idle_head, {"sid": self.session_id, "at": self.at, "idle_since": self.idle_since})
-        if row is None:
-            return refused(tx, self.session_id)
-        rollouts.note(tx, *row)
-        unstage(tx, [(self.session_id, None)])
-        for follow in tx.points.closed:
-            follow(tx, self.session_id, self.engine_session)
-        return advance_head(tx, self.session_id, self.at, [SessionClosed("idle")])
 
 
 class FreeReplay(BaseOperation, frozen=True):

@@ -16,7 +16,7 @@ from app.store.content import read_sessions, refused_reply, stored_chunks
 from app.store.damage import SPAN
 from app.store.feed import END
 from app.store.log import Appended, Refused, StoredChunk
-from app.store.log_sessions import CloseIdle, FreeChunks, FreeReplay
+from app.store.log_sessions import Close, FreeChunks, FreeReplay
 from app.store.log_turns import REFUSED_KEPT, AbandonDead, Reject
 from app.store.schema import chunks as chunks_table
 from app.store.sessions import closed_sessions, idle_sessions, last_tombstone
@@ -269,26 +269,26 @@ async def test_a_closed_session_is_found_until_nothing_is_left_to_free(store: St
 
 async def test_an_idle_session_is_closed(store: Store) -> None:
     await store.create("s", at=10.0)
-    assert await store.submit(CloseIdle("s", 20.0, 9.9)) == Refused("open")
-    done = await store.submit(CloseIdle("s", 20.0, 10.0))
+    assert await store.submit(Close("s", 20.0, "idle", idle_since=9.9)) == Refused("open")
+    done = await store.submit(Close("s", 20.0, "idle", idle_since=10.0))
     assert [recorded.event for recorded in done.events] == [SessionClosed("idle")]
     session = await store.session("s")
     assert session is not None
     assert (session.status, session.closed_at) == ("closed", 20.0)
-    assert await store.submit(CloseIdle("s", 30.0, 25.0)) == Refused("closed")
-    assert await store.submit(CloseIdle("nobody", 30.0, 25.0)) == Refused(None)
+    assert await store.submit(Close("s", 30.0, "idle", idle_since=25.0)) == Refused("closed")
+    assert await store.submit(Close("nobody", 30.0, "idle", idle_since=25.0)) == Refused(None)
     await store.head_equals_fold("s")
 
 
 async def test_a_session_with_a_turn_in_flight_is_not_idle(store: Store) -> None:
     fence = await claimed(store)
-    assert await store.submit(CloseIdle("s", 1e9, 1e9)) == Refused("open")
+    assert await store.submit(Close("s", 1e9, "idle", idle_since=1e9)) == Refused("open")
     found = await store.database.read(lambda connection: idle_sessions(connection, 1e9, "", 10))
     assert found == []
     await store.release("s", fence)
     found = await store.database.read(lambda connection: idle_sessions(connection, 1e9, "", 10))
     assert found == ["s"]
-    assert isinstance(await store.submit(CloseIdle("s", 1e9, 1e9)), Appended)
+    assert isinstance(await store.submit(Close("s", 1e9, "idle", idle_since=1e9)), Appended)
 
 
 async def reject(store: Store, session_id: str = "s", text: bytes = b"bad") -> int:

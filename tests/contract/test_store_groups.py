@@ -15,7 +15,7 @@ from app.features.groups.operations import Acknowledged, Measure, Settle
 from app.features.groups.reads import ACKNOWLEDGEMENTS, Candidate, acknowledged_groups
 from app.features.groups.schema import group_changes, groups
 from app.store.dialect import now
-from app.store.log_sessions import CloseIdle
+from app.store.log_sessions import Close
 from app.store.schema import sessions
 from app.store.sessions import closed_sessions, newest_version
 from workers.parse_parts import VersionSpan
@@ -52,7 +52,7 @@ async def test_a_turns_reward_is_not_the_sessions(made: Groups) -> None:
 async def test_an_idle_close_counts(made: Groups) -> None:
     await made.create("g", "a")
     await made.store.submit(reward("a", 1.0))
-    await made.store.submit(CloseIdle("a", 9.0, 8.0))
+    await made.store.submit(Close("a", 9.0, "idle", idle_since=8.0))
     assert await made.counts("g") == (1, 0, 0, True)
 
 
