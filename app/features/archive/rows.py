@@ -36,7 +36,7 @@ from sqlalchemy import (
 from app.crash_points import reach
 from app.domain.events import SessionClosed, decode
 from app.features.archive.schema import archived, marks_of
-from app.features.groups.schema import groups
+from app.features.groups.schema import groups, is_finished
 from app.features.objects.schema import dead_objects, queue_erased, queue_objects
 from app.store import pins, rollouts
 from app.store import statements as sql
@@ -138,7 +138,7 @@ def _may_leave(points: StorePoints) -> ColumnElement[bool]:
     """Condition on roots: the rollout is finished, and nothing of it is in a checkpoint."""
     of_member = _members.c.root_id == sessions.c.session_id, _members.c.root_id.is_not(None)
     pinned_member = exists().where(*of_member, pins.is_pinned(points, _members))
-    return rollouts.is_finished & ~pins.is_pinned(points) & ~pinned_member
+    return is_finished & ~pins.is_pinned(points) & ~pinned_member
 
 
 def candidates(connection: Connection, points: StorePoints, cutoff: float, after: Place, limit: int) -> Candidates:

@@ -19,12 +19,12 @@ from sqlalchemy import Boolean, and_, bindparam, case, delete, func, insert, or_
 
 from app.features.groups.reads import Candidate, is_free
 from app.features.groups.rules import is_complete
-from app.features.groups.schema import group_changes, groups
+from app.features.groups.schema import group_changes, groups, is_finished
 from app.store import pins
 from app.store.dialect import Tx
 from app.store.dialect import now as database_now
 from app.store.log import BaseOperation
-from app.store.rollouts import is_finished, is_root
+from app.store.rollouts import is_root
 from app.store.schema import sessions
 
 # Settling.
