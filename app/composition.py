@@ -1,8 +1,9 @@
 """What the service is made of beside the kernel: the features, their tables, and what these do in the kernel's
 transactions.
 
-Neither asks which features are on: what a feature keeps follows the sessions also while `TURNLOG_FEATURES` does not
-name it, in every process of a store. A feature whose folder is gone has neither.
+A feature with tables has a module `schema`: its `metadata`, and `join`, which fills the store's points. Both count also
+while `TURNLOG_FEATURES` does not name it: what a feature keeps follows the sessions in every process of a store. A
+feature whose folder is gone has neither.
 """
 
 from types import ModuleType
@@ -63,8 +64,8 @@ def chosen(settings: Settings) -> dict[str, ModuleType]:
 def metadata() -> MetaData:
     """The kernel's tables and the features'."""
     every = MetaData(naming_convention=schema.NAMING)
-    for part in (schema.metadata, *(feature.tables() for feature in FEATURES if hasattr(feature, "tables"))):
-        for table in part.tables.values():
+    for part in (schema, *(feature.schema for feature in FEATURES if hasattr(feature, "schema"))):
+        for table in part.metadata.tables.values():
             table.to_metadata(every)
     return every
 
@@ -73,6 +74,6 @@ def store_points() -> StorePoints:
     """What features do in the kernel's transactions."""
     points = StorePoints()
     for feature in FEATURES:
-        if hasattr(feature, "join"):
-            feature.join(points)
+        if hasattr(feature, "schema"):
+            feature.schema.join(points)
     return points

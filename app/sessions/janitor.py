@@ -22,7 +22,7 @@ from app.sessions.lifecycle import Sessions
 from app.settings import Settings
 from app.store.fleet import state
 from app.store.log import Appended
-from app.store.log_sessions import CloseIdle
+from app.store.log_sessions import Close
 from app.store.ports import Database, Writer
 from app.store.sessions import (
     Acknowledgements,
@@ -173,7 +173,13 @@ class Janitor:
             for session_id in idle:
                 with suppress(SessionUnreadable, StoreDamaged):
                     closed = await self._sessions.apply(
-                        CloseIdle(session_id, self._clock(), since, self._sessions.engine_session(session_id))
+                        Close(
+                            session_id,
+                            self._clock(),
+                            "idle",
+                            self._sessions.engine_session(session_id),
+                            idle_since=since,
+                        )
                     )
                     if isinstance(closed, Appended):
                         self.done.closed += 1

@@ -99,7 +99,8 @@ class Names:
             return await self.newest(new.name)
 
     async def _generations(self, name: str) -> list[Generation]:
-        return await self._cache.database.read(partial(names.generations, name=name))
+        database = self._cache.database
+        return await database.read(partial(names.generations, points=database.points, name=name))
 
     async def _frees_name(self, generation: Generation) -> bool:
         if generation.frees_name is not None:

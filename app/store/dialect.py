@@ -21,6 +21,7 @@ from sqlalchemy import (
     Dialect,
     Double,
     FromClause,
+    Select,
     Table,
     bindparam,
     column,
@@ -241,6 +242,15 @@ class Pins(NamedTuple):
     restoring: Executable
 
 
+class Departed(NamedTuple):
+    """Sessions that are not in the database any more, and whose ids are taken. `ids`: those of some ids; `generations`:
+    as `names.generations`, of a name; `attempted`: as `names.attempted`, of a name, a mark and an agent."""
+
+    ids: ForEach
+    generations: Callable[[str], Select[Any]]
+    attempted: Callable[[str, str, str], Select[Any]]
+
+
 class StorePoints:
     """The points at which features write with the kernel, in its transactions: lists that are filled before the store
     is opened, and called in their order. With an empty list a line does nothing."""
@@ -253,9 +263,22 @@ class StorePoints:
         self.changed: list[Callable[[Tx, Sequence[str]], None]] = []
         """A session of each of these groups has changed. Groups."""
 
+        self.voided: list[Callable[[Tx, str, Sequence[tuple[int, int]]], None]] = []
+        """A close or a restore has ended these claims of a session, each a fence and a process, which may live and go
+        on with the turn. Objects."""
+
+        self.freed: list[Callable[[Tx, Sequence[tuple[str, str]]], None]] = []
+        """No chunk refers to these objects any more, each told by its name and its session. Objects."""
+
+        self.erased: list[Callable[[Tx, str], None]] = []
+        """A session is being erased. Objects."""
+
         self.unstaged: list[Callable[[Tx, Sequence[tuple[str, int | None]]], None]] = []
         """What these turns have staged is not needed any more, each told by its session and its fence; None: that of
         all turns of the session. Resume."""
+
+        self.departed: list[Departed] = []
+        """Where sessions may be that are not in the database. Archive."""
 
         self.pins: Pins | None = None
         """What is kept of sessions (`store.pins`). Checkpoints."""

@@ -12,7 +12,7 @@ from app.domain.events import UnknownEvent, decode, encode, name_of
 from app.domain.fleet import TYPES, AdapterPaused, FleetEvent, FleetPaused, Placed
 from app.errors import StoreUnavailable
 from app.store.dialect import Row, Tx, now
-from app.store.log import StoreOperation
+from app.store.log import BaseOperation
 from app.store.schema import fleet_events, open_turns
 
 _ROW = (fleet_events.c.seq, fleet_events.c.at, fleet_events.c.type, fleet_events.c.version, fleet_events.c.data)
@@ -95,7 +95,7 @@ def _decoded(rows: Iterable[Row]) -> list[Placed]:
     return placed
 
 
-class AppendFleet(StoreOperation, frozen=True):
+class AppendFleet(BaseOperation, frozen=True):
     """Append an event after number `expected`; None if the log has advanced.
 
     `lease_s`: a pause ends this many seconds after the write, or at the event's own `until` if that is later.

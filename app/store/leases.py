@@ -11,7 +11,7 @@ from typing import ClassVar
 from sqlalchemy import bindparam, case, exists, insert, literal, not_, null, or_, select, update
 
 from app.store.dialect import Tx, now
-from app.store.log import StoreOperation
+from app.store.log import BaseOperation
 from app.store.schema import incarnations, leases
 from app.store.statements import holder_is_dead
 
@@ -38,7 +38,7 @@ _holds = select(leases.c.fence).where(_held).with_for_update(read=True)
 _release = update(leases).where(_held).values(holder=null())
 
 
-class TakeLease(StoreOperation, frozen=True):
+class TakeLease(BaseOperation, frozen=True):
     """Take the lease, or renew it, for `for_s` seconds of the database's clock. Returns its fence.
 
     None: another process has it, whose time has not ended and which lives, as far as the store knows (`lease_s`:
@@ -62,7 +62,7 @@ class TakeLease(StoreOperation, frozen=True):
         return 1
 
 
-class ReleaseLease(StoreOperation, frozen=True):
+class ReleaseLease(BaseOperation, frozen=True):
     """End the lease at once; without effect where another process has taken it since."""
 
     durable: ClassVar[bool] = False

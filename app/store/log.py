@@ -20,7 +20,6 @@ from app.domain.events import (
     encode,
     name_of,
 )
-from app.store import object_names as names
 from app.store import statements as sql
 from app.store.dialect import Tx
 
@@ -139,10 +138,15 @@ def refused(tx: Tx, session_id: str) -> Refused:
 
 
 class BaseOperation(msgspec.Struct, frozen=True):
-    """Defaults for an operation: small, durable, with a transaction on a thread."""
+    """Defaults for an operation: small, durable, with a transaction on a thread. One that belongs to no session runs
+    alone."""
 
     durable: ClassVar[bool] = True
     runs_inline: ClassVar[bool] = False
+
+    @property
+    def session_id(self) -> str:
+        return ""
 
     @property
     def size(self) -> int:
@@ -151,14 +155,6 @@ class BaseOperation(msgspec.Struct, frozen=True):
     @property
     def is_alone(self) -> bool:
         return False
-
-
-class StoreOperation(BaseOperation, frozen=True):
-    """An operation that belongs to no session, so it runs alone."""
-
-    @property
-    def session_id(self) -> str:
-        return ""
 
 
 class Note(BaseOperation, frozen=True):
@@ -233,13 +229,18 @@ def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Holder], reaso
     for event in abandoned:
         tx.run(sql.drop_staged, {"sid": session_id, "fenced": event.fence})
     written = {holder.fence: holder.incarnation for holder in holders}
+    voided = tuple((event.fence, written[event.fence]) for event in abandoned)
     if reason in ("session_closed", "restored"):
-        for event in abandoned:
-            incarnation = written[event.fence]
-            prefix = names.of_turn(session_id, incarnation, event.fence)
-            tx.run(sql.queue_prefix, {"object": prefix, "sid": session_id, "incarnation": incarnation})
+        for follow in tx.points.voided:
+            follow(tx, session_id, voided)
     appended = advance_head(tx, session_id, at, abandoned, freed=len(abandoned))
-    return msgspec.structs.replace(appended, voided=tuple((event.fence, written[event.fence]) for event in abandoned))
+    return msgspec.structs.replace(appended, voided=voided)
+
+
+def departed(tx: Tx, session_ids: Sequence[str]) -> set[str]:
+    """Those of the ids that are of sessions in an archive, or were erased there."""
+    rows = [{"sid": session_id} for session_id in session_ids]
+    return {row[0] for elsewhere in tx.points.departed for row in tx.each(elsewhere.ids, rows)}
 
 
 def unstage(tx: Tx, turns: Sequence[tuple[str, int | None]]) -> None:
@@ -260,14 +261,15 @@ def tombstones_of(session_id: str, appended: Appended) -> list[Tombstones]:
 
 
 def free_chunks(tx: Tx, freed: Sequence[Tombstones]) -> None:
-    """Delete the bytes of chunks, and queue their objects."""
+    """Delete the bytes of chunks, and tell which objects nothing refers to any more."""
     rows = [
         {"sid": session_id, "fenced": fence, "place": number, "by": by}
         for session_id, by, keys in freed
         for fence, number in keys
     ]
-    objects = [row for row in tx.each(sql.tombstone_chunks, rows) if row[0] is not None] if rows else []
-    tx.each(sql.queue_dead, [{"object": row[0], "sid": row[1]} for row in objects])
+    objects = [(row[0], row[1]) for row in tx.each(sql.tombstone_chunks, rows) if row[0] is not None] if rows else []
+    for follow in tx.points.freed:
+        follow(tx, objects)
 
 
 def size_of(stored: Sequence[StoredBlob | StoredChunk]) -> int:

@@ -17,7 +17,6 @@ from app.domain.events import (
     SessionCreated,
     SessionErased,
 )
-from app.store import object_names as names
 from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx
@@ -33,6 +32,7 @@ from app.store.log import (
     append,
     append_all,
     blob_row,
+    departed,
     free_chunks,
     holders_of,
     refused,
@@ -70,7 +70,7 @@ class Create(BaseOperation, frozen=True):
         taken = tx.each(sql.heads, [{"sid": create.session_id} for create in operations])
         outcomes: dict[str, Any] = {session_id: Existing(*head) for session_id, *head in taken}
         named = {create.session_id for create in operations} | {create.parent for create in operations if create.parent}
-        gone = {row[0] for row in tx.each(sql.archived, [{"sid": session_id} for session_id in sorted(named)])}
+        gone = departed(tx, sorted(named))
         roots: dict[str, str | None] = {}
         for create in operations:
             session_id = create.session_id
@@ -232,6 +232,7 @@ class Close(BaseOperation, frozen=True):
     """Close an open session; its open turn is abandoned and can no longer commit.
 
     `engine_session` is its id at its engine, which must be told. `known`: only at this version of its log.
+    `idle_since`: only if it and its rollout have no turn in flight and are unchanged since then.
     """
 
     session_id: str
@@ -239,13 +240,16 @@ class Close(BaseOperation, frozen=True):
     reason: CloseReason = "deleted"
     engine_session: str | None = None
     known: int | None = None
+    idle_since: float | None = None
 
     def apply(self, tx: Tx) -> Appended | Refused:
         given = {"sid": self.session_id, "at": self.at}
-        if self.known is None:
-            row = tx.one(sql.close_head, given)
-        else:
+        if self.known is not None:
             row = tx.one(sql.close_known_head, {**given, "known": self.known})
+        elif self.idle_since is not None:
+            row = tx.one(sql.close_idle_head, {**given, "idle_since": self.idle_since})
+        else:
+            row = tx.one(sql.close_head, given)
         if row is None:
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
@@ -257,28 +261,6 @@ class Close(BaseOperation, frozen=True):
         reach("in_close")
         may_have_members = rollouts.may_have_members(tx, self.session_id)
         return Appended(abandoned.events + closed.events, (), abandoned.voided, may_have_members)
-
-
-class CloseIdle(BaseOperation, frozen=True):
-    """Close an open session if it and its rollout have no turn in flight and are unchanged since `idle_since`.
-
-    `engine_session` as in `Close`.
-    """
-
-    session_id: str
-    at: float
-    idle_since: float
-    engine_session: str | None = None
-
-    def apply(self, tx: Tx) -> Appended | Refused:
-        row = tx.one(sql.close_idle_head, {"sid": self.session_id, "at": self.at, "idle_since": self.idle_since})
-        if row is None:
-            return refused(tx, self.session_id)
-        rollouts.note(tx, *row)
-        unstage(tx, [(self.session_id, None)])
-        for follow in tx.points.closed:
-            follow(tx, self.session_id, self.engine_session)
-        return advance_head(tx, self.session_id, self.at, [SessionClosed("idle")])
 
 
 class FreeReplay(BaseOperation, frozen=True):
@@ -336,8 +318,8 @@ class FreeChunks(BaseOperation, frozen=True):
 class Erase(BaseOperation, frozen=True):
     """Delete the content of a session that is closed or undone; its events stay.
 
-    A client's text in events up to `texts_upto` was removed before (`EraseTexts`), but for `in_head`. Its
-    objects are queued, to be deleted at once. `unless_pinned`: refused if a checkpoint has the session.
+    A client's text in events up to `texts_upto` was removed before (`EraseTexts`), but for `in_head`.
+    `unless_pinned`: refused if a checkpoint has the session.
     """
 
     session_id: str
@@ -359,8 +341,8 @@ class Erase(BaseOperation, frozen=True):
         unstage(tx, [(self.session_id, None)])
         rewrite(tx, self.session_id, self.in_head)
         erase_remaining(tx, self.session_id, self.texts_upto)
-        tx.run(sql.unqueue_objects, {"sid": self.session_id})
-        tx.run(sql.queue_prefix, {"object": names.folder_of(self.session_id), "sid": self.session_id})
+        for follow in tx.points.erased:
+            follow(tx, self.session_id)
         erased = advance_head(tx, self.session_id, self.at, [SessionErased()])
         reach("in_erase")
         return erased

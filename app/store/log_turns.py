@@ -24,12 +24,12 @@ from app.store.dialect import SqliteTx, Tx
 from app.store.log import (
     Appended,
     BaseOperation,
+    Deferred,
     Holder,
     Note,
     Refused,
     StoredBlob,
     StoredChunk,
-    StoreOperation,
     Tombstones,
     TurnOperation,
     abandon,
@@ -135,7 +135,7 @@ class Claim(BaseOperation, frozen=True):
         """It may repeat an open turn. A linear session's only one is in the way as it is."""
         return self.most > 1 and (self.is_retry or self.event.retry_key is not None)
 
-    def decide(self, tx: Tx, seen: Seen | None) -> Claim | ClaimRefused:
+    def decide(self, tx: Tx, seen: Seen | None) -> Claim | ClaimRefused | Deferred:
         """The claim for the session as it is, or why there is none."""
         if seen is None or seen.status != "open":
             return Refused(None if seen is None else seen.status)
@@ -364,7 +364,7 @@ def _look(tx: Tx, operations: Sequence[Claim | Commit]) -> dict[str, Seen]:
     staging = [
         {"sid": sid, "fenced": operation.fence}
         for sid, operation in asked.items()
-        if isinstance(operation, Commit) and operation.staged
+        if isinstance(operation, Commit) and operation.turn.payloads
     ]
     for session_id, number in tx.each(sql.chunk_numbers, staging):
         staged[session_id].add(number)
@@ -460,7 +460,7 @@ class AbsorbAttempt(BaseOperation, frozen=True):
         return tx.one(sql.absorb_attempt, given) is not None
 
 
-class AbandonDead(StoreOperation, frozen=True):
+class AbandonDead(BaseOperation, frozen=True):
     """Abandon up to `most` open turns of dead processes, for sessions after `after`; returns the last id seen."""
 
     durable: ClassVar[bool] = False
@@ -481,7 +481,7 @@ class AbandonDead(StoreOperation, frozen=True):
         return (dead[-1][0] if len(dead) == self.most else None), len(dead)
 
 
-class AbandonLost(StoreOperation, frozen=True):
+class AbandonLost(BaseOperation, frozen=True):
     """Abandon the open turns of this process that it knows nothing of; returns how many.
 
     A claim whose answer did not arrive, and one whose release was undone by a crash of PostgreSQL, belong to no turn in

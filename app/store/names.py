@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from sqlalchemy import Connection, LargeBinary, Select, Text, cast, literal, null, select, union, union_all
+from sqlalchemy import Boolean, Connection, LargeBinary, Select, cast, literal, null, select, union, union_all
 
-from app.domain.events import Event, TurnCommitted, TurnOpened
-from app.store.dialect import contains
-from app.store.schema import archived, events, sessions
+from app.store.dialect import StorePoints, contains
+from app.store.schema import events, sessions
 
 _ATTEMPTS = ("TurnOpened", "TurnCommitted")
-_STILL_HERE = ("writing", "copy")
-"""States of a row of `archived` whose session is in the database."""
 
 
 class Generation(NamedTuple):
@@ -26,18 +21,13 @@ class Generation(NamedTuple):
     frees_name: bool | None
 
 
-def generations(connection: Connection, name: str) -> list[Generation]:
-    """The sessions that have had this name, the newest first."""
-    here = select(
-        sessions.c.session_id, sessions.c.generation, sessions.c.status, cast(null(), archived.c.frees_name.type)
+def generations(connection: Connection, points: StorePoints, name: str) -> list[Generation]:
+    """The sessions that have had this name, the newest first. In one statement: on PostgreSQL one that leaves or comes
+    back between two would be in neither."""
+    here = select(sessions.c.session_id, sessions.c.generation, sessions.c.status, cast(null(), Boolean)).where(
+        sessions.c.name.is_not(None), sessions.c.name == name
     )
-    left = select(archived.c.session_id, archived.c.generation, literal("archived", Text), archived.c.frees_name)
-    rows = connection.execute(
-        union_all(
-            here.where(sessions.c.name.is_not(None), sessions.c.name == name),
-            left.where(archived.c.name.is_not(None), archived.c.name == name, archived.c.state.not_in(_STILL_HERE)),
-        )
-    )
+    rows = connection.execute(union_all(here, *(departed.generations(name) for departed in points.departed)))
     return sorted((Generation(*row) for row in rows), key=lambda one: one.number, reverse=True)
 
 
@@ -49,7 +39,7 @@ def called(name: str | None, generation: int | None) -> Select[tuple[str]]:
     return query if generation is None else query.where(sessions.c.generation == generation)
 
 
-def attempted(connection: Connection, name: str, mark: str, agent: str = "") -> list[str]:
+def attempted(connection: Connection, points: StorePoints, name: str, mark: str, agent: str = "") -> list[str]:
     """The generations of a name, the newest first, that have a turn whose event holds `mark`: the hash of a key or of a
     request's body. With `agent`, what the id of an agent's session has behind its root's, that agent's sessions.
 
@@ -66,30 +56,6 @@ def attempted(connection: Connection, name: str, mark: str, agent: str = "") -> 
             contains(events.c.data, literal(mark.encode(), LargeBinary)),
         )
     )
-    own = archived.alias()
-    left = (
-        select(own.c.session_id, archived.c.generation)
-        .join_from(archived, own, own.c.session_id == archived.c.session_id + agent)
-        .where(
-            archived.c.name.is_not(None),
-            archived.c.name == name,
-            own.c.state.not_in(_STILL_HERE),
-            contains(own.c.marks, literal(_packed(mark), LargeBinary)),
-        )
-    )
-    rows = connection.execute(union(here, left))
+    left = (departed.attempted(name, mark, agent) for departed in points.departed)
+    rows = connection.execute(union(here, *left))
     return [row[0] for row in sorted(rows, key=lambda row: row[1], reverse=True)]
-
-
-def marks_of(log: Iterable[Event]) -> bytes:
-    """What `attempted` finds a session by that has left: its keys, and the bodies of its childless turns."""
-    attempts = [event for event in log if isinstance(event, (TurnOpened, TurnCommitted))]
-    committed = {event.turn: event for event in attempts if isinstance(event, TurnCommitted)}
-    parents = {event.parent for event in committed.values()}
-    marks = {event.retry_key for event in attempts if event.retry_key is not None}
-    marks |= {event.body_hash for event in committed.values() if event.turn not in parents}
-    return b"".join(map(_packed, sorted(marks)))
-
-
-def _packed(mark: str) -> bytes:
-    return hashlib.sha256(mark.encode()).digest()[:8]

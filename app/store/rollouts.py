@@ -23,7 +23,6 @@ from sqlalchemy import (
     FromClause,
     Select,
     Text,
-    and_,
     bindparam,
     case,
     exists,
@@ -75,20 +74,6 @@ def in_groups(group_ids: Sequence[str]) -> ColumnElement[bool]:
 def members_of_group(group_id: str) -> Select[Any]:
     """The sessions that name this group, and those whose rollout counts in it."""
     return select(sessions.c.session_id).where(or_(sessions.c.group_id == group_id, in_groups([group_id])))
-
-
-is_finished: ColumnElement[bool] = and_(
-    sessions.c.status == "closed",
-    sessions.c.reward.is_not(None),
-    ~exists().where(
-        _members.c.root_id == sessions.c.session_id,
-        or_(
-            _members.c.status == "open",
-            and_(_members.c.status == "closed", _members.c.reward.is_distinct_from(sessions.c.reward)),
-        ),
-    ),
-)
-"""Condition on roots: the rollout is finished."""
 
 
 # Groups that have changed, and the root of a new session.

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
-    Boolean,
     Column,
     Double,
     Identity,
     Index,
     Integer,
-    LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
     SmallInteger,
@@ -86,7 +84,7 @@ since `fence` only grows; `until` is the database's clock."""
 _OF_ROOT = text("root_id IS NOT NULL")
 _OPEN_OF_ROOT = text("root_id IS NOT NULL AND status = 'open'")
 _TAGGED = text("tags IS NOT NULL")
-_NAMED = text("name IS NOT NULL")
+NAMED = text("name IS NOT NULL")
 
 sessions = Table(
     "sessions",
@@ -120,7 +118,7 @@ sessions = Table(
     Index("ix_sessions_root_id", "root_id", sqlite_where=_OF_ROOT, postgresql_where=_OF_ROOT),
     Index("ix_sessions_open_root_id", "root_id", sqlite_where=_OPEN_OF_ROOT, postgresql_where=_OPEN_OF_ROOT),
     Index("ix_sessions_tagged", "created_at", "session_id", sqlite_where=_TAGGED, postgresql_where=_TAGGED),
-    Index("ix_sessions_name", "name", "generation", unique=True, sqlite_where=_NAMED, postgresql_where=_NAMED),
+    Index("ix_sessions_name", "name", "generation", unique=True, sqlite_where=NAMED, postgresql_where=NAMED),
     sqlite_with_rowid=False,
     postgresql_with={"fillfactor": 50},
 )
@@ -262,49 +260,6 @@ annotation_columns = Table(
 )
 """Columns of numbers for a turn's tokens, as compressed frames, each by the event that wrote it. The next one under the
 name takes its place; the earlier row stays only while a checkpoint has it."""
-
-_IS_WRITTEN = text("incarnation IS NOT NULL")
-
-dead_objects = Table(
-    "dead_objects",
-    metadata,
-    Column("session_id", SESSION_ID, nullable=False),
-    Column("name", Text, nullable=False),
-    Column("since", Double, nullable=False),
-    Column("incarnation", BigInteger),
-    PrimaryKeyConstraint("session_id", "name"),
-    Index("ix_dead_objects_since", "since"),
-    Index("ix_dead_objects_incarnation", "incarnation", sqlite_where=_IS_WRITTEN, postgresql_where=_IS_WRITTEN),
-    postgresql_with=SHORT_LIVED,
-)
-"""Objects to be deleted, which no live chunk refers to; `since` is the database's clock, 0 for at once.
-
-A `name` that ends with `/`, `.` or `-` stands for all that begin with it: those of an erased session, of a turn that
-lost its claim, of a fork. While `incarnation` is set, that process may still be writing them.
-"""
-
-_IS_UNFINISHED = text("state IN ('writing', 'leaving', 'erasing')")
-
-archived = Table(
-    "archived",
-    metadata,
-    Column("session_id", SESSION_ID, nullable=False),
-    Column("file", Text, nullable=False),
-    Column("root_id", SESSION_ID, nullable=False),
-    Column("state", String(16), nullable=False),
-    Column("name", SESSION_ID),
-    Column("generation", Integer),
-    Column("frees_name", Boolean),
-    Column("marks", LargeBinary),
-    PrimaryKeyConstraint("session_id", "file"),
-    Index("ix_archived_name", "name", sqlite_where=_NAMED, postgresql_where=_NAMED),
-    Index("ix_archived_root_id", "root_id"),
-    Index("ix_archived_file", "file"),
-    Index("ix_archived_state", "state", sqlite_where=_IS_UNFINISHED, postgresql_where=_IS_UNFINISHED),
-)
-"""Sessions in archives: `file` is the URL of a Parquet file that may hold the session, `root_id` its rollout's root,
-also of the root itself. `features.archive.rows` has the states. `name`, `generation` and `frees_name` are the
-session's: a name goes on behind generations that have left. `marks` tells retries of their turns (`names.marks_of`)."""
 
 refused_replies = Table(
     "refused_replies",

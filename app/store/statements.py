@@ -17,7 +17,6 @@ from sqlalchemy import (
     delete,
     exists,
     insert,
-    literal,
     or_,
     select,
     update,
@@ -25,21 +24,17 @@ from sqlalchemy import (
 
 from app.store.dialect import ForEach, now, tx_not_before, up_since
 from app.store.schema import (
-    SESSION_ID,
     annotation_columns,
     blobs,
     chunks,
-    dead_objects,
     events,
     incarnations,
     open_turns,
     refused_replies,
     sessions,
     snapshots,
-    store_meta,
     turns,
 )
-from app.store.schema import archived as archived_sessions
 
 members = sessions.alias("members")
 """The sessions of a rollout, without its root."""
@@ -94,15 +89,6 @@ heads = ForEach(
     ),
     sid=Text,
 )
-archived = ForEach(
-    lambda given: select(archived_sessions.c.session_id).where(
-        archived_sessions.c.session_id == given.sid,
-        archived_sessions.c.state != "writing",
-        archived_sessions.c.state != "copy",
-    ),
-    sid=Text,
-)
-"""Sessions that are in an archive and not here, or were erased there."""
 generations_from = select(sessions.c.status, sessions.c.body_hash).where(
     sessions.c.name.is_not(None), sessions.c.name == bindparam("called"), sessions.c.generation >= bindparam("number")
 )
@@ -254,40 +240,6 @@ def _tombstone_chunks(given: Any) -> Executable:
 
 
 tombstone_chunks = ForEach(_tombstone_chunks, sid=Text, fenced=BigInteger, place=Integer, by=BigInteger)
-_dead = ["name", "session_id", "since"]
-queue_dead = ForEach(
-    lambda given: insert(dead_objects).from_select(_dead, select(given.object, given.sid, now())), object=Text, sid=Text
-)
-queue_objects = insert(dead_objects).from_select(
-    _dead,
-    select(chunks.c.location, chunks.c.session_id, now()).where(
-        of_session(chunks), chunks.c.tombstoned_by.is_(None), chunks.c.location.is_not(None)
-    ),
-)
-"""All objects of a session that is about to lose its chunks."""
-
-OBJECTS = "objects"
-"""Key of `store_meta`: the URL of the object storage, if the store has any."""
-
-_has_objects = exists().where(store_meta.c.key == OBJECTS)
-insert_dead_object = insert(dead_objects)
-unqueue_objects = delete(dead_objects).where(of_session(dead_objects), dead_objects.c.incarnation.is_(None))
-queue_prefix = insert(dead_objects).from_select(
-    [*_dead, "incarnation"],
-    select(
-        bindparam("object", type_=dead_objects.c.name.type),
-        bindparam("sid", type_=SESSION_ID),
-        literal(0.0),
-        bindparam("incarnation", type_=BigInteger),
-    ).where(_has_objects),
-)
-"""`incarnation` may still be writing objects of these names; null for nobody."""
-
-take_copies = delete(dead_objects).where(
-    of_session(dead_objects),
-    dead_objects.c.name == bindparam("object", type_=dead_objects.c.name.type),
-    dead_objects.c.incarnation.is_not(None),
-)
 chunk_numbers = ForEach(
     lambda given: select(chunks.c.session_id, chunks.c.number).where(
         chunks.c.session_id == given.sid, chunks.c.fence == given.fenced

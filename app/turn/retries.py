@@ -116,13 +116,13 @@ class Retries:
         reply is the last that its client can have missed. Raises SessionClosed if the reply is gone or that generation
         ended without it; SessionNotFound if that has left; IdempotencyMismatch; SessionUnreadable, StoreUnavailable.
         """
-        newest, read, flight = entry.session, self._cache.database.read, placed.flight
+        newest, database, flight = entry.session, self._cache.database, placed.flight
         root = await self._named_root(newest)
         if root is None or root.name is None or (root.generation == 1 and root.status == "open"):
             return None
         name, mark = root.name, flight.retry_key or flight.body_hash
         agent = newest.session_id.removeprefix(root.session_id)
-        for session_id in await read(lambda c: names.attempted(c, name, mark, agent)):
+        for session_id in await database.read(lambda c: names.attempted(c, database.points, name, mark, agent)):
             is_own = session_id == newest.session_id
             if not is_own and flight.waiter.token_session is not None:
                 continue

@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from app.store.schema import metadata
+from app.composition import metadata
 from ops.bench.client import Connection
 from ops.bench.load import SIM, Conversation, opening_messages, reply_message, timed_turn
 
@@ -56,7 +56,7 @@ def copy_up_to(path: Path, count: int) -> None:
         )
         (positions,) = connection.execute("SELECT max(position) FROM events").fetchone()
         changed = {"session_id": "session_id || '-' || copy", "position": f"position + copy * {positions}"}
-        for table in metadata.sorted_tables:
+        for table in metadata().sorted_tables:
             if "session_id" in table.primary_key.columns:
                 names = [f'"{column.name}"' for column in table.columns]
                 values = [changed.get(column.name, f'"{column.name}"') for column in table.columns]

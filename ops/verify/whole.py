@@ -14,10 +14,10 @@ from app.domain.groups import oldest_version
 from app.domain.restore import in_effect
 from app.features.groups import reads as group_reads
 from app.features.groups.reads import TurnEvents
-from app.features.groups.schema import group_changes, groups
+from app.features.groups.schema import group_changes, groups, is_finished
 from app.store.damage import attempt_or
 from app.store.engine import Database
-from app.store.rollouts import is_finished, is_root
+from app.store.rollouts import is_root
 from app.store.schema import events, sessions
 from app.store.sessions import decode_events
 from ops import restored

@@ -18,15 +18,14 @@ from sqlalchemy.sql import Executable
 
 from app.domain import retention
 from app.errors import PayloadsUnavailable, StartupError
-from app.features.objects import rows
+from app.features.objects import names, rows
 from app.features.objects.bucket import Bucket
 from app.features.objects.objects import SMALL_BYTES, Objects
-from app.store import object_names as names
+from app.features.objects.schema import dead_objects
 from app.store.content import load_chunks
 from app.store.dialect import Tx
 from app.store.log import Appended, StoredChunk
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay
-from app.store.schema import dead_objects
 from workers import codec
 
 pytestmark = pytest.mark.anyio

@@ -14,7 +14,7 @@ from app.domain.events import BlobsTombstoned, SessionClosed, TurnAbandoned, Tur
 from app.store.content import refused_reply, stored_chunks
 from app.store.damage import SPAN
 from app.store.log import Appended, Refused, StoredChunk
-from app.store.log_sessions import CloseIdle, FreeChunks, FreeReplay
+from app.store.log_sessions import Close, FreeChunks, FreeReplay
 from app.store.log_turns import REFUSED_KEPT, AbandonDead, Reject
 from app.store.schema import chunks as chunks_table
 from app.store.sessions import closed_sessions, last_tombstone
@@ -165,14 +165,14 @@ async def test_a_closed_session_is_found_until_nothing_is_left_to_free(store: St
 
 async def test_an_idle_session_is_closed(store: Store) -> None:
     await store.create("s", at=10.0)
-    assert await store.submit(CloseIdle("s", 20.0, 9.9)) == Refused("open")
-    done = await store.submit(CloseIdle("s", 20.0, 10.0))
+    assert await store.submit(Close("s", 20.0, "idle", idle_since=9.9)) == Refused("open")
+    done = await store.submit(Close("s", 20.0, "idle", idle_since=10.0))
     assert [recorded.event for recorded in done.events] == [SessionClosed("idle")]
     session = await store.session("s")
     assert session is not None
     assert (session.status, session.closed_at) == ("closed", 20.0)
-    assert await store.submit(CloseIdle("s", 30.0, 25.0)) == Refused("closed")
-    assert await store.submit(CloseIdle("nobody", 30.0, 25.0)) == Refused(None)
+    assert await store.submit(Close("s", 30.0, "idle", idle_since=25.0)) == Refused("closed")
+    assert await store.submit(Close("nobody", 30.0, "idle", idle_since=25.0)) == Refused(None)
     await store.head_equals_fold("s")
 
 

@@ -14,7 +14,7 @@ from app.domain.events import RewardAssigned, SessionClosed
 from app.store import repair, rollouts
 from app.store.dialect import AlchemyTx
 from app.store.log import Appended, Refused
-from app.store.log_sessions import Circular, Close, CloseIdle, Create, ShareReward
+from app.store.log_sessions import Circular, Close, Create, ShareReward
 from app.store.ports import Connection
 from app.store.schema import sessions
 from app.store.sessions import idle_sessions
@@ -121,10 +121,10 @@ async def test_a_rollout_is_idle_as_a_whole(store: Store) -> None:
     await store.submit(child("agent", "root", at=7.0))
     idle: Any = await store.database.read(lambda c: idle_sessions(c, 5.0, "", 10))
     assert idle == []
-    assert await store.submit(CloseIdle("root", 9.0, 5.0)) == Refused("open")
+    assert await store.submit(Close("root", 9.0, "idle", idle_since=5.0)) == Refused("open")
     assert await store.database.read(lambda c: idle_sessions(c, 8.0, "", 10)) == ["agent", "root"]
     await store.claim("agent", 1)
-    assert await store.submit(CloseIdle("root", 9.0, 8.0)) == Refused("open")
+    assert await store.submit(Close("root", 9.0, "idle", idle_since=8.0)) == Refused("open")
     await store.release("agent", 2)
     await store.submit(Close("agent", 4.0))
-    assert isinstance(await store.submit(CloseIdle("root", 9.0, 8.0)), Appended)
+    assert isinstance(await store.submit(Close("root", 9.0, "idle", idle_since=8.0)), Appended)

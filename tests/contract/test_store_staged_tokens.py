@@ -13,7 +13,7 @@ from app.features.resume import staged_tokens as staged
 from app.features.resume.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
 from app.features.resume.staged_tokens import staged_tokens as table
 from app.store.log import Appended
-from app.store.log_sessions import CloseIdle
+from app.store.log_sessions import Close
 from app.store.log_turns import AbandonDead
 
 pytestmark = pytest.mark.anyio
@@ -81,7 +81,7 @@ async def test_rows_go_with_the_end_of_the_turn(store: Store, end: str) -> None:
         assert isinstance(await store.submit(kept), Appended)
     if end == "idle close":
         assert await rows(store) == [(2, 0), (2, 1)]
-        assert isinstance(await store.submit(CloseIdle("s", 9.0, 9.0)), Appended)
+        assert isinstance(await store.submit(Close("s", 9.0, "idle", idle_since=9.0)), Appended)
     assert await rows(store) == []
     assert await stage(store, fence, 2) == [False]
 

@@ -20,7 +20,7 @@ from integration.stand import Stand, Talk, until, user
 from app.crash_points import VARIABLE, CrashPoint
 from app.errors import PayloadsUnavailable, StoreFull
 from app.features.objects.bucket import Bucket
-from app.store.object_names import folder_of
+from app.features.objects.names import folder_of
 from fault.forking import ForkedServer
 from fault.table import Tally
 from fault.verified import acknowledgement, verified

@@ -15,7 +15,7 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoReque
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Response
 
-from app.store.object_names import parsed
+from app.features.objects.names import parsed
 
 Weather = Literal["fair", "slow", "failing", "gone", "full"]
 

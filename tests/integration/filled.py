@@ -12,7 +12,7 @@ from helpers.store import Store, claim, create, end_incarnation, reward
 
 from app.domain.events import BlobsTombstoned
 from app.store.engine import Database
-from app.store.log_sessions import CloseIdle, FreeReplay
+from app.store.log_sessions import Close, FreeReplay
 from turnlog.cli.commands import app_of
 
 
@@ -32,7 +32,7 @@ async def fill(database: Database) -> None:
         await store.release("rejected", 2)
         await store.submit(claim("cut", 1, store.me))
         await store.close("cut")
-        await store.submit(CloseIdle("idle", 5.5, 100.0))
+        await store.submit(Close("idle", 5.5, "idle", idle_since=100.0))
         await store.take_turn("freed")
         await store.close("freed")
         await store.submit(FreeReplay("freed", 4, 7.0, BlobsTombstoned((1,), ())))

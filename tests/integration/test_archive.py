@@ -19,7 +19,7 @@ import zstandard
 
 from app.crash_points import VARIABLE, CrashPoint
 from app.features.archive.rows import DROPPED_AT_ONCE
-from app.store.object_names import parsed
+from app.features.objects.names import parsed
 from integration.cli import answer
 from integration.places import Places
 from integration.routing import problems

@@ -87,7 +87,7 @@ def test_the_kernel_works_without(gone: tuple[str, ...], tmp_path: Path, engine:
 
 def _tables_of(name: str) -> set[str]:
     feature = chosen(Settings(features=(name,)))[name]
-    return set(feature.tables().tables) if hasattr(feature, "tables") else set()
+    return set(feature.schema.metadata.tables) if hasattr(feature, "schema") else set()
 
 
 def test_without_gates_what_was_shut_is_open(tmp_path: Path, engine: str) -> None:

@@ -55,8 +55,12 @@ TABLES = {
     "staged_tokens": Part(
         "resume", "app.features.resume.staged_tokens:drop", "no: of a turn in flight", "app.store.log:abandon"
     ),
-    "dead_objects": Part("objects", "app.store.statements:queue_prefix", "app.store.statements:take_copies", LATER),
-    "archived": Part("archive", "app.features.archive.archive:Archive.erase", "app.store.statements:archived", LATER),
+    "dead_objects": Part(
+        "objects", "app.features.objects.schema:queue_erased", "app.features.objects.objects:Copies.take", LATER
+    ),
+    "archived": Part(
+        "archive", "app.features.archive.archive:Archive.erase", "app.features.archive.schema:DEPARTED", LATER
+    ),
     "fleet_events": Part("kernel", NO_SESSION, NO_SESSION, "no: engines and gates are as they are now"),
     "affinities": Part("session_control", "no: its engine and its times alone", "no: a fork is bound anew", LATER),
     "groups": Part(

@@ -4,7 +4,7 @@
 this touches the rest:
 
     SessionNotFound     asks whether the session is in a file: 404 `session_archived`   (`Services.explain`)
-    creating a session  refuses an id that left, and a parent that did                 (`store.statements.archived`)
+    creating a session  refuses an id that left, and a parent that did                 (`StorePoints.departed`)
     an erasure          takes the session out of its files, and is 202 until it is     (`Erasure.elsewhere`)
     the log's end       stays where it was when its last events have left              (`feed.last_forgotten`)
 """
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
+
+from app.features.archive import schema as schema
 
 if TYPE_CHECKING:
     from app.api.routes import Route

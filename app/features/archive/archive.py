@@ -38,11 +38,11 @@ from app.extras import install
 from app.features.archive import rows
 from app.features.archive.checks import require_own, require_whole
 from app.features.archive.rows import Indexed, Place, Rollout, StoredRows
+from app.features.objects.names import PROBE
 from app.sessions.cache import SessionCache
 from app.store import feed
 from app.store.content import load_chunks
 from app.store.leases import ReleaseLease, TakeLease
-from app.store.object_names import PROBE
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
 from turnlog.replies import ArchiveAfter, ArchiveStep, ImportedFile, RefusedSession

@@ -35,22 +35,20 @@ from sqlalchemy import (
 
 from app.crash_points import reach
 from app.domain.events import SessionClosed, decode
-from app.features.groups.schema import groups
-from app.store import object_names as names
+from app.features.archive.schema import archived, marks_of
+from app.features.groups.schema import groups, is_finished
+from app.features.objects.schema import dead_objects, queue_erased, queue_objects
 from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import StorePoints, Tx, oldest_tx
 from app.store.feed import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.leases import holds_lease
-from app.store.log import BaseOperation, StoreOperation
+from app.store.log import BaseOperation
 from app.store.log_sessions import Erase
-from app.store.names import marks_of
 from app.store.schema import (
     annotation_columns,
-    archived,
     blobs,
     chunks,
-    dead_objects,
     events,
     refused_replies,
     sessions,
@@ -140,7 +138,7 @@ def _may_leave(points: StorePoints) -> ColumnElement[bool]:
     """Condition on roots: the rollout is finished, and nothing of it is in a checkpoint."""
     of_member = _members.c.root_id == sessions.c.session_id, _members.c.root_id.is_not(None)
     pinned_member = exists().where(*of_member, pins.is_pinned(points, _members))
-    return rollouts.is_finished & ~pins.is_pinned(points) & ~pinned_member
+    return is_finished & ~pins.is_pinned(points) & ~pinned_member
 
 
 def candidates(connection: Connection, points: StorePoints, cutoff: float, after: Place, limit: int) -> Candidates:
@@ -331,7 +329,7 @@ _begin_erasing = (
 _state_of = select(archived.c.state).where(_of_sid, _file_is).with_for_update()
 
 
-class Fenced(StoreOperation, frozen=True):
+class Fenced(BaseOperation, frozen=True):
     """An operation of the holder of the lease; without it nothing is written, and `apply` gives None."""
 
     fence: int
@@ -405,7 +403,7 @@ class Forget(BaseOperation, frozen=True):
             tx.run(_turn, {"sid": session_id, "in_file": self.file, "was": "writing", "to": "leaving"})
             for statement in _drop_at_once:
                 tx.run(statement, {"sid": session_id})
-            tx.run(sql.queue_objects, {"sid": session_id})
+            tx.run(queue_objects, {"sid": session_id})
             _drop_content(tx, session_id, self.file)
         tx.run(_forget_place, {})
         tx.insert(insert(store_meta), [{"key": FORGOTTEN, "value": f"{last.tx}.{last.position}"}])
@@ -469,7 +467,7 @@ class EndErasing(Fenced, frozen=True):
         return True
 
 
-class BeginErasing(StoreOperation, frozen=True):
+class BeginErasing(BaseOperation, frozen=True):
     """A session, and for a root its rollout, must leave every file. Durable: an erasure goes on after a crash."""
 
     session_id: str
@@ -477,8 +475,7 @@ class BeginErasing(StoreOperation, frozen=True):
     def apply(self, tx: Tx) -> None:
         tx.run(_begin_erasing, {"sid": self.session_id})
         for (session_id,) in tx.all(_without_head, {"sid": self.session_id}):
-            tx.run(sql.unqueue_objects, {"sid": session_id})
-            tx.run(sql.queue_prefix, {"object": names.folder_of(session_id), "sid": session_id})
+            queue_erased(tx, session_id)
 
 
 Imported = Literal["imported", "there", "erased", "elsewhere"]

@@ -87,7 +87,7 @@ class BudgetClaim(Claim, frozen=True):
     wanted: int | None = None
     reached: LimitName | None = None
 
-    def decide(self, tx: Tx, seen: Seen | None) -> Claim | ClaimRefused | Deferred:  # type: ignore[override]
+    def decide(self, tx: Tx, seen: Seen | None) -> Claim | ClaimRefused | Deferred:
         """What the request repeats comes first, in the log or in flight."""
         claim = super().decide(tx, seen)
         if not isinstance(claim, Claim):

@@ -14,28 +14,14 @@ import logging
 from typing import TYPE_CHECKING
 
 from app.errors import StartupError
+from app.features.checkpoints import schema as schema
 
 if TYPE_CHECKING:
-    from sqlalchemy import MetaData
-
     from app.api.routes import Route
     from app.features.checkpoints.checkpoints import Checkpoints
     from app.services import Services
-    from app.store.dialect import StorePoints
 
 log = logging.getLogger("turnlog.checkpoints")
-
-
-def tables() -> MetaData:
-    from app.features.checkpoints.schema import metadata
-
-    return metadata
-
-
-def join(points: StorePoints) -> None:
-    from app.features.checkpoints.schema import PINS
-
-    points.pins = PINS
 
 
 def entries() -> list[Route]:

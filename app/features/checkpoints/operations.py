@@ -38,7 +38,7 @@ from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx, now
 from app.store.feed import epoch_of_log, next_epoch
-from app.store.log import Appended, BaseOperation, Refused, StoreOperation, abandon, advance_head, holders_of, unstage
+from app.store.log import Appended, BaseOperation, Refused, abandon, advance_head, holders_of, unstage
 from app.store.schema import sessions, store_meta
 
 Cut = Literal["now", "drain", "restore"]
@@ -107,7 +107,7 @@ class Missing(msgspec.Struct, frozen=True):
     deleted."""
 
 
-class Make(StoreOperation, frozen=True):
+class Make(BaseOperation, frozen=True):
     """Make a checkpoint of the store as it is. `restores`: it keeps what a restore of that checkpoint replaces."""
 
     name: str
@@ -188,7 +188,7 @@ _drop_groups = delete(checkpoint_groups).where(checkpoint_groups.c.checkpoint_id
 _drop = delete(checkpoints).where(checkpoints.c.id == _id)
 
 
-class Delete(StoreOperation, frozen=True):
+class Delete(BaseOperation, frozen=True):
     """Delete a checkpoint: it pins nothing any more. Its rows go later (`DropRows`). Was there one of this name?"""
 
     name: str
@@ -199,7 +199,7 @@ class Delete(StoreOperation, frozen=True):
         return tx.one(_unname, {"named": self.name}) is not None
 
 
-class DropRows(StoreOperation, frozen=True):
+class DropRows(BaseOperation, frozen=True):
     """Delete up to `most` rows of deleted checkpoints, of sessions after `after`; the last of these sessions.
 
     An empty text: one checkpoint is done, begin with the next one. None: there are no more.
@@ -338,7 +338,7 @@ _set_group = (
 _note = insert(group_changes)
 
 
-class RestoreGroups(StoreOperation, frozen=True):
+class RestoreGroups(BaseOperation, frozen=True):
     """Take up to `most` groups after `after` back to a checkpoint; returns the last, None where there are no more.
 
     A group that was made later was never handed out. What follows from the sessions is computed again.
@@ -377,7 +377,7 @@ _end = (
 )
 
 
-class FinishRestore(StoreOperation, frozen=True):
+class FinishRestore(BaseOperation, frozen=True):
     """Raise the store's epoch, which ends every cursor of an export, unless that was done. Returns the epoch.
 
     The log's epoch stays: no event was taken away, and positions hold.

@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 
 from app.features.groups.schema import groups
-from app.store.dialect import ForEach, Pins
+from app.store.dialect import ForEach, Pins, StorePoints
 from app.store.schema import NAMING, SESSION_ID
 
 metadata = MetaData(naming_convention=NAMING)
@@ -90,3 +90,7 @@ def _is_pinned(heads: FromClause) -> ColumnElement[bool]:
 
 
 PINS = Pins(_upto, _is_pinned, _restoring)
+
+
+def join(points: StorePoints) -> None:
+    points.pins = PINS

@@ -15,25 +15,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sqlalchemy import MetaData
+from app.features.groups import schema as schema
 
+if TYPE_CHECKING:
     from app.api.routes import Route
     from app.features.groups.feed import Groups
     from app.services import Services
-    from app.store.dialect import StorePoints
-
-
-def tables() -> MetaData:
-    from app.features.groups.schema import metadata
-
-    return metadata
-
-
-def join(points: StorePoints) -> None:
-    from app.features.groups.schema import note
-
-    points.changed.append(note)
 
 
 def entries() -> list[Route]:

@@ -19,12 +19,12 @@ from sqlalchemy import Boolean, and_, bindparam, case, delete, func, insert, or_
 
 from app.features.groups.reads import Candidate, is_free
 from app.features.groups.rules import is_complete
-from app.features.groups.schema import group_changes, groups
+from app.features.groups.schema import group_changes, groups, is_finished
 from app.store import pins
 from app.store.dialect import Tx
 from app.store.dialect import now as database_now
-from app.store.log import StoreOperation
-from app.store.rollouts import is_finished, is_root
+from app.store.log import BaseOperation
+from app.store.rollouts import is_root
 from app.store.schema import sessions
 
 # Settling.
@@ -66,7 +66,7 @@ _settle = (
 )
 
 
-class Settle(StoreOperation, frozen=True):
+class Settle(BaseOperation, frozen=True):
     """Update the rows of groups from their sessions, for up to `most` notes. True while there may be more.
 
     A complete group in which a new rollout begins loses its lease; its consumer may still acknowledge what it got. Not
@@ -88,7 +88,7 @@ class Settle(StoreOperation, frozen=True):
         return len(notes) == self.most
 
 
-class SettleGroup(StoreOperation, frozen=True):
+class SettleGroup(BaseOperation, frozen=True):
     """As `Settle`, for one group and all its notes."""
 
     durable: ClassVar[bool] = False
@@ -157,7 +157,7 @@ _lease = (
 )
 
 
-class Lease(StoreOperation, frozen=True):
+class Lease(BaseOperation, frozen=True):
     """Lease the groups that have not changed since the caller measured them and that nobody else holds.
 
     `own_too`: also those that the consumer itself holds. None while the store is being taken back to a checkpoint.
@@ -205,7 +205,7 @@ _measure = (
 )
 
 
-class Measure(StoreOperation, frozen=True):
+class Measure(BaseOperation, frozen=True):
     """Store the age of groups that were not handed out, so that the next request need not read their logs."""
 
     durable: ClassVar[bool] = False
@@ -241,7 +241,7 @@ class Acknowledged(msgspec.Struct, frozen=True):
     unknown: list[str]
 
 
-class Acknowledge(StoreOperation, frozen=True):
+class Acknowledge(BaseOperation, frozen=True):
     """Mark groups as consumed, also after their lease has ended, unless another consumer got them.
 
     None while the store is being taken back to a checkpoint: nothing is acknowledged then.

@@ -9,11 +9,11 @@ from sqlalchemy import Connection, case, exists, or_, select, tuple_
 
 from app.domain.events import RolledBack, SessionCreated, SessionRestored, TurnCommitted
 from app.features.groups.rules import Attempt
-from app.features.groups.schema import group_changes, groups
+from app.features.groups.schema import group_changes, groups, is_finished
 from app.store import pins, rollouts
 from app.store.damage import SPAN, of_readable
 from app.store.dialect import StorePoints, now
-from app.store.rollouts import group, in_groups, is_finished, is_root
+from app.store.rollouts import group, in_groups, is_root
 from app.store.schema import events, sessions
 from app.store.sessions import Acknowledgements, EventRow, holds_payload, of_these
 

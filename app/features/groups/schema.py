@@ -1,4 +1,4 @@
-"""What the training feed knows of groups, and the notes of what has changed."""
+"""What the training feed knows of groups, the notes of what has changed, and when a rollout is finished."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
+    ColumnElement,
     Double,
     Identity,
     Index,
@@ -17,11 +18,13 @@ from sqlalchemy import (
     Table,
     Text,
     and_,
+    exists,
     insert,
+    or_,
 )
 
-from app.store.dialect import Tx
-from app.store.schema import NAMING, SHORT_LIVED
+from app.store.dialect import StorePoints, Tx
+from app.store.schema import NAMING, SHORT_LIVED, sessions
 
 metadata = MetaData(naming_convention=NAMING)
 
@@ -69,9 +72,28 @@ group_changes = Table(
 )
 """Groups whose row in `groups` is older than their sessions: a note for each change, until the feed looks again."""
 
+_members = sessions.alias("members")
+
+is_finished: ColumnElement[bool] = and_(
+    sessions.c.status == "closed",
+    sessions.c.reward.is_not(None),
+    ~exists().where(
+        _members.c.root_id == sessions.c.session_id,
+        or_(
+            _members.c.status == "open",
+            and_(_members.c.status == "closed", _members.c.reward.is_distinct_from(sessions.c.reward)),
+        ),
+    ),
+)
+"""Condition on roots: the rollout is finished."""
+
 _note = insert(group_changes)
 
 
 def note(tx: Tx, group_ids: Sequence[str]) -> None:
     """Note that sessions of these groups have changed."""
     tx.insert(_note, [{"group_id": group_id} for group_id in group_ids])
+
+
+def join(points: StorePoints) -> None:
+    points.changed.append(note)

@@ -12,8 +12,8 @@ An object that no row ever referred to, after a crash between its upload and the
     a fork              has copies of its own                        (`features.forks`)
     every reader        fetches what is in objects                   (`Database.bucket`, `store.content`)
 
-The kernel's transactions queue what may be deleted (`dead_objects`), and know the objects' names. Without
-`TURNLOG_PAYLOADS` nothing of it runs.
+The kernel's transactions tell what may be deleted   (`StorePoints.voided`, `freed`, `erased`), and it is queued in
+`dead_objects`. Without `TURNLOG_PAYLOADS` nothing else of it runs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from app.errors import StartupError
+from app.features.objects import schema as schema
 from app.metrics import Family
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 from app.errors import PayloadsUnavailable, StartupError, StoreFull
 from app.extras import install
+from app.features.objects.names import OWNER, PROBE
 from app.settings import Settings
-from app.store.object_names import OWNER, PROBE
 
 S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 ENDPOINTS = (*S3_ENDPOINTS, "AZURE_STORAGE_ENDPOINT")

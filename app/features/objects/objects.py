@@ -15,10 +15,11 @@ import msgspec
 from app.crash_points import reach
 from app.domain.events import ChunkKey
 from app.errors import AppError, ClaimLost, Overloaded
-from app.features.objects import rows
+from app.features.objects import names, rows
 from app.features.objects.rows import DeadObject
-from app.store import object_names as names
+from app.features.objects.schema import take_copies
 from app.store.content import live_objects
+from app.store.dialect import Tx
 from app.store.leases import ReleaseLease, TakeLease
 from app.store.log import StoredChunk
 from app.store.ports import Database, Writer
@@ -52,6 +53,10 @@ class Copies(msgspec.Struct, frozen=True):
 
     prefix: str
     names: Mapping[ChunkKey, str]
+
+    def take(self, tx: Tx, fork_id: str) -> bool:
+        """The fork refers to them from now on; False if they have been given up."""
+        return tx.run(take_copies, {"sid": fork_id, "object": self.prefix}) > 0
 
 
 class Objects:

@@ -25,14 +25,15 @@ from sqlalchemy import (
     update,
 )
 
+from app.features.objects import names
+from app.features.objects.schema import OBJECTS, dead_objects, insert_dead_object, queue_freed
 from app.store import feed
-from app.store import object_names as names
 from app.store import statements as sql
 from app.store.content import is_live
 from app.store.dialect import ForEach, Tx, now
 from app.store.leases import holds_lease
-from app.store.log import StoreOperation
-from app.store.schema import SESSION_ID, chunks, dead_objects, incarnations, open_turns, sessions, store_meta
+from app.store.log import BaseOperation
+from app.store.schema import SESSION_ID, chunks, incarnations, open_turns, sessions, store_meta
 
 LEASE = "objects"
 
@@ -42,7 +43,7 @@ OWNER = "objects_owner"
 _of_session = dead_objects.c.session_id == bindparam("sid", type_=SESSION_ID)
 _is_written = dead_objects.c.incarnation.is_not(None)
 _waits = exists().where(_of_session, _is_written)
-_meta = store_meta.c.key == sql.OBJECTS
+_meta = store_meta.c.key == OBJECTS
 
 
 class DeadObject(NamedTuple):
@@ -115,12 +116,12 @@ def note_objects(tx: Tx, url: str | None, owner: str) -> None:
     unless it has one."""
     tx.run(_forget_url, {})
     if url is not None:
-        tx.insert(_insert_meta, [{"key": sql.OBJECTS, "value": url}])
+        tx.insert(_insert_meta, [{"key": OBJECTS, "value": url}])
     if tx.one(_owner, {}) is None:
         tx.insert(_insert_meta, [{"key": OWNER, "value": owner}])
 
 
-class TakeDue(StoreOperation, frozen=True):
+class TakeDue(BaseOperation, frozen=True):
     """What may be deleted now, the longest dead first. None of it with another fence than the lease's.
 
     Durable: a tombstone that a crash of PostgreSQL could undo must be on disk before its object goes.
@@ -136,7 +137,7 @@ class TakeDue(StoreOperation, frozen=True):
         return [DeadObject(*row) for row in tx.all(_due, {"keep_s": self.keep_s, "most": self.limit})]
 
 
-class ForgetDead(StoreOperation, frozen=True):
+class ForgetDead(BaseOperation, frozen=True):
     """These objects are deleted."""
 
     durable: ClassVar[bool] = False
@@ -146,7 +147,7 @@ class ForgetDead(StoreOperation, frozen=True):
         tx.each(_forget, [{"object": dead.name, "sid": dead.session_id} for dead in self.dead])
 
 
-class BeginCopies(StoreOperation, frozen=True):
+class BeginCopies(BaseOperation, frozen=True):
     """A process begins to write objects below `prefix`, for a session that is not there yet."""
 
     durable: ClassVar[bool] = False
@@ -155,10 +156,10 @@ class BeginCopies(StoreOperation, frozen=True):
     incarnation: int
 
     def apply(self, tx: Tx) -> None:
-        tx.insert(sql.insert_dead_object, [_row(self.prefix, self.of, self.incarnation)])
+        tx.insert(insert_dead_object, [_row(self.prefix, self.of, self.incarnation)])
 
 
-class EndWriting(StoreOperation, frozen=True):
+class EndWriting(BaseOperation, frozen=True):
     """A process has written, and does not write any more, what `abandon` took from it or what `BeginCopies` began."""
 
     durable: ClassVar[bool] = False
@@ -170,7 +171,7 @@ class EndWriting(StoreOperation, frozen=True):
         tx.each(_end_writing, rows)
 
 
-class EndWritingOfDead(StoreOperation, frozen=True):
+class EndWritingOfDead(BaseOperation, frozen=True):
     """Dead processes write no more: what they were writing may be deleted. A fork that one of them might still commit
     after it was paused is refused (`features.forks`)."""
 
@@ -181,7 +182,7 @@ class EndWritingOfDead(StoreOperation, frozen=True):
         tx.run(_end_writing_of_dead, {"lease_s": self.lease_s})
 
 
-class QueueUnreferenced(StoreOperation, frozen=True):
+class QueueUnreferenced(BaseOperation, frozen=True):
     """Queue those of these objects that nothing refers to: no live chunk, no open turn that may yet commit, no line of
     the queue. Returns how many."""
 
@@ -192,7 +193,7 @@ class QueueUnreferenced(StoreOperation, frozen=True):
     def apply(self, tx: Tx) -> int:
         if not holds_lease(tx, LEASE, self.fence):
             return 0
-        unreferenced = []
+        unreferenced: list[tuple[str, str]] = []
         for session_id in sorted({parsed.session_id for parsed in self.objects.values()}):
             own = {"sid": session_id}
             # A commit takes the open turn, and a fork the line of its copies, and adds the chunks at once: looked at
@@ -201,15 +202,15 @@ class QueueUnreferenced(StoreOperation, frozen=True):
             queued = tuple(row[0] for row in tx.all(_queued, own))
             used = {row[0] for row in tx.all(_locations, own)}
             unreferenced += [
-                {"object": name, "sid": session_id}
+                (name, session_id)
                 for name, parsed in self.objects.items()
                 if parsed.session_id == session_id
                 and parsed.fence not in opened
                 and name not in used
                 and not name.startswith(queued)
             ]
-        tx.each(sql.queue_dead, unreferenced)
-        for session_id in sorted({row["sid"] for row in unreferenced}):
+        queue_freed(tx, unreferenced)
+        for session_id in sorted({session_id for _, session_id in unreferenced}):
             head = tx.one(sql.head, {"sid": session_id})
             if head is not None and head[1] == "erased":  # a process that was paused has written it since
                 tx.run(_hurry, {"sid": session_id})

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from app.features.resume import staged_tokens
 from app.metrics import Family
 
 if TYPE_CHECKING:
-    from sqlalchemy import MetaData
-
     from app.features.resume.resume import Resume
     from app.services import Services
-    from app.store.dialect import StorePoints
+
+schema = staged_tokens
 
 OUTCOMES = ("staged", "not_staged", "restored", "anew", "moved")
 """`not_staged`: the turn is of a kind that cannot be continued. Of a retry: `restored`, it goes on from staged tokens,
@@ -35,19 +35,6 @@ METRICS = (
     ),
     Family("turnlog_tokens_restored_total", "counter", "Staged tokens that a retry did not have to generate again."),
 )
-
-
-def tables() -> MetaData:
-    from app.features.resume.staged_tokens import metadata
-
-    return metadata
-
-
-def join(points: StorePoints) -> None:
-    from app.features.resume.staged_tokens import drop, staged_tokens
-
-    points.unstaged.append(drop)
-    points.tables.append(staged_tokens)
 
 
 def add_to(services: Services) -> Resume:

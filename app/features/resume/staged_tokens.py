@@ -34,7 +34,7 @@ from sqlalchemy import (
 
 from app.store import statements as sql
 from app.store.damage import Content
-from app.store.dialect import ForEach, Tx
+from app.store.dialect import ForEach, StorePoints, Tx
 from app.store.log import TurnOperation
 from app.store.schema import NAMING, SESSION_ID, open_turns
 from workers.reply import LogprobsOf
@@ -164,3 +164,8 @@ class DropStaged(TurnOperation, frozen=True):
 def drop(tx: Tx, turns: Sequence[tuple[str, int | None]]) -> None:
     """Delete what was staged of each turn, a session and a fence; without a fence, of all turns of the session."""
     tx.each(_drop, [{"sid": session_id, "fenced": fence} for session_id, fence in turns])
+
+
+def join(points: StorePoints) -> None:
+    points.unstaged.append(drop)
+    points.tables.append(staged_tokens)

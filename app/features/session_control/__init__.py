@@ -14,24 +14,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from sqlalchemy import MetaData
+from app.features.session_control import affinities
 
+if TYPE_CHECKING:
     from app.features.session_control.controls import SessionControls
     from app.services import Services
-    from app.store.dialect import StorePoints
 
 
-def tables() -> MetaData:
-    from app.features.session_control.affinities import metadata
-
-    return metadata
-
-
-def join(points: StorePoints) -> None:
-    from app.features.session_control.affinities import end_at_engine
-
-    points.closed.append(end_at_engine)
+schema = affinities
 
 
 def add_to(services: Services) -> SessionControls:

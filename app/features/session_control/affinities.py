@@ -36,8 +36,8 @@ from sqlalchemy import (
 )
 
 from app.domain.control import DEFAULT_TIMEOUT_S, SessionControl
-from app.store.dialect import Row, Tx, now
-from app.store.log import StoreOperation
+from app.store.dialect import Row, StorePoints, Tx, now
+from app.store.log import BaseOperation
 from app.store.schema import NAMING, SESSION_ID, incarnations, sessions
 from app.store.statements import holder_is_dead
 
@@ -240,7 +240,7 @@ def _end(tx: Tx, row: AffinityRow, me: int) -> Ending | None:
     return Ending(row.control_id, row.engine)
 
 
-class _NameOperation(StoreOperation, frozen=True):
+class _NameOperation(BaseOperation, frozen=True):
     """An operation on names: it belongs to no session and runs alone. A binding lost in a power cut is made again."""
 
     durable: ClassVar[bool] = False
@@ -444,3 +444,7 @@ class Slide(_NameOperation, frozen=True):
 
     def apply(self, tx: Tx) -> None:
         tx.run_all(_slide, [{"control": control_id} for control_id in sorted(self.control_ids)])
+
+
+def join(points: StorePoints) -> None:
+    points.closed.append(end_at_engine)

@@ -21,7 +21,7 @@ from app.store.dialect import Tx
 from app.store.feed import EventFilter, PlacedRow, Position
 from app.store.fleet import later
 from app.store.leases import holds_lease
-from app.store.log import StoreOperation
+from app.store.log import BaseOperation
 from app.store.rollouts import group
 from app.store.schema import fleet_events, open_turns, sessions, store_meta
 
@@ -162,7 +162,7 @@ _add = insert(store_meta)
 _set = update(store_meta).where(_key).values(value=bindparam("to"))
 
 
-class BeginCursors(StoreOperation, frozen=True):
+class BeginCursors(BaseOperation, frozen=True):
     """Give each receiver that has none a cursor at `present`, and forget those of all others."""
 
     receivers: Sequence[str]
@@ -177,7 +177,7 @@ class BeginCursors(StoreOperation, frozen=True):
         tx.insert(_add, [{"key": key, "value": value} for key in sorted(wanted - there)])
 
 
-class MoveCursor(StoreOperation, frozen=True):
+class MoveCursor(BaseOperation, frozen=True):
     """Everything up to the cursor has been delivered. False: another process has the lease.
 
     Not durable: a power cut has the notices sent again.

@@ -50,6 +50,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "app/sessions/replay_payloads.py",
         "app/features/objects/objects.py",
         "app/features/objects/rows.py",
+        "app/features/objects/schema.py",
     ),
     "cursors": (
         "app/domain/cursors.py",
@@ -61,12 +62,16 @@ AREAS: dict[str, tuple[str, ...]] = {
     ),
     "budgets": ("app/features/budgets/*.py",),
     "erasure": ("app/sessions/erasure.py", "app/store/erasure.py"),
-    "checkpoints": ("app/features/checkpoints/checkpoints.py", "app/features/checkpoints/[or]*s.py"),
+    "checkpoints": (
+        "app/features/checkpoints/checkpoints.py",
+        "app/features/checkpoints/[or]*s.py",
+        "app/features/checkpoints/schema.py",
+    ),
     "groups": ("app/features/groups/*.py",),
     "gates": ("app/features/gates/gates.py", "app/features/gates/pauses.py", "app/fleet/state.py"),
     "session control": ("app/features/session_control/*.py", "app/domain/control.py"),
     "forks": ("app/features/forks/*.py",),
-    "archive": ("app/features/archive/archive.py", "app/features/archive/rows.py"),
+    "archive": ("app/features/archive/archive.py", "app/features/archive/rows.py", "app/features/archive/schema.py"),
     "annotations": ("app/features/annotations/*.py",),
     "continued turns": ("app/features/resume/*.py",),
 }

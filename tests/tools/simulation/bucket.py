@@ -11,7 +11,7 @@ from typing import TypeVar
 from app.errors import PayloadsUnavailable
 from app.features.objects import objects
 from app.features.objects.bucket import Bucket, BucketCounters
-from app.store.object_names import OWNER
+from app.features.objects.names import OWNER
 from tests.tools.simulation.world import World
 
 T = TypeVar("T")

@@ -14,11 +14,12 @@ from app.domain.events import SessionConfig, SessionErased
 from app.domain.session import Session, fold
 from app.errors import AppError, PositionGone, SessionArchived, SessionClosed, SessionNotFound
 from app.features.archive.rows import CONTENT
+from app.features.archive.schema import archived
 from app.features.resume.staged_tokens import staged_tokens
 from app.sessions.all_events import EventQuery
 from app.sessions.log_end import LogPosition, decode_position
 from app.store.feed import Position
-from app.store.schema import archived, sessions, snapshots
+from app.store.schema import sessions, snapshots
 from app.store.sessions import load_events
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.habits import Habits

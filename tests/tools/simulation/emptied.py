@@ -7,8 +7,8 @@ import asyncio
 
 from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
+from app.features.objects.names import folder_of
 from app.features.objects.objects import Objects
-from app.store.object_names import folder_of
 from tests.tools.simulation.bucket import URL
 from tests.tools.simulation.calls import Erase
 from tests.tools.simulation.client import Client, GaveUp

@@ -18,8 +18,9 @@ from app.domain.session import Session, fold
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.features.annotations.annotations import Annotations
 from app.features.archive.archive import Archive
+from app.features.archive.schema import archived
 from app.features.forks.forks import ForkOrder, Forks
-from app.store.schema import archived, sessions
+from app.store.schema import sessions
 from app.store.sessions import load_events, load_head
 from tests.tools.simulation import copies, kept
 from tests.tools.simulation.budgets import LimitedClient, LimitedTreeClient

@@ -13,9 +13,10 @@ from sqlalchemy import Connection, select
 from app.composition import metadata
 from app.domain.events import AnnotationWritten, Event, RewardAssigned, decode
 from app.features.archive.rows import CONTENT
+from app.features.archive.schema import archived
 from app.store import feed
 from app.store.feed import START
-from app.store.schema import annotation_columns, archived, chunks, events, refused_replies, sessions
+from app.store.schema import annotation_columns, chunks, events, refused_replies, sessions
 from tests.tools.simulation.history import History
 from tests.tools.simulation.world import World
 from workers import codec

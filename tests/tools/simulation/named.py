@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from sqlalchemy import Connection
 
+from app.composition import store_points
 from app.domain.events import TurnCommitted
 from app.errors import AppError
 from app.store import names
@@ -123,7 +124,7 @@ class Trajectory:
     def _stored(self, connection: Connection) -> list[list[str]]:
         """Of each generation the replies, by what was asked."""
         found = []
-        for one in reversed(names.generations(connection, self._name)):
+        for one in reversed(names.generations(connection, store_points(), self._name)):
             log = load_events(connection, one.session_id)
             turns = [recorded.event.turn for recorded in log if isinstance(recorded.event, TurnCommitted)]
             stored = load_messages(connection, one.session_id, turns).values()

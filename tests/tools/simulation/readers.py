@@ -14,13 +14,14 @@ from sqlalchemy import select
 from app.domain.events import TurnCommitted
 from app.errors import AppError, InvalidRequest, PositionGone
 from app.export.query import ExportQuery, decode_cursor
+from app.features.archive.schema import archived
 from app.sessions.all_events import EventQuery
 from app.sessions.log_end import decode_position
 from app.sessions.session_list import SessionQuery
 from app.store import feed
 from app.store.feed import END, START, EventFilter, Position, last_forgotten, written_at
 from app.store.ports import Connection
-from app.store.schema import archived, events
+from app.store.schema import events
 from app.store.sessions import HeadFilter, HeadRow, decode_events, list_heads, load_head
 from tests.tools.simulation import rows
 from tests.tools.simulation.process import Disconnected, Process

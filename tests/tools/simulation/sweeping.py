@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from sqlalchemy import select
 
+from app.features.objects.names import OWNER
 from app.features.objects.objects import Objects
 from app.store.content import is_live
-from app.store.object_names import OWNER
 from app.store.schema import chunks
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.world import World
