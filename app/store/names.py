@@ -57,5 +57,5 @@ def attempted(connection: Connection, points: StorePoints, name: str, mark: str,
         )
     )
     left = (departed.attempted(name, mark, agent) for departed in points.departed)
-    rows = connection.execute(union(here, *left))
+    rows: Any = connection.execute(union(here, *left))
     return [row[0] for row in sorted(rows, key=lambda row: row[1], reverse=True)]

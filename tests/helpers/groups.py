@@ -10,10 +10,10 @@ from app.features.groups import reads as group_reads
 from app.features.groups.groups import settle_groups
 from app.features.groups.operations import Acknowledge, Acknowledged, Lease, Leased
 from app.features.groups.reads import Candidate
+from app.features.groups.schema import groups
 from app.store.dialect import now
 from app.store.log import Appended
 from app.store.log_sessions import Create
-from app.store.schema import groups
 from helpers.databases import connected
 from helpers.log import BODY, created
 from helpers.store import Store, reward
