@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import Boolean, Connection, LargeBinary, Select, cast, literal, null, select, union, union_all
 
