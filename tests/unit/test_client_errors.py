@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+import turnlog
 from app import errors as server
-from turnlog import client
 from turnlog.client.waits import Waits, may_help
 from turnlog.errors import NotTurnlog, TurnlogError, Unreachable, refusal
 
@@ -29,17 +29,17 @@ def test_every_error_of_the_server_is_known(kind: type[server.AppError]) -> None
     assert (error.status, error.code, error.message) == (kind.status, kind.code, "why")
     assert str(error) == f"{kind.status} {kind.code}: why"
     assert not isinstance(error, NotTurnlog)
-    assert isinstance(error, client.Unavailable | client.EnginesFailed) == (kind.status >= 500)
-    assert isinstance(error, client.NotFound) == (kind.status in (404, 410))
-    assert isinstance(error, client.Conflict) == (kind.status == 409)
-    assert isinstance(error, client.SessionClosed) == (kind in (server.SessionClosed, server.GenerationEnded))
-    assert isinstance(error, client.Restored) == (kind is server.Restored)
+    assert isinstance(error, turnlog.Unavailable | turnlog.EnginesFailed) == (kind.status >= 500)
+    assert isinstance(error, turnlog.NotFound) == (kind.status in (404, 410))
+    assert isinstance(error, turnlog.Conflict) == (kind.status == 409)
+    assert isinstance(error, turnlog.SessionClosed) == (kind in (server.SessionClosed, server.GenerationEnded))
+    assert isinstance(error, turnlog.Restored) == (kind is server.Restored)
 
 
 def test_what_stands_beside_an_error_is_kept() -> None:
     body = {**server.EnginesFailed("two").body(), "engines": {"http://a": {"ok": False}}}
     error = refusal(502, {}, json.dumps(body).encode())
-    assert isinstance(error, client.EnginesFailed)
+    assert isinstance(error, turnlog.EnginesFailed)
     assert error.body["engines"] == {"http://a": {"ok": False}}
 
 
