@@ -17,8 +17,6 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import zstandard
 
-from workers import scan
-
 LEVEL = 1
 """zstd level: on turns of some KiB higher levels save nothing (measured: 602 against 601 bytes)."""
 
@@ -264,15 +262,6 @@ def render_ids(ids: memoryview, separator: str) -> bytes:
     """Token ids (an int32 view) as the JSON list that an engine wrote."""
     text = msgspec.json.encode(ids.tolist())
     return text if separator == "," else text.replace(b",", separator.encode())
-
-
-def prompt_ids_separator(text: bytes, count: int) -> str | None:
-    """The separator in the text of a prompt's `count` ids.
-
-    None if the text cannot be restored byte for byte.
-    """
-    found = scan.bare_ids(text[1:-1]) if count > 1 else None
-    return None if found is None else found.separator
 
 
 def paste(exchange: Exchange, ids: memoryview, payloads: Mapping[str, bytes]) -> bytes:

@@ -58,8 +58,7 @@ def validated(
     """A reply whose prompt and output are `tokens`: `base` of them the parent's, the last `output` sampled."""
     counts = (base, len(tokens) - base - output, output)
     fields = {"engine": "http://engine", "message_hash": message_hash, "weight_versions": (), **rest}
-    frames: Any = (b"", b"", [], [])
-    reply = ValidatedReply("sglang", b"", *counts, known_as(tokens), finish_reason, (), *frames)
+    reply = ValidatedReply("sglang", b"", *counts, known_as(tokens), finish_reason, (), tokens=b"", exchange=b"")
     return msgspec.structs.replace(reply, **fields)
 
 

@@ -16,6 +16,7 @@ from helpers.log import int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from workers import scan
 from workers.codec import (
     APART,
     APART_BYTES,
@@ -29,7 +30,6 @@ from workers.codec import (
     pack,
     pack_turn,
     paste,
-    prompt_ids_separator,
     unpack,
     unpack_messages,
     unpack_tokens,
@@ -43,11 +43,11 @@ EXCHANGE = Exchange(
 
 def without_ids(reply: bytes, text: bytes, count: int) -> Exchange:
     """The reply stored as a job does it, its prompt's ids cut out where they can be written again."""
-    separator = prompt_ids_separator(text, count)
-    if separator is None:
+    found = scan.bare_ids(text[1:-1]) if count > 1 else None
+    if found is None:
         return Exchange([], b"", reply, [])
     at = reply.index(text)
-    return Exchange([], b"", reply[:at] + reply[at + len(text) :], [], prompt_ids_at=at, separator=separator)
+    return Exchange([], b"", reply[:at] + reply[at + len(text) :], [], prompt_ids_at=at, separator=found.separator)
 
 
 def test_content_survives() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from helpers.replies import body_of, known_as
+from helpers.replies import Changes, body_of, known_as
 
-from app.turn.validation import LIGHTER, Weighed, text_in
+from app.errors import UpstreamInvalid
+from app.turn.validation import LIGHTER, ReplyValidator, Weighed, text_in
 from app.upstream.body import Body
+from app.upstream.client import EngineReply
 from workers import job
 from workers.parse import token_text
 from workers.parse_prompt import KnownText
@@ -18,9 +22,9 @@ IDS = [place * 7919 % 50_000 for place in range(3000)]
 LIMIT = 2000
 
 
-def a_body(separators: tuple[str, str] = (",", ":")) -> bytes:
+def a_body(separators: tuple[str, str] = (",", ":"), *changes: Changes) -> bytes:
     counts = dict.fromkeys(("usage.prompt_tokens", "choices.0.meta_info.prompt_tokens"), len(IDS))
-    return body_of("sglang", {**counts, "choices.0.prompt_token_ids": IDS}, separators=separators)
+    return body_of("sglang", {**counts, "choices.0.prompt_token_ids": IDS}, *changes, separators=separators)
 
 
 def text_of(ids: list[int]) -> KnownText:
@@ -65,3 +69,31 @@ def test_the_limit_decides_alone_of_a_short_reply() -> None:
     assert not Weighed(body, LIMIT, LIMIT, None, None).is_light
     assert not Weighed(body, 0, 0, None, None).is_light
     assert not Weighed(Body([b"x" * (LIMIT * LIGHTER + 1)]), 0, LIMIT, None, None).is_light
+
+
+class _Pool:
+    """Runs what a worker would, and keeps the bodies."""
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+
+    async def run(self, asked: bytes, *pieces: bytes) -> bytes:
+        self.bodies.append(b"".join(pieces))
+        return job.run(asked, memoryview(self.bodies[-1]))
+
+
+@pytest.mark.anyio
+async def test_a_long_reply_that_is_refused_is_read_whole_by_a_worker_alone() -> None:
+    pool: Any = _Pool()
+    settings: Any = SimpleNamespace(inline_max_bytes=LIMIT)
+    validator, text = ReplyValidator(pool, settings), text_of(IDS[:2900])
+    asked = Job("auto", text.known, [], [], [], 200, "", b"")
+    long, is_refused = a_body(), {"choices.0.message.role": "user"}
+    refused, short = a_body((",", ":"), is_refused), body_of("sglang", is_refused)
+    reply, _ = await validator.by_all_rules(asked, EngineReply(200, [], Body([long])), 0, text)
+    assert (reply.base, pool.bodies) == (2900, [])
+    for body, given in ((refused, [refused]), (short, [])):
+        pool.bodies.clear()
+        with pytest.raises(UpstreamInvalid, match="role must be assistant"):
+            await validator.by_all_rules(asked, EngineReply(200, [], Body([body])), 0, text)
+        assert pool.bodies == given
