@@ -27,7 +27,7 @@ from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
 from app.store.feed import last_forgotten
-from app.store.leases import ReleaseLease, TakeLease
+from app.store.incarnations import ReleaseLease, TakeLease
 from app.store.log_sessions import AssignReward, Create, Existing
 from app.store.schema import events, sessions, turns
 from app.store.writer import Writer
