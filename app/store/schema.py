@@ -78,8 +78,8 @@ leases = Table(
     Column("fence", BigInteger, nullable=False),
     Column("until", Double, nullable=False),
 )
-"""Which process does a background work (`store.leases`): `holder` is its incarnation, null once released. A row stays,
-since `fence` only grows; `until` is the database's clock."""
+"""Which process does a background work (`store.incarnations`): `holder` is its incarnation, null once released. A row
+stays, since `fence` only grows; `until` is the database's clock."""
 
 _OF_ROOT = text("root_id IS NOT NULL")
 _OPEN_OF_ROOT = text("root_id IS NOT NULL AND status = 'open'")

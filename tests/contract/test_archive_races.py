@@ -11,7 +11,7 @@ from sqlalchemy import Connection, event, select, text
 
 from app.features.archive.rows import LEASE, Forget, Line, Reserve, unfinished
 from app.store.feed import last_forgotten
-from app.store.leases import TakeLease
+from app.store.incarnations import TakeLease
 from app.store.schema import events
 
 pytestmark = pytest.mark.anyio

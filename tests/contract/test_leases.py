@@ -9,7 +9,7 @@ from helpers.store import Store, add_incarnation, end_incarnation, silence_incar
 
 from app.store.dialect import AlchemyTx
 from app.store.engine import Database
-from app.store.leases import ReleaseLease, TakeLease, holds_lease
+from app.store.incarnations import ReleaseLease, TakeLease, holds_lease
 
 pytestmark = pytest.mark.anyio
 

@@ -42,7 +42,7 @@ from app.features.objects.names import PROBE
 from app.sessions.cache import SessionCache
 from app.store import feed
 from app.store.content import load_chunks
-from app.store.leases import ReleaseLease, TakeLease
+from app.store.incarnations import ReleaseLease, TakeLease
 from app.store.ports import Database, Writer
 from app.tasks import cancelled
 from turnlog.replies import ArchiveAfter, ArchiveStep, ImportedFile, RefusedSession

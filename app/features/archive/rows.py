@@ -42,7 +42,7 @@ from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import StorePoints, Tx, oldest_tx
 from app.store.feed import FORGOTTEN, Position, forgotten_place, select_forgotten
-from app.store.leases import holds_lease
+from app.store.incarnations import holds_lease
 from app.store.log import BaseOperation
 from app.store.log_sessions import Erase
 from app.store.schema import (

@@ -20,7 +20,7 @@ from app.features.objects.rows import DeadObject
 from app.features.objects.schema import take_copies
 from app.store.content import live_objects
 from app.store.dialect import Tx
-from app.store.leases import ReleaseLease, TakeLease
+from app.store.incarnations import ReleaseLease, TakeLease
 from app.store.log import StoredChunk
 from app.store.ports import Database, Writer
 from app.tasks import cancelled

@@ -31,7 +31,7 @@ from app.store import feed
 from app.store import statements as sql
 from app.store.content import is_live
 from app.store.dialect import ForEach, Tx, now
-from app.store.leases import holds_lease
+from app.store.incarnations import holds_lease
 from app.store.log import BaseOperation
 from app.store.schema import SESSION_ID, chunks, incarnations, open_turns, sessions, store_meta
 

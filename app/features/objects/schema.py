@@ -51,7 +51,7 @@ lost its claim, of a fork. While `incarnation` is set, that process may still be
 
 _dead = ["name", "session_id", "since"]
 
-queue_dead = ForEach(
+_queue_dead = ForEach(
     lambda given: insert(dead_objects).from_select(_dead, select(given.object, given.sid, now())), object=Text, sid=Text
 )
 
@@ -70,10 +70,10 @@ _has_objects = exists().where(store_meta.c.key == OBJECTS)
 
 insert_dead_object = insert(dead_objects)
 
-unqueue_objects = delete(dead_objects).where(sql.of_session(dead_objects), dead_objects.c.incarnation.is_(None))
+_unqueue = delete(dead_objects).where(sql.of_session(dead_objects), dead_objects.c.incarnation.is_(None))
 """But for what a process may still be writing: an object that comes after the deletion would never be found again."""
 
-queue_prefix = insert(dead_objects).from_select(
+_queue_prefix = insert(dead_objects).from_select(
     [*_dead, "incarnation"],
     select(
         bindparam("object", type_=dead_objects.c.name.type),
@@ -98,18 +98,18 @@ def queue_voided(tx: Tx, session_id: str, claims: Sequence[tuple[int, int]]) -> 
     process."""
     for fence, incarnation in claims:
         prefix = names.of_turn(session_id, incarnation, fence)
-        tx.run(queue_prefix, {"object": prefix, "sid": session_id, "incarnation": incarnation})
+        tx.run(_queue_prefix, {"object": prefix, "sid": session_id, "incarnation": incarnation})
 
 
 def queue_freed(tx: Tx, objects: Sequence[tuple[str, str]]) -> None:
     """No chunk refers to these objects any more; each is told by its name and its session."""
-    tx.each(queue_dead, [{"object": name, "sid": session_id} for name, session_id in objects])
+    tx.each(_queue_dead, [{"object": name, "sid": session_id} for name, session_id in objects])
 
 
 def queue_erased(tx: Tx, session_id: str) -> None:
     """All objects of the session go at once."""
-    tx.run(unqueue_objects, {"sid": session_id})
-    tx.run(queue_prefix, {"object": names.folder_of(session_id), "sid": session_id})
+    tx.run(_unqueue, {"sid": session_id})
+    tx.run(_queue_prefix, {"object": names.folder_of(session_id), "sid": session_id})
 
 
 def join(points: StorePoints) -> None:

@@ -16,7 +16,7 @@ from app.features.search.index import COLUMNS, TABLES, Message, Page, Wanted
 from app.features.search.text import Query, words_of
 from app.store.dialect import Tx
 from app.store.engine import Database
-from app.store.leases import TakeLease, holds_lease
+from app.store.incarnations import TakeLease, holds_lease
 from app.store.writer import Writer
 
 LEASE, LEASE_S = "search", 60.0

@@ -20,7 +20,7 @@ from app.store.damage import attempt_or
 from app.store.dialect import Tx
 from app.store.feed import EventFilter, PlacedRow, Position
 from app.store.fleet import later
-from app.store.leases import holds_lease
+from app.store.incarnations import holds_lease
 from app.store.log import BaseOperation
 from app.store.rollouts import group
 from app.store.schema import fleet_events, open_turns, sessions, store_meta

@@ -22,7 +22,6 @@ AREAS: dict[str, tuple[str, ...]] = {
         "app/store/pins.py",
         "app/store/rollouts.py",
         "app/store/repair.py",
-        "app/store/leases.py",
         "app/store/incarnations.py",
         "app/store/fleet.py",
     ),
