@@ -9,8 +9,8 @@ from helpers.store import Store
 
 from app.errors import StoreUnavailable
 from app.features.search import index as sqlite_index
+from app.features.search import index_file
 from app.features.search.index import FIRST, Index, Message, Page, SqliteIndex, Wanted
-from app.features.search.places import index_file
 from app.features.search.postgres import PostgresIndex
 from app.features.search.query import parse
 

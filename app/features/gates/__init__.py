@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from app.domain.fleet import AdapterResumed, Fleet, FleetResumed
 from app.errors import AppError
@@ -23,7 +23,7 @@ from app.metrics import Family
 if TYPE_CHECKING:
     from app.api.routes import Route
     from app.features.gates.gates import Gates
-    from app.features.gates.pauses import Paused
+    from app.features.gates.pauses import Pauses
     from app.services import Services
 
 log = logging.getLogger("turnlog.pauses")
@@ -41,6 +41,18 @@ METRICS = (
 )
 
 
+class Updated:
+    """The version of weights that were changed while turns were held back, for the resume that follows."""
+
+    version: str | None = None
+
+
+class Paused(NamedTuple):
+    gates: Gates
+    pauses: Pauses
+    updated: Updated
+
+
 def entries() -> list[Route]:
     from app.features.gates import engine_routes, routes, skyrl
 
@@ -48,7 +60,7 @@ def entries() -> list[Route]:
 
 
 def add_to(services: Services) -> Paused:
-    from app.features.gates.pauses import Paused, Pauses, Updated
+    from app.features.gates.pauses import Pauses
 
     gates = in_turns(services)
     pauses = Pauses(

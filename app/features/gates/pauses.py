@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import NamedTuple
 
 import msgspec
 
@@ -309,17 +308,3 @@ def _pausing(control: EngineControl, mode: PauseMode) -> Callable[[Member], Awai
 def _engine_outcome(outcomes: Mapping[str, str | None]) -> Told:
     error = next((error for error in outcomes.values() if error is not None), None)
     return Told(ok=error is None, error=error, aborted=len(outcomes))
-
-
-class Updated:
-    """The version of weights that were changed while turns were held back, for the resume that follows."""
-
-    version: str | None = None
-
-
-class Paused(NamedTuple):
-    """What the feature has made."""
-
-    gates: Gates
-    pauses: Pauses
-    updated: Updated

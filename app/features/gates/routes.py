@@ -14,7 +14,7 @@ from app.api.routes import BODY, READ, WRITE, Routes, json_reply
 from app.domain.fleet import PauseMode
 from app.domain.patterns import NO_NUL
 from app.errors import EnginesFailed, InvalidRequest, NotFound
-from app.features.gates.pauses import Paused
+from app.features.gates import Paused
 from turnlog import replies as reply_types
 
 route = Routes("Fleet")

@@ -5,13 +5,35 @@ It reads the log, the heads and what the process has in memory. Nothing of it to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from app.api.routes import Route
-    from app.features.gates.pauses import Paused
-    from app.features.page.routes import Page
+    from app.features.gates import Paused
+    from app.features.page.metadata_columns import MetadataColumns
+    from app.features.page.overview import Overviews
+    from app.features.page.preview import Previews
+    from app.features.page.rollout_view import Rollouts
+    from app.features.page.summaries import Summaries
+    from app.features.page.token_view import TokenViews
+    from app.features.page.turn_view import TurnViews
+    from app.features.page.watch import Watch
     from app.services import Services
+    from app.sessions.conversation import Conversations
+
+
+class Page(NamedTuple):
+    """The readers of the page's views. They never write."""
+
+    listed: MetadataColumns
+    overviews: Overviews
+    watch: Watch
+    conversations: Conversations
+    turns: TurnViews
+    tokens: TokenViews
+    rollouts: Rollouts
+    previews: Previews
+    summaries: Summaries
 
 
 def entries() -> list[Route]:
@@ -25,7 +47,6 @@ def add_to(services: Services) -> Page:
     from app.features.page.overview import Overviews
     from app.features.page.preview import Previews
     from app.features.page.rollout_view import Rollouts
-    from app.features.page.routes import Page
     from app.features.page.summaries import Summaries
     from app.features.page.token_view import TokenViews
     from app.features.page.turn_view import TurnViews

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from fastapi import Path, Query
@@ -25,16 +25,8 @@ from app.features.page.turn_view import MAX_TURNS
 from app.sessions.session_list import SessionQuery
 
 if TYPE_CHECKING:
-    from app.features.page.metadata_columns import MetadataColumns
-    from app.features.page.overview import Overviews
-    from app.features.page.preview import Previews
-    from app.features.page.rollout_view import Rollouts
-    from app.features.page.summaries import Summaries
-    from app.features.page.token_view import TokenViews
-    from app.features.page.turn_view import TurnViews
-    from app.features.page.watch import Watch
+    from app.features.page import Page
     from app.services import Services
-    from app.sessions.conversation import Conversations
 
 route = Routes("Page")
 
@@ -68,20 +60,6 @@ async def me(request: Request) -> object:
 @route.for_the_page("/overview")
 async def overview(request: Request) -> object:
     return await overview_of(request.services)
-
-
-class Page(NamedTuple):
-    """The readers of the page's views. They never write."""
-
-    listed: MetadataColumns
-    overviews: Overviews
-    watch: Watch
-    conversations: Conversations
-    turns: TurnViews
-    tokens: TokenViews
-    rollouts: Rollouts
-    previews: Previews
-    summaries: Summaries
 
 
 def page_of(request: Request) -> Page:

@@ -27,7 +27,7 @@ from workers import codec
 from workers.reply import ValidatedReply
 
 if TYPE_CHECKING:
-    from app.features.gates.pauses import Paused
+    from app.features.gates import Paused
     from app.services import Services
 
 FIRST_PAUSE_S = 0.1

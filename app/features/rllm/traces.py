@@ -9,17 +9,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from app.domain.events import TurnCommitted, is_number, shape_of
+from app.domain.events import TurnCommitted, UnknownEvent, is_number, shape_of
 from app.domain.rules import superseded
 from app.domain.session import Session, Turn
-from app.errors import NotFound, PayloadTombstoned
+from app.errors import NotFound, PayloadTombstoned, SessionUnreadable
 from app.features.rllm.rules import name_of
 from app.sessions import replay_payloads, transcript
 from app.sessions.session_at import session_at
 from app.sessions.transcript import WireTurn
 from app.store.content import load_tokens
 from app.store.engine import Database
-from app.store.ports import of_session
+from workers.codec import CorruptContent
 from workers.sampling_masks import Masks
 
 Raw = msgspec.Raw
@@ -83,7 +83,10 @@ class Traces:
     async def _told(self, session_id: str, since: float | None) -> tuple[Session, list[Turn]]:
         """The turns that are traces. One that was generated again since no client got its reply is none: rLLM counts
         its agent's steps off against them."""
-        state = await session_at(self._database, session_id, whole=True)
+        try:
+            state = await session_at(self._database, session_id, whole=True)
+        except UnknownEvent as error:
+            raise SessionUnreadable(f"session {session_id}: {error}") from error
         session = state.session
         if session.status == "erased":
             return session, []
@@ -123,7 +126,13 @@ class Traces:
         """The output's ids and logprobs; none of text alone. Raises SessionUnreadable."""
         if session.is_text:
             return [], []
-        stored = await of_session(self._database, session.session_id, load_tokens, [number])
+        try:
+            stored = await self._database.read(
+                lambda connection: load_tokens(connection, session.session_id, [number]),
+                session_id=session.session_id,
+            )
+        except CorruptContent as error:
+            raise SessionUnreadable(f"session {session.session_id}, turn {number}: {error}") from error
         tokens = stored[number]
         logprobs: list[float] = np.frombuffer(tokens.logprobs, "<f8").tolist()
         return np.frombuffer(tokens.output_ids, "<i4").tolist(), logprobs

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sqlalchemy import text
 
 from app.errors import AppError
-from app.features.search.places import TABLES, index_file, remove_file
 from app.metrics import Family
+from app.store.sqlite_engine import file_of
 
 if TYPE_CHECKING:
     from app.api.routes import Route
@@ -28,6 +29,9 @@ METRICS = (
     Family("turnlog_search_failures_total", "counter", "Steps of the search index that failed."),
     Family("turnlog_search_behind_events", "largest", "Events that the search index lacks."),
 )
+
+TABLES = ("search_messages", "search_state")
+"""PostgreSQL's; the index makes them, no migration does."""
 
 
 def entries() -> list[Route]:
@@ -70,6 +74,19 @@ def _index(app: Services) -> Index:
     from app.features.search.postgres import PostgresIndex
 
     return PostgresIndex(app.database, app.writer, app.registration.incarnation, app.settings.lease_s)
+
+
+def index_file(database: Database) -> Path:
+    """SQLite's index lies beside the database."""
+    return Path(f"{file_of(database.url)}.search")
+
+
+def remove_file(file: Path) -> bool:
+    """Remove an SQLite index with its log; was there one?"""
+    was_there = file.exists()
+    for path in (file, *(file.with_name(f"{file.name}-{suffix}") for suffix in ("wal", "shm"))):
+        path.unlink(missing_ok=True)
+    return was_there
 
 
 async def _discard_index(database: Database) -> None:

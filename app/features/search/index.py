@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from app.errors import StoreUnavailable
-from app.features.search.places import index_file, remove_file
+from app.features.search import index_file, remove_file
 from app.features.search.query import Query
 from app.store.engine import Database
 from app.store.sessions import load_heads

@@ -12,8 +12,8 @@ import msgspec
 from sqlalchemy import Connection, text
 
 from app.errors import StoreUnavailable
+from app.features.search import TABLES
 from app.features.search.index import COLUMNS, Message, Page, Wanted
-from app.features.search.places import TABLES
 from app.features.search.query import Query
 from app.features.search.text import words_of
 from app.store.dialect import Tx

@@ -7,7 +7,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
 from app.errors import AppError
-from app.features.gates.pauses import Paused, Pauses
+from app.features.gates import Paused
+from app.features.gates.pauses import Pauses
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.world import World
 
