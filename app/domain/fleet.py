@@ -8,7 +8,7 @@ grow; comparing them shows later whether a gate was shut meanwhile.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -20,11 +20,14 @@ PauseMode = Literal["abort", "in_place", "retract"]
 
 
 class FleetEvent(Event, frozen=True):
-    """The base of the events in the fleet's log."""
+    """The base of the events in the fleet's log. `KEY`: what the event is of, and the field that says which one."""
+
+    KEY: ClassVar[tuple[str, str | None]]
 
     @property
     def key(self) -> str:
-        raise NotImplementedError
+        what, which = self.KEY
+        return what if which is None else f"{what}:{getattr(self, which)}"
 
 
 class EngineListed(FleetEvent, frozen=True):
@@ -33,64 +36,54 @@ class EngineListed(FleetEvent, frozen=True):
     `draining`: turns in flight there finish, new ones go elsewhere. `removed`: as if it were not in the settings.
     """
 
+    KEY = ("engine", "url")
+
     url: str
     state: Literal["serving", "draining", "removed"] = "serving"
-
-    @property
-    def key(self) -> str:
-        return f"engine:{self.url}"
 
 
 class AdapterPaused(FleetEvent, frozen=True):
     """The gate of an adapter is shut, until `until` at the latest (seconds since the epoch, the database's clock)."""
+
+    KEY = ("adapter", "name")
 
     name: str
     closings: int
     until: float
     version: str | None = None
 
-    @property
-    def key(self) -> str:
-        return f"adapter:{self.name}"
-
 
 class AdapterResumed(FleetEvent, frozen=True):
     """The gate of an adapter is open, also initially (`known`). `version` is its weight version, if given."""
+
+    KEY = ("adapter", "name")
 
     name: str
     closings: int
     reason: Literal["resumed", "lease_expired", "known"] = "resumed"
     version: str | None = None
 
-    @property
-    def key(self) -> str:
-        return f"adapter:{self.name}"
-
 
 class FleetPaused(FleetEvent, frozen=True):
     """The gate of the whole fleet is shut; see `AdapterPaused`."""
+
+    KEY = ("fleet", None)
 
     closings: int
     until: float
     mode: PauseMode = "abort"
     version: str | None = None
 
-    @property
-    def key(self) -> str:
-        return "fleet"
-
 
 class FleetResumed(FleetEvent, frozen=True):
     """The gate of the whole fleet is open. `version` is the weight version of engines that cannot say
     theirs, if given."""
 
+    KEY = ("fleet", None)
+
     closings: int
     reason: Literal["resumed", "lease_expired"] = "resumed"
     version: str | None = None
-
-    @property
-    def key(self) -> str:
-        return "fleet"
 
 
 class TurnsHeld(FleetEvent, frozen=True):
@@ -101,47 +94,39 @@ class TurnsHeld(FleetEvent, frozen=True):
     one frees the turns after a `drain` and finishes a `restore`.
     """
 
+    KEY = ("checkpoint", None)
+
     checkpoint: str
     reason: Literal["drain", "restore"]
     incarnation: int
     before: str | None = None
 
-    @property
-    def key(self) -> str:
-        return "checkpoint"
-
 
 class TurnsFreed(FleetEvent, frozen=True):
     """The turns that were held back for a checkpoint go on."""
 
-    checkpoint: str
+    KEY = ("checkpoint", None)
 
-    @property
-    def key(self) -> str:
-        return "checkpoint"
+    checkpoint: str
 
 
 class VersionRegressed(FleetEvent, frozen=True):
     """An engine's weight version went from `before` back to `after`: an old checkpoint, or an update that failed."""
 
+    KEY = ("regressed", "engine")
+
     engine: str
     before: str
     after: str
-
-    @property
-    def key(self) -> str:
-        return f"regressed:{self.engine}"
 
 
 class EngineDied(FleetEvent, frozen=True):
     """A process found an engine dead, for this reason; noted for webhooks alone."""
 
+    KEY = ("died", "url")
+
     url: str
     reason: str
-
-    @property
-    def key(self) -> str:
-        return f"died:{self.url}"
 
 
 TYPES: dict[str, type[FleetEvent]] = {
