@@ -9,7 +9,7 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from sqlalchemy import text
+from sqlalchemy import text as sql
 
 from app.errors import AppError
 from app.metrics import Family
@@ -79,7 +79,7 @@ async def _discard_index(database: Database) -> None:
         if remove_file(index_file(database)):
             log.warning("the search is off: its index has been removed")
         return
-    look = text("SELECT to_regclass('search_messages') IS NOT NULL")
+    look = sql("SELECT to_regclass('search_messages') IS NOT NULL")
     if await database.read(lambda connection: connection.execute(look).scalar_one()):
-        drop = text(f"DROP TABLE IF EXISTS {', '.join(TABLES)}")
+        drop = sql(f"DROP TABLE IF EXISTS {', '.join(TABLES)}")
         await database.write(lambda tx: tx.one(drop, {}), durable=True)
