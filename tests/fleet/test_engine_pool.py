@@ -165,6 +165,7 @@ def test_a_dead_engines_sessions_go_on_elsewhere_with_all_they_had(pool: Pool, t
     talk.say("A second turn, with the prefix in the cache")
     history = list(talk.messages)
     dying.process.kill()
+    tally.tried += 1
 
     new = user("Are you still there?")
     moved = at(second, talk)
