@@ -147,6 +147,22 @@ async def test_a_session_that_is_erased_while_it_leaves_leaves_nothing_behind(st
     assert await stage.store.create("session-erased") == Existing("erased", BODY)
 
 
+async def test_an_erased_session_says_so_in_the_log_that_it_left_with(stage: Stage) -> None:
+    """An older file holds a shorter one: whoever has read on knows later events under its numbers."""
+    for number in range(8):  # Files have names by chance.
+        name = f"session-{number}"
+        await stage.ended(name)
+        file = await stage.move(stage.archive())
+        assert file is not None
+        with RequestMemory(1 << 30, 1 << 20).reserve() as memory:
+            assert (await stage.archive().bring_back(file, memory))["imported"] == 1
+        await stage.reward(name)
+        seqs = [recorded.seq for recorded in await stage.store.log(name)]
+        assert await stage.move(stage.archive()) is not None
+        await stage.erased(name)
+        assert [recorded.seq for recorded in await stage.store.log(name)] == [*seqs, seqs[-1] + 1]
+
+
 async def test_a_session_that_is_erased_while_it_returns_does_not(stage: Stage) -> None:
     await stage.ended("session-erased")
     file = await stage.move(stage.archive())
