@@ -3,19 +3,252 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from helpers.databases import connected
+from helpers.log import BODY
 from helpers.store import Store
-from sqlalchemy import Connection, event, select, text
+from sqlalchemy import Connection, event, func, select, text, update
 
-from app.features.archive.rows import LEASE, Forget, Line, Reserve, unfinished
+from app.api.limits import RequestMemory
+from app.domain.events import RewardAssigned, SessionConfig, SessionCreated
+from app.errors import ArchiveBusy, PayloadsUnavailable
+from app.features.archive.archive import Archive
+from app.features.archive.rows import DROPPED_AT_ONCE, LEASE, Forget, Import, Line, Reserve, unfinished
+from app.features.objects.bucket import Bucket
+from app.process import FeatureFaults
+from app.sessions.cache import SessionCache
+from app.sessions.erasure import Erasure
+from app.sessions.event_log import Followers
+from app.sessions.lifecycle import Sessions
 from app.store.feed import last_forgotten
-from app.store.incarnations import TakeLease
-from app.store.schema import events
+from app.store.incarnations import ReleaseLease, TakeLease
+from app.store.log_sessions import AssignReward, Create, Existing
+from app.store.schema import events, sessions, turns
+from app.store.writer import Writer
 
 pytestmark = pytest.mark.anyio
 pytest.importorskip("pyarrow")
+
+Meanwhile = Callable[[], Awaitable[object]]
+
+
+class Interrupted:
+    """A writer before whose first operation of a kind something else happens."""
+
+    def __init__(self, writer: Writer, kind: type, meanwhile: Meanwhile) -> None:
+        self._writer = writer
+        self._kind = kind
+        self._meanwhile: list[Meanwhile] = [meanwhile]
+
+    async def submit(self, operation: Any) -> Any:
+        while isinstance(operation, self._kind) and self._meanwhile:
+            await self._meanwhile.pop()()
+        return await self._writer.submit(operation)
+
+
+class Stage:
+    """A store with an erasure that knows of its archive, and a folder for files."""
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        self.store = store
+        self.folder = folder
+        self.cache = SessionCache(store.database, store.writer, 1 << 20)
+        self.erasure = Erasure(
+            database=store.database,
+            writer=store.writer,
+            cache=self.cache,
+            followers=Followers(),
+            clock=time.time,
+            sessions=Sessions(store.database, store.writer, self.cache, Followers(), time.time, FeatureFaults()),
+        )
+        self.erasure.elsewhere.append(self.archive().erase)
+
+    def archive(self, kind: type | None = None, meanwhile: Meanwhile | None = None, *forget: Any) -> Archive:
+        writer: Any = self.store.writer
+        if kind is not None and meanwhile is not None:
+            writer = Interrupted(writer, kind, meanwhile)
+        return Archive(
+            self.store.database,
+            writer,
+            self.cache,
+            cast(Any, self),
+            time.time,
+            lambda: self.store.me,
+            lease_s=math.inf,
+            timeout_s=5.0,
+            file_root=str(self.folder),
+            forget=forget,
+        )
+
+    async def rows(self, session_ids: Any, query: Any) -> list[Any]:
+        """For the exporter's."""
+        return []
+
+    async def ended(self, session_id: str, number: int = 1) -> None:
+        await self.store.create(session_id)
+        for _ in range(number):
+            await self.store.take_turn(session_id)
+        await self.reward(session_id)
+        await self.store.close(session_id)
+
+    async def reward(self, session_id: str) -> None:
+        await self.store.submit(AssignReward(session_id, 4.0, RewardAssigned(1.0)))
+
+    async def move(self, archive: Archive) -> str | None:
+        return (await archive.step(-1e12, self.folder.as_uri(), 100, None))["file"]
+
+    async def erased(self, session_id: str) -> None:
+        """Ask until all of it is gone, while an archive finishes what is due."""
+        while not await self.erasure.erase(session_id):
+            await self.move(self.archive())
+
+    def in_files(self, text: str) -> bool:
+        return any(text.encode() in file.read_bytes() for file in self.folder.iterdir())
+
+
+@pytest.fixture
+def stage(store: Store, tmp_path: Path) -> Stage:
+    folder = tmp_path / "archives"
+    folder.mkdir()
+    return Stage(store, folder)
+
+
+async def test_what_was_erased_before_the_index_named_the_file_is_not_in_it(stage: Stage) -> None:
+    await stage.ended("session-kept")
+    await stage.ended("session-erased")
+
+    async def erase() -> None:
+        assert await stage.erasure.erase("session-erased")
+
+    assert await stage.move(stage.archive(Reserve, erase)) is not None
+    assert stage.in_files("session-kept")
+    assert not stage.in_files("session-erased")
+
+
+async def test_a_session_that_is_erased_while_it_leaves_leaves_nothing_behind(stage: Stage) -> None:
+    await stage.ended("session-erased", DROPPED_AT_ONCE + 4)
+    asked: list[bool] = []
+
+    async def erase(session_id: str) -> None:
+        asked.append(await stage.erasure.erase(session_id))
+
+    await stage.move(stage.archive(None, None, erase))
+    assert asked == [False]
+    await stage.erased("session-erased")
+    assert not stage.in_files("session-erased")
+    left = select(func.count()).select_from(turns)
+    assert await stage.store.database.read(lambda connection: connection.execute(left).scalar_one()) == 0
+    assert await stage.store.create("session-erased") == Existing("erased", BODY)
+
+
+async def test_an_erased_session_says_so_in_the_log_that_it_left_with(stage: Stage) -> None:
+    """An older file holds a shorter one: whoever has read on knows later events under its numbers."""
+    for number in range(8):  # Files have names by chance.
+        name = f"session-{number}"
+        await stage.ended(name)
+        file = await stage.move(stage.archive())
+        assert file is not None
+        with RequestMemory(1 << 30, 1 << 20).reserve() as memory:
+            assert (await stage.archive().bring_back(file, memory))["imported"] == 1
+        await stage.reward(name)
+        seqs = [recorded.seq for recorded in await stage.store.log(name)]
+        assert await stage.move(stage.archive()) is not None
+        await stage.erased(name)
+        assert [recorded.seq for recorded in await stage.store.log(name)] == [*seqs, seqs[-1] + 1]
+
+
+async def test_a_session_that_is_erased_while_it_returns_does_not(stage: Stage) -> None:
+    await stage.ended("session-erased")
+    file = await stage.move(stage.archive())
+    assert file is not None
+    archive = stage.archive(Import, lambda: stage.erasure.erase("session-erased"))
+    with RequestMemory(1 << 30, 1 << 20).reserve() as memory:
+        told = await archive.bring_back(file, memory)
+    assert told == {
+        "imported": 0,
+        "there": 0,
+        "refused": [{"session_id": "session-erased", "reason": "it was erased"}],
+    }
+    assert await stage.store.head("session-erased") is None
+    await stage.erased("session-erased")
+
+
+@pytest.mark.parametrize("kind", [None, Reserve])
+async def test_a_session_whose_erasure_was_cut_short_does_not_leave_again(stage: Stage, kind: type | None) -> None:
+    """It was told to leave every file, and then its process died: a file that got it now would never give it back."""
+    await stage.ended("session")
+    file = await stage.move(stage.archive())
+    assert file is not None
+    with RequestMemory(1 << 30, 1 << 20).reserve() as memory:
+        assert (await stage.archive().bring_back(file, memory))["imported"] == 1
+
+    async def cut_short() -> None:
+        assert await stage.archive().erase("session") is False
+
+    if kind is None:
+        await cut_short()
+    assert await stage.move(stage.archive(kind, cut_short)) is None
+    await stage.erased("session")
+    head = await stage.store.head("session")
+    assert head is not None
+    assert head.status == "erased"
+    assert not stage.in_files("session")
+
+
+async def test_a_file_from_which_nothing_left_is_named_until_it_is_deleted(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stage.ended("session")
+
+    async def unavailable(bucket: Bucket, name: str) -> None:
+        raise PayloadsUnavailable("the storage is away")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Bucket, "delete", unavailable)
+        with pytest.raises(PayloadsUnavailable):
+            await stage.move(stage.archive(Forget, lambda: stage.reward("session")))
+    assert stage.in_files("session")
+    await stage.erased("session")
+    assert not stage.in_files("session")
+
+
+async def test_a_file_that_is_written_after_another_process_took_over_is_removed(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stage.ended("session")
+    real, taken_over = Bucket.put, []
+
+    async def late(bucket: Bucket, name: str, body: bytes) -> None:
+        monkeypatch.setattr(Bucket, "put", real)
+        await stage.store.submit(ReleaseLease(LEASE, 1))
+        taken_over.append(await stage.move(stage.archive()))
+        await real(bucket, name, body)
+
+    monkeypatch.setattr(Bucket, "put", late)
+    with pytest.raises(ArchiveBusy):
+        await stage.move(stage.archive())
+    assert taken_over == [file.as_uri() for file in stage.folder.iterdir()]
+
+
+async def test_an_archived_root_is_erased_with_members_that_stayed(stage: Stage) -> None:
+    await stage.store.create("root")
+    config = SessionConfig(rollback_window=1, parent="root")
+    await stage.store.submit(Create("child", 1.0, SessionCreated(config, BODY, None), BODY, None, None))
+    await stage.reward("root")
+    await stage.store.close("root")
+    undone = update(sessions).where(sessions.c.session_id == "child").values(status="undone")
+    await stage.store.database.write(lambda tx: tx.run(undone, {}), durable=True)
+    assert await stage.move(stage.archive()) is not None
+    await stage.erased("root")
+    head = await stage.store.head("child")
+    assert head is not None
+    assert head.status == "erased"
 
 
 async def test_of_two_rollouts_that_leave_at_once_the_log_ends_where_the_later_did(postgres_store: Store) -> None:

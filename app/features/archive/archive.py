@@ -309,11 +309,15 @@ class Archive:
             if not await self._database.read(partial(rows.has_left, file=file)):
                 await self._delete(file)  # before its lines: nothing else names it
             await self._write(rows.EndFile(fence, file))
-        for file in sorted({line.file for line in lines if line.state == "erasing"}):
-            try:
-                await self._rewrite(fence, file)
-            except CorruptContent as error:
-                log.error("sessions that were erased cannot be taken out of %s: %s", file, error)
+        tried = set[str]()
+        while erasing := {line.file for line in lines if line.state == "erasing"} - tried:
+            for file in sorted(erasing):
+                try:
+                    await self._rewrite(fence, file)
+                except CorruptContent as error:
+                    log.error("sessions that were erased cannot be taken out of %s: %s", file, error)
+            tried |= erasing
+            lines = await self._database.read(rows.unfinished)
 
     async def _drop_content(self, fence: int, line: Indexed) -> None:
         while await self._write(rows.DropContent(fence, line.file, line.session_id)):

@@ -21,6 +21,7 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
+    FromClause,
     bindparam,
     delete,
     exists,
@@ -278,8 +279,12 @@ def line_of(session: StoredRows, root_id: str) -> Line:
     return Line(session.session_id, root_id, head["name"], head["generation"], frees_name, marks_of(log))
 
 
-_is_unfinished = archived.c.state.in_([literal_column(f"'{state}'") for state in ("writing", "leaving", "erasing")])
-"""Spelled as the condition of the index, which SQLite compares as text."""
+def _is(table: FromClause, *states: str) -> ColumnElement[bool]:
+    """Spelled as the condition of the index, which SQLite compares as text."""
+    return table.c.state.in_([literal_column(f"'{state}'") for state in states])
+
+
+_is_unfinished = _is(archived, "writing", "leaving", "erasing")
 
 
 def unfinished(connection: Connection, most: int = 10_000) -> list[Indexed]:
@@ -318,11 +323,28 @@ _turn = _set_state.where(_of_sid, _file_is, archived.c.state == bindparam("was")
 _turn_file = _set_state.where(_file_is, archived.c.state == bindparam("was"))
 _drop_line = delete(archived).where(_of_sid, _file_is)
 _drop_file = delete(archived).where(_file_is, archived.c.state == bindparam("was"))
+_other = archived.alias("other")
 _begin_erasing = (
     update(archived)
     .where(
         or_(_of_sid, archived.c.root_id == bindparam("sid")),
-        or_(*(archived.c.state == state for state in ("writing", "leaving", "archived", "copy"))),
+        or_(
+            _is(archived, "leaving", "archived"),
+            _is(archived, "writing", "copy")
+            & ~exists().where(
+                _other.c.session_id == archived.c.session_id, _is(_other, "leaving", "archived", "erasing")
+            ),
+        ),
+    )
+    .values(state="erasing")
+)
+_erase_copies = (
+    update(archived)
+    .where(
+        _is(archived, "writing", "copy"),
+        archived.c.session_id.in_(
+            select(_other.c.session_id).where(_other.c.file == bindparam("in_file"), _is(_other, "erased"))
+        ),
     )
     .values(state="erasing")
 )
@@ -458,12 +480,14 @@ class Move(Fenced, frozen=True):
 
 
 class EndErasing(Fenced, frozen=True):
-    """A file is gone, and with it the sessions that had to leave it."""
+    """A file is gone, and with it the sessions that had to leave it. Files that hold what they were before come now:
+    the log that says of an erasure is the one that the session left with."""
 
     file: str
 
     def write(self, tx: Tx) -> bool:
         tx.run(_turn_file, {"in_file": self.file, "was": "erasing", "to": "erased"})
+        tx.run(_erase_copies, {"in_file": self.file})
         return True
 
 
