@@ -101,5 +101,5 @@ def test_a_session_that_is_not_used_for_the_time_to_live_is_placed_anew(fleet: F
         time.sleep(TTL_S * 1.2)
         talk.say("Back again")
         let_go(stand, there)
-    assert engines_of(talk)[1] != home
-    assert [cause for _, cause in bound(talk)] == ["first", "expired"]
+        assert engines_of(talk)[1] != home
+        assert [cause for _, cause in bound(talk)] == ["first", "expired"]
