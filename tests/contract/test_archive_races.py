@@ -15,13 +15,13 @@ from helpers.log import BODY
 from helpers.store import Store
 from sqlalchemy import Connection, event, func, select, text, update
 
-from app.api.limits import RequestMemory
 from app.domain.events import RewardAssigned, SessionConfig, SessionCreated
 from app.errors import ArchiveBusy, PayloadsUnavailable
 from app.features.archive.archive import Archive
 from app.features.archive.rows import DROPPED_AT_ONCE, LEASE, Forget, Import, Line, Reserve, unfinished
 from app.features.objects.bucket import Bucket
 from app.process import FeatureFaults
+from app.request_memory import RequestMemory
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
