@@ -25,9 +25,8 @@ from app.export.query import ExportQuery
 from app.store import rollouts
 from app.store.content import StoredSession, fetch_objects, read_logs, read_sessions, rewards
 from app.store.damage import SPAN, BrokenRow, PageDamaged, attempt
-from app.store.engine import Database
 from app.store.feed import END, EventFilter, Position, changed_sessions, last_places
-from app.store.ports import Connection
+from app.store.ports import Connection, Database
 from app.store.sessions import EventRow, ExportHead, decode_events, every_head, export_heads, group_members
 
 T = TypeVar("T")
