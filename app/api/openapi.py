@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from app.api.head import COOKIE
+from app.api.head import COOKIE, Who
 from app.api.parameters import Parameters, SessionId
 from app.api.replies import LEFT_OUT, ROLLED_BACK
-from app.api.routes import ANYTHING, JSON, NDJSON, TEXT, Errors, Reply, Route, Schema, Table, Who
+from app.api.routes import ANYTHING, JSON, NDJSON, TEXT, Errors, Reply, Route, Schema, Table
 from app.errors import AppError, EnginesFailed, Forbidden, HeadersTooLarge, TargetTooLong, Unauthorized
 from turnlog.replies import Error, ToldEngines
 
