@@ -229,8 +229,6 @@ def _finish_or_abort(value: str) -> str:
 Limit = Annotated[float | None, BeforeValidator(none_if_off)]
 Size = Annotated[int, BeforeValidator(_in_bytes)]
 _EACH_ONCE = _of_text(lambda text: tuple(dict.fromkeys(_words(text))))
-
-
 BaseUrls = Annotated[
     tuple[str, ...], NoDecode, _of_text(lambda text: tuple(map(patterns.plain_base_url, _parts(text))))
 ]
@@ -278,8 +276,7 @@ ALL_FEATURES = tuple(name for name in FEATURES if name != "rllm")
 def _feature_names(value: Any) -> Collection[str]:
     if not isinstance(value, str):
         return tuple(value)
-    names: tuple[str, ...] = tuple(dict.fromkeys(re.findall(r"[^,\s]+", value)))
-    if names == ("none",):
+    if (names := _words(value)) == ("none",):
         return ()
     return tuple(dict.fromkeys(one for name in names for one in (ALL_FEATURES if name == "all" else (name,))))
 
