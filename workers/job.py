@@ -248,8 +248,10 @@ def _parsed_without(
         except (msgspec.DecodeError, RecursionError) as error:
             raise Rejected("not JSON that can be spelled anew") from error
     parsed = parse_reply(compact, job, prompt)
-    if prompt is not None and (parsed.prompt is not prompt or not marks.pop(_PROMPT_MARK)):
-        raise Rejected("the ids that were cut out are not the prompt's")
+    if prompt is not None:
+        if parsed.prompt is not prompt:
+            raise Rejected("the ids that were cut out are not the prompt's")
+        del marks[_PROMPT_MARK]
     values: list[_Value] = []
     for kind, raw in parsed.payloads:
         mark = bytes(raw)

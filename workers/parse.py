@@ -278,10 +278,10 @@ def parse_reply(body: bytes, asked: Job, cut: Prompt | None = None) -> Parsed:
                 parsed = _completion(root, choice, asked, cut, bulk)
             elif asked.dialect == "openai":
                 parsed = _of_text(root, choice, _text_message(choice))
-            elif asked.dialect == "vllm" or (asked.dialect == "auto" and _looks_like_vllm(root, choice)):
-                parsed = _vllm(root, choice, asked, cut, bulk)
-            else:
+            elif asked.dialect == "sglang" or (asked.dialect == "auto" and _looks_like_sglang(root, choice)):
                 parsed = _sglang(root, choice, asked, cut, bulk)
+            else:
+                parsed = _vllm(root, choice, asked, cut, bulk)
         except Rejected:
             _require_keys_once(root, choice)  # This is named first: another reader may read another value.
             raise
@@ -291,9 +291,9 @@ def parse_reply(body: bytes, asked: Job, cut: Prompt | None = None) -> Parsed:
     return parsed
 
 
-def _looks_like_vllm(root: _Root, choice: _Choice) -> bool:
+def _looks_like_sglang(root: _Root, choice: _Choice) -> bool:
     """In a chat reply, token ids on the choice are vLLM's; otherwise SGLang's rules hold."""
-    return choice.meta_info == MISSING and (choice.token_ids != MISSING or not is_null(root.prompt_token_ids))
+    return choice.meta_info != MISSING or (choice.token_ids == MISSING and root.prompt_token_ids == NULL)
 
 
 def _sglang(root: _Root, choice: _Choice, asked: Job, cut: Prompt | None, bulk: _Bulk) -> Parsed:

@@ -87,7 +87,8 @@ class ReplyValidator:
             specs = [self._payload_spec(turn, kind, call) for kind in REPLAY]
             work = msgspec.structs.replace(work, payload_specs=specs)
             read = await self.by_all_rules(work, answer, new_bytes, text)
-        reply, reply.text = read
+        reply, whole_text = read
+        reply.text = whole_text
         if reply.payloads and turn.session.config.evaluation:
             reply.payloads = []  # An engine that was not asked for them may send some.
         if reply.miscounted is not None and not _has_images(turn.history):
