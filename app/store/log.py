@@ -277,24 +277,9 @@ def size_of(stored: Sequence[StoredBlob | StoredChunk]) -> int:
 
 
 def chunk_row(session_id: str, fence: int, chunk: StoredChunk) -> dict[str, Any]:
-    return {
-        "session_id": session_id,
-        "fence": fence,
-        "number": chunk.number,
-        "kind": chunk.kind,
-        "size": chunk.size,
-        "hash": chunk.hash,
-        "data": None if chunk.location else chunk.data,
-        "location": chunk.location,
-    }
+    data = None if chunk.location else chunk.data
+    return {**msgspec.structs.asdict(chunk), "session_id": session_id, "fence": fence, "data": data}
 
 
 def blob_row(session_id: str, blob: StoredBlob) -> dict[str, Any]:
-    return {
-        "session_id": session_id,
-        "number": blob.number,
-        "kind": blob.kind,
-        "size": blob.size,
-        "hash": blob.hash,
-        "data": blob.data,
-    }
+    return {**msgspec.structs.asdict(blob), "session_id": session_id}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from sqlalchemy import Boolean, Connection, LargeBinary, Select, cast, literal, null, select, union, union_all
 
-from app.store.dialect import StorePoints, contains
+from app.store.dialect import Row, StorePoints, contains
 from app.store.schema import events, sessions
 
 _ATTEMPTS = ("TurnOpened", "TurnCommitted")
@@ -57,5 +58,5 @@ def attempted(connection: Connection, points: StorePoints, name: str, mark: str,
         )
     )
     left = (departed.attempted(name, mark, agent) for departed in points.departed)
-    rows: Any = connection.execute(union(here, *left))
+    rows: Sequence[Row] = connection.execute(union(here, *left)).all()
     return [row[0] for row in sorted(rows, key=lambda row: row[1], reverse=True)]
