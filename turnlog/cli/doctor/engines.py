@@ -18,6 +18,7 @@ from app.upstream.headers import to_control, to_engine
 from app.upstream.http import EngineError
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 from workers.parse import Parsed, Rejected, parse_reply
+from workers.reply import Job
 
 if TYPE_CHECKING:
     from app.settings import Settings
@@ -115,12 +116,13 @@ async def _generated(
     if reply.status != 200:
         return [problem(area, f"a chat is answered {reply.status}", "see the engine's log")]
     try:
-        parsed = parse_reply(reply.body.joined(), settings.upstream_dialect)
+        parsed = parse_reply(reply.body.joined(), Job(settings.upstream_dialect, None, [], [], [], 200, "", b""))
     except Rejected as error:
         todo = "start it so that it returns ids and logprobs of all tokens (docs/operations.md)"
         return [problem(area, f"its reply cannot be a turn: {error}", todo)]
-    count = len(parsed.output_ids) // 4
-    found = [ok(area, f"{parsed.dialect}: {count} tokens, each with id and logprob, finish {parsed.finish_reason}")]
+    said = parsed.reply
+    facts = f"{said.output_tokens} tokens, each with id and logprob, finish {said.finish_reason}"
+    found = [ok(area, f"{said.dialect}: {facts}")]
     found += _payloads(area, settings, parsed)
     if prompts is not None:
         found.append(_same_prompt(area, parsed, prompts))
@@ -140,7 +142,7 @@ def _payloads(area: str, settings: Settings, parsed: Parsed) -> list[Finding]:
 
 def _same_prompt(area: str, parsed: Parsed, prompts: Prompts) -> Finding:
     """Does the engine render and tokenise a chat like the local tokenizer?"""
-    theirs = array("i", parsed.suffix_ids)
+    theirs = array("i", parsed.tokens.suffix_ids)
     ours = prompts.first(MESSAGES, None, {})
     if theirs == ours:
         return ok(area, "its prompt's ids are those of TURNLOG_TOKENIZER")
