@@ -45,8 +45,8 @@ from app.sessions.recovery import BEATS_PER_LEASE, Recovery, Registration
 from app.sessions.session_list import SessionList
 from app.sessions.session_view import SessionViews
 from app.settings import Settings
+from app.store.database import Database
 from app.store.dialect import StorePoints
-from app.store.engine import Database
 from app.store.writer import Writer
 from app.tito.arguments import check_family
 from app.tokens import Tokens

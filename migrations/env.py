@@ -13,8 +13,8 @@ from sqlalchemy.exc import DBAPIError
 from app.composition import metadata
 from app.errors import StartupError, StoreFull
 from app.settings import load_settings
+from app.store.database import create_engine, revision_without_room, sqlite_lock
 from app.store.dialect import change_schema, store_error
-from app.store.engine import create_engine, revision_without_room, sqlite_lock
 from app.store.lock import Held
 from app.store.opening import require_known, revision_of, unopened
 from app.store.postgres import DRIVER_ERRORS, require_usable

@@ -22,7 +22,7 @@ from sqlalchemy import Connection
 from sqlalchemy.engine import make_url
 
 from app.errors import StartupError
-from app.store.engine import Database, create_engine, sqlite_lock
+from app.store.database import Database, create_engine, sqlite_lock
 from app.store.lock import Held
 from app.store.opening import require_known
 from app.store.repair import refuse_if_served, require_revision

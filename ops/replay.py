@@ -20,7 +20,7 @@ from app.errors import InvalidRequest, SessionNotFound, SessionUnreadable
 from app.sessions.event_log import described, event_fields
 from app.sessions.session_at import session_at
 from app.settings import Settings
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.repair import Examined, examined, mended, refuse_if_served, require_revision
 from ops.store_command import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for
 

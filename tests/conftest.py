@@ -15,7 +15,7 @@ from helpers.databases import Postgres, SqliteTemplate, database_at
 from helpers.store import Store, two_stores
 from hypothesis import settings
 
-from app.store.engine import Database
+from app.store.database import Database
 from ops.server import OwnProcess
 
 settings.register_profile("turnlog", deadline=None, database=None, max_examples=100)

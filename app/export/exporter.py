@@ -29,7 +29,7 @@ from app.export.query import Cursor, ExportQuery, decode_cursor
 from app.export.row import Fields
 from app.export.writing import MadePart, Rows, Threads, begun, next_rows, read_ahead, written
 from app.store import feed
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.feed import END, Position, wait_for_horizon
 from app.store.sessions import newest_readable_version
 

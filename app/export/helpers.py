@@ -25,7 +25,7 @@ from app.export.pages import ExportPage, ExportPages
 from app.export.parts import PartRows, Warn
 from app.export.query import Cursor, ExportQuery
 from app.export.writing import MadePart, Rows, Threads, next_rows
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.feed import Position
 from app.tasks import cancelled, uncancelled
 from workers.codec import describe

@@ -20,7 +20,7 @@ from app.errors import PositionGone, StoreDamaged, StoreUnavailable
 from app.sessions.event_log import event_fields
 from app.sessions.log_end import POLL_S, LogEnd, LogPosition, decode_position
 from app.store import feed
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.feed import START, EventFilter, EventPage, PlacedRow, Position, holds, written_at
 from app.store.ports import Connection
 from app.store.sessions import decode_events

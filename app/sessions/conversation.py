@@ -16,7 +16,7 @@ from app.domain.session import AssignedReward, Session, Turn
 from app.errors import NotFound, SessionClosed, SessionUnreadable
 from app.sessions.session_at import SessionAt, session_at
 from app.store.content import load_blobs, load_frames
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.ports import of_session
 from app.store.sessions import Frames
 from workers import codec

@@ -9,7 +9,7 @@ import msgspec
 
 from app.domain import cursors
 from app.store import feed
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.feed import START, Position, Synced, wait_for_horizon
 from app.store.ports import Connection
 from app.tasks import cancelled

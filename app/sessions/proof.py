@@ -7,8 +7,8 @@ import logging
 from collections.abc import Callable
 
 from app.errors import AppError, StartupError, StoreFull, StoreUnavailable
+from app.store.database import Database
 from app.store.dialect import WriteConflict
-from app.store.engine import Database
 from app.store.repair import StoreUnordered, prove
 from app.tasks import cancelled
 

@@ -10,7 +10,8 @@ from functools import partial
 from typing import TypeVar
 
 from app.errors import AppError, StartupError, StoreDamaged, StoreFull, StoreUnavailable
-from app.store import engine, incarnations
+from app.store import database as store_database
+from app.store import incarnations
 from app.store.dialect import Tx, WriteConflict
 from app.store.log_turns import AbandonDead, next_dead
 from app.store.ports import Database, Writer
@@ -193,7 +194,7 @@ class Registration:
     """
 
     def __init__(
-        self, database: engine.Database, note: Callable[[Tx], object] | None = None, retry_s: float = RETRY_S
+        self, database: store_database.Database, note: Callable[[Tx], object] | None = None, retry_s: float = RETRY_S
     ) -> None:
         self._database = database
         self._note = note

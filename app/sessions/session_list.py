@@ -14,7 +14,7 @@ from app.domain.groups import staleness
 from app.errors import InvalidRequest
 from app.fleet.engines import Engines
 from app.sessions.metadata import matches
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.ports import Connection
 from app.store.sessions import (
     COUNTED,

@@ -25,7 +25,7 @@ from app.sessions.session_at import INLINE, SessionAt, session_at
 from app.sessions.session_list import AtGates, state_of
 from app.sessions.tree_view import tree_of
 from app.store.content import load_blobs
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.ports import of_session
 from turnlog import replies
 from turnlog.events import VersionSpan

@@ -15,7 +15,7 @@ from app.domain.session import OpenTurn, Session, Turn
 from app.sessions.session_at import SessionAt, session_at
 from app.store.content import load_frames
 from app.store.damage import attempt_or
-from app.store.engine import Database
+from app.store.database import Database
 from turnlog.actions import task_of
 from turnlog.replies import Tree, TreeBranch, TreeTurn
 from workers import codec

@@ -1,6 +1,6 @@
 """The store as the service uses it: protocols of the database and its writer.
 
-In service they are `engine.Database` and `writer.Writer`; the simulation (`tests/tools/simulation`) puts a database in
+In service they are `database.Database` and `writer.Writer`; the simulation (`tests/tools/simulation`) puts a database in
 memory behind the same names.
 """
 
@@ -45,7 +45,7 @@ class Bucket(Protocol):
 
 
 class Database(Protocol):
-    """Transactions; for their guarantees see `engine.Database`."""
+    """Transactions; for their guarantees see `database.Database`."""
 
     @property
     def is_sqlite(self) -> bool:

@@ -58,7 +58,7 @@ IDLE_S = 10.0
 """How long a frozen process can keep its rows locked."""
 
 AT_ONCE = 6
-"""Single statements that run at a time, each on one of the connections for reads (`engine.READERS`).
+"""Single statements that run at a time, each on one of the connections for reads (`database.READERS`).
 
 Measured with turns that all miss the cache: with three, turns wait for each other and make smaller
 batches, with eight it is as with six.

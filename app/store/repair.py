@@ -37,8 +37,8 @@ from app.domain.session import OpenTurn, Session, fold
 from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
 from app.store.damage import attempt_or
+from app.store.database import Database
 from app.store.dialect import AlchemyTx, Row, Tx, WriteConflict, current_tx, next_tx, now, oldest_runs, oldest_tx
-from app.store.engine import Database
 from app.store.feed import PAUSE_S, SETTLE_S
 from app.store.incarnations import heartbeat
 from app.store.opening import require_head, revision_of, unopened

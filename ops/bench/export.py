@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 from sqlalchemy import Connection, text
 
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.schema import sessions
 from ops.bench.load import question_bytes
 from ops.bench.measure import MIB, Figures, Peak, cpu_s, save_figures, stat, table

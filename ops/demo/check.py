@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.store.engine import Database
+from app.store.database import Database
 from app.turn.in_flight import hash_key
 from ops import verify
 from ops.demo.agent import Acknowledged, Agent

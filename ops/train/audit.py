@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from app.store import repair
-from app.store.engine import Database
+from app.store.database import Database
 from ops.engine.process import is_installed, run_module
 from ops.server import ServerProcess
 from ops.train.rollouts import lines

@@ -20,7 +20,7 @@ from app.settings import load_settings
 from app.store import repair
 from app.store.content import live_objects, load_chunks
 from app.store.damage import PageDamaged, attempt
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.sessions import readable_ids
 from ops.store_command import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns

@@ -12,8 +12,8 @@ from app.domain.session import Session
 from app.errors import SessionUnreadable
 from app.sessions.transcript import stored_reply
 from app.store import repair
+from app.store.database import Database
 from app.store.dialect import AlchemyTx
-from app.store.engine import Database
 from app.store.repair import FoldedLog
 from ops.verify.report import Acknowledged, Report
 

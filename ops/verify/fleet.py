@@ -13,7 +13,7 @@ from app.domain import events, fleet
 from app.domain.events import UnknownEvent, decode
 from app.domain.fleet import AdapterPaused, AdapterResumed, Fleet, FleetEvent, FleetPaused, FleetResumed, Placed, apply
 from app.features.session_control.affinities import State, affinities
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.schema import fleet_events, sessions
 from ops.verify.report import STORE, Report
 

@@ -16,7 +16,7 @@ from app.features.groups import reads as group_reads
 from app.features.groups.reads import TurnEvents
 from app.features.groups.schema import group_changes, groups, is_finished
 from app.store.damage import attempt_or
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.rollouts import is_root
 from app.store.schema import events, sessions
 from app.store.sessions import decode_events

@@ -13,7 +13,7 @@ from helpers.databases import database_at
 from app.export.exporter import Exporter
 from app.export.helpers import Helpers
 from app.export.query import ExportQuery
-from app.store.engine import Database
+from app.store.database import Database
 from ops.bench.stored import copy_up_to, play
 from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess

@@ -24,8 +24,8 @@ from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
 from app.fleet.engines import Engines
 from app.fleet.state import STALE_S, FleetState
+from app.store.database import Database
 from app.store.dialect import Parameters, Row
-from app.store.engine import Database
 from app.store.schema import fleet_events
 from app.store.writer import Writer
 from app.upstream.client import EngineClient

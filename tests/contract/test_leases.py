@@ -7,8 +7,8 @@ import asyncio
 import pytest
 from helpers.store import Store, add_incarnation, end_incarnation, silence_incarnation
 
+from app.store.database import Database
 from app.store.dialect import AlchemyTx
-from app.store.engine import Database
 from app.store.incarnations import ReleaseLease, TakeLease, holds_lease
 
 pytestmark = pytest.mark.anyio

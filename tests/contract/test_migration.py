@@ -20,7 +20,7 @@ from sqlalchemy.engine import make_url
 from app.composition import metadata
 from app.errors import StartupError
 from app.store.damage import Content
-from app.store.engine import Database, sqlite_lock
+from app.store.database import Database, sqlite_lock
 from app.store.opening import revision_head, revision_of
 
 T = TypeVar("T")

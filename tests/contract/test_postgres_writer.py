@@ -16,8 +16,8 @@ from sqlalchemy.engine import make_url
 
 from app.errors import StoreUnavailable
 from app.store import feed, postgres, writer
+from app.store.database import Database
 from app.store.dialect import Tx
-from app.store.engine import Database
 from app.store.log import Appended, BaseOperation, Refused
 from app.store.log_sessions import Existing, SaveSnapshot
 from app.store.log_turns import Busy, Stale

@@ -16,8 +16,8 @@ from app.domain.session import Session
 from app.errors import SessionUnreadable
 from app.protocols.chat import parse_chat
 from app.sessions.cache import SessionCache
+from app.store.database import Database
 from app.store.dialect import Parameters, Row
-from app.store.engine import Database
 from app.store.schema import turns as turns_table
 from app.store.sessions import NEWEST_TURNS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.store import Store, claim, commit, create, release
 
-from app.store.engine import Database
+from app.store.database import Database
 
 pytestmark = pytest.mark.anyio
 

@@ -14,8 +14,8 @@ from sqlalchemy.util import await_only
 
 from app.errors import StartupError, StoreFull, StoreUnavailable
 from app.store import postgres
+from app.store.database import Database
 from app.store.dialect import Tx, store_error
-from app.store.engine import Database
 from app.store.log import Appended
 from app.store.schema import store_meta
 

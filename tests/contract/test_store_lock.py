@@ -16,7 +16,7 @@ from sqlalchemy.engine import make_url
 
 from app.errors import StartupError, StoreLost
 from app.store import lock
-from app.store.engine import Database, sqlite_lock
+from app.store.database import Database, sqlite_lock
 from app.store.lock import Held, SqliteLock, lock_owner
 from app.store.log import Appended
 

@@ -8,8 +8,8 @@ from helpers.store import Store, claim, commit, create, reward
 from sqlalchemy import select
 
 from app.store.content import read_logs
+from app.store.database import Database
 from app.store.dialect import AlchemyTx
-from app.store.engine import Database
 from app.store.feed import Position
 from app.store.schema import events
 from app.store.sessions import decode_events

@@ -15,8 +15,8 @@ from app.features.page import watch as watching
 from app.features.page.watch import Listener, Watch
 from app.sessions.log_end import LogEnd
 from app.sessions.session_list import SessionList
+from app.store.database import Database
 from app.store.dialect import Tx
-from app.store.engine import Database
 from app.store.schema import events, sessions, store_meta
 from turnlog.replies import ListedSession
 

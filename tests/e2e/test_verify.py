@@ -20,7 +20,7 @@ from integration.stand import Talk, standing, user
 
 from app.domain.events import AffinityBound, Event, SessionClosed, TurnCommitted, decode, encode, name_of
 from app.domain.fleet import FleetPaused, FleetResumed
-from app.store.engine import Database
+from app.store.database import Database
 from ops.verify import Acknowledged, Report, verify, verify_url
 
 

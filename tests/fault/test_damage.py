@@ -17,8 +17,8 @@ from integration.routing import BOTH
 from integration.stand import WEATHER, Stand, error_of, serving, user
 from sqlalchemy import text
 
+from app.composition import metadata
 from app.domain.events import CHECK_BYTES
-from app.store.schema import metadata
 from fault.agents import Agent
 from fault.table import Tally
 from fault.verified import verified
@@ -98,7 +98,7 @@ class Damage:
 def choose(url: str, rng: random.Random, place: tuple[str, str]) -> Damage:
     """A row of one of PLACES, and what happens to it."""
     table, column = place
-    names = [one.name for one in metadata.tables[table].primary_key.columns]
+    names = [one.name for one in metadata().tables[table].primary_key.columns]
     row = rng.choice(_rows(url, f"SELECT {', '.join(names)}, {column} FROM {table} WHERE {column} IS NOT NULL"))
     before = bytes(row[-1])
     return Damage(url, table, column, dict(zip(names, row[:-1], strict=True)), before, damaged(before, rng))

@@ -34,7 +34,7 @@ from app.export.query import ExportQuery
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.log_end import LogEnd
 from app.store import sessions
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.feed import Position, last_places
 from app.store.log import Appended
 from app.store.sessions import load_events, readable_ids

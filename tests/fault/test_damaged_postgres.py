@@ -19,7 +19,7 @@ from app.export.query import ExportQuery
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.cache import SessionCache
 from app.sessions.log_end import LogEnd
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.log import Appended
 from ops.verify import verify_url
 

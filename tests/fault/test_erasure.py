@@ -14,7 +14,7 @@ from integration.routing import BOTH, KINDS
 from integration.stand import Stand, Talk, serving, user
 from sqlalchemy import select, text
 
-from app.store.engine import create_engine
+from app.store.database import create_engine
 from app.store.schema import blobs, chunks, refused_replies, snapshots, turns
 from fault.verified import verified
 from ops.simulator.process import SimulatorProcess

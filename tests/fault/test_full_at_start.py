@@ -13,7 +13,7 @@ from helpers.clusters import ROLE, Cluster
 from helpers.databases import run_module
 from integration.stand import Stand, Talk, error_of, serving, until, user
 
-from app.store.engine import NO_ROOM
+from app.store.database import NO_ROOM
 from fault.table import Tally
 from fault.verified import acknowledgement, verified
 from fault.volumes import Volume, volume

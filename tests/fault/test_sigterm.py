@@ -13,7 +13,7 @@ import pytest
 from integration.stand import FIRST_TURN, Stand, Talk, until, user
 from sqlalchemy import func, select
 
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.schema import incarnations, open_turns
 from fault.forking import ForkedServer
 from fault.table import Tally

@@ -13,7 +13,7 @@ from integration.stand import Stand
 from app.features.objects.bucket import open_bucket
 from app.settings import load_settings
 from app.store import repair
-from app.store.engine import Database
+from app.store.database import Database
 from fault.table import Tally
 from ops.verify import Acknowledged, Report, verify
 

@@ -17,7 +17,7 @@ from sqlalchemy.engine import Engine, make_url
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.composition import store_points
-from app.store.engine import Database, create_engine
+from app.store.database import Database, create_engine
 from helpers.warm import ROOT, popen
 
 

@@ -14,8 +14,8 @@ from app.domain.fleet import EngineListed
 from app.domain.session import Session, encode_session, fold
 from app.fleet.engines import Engines
 from app.store import feed, incarnations
+from app.store.database import Database
 from app.store.dialect import Tx, now, up_since
-from app.store.engine import Database
 from app.store.feed import EventFilter, Position, changed_sessions
 from app.store.log import Appended, BaseOperation, StoredBlob, StoredChunk, size_of
 from app.store.log_sessions import AssignReward, Close, Create, Erase, SaveSnapshot

@@ -13,7 +13,7 @@ from typing import Any
 
 from helpers.databases import run_module
 
-from app.store.engine import Database
+from app.store.database import Database
 from integration.stand import Stand, Talk
 from ops.verify import Acknowledged, Report, verify
 

@@ -11,7 +11,7 @@ from helpers.log import rolled_back
 from helpers.store import Store, claim, create, end_incarnation, reward
 
 from app.domain.events import BlobsTombstoned
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.log_sessions import Close, FreeReplay
 from turnlog.cli.commands import app_of
 

@@ -17,7 +17,7 @@ from helpers.databases import Postgres
 from helpers.warm import popen
 from sqlalchemy import text
 
-from app.store.engine import create_engine
+from app.store.database import create_engine
 from integration.copying import Writers, checked, command, failure, url_of
 from integration.stand import Stand, error_of, serving, until
 from integration.test_names import TOLD, Named

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from app.store.engine import sqlite_lock
+from app.store.database import sqlite_lock
 from integration.cli import answer, complaint, run, started
 from integration.stand import serving
 from ops import backup

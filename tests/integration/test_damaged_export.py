@@ -24,7 +24,7 @@ from app.export.row import Fields, Source
 from app.export.rows import SessionRows
 from app.export.shapes import shared
 from app.features.groups.feed import Feed, FeedQuery
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create
 from app.store.schema import blobs, events, sessions

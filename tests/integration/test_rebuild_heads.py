@@ -19,7 +19,7 @@ from sqlalchemy import select
 
 from app.features.groups.schema import group_changes
 from app.store import repair
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.schema import open_turns, sessions
 from integration.filled import execute, fill, opened, replay
 from integration.stand import until

@@ -22,7 +22,7 @@ from app.features import archive
 from app.main import create_app
 from app.services import Services
 from app.settings import Settings
-from app.store.engine import sqlite_lock
+from app.store.database import sqlite_lock
 from app.store.opening import revision_head
 from integration.cli import started
 from ops.server import free_port

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from app.store.engine import Database
+from app.store.database import Database
 from ops.store_command import silent
 from ops.verify import Acknowledged, Problem, Report, verify
 from ops.verify.acknowledged import check

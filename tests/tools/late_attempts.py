@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 
-from app.store.engine import Database
+from app.store.database import Database
 from ops.server import KeptServer
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged

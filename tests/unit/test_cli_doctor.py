@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from app.store.engine import sqlite_lock
+from app.store.database import sqlite_lock
 from ops.server import free_port
 from turnlog.cli.commands import app_of
 from turnlog.cli.doctor import postgres, store

@@ -6,7 +6,7 @@ import pytest
 from helpers.store import Store, create
 
 from app.sessions.figures import FRESH_S, CachedFigures
-from app.store.engine import Database
+from app.store.database import Database
 from ops.server import reserve_port
 
 pytestmark = pytest.mark.anyio

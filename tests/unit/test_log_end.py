@@ -10,7 +10,7 @@ import pytest
 
 from app.errors import StoreUnavailable
 from app.sessions.log_end import Ends, LogEnd
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.feed import START, Position, Synced
 
 pytestmark = pytest.mark.anyio

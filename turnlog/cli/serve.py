@@ -131,7 +131,7 @@ def _refusals() -> Iterator[None]:
 
 def _require_unserved(url: str) -> None:
     """Raises Failure early, because the migration's own error would speak of a schema change that nobody asked for."""
-    from app.store.engine import sqlite_lock
+    from app.store.database import sqlite_lock
     from app.store.opening import acquire
 
     lock = sqlite_lock(url)
@@ -196,7 +196,7 @@ def upgrade(url: str) -> None:
     from alembic.config import Config
     from alembic.util import CommandError
 
-    from app.store.engine import ROOT
+    from app.store.database import ROOT
 
     config = Config()
     config.set_main_option("script_location", str(ROOT / "migrations").replace("%", "%%"))

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from app.features.objects.objects import Objects
     from app.services import Services
     from app.settings import Settings
+    from app.store.database import Database
     from app.store.dialect import Tx
-    from app.store.engine import Database
 
 log = logging.getLogger("turnlog")
 

@@ -13,7 +13,7 @@ from app.export.exporter import Exporter
 from app.export.formats import EXCLUDED
 from app.export.query import ExportQuery
 from app.export.row import Fields
-from app.store.engine import Database
+from app.store.database import Database
 
 MAX_SESSIONS = 2_000
 MAX_S = 2.0

@@ -15,7 +15,7 @@ from app.domain.session import Session, Turn
 from app.sessions.conversation import TURNS_PER_READ, ShownMessage, as_messages, turn_messages, unknown_branch
 from app.sessions.session_at import session_at
 from app.store.content import load_frames
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.sessions import Frames
 from turnlog.actions import Action, actions_of, has_failed, result_line
 from workers import codec

@@ -26,7 +26,7 @@ from app.sessions.metadata import MISSING, value_of
 from app.sessions.session_list import SessionList, SessionQuery
 from app.store.content import load_frames, metadata_of
 from app.store.damage import of_readable
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.ports import Connection
 from app.store.sessions import EventRow, Frames, decode_events, event_rows
 from turnlog.actions import Action, actions_of, task_of

@@ -23,7 +23,7 @@ from app.sessions.conversation import unknown_branch
 from app.sessions.session_at import session_at
 from app.store.content import load_frames, unpack_tokens
 from app.store.damage import SPAN
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.schema import annotation_columns
 from app.store.sessions import Frames
 from workers import codec

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, select
 
 from app.errors import NotFound, SessionNotFound
 from app.sessions.conversation import as_messages
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.schema import turns
 from app.store.sessions import last_seq
 from turnlog.actions import Action, actions_of, has_failed, result_line

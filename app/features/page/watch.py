@@ -19,8 +19,8 @@ from app.errors import AppError, Overloaded
 from app.sessions.log_end import POLL_S, LogEnd, LogPosition, decode_position
 from app.sessions.session_list import SessionList
 from app.store import feed
+from app.store.database import Database
 from app.store.dialect import oldest_tx
-from app.store.engine import Database
 from app.store.feed import START, Position
 from app.store.schema import events
 from turnlog.replies import ListedSession

@@ -18,7 +18,7 @@ from app.sessions import replay_payloads, transcript
 from app.sessions.session_at import session_at
 from app.sessions.transcript import WireTurn
 from app.store.content import load_tokens
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.ports import of_session
 from workers.sampling_masks import Masks
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from app.features.search.index import Index
     from app.features.search.routes import Search
     from app.services import Services
-    from app.store.engine import Database
+    from app.store.database import Database
 
 log = logging.getLogger("turnlog.search")
 

@@ -25,7 +25,7 @@ from app.metrics import Metrics
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.log_end import LogEnd, LogPosition, decode_position
 from app.store.content import load_frames
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.feed import START
 from app.store.sessions import fold_rows, session_rows
 from app.tasks import cancelled

@@ -14,8 +14,8 @@ from sqlalchemy import Connection, text
 from app.errors import StoreUnavailable
 from app.features.search.index import COLUMNS, TABLES, Message, Page, Wanted
 from app.features.search.text import Query, words_of
+from app.store.database import Database
 from app.store.dialect import Tx
-from app.store.engine import Database
 from app.store.incarnations import TakeLease, holds_lease
 from app.store.writer import Writer
 

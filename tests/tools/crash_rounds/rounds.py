@@ -20,7 +20,7 @@ import aiohttp
 
 from app.features.objects.bucket import open_bucket
 from app.settings import load_settings
-from app.store.engine import Database
+from app.store.database import Database
 from ops.server import VERBATIM, ServerProcess
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Problem, verify_url

@@ -24,7 +24,7 @@ from app.domain.events import (
 )
 from app.domain.restore import in_effect
 from app.store import repair
-from app.store.engine import Database as RealDatabase
+from app.store.database import Database as RealDatabase
 from app.store.schema import open_turns
 from app.store.sessions import load_events, load_head
 from ops.verify import TABLES

@@ -1,4 +1,4 @@
-"""PostgreSQL in a simulation: the real `engine.Database` of each process, the real server, and what is between them.
+"""PostgreSQL in a simulation: the real `database.Database` of each process, the real server, and what is between them.
 
 Each statement is a step of the schedule: it travels to the server, is done or waits for a lock there, and its answer
 travels back. Meanwhile other processes' statements are done. A process that dies has its transactions rolled back, but
@@ -16,7 +16,7 @@ from sqlalchemy import event
 
 from app.composition import store_points
 from app.store import ports
-from app.store.engine import ANSWER_S, Database
+from app.store.database import ANSWER_S, Database
 from app.store.postgres import BEGIN, IDLE_S, LOCK_S, _drop
 from tests.tools.simulation.backends import Backend, Work
 from tests.tools.simulation.database import Server

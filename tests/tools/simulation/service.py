@@ -30,8 +30,8 @@ from app.sessions.lifecycle import Clock
 from app.sessions.recovery import Registration
 from app.settings import Settings
 from app.store import incarnations, ports, schema
+from app.store.database import Database
 from app.store.dialect import Tx, now
-from app.store.engine import Database
 from app.store.log_sessions import SaveSnapshot
 from app.store.sessions import SNAPSHOT_FORMAT
 from app.tokens import Tokens

@@ -11,7 +11,7 @@ from app.domain.session import rid_of
 from app.export.rows import known
 from app.store import pins, repair
 from app.store.content import fetch_objects, read_sessions
-from app.store.engine import Database
+from app.store.database import Database
 from app.store.feed import END
 from app.store.sessions import decode_events
 from ops.verify import TABLES

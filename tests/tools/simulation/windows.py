@@ -13,7 +13,7 @@ from app.errors import PayloadTombstoned
 from app.sessions import replay_payloads
 from app.sessions.transcript import stored_reply
 from app.store.content import StoredSession
-from app.store.engine import Database
+from app.store.database import Database
 from tests.tools.simulation.engine import EXPERTS
 from tests.tools.simulation.told import Story, Told
 

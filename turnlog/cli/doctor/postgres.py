@@ -12,8 +12,8 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
 from app.store import repair
+from app.store.database import LANES, SPARE_WRITERS, create_engine
 from app.store.dialect import AlchemyTx
-from app.store.engine import LANES, SPARE_WRITERS, create_engine
 from app.store.opening import revision_head
 from app.store.ports import READERS
 from app.store.postgres import DRIVER_ERRORS

@@ -83,7 +83,7 @@ async def _opened(url: str) -> tuple[Fleet, str | None]:
     from app.domain import fleet as domain
     from app.features.objects.rows import has_objects, url_of_objects
     from app.store import fleet as store
-    from app.store.engine import Database
+    from app.store.database import Database
 
     database = Database(url)
     try:
