@@ -1,7 +1,7 @@
 """The store as the service uses it: protocols of the database and its writer.
 
-In service they are `database.Database` and `writer.Writer`; the simulation (`tests/tools/simulation`) puts a database in
-memory behind the same names.
+In service they are `database.Database` and `writer.Writer`; the simulation (`tests/tools/simulation`) puts a database
+in memory behind the same names.
 """
 
 from __future__ import annotations
