@@ -22,4 +22,8 @@ else:
 
         if name == "__all__":
             return [public for public in vars(names) if not public.startswith("_")]
-        return getattr(names, name)
+        try:
+            found = globals()[name] = getattr(names, name)
+        except AttributeError:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+        return found

@@ -103,6 +103,7 @@ class Parameters:
         """The parameters as the OpenAPI document has them. None of them can be null: an optional one is left out."""
         for one in self._parameters:
             schema = one.adapter.json_schema()
+            assert "$defs" not in schema, f"{one.names or one.sent_name}: the document has no components of parameters"
             if one.names is None:
                 is_required = one.default is inspect.Parameter.empty
                 given = {} if is_required else {"default": one.default}

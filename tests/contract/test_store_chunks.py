@@ -18,6 +18,7 @@ from app.store.log_sessions import Close, FreeChunks, FreeReplay
 from app.store.log_turns import REFUSED_KEPT, AbandonDead, Reject
 from app.store.schema import chunks as chunks_table
 from app.store.sessions import closed_sessions, last_tombstone
+from workers import codec
 
 pytestmark = pytest.mark.anyio
 
@@ -186,7 +187,8 @@ async def reject(store: Store, session_id: str = "s", text: bytes = b"bad") -> i
     await store.claim(session_id, session.version)
     event = TurnRejected(1, fence, "upstream_invalid", None, "rule", 99, len(text))
     assert isinstance(
-        await store.submit(Reject(session_id, fence, store.me, CLAIMED_AT, 3.0, event, 99, text)), Appended
+        await store.submit(Reject(session_id, fence, store.me, CLAIMED_AT, 3.0, event, 99, codec.compress(text))),
+        Appended,
     )
     return fence
 
@@ -199,7 +201,7 @@ async def test_a_refused_reply_is_kept_and_ends_the_turn(store: Store) -> None:
     fence = await claimed(store)
     await store.submit(stage("s", fence, store.me, chunk(0)))
     event = TurnRejected(1, fence, "upstream_invalid", None, "rule", 99, 3)
-    done = await store.submit(Reject("s", fence, store.me, CLAIMED_AT, 3.0, event, 99, b"bad"))
+    done = await store.submit(Reject("s", fence, store.me, CLAIMED_AT, 3.0, event, 99, codec.compress(b"bad")))
     assert [recorded.event for recorded in done.events] == [event]
     assert await refused(store, fence) == (99, b"bad")
     assert (await store.open_turns("s"), await store.chunks("s")) == ([], {})

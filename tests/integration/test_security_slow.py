@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.server import ServerState
 
+from app import request_memory
 from app.api import connection as protocol
 from app.api import limits
 from app.api.connection import BoundedProtocol
@@ -195,7 +196,7 @@ async def test_who_holds_bodies_back_keeps_no_small_one_out_and_nobody_else(
     monkeypatch: pytest.MonkeyPatch, application: Application, port: int
 ) -> None:
     """Half of the room at most, which was all of it."""
-    monkeypatch.setattr(limits, "SMALL", 20)
+    monkeypatch.setattr(request_memory, "SMALL", 20)
     application.inflight = RequestMemory(4 * LARGEST, clock=lambda: 0.0)
     head = BODY.replace(b"10", b"1000")
     async with contextlib.AsyncExitStack() as stack:
@@ -230,7 +231,7 @@ async def test_who_holds_bodies_back_makes_room_for_others_of_the_same_address(
     monkeypatch: pytest.MonkeyPatch, application: Application, port: int
 ) -> None:
     """Without tokens, or behind a proxy, everybody has the same address."""
-    monkeypatch.setattr(limits, "SMALL", 20)
+    monkeypatch.setattr(request_memory, "SMALL", 20)
     now = 0.0
     application.inflight = RequestMemory(4 * LARGEST, clock=lambda: now)
     head = BODY.replace(b"10", b"1000")
@@ -240,7 +241,7 @@ async def test_who_holds_bodies_back_makes_room_for_others_of_the_same_address(
             async with asyncio.timeout(20):
                 while application.inflight.size < size:
                     await asyncio.sleep(0.02)
-        now = limits.BODY_TIMEOUT_S + 1
+        now = request_memory.BODY_TIMEOUT_S + 1
         async with connected(port) as (honest, to_honest):
             to_honest.write(head + b"y" * 1000)
             assert (await honest.readuntil(b"y" * 1000)).startswith(b"HTTP/1.1 200")
@@ -276,7 +277,7 @@ async def test_a_body_that_is_given_up_as_its_end_comes_is_given_up() -> None:
 
     reading = asyncio.create_task(read())
     await asyncio.sleep(0)
-    now = limits.BODY_TIMEOUT_S + 1
+    now = request_memory.BODY_TIMEOUT_S + 1
     end.set()
     with inflight.reserve() as other:
         other.arrive(LARGEST)

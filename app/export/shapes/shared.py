@@ -104,9 +104,13 @@ def placed_images(row: Row, place: Callable[[list[str]], Fields]) -> Fields:
     shown = row.images or ()
     if row.stored_images and all(image.bytes is None for image in shown):
         return left_out(row)
-    urls = [
-        image.url or "" if image.bytes is None else data_url(image.media_type or "", image.bytes) for image in shown
-    ]
+    urls = []
+    for image in shown:
+        if image.bytes is None:
+            assert image.url is not None  # of an image without a URL the bytes are stored: it is left out above
+            urls.append(image.url)
+        else:
+            urls.append(data_url(image.media_type or "", image.bytes))
     return place(urls) if urls else {}
 
 

@@ -14,7 +14,7 @@ from app.crash_points import reach
 from app.domain import notes
 from app.domain.columns import Column, unpack
 from app.domain.decide import labelled
-from app.domain.events import AnnotationWritten, UnknownEvent
+from app.domain.events import AnnotationWritten
 from app.domain.session import Annotation, Session
 from app.errors import NotFound, SessionUnreadable
 from app.features.annotations import rules
@@ -116,7 +116,7 @@ class Annotations:
                 partial(read_column, session_id=session_id, turn=turn, name=name, seq=seq), session_id=session_id
             )
             return None if frame is None else await asyncio.to_thread(unpack, frame, column)
-        except (UnknownEvent, CorruptContent) as error:
+        except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}: annotation {name}: {error}") from error
 
 

@@ -104,7 +104,7 @@ class TracedTurns:
         elif turn.answer is not None:
             engine = turn.answer.engine
         address = urlsplit(engine)
-        port = address.port or (443 if address.scheme == "https" else 80)
+        port = (address.port or (443 if address.scheme == "https" else 80)) if address.hostname else None
         return _given(
             {
                 "gen_ai.operation.name": "chat" if request.shape == "chat" else "text_completion",
@@ -118,7 +118,7 @@ class TracedTurns:
                 **of_reply,
                 "gen_ai.provider.name": dialect if dialect != "auto" else "_OTHER",
                 "server.address": address.hostname or None,
-                "server.port": port if address.hostname else None,
+                "server.port": port,
                 "turnlog.upstream": engine if engine and not address.hostname else None,
                 "turnlog.group_id": turn.session.config.group_id,
                 "turnlog.attempt": turn.session.config.attempt,
