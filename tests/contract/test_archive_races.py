@@ -163,6 +163,24 @@ async def test_an_erased_session_says_so_in_the_log_that_it_left_with(stage: Sta
         assert [recorded.seq for recorded in await stage.store.log(name)] == [*seqs, seqs[-1] + 1]
 
 
+async def test_a_damaged_file_keeps_no_copy_of_an_erased_session(stage: Stage) -> None:
+    """What the session left with cannot be read; what another file holds of it goes nevertheless."""
+    await stage.ended("session-erased")
+    first = await stage.move(stage.archive())
+    assert first is not None
+    with RequestMemory(1 << 30, 1 << 20).reserve() as memory:
+        assert (await stage.archive().bring_back(first, memory))["imported"] == 1
+    await stage.reward("session-erased")
+    await stage.ended("session-kept")  # for which the file must stay
+    files = set(stage.folder.iterdir())
+    assert await stage.move(stage.archive()) is not None
+    [newer] = set(stage.folder.iterdir()) - files
+    newer.write_bytes(newer.read_bytes()[:-20])
+    assert not await stage.erasure.erase("session-erased")
+    await stage.move(stage.archive())
+    assert list(stage.folder.iterdir()) == [newer]
+
+
 async def test_a_session_that_is_erased_while_it_returns_does_not(stage: Stage) -> None:
     await stage.ended("session-erased")
     file = await stage.move(stage.archive())

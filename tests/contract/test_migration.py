@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -14,8 +15,10 @@ from alembic import command
 from alembic.script import ScriptDirectory
 from fault.table import Tally
 from helpers.databases import alembic_config, connected, migrate, run_module
-from sqlalchemy import Connection, inspect
+from sqlalchemy import Connection, Dialect, inspect
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from app.composition import metadata
 from app.errors import StartupError
@@ -24,6 +27,8 @@ from app.store.database import Database, sqlite_lock
 from app.store.opening import revision_head, revision_of
 
 T = TypeVar("T")
+
+REVISION = "first_10"
 
 
 def on(url: str, work: Callable[[Connection], T]) -> T:
@@ -67,6 +72,22 @@ def test_the_migration_makes_the_tables_of_the_schema(empty_url: str) -> None:
     assert on(empty_url, described) == in_code
     migrate(empty_url)
     assert on(empty_url, tables) == {*metadata().tables, "alembic_version"}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "digest"),
+    [(sqlite.dialect(), "3f638075f28d39eb"), (postgresql.dialect(), "a85547c93f1ddc26")],
+    ids=["sqlite", "postgresql"],
+)
+def test_other_tables_have_another_revision(dialect: Dialect, digest: str) -> None:
+    """Whoever changes a table changes REVISION with the digest, so that a store of before is refused at the start."""
+    made = [CreateTable(table).compile(dialect=dialect) for table in metadata().sorted_tables]
+    indexes = sorted(
+        (one for table in metadata().sorted_tables for one in table.indexes), key=lambda one: str(one.name)
+    )
+    made += [CreateIndex(index).compile(dialect=dialect) for index in sorted(indexes, key=lambda one: str(one.name))]
+    assert hashlib.sha256("\n".join(map(str, made)).encode()).hexdigest()[:16] == digest
+    assert revision_head() == REVISION
 
 
 def test_alembic_finds_no_difference_and_can_find_one(empty_url: str) -> None:

@@ -310,14 +310,14 @@ class Archive:
                 await self._delete(file)  # before its lines: nothing else names it
             await self._write(rows.EndFile(fence, file))
         tried = set[str]()
-        while erasing := {line.file for line in lines if line.state == "erasing"} - tried:
+        while erasing := await self._database.read(rows.erasing_files) - tried:
             for file in sorted(erasing):
                 try:
                     await self._rewrite(fence, file)
                 except CorruptContent as error:
                     log.error("sessions that were erased cannot be taken out of %s: %s", file, error)
+                    await self._write(rows.EraseCopies(fence, file))
             tried |= erasing
-            lines = await self._database.read(rows.unfinished)
 
     async def _drop_content(self, fence: int, line: Indexed) -> None:
         while await self._write(rows.DropContent(fence, line.file, line.session_id)):

@@ -293,6 +293,12 @@ def unfinished(connection: Connection, most: int = 10_000) -> list[Indexed]:
     return _indexed(connection.execute(query))
 
 
+def erasing_files(connection: Connection) -> set[str]:
+    """The files that sessions must leave."""
+    files = select(archived.c.file).where(_is_unfinished, _is(archived, "erasing")).distinct()
+    return set(connection.execute(files).scalars())
+
+
 def of_file(connection: Connection, file: str) -> list[Indexed]:
     return _indexed(connection.execute(_index.where(archived.c.file == file)))
 
@@ -343,7 +349,7 @@ _erase_copies = (
     .where(
         _is(archived, "writing", "copy"),
         archived.c.session_id.in_(
-            select(_other.c.session_id).where(_other.c.file == bindparam("in_file"), _is(_other, "erased"))
+            select(_other.c.session_id).where(_other.c.file == bindparam("in_file"), _is(_other, "erasing", "erased"))
         ),
     )
     .values(state="erasing")
@@ -479,16 +485,23 @@ class Move(Fenced, frozen=True):
         return True
 
 
-class EndErasing(Fenced, frozen=True):
-    """A file is gone, and with it the sessions that had to leave it. Files that hold what they were before come now:
-    the log that says of an erasure is the one that the session left with."""
+class EraseCopies(Fenced, frozen=True):
+    """The sessions that must leave the file must also leave those that hold what they were before. They come later: the
+    log that says of an erasure is the one that the session left with, unless this file is damaged."""
 
     file: str
 
     def write(self, tx: Tx) -> bool:
-        tx.run(_turn_file, {"in_file": self.file, "was": "erasing", "to": "erased"})
         tx.run(_erase_copies, {"in_file": self.file})
         return True
+
+
+class EndErasing(EraseCopies, frozen=True):
+    """A file is gone, and with it the sessions that had to leave it."""
+
+    def write(self, tx: Tx) -> bool:
+        tx.run(_turn_file, {"in_file": self.file, "was": "erasing", "to": "erased"})
+        return super().write(tx)
 
 
 class BeginErasing(BaseOperation, frozen=True):

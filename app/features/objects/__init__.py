@@ -12,7 +12,7 @@ An object that no row ever referred to, after a crash between its upload and the
     a fork              has copies of its own                        (`features.forks`)
     every reader        fetches what is in objects                   (`Database.bucket`, `store.content`)
 
-The kernel's transactions tell what may be deleted   (`StorePoints.voided`, `freed`, `erased`), and it is queued in
+The kernel's transactions tell what may be deleted (`StorePoints.voided`, `freed`, `erased`), and it is queued in
 `dead_objects`. Without `TURNLOG_PAYLOADS` nothing else of it runs.
 """
 
