@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sqlite3
 import tracemalloc
 from collections import deque
 from collections.abc import Iterator
@@ -98,4 +99,8 @@ def live_and_die(api: Api) -> None:
 def containers() -> list[Any]:
     """All in the process that may hold a value for each session."""
     kinds = dict, list, set, deque
-    return [one for one in gc.get_objects() if isinstance(one, kinds)]
+    # CPython's sqlite3 keeps weak references to a connection's cursors, and looks at each 200th for the dead ones.
+    own = {
+        id(one) for made in gc.get_objects() if isinstance(made, sqlite3.Connection) for one in gc.get_referents(made)
+    }
+    return [one for one in gc.get_objects() if isinstance(one, kinds) and id(one) not in own]
