@@ -230,7 +230,7 @@ class Table:
         # A session's token is told that there is no WebSocket, or no HEAD of what it may GET, not that it may not ask.
         is_of_session = (
             head.path_session is not None
-            or any(other.protocol is not None for other in others.values())
+            or _asks_for_websocket(head, others)
             or (head.method == "HEAD" and "GET" in others and others["GET"].who == "session")
         )
         return Route(methods=(), path="", who="session" if is_of_session else "page", endpoint=refuse)
