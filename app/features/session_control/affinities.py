@@ -81,7 +81,8 @@ _rows = select(
     (affinities.c.expires_at <= now()).label("is_due"),
     holder_is_dead.label("is_dead"),
 ).select_from(affinities.outerjoin(incarnations, incarnations.c.id == affinities.c.incarnation))
-_locked = _rows.where(_by_name).with_for_update(of=affinities)
+_named = _rows.where(_by_name)
+_locked = _named.with_for_update(of=affinities)
 _due = _rows.where(affinities.c.expires_at <= now()).order_by(affinities.c.control_id)
 _of_session = _rows.where(
     affinities.c.session_id == bindparam("sid", type_=String()), affinities.c.state == "bound"
@@ -262,6 +263,8 @@ class Use(_NameOperation, frozen=True):
 
     def apply(self, tx: Tx) -> Used:
         row = _lock_row(tx, self.control.session_id, self.lease_s)
+        if self._is_held(row):
+            return Used("held")
         match self.control.action:
             case None:
                 return self._request_bound(tx, row)
@@ -270,18 +273,29 @@ class Use(_NameOperation, frozen=True):
             case "open" | "bind":
                 return self._request_binding(tx, row)
 
+    def finds_it_held(self, connection: Connection) -> bool:
+        """Would this request be told now to try again later?"""
+        found = connection.execute(_named, {"control": self.control.session_id, "lease_s": self.lease_s}).first()
+        return found is not None and self._is_held(_affinity(found))
+
+    def _is_held(self, row: AffinityRow | None) -> bool:
+        if row is None or row.is_dead:
+            return False
+        if row.state == "opening" or self.control.action not in ("open", "bind"):
+            return row.state == "opening"
+        # A session's closing turn has ended before its next one begins; another session's may run for long.
+        return row.state == "ending" or (row.state == "closing" and row.session_id == self.used_by)
+
     def _request_bound(self, tx: Tx, row: AffinityRow | None) -> Used:
         if row is not None and row.state == "bound" and not row.is_due:
             return self._become(tx, row, "bound")
-        if row is not None and row.state == "opening" and not row.is_dead:
-            return Used("held")
         return Used("unbound")
 
     def _request_close(self, tx: Tx, row: AffinityRow | None) -> Used:
         if row is None or row.state in ("closing", "ending"):
             return Used("unbound")
         if row.state == "opening":
-            return self._end_first(tx, row) if row.is_dead else Used("held")
+            return self._end_first(tx, row)
         if row.worker_session:
             return self._become(tx, row, "closing")
         tx.run(_delete, {"control": row.control_id})
@@ -290,9 +304,8 @@ class Use(_NameOperation, frozen=True):
     def _request_binding(self, tx: Tx, row: AffinityRow | None) -> Used:
         if row is None:
             return self._bind(tx, None)
-        # A session's closing turn has ended before its next one begins; another session's may run for long.
         if row.state in ("opening", "ending") or (row.state == "closing" and row.session_id == self.used_by):
-            return self._end_first(tx, row) if row.is_dead else Used("held")
+            return self._end_first(tx, row)
         if row.state == "bound" and row.is_due:
             return self._end_first(tx, row) if row.worker_session else self._bind(tx, row)
         if self.control.action == "open" and not row.worker_session and row.engine in self.holding:

@@ -179,6 +179,13 @@ class SessionControls:
         finally:
             self._in_use[control_id] += 1
 
+    async def until_let_go(self, use: store.Use) -> None:
+        """Wait until a name is no longer held. Raises StoreUnavailable."""
+        held = True
+        while held:
+            await asyncio.sleep(NAME_POLL_S)
+            held = await self._database.read(use.finds_it_held)
+
     async def close_at_engine(self, ending: Ending) -> None:
         """Tell the engine to close the session, and write that it was told."""
         await self.calls.close(ending.engine, ending.control_id)
@@ -301,24 +308,20 @@ class ControlledTurn:
 
     async def _acquire(self, candidate: str) -> None:
         """Request the name until no other turn uses it; a new binding would be to `candidate`."""
-        controls = self._controls
+        controls, control_id = self._controls, self.control.session_id
         while True:
-            outcome = await controls.submit(
-                store.Use(
-                    self.control,
-                    self.session_id,
-                    controls.incarnation,
-                    controls.lease_s(),
-                    candidate,
-                    controls.session_engines(),
-                )
-            )
+            engines = controls.session_engines()
+            use = store.Use(self.control, self.session_id, controls.incarnation, controls.lease_s(), candidate, engines)
+            outcome = await controls.submit(use)
             if outcome.state == "ending":
-                ending = Ending(self.control.session_id, outcome.engine)
-                await asyncio.shield(controls.run_in_background(ending.control_id, controls.close_at_engine(ending)))
+                told = controls.run_in_background(
+                    control_id, controls.close_at_engine(Ending(control_id, outcome.engine))
+                )
+                await asyncio.shield(told)
             elif outcome.state == "held":
-                with controls.not_using(self.control.session_id):
-                    await asyncio.sleep(NAME_POLL_S)
+                # Looks and waits without a claim on the name: one of many turns that wait would always have one.
+                with controls.not_using(control_id):
+                    await controls.until_let_go(use)
             else:
                 break
         self._state, self._engine, self._timeout_s = outcome.state, outcome.engine, outcome.timeout_s
