@@ -1,5 +1,5 @@
 """The setup of all benchmarks: servers on one core, the engine simulator and the clients on another; what is asked of
-them meanwhile."""
+them meanwhile; their profile."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import contextlib
 import io
 import os
 import subprocess
+import sys
 import tarfile
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,7 +163,7 @@ class Side:
         opens: Open = open_session,
         database: Database | None = None,
     ) -> None:
-        self._servers = servers
+        self.servers = servers
         self._database = database
         share, more = divmod(clients, len(servers))
         self._loads = [
@@ -205,7 +207,7 @@ class Side:
         return await self.run_period(seconds)
 
     def _cpu_s(self) -> float:
-        return sum(cpu_s(server.pid) for server in self._servers)
+        return sum(cpu_s(server.pid) for server in self.servers)
 
     async def _create_ahead(self, turns: float) -> None:
         for load in self._loads:
@@ -251,3 +253,20 @@ def source_tree(commit: str, folder: Path) -> Path:
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(tree, filter="data")
     return tree
+
+
+async def top_frames(pid: int, seconds: float, folder: Path, count: int = 10) -> list[tuple[str, str]]:
+    """The functions in which a process itself spends its CPU, each with its share, by py-spy. Raises OSError without
+    py-spy, CalledProcessError."""
+    path = folder / "profile.raw"
+    command = ["py-spy", "record", "--pid", str(pid), "--rate", "200", "--duration", str(int(seconds))]
+    command += ["--nonblocking", "--function", "--format", "raw", "--output", str(path)]
+    search = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    environment = {**os.environ, "PATH": search}
+    await asyncio.to_thread(subprocess.run, command, env=environment, check=True, capture_output=True)
+    leaves: Counter[str] = Counter()
+    for line in path.read_text(errors="replace").splitlines():
+        stack, _, samples = line.rpartition(" ")
+        leaves[stack.rpartition(";")[2]] += int(samples)
+    total = max(leaves.total(), 1)
+    return [(frame, f"{samples / total:.1%}") for frame, samples in leaves.most_common(count)]

@@ -9,6 +9,7 @@ and left out.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import os
 import shlex
@@ -17,12 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ops.bench.load import REQUESTED_FIELDS, SIZES, WIRES, Script, short_turns
-from ops.bench.measure import Figures, against, alternate, medians, percentile, save_figures, table
+from ops.bench.measure import Figures, against, alternate, medians, percentile, report, save_figures, table
 from ops.bench.primary import primary
-from ops.bench.stand import Side, cores, direct_s, folder_for_bench, simulator, source_tree, started
+from ops.bench.stand import Side, cores, direct_s, folder_for_bench, simulator, source_tree, started, top_frames
 from ops.server import PORT, ROOT, OwnProcess, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
+PROFILE_S = 6.0
 BEFORE, BESIDE, AFTER = "before", "beside", "after"
 COMPARED = ("server CPU ms a turn", "database CPU ms a turn", "turns/s", "p50 ms", "added p50 ms")
 
@@ -72,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=1.5, help="of a period")
     parser.add_argument("--quick", action="store_true", help="3 rounds of 0.7 seconds")
     parser.add_argument("--spread", action="store_true", help="all processes on both cores, not the servers on one")
+    parser.add_argument("--profile", action="store_true", help="then, where the server spends its time in the load")
 
 
 async def main(arguments: argparse.Namespace) -> int:
@@ -98,6 +101,8 @@ async def main(arguments: argparse.Namespace) -> int:
             if AFTER not in sides:
                 continue
             periods = await alternate(sides, rounds, measure)
+            if arguments.profile:
+                await _profile(name, sides[AFTER])
         rows += _compared(name, periods)
         errors += sum(figures["errors"] for own in periods.values() for figures in own)
         print(f"{name}: {errors} errors so far", flush=True)
@@ -116,6 +121,14 @@ def _compared(name: str, periods: Mapping[str, Sequence[Figures]]) -> Iterator[F
             for who in sorted(periods.keys() - {AFTER}):
                 row |= against(who, what, periods[AFTER], periods[who])
             yield row
+
+
+async def _profile(name: str, side: Side) -> None:
+    await side.create_ahead(PROFILE_S)
+    running = asyncio.create_task(side.run_period(PROFILE_S + 1))
+    server = side.servers[0]
+    report(f"profile-{name}", dict(await top_frames(server.pid, PROFILE_S, server.log_path.parent)))
+    await running
 
 
 @contextlib.contextmanager
