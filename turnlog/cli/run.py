@@ -68,9 +68,9 @@ class ServerCommand(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         put_on_path()
-        from app.extras import missing
+        from app.process import missing_packages
 
-        if absent := missing("server"):
+        if absent := missing_packages("server"):
             raise Failure(f"{ctx.command_path} needs the extra turnlog[server]; missing: {', '.join(absent)}")
         return super().invoke(ctx)
 
