@@ -24,10 +24,9 @@ from app.api.replies import answer, send_error
 from app.api.routes import Table
 from app.api.turns import TurnRequest
 from app.composition import FEATURES, chosen, store_points
-from app.connection_limit import ConnectionLimit
 from app.errors import StartupError
 from app.logs import CURRENT
-from app.process import on_stop_signal
+from app.process import ConnectionLimit, on_stop_signal
 from app.services import Services, running
 from app.settings import Settings, load_settings
 from app.tokens import Tokens

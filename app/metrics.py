@@ -4,13 +4,18 @@ Values that are only read at a scrape are in `app/api/metrics.py`.
 
 A turn counts in plain numbers, which are rendered at a scrape. Labels have few values, all known here or set
 by an operator: never a session, a model, or a name that a client chose. With several processes
-(`app/metric_files.py`) counters and histograms are summed over all of them, dead ones included; gauges only
+(`MetricValues`) counters and histograms are summed over all of them, dead ones included; gauges only
 over the living ones.
 """
 
 from __future__ import annotations
 
+import fcntl
 import math
+import mmap
+import os
+import secrets
+import struct
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -20,7 +25,6 @@ from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-from app import metric_files
 from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
 from app.errors import (
     EnginesFailed,
@@ -34,7 +38,91 @@ from app.errors import (
 )
 from app.turn.in_flight import NEW_TURNS, OUTCOMES, SUCCEEDED, Stages, TurnStage
 
-FOLDER: Path | None = metric_files.folder()
+# Where a process keeps its metrics: numbers in its memory, or in a file of a folder that several processes share.
+#
+# `turnlog serve` sets PROMETHEUS_MULTIPROC_DIR; whoever starts several processes otherwise sets it to an empty folder.
+# Each process maps a file of its own there and counts in it, so that a scrape of any process covers all, and nothing is
+# lost when one is killed. It holds a lock on its file, which the kernel frees when it dies: a dead process is never
+# taken for alive.
+
+_SUFFIX = ".metrics"
+_HEAD = struct.Struct("<Q")
+_VALUE = struct.calcsize("d")
+
+Series = tuple[str, str, int]
+"""A series in a file: its metric's name, the value of its label, and how many numbers it has."""
+
+_SERIES = msgspec.json.Decoder(list[Series])
+
+
+def shared_folder() -> Path | None:
+    """The shared folder, created if necessary; None where none is set. Raises OSError."""
+    given = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if not given:
+        return None
+    Path(given).mkdir(parents=True, exist_ok=True)
+    return Path(given)
+
+
+class MetricValues:
+    """This process's numbers, which `values` reads and writes. They begin at 0, in the order of `series`.
+
+    With a folder they are in a file there, locked until `close` or the end of the process.
+    """
+
+    def __init__(self, folder: Path | None, series: Sequence[Series]) -> None:
+        size = _VALUE * sum(width for _, _, width in series)
+        if folder is None:
+            self._file = None
+            self.values = memoryview(bytearray(size)).cast("d")
+            return
+        head = msgspec.json.encode(series)
+        head += b" " * (-len(head) % _VALUE)
+        path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+        begun = path.with_suffix(".new")
+        self._file = begun.open("w+b")
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        self._file.write(_HEAD.pack(len(head)) + head + bytes(size))
+        self._file.flush()
+        whole = memoryview(mmap.mmap(self._file.fileno(), 0))
+        self.values = whole[_HEAD.size + len(head) :].cast("d")
+        # Renamed when it is locked and whole: another process would take it for a dead one's.
+        begun.rename(path)
+
+    def close(self) -> None:
+        """Free the lock; the numbers stay as a dead process's."""
+        if self._file is not None:
+            # The map holds the same open file, so closing alone would keep the lock.
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+            self._file.close()
+
+
+def read_values(folder: Path, name: str = "*") -> Iterator[tuple[bool, dict[tuple[str, str], list[float]]]]:
+    """Of each process that has counted here: does it live, and the numbers of each of its series by metric
+    and label. A file of another version is read by its own names. `name` is a pattern of the files' names."""
+    for path in sorted(folder.glob(name + _SUFFIX)):
+        with path.open("rb") as file:
+            is_alive = _is_locked(file.fileno())
+            content = file.read()
+        (length,) = _HEAD.unpack_from(content)
+        values = memoryview(content)[_HEAD.size + length :].cast("d")
+        numbers: dict[tuple[str, str], list[float]] = {}
+        place = 0
+        for metric, label, width in _SERIES.decode(content[_HEAD.size : _HEAD.size + length]):
+            numbers[metric, label] = list(values[place : place + width])
+            place += width
+        yield is_alive, numbers
+
+
+def _is_locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
+
+
+FOLDER: Path | None = shared_folder()
 
 OWN_BUCKETS = (
     *(50e-6, 100e-6, 250e-6, 500e-6),
@@ -209,7 +297,7 @@ class Metrics:
         self.recent = recent
         self._families = (*FAMILIES, *more)
         series = [(family.name, value, family.width) for family in self._families for value in family.values]
-        self._file = metric_files.MetricValues(FOLDER, series)
+        self._file = MetricValues(FOLDER, series)
         self._values = self._file.values
         self._places: dict[tuple[str, str], int] = {}
         place = 0
@@ -279,7 +367,7 @@ class Metrics:
                     own[family.name, value] = list(self._values[place : place + family.width])
             processes = [(True, own)]
         else:
-            processes = list(metric_files.read(FOLDER))
+            processes = list(read_values(FOLDER))
         return [_merged(family, processes) for family in self._families]
 
 

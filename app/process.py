@@ -1,19 +1,49 @@
-"""What a process does for itself: it measures its loop's lag, gives memory back to the system, counts features' faults,
-and stops in time."""
+"""What a process does for itself: it ends its tasks, measures its loop's lag, gives memory back to the system, counts
+features' faults, stops in time, bounds its connections, and knows which packages are installed.
+
+The command line asks for the packages before anything else of the server is there: this imports the standard library
+alone.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
+import re
+import resource
+import shlex
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from importlib.metadata import PackageNotFoundError, distribution, requires
 from types import FrameType
-from typing import Any
+from typing import Any, Literal, Protocol, TypeVar
 
-from app.tasks import cancelled
+T = TypeVar("T")
+
+
+async def cancelled(*tasks: asyncio.Task[Any] | None) -> None:
+    """Cancel tasks and wait until they have ended. None is a task that was never started."""
+    started = [task for task in tasks if task is not None]
+    for task in started:
+        task.cancel()
+    await asyncio.gather(*started, return_exceptions=True)
+
+
+async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end; a cancellation takes effect afterwards."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
+        raise
+
 
 log = logging.getLogger("turnlog")
 
@@ -122,3 +152,126 @@ class FeatureFaults:
         self.total += 1
         name = f"{function.__module__}.{function.__qualname__}"
         log.exception("an unexpected fault in %s, after a commit", name)
+
+
+# Client connections: file descriptors are left for health checks and for the engines. If a process has no descriptor
+# left, uvloop accepts a connection and resets it at once, without an error or a log line. The kernel gives each
+# connection the lowest free descriptor, so its number tells how many are in use.
+
+connections_log = logging.getLogger("turnlog.connections")
+
+PROBES = (b"/health", b"/ready", b"/metrics")
+"""Paths that are also answered, to GET and HEAD, on the last descriptors. They are matched without the root path, which
+uvicorn adds later."""
+
+RESERVE_DIVISOR, MIN_RESERVE, MAX_RESERVE = 8, 16, 1024
+"""Descriptors reserved for engines, the database and files: the limit divided by RESERVE_DIVISOR, within
+MIN_RESERVE and MAX_RESERVE. Up to half of them may be used by connections whose head has not arrived yet, since the
+request may be for PROBES."""
+
+MAX_FILES = 1 << 20
+"""Upper bound of the limit: a system may allow more than there is memory for."""
+
+LOG_EVERY_S = 60.0
+
+Capacity = Literal["free", "scarce", "none"]
+
+
+class WaitingConnection(Protocol):
+    """A connection on one of the last descriptors whose head has not arrived."""
+
+    def reject(self) -> None: ...
+
+
+class ConnectionLimit:
+    """`clock` returns seconds. `refused` counts rejected connections, `connections` the open ones."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._limit = MAX_FILES
+        self._reserve = MAX_RESERVE
+        self._waiting: dict[WaitingConnection, None] = {}
+        self._logged_at = -LOG_EVERY_S
+        self._logged = 0
+        self.refused = 0
+        self.connections = 0
+
+    def open(self) -> None:
+        """Raise the process's limit of open files as far as the system allows."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+        if soft != resource.RLIM_INFINITY and soft < wanted:
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                soft = wanted
+        self._limit = MAX_FILES if soft == resource.RLIM_INFINITY else min(soft, MAX_FILES)
+        self._reserve = max(MIN_RESERVE, min(self._limit // RESERVE_DIVISOR, MAX_RESERVE))
+
+    def capacity(self, descriptor: int) -> Capacity:
+        """The remaining capacity if a new connection has this descriptor."""
+        left = self._limit - descriptor
+        return "free" if left > self._reserve else "scarce" if left > self._reserve // 2 else "none"
+
+    def wait(self, connection: WaitingConnection) -> None:
+        """Add a connection that waits for its head. If there are too many, the oldest one is rejected."""
+        self._waiting[connection] = None
+        if len(self._waiting) > self._reserve // 2:
+            next(iter(self._waiting)).reject()
+
+    def stop_waiting(self, connection: WaitingConnection) -> None:
+        self._waiting.pop(connection, None)
+
+    def refuse(self) -> str:
+        """Count a rejected connection and log it at most once a minute. Returns the reason."""
+        self.refused += 1
+        now = self._clock()
+        if now - self._logged_at >= LOG_EVERY_S:
+            connections_log.warning(
+                "out of file descriptors: %d connections refused since the last such line, %d are open; at most %d "
+                "files may be open (ulimit -n, LimitNOFILE)",
+                self.refused - self._logged,
+                self.connections,
+                self._limit,
+            )
+            self._logged_at, self._logged = now, self.refused
+        return f"{self.connections} connections are open, and at most {self._limit} files may be"
+
+
+# How the packages of an extra are installed, and which are missing.
+
+_OF_EXTRA = re.compile(r"(?P<package>[^;]+);\s*extra == ['\"](?P<extra>[\w.-]+)['\"]")
+_NAME = re.compile(r"[\w.-]+")
+
+
+def install_command(extra: str) -> str:
+    """The command that installs the extra's packages, by their own names.
+
+    It works for every kind of installation: no package index has `turnlog`, and outside a checkout there is no source.
+    """
+    try:
+        return f"pip install {shlex.join(_packages(extra))}"
+    except PackageNotFoundError:
+        return f"pip install -e '.[{extra}]' in the checkout"
+
+
+def missing_packages(extra: str) -> list[str]:
+    """The extra's packages that are not installed; empty if Turnlog itself is not installed."""
+    try:
+        names = [name[0] for line in _packages(extra) if (name := _NAME.match(line))]
+    except PackageNotFoundError:
+        return []
+    return [name for name in names if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _packages(extra: str) -> list[str]:
+    """The extra's packages with their versions. Raises PackageNotFoundError if Turnlog is not installed."""
+    matches = [_OF_EXTRA.fullmatch(line) for line in requires("turnlog") or []]
+    return [one["package"].strip() for one in matches if one is not None and one["extra"] == extra]

@@ -14,14 +14,12 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from app.connection_limit import ConnectionLimit
 from app.domain.proofs import Proofs
 from app.domain.session import Session
 from app.errors import AppError, SessionNotFound, StartupError
 from app.export.exporter import Exporter, ExportMetrics, load_picker
 from app.export.helpers import MOST_HELPERS, Helpers
 from app.export.session_samples import SessionSamples
-from app.extras import install
 from app.fleet.engine_pool import EnginePool
 from app.fleet.engines import Engines
 from app.fleet.health import HealthWatch
@@ -29,7 +27,7 @@ from app.fleet.member import WeightVersions
 from app.fleet.native import NativeRoutes
 from app.fleet.state import POLL_S, FleetState
 from app.metrics import Metrics, RecentTurnStats
-from app.process import FeatureFaults, FreedMemory, LoopLag, end_without_store
+from app.process import ConnectionLimit, FeatureFaults, FreedMemory, LoopLag, end_without_store, install_command
 from app.request_memory import RequestMemory
 from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache
@@ -413,7 +411,7 @@ def _load_prompts(settings: Settings) -> Prompts | None:
     try:
         from app.tito.prompts import Prompts as Loader  # needs the packages of the extra `tito`
     except ImportError as error:
-        raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install('tito')}") from error
+        raise StartupError(f"TURNLOG_TOKENIZER needs further packages: {install_command('tito')}") from error
     dialect = None if settings.upstream_dialect == "auto" else settings.upstream_dialect
     prompts = Loader.load(settings.tokenizer, settings.tito_family, dialect)
     for shape, why in prompts.findings.refused.items():

@@ -35,7 +35,6 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
 from app import crash_points
-from app.database_url import driver_arguments
 from app.domain import patterns
 from app.domain.addresses import AddressPattern, address_pattern
 from app.domain.events import History, OnAbort, OnDivergence, ReplayKind
@@ -43,7 +42,8 @@ from app.domain.request import SETTABLE
 from app.errors import StartupError
 from app.logs import Format as LogFormat
 from app.logs import Level as LogLevel
-from app.text_upstreams import TextUpstream, read_upstreams
+from app.store.database_url import driver_arguments
+from app.upstream.text_upstreams import TextUpstream, read_upstreams
 
 log = logging.getLogger("turnlog.settings")
 

@@ -10,6 +10,9 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from turnlog.events import EventType
 
+PAGE, SEARCH_PAGE = 1000, 100
+"""The largest pages that the server gives of a list and of a search."""
+
 TrainerShape = Literal["miles", "slime", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos", "tree"]
 """The other shapes: a trainer's own, and whole sessions as trees."""
 

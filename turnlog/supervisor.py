@@ -30,7 +30,7 @@ BACKLOG = 4096
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
-"""Names the folder in which several servers share their metrics (`app/metric_files.py`)."""
+"""Names the folder in which several servers share their metrics (`app/metrics.py`)."""
 
 
 class ServeOptions(NamedTuple):

@@ -21,8 +21,8 @@ from uvicorn.lifespan.on import LifespanOn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from app.api.limits import BODY_S, CONNECTION, IDLE_BYTES, IDLE_S, MAX_HEADER_BYTES, MAX_TARGET_BYTES, PEER
-from app.connection_limit import PROBES, Capacity, ConnectionLimit
 from app.errors import AppError, HeadersTooLarge, Overloaded, RequestTimeout
+from app.process import PROBES, Capacity, ConnectionLimit
 
 HEAD_S = 30.0
 """Timeout of a request head."""

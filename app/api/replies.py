@@ -16,12 +16,12 @@ from app.api.head import Head, to_newest
 from app.api.requests import Request
 from app.api.routes import JSON, NDJSON, Route
 from app.errors import AppError, Overloaded
+from app.process import cancelled
 from app.protocols.base import WireProtocol
 from app.protocols.errors import own_error
 from app.protocols.registry import PROTOCOLS, protocol_at
 from app.request_memory import BodyReservation
 from app.services import Services
-from app.tasks import cancelled
 from app.upstream.headers import Headers
 
 log = logging.getLogger("turnlog")

@@ -18,9 +18,9 @@ from app.api.limits import read_body
 from app.api.routes import Route
 from app.domain.surrogates import mended
 from app.errors import ClientGone, Forbidden, InvalidRequest
+from app.process import cancelled
 from app.request_memory import SMALL, BodyReservation
 from app.services import Services
-from app.tasks import cancelled
 from app.upstream.headers import Headers
 from workers import scan
 

@@ -30,7 +30,7 @@ from app.export.shapes import (
     turnlog,
     verl,
 )
-from app.extras import install
+from app.process import install_command
 
 GroupShape = Callable[[Sequence[Row]], Fields]
 """Makes one row of all rows of a group. Raises Unfit."""
@@ -110,7 +110,9 @@ def require(query: ExportQuery) -> None:
     if shape not in SHAPES:
         raise InvalidRequest(f"shape={shape} is not one of {', '.join(SHAPES)}")
     if format == "parquet" and find_spec("pyarrow") is None:
-        raise Unsupported(f"format=parquet needs pyarrow on the server (turnlog[parquet]): {install('parquet')}")
+        raise Unsupported(
+            f"format=parquet needs pyarrow on the server (turnlog[parquet]): {install_command('parquet')}"
+        )
     if format in DOCUMENTS and shape != DEFAULT:
         raise InvalidRequest(
             f"format={format} has rows of its own and takes no shape={shape}; formats that do: {', '.join(CONTAINERS)}"

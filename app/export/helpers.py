@@ -25,9 +25,9 @@ from app.export.pages import ExportPage, ExportPages
 from app.export.parts import PartRows, Warn
 from app.export.query import Cursor, ExportQuery
 from app.export.writing import MadePart, Rows, Threads, next_rows
+from app.process import cancelled, uncancelled
 from app.store.database import Database
 from app.store.feed import Position
-from app.tasks import cancelled, uncancelled
 from workers.codec import describe
 from workers.parse import Rejected
 from workers.pool import Pool, PoolError

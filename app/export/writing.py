@@ -15,7 +15,7 @@ import numpy as np
 
 from app.export.containers.writer import ContainerWriter
 from app.export.row import Fields
-from app.tasks import cancelled
+from app.process import cancelled
 from workers.codec import describe
 
 P = ParamSpec("P")

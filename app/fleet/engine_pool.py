@@ -15,7 +15,7 @@ from app.errors import AppError, InvalidRequest, NotFound
 from app.fleet.engines import Engines
 from app.fleet.member import Member, is_lower
 from app.fleet.state import FleetState
-from app.tasks import cancelled
+from app.process import cancelled
 
 log = logging.getLogger("turnlog.fleet")
 

@@ -25,7 +25,7 @@ import msgspec
 
 from app.fleet.engines import Engines
 from app.fleet.member import ROUTES, Member, weight_version
-from app.tasks import cancelled
+from app.process import cancelled
 from app.upstream.client import EngineClient, EngineReply
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import to_control

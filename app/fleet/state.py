@@ -13,9 +13,9 @@ import msgspec
 from app.domain import fleet as domain
 from app.domain.fleet import Fleet, FleetEvent, Gate, Placed
 from app.errors import AppError, StoreUnavailable
+from app.process import cancelled
 from app.store import fleet as store
 from app.store.ports import Database, Writer
-from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.fleet")
 

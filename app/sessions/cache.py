@@ -32,6 +32,7 @@ from app.domain.retention import ChunkUses
 from app.domain.rules import TreeIndex
 from app.domain.session import Session, Turn, apply, encode_session
 from app.errors import AppError, Restored, SessionClosed, SessionNotFound, SessionReclaimed, SessionUnreadable
+from app.process import cancelled
 from app.sessions import images
 from app.store.content import load_frames, unpack_messages, unpack_tokens
 from app.store.log_sessions import SaveSnapshot
@@ -48,7 +49,6 @@ from app.store.sessions import (
     fold_rows,
     load_session,
 )
-from app.tasks import cancelled
 from workers import codec
 from workers.codec import CorruptContent
 from workers.parse_prompt import Hasher, KnownText

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import msgspec
 
 from app.errors import AppError, StoreDamaged
+from app.process import cancelled
 from app.store.ports import Connection, Database
 from app.store.sessions import count_by_status, database_bytes
-from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.figures")
 

@@ -17,6 +17,7 @@ import msgspec
 
 from app.domain.fleet import fold
 from app.errors import AppError, SessionUnreadable, StoreDamaged
+from app.process import cancelled
 from app.sessions.erasure import Erasure
 from app.sessions.lifecycle import Sessions
 from app.settings import Settings
@@ -31,7 +32,6 @@ from app.store.sessions import (
     idle_sessions,
     listed,
 )
-from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.janitor")
 

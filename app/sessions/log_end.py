@@ -8,11 +8,11 @@ from typing import NamedTuple
 import msgspec
 
 from app.domain import cursors
+from app.process import cancelled
 from app.store import feed
 from app.store.database import Database
 from app.store.feed import START, Position, Synced, wait_for_horizon
 from app.store.ports import Connection
-from app.tasks import cancelled
 
 POLL_S = 0.25
 """Minimum interval in seconds between two reads."""

@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable
 
 from app.errors import AppError, StartupError, StoreFull, StoreUnavailable
+from app.process import cancelled
 from app.store.database import Database
 from app.store.dialect import WriteConflict
 from app.store.repair import StoreUnordered, prove
-from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.proof")
 

@@ -10,13 +10,13 @@ from functools import partial
 from typing import TypeVar
 
 from app.errors import AppError, StartupError, StoreDamaged, StoreFull, StoreUnavailable
+from app.process import cancelled
 from app.store import database as store_database
 from app.store import incarnations
 from app.store.dialect import Tx, WriteConflict
 from app.store.log_turns import AbandonDead, next_dead
 from app.store.ports import Database, Writer
 from app.store.writer import CONFLICT_TRIES
-from app.tasks import cancelled
 
 T = TypeVar("T")
 

@@ -24,11 +24,12 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.sql import Executable
 
-from app.database_url import driver_arguments
 from app.domain.events import UnknownEvent
 from app.errors import StoreDamaged, StoreFull, StoreLost, StoreUnavailable
+from app.process import uncancelled
 from app.store import feed, sqlite_engine
 from app.store.damage import SAVEPOINTS, BrokenRow, Unreadable, damage
+from app.store.database_url import driver_arguments
 from app.store.dialect import (
     Compiler,
     ConnectionLost,
@@ -56,7 +57,6 @@ from app.store.postgres import (
 )
 from app.store.sqlite import SqliteWriter
 from app.store.sqlite_engine import SqliteReads
-from app.tasks import uncancelled
 from workers.codec import CorruptContent
 
 if TYPE_CHECKING:

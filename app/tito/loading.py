@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from app.errors import StartupError
-from app.extras import install
+from app.process import install_command
 from app.tito.normalise import EngineDialect
 
 
@@ -30,7 +30,7 @@ def tokenizer(path_or_name: str, dialect: EngineDialect | None = None) -> tuple[
         importlib.import_module("jinja2")  # transformers asks for it only when it renders the first template
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise StartupError(f"TURNLOG_TOKENIZER needs the package {error.name}: {install('tito')}") from error
+        raise StartupError(f"TURNLOG_TOKENIZER needs the package {error.name}: {install_command('tito')}") from error
     loaded = _tokenizer(transformers, path_or_name)
     if not loaded.is_fast:
         raise StartupError(f"TURNLOG_TOKENIZER={path_or_name!r}: not a fast tokenizer (one with a tokenizer.json)")

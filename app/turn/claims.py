@@ -33,6 +33,7 @@ from app.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
+from app.process import cancelled
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import refusal
@@ -55,7 +56,6 @@ from app.store.log_turns import (
     TooMany,
 )
 from app.store.ports import Writer
-from app.tasks import cancelled
 from app.turn.in_flight import Claimed, EngineCall, Generated, InFlightTurn, Placed, blobs_of
 from app.turn.placement import Placement
 from app.turn.points import TurnPoints

@@ -21,6 +21,7 @@ from app.domain.canonical import decode_message, is_beginning
 from app.domain.events import ReplyRedelivered, ReplyUndelivered
 from app.domain.session import Session, Turn
 from app.errors import AppError, IdempotencyMismatch, SessionClosed, SessionNotFound
+from app.process import cancelled
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.event_log import Followers
 from app.store import incarnations, names
@@ -28,7 +29,6 @@ from app.store.content import load_exchanges
 from app.store.log import Appended
 from app.store.log_turns import AbsorbAttempt, NoteDelivery
 from app.store.ports import Writer
-from app.tasks import cancelled
 from app.turn.in_flight import InFlightTurn, Placed
 
 log = logging.getLogger("turnlog.retries")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from types import TracebackType
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
@@ -105,8 +104,6 @@ class Connection(asyncio.Protocol):
         self.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Disable Nagle's algorithm, which adds up to 40 ms to a call."""
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport lacks only the base class
 
     def data_received(self, data: bytes) -> None:

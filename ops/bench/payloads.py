@@ -1,8 +1,8 @@
 """Replay payloads in the database and in object storage: what a turn costs the database, the server and the client.
 
 The same turns on one PostgreSQL: without replay payloads, with them in the database, and in a bucket of a local S3
-server, also of one that takes 30 ms longer for each PUT. The ceiling is what the database's CPU allows on one core at
-this load: the fewer turns a second, the fewer share a transaction. So compare the costs of a transaction too.
+server. The ceiling is what the database's CPU allows on one core at this load: the fewer turns a second, the fewer
+share a transaction. So compare the costs of a transaction too.
 """
 
 from __future__ import annotations
@@ -25,27 +25,11 @@ from ops.server import PORT, OwnProcess
 
 CEILING = "database's ceiling, turns/s"
 
-PLACES = ("none", "database", "bucket", "bucket, 30 ms")
+PLACES = ("none", "database", "bucket")
 
 COMPLETION_TOKENS = 200
 """Enough for each turn's chunk to be an object: a turn stores the payload of its new tokens alone, and a small chunk
 stays in its row (`SMALL_BYTES`)."""
-
-SERVE = """
-import sys, time
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import run_simple
-
-serve = DomainDispatcherApplication(create_backend_app)
-delay_s = float(sys.argv[2]) / 1000
-
-def answer(environ, start_response):
-    if environ["REQUEST_METHOD"] == "PUT":
-        time.sleep(delay_s)
-    return serve(environ, start_response)
-
-run_simple("127.0.0.1", int(sys.argv[1]), answer, threaded=True)
-"""
 
 KEYS = {"AWS_ACCESS_KEY_ID": "bench", "AWS_SECRET_ACCESS_KEY": "bench", "AWS_REGION": "us-east-1"}
 
@@ -66,25 +50,23 @@ async def main(arguments: argparse.Namespace) -> int:
         primary(arguments.folder) as database,
         simulator(everywhere) as engine,
         folder_for_bench(arguments.folder) as folder,
-        S3Server(folder) as fast,
-        S3Server(folder, 30) as slow,
+        S3Server(folder) as s3,
     ):
         whole = size.script()
         places: dict[str, tuple[Script, Mapping[str, str]]] = {
             "none": (_without_payloads(whole), {}),
             "database": (whole, {}),
-            "bucket": (whole, fast.bucket()),
-            "bucket, 30 ms": (whole, slow.bucket()),
+            "bucket": (whole, s3.bucket()),
         }
 
         async def measure(place: str) -> Figures:
             script, environment = places[place]
-            before = cpu_s(fast.pid) + cpu_s(slow.pid)
+            before = cpu_s(s3.pid)
             store = database.new_database()
             load = {"clients": arguments.clients, "turns_per_session": size.turns_per_session}
             with turnlog(engine, everywhere, arguments.folder, environment, store.url) as server:
                 period = await Side([server], script, database=store, **load).measured(arguments.seconds)
-            storage = (cpu_s(fast.pid) + cpu_s(slow.pid) - before) * 1000 / max(period.turns, 1)
+            storage = (cpu_s(s3.pid) - before) * 1000 / max(period.turns, 1)
             return {**period.figures(), "storage ms/turn": storage}
 
         periods = await alternate(arguments.places, arguments.rounds, measure)
@@ -114,11 +96,12 @@ def _without_payloads(script: Script) -> Script:
 
 
 class S3Server(OwnProcess):
-    """A local S3 server that takes `ms` milliseconds longer for each PUT."""
+    """A local S3 server."""
 
-    def __init__(self, folder: Path, ms: int = 0) -> None:
-        command = [sys.executable, "-c", SERVE, PORT, str(ms)]
-        super().__init__(command, folder / f"s3-{ms}.log", environment=dict(os.environ))
+    def __init__(self, folder: Path) -> None:
+        super().__init__(
+            [sys.executable, "-m", "moto.server", "-p", PORT], folder / "s3.log", environment=dict(os.environ)
+        )
 
     def answers(self) -> bool:
         try:

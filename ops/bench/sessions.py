@@ -1,4 +1,4 @@
-"""Many live sessions on PostgreSQL, replay payloads in a bucket: sizes, memory, and what a turn and an export cost.
+"""Many live sessions on PostgreSQL, replay payloads in a bucket: sizes, memory, and what a turn costs.
 
 The sessions are created by turns through the real server; then random ones of them go on. PostgreSQL, the S3 server,
 the server, the engine simulator and the clients share all cores.
@@ -19,7 +19,6 @@ import httpx
 import msgspec
 
 from ops.bench.client import Broken, Connection
-from ops.bench.export import download
 from ops.bench.load import Conversation, Tally, error_code, opening_messages, question_bytes, reply_message
 from ops.bench.measure import MIB, Figures, cpu_s, percentile, report, resident_bytes
 from ops.bench.payloads import S3Server
@@ -36,13 +35,11 @@ that none is found in a cache because it was continued a moment ago."""
 
 QUESTIONS = 64
 RETRIES = 5
-JANITOR_S, WARM_UP_S = 20.0, 3.0
 
 _SIZES = """
 SELECT sum(pg_total_relation_size(c.oid))::bigint, sum(pg_indexes_size(c.oid))::bigint
 FROM pg_class c WHERE relkind = 'r' AND relnamespace = 'public'::regnamespace
 """
-_CLOSED = "SELECT count(*) FROM sessions WHERE status = 'closed'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,13 +78,8 @@ async def main(arguments: argparse.Namespace) -> int:
             size, indexes = await database.row(_SIZES)
             figures |= {"database MiB": size / MIB, "of it indexes MiB": indexes / MIB, **_cached(server)}
             figures["server's memory MiB"] = resident_bytes(server.pid) / MIB
-            stop = asyncio.Event()
-            asyncio.get_running_loop().call_later(arguments.seconds, stop.set)
-            figures |= await _measured("", server, database, sessions.go_on(stop, arguments.load_clients))
-            figures |= await _exported(server, sessions, arguments.load_clients)
+            figures |= await _measured("", server, database, sessions.go_on())
             figures |= await _restarted(server, sessions)
-        closing = {**environment, "TURNLOG_IDLE_CLOSE_S": "1"}
-        figures |= await _closed(ServerProcess(folder, database_url=database.url, environment=closing), database)
     report(f"sessions-{arguments.sessions}", {**figures, "errors": sessions.errors})
     return 1 if sessions.errors else 0
 
@@ -134,23 +126,23 @@ class _Sessions:
                 if len(self._kept) > KEPT:
                     del self._kept[next(iter(self._kept))]
 
-    async def go_on(self, stop: asyncio.Event, clients: int) -> Tally:
-        """Further turns of random sessions, until `stop` is set; at most one client uses a session at a time."""
+    async def go_on(self) -> Tally:
+        """Further turns of random sessions; at most one client uses a session at a time."""
         names = sorted(self._kept)
         self._rng.shuffle(names)
         turns = Tally()
-        began = time.perf_counter()
+        clients, began = self._arguments.load_clients, time.perf_counter()
         async with asyncio.TaskGroup() as group:
             for number in range(clients):
-                group.create_task(self._go_on(names[number::clients], turns, stop))
+                group.create_task(self._go_on(names[number::clients], turns, began + self._arguments.seconds))
         turns.seconds = time.perf_counter() - began
         return turns
 
-    async def _go_on(self, names: Sequence[str], turns: Tally, stop: asyncio.Event) -> None:
+    async def _go_on(self, names: Sequence[str], turns: Tally, until: float) -> None:
         async with await Connection.connect(self._base_url) as connection:
             while names:
                 for name in names:
-                    if stop.is_set():
+                    if time.perf_counter() >= until:
                         return
                     await self._turn(connection, name, self._kept[name], turns)
 
@@ -203,24 +195,6 @@ async def _measured(
     return {f"{name}{what}": value for what, value in figures.items()}
 
 
-async def _exported(server: ServerProcess, sessions: _Sessions, clients: int) -> Figures:
-    """The whole export while turns go on."""
-    stop = asyncio.Event()
-    going_on = asyncio.create_task(sessions.go_on(stop, clients))
-    began = time.perf_counter()
-    downloaded = await download(server)
-    seconds = time.perf_counter() - began
-    stop.set()
-    turns = await going_on
-    return {
-        "export s": seconds,
-        "export rows": downloaded.lines,
-        "export MiB": downloaded.size / MIB,
-        "export: turns/s meanwhile": len(turns.latencies) / turns.seconds,
-        "export: p99 ms meanwhile": percentile(turns.latencies, 99) * 1000,
-    }
-
-
 async def _restarted(server: ServerProcess, sessions: _Sessions) -> Figures:
     """After `kill -9`."""
     server.kill()
@@ -233,16 +207,6 @@ async def _restarted(server: ServerProcess, sessions: _Sessions) -> Figures:
         "restart until a turn s": time.perf_counter() - began,
         "memory after a restart MiB": resident_bytes(server.pid) / MIB,
     }
-
-
-async def _closed(server: ServerProcess, database: Database) -> Figures:
-    """The janitor's pace at closing idle sessions."""
-    with server:
-        await asyncio.sleep(WARM_UP_S)
-        before = (await database.row(_CLOSED))[0]
-        await asyncio.sleep(JANITOR_S)
-        after = (await database.row(_CLOSED))[0]
-    return {"janitor: sessions closed a second": (after - before) / JANITOR_S}
 
 
 def _cached(server: ServerProcess) -> dict[str, float]:

@@ -163,7 +163,7 @@ class Side:
         opens: Open = open_session,
         database: Database | None = None,
     ) -> None:
-        self._servers = servers
+        self.servers = servers
         self._database = database
         share, more = divmod(clients, len(servers))
         self._loads = [
@@ -180,11 +180,10 @@ class Side:
         self._clients = clients
         self._pace = 0.0
 
-    async def warm_up(self, seconds: float = WARM_UP_S) -> Side:
+    async def warm_up(self, seconds: float = WARM_UP_S) -> Period:
         """Run turns for `seconds`. Their rate determines how many sessions `create_ahead` creates."""
         await self._create_ahead(self._clients)
-        await self.run_period(seconds)
-        return self
+        return await self.run_period(seconds)
 
     async def create_ahead(self, seconds: float) -> None:
         """Create the sessions for a period of `seconds`, which would otherwise be created within it."""
@@ -208,7 +207,7 @@ class Side:
         return await self.run_period(seconds)
 
     def _cpu_s(self) -> float:
-        return sum(cpu_s(server.pid) for server in self._servers)
+        return sum(cpu_s(server.pid) for server in self.servers)
 
     async def _create_ahead(self, turns: float) -> None:
         for load in self._loads:

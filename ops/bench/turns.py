@@ -1,9 +1,9 @@
-"""Turns under load: server CPU, database CPU, latency; with --before and --beside as ratios to other servers, with
---against to another load.
+"""Turns under load: server CPU, database CPU, latency; with --before and --beside as ratios to other servers.
 
 Each load of `LOADS` is measured in short periods, in which the servers of all sides get it one after the other. A ratio
 compares two periods of one round; the report has the median of the ratios, and their quartiles. The servers share one
-core, everything else another.
+core, everything else another. A side that takes no turn of a load, such as an older commit without its route, is named
+and left out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--before", help="a commit, or the folder of a checkout, to compare with")
     parser.add_argument("--beside", help="the command of another server, with {port}, {db} and {engine}; chat, SQLite")
-    parser.add_argument("--against", choices=LOADS, help="another load, at a server of its own, to compare with")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.5, help="of a period")
     parser.add_argument("--quick", action="store_true", help="3 rounds of 0.7 seconds")
@@ -83,7 +82,7 @@ async def main(arguments: argparse.Namespace) -> int:
     rows: list[Figures] = []
     errors = 0
     for name in arguments.loads:
-        with _sides(arguments, LOADS[name]) as (sides, engine, server):
+        with _sides(arguments, LOADS[name]) as (sides, engine):
 
             async def measure(who: str) -> Figures:
                 await sides[who].create_ahead(seconds)
@@ -93,15 +92,22 @@ async def main(arguments: argparse.Namespace) -> int:
                     figures["added p50 ms"] = figures["p50 ms"] - percentile(direct, 50) * 1000
                 return figures
 
-            for side in sides.values():
-                await side.warm_up(min(2.0, seconds))
+            for who, side in list(sides.items()):
+                tried = await side.warm_up(min(2.0, seconds))
+                if not tried.turns:
+                    print(f"{name}: the side '{who}' has no such load, it answered {tried.errors}", flush=True)
+                    errors += who == AFTER
+                    del sides[who]
+            if AFTER not in sides:
+                continue
             periods = await alternate(sides, rounds, measure)
             if arguments.profile:
-                await _profile(name, sides[AFTER], server)
+                await _profile(name, sides[AFTER])
         rows += _compared(name, periods)
         errors += sum(figures["errors"] for own in periods.values() for figures in own)
         print(f"{name}: {errors} errors so far", flush=True)
-    table(rows)
+    if rows:
+        table(rows)
     save_figures("turns", rows)
     return 1 if errors else 0
 
@@ -117,16 +123,17 @@ def _compared(name: str, periods: Mapping[str, Sequence[Figures]]) -> Iterator[F
             yield row
 
 
-async def _profile(name: str, side: Side, server: OwnProcess) -> None:
+async def _profile(name: str, side: Side) -> None:
     await side.create_ahead(PROFILE_S)
     running = asyncio.create_task(side.run_period(PROFILE_S + 1))
+    server = side.servers[0]
     report(f"profile-{name}", dict(await top_frames(server.pid, PROFILE_S, server.log_path.parent)))
     await running
 
 
 @contextlib.contextmanager
-def _sides(arguments: argparse.Namespace, case: Case) -> Iterator[tuple[dict[str, Side], SimulatorProcess, OwnProcess]]:
-    """All sides by name, the engine of all, and this checkout's first server."""
+def _sides(arguments: argparse.Namespace, case: Case) -> Iterator[tuple[dict[str, Side], SimulatorProcess]]:
+    """All sides by name, and the engine of all."""
     cpu_sets = cores(arguments.spread)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(folder_for_bench(arguments.folder))
@@ -135,16 +142,13 @@ def _sides(arguments: argparse.Namespace, case: Case) -> Iterator[tuple[dict[str
         trees = {AFTER: ROOT}
         if arguments.before:
             trees[BEFORE] = source_tree(arguments.before, folder)
-        if arguments.against:
-            trees[BESIDE] = ROOT
-        sides, servers = {}, {}
+        sides = {}
 
-        def add(who: str, own: Sequence[OwnProcess], case: Case, **database: Any) -> None:
+        def add(who: str, own: Sequence[OwnProcess], **database: Any) -> None:
             for server in own:
                 stack.enter_context(started(server, cpu_sets))
             turns = case.turns_per_session
             sides[who] = Side(own, case.script, clients=case.clients, turns_per_session=turns, **database)
-            servers[who] = own[0]
 
         for who, root in trees.items():
             (place := folder / f"{who}-store").mkdir()
@@ -155,11 +159,11 @@ def _sides(arguments: argparse.Namespace, case: Case) -> Iterator[tuple[dict[str
                 for _ in range(max(case.processes, 1))
             ]
             own[0].migrate()
-            add(who, own, LOADS[arguments.against] if who == BESIDE else case, database=database)
+            add(who, own, database=database)
         if arguments.beside and case.wire == "chat" and not case.processes:
             # The other server, run from the working folder.
             places = {"port": PORT, "db": folder / "beside.db", "engine": engine.base_url}
             command = [part.format(**places) for part in shlex.split(arguments.beside)]
             beside = OwnProcess(command, folder / "beside.log", environment=dict(os.environ), root=Path.cwd())
-            add(BESIDE, [beside], case)
-        yield sides, engine, servers[AFTER]
+            add(BESIDE, [beside])
+        yield sides, engine

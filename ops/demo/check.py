@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.store.database import Database
 from app.turn.in_flight import hash_key
 from ops import verify
 from ops.demo.agent import Acknowledged, Agent
@@ -43,11 +42,7 @@ async def check(
             acknowledged.append(verify.Acknowledged(agent.session_id, seen.turn, seen.reply_sha256, hash_key(seen.key)))
             found.problems += [f"{agent.name}, turn {seen.turn}: {what}" for what in _missing(seen, own)]
     found.acknowledged = len(acknowledged)
-    database = Database(database_url)
-    try:
-        report = await verify.verify(database, acknowledged)
-    finally:
-        await database.close()
+    report = await verify.verify_url(database_url, acknowledged)
     found.folded = len(agents) - len({problem.session_id for problem in report.problems} & logs.keys())
     found.problems += [f"{problem.session_id}: {problem.what}" for problem in report.problems]
     if found.committed != found.acknowledged:

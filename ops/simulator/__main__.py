@@ -9,23 +9,13 @@ import logging
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ops.simulator.app import Simulator
 from ops.simulator.wire import Config
 
 _FIELDS = {field.name for field in dataclasses.fields(Config)}
-
-
-class NoDelayProtocol(HttpToolsProtocol):
-    """Disables Nagle's algorithm on every connection, which adds 40 ms to a call."""
-
-    def connection_made(self, transport: Any) -> None:
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        super().connection_made(transport)
 
 
 class AnnouncedServer(uvicorn.Server):
@@ -85,7 +75,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
     listener = socket.create_server((arguments.host, arguments.port), backlog=2048)
     settings = uvicorn.Config(
         Simulator(config),
-        http=NoDelayProtocol,
+        http="httptools",
         access_log=False,
         log_level=logging.ERROR,
         server_header=True,

@@ -14,9 +14,9 @@ from urllib.parse import parse_qs
 import msgspec
 
 from ops.simulator import openai, sglang, vllm
-from ops.simulator.control import ReceivedRequest, RequestLog, common
+from ops.simulator.control import COMMON
 from ops.simulator.engine import NOT_FOUND, Engine, Wire
-from ops.simulator.running import HungUp
+from ops.simulator.running import HungUp, ReceivedRequest
 from ops.simulator.wire import BadRequest, Config, Dialect, Reply, json_reply
 
 Scope = dict[str, Any]
@@ -32,8 +32,6 @@ class Simulator:
     def __init__(self, config: Config | None = None) -> None:
         self.config = config or Config()
         self.engine = Engine(self.config, _WIRES[self.config.dialect])
-        self.requests = RequestLog(self.config.keep_requests)
-        self._common = common(self.requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -44,7 +42,7 @@ class Simulator:
             return
         seen = ReceivedRequest(scope["path"], scope["headers"], body)
         if not seen.path.startswith("/sim/"):
-            self.requests.add(seen)
+            self.engine.requests.add(seen)
         reply = await self._answer(scope, body, receive)
         if reply is not None:
             await _deliver(reply, receive, send)
@@ -67,7 +65,7 @@ class Simulator:
         if route := routes.get((method, path)):
             names = _header(scope, b"x-request-id"), _header(scope, b"x-smg-routing-key")
             return await engine.answer(route, body, lambda: _hung_up(receive), *names)
-        controls = {**self._common, **engine.wire.control(engine, path)}
+        controls = {**COMMON, **engine.wire.control(engine, path)}
         control = controls.get((method, path))
         if control is None:
             is_known = any(path == known for _, known in (*controls, *routes))

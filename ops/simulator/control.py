@@ -2,92 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import time
-from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import pybase64
 from msgspec import Raw, Struct
 
 from ops.simulator.engine import Behaviour, Control, Engine, Query
 from ops.simulator.template import Template
 from ops.simulator.wire import BadRequest, FaultOrder, PlannedReply, Reply, json_reply
-
-PROBES = frozenset({"/health", "/model_info", "/get_model_info", "/is_paused", "/weight_info"})
-"""Routes that are called constantly."""
-
-_KEPT_BYTES = 64 * 2**20
-
-
-@dataclass(slots=True)
-class ReceivedRequest:
-    """One request as it arrived. Times are seconds of the host's monotonic clock, so they can be compared between
-    engines."""
-
-    path: str
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-    number: int = 0  # counts requests from 1 since the process started
-    arrived: float = field(default_factory=time.monotonic)
-    answered: float = 0.0  # when the last byte was passed to the socket; 0.0 before, and if the client left first
-
-    def summary(self) -> dict[str, Any]:
-        """The path, headers, number, times, and the body's hash."""
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
-        return {
-            "path": self.path,
-            "headers": headers,
-            "sha256": hashlib.sha256(self.body).hexdigest(),
-            "number": self.number,
-            "arrived": self.arrived,
-            "answered": self.answered or None,
-        }
-
-    def whole(self) -> dict[str, Any]:
-        """The summary and the body, decoded if it is JSON, and as base64."""
-        try:
-            parsed = msgspec.json.decode(self.body)
-        except (msgspec.DecodeError, RecursionError):
-            parsed = None
-        return {**self.summary(), "body": parsed, "body_base64": pybase64.b64encode(self.body).decode()}
-
-
-class RequestLog:
-    """The last requests, bounded by number and bytes. ``probes`` counts the requests to each of PROBES."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._total = 0
-        self._number = 0
-        self._seen: deque[ReceivedRequest] = deque()
-        self.probes: Counter[str] = Counter()
-
-    def add(self, seen: ReceivedRequest) -> None:
-        """Number and store ``seen``; drop the oldest requests over the bounds. A probe is only counted, so that it
-        displaces no other request."""
-        if seen.path in PROBES:
-            self.probes[seen.path] += 1
-            return
-        self._number += 1
-        seen.number = self._number
-        self._seen.append(seen)
-        self._total += len(seen.body)
-        while len(self._seen) > self._count or (self._total > _KEPT_BYTES and len(self._seen) > 1):
-            self._total -= len(self._seen.popleft().body)
-
-    def last(self, count: int) -> list[ReceivedRequest]:
-        """The newest ``count`` requests, oldest first."""
-        return list(self._seen)[-count:] if count > 0 else []
-
-    def clear(self) -> None:
-        self._seen.clear()
-        self.probes.clear()
-        self._total = 0
 
 
 class Tokenize(Struct):
@@ -167,42 +90,40 @@ def set_latency(engine: Engine, request: Latency, query: Query) -> Reply:
     return json_reply({"latency_s": seconds})
 
 
-class Reports:
-    """The simulator's own routes that read or clear the log of requests."""
+# What the simulator says of itself
 
-    def __init__(self, log: RequestLog) -> None:
-        self._log = log
 
-    def stats(self, engine: Engine, body: bytes, query: Query) -> Reply:
-        runs = engine.runs
-        return json_reply(
-            {
-                # Started are those that are finished (the aborted among them), disconnected or in flight.
-                **msgspec.to_builtins(engine.counters),
-                "aborted": runs.aborted,
-                "disconnected": runs.disconnected,
-                "in_flight": len(runs.rids),
-                "in_flight_rids": runs.rids,
-                "paused": runs.paused,
-                "weight_version": engine.weight_version,
-                "latency_s": engine.latency_s,
-                "prefix_cache_tokens": engine.prefixes.tokens,
-                "probes": self._log.probes,
-                "queued_faults": engine.faults.names(),
-                "open_sessions": engine.sessions,
-                "closed_sessions": engine.closed,
-                "requests": [seen.summary() for seen in self._log.last(int(query.get("last", "20")))],
-            }
-        )
+def stats(engine: Engine, body: bytes, query: Query) -> Reply:
+    runs = engine.runs
+    return json_reply(
+        {
+            # Started are those that are finished (the aborted among them), disconnected or in flight.
+            **msgspec.to_builtins(engine.counters),
+            "aborted": runs.aborted,
+            "disconnected": runs.disconnected,
+            "in_flight": len(runs.rids),
+            "in_flight_rids": runs.rids,
+            "paused": runs.paused,
+            "weight_version": engine.weight_version,
+            "latency_s": engine.latency_s,
+            "prefix_cache_tokens": engine.prefixes.tokens,
+            "probes": engine.requests.probes,
+            "queued_faults": engine.faults.names(),
+            "open_sessions": engine.sessions,
+            "closed_sessions": engine.closed,
+            "requests": [seen.summary() for seen in engine.requests.last(int(query.get("last", "20")))],
+        }
+    )
 
-    def requests(self, engine: Engine, body: bytes, query: Query) -> Reply:
-        seen = self._log.last(int(query.get("last", "1")))
-        return json_reply([{**one.whole(), "adapter": engine.adapter_of(one.body)} for one in seen])
 
-    def reset(self, engine: Engine, body: bytes, query: Query) -> Reply:
-        engine.reset()
-        self._log.clear()
-        return json_reply({"ok": True})
+def requests(engine: Engine, body: bytes, query: Query) -> Reply:
+    seen = engine.requests.last(int(query.get("last", "1")))
+    return json_reply([{**one.whole(), "adapter": engine.adapter_of(one.body)} for one in seen])
+
+
+def reset(engine: Engine, body: bytes, query: Query) -> Reply:
+    engine.reset()
+    return json_reply({"ok": True})
 
 
 # /v1/messages/count_tokens, which both engines have
@@ -273,19 +194,17 @@ def _text(content: str | Blocks) -> str:
     return content if isinstance(content, str) else "".join(one.get("text", "") for one in content)
 
 
-def common(log: RequestLog) -> Mapping[tuple[str, str], Control]:
-    """The routes of this file, by method and path."""
-    reports = Reports(log)
-    return {
-        ("GET", "/v1/models"): Control(models),
-        ("POST", "/v1/messages/count_tokens"): Control(count_tokens, outcome="count_tokens"),
-        ("POST", "/tokenize"): Control(tokenize, Tokenize),
-        ("POST", "/detokenize"): Control(detokenize, Detokenize),
-        ("POST", "/sim/behaviour"): Control(set_behaviour, dict[str, Any]),
-        ("POST", "/sim/faults"): Control(add_fault, FaultOrder),
-        ("POST", "/sim/replies"): Control(plan_reply, PlannedReply),
-        ("POST", "/sim/latency"): Control(set_latency, Latency),
-        ("GET", "/sim/stats"): Control(reports.stats),
-        ("GET", "/sim/requests"): Control(reports.requests),
-        ("POST", "/sim/reset"): Control(reports.reset),
-    }
+COMMON = {
+    ("GET", "/v1/models"): Control(models),
+    ("POST", "/v1/messages/count_tokens"): Control(count_tokens, outcome="count_tokens"),
+    ("POST", "/tokenize"): Control(tokenize, Tokenize),
+    ("POST", "/detokenize"): Control(detokenize, Detokenize),
+    ("POST", "/sim/behaviour"): Control(set_behaviour, dict[str, Any]),
+    ("POST", "/sim/faults"): Control(add_fault, FaultOrder),
+    ("POST", "/sim/replies"): Control(plan_reply, PlannedReply),
+    ("POST", "/sim/latency"): Control(set_latency, Latency),
+    ("GET", "/sim/stats"): Control(stats),
+    ("GET", "/sim/requests"): Control(requests),
+    ("POST", "/sim/reset"): Control(reset),
+}
+"""The routes of this file, by method and path."""

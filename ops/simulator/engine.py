@@ -16,7 +16,7 @@ from ops.simulator.faults import FAULTS, FaultQueue, spoil_stream
 from ops.simulator.generation import Generation, ReplyWriter, Span
 from ops.simulator.policy import Draft, Policy
 from ops.simulator.prefixes import PrefixCache
-from ops.simulator.running import HungUp, Run, Runs
+from ops.simulator.running import HungUp, RequestLog, Run, Runs
 from ops.simulator.template import GENERATION_PROMPT, Conversation, Template
 from ops.simulator.tokenizer import Encoded, Tokenizer
 from ops.simulator.wire import (
@@ -157,6 +157,7 @@ class Engine:
         self.policy = Policy(config, self.tokenizer)
         self.writer = ReplyWriter(config, self.tokenizer)
         self.runs = Runs()
+        self.requests = RequestLog(config.keep_requests)
         self.faults = FaultQueue()
         self.replies: list[PlannedReply] = []
         self.prefixes = PrefixCache(config.cache_tokens)
@@ -171,7 +172,8 @@ class Engine:
         self.reset()
 
     def reset(self) -> None:
-        """Clear counters, faults, planned replies and earlier generations, but not the caches."""
+        """Clear counters, faults, planned replies, requests and earlier generations, but not the caches."""
+        self.requests.clear()
         self.policy.forget()
         self.faults.clear()
         self.replies.clear()

@@ -1,11 +1,18 @@
-"""Generations in flight: their duration, pauses, aborts and disconnected clients."""
+"""Requests as they arrived, and generations in flight: their duration, pauses, aborts and disconnected clients."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import time
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pybase64
 
 HungUp = Callable[[], Awaitable[None]]
 """Returns when the client of a request has left."""
@@ -145,3 +152,75 @@ class Runs:
             _, late = await asyncio.wait({gate, stop}, return_when=asyncio.FIRST_COMPLETED)
             for task in late:
                 task.cancel()
+
+
+PROBES = frozenset({"/health", "/model_info", "/get_model_info", "/is_paused", "/weight_info"})
+"""Routes that are called constantly."""
+
+_KEPT_BYTES = 64 * 2**20
+
+
+@dataclass(slots=True)
+class ReceivedRequest:
+    """One request as it arrived. Times are seconds of the host's monotonic clock, so they can be compared between
+    engines."""
+
+    path: str
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+    number: int = 0  # counts requests from 1 since the process started
+    arrived: float = field(default_factory=time.monotonic)
+    answered: float = 0.0  # when the last byte was passed to the socket; 0.0 before, and if the client left first
+
+    def summary(self) -> dict[str, Any]:
+        """The path, headers, number, times, and the body's hash."""
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
+        return {
+            "path": self.path,
+            "headers": headers,
+            "sha256": hashlib.sha256(self.body).hexdigest(),
+            "number": self.number,
+            "arrived": self.arrived,
+            "answered": self.answered or None,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        """The summary and the body, decoded if it is JSON, and as base64."""
+        try:
+            parsed = msgspec.json.decode(self.body)
+        except (msgspec.DecodeError, RecursionError):
+            parsed = None
+        return {**self.summary(), "body": parsed, "body_base64": pybase64.b64encode(self.body).decode()}
+
+
+class RequestLog:
+    """The last requests, bounded by number and bytes. ``probes`` counts the requests to each of PROBES."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._total = 0
+        self._number = 0
+        self._seen: deque[ReceivedRequest] = deque()
+        self.probes: Counter[str] = Counter()
+
+    def add(self, seen: ReceivedRequest) -> None:
+        """Number and store ``seen``; drop the oldest requests over the bounds. A probe is only counted, so that it
+        displaces no other request."""
+        if seen.path in PROBES:
+            self.probes[seen.path] += 1
+            return
+        self._number += 1
+        seen.number = self._number
+        self._seen.append(seen)
+        self._total += len(seen.body)
+        while len(self._seen) > self._count or (self._total > _KEPT_BYTES and len(self._seen) > 1):
+            self._total -= len(self._seen.popleft().body)
+
+    def last(self, count: int) -> list[ReceivedRequest]:
+        """The newest ``count`` requests, oldest first."""
+        return list(self._seen)[-count:] if count > 0 else []
+
+    def clear(self) -> None:
+        self._seen.clear()
+        self.probes.clear()
+        self._total = 0

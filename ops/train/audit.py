@@ -16,20 +16,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
-from app.store import repair
-from app.store.database import Database
 from ops.engine.process import is_installed, run_module
 from ops.server import ServerProcess
 from ops.train.rollouts import lines
 from ops.train.task import ATTEMPTS, digest
-from ops.verify import Acknowledged, Report, verify
+from ops.verify import Acknowledged, Report, verify_url
 from turnlog import Turnlog
 
 TRAINED, UNDONE = "trained", "undone"
@@ -252,16 +250,7 @@ def read(folder: Path) -> tuple[Evidence, Report]:
             evidence.groups = {group["group_id"]: group["state"] for group in turnlog.groups()}
         url = server.environment["TURNLOG_DATABASE_URL"]
     acknowledged = [Acknowledged(reply["reply"], reply["turn"], reply["sha256"]) for reply in replies]
-    return evidence, asyncio.run(_verified(url, acknowledged))
-
-
-async def _verified(url: str, acknowledged: Sequence[Acknowledged]) -> Report:
-    database = Database(url)
-    try:
-        await repair.require_revision(database)
-        return await verify(database, acknowledged)
-    finally:
-        await database.close()
+    return evidence, asyncio.run(verify_url(url, acknowledged))
 
 
 def audit(folder: Path) -> Audit:

@@ -101,13 +101,15 @@ async def _check_objects(database: Database, session_id: str, in_objects: Iterab
                 report.found(session_id, fault)
 
 
-async def verify_url(url: str, progress: Callable[[str], None] = silent) -> Report:
+async def verify_url(
+    url: str, acknowledged: Iterable[Acknowledged] = (), progress: Callable[[str], None] = silent
+) -> Report:
     """Run `verify` on the store at `url`. Raises AppError, StartupError if it cannot be read."""
     require_store(url)
     database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_timeout_s")))
     try:
         await repair.require_revision(database)
-        return await verify(database, progress=progress)
+        return await verify(database, acknowledged, progress)
     finally:
         await database.close()
 
@@ -118,7 +120,7 @@ def perform(database_url: str | None, *, as_json: bool = False) -> int:
 
 
 def _checked(database_url: str | None) -> CommandResult:
-    report = asyncio.run(verify_url(settings_for(database_url).database_url, Progress("verify")))
+    report = asyncio.run(verify_url(settings_for(database_url).database_url, progress=Progress("verify")))
     lines = [
         *(f"{problem.session_id}: {problem.what}" for problem in report.problems),
         *report.damage(),

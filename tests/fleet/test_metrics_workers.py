@@ -13,7 +13,7 @@ import pytest
 from integration.stand import until, user
 from prometheus_client.parser import text_string_to_metric_families
 
-from app import metric_files
+from app import metrics
 from ops.server import KeptServer, ServerProcess
 from ops.simulator.process import SimulatorProcess
 
@@ -71,7 +71,7 @@ def scrape(server: ServerProcess) -> dict[str, float]:
 
 def counted_by(folder: Path, pid: int) -> float:
     """Turns that one process has committed, as its own file has it."""
-    ((_, numbers),) = metric_files.read(folder, f"{pid}-*")
+    ((_, numbers),) = metrics.read_values(folder, f"{pid}-*")
     return numbers["turnlog_turns_total", "committed"][0]
 
 
@@ -93,4 +93,4 @@ def test_each_process_tells_of_all_also_of_one_that_was_killed(server: ServerPro
     for found in [scrape(server) for _ in range(SCRAPES)]:
         assert found["turnlog_turns_totalcommitted"] == turns + 1, "a killed process's turns count on"
         assert found["turnlog_processes"] == WORKERS, "a killed process is not alive"
-    assert sorted(is_alive for is_alive, _ in metric_files.read(folder)) == [False, *[True] * WORKERS]
+    assert sorted(is_alive for is_alive, _ in metrics.read_values(folder)) == [False, *[True] * WORKERS]

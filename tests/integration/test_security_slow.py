@@ -23,8 +23,8 @@ from app.api.head import Guard, Head, request_ids
 from app.api.limits import read_body
 from app.api.replies import error_parts
 from app.api.turns import send_reply
-from app.connection_limit import Capacity, ConnectionLimit
 from app.errors import AppError, BodyGivenUp
+from app.process import Capacity, ConnectionLimit
 from app.request_memory import RequestMemory
 from app.tokens import Tokens
 from ops.server import KeptServer, ServerProcess

@@ -25,7 +25,7 @@ from app.sessions.session_list import Sort, Status
 from ops import event_types, unasync
 from turnlog import parameters, replies, rows
 from turnlog.client import names as client
-from turnlog.client.checked import checked, metadata_filter, rows_wanted
+from turnlog.client.checked import checked, rows_wanted, sessions_wanted
 
 
 def names(kind: type) -> set[str]:
@@ -137,7 +137,8 @@ def test_right_parameters_pass() -> None:
     assert checked(parameters.NewSession, {"limits": limits, "params": {}}) == {"limits": limits, "params": {}}
     filters = {"a": "b", "n": 3, "yes": True, "none": None}
     assert checked(parameters.SessionFilters, {"metadata": filters}) == {"metadata": filters}
-    assert metadata_filter(filters) == ["a=b", "n=3", "yes=true", "none=null"]
+    given = sessions_wanted(parameters.SessionFilters, {"metadata": filters})
+    assert given == {"metadata": ["a=b", "n=3", "yes=true", "none=null"]}
 
 
 def test_the_sync_client_is_current() -> None:

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from app.connection_limit import MAX_RESERVE, MIN_RESERVE, ConnectionLimit
+from app.process import MAX_RESERVE, MIN_RESERVE, ConnectionLimit
 
 
 class Clock:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sqlalchemy.engine import make_url
 
-from app.database_url import driver_arguments
+from app.store.database_url import driver_arguments
 
 NAMED = {"application_name": "turnlog"}
 

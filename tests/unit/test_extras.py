@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from app.extras import install
+from app.process import install_command
 from ops.server import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -28,7 +28,7 @@ def needed(extra: str) -> list[Requirement]:
 @pytest.mark.parametrize("extra", ["tito", "bench"])
 def test_the_advice_names_the_packages_themselves(extra: str) -> None:
     """Under the name turnlog nothing is published. The extra is that of the installed version."""
-    pip, verb, *packages = shlex.split(install(extra))
+    pip, verb, *packages = shlex.split(install_command(extra))
     assert (pip, verb) == ("pip", "install")
     told = {(canonicalize_name(one.name), str(one.specifier)) for one in map(Requirement, packages)}
     wanted = {(canonicalize_name(one.name), str(one.specifier)) for one in needed(extra)}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from app import metric_files
-from app.metric_files import MetricValues
+from app import metrics
+from app.metrics import MetricValues
 from ops.server import ROOT
 
 SERIES = [("turns", "good", 1), ("turns", "bad", 1), ("seconds", "", 3)]
@@ -17,7 +17,7 @@ SERIES = [("turns", "good", 1), ("turns", "bad", 1), ("seconds", "", 3)]
 COUNTS = """
 import sys
 from pathlib import Path
-from app.metric_files import MetricValues
+from app.metrics import MetricValues
 mine = MetricValues(Path(sys.argv[1]), [("turns", "good", 1), ("gone", "", 2)])
 mine.values[0] += 5
 print("here", flush=True)
@@ -37,7 +37,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def alive(folder: Path) -> list[bool]:
-    return [is_alive for is_alive, _ in metric_files.read(folder)]
+    return [is_alive for is_alive, _ in metrics.read_values(folder)]
 
 
 def test_a_process_that_begins_is_at_no_moment_taken_for_dead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_what_is_counted_is_read_at_once_by_name_and_label(tmp_path: Path) -> No
     mine = MetricValues(tmp_path, SERIES)
     mine.values[1] += 2
     mine.values[4] = 0.25
-    ((_, numbers),) = metric_files.read(tmp_path)
+    ((_, numbers),) = metrics.read_values(tmp_path)
     assert numbers == {("turns", "good"): [0], ("turns", "bad"): [2], ("seconds", ""): [0, 0, 0.25]}
     mine.close()
 
@@ -77,7 +77,7 @@ def test_a_process_that_shares_none_counts_in_its_memory() -> None:
 
 def test_a_folder_that_was_chosen_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "chosen"))
-    assert metric_files.folder() == tmp_path / "chosen"
+    assert metrics.shared_folder() == tmp_path / "chosen"
     assert (tmp_path / "chosen").is_dir()
 
 
@@ -87,6 +87,6 @@ def test_a_killed_process_is_dead_and_its_counts_are_kept(tmp_path: Path, holder
     holder.kill()
     holder.wait()
     assert sorted(alive(tmp_path)) == [False, True]
-    (dead,) = (numbers for is_alive, numbers in metric_files.read(tmp_path) if not is_alive)
+    (dead,) = (numbers for is_alive, numbers in metrics.read_values(tmp_path) if not is_alive)
     assert dead == {("turns", "good"): [5], ("gone", ""): [0, 0]}
     mine.close()

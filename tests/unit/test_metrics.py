@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from app import errors, metric_files
+from app import errors
 from app import metrics as app_metrics
 from app.domain.events import BlobsTombstoned, Recorded, TurnAbandoned, TurnRejected
 from app.metrics import (
@@ -61,7 +61,7 @@ def test_a_committed_turn_is_observed_in_each_stage_and_without_gate_and_engine(
 
 def test_a_process_with_other_buckets_is_left_out_of_their_sum(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     older = [(f.name, label, f.width + bool(f.buckets)) for f in app_metrics.FAMILIES for label in f.values]
-    before = metric_files.MetricValues(tmp_path, older)
+    before = app_metrics.MetricValues(tmp_path, older)
     before.values[0] = 2
     before.close()
     monkeypatch.setattr(app_metrics, "FOLDER", tmp_path)

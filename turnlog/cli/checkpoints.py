@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from typing import Annotated
-from urllib.parse import quote
 
 import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, printed_as_json, server_options
+from turnlog.client.address import segment
 
 checkpoint_app = typer.Typer(help="Checkpoints: list, make, restore, delete.", no_args_is_help=True)
 
@@ -61,7 +61,7 @@ def make(
 @server_options
 def restore(ctx: typer.Context, name: Name) -> None:
     """Take the store back to a checkpoint. Nothing is deleted: what it was is a checkpoint, too."""
-    done = remote(ctx).read("POST", f"/checkpoints/{quote(name, safe='')}/restore", slow=True)
+    done = remote(ctx).read("POST", f"/checkpoints/{segment(name)}/restore", slow=True)
     if not printed_as_json(ctx, done):
         from turnlog.cli.output import line
 
@@ -76,5 +76,5 @@ def restore(ctx: typer.Context, name: Name) -> None:
 @server_options
 def delete(ctx: typer.Context, name: Name) -> None:
     """Delete a checkpoint. Sessions stay as they are; what only it kept is freed as usual."""
-    remote(ctx).call("DELETE", f"/checkpoints/{quote(name, safe='')}")
+    remote(ctx).call("DELETE", f"/checkpoints/{segment(name)}")
     printed_as_json(ctx, {"name": name, "state": "deleted"})

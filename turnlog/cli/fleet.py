@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, printed_as_json, server_options
+from turnlog.client.address import segment
 from turnlog.errors import TurnlogError
 
 
@@ -110,7 +110,7 @@ def _order(ctx: typer.Context, verb: str, adapter: str | None, fleet: bool, wish
     """Print the gate's state and each engine's answer; exit code 1 if an engine failed."""
     if fleet == (adapter is not None):
         raise UsageError("name an adapter, or --fleet")
-    where = "/fleet" if fleet else f"/adapters/{quote(adapter or '', safe='')}"
+    where = "/fleet" if fleet else f"/adapters/{segment(adapter or '')}"
     body = {name: value for name, value in wish.items() if value is not None}
     failure: TurnlogError | None = None
     state: Mapping[str, Any]

@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
 
 import typer
 
@@ -14,6 +13,7 @@ from turnlog.actions import Call, calls_of, json_of, said_by, text_of
 from turnlog.cli.remote import remote
 from turnlog.cli.run import Failure, say, wants_json
 from turnlog.cli.tail import followed, told
+from turnlog.client.address import segment
 from turnlog.errors import NotFound
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def read(
     """Print a session's conversation, with failures, rollbacks and rewards in their place."""
     from turnlog.client.lines import EventsPlace
 
-    path, place = f"/sessions/{quote(session, safe='')}", EventsPlace(0, follow)
+    path, place = f"/sessions/{segment(session)}", EventsPlace(0, follow)
     log = remote(ctx, patience_s=0) if follow else remote(ctx)
     server = remote(ctx, patience_s=math.inf, has_answered=True) if follow else log
     reading = _Reading(_Conversation(server, path, in_pages=turn is None), whole=tools)

@@ -13,10 +13,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from turnlog.client.address import DEFAULT
 from turnlog.errors import TurnlogError, Unauthorized
 from turnlog.server_code import put_on_path
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 TOKEN_HINT = "set TURNLOG_TOKEN, or give --token"
 
@@ -68,9 +67,9 @@ class ServerCommand(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         put_on_path()
-        from app.extras import missing
+        from app.process import missing_packages
 
-        if absent := missing("server"):
+        if absent := missing_packages("server"):
             raise Failure(f"{ctx.command_path} needs the extra turnlog[server]; missing: {', '.join(absent)}")
         return super().invoke(ctx)
 
@@ -139,12 +138,18 @@ def _use_env_file(path: Path | None) -> Path | None:
     return path
 
 
+def _with_options(run: Callable[..., None], *of: Callable[..., None]) -> Callable[..., None]:
+    """`run`, which takes the parameters of these functions, one after the other."""
+    taken = [one for each in of for one in inspect.signature(each, eval_str=True).parameters.values()]
+    run.__signature__ = inspect.Signature(taken)  # type: ignore[attr-defined]
+    return run
+
+
 def settings_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command that reads the server's settings: adds --config and --env-file to its options.
 
     They are eager: what they set is also the default of the command's other options.
     """
-    own = inspect.signature(command, eval_str=True)
 
     @functools.wraps(command)
     def run(*, config: Path | None, env_file: Path | None, **given: Any) -> None:
@@ -160,9 +165,7 @@ def settings_options(command: Callable[..., None]) -> Callable[..., None]:
         ] = None,
     ) -> None: ...
 
-    added = inspect.signature(common, eval_str=True).parameters.values()
-    run.__signature__ = own.replace(parameters=[*own.parameters.values(), *added])  # type: ignore[attr-defined]
-    return run
+    return _with_options(run, command, common)
 
 
 def current(token: str | None) -> str | None:
@@ -176,18 +179,15 @@ def wants_json(ctx: typer.Context) -> bool:
 
 def server_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command that calls a server: adds --url, --token and --json to its options."""
-    own = inspect.signature(command, eval_str=True)
 
     @functools.wraps(command)
     def run(ctx: typer.Context, *, url: str, token: str | None, as_json: bool, **given: Any) -> None:
         ctx.obj = Remote(url, current(token), as_json)
         command(ctx, **given)
 
-    def common(url: Url = DEFAULT_URL, token: Token = None, as_json: Json = False) -> None: ...
+    def common(url: Url = DEFAULT, token: Token = None, as_json: Json = False) -> None: ...
 
-    added = inspect.signature(common, eval_str=True).parameters.values()
-    run.__signature__ = own.replace(parameters=[*own.parameters.values(), *added])  # type: ignore[attr-defined]
-    return run
+    return _with_options(run, command, common)
 
 
 def say_if_none(records: Sequence[object], noun: str) -> None:

@@ -9,10 +9,7 @@ import typer
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.run import Failure, printed_as_json, say, say_if_none
-from turnlog.parameters import SearchFilters
-
-PAGE = 100
-"""The largest page that the server gives."""
+from turnlog.parameters import SEARCH_PAGE, SearchFilters
 
 
 @takes(SearchFilters)
@@ -21,7 +18,7 @@ def search(
     q: Annotated[
         str | None, typer.Argument(help="Words; '\"a phrase\"', -without, a OR b.", show_default=False)
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=SEARCH_PAGE, help="At most so many.")] = 20,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier search ended.")] = None,
     **filters: Any,
 ) -> None:

@@ -104,9 +104,9 @@ def _pass_on(ctx: typer.Context, module: str, extra: str) -> None:
     try:
         main = importlib.import_module(module).main
     except ModuleNotFoundError as error:
-        from app.extras import install
+        from app.process import install_command
 
-        raise Failure(f"{ctx.command_path} needs {error.name}: {install(extra)}") from None
+        raise Failure(f"{ctx.command_path} needs {error.name}: {install_command(extra)}") from None
     raise typer.Exit(main(ctx.args, ctx.command_path))
 
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, printed_as_json, say, say_if_none
-from turnlog.parameters import SessionFilters
+from turnlog.client.address import address, segment
+from turnlog.parameters import PAGE, SessionFilters
 
 if TYPE_CHECKING:
     from turnlog.cli.output import Column
     from turnlog.client._sync.transport import Transport
-
-PAGE = 1000
-"""The largest page that the server gives."""
 
 
 @takes(SessionFilters, "status")  # a state is also a status
@@ -84,7 +81,7 @@ def show(
     at: Annotated[int | None, typer.Option(min=1, help="As it was after this event.")] = None,
 ) -> None:
     """A session: its turns with their stages, failures and rollbacks."""
-    path = f"/sessions/{quote(session, safe='')}/state"
+    path = f"/sessions/{segment(session)}/state"
     state = remote(ctx).read("GET", path, parameters={"seq": at})
     if printed_as_json(ctx, state):
         return
@@ -95,9 +92,7 @@ def show(
 
 def open_page(ctx: typer.Context, session: Annotated[str, typer.Argument(help="The session's id.")]) -> None:
     """Open the page of a session in a browser, and print its address."""
-    from turnlog.client.address import address
-
-    url = f"{address(ctx.obj.url)}/ui#/session/{quote(session, safe='')}"
+    url = f"{address(ctx.obj.url)}/ui#/session/{segment(session)}"
     if not printed_as_json(ctx, {"url": url}):
         import webbrowser
 
@@ -118,7 +113,7 @@ def groups(
     if group is None:
         found = server.read("GET", "/groups", parameters={"limit": limit, "cursor": cursor})
     else:
-        found = server.read("GET", f"/groups/{quote(group, safe='')}")
+        found = server.read("GET", f"/groups/{segment(group)}")
     if printed_as_json(ctx, found):
         return
     if group is not None:

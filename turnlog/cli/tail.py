@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, say, wants_json
+from turnlog.client.address import segment
 from turnlog.errors import TurnlogError
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def tail(
     elif types or group or limit:
         raise UsageError("--type, --group and --limit are only for the events of all sessions")
     else:
-        path, place = f"/sessions/{quote(session, safe='')}/events", EventsPlace(_number(after), follow)
+        path, place = f"/sessions/{segment(session)}/events", EventsPlace(_number(after), follow)
     is_empty = True
     for event in followed(server, path, place) if follow else server.lines(path, place):
         if for_machine or session is not None or is_event(event):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
@@ -12,6 +11,7 @@ from turnlog.amounts import amount
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.run import printed_as_json
+from turnlog.client.address import segment
 from turnlog.parameters import TreeParameters
 
 Turn = Mapping[str, Any]
@@ -24,7 +24,7 @@ def tree(
     **parameters: Any,
 ) -> None:
     """A session's turns as a tree: branches, their causes, and whose loss each turn is in."""
-    path = f"/sessions/{quote(session, safe='')}/tree"
+    path = f"/sessions/{segment(session)}/tree"
     found = remote(ctx).read("GET", path, parameters=given(parameters))
     if not printed_as_json(ctx, found):
         _print(found)

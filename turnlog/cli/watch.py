@@ -11,9 +11,10 @@ import typer
 from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import wants_json
-from turnlog.cli.sessions import PAGE, session_columns
+from turnlog.cli.sessions import session_columns
 from turnlog.cli.tail import followed, told
 from turnlog.errors import Unreachable
+from turnlog.parameters import PAGE
 
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport

@@ -6,13 +6,13 @@ import json
 import uuid
 from collections.abc import Sequence
 from typing import Annotated, Any
-from urllib.parse import quote
 
 import typer
 
 from turnlog.cli.parameters import given, read_object, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, printed_as_json, say
+from turnlog.client.address import segment
 from turnlog.errors import SessionClosed
 from turnlog.parameters import NewSession
 
@@ -97,7 +97,7 @@ def annotate(
     """Write a note, tags or another value on a session, also a closed one, or on a turn."""
     of = _path(session) + ("" if turn is None else f"/turns/{turn}")
     body = {"value": _json_or_text(value), **given({"writer": writer})}
-    written = remote(ctx).read("PUT", f"{of}/annotations/{quote(name, safe='')}", body=body)
+    written = remote(ctx).read("PUT", f"{of}/annotations/{segment(name)}", body=body)
     if not printed_as_json(ctx, written):
         say(f"{name} is written, in event {written['seq']}")
 
@@ -114,7 +114,7 @@ def close(ctx: typer.Context, session: Id) -> None:
 
 
 def _path(session: str) -> str:
-    return f"/sessions/{quote(session, safe='')}"
+    return f"/sessions/{segment(session)}"
 
 
 def _numbers(components: Sequence[str]) -> dict[str, float] | None:

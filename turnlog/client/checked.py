@@ -39,9 +39,13 @@ def rows_wanted(parameters: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def metadata_filter(wanted: Mapping[str, str | int | float | bool | None]) -> list[str]:
-    """`key=value` for each, as `GET /sessions` takes it."""
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in wanted.items()]
+def sessions_wanted(parameters: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`checked` filters of sessions, with `key=value` for each of the `metadata`. Raises TypeError, ValueError."""
+    found = checked(parameters, given)
+    if (metadata := found.get("metadata")) is not None:
+        pairs = metadata.items()
+        found["metadata"] = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs]
+    return found
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from turnlog.errors import NotTurnlog
 
@@ -30,35 +30,37 @@ def present(given: Mapping[str, Any]) -> Object:
     return {name: value for name, value in given.items() if value is not None}
 
 
-class Place(Protocol):
-    """How far a stream of lines has been read."""
+class Place:
+    """How far a stream of lines has been read. `left`: so many more were asked for."""
+
+    def __init__(self, *, is_open_ended: bool = False, left: int | None = None) -> None:
+        self.is_open_ended = is_open_ended
+        """Is a reply expected to pause for long?"""
+        self.has_begun = False
+        """Has the server answered?"""
+        self._left = left
 
     def parameters(self) -> Mapping[str, Any]:
         """The parameters that ask for what has not been read yet."""
-        ...
+        raise NotImplementedError
 
     def begin(self, headers: Mapping[str, str]) -> None:
         """A reply has begun."""
-        ...
+        self.has_begun = True
 
     def read(self, line: Object) -> None:
-        """The line is about to be returned to the caller."""
-        ...
-
-    @property
-    def is_open_ended(self) -> bool:
-        """Is a reply expected to pause for long?"""
-        ...
+        """The line is about to be returned to the caller. Raises NotTurnlog for one that has no place."""
+        raise NotImplementedError
 
     @property
     def has_all(self) -> bool:
         """Has everything that was asked for been read, however the reply ended?"""
-        ...
+        return self._left == 0
 
     @property
     def is_done(self) -> bool:
-        """Is the stream complete, if the reply ended normally?"""
-        ...
+        """Is the stream complete, if the reply ended normally? That of a follower was ended by a server that stops."""
+        return self.has_all or not self.is_open_ended
 
 
 class Lines:
@@ -99,69 +101,45 @@ def decode(content: bytes) -> Object:
     return found
 
 
-class EventsPlace:
-    """A session's log after the event `after`."""
+class EventsPlace(Place):
+    """A session's log after the event `after`. A followed one ends when the session is erased."""
 
     def __init__(self, after: int, follow: bool) -> None:
+        super().__init__(is_open_ended=follow)
         self.after = after
-        self._follow = follow
-        self._is_erased = False
-        self.has_begun = False
-        """Has the server answered?"""
 
     def __str__(self) -> str:
         return f"behind event {self.after}"
 
     def parameters(self) -> Mapping[str, Any]:
-        return {"after": self.after, "follow": "true" if self._follow else "false"}
-
-    def begin(self, headers: Mapping[str, str]) -> None:
-        self.has_begun = True
+        return {"after": self.after, "follow": "true" if self.is_open_ended else "false"}
 
     def read(self, line: Object) -> None:
         match line:
             case {"seq": int(seq), "type": str(kind)}:
                 self.after = seq
-                self._is_erased = kind == "SessionErased"
+                self._left = 0 if kind == "SessionErased" else None
             case _:
                 raise NotTurnlog("a line that is no event: is this Turnlog's address?")
 
-    @property
-    def is_open_ended(self) -> bool:
-        return self._follow
 
-    @property
-    def has_all(self) -> bool:
-        return self._is_erased
-
-    @property
-    def is_done(self) -> bool:
-        """A followed log ends when the session is erased; any other end means that the server was stopped."""
-        return self.has_all or not self._follow
-
-
-class AllEventsPlace:
+class AllEventsPlace(Place):
     """The log of all sessions after a position. `position` is None until the server has given one."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._parameters = dict(parameters)
+        follow, left = bool(self._parameters.pop("follow", False)), self._parameters.pop("limit", None)
+        super().__init__(is_open_ended=follow, left=left)
         self._after: str | None = self._parameters.pop("after", None)
-        self._left: int | None = self._parameters.pop("limit", None)
-        self._follow = bool(self._parameters.pop("follow", False))
         self.position = None if self._after == "end" else self._after
-        self.has_begun = False
-        """Has the server answered?"""
 
     def __str__(self) -> str:
         return "behind the last event"
 
     def parameters(self) -> Mapping[str, Any]:
         after = self.position or self._after
-        follow = "true" if self._follow else None
+        follow = "true" if self.is_open_ended else None
         return present({**self._parameters, "after": after, "limit": self._left, "follow": follow})
-
-    def begin(self, headers: Mapping[str, str]) -> None:
-        self.has_begun = True
 
     def read(self, line: Object) -> None:
         match line:
@@ -172,32 +150,20 @@ class AllEventsPlace:
         if self._left is not None and is_event(line):
             self._left -= 1
 
-    @property
-    def is_open_ended(self) -> bool:
-        return self._follow
-
-    @property
-    def has_all(self) -> bool:
-        return self._left == 0
-
-    @property
-    def is_done(self) -> bool:
-        return self.has_all or not self._follow
-
 
 def is_event(line: Object) -> bool:
     """Of the log of all sessions: is it an event, not a position alone?"""
     return "session_id" in line
 
 
-class ExportPlace:
+class ExportPlace(Place):
     """An export, in which each row has the cursor after it."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._parameters = dict(parameters)
+        super().__init__(left=self._parameters.pop("limit", None))
         self.cursor: str | None = self._parameters.pop("cursor", None)
         self.next_cursor: str | None = None
-        self._left: int | None = self._parameters.pop("limit", None)
 
     def parameters(self) -> Mapping[str, Any]:
         return present({**self._parameters, "cursor": self.cursor, "limit": self._left})
@@ -210,18 +176,6 @@ class ExportPlace:
         self.cursor = cursor_of(line)
         if self._left is not None:
             self._left -= 1
-
-    @property
-    def is_open_ended(self) -> bool:
-        return False
-
-    @property
-    def has_all(self) -> bool:
-        return self._left == 0
-
-    @property
-    def is_done(self) -> bool:
-        return True
 
 
 def cursor_of(row: Object) -> str:

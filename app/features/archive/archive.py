@@ -34,17 +34,16 @@ from app.errors import (
 )
 from app.export.query import ExportQuery
 from app.export.row import Fields
-from app.extras import install
 from app.features.archive import rows
 from app.features.archive.checks import require_own, require_whole
 from app.features.archive.rows import Indexed, Place, Rollout, StoredRows
 from app.features.objects.names import PROBE
+from app.process import cancelled, install_command
 from app.sessions.cache import SessionCache
 from app.store import feed
 from app.store.content import load_chunks
 from app.store.incarnations import ReleaseLease, TakeLease
 from app.store.ports import Database, Writer
-from app.tasks import cancelled
 from turnlog.replies import ArchiveAfter, ArchiveStep, ImportedFile, RefusedSession
 from workers.codec import CorruptContent
 
@@ -498,7 +497,7 @@ class Archive:
     def _bucket(self, url: str) -> Bucket:
         """Raises InvalidRequest, Unsupported."""
         if find_spec("pyarrow") is None:
-            raise Unsupported(f"archives need pyarrow on the server (turnlog[parquet]): {install('parquet')}")
+            raise Unsupported(f"archives need pyarrow on the server (turnlog[parquet]): {install_command('parquet')}")
         from app.features.objects.bucket import Bucket
 
         url = url.rstrip("/")

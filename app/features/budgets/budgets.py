@@ -17,10 +17,10 @@ from app.domain.session import Session
 from app.errors import AppError, InvalidRequest, OverBudget, SessionBusy
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit, NoteLimit, read_used
 from app.features.budgets.rules import NAMES, NoneLeft, Used, allowance, left, wanted_tokens
+from app.process import cancelled
 from app.protocols.errors import engine_error
 from app.store.log import Appended
 from app.store.log_turns import Claim, Commit, Limited, Release, Stale
-from app.tasks import cancelled
 from app.turn.in_flight import Claimed, EngineCall, Generated, Placed, TurnCancelled
 from app.turn.points import Generate
 from app.upstream.body import Body

@@ -34,10 +34,10 @@ from app.features.checkpoints.operations import (
 from app.features.checkpoints.restores import Restores
 from app.features.gates.gates import Gates
 from app.fleet.state import FleetState
+from app.process import cancelled
 from app.store import feed
 from app.store import fleet as fleet_store
 from app.store.ports import Database, Writer
-from app.tasks import cancelled
 from turnlog.replies import RestoredStore
 
 log = logging.getLogger("turnlog.checkpoints")

@@ -37,9 +37,9 @@ from app.features.gates.gates import Gates
 from app.fleet.engines import Engines
 from app.fleet.member import Member
 from app.fleet.state import POLL_S, STALE_S, FleetState
+from app.process import cancelled
 from app.store import fleet as store
 from app.store.ports import Database
-from app.tasks import cancelled
 from app.upstream.control import EngineControl
 from turnlog.replies import AdapterState, FleetGate, Told
 

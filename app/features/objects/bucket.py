@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from obstore.store import BackoffConfig
 
 from app.errors import PayloadsUnavailable, StartupError, StoreFull
-from app.extras import install
 from app.features.objects.names import OWNER, PROBE
+from app.process import install_command
 from app.settings import Settings
 
 S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -234,7 +234,7 @@ class Bucket:
             import boto3
             from botocore.exceptions import BotoCoreError, ClientError
         except ImportError as error:
-            needed = f"the bucket keeps old versions, and deleting them needs a package: {install('versions')}"
+            needed = f"the bucket keeps old versions, and deleting them needs a package: {install_command('versions')}"
             raise PayloadsUnavailable(needed) from error
         if self._versions is None:
             region = os.environ.get("AWS_REGION")  # boto3 itself looks for other names than obstore

@@ -18,12 +18,12 @@ from app.errors import AppError, ClaimLost, Overloaded
 from app.features.objects import names, rows
 from app.features.objects.rows import DeadObject
 from app.features.objects.schema import take_copies
+from app.process import cancelled
 from app.store.content import live_objects
 from app.store.dialect import Tx
 from app.store.incarnations import ReleaseLease, TakeLease
 from app.store.log import StoredChunk
 from app.store.ports import Database, Writer
-from app.tasks import cancelled
 
 if TYPE_CHECKING:
     from app.features.objects.bucket import Bucket

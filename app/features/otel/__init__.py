@@ -13,8 +13,8 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from app.extras import install
 from app.metrics import Family
+from app.process import install_command
 
 if TYPE_CHECKING:
     from app.features.otel.turns import TracedTurns
@@ -45,7 +45,9 @@ def add_to(services: Services) -> TracedTurns | None:
         from app.features.otel.sending import SpanSender
         from app.features.otel.spans import SpanMaker
     except ImportError as error:
-        log.warning("no spans are sent to OpenTelemetry, since %s is not installed: %s", error.name, install("otel"))
+        log.warning(
+            "no spans are sent to OpenTelemetry, since %s is not installed: %s", error.name, install_command("otel")
+        )
         return None
     from app.features.otel.turns import TracedTurns
 

@@ -22,13 +22,13 @@ from app.errors import AppError, InvalidRequest, PositionGone, SessionUnreadable
 from app.features.search.index import Index, Message, Page
 from app.features.search.text import name_of, read_message
 from app.metrics import Metrics
+from app.process import cancelled
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.log_end import LogEnd, LogPosition, decode_position
 from app.store.content import load_frames
 from app.store.database import Database
 from app.store.feed import START
 from app.store.sessions import fold_rows, session_rows
-from app.tasks import cancelled
 from workers import codec
 from workers.codec import CorruptContent
 

@@ -25,11 +25,11 @@ from app.errors import AppError, SessionOpenFailed
 from app.features.session_control import affinities as store
 from app.features.session_control.affinities import Ending
 from app.fleet.engines import Engines
+from app.process import cancelled
 from app.sessions.cache import SessionCache
 from app.settings import ALL, Settings
 from app.store.log import Operation, VoidedClaim
 from app.store.ports import Database, Writer
-from app.tasks import cancelled
 from app.turn.in_flight import Claimed, EngineChoice
 from app.upstream.sessions import EngineSessions, OpenUnknown
 

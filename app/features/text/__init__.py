@@ -17,7 +17,6 @@ from app import crash_points
 from app.domain.request import ChatRequest, join_object
 from app.errors import GenerationFailed, UpstreamUnauthorized, UpstreamUnreachable
 from app.fleet.engines import UNUSABLE, failure, require_status
-from app.text_upstreams import SHORT_KEY, TextUpstream
 from app.turn.engine_call import EngineCalls, body_of
 from app.turn.in_flight import Claimed, EngineCall, Generated, TurnStage
 from app.turn.points import TurnPoints
@@ -26,6 +25,7 @@ from app.upstream import headers as http_headers
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.http import NotSent
+from app.upstream.text_upstreams import SHORT_KEY, TextUpstream
 from workers.reply import Job, ValidatedReply
 
 if TYPE_CHECKING:

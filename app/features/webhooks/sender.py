@@ -21,9 +21,9 @@ from app.errors import AppError
 from app.features.webhooks import rows, rules
 from app.features.webhooks.rows import LEASE, BeginCursors, Cursor, MoveCursor, Pending
 from app.features.webhooks.rules import Notice
+from app.process import cancelled
 from app.settings import Network
 from app.store.incarnations import ReleaseLease, TakeLease
-from app.tasks import cancelled
 from app.upstream.client import JSON, ONCE, target_of
 from app.upstream.http import Connections, EngineError
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Self
 import uvicorn
 
 from ops.bench.peers.protocol import Record
-from ops.simulator.__main__ import NoDelayProtocol
 from ops.simulator.app import Simulator
 from ops.simulator.generation import Generation
 from ops.simulator.wire import Config, Dialect, FaultOrder
@@ -78,7 +77,7 @@ class WitnessEngine:
         simulator = Simulator(Config(dialect=dialect, reasoning=0.0, latency_s=latency_s))
         self._engine = simulator.engine
         self._engine.witnesses.append(self._saw)
-        config = uvicorn.Config(simulator, log_level="critical", http=NoDelayProtocol, lifespan="off")
+        config = uvicorn.Config(simulator, log_level="critical", lifespan="off")
         self._server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.base_url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"

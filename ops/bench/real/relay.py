@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple, cast
 
@@ -36,7 +35,6 @@ class Http(asyncio.Protocol):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:

@@ -8,7 +8,6 @@ from typing import cast
 
 from sqlalchemy import insert
 
-from app.connection_limit import ConnectionLimit
 from app.domain.session import encode_session
 from app.features import annotations as annotated
 from app.features import (
@@ -25,6 +24,7 @@ from app.features import (
 )
 from app.features.objects.rows import note_objects
 from app.metrics import Metrics, RecentTurnStats
+from app.process import ConnectionLimit
 from app.services import Services
 from app.sessions.lifecycle import Clock
 from app.sessions.recovery import Registration

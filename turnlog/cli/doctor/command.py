@@ -10,7 +10,8 @@ import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.doctor.findings import Finding, Level
-from turnlog.cli.run import DEFAULT_URL, Json, Token, Url, current
+from turnlog.cli.run import Json, Token, Url, current
+from turnlog.client.address import DEFAULT
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
 
@@ -19,7 +20,7 @@ def doctor(
     generate: Annotated[
         bool, typer.Option("--generate/--no-generate", help="Ask each engine for a few tokens, and judge the reply.")
     ] = True,
-    url: Url = DEFAULT_URL,
+    url: Url = DEFAULT,
     token: Token = None,
     as_json: Json = False,
 ) -> None:
@@ -53,7 +54,7 @@ def _examined(url: str, token: str | None, *, generate: bool) -> Iterator[Findin
     yield from host.limits()
     if token is None and chosen is not None and chosen.admin_token:
         token = chosen.admin_token[0]  # of a file
-    told = yield from server.examine(url, token, expected=url != DEFAULT_URL)
+    told = yield from server.examine(url, token, expected=url != DEFAULT)
     if chosen is None:
         return
     yield from settings.advice(chosen)

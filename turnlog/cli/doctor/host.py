@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
-from app.extras import install, missing
+from app.process import install_command, missing_packages
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 
 OPEN_FILES = 4096
@@ -42,8 +42,10 @@ def versions() -> Iterator[Finding]:
         yield problem("packages", fault, "install turnlog anew, best from ops/deploy/requirements.lock")
     if not wrong:
         yield ok("packages", f"turnlog {version('turnlog')}, {len(needed)} packages as it needs them")
-    if missing("parquet"):
-        yield ok("packages", f"without pyarrow format=parquet is 400 unsupported; {install('parquet')} brings it")
+    if missing_packages("parquet"):
+        yield ok(
+            "packages", f"without pyarrow format=parquet is 400 unsupported; {install_command('parquet')} brings it"
+        )
 
 
 def _fault(requirement: str) -> str | None:

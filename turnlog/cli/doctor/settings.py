@@ -44,7 +44,7 @@ def examine() -> tuple[list[Finding], Settings | None]:
 
 def advice(settings: Settings) -> Iterator[Finding]:
     """Valid settings that are probably a mistake."""
-    from app.text_upstreams import SHORT_KEY
+    from app.upstream.text_upstreams import SHORT_KEY
 
     yield from _tokens(settings)
     for upstream in settings.text_upstreams:

@@ -25,12 +25,12 @@ def examine(settings: Settings) -> Generator[Finding, None, Prompts | None]:
         yield ok("tokenizer", "none: prompts are sent as messages, and their ids are the engine's (capture mode)")
         return None
     from app.errors import AppError, StartupError
-    from app.extras import install
+    from app.process import install_command
 
     try:
         from app.tito.prompts import Prompts  # needs the packages of the extra `tito`
     except ImportError as error:
-        yield problem("tokenizer", f"TURNLOG_TOKENIZER needs the package {error.name}", install("tito"))
+        yield problem("tokenizer", f"TURNLOG_TOKENIZER needs the package {error.name}", install_command("tito"))
         return None
     began = time.perf_counter()
     try:

@@ -11,10 +11,12 @@ from turnlog.client import frames
 from turnlog.client._async.session import AsyncSession
 from turnlog.client._async.transport import AsyncTransport
 from turnlog.client.address import default_address, default_token, segment
-from turnlog.client.checked import checked, metadata_filter, rows_wanted
+from turnlog.client.checked import checked, rows_wanted, sessions_wanted
 from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
 from turnlog.events import Event, UnreadableEvent
 from turnlog.parameters import (
+    PAGE,
+    SEARCH_PAGE,
     EventParameters,
     ExportFilters,
     ExportParameters,
@@ -43,12 +45,6 @@ if TYPE_CHECKING:
     import datasets
     import pandas
     import polars
-
-PAGE = 1000
-"""The largest page of a list that the server gives."""
-
-SEARCH_PAGE = 100
-"""The largest page of a search."""
 
 R = TypeVar("R")
 """The type of an export's rows."""
@@ -107,9 +103,7 @@ class AsyncTurnlog:
 
         `metadata` maps keys to values; a dot in a key leads into an object. Raises InvalidRequest.
         """
-        given = checked(SessionFilters, filters)
-        if "metadata" in given:
-            given["metadata"] = metadata_filter(given["metadata"])
+        given = sessions_wanted(SessionFilters, filters)
         given.setdefault("order", "desc")  # a server that also speaks rLLM's wire tells the two lists apart by it
         async for one in self._pages("/sessions", "sessions", given, limit):
             yield cast(ListedSession, one)
@@ -143,9 +137,7 @@ class AsyncTurnlog:
 
         Raises InvalidRequest; NotFound if the server's search is off; TypeError and ValueError before anything is sent.
         """
-        given = {**checked(SearchFilters, filters), **present({"q": q})}
-        if "metadata" in given:
-            given["metadata"] = metadata_filter(given["metadata"])
+        given = {**sessions_wanted(SearchFilters, filters), **present({"q": q})}
         async for one in self._pages("/search", "hits", given, limit, SEARCH_PAGE):
             yield cast(SearchHit, one)
 

@@ -12,10 +12,12 @@ from turnlog.client import frames
 from turnlog.client._sync.session import Session
 from turnlog.client._sync.transport import Transport
 from turnlog.client.address import default_address, default_token, segment
-from turnlog.client.checked import checked, metadata_filter, rows_wanted
+from turnlog.client.checked import checked, rows_wanted, sessions_wanted
 from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
 from turnlog.events import Event, UnreadableEvent
 from turnlog.parameters import (
+    PAGE,
+    SEARCH_PAGE,
     EventParameters,
     ExportFilters,
     ExportParameters,
@@ -44,12 +46,6 @@ if TYPE_CHECKING:
     import datasets
     import pandas
     import polars
-
-PAGE = 1000
-"""The largest page of a list that the server gives."""
-
-SEARCH_PAGE = 100
-"""The largest page of a search."""
 
 R = TypeVar("R")
 """The type of an export's rows."""
@@ -106,9 +102,7 @@ class Turnlog:
 
         `metadata` maps keys to values; a dot in a key leads into an object. Raises InvalidRequest.
         """
-        given = checked(SessionFilters, filters)
-        if "metadata" in given:
-            given["metadata"] = metadata_filter(given["metadata"])
+        given = sessions_wanted(SessionFilters, filters)
         given.setdefault("order", "desc")  # a server that also speaks rLLM's wire tells the two lists apart by it
         for one in self._pages("/sessions", "sessions", given, limit):
             yield cast(ListedSession, one)
@@ -139,9 +133,7 @@ class Turnlog:
 
         Raises InvalidRequest; NotFound if the server's search is off; TypeError and ValueError before anything is sent.
         """
-        given = {**checked(SearchFilters, filters), **present({"q": q})}
-        if "metadata" in given:
-            given["metadata"] = metadata_filter(given["metadata"])
+        given = {**sessions_wanted(SearchFilters, filters), **present({"q": q})}
         for one in self._pages("/search", "hits", given, limit, SEARCH_PAGE):
             yield cast(SearchHit, one)
 
