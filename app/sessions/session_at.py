@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from app.domain.events import AnnotationWritten, Recorded, TurnCommitted, UnknownEvent
 from app.domain.session import Session, states
 from app.errors import InvalidRequest, NotFound, SessionNotFound
-from app.store.database import Database
-from app.store.ports import Connection, of_session
+from app.store.ports import Connection, Database, of_session
 from app.store.sessions import EventRow, decode_events, event_rows, last_seq
 
 INLINE = 64

@@ -190,7 +190,7 @@ async def batch_delete(request: Request) -> dict[str, int]:
     deleted = 0
     for at in range(0, len(names), AT_ONCE):
         part = await asyncio.gather(
-            *(_delete(app, one, is_name=True) for one in names[at : at + AT_ONCE]), return_exceptions=True
+            *(_delete_named(app, one) for one in names[at : at + AT_ONCE]), return_exceptions=True
         )
         for count in part:
             if isinstance(count, BaseException):
@@ -199,10 +199,12 @@ async def batch_delete(request: Request) -> dict[str, int]:
     return {"deleted": deleted}
 
 
-async def _delete(app: Services, session_id: str, *, is_name: bool = False) -> int:
+async def _delete_named(app: Services, name: str) -> int:
+    return await _delete(app, await app.names.newest(id_of(name)))
+
+
+async def _delete(app: Services, session_id: str) -> int:
     """How many traces are no longer told."""
-    if is_name:
-        session_id = await app.names.newest(id_of(session_id))
     live = await app.cache.current(session_id)
     if live is None or live.session.status != "open":
         return 0
@@ -252,10 +254,9 @@ async def get_trace(
     try:
         if not (number.isascii() and number.isdigit()) or await _is_deleted(app, session_id):
             raise NotFound("no such trace")
-        trace = await of_services(app).of_turn(session_id, int(number))
+        return await of_services(app).of_turn(session_id, int(number))
     except (NotFound, SessionNotFound):
         raise NotFound(f"Trace {trace_id} not found") from None
-    return trace
 
 
 async def _is_deleted(app: Services, session_id: str) -> bool:
