@@ -37,6 +37,7 @@ from app.features.gates.gates import Gates
 from app.fleet.engines import Engines
 from app.fleet.member import Member
 from app.fleet.state import POLL_S, STALE_S, FleetState
+from app.sessions.as_reply import as_reply
 from app.store import fleet as store
 from app.store.ports import Database
 from app.tasks import cancelled
@@ -156,13 +157,12 @@ class Pauses:
         fleet = await self._fleet.refresh()
         held, in_flight = self.gates.held(), await self._database.read(store.open_counts)
         return [
-            AdapterState(
+            as_reply(
+                AdapterState,
+                gate,
                 name=name,
                 paused=gate.is_shut,
-                closings=gate.closings,
-                since=gate.since,
                 lease_left_s=self._lease_left(gate),
-                version=gate.version,
                 held=held[name],
                 in_flight=in_flight.get(name, 0),
             )
@@ -173,11 +173,10 @@ class Pauses:
         """Raises StoreUnavailable."""
         fleet = await self._fleet.refresh()
         in_flight = await self._database.read(store.open_counts)
-        return FleetGate(
+        return as_reply(
+            FleetGate,
+            fleet.gate,
             paused=fleet.gate.is_shut,
-            mode=fleet.gate.mode,
-            closings=fleet.gate.closings,
-            since=fleet.gate.since,
             lease_left_s=self._lease_left(fleet.gate),
             held=self.gates.held().total(),
             in_flight=sum(in_flight.values()),

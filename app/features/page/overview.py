@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 from sqlalchemy import Connection, and_, case, func, or_, select
 
+from app.domain.fleet import OPEN
+from app.sessions.as_reply import as_reply
 from app.store.schema import open_turns, sessions
 from app.store.sessions import database_bytes
 from turnlog import replies as reply_types
@@ -206,16 +208,7 @@ class Overviews:
 
 
 def _without_gates(version: int) -> reply_types.FleetGate:
-    return reply_types.FleetGate(
-        paused=False,
-        mode=None,
-        closings=0,
-        since=None,
-        lease_left_s=None,
-        held=0,
-        in_flight=0,
-        paused_adapters=[],
-        version=version,
-        weight_version=None,
-        held_for=None,
+    never: dict[str, Any] = dict.fromkeys(("lease_left_s", "weight_version", "held_for"))
+    return as_reply(
+        reply_types.FleetGate, OPEN, paused=False, held=0, in_flight=0, paused_adapters=[], version=version, **never
     )
