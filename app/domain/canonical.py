@@ -70,19 +70,10 @@ def _tolerant(message: Message) -> list[Any]:
     return [message["role"], _content(message.get("content")), calls, answers]
 
 
-def _strict(message: Message) -> Any:
-    """Every field, whatever its order and spacing."""
-    return message
-
-
-def _role_content_only(message: Message) -> list[Any]:
-    return [message["role"], _content(message.get("content"))]
-
-
 CANONICAL: Mapping[Matcher, Callable[[Message], Any]] = {
     "tolerant": _tolerant,
-    "strict": _strict,
-    "role_content_only": _role_content_only,
+    "strict": lambda message: message,  # every field, whatever its order and spacing
+    "role_content_only": lambda message: [message["role"], _content(message.get("content"))],
 }
 
 

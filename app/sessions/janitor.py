@@ -24,13 +24,7 @@ from app.store.fleet import state
 from app.store.log import Appended
 from app.store.log_sessions import Close
 from app.store.ports import Database, Writer
-from app.store.sessions import (
-    Acknowledgements,
-    closed_sessions,
-    database_bytes,
-    idle_sessions,
-    listed,
-)
+from app.store.sessions import Acknowledgements, closed_sessions, database_bytes, idle_sessions, listed
 from app.tasks import cancelled
 
 log = logging.getLogger("turnlog.janitor")
@@ -150,16 +144,13 @@ class Janitor:
         await self._erase_old()
         await self._database.give_back()
         # Last, because it cannot skip a damaged page, which must not prevent the steps above.
-        await self._finish_rollouts()
-        self.ended_round_at = self._clock()
-
-    async def _finish_rollouts(self) -> None:
-        """Finish what a killed process left unfinished. Rewards only once: that reads every session with a root."""
+        # It finishes what a killed process left unfinished; rewards only once: that reads every session with a root.
         if not self._has_finished_rewarding:
             await self._sessions.finish_rewarding()
             self._has_finished_rewarding = True
         if count := await self._sessions.finish_closing():
             log.info("closed %d sessions whose root had been closed", count)
+        self.ended_round_at = self._clock()
 
     async def _close_idle(self) -> None:
         if self._settings.idle_close_s is None:

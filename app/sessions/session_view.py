@@ -9,15 +9,7 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import asdict
 
-from app.domain.events import (
-    LimitReached,
-    Recorded,
-    RolledBack,
-    TurnAbandoned,
-    TurnCommitted,
-    TurnOpened,
-    TurnRejected,
-)
+from app.domain.events import LimitReached, Recorded, RolledBack, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
 from app.domain.session import Session
 from app.errors import SessionUnreadable
 from app.sessions.as_reply import as_reply

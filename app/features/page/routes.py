@@ -123,10 +123,7 @@ async def summaries(
     return await page_of(request).summaries.of(session_id)
 
 
-Seq = Annotated[
-    int | None,
-    Query(ge=1, le=MAX_INTEGER, description="The state after this event; default: the last."),
-]
+Seq = Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="The state after this event; default: the last.")]
 
 BranchNumber = Annotated[
     int | None, Query(ge=0, le=MAX_INTEGER, description="A branch's number; default: that of the newest turn.")

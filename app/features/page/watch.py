@@ -53,10 +53,7 @@ def events_since(connection: Connection, after: Position, limit: int) -> Tail:
     """Events after `after`, at most `limit`."""
     query = (
         select(events.c.session_id, events.c.tx, events.c.position)
-        .where(
-            tuple_(events.c.tx, events.c.position) >= (after.tx, after.position),
-            events.c.tx < oldest_tx(),
-        )
+        .where(tuple_(events.c.tx, events.c.position) >= (after.tx, after.position), events.c.tx < oldest_tx())
         .order_by(events.c.tx, events.c.position)
         .limit(limit + (after != START))
     )

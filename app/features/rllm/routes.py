@@ -18,9 +18,10 @@ from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, JSON, PAYLOADS, READ, SESSION, WRITE, Routes, json_reply
 from app.api.sessions import session_json
 from app.errors import InvalidRequest, NotFound, SessionExists, SessionNotFound
+from app.features.rllm import traces
 from app.features.rllm.paths import spoken
 from app.features.rllm.rules import id_of, name_of, pinned
-from app.features.rllm.traces import Trace, Traces
+from app.features.rllm.traces import Trace
 from app.sessions.session_list import SessionQuery
 from app.store.content import metadata_of
 
@@ -155,7 +156,7 @@ async def get_session(request: Request, session_id: SessionId) -> StreamingRespo
     live = await app.sessions.require(session_id)
     beside = {
         "session_id": name_of(live.session.name or session_id),
-        "trace_count": await of_services(app).count(session_id),
+        "trace_count": await traces.count(app.database, session_id),
         "created_at": live.session.created_at,
     }
     return await started(session_json(app, live, beside), JSON)
@@ -208,7 +209,7 @@ async def _delete(app: Services, session_id: str) -> int:
     live = await app.cache.current(session_id)
     if live is None or live.session.status != "open":
         return 0
-    count = await of_services(app).count(session_id)
+    count = await traces.count(app.database, session_id)
     await app.names.finish(session_id)
     return count
 
@@ -254,7 +255,7 @@ async def get_trace(
     try:
         if not (number.isascii() and number.isdigit()) or await _is_deleted(app, session_id):
             raise NotFound("no such trace")
-        return await of_services(app).of_turn(session_id, int(number))
+        return await traces.one(app.database, session_id, int(number))
     except (NotFound, SessionNotFound):
         raise NotFound(f"Trace {trace_id} not found") from None
 
@@ -269,7 +270,7 @@ async def _traces(
 ) -> AsyncIterator[Trace]:
     for session_id in session_ids:
         if not await _is_deleted(app, session_id):
-            async for trace in of_services(app).of_session(session_id, since, limit):
+            async for trace in traces.every(app.database, session_id, since, limit):
                 yield trace
 
 
@@ -280,8 +281,3 @@ async def _array(items: AsyncIterator[Any]) -> AsyncIterator[bytes]:
         yield begun + msgspec.json.encode(item)
         begun = b","
     yield b"[]" if begun == b"[" else b"]"
-
-
-def of_services(app: Services) -> Traces:
-    traces: Traces = app.features["rllm"]
-    return traces
