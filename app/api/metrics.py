@@ -110,9 +110,7 @@ def refresh(app: Services) -> None:
     metrics.set("turnlog_export_rows_total", exported.rows)
     metrics.set("turnlog_export_bytes_total", exported.sent_bytes)
     metrics.set("turnlog_export_seconds_total", exported.seconds)
-    done = app.janitor.done
-    counts = {"closed": done.closed, "freed": done.freed, "erased": done.erased}
-    metrics.set_all("turnlog_janitor_sessions_total", counts)
+    metrics.set_all("turnlog_janitor_sessions_total", app.janitor.done)
     if app.janitor.ended_round_at is not None:
         metrics.set("turnlog_janitor_last_round_timestamp_seconds", app.janitor.ended_round_at)
 
