@@ -36,8 +36,8 @@ from sqlalchemy.exc import ArgumentError
 
 from app import crash_points
 from app.domain import patterns
-from app.domain.addresses import AddressPattern, address_pattern
 from app.domain.events import History, OnAbort, OnDivergence, ReplayKind
+from app.domain.patterns import AddressPattern, address_pattern
 from app.domain.request import SETTABLE
 from app.errors import StartupError
 from app.logs import Format as LogFormat

@@ -13,6 +13,7 @@ from app.api.routes import BODY, NO_CONTENT, WRITE, Routes, json_reply
 from app.errors import InvalidRequest, NotFound
 from app.fleet.engine_pool import ListedEngine
 from app.services import Services
+from app.sessions.as_reply import as_reply
 from turnlog import replies as reply_types
 
 route = Routes("Fleet")
@@ -54,7 +55,7 @@ async def get_engines(request: Request) -> dict[str, Any]:
     body=PutEngine,
     example={"url": "http://127.0.0.1:30000"},
 )
-async def post_engine(request: Request) -> dict[str, Any]:
+async def post_engine(request: Request) -> object:
     """Add, restore or drain an engine. Repeating the request changes nothing."""
     app = request.services
     body = await request.body_of(PutEngine)
@@ -84,22 +85,16 @@ async def delete_engine(
     await app.engine_pool.remove(read_model(raw, RemoveEngine).url if url is None else url)
 
 
-def engine_fields(app: Services, listed: ListedEngine) -> dict[str, Any]:
+def engine_fields(app: Services, listed: ListedEngine) -> reply_types.Engine:
     """An engine as the routes return it."""
     member = listed.member
     configured = app.settings.upstream_dialect
-    return {
-        "url": member.url,
-        "state": "draining" if member.is_draining else "serving",
-        "source": listed.source,
-        "health": member.health,
-        "since": member.since,
-        "last_error": member.last_error,
-        "in_flight": member.in_flight,
-        "dialect": member.dialect or (None if configured == "auto" else configured),
-        "weight_version": member.weight_version,
-        "weight_version_regressed": msgspec.to_builtins(listed.regressed),
-        "sessions": member.sessions,
-        "token_ids": member.token_ids,
-        "logprobs_of": app.engines.logprobs_of(member),
-    }
+    return as_reply(
+        reply_types.Engine,
+        member,
+        state="draining" if member.is_draining else "serving",
+        source=listed.source,
+        dialect=member.dialect or (None if configured == "auto" else configured),
+        weight_version_regressed=msgspec.to_builtins(listed.regressed),
+        logprobs_of=app.engines.logprobs_of(member),
+    )

@@ -221,7 +221,8 @@ class HeaderSession:
             self._require_below(self.session_id)
         if self.parent is not None:
             self._require_below(self.parent)
-        await self._ensure(app)
+        if await app.sessions.config_of(self.session_id) is None:
+            await self._create(app)
         await self._require_stored_below(app)
 
     async def existing(self, app: Services) -> str:
@@ -267,9 +268,7 @@ class HeaderSession:
         if not is_named and not (self.root == token_session and session_id in self._agents):
             raise unknown_session(self.session_id)
 
-    async def _ensure(self, app: Services) -> None:
-        if await app.sessions.config_of(self.session_id) is not None:
-            return
+    async def _create(self, app: Services) -> None:
         creator = None if self._token_session == self.session_id else self._token_session
         if creator is not None and (self.parent is None or await app.sessions.config_of(self.parent) is None):
             # A parent that is never created would be another root, outside the limit on agents' sessions.
@@ -431,7 +430,8 @@ def _named_in(body: bytes, fields: Collection[str]) -> str | None:
         return None  # The turn's parser says what is wrong.
     values = {PROMPT_CACHE_KEY: _text(named.prompt_cache_key), USER_ID: _user(named.metadata)}
     name = next((value for field in fields if (value := values[field])), None)
-    return None if name is None else _as_id(name)
+    # A hash of it, if it is too long or has characters that are not allowed in an id.
+    return name if name is None or (re.fullmatch(ID, name) and name.strip(".")) else _digest(name)
 
 
 def _text(raw: msgspec.Raw) -> str | None:
@@ -473,11 +473,6 @@ def _valid(given: Mapping[str, str], name: str) -> str:
             f"{name} must be 1 to {MAX_ID} letters, digits, dots, underscores, colons or hyphens, and not only dots"
         )
     return value
-
-
-def _as_id(name: str) -> str:
-    """The name itself, or a hash of it if it is too long or has characters that are not allowed in an id."""
-    return name if re.fullmatch(ID, name) and name.strip(".") else _digest(name)
 
 
 def _agent_session(session_id: str, agent: str) -> str:

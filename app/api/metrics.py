@@ -78,9 +78,28 @@ def refresh(app: Services) -> None:
     metrics.set("turnlog_connections", app.connection_limit.connections)
     metrics.set("turnlog_connections_refused_total", app.connection_limit.refused)
     metrics.set("turnlog_loop_lag_seconds", app.lag.largest_s)
-    _refresh_cache(app)
-    _refresh_pool(app)
-    _refresh_writer(app)
+    metrics.set("turnlog_cache_bytes", app.cache.size)
+    metrics.set("turnlog_cache_sessions", app.cache.sessions)
+    for content, lookups in app.cache.lookups.items():
+        metrics.set("turnlog_cache_hits_total", lookups.hits, content)
+        metrics.set("turnlog_cache_misses_total", lookups.misses, content)
+    pool = app.pool.counters()
+    metrics.set_all("turnlog_pool_workers", {"configured": pool.size, "alive": pool.alive, "busy": pool.busy})
+    metrics.set("turnlog_pool_queue_jobs", pool.waiting)
+    metrics.set("turnlog_pool_jobs_total", pool.jobs)
+    metrics.set("turnlog_pool_restarts_total", pool.crashes)
+    counters, tally = app.writer.counters, app.writer.tally
+    operations, size = app.writer.waiting
+    metrics.set("turnlog_writer_queue_operations", operations)
+    metrics.set("turnlog_writer_queue_bytes", size)
+    metrics.set("turnlog_writer_operations_total", counters.operations)
+    durable = counters.durable_transactions
+    metrics.set_all("turnlog_writer_transactions_total", {"yes": durable, "no": counters.transactions - durable})
+    metrics.set_all("turnlog_events_total", tally.events)
+    metrics.set_all("turnlog_turns_abandoned_total", tally.abandoned)
+    metrics.set_all("turnlog_turns_tombstoned_total", tally.tombstoned)
+    metrics.set("turnlog_chunks_freed_total", tally.chunks_freed)
+    metrics.set("turnlog_turns_rolled_back_total", tally.rolled_back)
     for copy in app.refreshes:
         copy()
     metrics.set("turnlog_feature_faults_total", app.feature_faults.total)
@@ -91,45 +110,9 @@ def refresh(app: Services) -> None:
     metrics.set("turnlog_export_rows_total", exported.rows)
     metrics.set("turnlog_export_bytes_total", exported.sent_bytes)
     metrics.set("turnlog_export_seconds_total", exported.seconds)
-    done = app.janitor.done
-    counts = {"closed": done.closed, "freed": done.freed, "erased": done.erased}
-    metrics.set_all("turnlog_janitor_sessions_total", counts)
+    metrics.set_all("turnlog_janitor_sessions_total", app.janitor.done)
     if app.janitor.ended_round_at is not None:
         metrics.set("turnlog_janitor_last_round_timestamp_seconds", app.janitor.ended_round_at)
-
-
-def _refresh_cache(app: Services) -> None:
-    metrics = app.metrics
-    metrics.set("turnlog_cache_bytes", app.cache.size)
-    metrics.set("turnlog_cache_sessions", app.cache.sessions)
-    for content, lookups in app.cache.lookups.items():
-        metrics.set("turnlog_cache_hits_total", lookups.hits, content)
-        metrics.set("turnlog_cache_misses_total", lookups.misses, content)
-
-
-def _refresh_pool(app: Services) -> None:
-    metrics, pool = app.metrics, app.pool.counters()
-    states = {"configured": pool.size, "alive": pool.alive, "busy": pool.busy}
-    metrics.set_all("turnlog_pool_workers", states)
-    metrics.set("turnlog_pool_queue_jobs", pool.waiting)
-    metrics.set("turnlog_pool_jobs_total", pool.jobs)
-    metrics.set("turnlog_pool_restarts_total", pool.crashes)
-
-
-def _refresh_writer(app: Services) -> None:
-    metrics, counters, tally = app.metrics, app.writer.counters, app.writer.tally
-    operations, size = app.writer.waiting
-    metrics.set("turnlog_writer_queue_operations", operations)
-    metrics.set("turnlog_writer_queue_bytes", size)
-    metrics.set("turnlog_writer_operations_total", counters.operations)
-    durable = counters.durable_transactions
-    transactions = {"yes": durable, "no": counters.transactions - durable}
-    metrics.set_all("turnlog_writer_transactions_total", transactions)
-    metrics.set_all("turnlog_events_total", tally.events)
-    metrics.set_all("turnlog_turns_abandoned_total", tally.abandoned)
-    metrics.set_all("turnlog_turns_tombstoned_total", tally.tombstoned)
-    metrics.set("turnlog_chunks_freed_total", tally.chunks_freed)
-    metrics.set("turnlog_turns_rolled_back_total", tally.rolled_back)
 
 
 def of_process() -> Iterator[Metric]:

@@ -106,7 +106,10 @@ class _Builder:
             "tags": [route.tag],
             "parameters": [
                 *_parameters(route),
-                *(_header_parameter(*header) for header in route.headers.items()),
+                *(
+                    {"name": name, "in": "header", "required": False, "description": description, "schema": TEXT}
+                    for name, description in route.headers.items()
+                ),
             ],
             "responses": {
                 **{str(reply.status): self._reply(reply) for reply in route.replies},
@@ -187,10 +190,6 @@ def _error_reply(by_code: Mapping[str, type[AppError]], engines_too: bool) -> Sc
 
 def _header(name: str) -> Schema:
     return {"description": REPLY_HEADERS[name], "schema": TEXT}
-
-
-def _header_parameter(name: str, description: str) -> Schema:
-    return {"name": name, "in": "header", "required": False, "description": description, "schema": TEXT}
 
 
 async def _turn_of_session(session_id: SessionId) -> None: ...

@@ -48,7 +48,11 @@ class ItemsQuery(BaseModel):
 @route(f"GET {_IN_PATH}", "A stored response", "session", _RESPONSE, errors=ERRORS)
 async def get_response(request: Request, session_id: SessionId, response_id: ResponseId) -> Response:
     """A response of the session, also after a restart; 404 if it was made with `store: false`."""
-    return await _response(request.services, session_id, response_id)
+    app = request.services
+    entry, turn, proof, echo = await _stored(app, session_id, response_id)
+    _, _, body = await transcript.stored_reply(app.database, entry.session, turn.number, ())
+    reply = CommittedReply(body, proof, echo, turn.given_ids)
+    return Response(await rendered(len(body), lambda: PROTOCOLS["responses"].reply(reply)), media_type=JSON)
 
 
 @route(
@@ -60,7 +64,7 @@ async def get_response(request: Request, session_id: SessionId, response_id: Res
 )
 async def get_response_by_header(request: Request, response_id: ResponseId) -> Response:
     """As with the session in the path."""
-    return await _response(request.services, await _session_of(request), response_id)
+    return await get_response(request, await _session_of(request), response_id)
 
 
 @route(
@@ -74,7 +78,14 @@ async def get_input_items(
     request: Request, session_id: SessionId, response_id: ResponseId, query: Annotated[ItemsQuery, Query()]
 ) -> Response:
     """The whole history that the response answered, as input items."""
-    return await _input_items(request.services, session_id, response_id, query)
+    app = request.services
+    entry, turn, proof, echo = await _stored(app, session_id, response_id)
+    history = b"[" + await app.cache.messages(entry, turn.number) + b"]"
+
+    def listed() -> bytes:
+        return input_items(ITEMS.decode(history)[:-1], proof, echo, query.order, query.limit, query.after)
+
+    return Response(await rendered(len(history), listed), media_type=JSON)
 
 
 @route(
@@ -88,29 +99,12 @@ async def get_input_items_by_header(
     request: Request, response_id: ResponseId, query: Annotated[ItemsQuery, Query()]
 ) -> Response:
     """As with the session in the path."""
-    return await _input_items(request.services, await _session_of(request), response_id, query)
+    return await get_input_items(request, await _session_of(request), response_id, query)
 
 
 async def _session_of(request: Request) -> str:
     """The session in which the same headers generate. Raises InvalidRequest, SessionNotFound."""
     return await session_of_request(request.headers.items(), b"", request.token_session).existing(request.services)
-
-
-async def _response(app: Services, session_id: str, response_id: str) -> Response:
-    entry, turn, proof, echo = await _stored(app, session_id, response_id)
-    _, _, body = await transcript.stored_reply(app.database, entry.session, turn.number, ())
-    reply = CommittedReply(body, proof, echo, turn.given_ids)
-    return Response(await rendered(len(body), lambda: PROTOCOLS["responses"].reply(reply)), media_type=JSON)
-
-
-async def _input_items(app: Services, session_id: str, response_id: str, query: ItemsQuery) -> Response:
-    entry, turn, proof, echo = await _stored(app, session_id, response_id)
-    history = b"[" + await app.cache.messages(entry, turn.number) + b"]"
-
-    def listed() -> bytes:
-        return input_items(ITEMS.decode(history)[:-1], proof, echo, query.order, query.limit, query.after)
-
-    return Response(await rendered(len(history), listed), media_type=JSON)
 
 
 async def _stored(app: Services, session_id: str, response_id: str) -> tuple[CacheEntry, Turn, str, bytes | None]:

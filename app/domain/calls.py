@@ -17,7 +17,7 @@ import msgspec
 from app.domain import bounds
 from app.domain.events import GivenIds
 from app.domain.left_out import SURROGATE, left_out_at
-from app.domain.request import join_object
+from app.domain.request import as_raw, join_object
 from app.domain.surrogates import mended_text
 from workers.reply import SampledCall
 
@@ -90,10 +90,6 @@ def count(messages: Sequence[bytes | memoryview]) -> int:
     return sum(len(message.tool_calls or ()) for message in calling)
 
 
-def has_odd_arguments(calls: Sequence[SampledCall]) -> bool:
-    return not all(call.has_object for call in calls)
-
-
 def has_odd_ids(calls: Sequence[SampledCall]) -> bool:
     """May a client return another id than the engine's for one of them?"""
     return any(not isinstance(call.id, str) or _PLAIN.fullmatch(call.id) is None for call in calls)
@@ -115,7 +111,11 @@ def given_ids(
             or call.id in seen
             or (
                 protocol != "chat"
-                and (_PLAIN.fullmatch(call.id) is None or len(calls) > MOST_SOUGHT or _occurs(call.id, messages))
+                and (
+                    _PLAIN.fullmatch(call.id) is None
+                    or len(calls) > MOST_SOUGHT
+                    or any(b'"%b"' % call.id.encode() in bytes(raw) for raw in messages)
+                )
             )
         ):
             places.append(place)
@@ -126,11 +126,6 @@ def given_ids(
 
 def given_prefix(protocol: str, proof: str) -> str:
     return _PREFIXES[protocol] + proof
-
-
-def _occurs(call_id: str, messages: Sequence[msgspec.Raw]) -> bool:
-    quoted = b'"%b"' % call_id.encode()
-    return any(quoted in bytes(raw) for raw in messages)
 
 
 def with_given_ids(message: Message, given: GivenIds | None) -> Message:
@@ -152,7 +147,7 @@ def with_ids(raw: bytes | msgspec.Raw, ids: Mapping[int, Any]) -> bytes:
         return join_object(message if ids[0] is None else {**message, key: msgspec.json.encode(ids[0])})
     calls = _CALLS.decode(message["tool_calls"])
     for place, call_id in ids.items():
-        calls[place] = {**calls[place], "id": msgspec.Raw(msgspec.json.encode(call_id))}
+        calls[place] = {**calls[place], "id": as_raw(call_id)}
     return join_object({**message, "tool_calls": b"[" + b",".join(map(join_object, calls)) + b"]"})
 
 
@@ -198,7 +193,7 @@ class ReplyCalls:
         """A client's message with the engine's ids, in the engine's order, and with `with_arguments` those arguments of
         the engine that are no object; None if it does not have these calls."""
         returned = message["tool_calls"]
-        places = self.pairs([_id_of(call) for call in returned])
+        places = self.pairs([call.get("id") for call in returned])
         if places is None:
             return None
         calls = []
@@ -278,11 +273,7 @@ def ids_of(message: Message) -> list[Any]:
         return [answered] if isinstance(answered, str) else []
     calls = message.get("tool_calls") or ()
     is_caller = message["role"] == "assistant" and all(isinstance(call, Mapping) for call in calls)
-    return [_id_of(call) for call in calls] if is_caller else []
-
-
-def _id_of(call: Message) -> Any:
-    return call.get("id")
+    return [call.get("id") for call in calls] if is_caller else []
 
 
 # arguments

@@ -60,13 +60,10 @@ class RequestPrompt:
 
     def reply_hashes(self, message: bytes) -> tuple[str, None, None]:
         """Identifies the text up to the reply's end, by size and hash, so that the next prompt can continue it."""
-        return self._reply_hash(message), None, None
-
-    def _reply_hash(self, message: bytes) -> str:
         if self._ids is not None:
-            return _digest(message)
+            return _digest(message), None, None
         whole = self._data + msgspec.json.decode(message, type=str).encode()
-        return f"{len(whole)}:{_digest(whole)}"
+        return f"{len(whole)}:{_digest(whole)}", None, None
 
     def join(self, session: Session, index: TreeIndex, agent_id: str | None) -> Plan:
         """Where the prompt joins the session. Raises RollbackTooDeep, HistoryMismatch in a linear session."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 
 from app.domain import retention
-from app.domain.calls import has_odd_arguments, has_odd_ids
+from app.domain.calls import has_odd_ids
 from app.domain.completion import RequestPrompt
 from app.domain.events import (
     AffinityBound,
@@ -166,7 +166,7 @@ def commit_turn(
             committed,
             given_ids=given_ids,
             odd_ids=has_odd_ids(reply.calls),
-            odd_arguments=odd_arguments or has_odd_arguments(reply.calls),
+            odd_arguments=odd_arguments or not all(call.has_object for call in reply.calls),
         )
     events: list[Event] = [] if binding is None else [binding]
     events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]

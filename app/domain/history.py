@@ -259,7 +259,10 @@ class RequestHistory:
             left_out = self._replies.left_out(self, self._running, self._start)
             if left_out is None:
                 break
-            self._put_back(*left_out)
+            # An empty message stands where the client left out the reply.
+            place, turn = left_out
+            self.left_out[place] = turn
+            self._read_as([*self.raws[:place], LEFT_OUT, *self.raws[place:]])
             self._compare(index)
 
     def _compare(self, index: TreeIndex) -> None:
@@ -306,11 +309,6 @@ class RequestHistory:
     def _replies(self) -> StoredReplies:
         assert self._index is not None
         return StoredReplies(self._index, self._session, self._agent_id, self._proven)
-
-    def _put_back(self, place: int, turn: Turn) -> None:
-        """Put an empty message where the client left out the reply of `turn`."""
-        self.left_out[place] = turn
-        self._read_as([*self.raws[:place], LEFT_OUT, *self.raws[place:]])
 
     def _read_as(self, raws: Sequence[msgspec.Raw]) -> None:
         self.raws = raws

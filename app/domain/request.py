@@ -122,6 +122,10 @@ def number_of(raw: bytes | msgspec.Raw) -> int | float | None:
     return value if is_number and is_in_row(value) else None
 
 
+def as_raw(value: Any) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
 def join_object(fields: Mapping[str, bytes]) -> bytes:
     return b"{" + b",".join(msgspec.json.encode(name) + b":" + raw for name, raw in fields.items()) + b"}"
 
@@ -141,7 +145,10 @@ def canonical_hash(request: ChatRequest | CompletionRequest, history: str) -> st
         text = bytes(raw)
         params.append(name.encode() + b":" + (text if text[:1] not in b"[{" else _canonical_json(text)))
     tools = getattr(request, "tools", None)
-    tools_hash = b"" if tools is None else _tools_hash(bytes(tools))
+    tools_hash = b""
+    if tools is not None:
+        hash_tools = _remembered_hash if len(bytes(tools)) <= _TOOLS_BYTES else _hash_of
+        tools_hash = hash_tools(bytes(tools))
     ids = b"" if request.ids is None else request.ids.text
     parts = request.protocol.encode(), history.encode(), b",".join(params), tools_hash, ids
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
@@ -155,10 +162,6 @@ def _canonical_json(raw: bytes) -> bytes:
         return msgspec.json.encode(msgspec.json.decode(raw), order="sorted")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return raw
-
-
-def _tools_hash(tools: bytes) -> bytes:
-    return _remembered_hash(tools) if len(tools) <= _TOOLS_BYTES else _hash_of(tools)
 
 
 def _hash_of(tools: bytes) -> bytes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -81,15 +80,15 @@ def tombstones(
     freed = [key for turn in dropped for key in uses.remove(every[turn])]
     lost = set(dropped)
     left = {turn: payloads for turn, payloads in session.payloads.items() if turn not in lost} | kept
-    over = _over_budget(session, left, uses, max_bytes, pinned)
-    freed += over.freed
-    for turn in over.turns:
+    over, freed_over = _over_budget(session, left, uses, max_bytes, pinned)
+    freed += freed_over
+    for turn in over:
         uses.add(left[turn])
     for turn in dropped:
         uses.add(every[turn])
     for payloads in (own, *kept.values()):
         uses.remove(payloads)
-    return _event({*dropped, *over.turns}, freed, "budget" if over.turns else "window", kept.keys() - over.turns)
+    return _event({*dropped, *over}, freed, "budget" if over else "window", kept.keys() - over)
 
 
 def tombstones_of_fork(session: Session, lost: Collection[int], own: Collection[int]) -> BlobsTombstoned | None:
@@ -182,35 +181,29 @@ def _before(session: Session, number: int, kind: ReplayKind) -> int:
     return at
 
 
-class _Over(NamedTuple):
-    """The turns that are dropped for the budget, and the chunks that this frees."""
-
-    turns: list[int]
-    freed: list[ChunkKey]
-
-
 def _over_budget(
     session: Session,
     left: Mapping[int, Sequence[Payload]],
     uses: ChunkUses,
     max_bytes: int | None,
     pinned: Collection[int],
-) -> _Over:
-    """The turns to drop of those `left`, the longest idle first, until what is left fits; the newest turn's payloads
-    always stay.
+) -> tuple[list[int], list[ChunkKey]]:
+    """The turns to drop of those `left`, the longest idle first, until what is left fits, and the chunks that this
+    frees; the newest turn's payloads always stay.
 
     Their payloads are removed from `uses`.
     """
-    over = _Over([], [])
+    turns: list[int] = []
+    freed: list[ChunkKey] = []
     if max_bytes is None or uses.bytes <= max_bytes:
-        return over
+        return turns, freed
     for number in sorted(left, key=lambda number: session.turn(number).seq)[:-1]:
         if uses.bytes <= max_bytes:
             break
         if number not in pinned:
-            over.turns.append(number)
-            over.freed.extend(uses.remove(left[number]))
-    return over
+            turns.append(number)
+            freed += uses.remove(left[number])
+    return turns, freed
 
 
 def _chunks(payloads: Iterable[Payload]) -> Iterator[ChunkRef]:

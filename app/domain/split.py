@@ -109,3 +109,8 @@ def _long_field(member: bytes, check: Callable[[str, bytes], None]) -> dict[str,
     else:
         _ANY.decode(raw)
     return {name: msgspec.Raw(raw)}
+
+
+def in_one_line(raw: bytes) -> bytes:
+    """The same JSON without line breaks, which can only occur between tokens: for JSONL or an event stream."""
+    return raw.replace(b"\n", b" ").replace(b"\r", b" ")

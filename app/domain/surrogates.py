@@ -90,8 +90,10 @@ def _halves(text: bytes) -> Iterator[int]:
     """Where the escapes of halves begin, in order."""
     high: int | None = None
     for escape in _ESCAPE.finditer(text):
-        at = escape.start()
-        if _is_escaped(text, at):
+        at = start = escape.start()
+        while start and text[start - 1 : start] == b"\\":
+            start -= 1
+        if (at - start) % 2:  # The backslash there ends an escape.
             continue
         if high is not None and not (escape[1] is None and at == high + _LENGTH):
             yield high
@@ -104,11 +106,3 @@ def _halves(text: bytes) -> Iterator[int]:
             high = None
     if high is not None:
         yield high
-
-
-def _is_escaped(text: bytes, at: int) -> bool:
-    """Does the backslash there end an escape?"""
-    start = at
-    while start and text[start - 1 : start] == b"\\":
-        start -= 1
-    return (at - start) % 2 == 1

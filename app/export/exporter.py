@@ -175,7 +175,9 @@ class Exporter:
         """The parts, made with helpers where there are any and they can: not where `limit` ends the export inside a
         part, nor where an operator's own code picks branches."""
         branches = self._branches(query)
-        if self._helpers is None or not isinstance(branches, str) or not self._is_for_helpers(query):
+        # Helpers know nothing of a bucket, and open the database as a server does.
+        is_for_helpers = query.limit is None and not (query.replay and self._database.bucket is not None)
+        if self._helpers is None or not isinstance(branches, str) or not is_for_helpers or self._database.is_read_only:
             parts: AsyncGenerator[Rows] = self._made_here(window, high, query)
         else:
             export = HelpedExport(self._database.url, query.model_dump_json(), window, high, self.release, branches)
@@ -190,11 +192,6 @@ class Exporter:
                     yield part
                 else:
                     yield self._counted(part)
-
-    def _is_for_helpers(self, query: ExportQuery) -> bool:
-        """Helpers know nothing of a bucket, and open the database as a server does."""
-        has_bucket = bool(query.replay) and self._database.bucket is not None
-        return query.limit is None and not has_bucket and not self._database.is_read_only
 
     def _counted(self, rows: Iterator[Fields]) -> Iterator[Fields]:
         for row in rows:

@@ -83,19 +83,21 @@ def run(_: memoryview, body: memoryview) -> bytes:
 class _Export:
     """What a helper keeps of an export between its jobs."""
 
-    def __init__(self, export: HelpedExport) -> None:
+    def __init__(self, encoded: bytes) -> None:
+        export = msgspec.msgpack.decode(encoded, type=HelpedExport)
         self.query = ExportQuery.model_validate_json(export.query)
         self.pages = ExportPages(_database(export.url), export.high, self.query, export.branches)
         self.unreadable: list[tuple[str, str]] = []
-        self.rows = PartRows(self.query, export.window, export.release, export.branches, self._warn)
+        self.rows = PartRows(
+            self.query,
+            export.window,
+            export.release,
+            export.branches,
+            lambda session_id, why: self.unreadable.append((session_id, str(why))),
+        )
 
-    def _warn(self, session_id: str, why: object) -> None:
-        self.unreadable.append((session_id, str(why)))
 
-
-@functools.lru_cache(maxsize=4)
-def _part_of(export: bytes) -> _Export:
-    return _Export(msgspec.msgpack.decode(export, type=HelpedExport))
+_part_of = functools.lru_cache(maxsize=4)(_Export)
 
 
 @functools.cache

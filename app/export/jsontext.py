@@ -12,7 +12,7 @@ import numpy as np
 import orjson
 import pybase64
 
-from app.domain.json_lines import in_one_line
+from app.domain.split import in_one_line
 
 
 def encode(value: object) -> bytes:

@@ -232,8 +232,12 @@ class PartRows:
                     made_row = made.row(segment, cursor, advantage=page.advantages.get(session_id))
                 except Unfit as error:
                     yield excluded(session_id, cursor, f"{error}{beside}", segment=number)
-                else:
-                    yield self._as_asked(made_row)
+                    continue
+                if (stale := self._query.stale) != "drop":
+                    current, most = self._query.weight_version, self._query.max_staleness
+                    sample, age = aged(made_row.sample, current, most, masks=stale == "mask")
+                    made_row = msgspec.structs.replace(made_row, sample=sample, age=age)
+                yield made_row
         for nth, one in enumerate(missing, len(made.rows) + 1):
             cursor = self._window.behind(at, nth, total)
             yield excluded(
@@ -257,14 +261,6 @@ class PartRows:
         first = row.turns[len(whole)]
         reason = f"max_seq_len: {lost} of {sum(sampled.values())} sampled tokens are cut"
         return _Missing(row.leaf.segment, first, reason, lost)
-
-    def _as_asked(self, row: Row) -> Row:
-        """The row with its age, and without stale tokens in its loss, where this is asked for."""
-        query = self._query
-        if query.stale == "drop":
-            return row
-        sample, age = aged(row.sample, query.weight_version, query.max_staleness, masks=query.stale == "mask")
-        return msgspec.structs.replace(row, sample=sample, age=age)
 
     def _status(self, segment: Segment) -> Status:
         return formats.status_of(self._query.format, self._query.shape, segment)

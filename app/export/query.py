@@ -51,9 +51,7 @@ def _replay(given: object) -> bool | Literal["urls"]:
 
 
 Replay = Annotated[
-    bool | Literal["urls"],
-    PlainValidator(_replay),
-    WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "urls"}]}),
+    bool | Literal["urls"], PlainValidator(_replay), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "urls"}]})
 ]
 
 _NAME = ANNOTATION[1:-1]

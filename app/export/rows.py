@@ -6,8 +6,9 @@ is always checked against the log's.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar, cast, overload
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -53,25 +54,12 @@ class Lazy(Sequence[T]):
     """A sequence whose content is made at the first access."""
 
     def __init__(self, make: Callable[[], Sequence[T]]) -> None:
-        self._make = make
-        self._made: Sequence[T] | None = None
-
-    def _items(self) -> Sequence[T]:
-        if self._made is None:
-            self._made = self._make()
-        return self._made
+        self._items = functools.cache(make)
 
     def __len__(self) -> int:
         return len(self._items())
 
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._items())
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+    def __getitem__(self, index: Any) -> Any:
         return self._items()[index]
 
 
@@ -120,12 +108,7 @@ class SessionRows:
     """
 
     def __init__(
-        self,
-        stored: StoredSession,
-        known_session: Known,
-        query: ExportQuery,
-        branches: Branches | Picker,
-        release: str,
+        self, stored: StoredSession, known_session: Known, query: ExportQuery, branches: Branches | Picker, release: str
     ) -> None:
         self._query = query
         self._stored = stored
@@ -150,11 +133,13 @@ class SessionRows:
         if payloads is True and self._query.routing == "sampled":
             routing, differs = self._sampled(sample, routing)
         columns = {name: self._of_column(sample, name) for name in self._query.column_names}
+        session = self.session
+        chain = [turn.number for turn in session.message_chain(sample.turns[-1].turn)]
         return Row(
             session=self.session,
             sample=sample,
             turns=Lazy(lambda: [self._turn(span.turn) for span in sample.turns]),
-            messages=Lazy(lambda: self._conversation(sample)),
+            messages=Lazy(lambda: [message for number in chain for message in self._messages(number)]),
             metadata=self._metadata,
             source=self._source(sample),
             cursor=cursor,
@@ -167,10 +152,11 @@ class SessionRows:
             by_turn=self._query.rewards == "turn",
             root=self._known.root,
             rollout_rows=self._rollout_rows,
-            sampling=Lazy(lambda: [self._sampling(span.turn) for span in sample.turns]),
+            sampling=Lazy(lambda: [self._sampling(self._known.events[span.turn]) for span in sample.turns]),
             links=dict(self._links(sample, path)) if payloads == "urls" else None,
-            stored_images=self._stored_images(sample),
-            images=None if self._query.images == "none" else Lazy(lambda: list(self._images(sample))),
+            # Without reading a message.
+            stored_images=sum(len(self._known.events[number].images) for number in chain) if session.images else 0,
+            images=None if self._query.images == "none" else Lazy(lambda: list(self._images(chain))),
             annotations=self._annotations(sample) if self.session.annotations else None,
             columns={name: align(sample.turns, column) for name, (column, _) in columns.items()} or None,
             as_of_seq=max([self.session.version, *(seq for _, seq in columns.values())]),
@@ -241,14 +227,8 @@ class SessionRows:
             tools=None if event.tools is None else self._blob(event.tools),
         )
 
-    def _sampling(self, number: int) -> TurnSampling:
-        event = self._known.events[number]
+    def _sampling(self, event: TurnCommitted) -> TurnSampling:
         return sampling_of(event, self._blob(event.params))
-
-    def _conversation(self, sample: Sample) -> list[bytes]:
-        """The messages at the end of a segment, as sent and answered."""
-        chain = self.session.message_chain(sample.turns[-1].turn)
-        return [message for turn in chain for message in self._messages(turn.number)]
 
     def _messages(self, number: int) -> list[bytes]:
         messages = as_messages(self._known.events[number].protocol, self._said(number))
@@ -257,23 +237,15 @@ class SessionRows:
         data = {sha256: self._image(sha256) for sha256 in images.hashes(messages)}
         return [images.put_back(message, data) for message in messages]
 
-    def _images(self, sample: Sample) -> Iterator[RowImage]:
-        """The images of the messages at the end of a segment. Raises CorruptContent."""
+    def _images(self, chain: Sequence[int]) -> Iterator[RowImage]:
+        """The images of these turns' messages. Raises CorruptContent."""
         place = 0
-        for turn in self.session.message_chain(sample.turns[-1].turn):
-            for message in as_messages(turn.protocol, self._said(turn.number)):
+        for number in chain:
+            for message in as_messages(self._known.events[number].protocol, self._said(number)):
                 for image in images.shown(message):
                     data = None if image.sha256 is None or self._query.images != "inline" else self._image(image.sha256)
-                    yield RowImage(
-                        sha256=image.sha256,
-                        media_type=image.media_type,
-                        size=image.size,
-                        bytes=data,
-                        url=image.url,
-                        not_stored=image.sha256 is None,
-                        message=place,
-                        turn=turn.number,
-                    )
+                    known = msgspec.structs.asdict(image)
+                    yield RowImage(**known, bytes=data, not_stored=image.sha256 is None, message=place, turn=number)
                 place += 1
 
     def _top(self, sample: Sample, k: int) -> Top:
@@ -308,13 +280,6 @@ class SessionRows:
                 place(span, first, span.output_start, stored.prompt)
         return top
 
-    def _stored_images(self, sample: Sample) -> int:
-        """Without reading a message."""
-        if not self.session.images:
-            return 0
-        chain = self.session.message_chain(sample.turns[-1].turn)
-        return sum(len(self._known.events[turn.number].images) for turn in chain)
-
     def _image(self, sha256: str) -> bytes:
         """Raises CorruptContent."""
         if sha256 not in self.session.images:
@@ -324,7 +289,7 @@ class SessionRows:
     def _source(self, sample: Sample) -> Source:
         events = [self._known.events[span.turn] for span in sample.turns]
         return Source(
-            engines=sorted({engine for event in events for engine in _engines(event)}),
+            engines=sorted({part.engine for event in events for part in event.parts or (event,)}),
             dialects=sorted({event.dialect for event in events}),
             created_at=self.session.created_at,
             committed_at=self._known.times[events[-1].turn],
@@ -432,11 +397,6 @@ class _Needed(NamedTuple):
     payload: Payload | None
     chunks: Sequence[ChunkRef]
     stop: int
-
-
-def _engines(event: TurnCommitted) -> Sequence[str]:
-    """The engines that took part in a turn."""
-    return [part.engine for part in event.parts] or [event.engine]
 
 
 def _require_count(holds: bool, span: TurnSpan) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -19,12 +19,12 @@ from app.export.rows import Known, SessionRows, known
 from app.export.shapes import miles
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, SessionCache
-from app.sessions.tree_nodes import NodeTree, node_tree
-from app.store.content import StoredSession, fetch_objects, load_blobs, read_sessions
+from app.store.content import StoredSession, fetch_objects, load_blobs, load_exchanges, read_sessions
 from app.store.feed import END
-from app.store.ports import Connection, of_session
+from app.store.ports import Connection, Database, of_session
 from app.turn.token_in import TokenIn
-from workers.codec import CorruptContent
+from workers import codec
+from workers.codec import CorruptContent, Exchange
 
 
 class SessionSamples:
@@ -161,7 +161,7 @@ def _beside(turn: int, session: Session, metadata: Mapping[str, Any]) -> dict[st
     tree: NodeTree | None = metadata.get("tree")
     is_newest = session.leaf is not None and session.leaf.number == turn
     ours = {
-        "leaf": None if tree is None else tree.leaf(turn),
+        "leaf": None if tree is None else next((leaf for leaf in tree.leaves if leaf.node_id == turn), None),
         "tito_session_mismatch": metadata.get("tito_session_mismatch") if is_newest else None,
     }
     return {**metadata.get("agent", {}), **{name: value for name, value in ours.items() if value is not None}}
@@ -189,3 +189,77 @@ def summary(session: Session) -> dict[str, Any]:
         "attempt": session.config.attempt,
         "reward": session.reward.reward if session.reward else None,
     }
+
+
+REPLIES_AT_ONCE = 64
+"""How many replies are unpacked at a time, to find their ids."""
+
+
+class Node(msgspec.Struct, frozen=True):
+    """A committed turn. `parent` is the turn whose tokens it continues, null where its prompt begins anew.
+
+    `seq` counts commits from 0. `completion_span` is [start, end) of the output in the tokens of the path; `num_tokens`
+    is that path's length. `committed_at` is in seconds since 1970. `response_id` is the `id` of the engine's reply.
+    """
+
+    id: int
+    parent: int | None
+    seq: int
+    truncated: bool
+    committed_at: float
+    completion_span: tuple[int, int]
+    num_tokens: int
+    response_id: str | None
+
+
+class LeafPath(msgspec.Struct, frozen=True):
+    """A turn whose tokens no other continues. `path_node_ids` are the turns of its tokens, oldest first."""
+
+    node_id: int
+    parent: int | None
+    path_node_ids: Sequence[int]
+    response_id: str | None
+
+
+class NodeTree(msgspec.Struct, frozen=True):
+    """A session's tree as miles' drivers and pickers read it, in the metadata of a session and of its samples."""
+
+    nodes: Sequence[Node]
+    leaves: Sequence[LeafPath]
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    id: str | None = None
+
+
+codec.describe(_Reply)
+
+
+async def node_tree(database: Database, session: Session) -> NodeTree:
+    """The nodes in the order of their commits, and the leaves. Raises SessionUnreadable."""
+    turns = list(session.turns)
+    ids: dict[int, str | None] = {}
+    for at in range(0, len(turns), REPLIES_AT_ONCE):
+        numbers = [turn.number for turn in turns[at : at + REPLIES_AT_ONCE]]
+        exchanges = await of_session(database, session.session_id, load_exchanges, numbers)
+        ids |= {number: _response_id(exchange) for number, exchange in exchanges.items()}
+    continued = {turn.token_parent for turn in turns}
+    nodes: list[Node] = []
+    leaves: list[LeafPath] = []
+    for seq, turn in enumerate(turns):
+        number, parent, end = turn.number, turn.token_parent or None, turn.token_count
+        is_cut, span = turn.finish_reason == "length", (end - turn.output_tokens, end)
+        nodes.append(Node(number, parent, seq, is_cut, turn.committed_at, span, end, ids[number]))
+        if number not in continued:
+            path = [earlier.number for earlier in session.token_chain(number)]
+            leaves.append(LeafPath(number, parent, path, ids[number]))
+    return NodeTree(nodes, leaves)
+
+
+def _response_id(exchange: Exchange) -> str | None:
+    """Null for an id that is not a string, which is no fault of the reply."""
+    body = codec.paste(exchange, memoryview(b"").cast("i"), {})
+    try:
+        return msgspec.json.decode(body, type=_Reply).id
+    except msgspec.MsgspecError:
+        return None

@@ -11,9 +11,8 @@ from itertools import chain
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
-import numpy as np
 
-from app.export.containers.writer import ContainerWriter
+from app.export.containers.writer import ContainerWriter, weight
 from app.export.row import Fields
 from app.process import cancelled
 from workers.codec import describe
@@ -41,7 +40,7 @@ def some_rows(made: Iterator[Fields], most: int = SLICE_BYTES) -> Iterator[Field
     """The next rows, about `most` bytes of them. Each is made when it is asked for."""
     size = 0
     for row in made:
-        size += sum(map(_weight, row.values()))
+        size += sum(map(weight, row.values()))
         yield row
         if size >= most:
             return
@@ -50,22 +49,6 @@ def some_rows(made: Iterator[Fields], most: int = SLICE_BYTES) -> Iterator[Field
 def next_rows(made: Iterator[Fields], most: int = SLICE_BYTES) -> list[Fields]:
     """As `some_rows`, made."""
     return list(some_rows(made, most))
-
-
-def _weight(value: object) -> int:
-    """Approximate bytes of a field."""
-    match value:
-        case None | int() | float():
-            return 8  # most fields
-        case np.ndarray():
-            return value.nbytes
-        case str() | bytes():
-            return len(value)
-        case msgspec.Raw():
-            return len(memoryview(value))
-        case list() | tuple():
-            return sum(map(_weight, value))
-    return 8
 
 
 class MadePart(msgspec.Struct, frozen=True):

@@ -169,7 +169,7 @@ class HealthWatch:
         info_reply, health = await asyncio.gather(
             self._ask(url + ("/is_paused" if dialect == "vllm" else "/model_info")),
             # A paused SGLang cannot generate a token, and /health would only time out.
-            _nothing() if is_gate_shut and dialect != "vllm" else self._ask(url + "/health"),
+            asyncio.sleep(0) if is_gate_shut and dialect != "vllm" else self._ask(url + "/health"),
         )
         if dialect is None and isinstance(info_reply, EngineReply) and info_reply.status == 404:
             info_reply = await self._ask(url + "/is_paused")
@@ -236,10 +236,6 @@ class HealthWatch:
             return error
         except TimeoutError:
             return TimedOut(f"no answer in {TIMEOUT_S:g} s")
-
-
-async def _nothing() -> None:
-    """Stands for a request that is not made."""
 
 
 def _read(reply: Outcome, kind: type[Decoded]) -> Decoded | None:

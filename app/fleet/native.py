@@ -159,11 +159,7 @@ def _with_message(raw: bytes, message: dict[str, Any], params: Fields, ids: byte
     root["choices"] = b"[" + join_object(choice) + b"]"
     model = params.get("model")
     return join_object(
-        {
-            **root,
-            "created": str(int(time.time())).encode(),
-            "model": b'"default"' if model is None else bytes(model),
-        }
+        {**root, "created": str(int(time.time())).encode(), "model": b'"default"' if model is None else bytes(model)}
     )
 
 

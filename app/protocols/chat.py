@@ -14,6 +14,7 @@ from app.domain.known_body import ContinuedBody
 from app.domain.left_out import IMAGE_DETAIL, SERVER_TOOL, left_out_at
 from app.domain.request import (
     ChatRequest,
+    as_raw,
     engine_params,
     fields_of,
     flag,
@@ -136,7 +137,7 @@ def with_known_details(messages: Sequence[msgspec.Raw], known: int) -> tuple[Seq
                     image["detail"] = "auto"
                     left_out.append(left_out_at(IMAGE_DETAIL, f"messages[{index}].content[{number}]"))
             if len(left_out) > before:
-                changed[index] = msgspec.Raw(msgspec.json.encode(message))
+                changed[index] = as_raw(message)
     if not changed:
         return messages, ()
     return [changed.get(index, raw) for index, raw in enumerate(messages)], tuple(left_out)
@@ -378,7 +379,7 @@ class LiveChat:
             texts = {"role": "assistant", **texts}
             self._sent.add("role")
         self._sent.update(texts)
-        raw = {name: msgspec.Raw(msgspec.json.encode(text)) for name, text in texts.items()}
+        raw = {name: as_raw(text) for name, text in texts.items()}
         deltas = [delta["delta"] for delta in _deltas(raw, None, is_last=True)] if texts else []
         for call in map(self._with_id, delta.get("tool_calls", ())):
             deltas += [{"tool_calls": [{**piece, "index": call["index"]}]} for piece in call_pieces(call)]

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from app.domain.json_lines import in_one_line
+from app.domain.split import in_one_line
 from app.domain.surrogates import decoded
 from workers.codec import describe
 

@@ -11,8 +11,9 @@ import bisect
 import itertools
 import logging
 import random
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import ParamSpec, TypeVar, cast
 
 import msgspec
 
@@ -40,9 +41,7 @@ from app.store.ports import Database, Writer, of_session
 from app.store.sessions import (
     SNAPSHOT_FORMAT,
     ContentColumns,
-    EventRow,
     Frames,
-    LoadedSession,
     continues,
     decode_events,
     events_since,
@@ -50,7 +49,7 @@ from app.store.sessions import (
     load_session,
 )
 from workers import codec
-from workers.codec import CorruptContent
+from workers.codec import CorruptContent, Messages
 from workers.parse_prompt import Hasher, KnownText
 
 ENTRY_BYTES = 7 << 10
@@ -422,7 +421,7 @@ class SessionCache:
         now = live.session
         still &= all(row.at == now.last_event_at for row in rows if row.seq == now.version)
         newer = [row for row in rows if row.seq > now.version]
-        if not (still and live.advance(_decoded(session_id, newer))):
+        if not (still and live.advance(_readable(session_id, decode_events, newer))):
             self.drop(session_id)
             return await self._load_anew(session_id)
         self._account(session_id, live)
@@ -506,11 +505,7 @@ class SessionCache:
         numbers = [member.number for member in chain]
         exchanges, live.unread.exchanges = live.unread.exchanges, {}
         known: Frames = {number: (None, exchange) for number, exchange in exchanges.items()}
-        frames = await self._frames(session_id, numbers, known, tokens=False)
-        try:
-            saids = await _off_loop(len(chain), lambda: unpack_messages(frames, numbers))
-        except CorruptContent as error:
-            raise self.database.unreadable.error(session_id, error) from error
+        saids = await self._messages(session_id, numbers, known)
         made = PrefixBuffer()
         stored = [message for member in chain for message in saids[member.number].messages]
         messages = iter(await images.put_back(self.database, live.session, stored))
@@ -565,13 +560,16 @@ class SessionCache:
     async def _read_odd_calls(self, live: CacheEntry, odd: OddCalls) -> None:
         session_id = live.session.session_id
         numbers = list(odd.unread)
-        frames = await self._frames(session_id, numbers, {}, tokens=False)
-        try:
-            messages = await _off_loop(len(numbers), lambda: unpack_messages(frames, numbers))
-        except CorruptContent as error:
-            raise self.database.unreadable.error(session_id, error) from error
+        messages = await self._messages(session_id, numbers, {})
         for number in numbers:
             odd.learn(number, sampled_calls(messages[number].message))
+
+    async def _messages(self, session_id: str, numbers: Sequence[int], known: Frames) -> Mapping[int, Messages]:
+        frames = await self._frames(session_id, numbers, known, tokens=False)
+        try:
+            return await _off_loop(len(numbers), lambda: unpack_messages(frames, numbers))
+        except CorruptContent as error:
+            raise self.database.unreadable.error(session_id, error) from error
 
     async def _frames(
         self, session_id: str, numbers: Sequence[int], known: Frames, *, tokens: bool = True, exchange: bool = True
@@ -600,18 +598,20 @@ class SessionCache:
         task = self._loading.get(session_id)
         if task is None or task.done():  # A done one has not been taken out yet; it may have found nothing.
             task = self._loading[session_id] = asyncio.create_task(self._read(session_id, content))
-            task.add_done_callback(lambda done: self._loaded(session_id, done))
-        return await asyncio.shield(task)
 
-    def _loaded(self, session_id: str, task: asyncio.Task[CacheEntry | None]) -> None:
-        if self._loading.get(session_id) is task:
-            del self._loading[session_id]
+            def ended(done: asyncio.Task[CacheEntry | None]) -> None:
+                if self._loading.get(session_id) is done:
+                    del self._loading[session_id]
+
+            task.add_done_callback(ended)
+        return await asyncio.shield(task)
 
     async def _read(self, session_id: str, content: ContentColumns) -> CacheEntry | None:
         own = asyncio.current_task()
         while True:
             loaded = await load_session(self.database, session_id, content)
-            session = await _off_loop(len(loaded.rows), lambda: _folded(session_id, loaded))  # noqa: B023
+            fold = partial(_readable, session_id, fold_rows, session_id, loaded.snapshot, loaded.rows)
+            session = await _off_loop(len(loaded.rows), fold)
             newest = self._loading.get(session_id)
             if newest is own:
                 if session is not None and len(loaded.rows) >= SNAPSHOT_EVENTS:
@@ -663,11 +663,8 @@ class SessionCache:
             self._whole.add(session_id, is_ended=True)
             if live.bodies.size:
                 self._with_bodies.add(session_id, is_ended=True)
-        if self._bytes > self._max_bytes:
-            self._evict(session_id, live)
-
-    def _evict(self, session_id: str, live: CacheEntry) -> None:
-        """Drop others until what is left fits."""
+        if self._bytes <= self._max_bytes:
+            return
         while self._bytes > self._max_bytes and (other := self._with_bodies.next(session_id)) is not None:
             self._drop_bodies(other)
         if self._bytes > self._max_bytes and live.bodies.size:
@@ -711,6 +708,7 @@ OFF_LOOP = 64
 SMALL_TOKENS = 32 << 10
 """Stored tokens of up to so many bytes (about 2,000 sampled ones) are rendered on the event loop, more on a thread."""
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -718,15 +716,8 @@ async def _off_loop(rows: int, work: Callable[[], T]) -> T:
     return work() if rows <= OFF_LOOP else await asyncio.to_thread(work)
 
 
-def _decoded(session_id: str, rows: Sequence[EventRow]) -> list[Recorded]:
+def _readable(session_id: str, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     try:
-        return decode_events(rows)
-    except UnknownEvent as error:
-        raise SessionUnreadable(f"session {session_id}: {error}") from error
-
-
-def _folded(session_id: str, loaded: LoadedSession) -> Session | None:
-    try:
-        return fold_rows(session_id, loaded.snapshot, loaded.rows)
+        return read(*args, **kwargs)
     except UnknownEvent as error:
         raise SessionUnreadable(f"session {session_id}: {error}") from error

@@ -80,7 +80,7 @@ class Conversations:
         Raises as `session_at`, and NotFound for an unknown turn or branch.
         """
         found = await session_at(self._database, session_id, seq)
-        number = _newest(found.session, branch) if turn is None else turn
+        number = newest_turn(found.session, branch) if turn is None else turn
         if number is None:
             return ConversationView(None, [], None, None, 0, {})
         _, event = found.turn(number)
@@ -105,7 +105,7 @@ class Conversations:
         session = found.session
         if session.status == "erased":
             raise SessionClosed.of(session_id, "is erased")
-        start, number = 0, _newest(session, branch) if turn is None else turn
+        start, number = 0, newest_turn(session, branch) if turn is None else turn
         if cursor is not None:
             place: _Place = cursors.decode(cursor, _Place, f"/sessions/{session_id}/messages")
             start, number = place.index, place.turn if turn is None else turn
@@ -173,7 +173,7 @@ class Conversations:
         return msgspec.Raw(found[number])
 
 
-def _newest(session: Session, branch: int | None) -> int | None:
+def newest_turn(session: Session, branch: int | None) -> int | None:
     if branch is None:
         return None if session.leaf is None else session.leaf.number
     try:

@@ -69,7 +69,11 @@ class Erasure:
         # Before, so that nothing comes back from there meanwhile; and after, for what has just left.
         before = [await ask(session_id) for ask in self.elsewhere]
         try:
-            while not await self._erase_rollout(session_id):
+            while True:
+                await self._sessions.close_if_open(session_id)
+                is_erased = await self._erase_members(session_id)
+                if await self.drop_content(session_id) and is_erased:
+                    break
                 log.info("session %s is erased again: a restore has opened it, or one of its rollout", session_id)
         except SessionNotFound:
             if all(answer is None for answer in before):
@@ -80,13 +84,8 @@ class Erasure:
         gone = [await ask(session_id) for ask in self.finishing]
         return False not in left and all(gone)
 
-    async def _erase_rollout(self, session_id: str) -> bool:
-        """False if a restore of a checkpoint has opened one of its sessions again meanwhile."""
-        await self._sessions.close_if_open(session_id)
-        is_erased = await self._erase_members(session_id)
-        return await self.drop_content(session_id) and is_erased
-
     async def _erase_members(self, session_id: str) -> bool:
+        """False if a restore of a checkpoint has opened one of them again meanwhile."""
         is_erased = True
         # The erased too: where an earlier request ended in between, features have not forgotten them.
         async for members in self._sessions.members(session_id, *ENDED, "erased"):

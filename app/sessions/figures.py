@@ -62,10 +62,6 @@ class CachedFigures:
                 self.is_up = False
         return self._known
 
-    @property
-    def is_reading(self) -> bool:
-        return self._reading is not None
-
     async def _read(self) -> None:
         began = self._clock()
         try:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
-
-import msgspec
 
 from app.domain.fleet import fold
 from app.errors import AppError, SessionUnreadable, StoreDamaged
@@ -25,13 +24,7 @@ from app.store.fleet import state
 from app.store.log import Appended
 from app.store.log_sessions import Close
 from app.store.ports import Database, Writer
-from app.store.sessions import (
-    Acknowledgements,
-    closed_sessions,
-    database_bytes,
-    idle_sessions,
-    listed,
-)
+from app.store.sessions import Acknowledgements, closed_sessions, database_bytes, idle_sessions, listed
 
 log = logging.getLogger("turnlog.janitor")
 
@@ -56,23 +49,12 @@ GATED_S = 60.0
 session and needs some time to pass."""
 
 
-class Done(msgspec.Struct):
-    """Sessions that were closed for being idle, lost their replay payloads, or were erased."""
-
-    closed: int = 0
-    freed: int = 0
-    erased: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.closed} idle sessions closed, {self.freed} freed of replay payloads, {self.erased} erased"
-
-
 class Janitor:
     """Runs as one task from `start` to `stop`; `clock` gives seconds since the epoch.
 
-    It pauses `rest_s` seconds after each session. `done` counts since the start; `ended_round_at` is when the last
-    complete round ended. `rounds` is what features do in each round; with
-    `acknowledgements` the retention waits for these (groups).
+    It pauses `rest_s` seconds after each session. `done` counts, since the start, the sessions that were closed for
+    being idle, lost their replay payloads, or were erased; `ended_round_at` is when the last complete round ended.
+    `rounds` is what features do in each round; with `acknowledgements` the retention waits for these (groups).
     """
 
     def __init__(
@@ -86,7 +68,7 @@ class Janitor:
         *,
         rest_s: float = REST_S,
     ) -> None:
-        self.done = Done()
+        self.done = Counter(closed=0, freed=0, erased=0)
         self.rounds: list[Callable[[], Awaitable[object]]] = []
         self.acknowledgements: Acknowledgements | None = None
         self.ended_round_at: float | None = None
@@ -150,16 +132,13 @@ class Janitor:
         await self._erase_old()
         await self._database.give_back()
         # Last, because it cannot skip a damaged page, which must not prevent the steps above.
-        await self._finish_rollouts()
-        self.ended_round_at = self._clock()
-
-    async def _finish_rollouts(self) -> None:
-        """Finish what a killed process left unfinished. Rewards only once: that reads every session with a root."""
+        # It finishes what a killed process left unfinished; rewards only once: that reads every session with a root.
         if not self._has_finished_rewarding:
             await self._sessions.finish_rewarding()
             self._has_finished_rewarding = True
         if count := await self._sessions.finish_closing():
             log.info("closed %d sessions whose root had been closed", count)
+        self.ended_round_at = self._clock()
 
     async def _close_idle(self) -> None:
         if self._settings.idle_close_s is None:
@@ -182,7 +161,7 @@ class Janitor:
                         )
                     )
                     if isinstance(closed, Appended):
-                        self.done.closed += 1
+                        self.done["closed"] += 1
                         await self._sessions.close_members(session_id)
                 await asyncio.sleep(self._rest_s)
             after = idle[-1]
@@ -196,7 +175,7 @@ class Janitor:
         async for place in self._closed(cutoff, after, holding=True):
             with suppress(SessionUnreadable, StoreDamaged):
                 await self._erasure.free_replay(place[1], unless_pinned=True)
-                self.done.freed += 1
+                self.done["freed"] += 1
             self._freed_upto = place
 
         if self.acknowledgements is not None:
@@ -211,7 +190,7 @@ class Janitor:
                 for session_id in await self._listed(read):
                     with suppress(SessionUnreadable, StoreDamaged):
                         await self._erasure.free_replay(session_id, unless_pinned=True)
-                        self.done.freed += 1
+                        self.done["freed"] += 1
                     await asyncio.sleep(self._rest_s)
                 self._acknowledged_upto = max(place, self._acknowledged_upto)
             after = groups[-1]
@@ -223,7 +202,7 @@ class Janitor:
             self._erased_in_log_file = True
             with suppress(SessionUnreadable, StoreDamaged):
                 await self._erasure.drop_content(session_id, unless_pinned=True)
-                self.done.erased += 1
+                self.done["erased"] += 1
         if self._erased_in_log_file:
             await self._database.empty_log_file()
             self._erased_in_log_file = False

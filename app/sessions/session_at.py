@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from app.domain.events import AnnotationWritten, Recorded, TurnCommitted, UnknownEvent
-from app.domain.session import Session, states
+from app.domain.session import Annotation, Session, states
 from app.errors import InvalidRequest, NotFound, SessionNotFound
-from app.store.database import Database
-from app.store.ports import Connection, of_session
+from app.store.ports import Connection, Database, of_session
 from app.store.sessions import EventRow, decode_events, event_rows, last_seq
 
 INLINE = 64
@@ -41,18 +40,20 @@ class SessionAt(NamedTuple):
         column what it is, not its numbers."""
         said: list[dict[str, Any]] = []
         for name, one in sorted(self.session.annotations.get(turn, {}).items()):
-            event = self.events[one.seq - 1].event
-            assert isinstance(event, AnnotationWritten)
-            column = one.column
-            content = (
-                {"value": event.value}
-                if column is None
-                else {"dtype": column.dtype, "over": column.over, "length": column.length, "absent": column.absent}
-            )
-            if most is not None and one.size > most:
-                content.pop("value", None)
-            said.append({"name": name, "seq": one.seq, "at": one.at, "writer": one.writer, "size": one.size, **content})
+            said.append(described(name, one))
+            if one.column is None and (most is None or one.size <= most):
+                event = self.events[one.seq - 1].event
+                assert isinstance(event, AnnotationWritten)
+                said[-1]["value"] = event.value
         return said
+
+
+def described(name: str, annotation: Annotation) -> dict[str, Any]:
+    """An annotation without its content."""
+    fields = {"name": name, "seq": annotation.seq, "at": annotation.at, "writer": annotation.writer}
+    column = annotation.column
+    of_column = () if column is None else ("dtype", "over", "length", "absent")
+    return {**fields, "size": annotation.size, **{part: getattr(column, part) for part in of_column}}
 
 
 async def session_at(database: Database, session_id: str, seq: int | None = None, *, whole: bool = False) -> SessionAt:

@@ -13,7 +13,8 @@ from app.domain.events import is_number
 from app.domain.groups import staleness
 from app.errors import InvalidRequest
 from app.fleet.engines import Engines
-from app.sessions.metadata import matches
+from app.sessions.as_reply import as_reply
+from app.store.content import metadata_of
 from app.store.database import Database
 from app.store.ports import Connection
 from app.store.sessions import (
@@ -154,30 +155,19 @@ class SessionList:
         after = cursor
         for _ in range(MAX_LOOKED_AT // METADATA_AT_ONCE):
             page = await self._page(query, after, METADATA_AT_ONCE, counted=False)
-            matching = await self._with_metadata(page["sessions"], query)
-            rows += [row for row in page["sessions"] if row["session_id"] in matching]
+            ids = [row["session_id"] for row in page["sessions"] if row["state"] != "erased"]
+            matching = await self._database.read(lambda c: matches(c, ids, query.wanted_metadata))  # noqa: B023
+            rows += [row for row in page["sessions"] if matching.get(row["session_id"])]
             after = page["next_cursor"]
             if after is None or len(rows) >= limit:
                 break
         if len(rows) > limit:
             after = _cursor_behind(rows[limit - 1], query)
         rows = rows[:limit]
-        if not counted:
-            return {"sessions": rows, "next_cursor": after}
-        return {
-            "sessions": rows,
-            "next_cursor": after,
-            "total": len(rows),
-            "total_is_exact": cursor is None and after is None,
-        }
-
-    async def _with_metadata(self, rows: Sequence[ListedSession], query: SessionQuery) -> set[str]:
-        """The ids of those that have the metadata."""
-        wanted = query.wanted_metadata
-
-        ids = [row["session_id"] for row in rows if row["state"] != "erased"]
-        metadata = await self._database.read(lambda connection: matches(connection, ids, wanted))
-        return {session_id for session_id, matches in metadata.items() if matches}
+        found: SessionPage = {"sessions": rows, "next_cursor": after}
+        if counted:
+            found |= {"total": len(rows), "total_is_exact": cursor is None and after is None}
+        return found
 
     async def _page(self, query: SessionQuery, cursor: str | None, limit: int, *, counted: bool) -> SessionPage:
         after = None if cursor is None else _place_of(cursor, query)
@@ -243,29 +233,9 @@ class SessionList:
 def session_row(head: HeadRow, newest: int | None, at_gates: Mapping[str, bool]) -> ListedSession:
     """`running_since`: since when it is `running`. `staleness`: how many weight versions its newest turn is behind the
     newest one."""
-    return {
-        "session_id": head.session_id,
-        "version": head.version,
-        "status": head.status,
-        "turns": head.turns,
-        "group_id": head.group_id,
-        "reward": head.reward,
-        "created_at": head.created_at,
-        "updated_at": head.updated_at,
-        "state": state_of(
-            head.status, is_at_gate=head.session_id in at_gates, is_running=head.running_since is not None
-        ),
-        "attempt": head.attempt,
-        "weight_version": head.weight_version,
-        "staleness": staleness(newest, head.weight_version),
-        "engine": head.engine,
-        "running_since": head.running_since,
-        "closed_at": head.closed_at,
-        "note": head.note,
-        "tags": head.tags,
-        "name": head.name,
-        "generation": head.generation,
-    }
+    is_at_gate, is_running = head.session_id in at_gates, head.running_since is not None
+    state = state_of(head.status, is_at_gate=is_at_gate, is_running=is_running)
+    return as_reply(ListedSession, head, state=state, staleness=staleness(newest, head.weight_version))
 
 
 def state_of(status: Status, *, is_at_gate: bool, is_running: bool) -> SessionState:
@@ -295,3 +265,51 @@ def _place_of(cursor: str, query: SessionQuery) -> Place:
     if (column, descending) != _order_of(query):
         raise InvalidRequest("cursor is of a list in another order")
     return value, session_id
+
+
+Wanted = Sequence[tuple[str, str]]
+"""Keys of metadata, where a dot leads into an object, and their values as text."""
+
+MISSING = object()
+
+
+def matches(connection: Connection, session_ids: Sequence[str], wanted: Wanted) -> dict[str, bool]:
+    """Of these sessions, those with metadata: is all of `wanted` in it? What cannot be read matches nothing."""
+    stored = metadata_of(connection, session_ids)
+    return {session_id: _has_all(metadata, wanted) for session_id, metadata in stored.items()}
+
+
+def _has_all(stored: bytes, wanted: Wanted) -> bool:
+    try:
+        metadata = msgspec.json.decode(stored)
+    except msgspec.MsgspecError:
+        return False
+    return all(is_value(value_of(metadata, key), text) for key, text in wanted)
+
+
+def value_of(metadata: object, key: str) -> object:
+    """The value of a key; if there is no such key, a dot in it leads into an object."""
+    if not isinstance(metadata, Mapping):
+        return MISSING
+    if key in metadata:
+        value: object = metadata[key]
+        return value
+    head, dot, rest = key.partition(".")
+    return value_of(metadata.get(head), rest) if dot else MISSING
+
+
+def is_value(value: object, text: str) -> bool:
+    """Is this the text, or the value that it is as JSON? `3` is both the number and the text."""
+    if value is MISSING:
+        return False
+    if isinstance(value, str):
+        return value == text
+    try:
+        given: Any = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, UnicodeEncodeError):
+        return False
+    return _canonical(value) == _canonical(given)
+
+
+def _canonical(value: object) -> bytes:
+    return msgspec.json.encode(value, order="deterministic")

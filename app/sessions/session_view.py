@@ -9,28 +9,17 @@ from typing import Any, cast
 import msgspec
 from msgspec.structs import asdict
 
-from app.domain.events import (
-    LimitReached,
-    Recorded,
-    RolledBack,
-    Timing,
-    TurnAbandoned,
-    TurnCommitted,
-    TurnOpened,
-    TurnRejected,
-)
-from app.domain.session import AssignedReward, OpenTurn, Session
+from app.domain.events import LimitReached, Recorded, RolledBack, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
+from app.domain.session import Session
 from app.errors import SessionUnreadable
+from app.sessions.as_reply import as_reply
 from app.sessions.session_at import INLINE, SessionAt, session_at
 from app.sessions.session_list import AtGates, state_of
 from app.sessions.tree_view import tree_of
 from app.store.content import load_blobs
 from app.store.database import Database
 from app.store.ports import of_session
-from turnlog import replies
-from turnlog.events import VersionSpan
-from turnlog.replies import FailedTurn, RefusedRequest, Rollback, StageTimes, State, StatePayload, StateTurn
-from turnlog.rows import Part, TurnReward
+from turnlog.replies import FailedTurn, OpenTurn, RefusedRequest, Rollback, State, StatePayload, StateTurn
 
 MAX_VALUE = 4096
 """Bytes of an annotation's value that a state has."""
@@ -86,13 +75,15 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
         metadata=cast(Any, metadata),  # as it is stored
         created_at=session.created_at,
         closed_at=session.closed_at,
-        reward=None if session.reward is None else _reward(session.reward),
+        reward=None if session.reward is None else cast(Any, asdict(session.reward)),
         annotations={str(turn): cast(Any, state.said_of(turn, MAX_VALUE)) for turn in sorted(session.annotations)},
-        turn_rewards={str(turn): _reward(reward) for turn, reward in session.turn_rewards.items()},
+        turn_rewards={str(turn): cast(Any, asdict(reward)) for turn, reward in session.turn_rewards.items()},
         note=session.note,
         tags=list(session.tags),
         affinity=None if session.affinity is None else asdict(session.affinity),
-        open_turns=[_open_turn(state, held) for held in session.open_turns.values()],
+        open_turns=[
+            as_reply(OpenTurn, held, opened_at=state.events[held.fence - 1].at) for held in session.open_turns.values()
+        ],
         tree=tree_of(state) if session.branches > 1 else None,
         turns=[
             _turn(state, recorded, recorded.event, discarded_by)
@@ -105,17 +96,12 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
             if isinstance(recorded.event, TurnRejected | TurnAbandoned)
         ],
         refused=[
-            RefusedRequest(seq=recorded.seq, at=recorded.at, turn=recorded.event.turn, limit=recorded.event.limit)
+            as_reply(RefusedRequest, recorded.event, seq=recorded.seq, at=recorded.at)
             for recorded in state.events
             if isinstance(recorded.event, LimitReached) and not recorded.event.sampled
         ],
         rollbacks=[
-            Rollback(
-                seq=recorded.seq,
-                at=recorded.at,
-                to_turn=recorded.event.to_turn,
-                discarded=list(recorded.event.discarded),
-            )
+            as_reply(Rollback, recorded.event, seq=recorded.seq, at=recorded.at)
             for recorded in state.events
             if isinstance(recorded.event, RolledBack)
         ],
@@ -129,59 +115,21 @@ def _opened_at(state: SessionAt, fence: int) -> float | None:
     return opened.at if opened is not None and isinstance(opened.event, TurnOpened) else None
 
 
-def _reward(reward: AssignedReward) -> TurnReward:
-    return TurnReward(reward=reward.reward, components=reward.components)
-
-
-def _milliseconds(timing: Timing) -> StageTimes:
-    return StageTimes(
-        gate=timing.gate / 1000,
-        claim=timing.claim / 1000,
-        prepare=timing.prepare / 1000,
-        engine=timing.engine / 1000,
-        validate=timing.validate / 1000,
-    )
-
-
-def _open_turn(state: SessionAt, held: OpenTurn) -> replies.OpenTurn:
-    return replies.OpenTurn(
-        turn=held.turn,
-        parent=held.parent,
-        fence=held.fence,
-        incarnation=held.incarnation,
-        adapter=held.adapter,
-        opened_at=state.events[held.fence - 1].at,
-    )
-
-
 def _turn(state: SessionAt, recorded: Recorded, event: TurnCommitted, discarded_by: Mapping[int, int]) -> StateTurn:
     readable = {payload.kind for payload in state.session.whole_payloads(event.turn)}
-    return StateTurn(
-        turn=event.turn,
-        parent=event.parent,
-        segment=event.segment,
-        segment_cause=event.segment_cause,
+    milliseconds = {stage: time / 1000 for stage, time in asdict(event.timing).items()} if event.timing else None
+    return as_reply(
+        StateTurn,
+        event,
         live=event.turn not in discarded_by,
         opened_at=_opened_at(state, event.fence),
         committed_at=recorded.at,
         seq=recorded.seq,
-        fence=event.fence,
-        engine=event.engine,
-        dialect=event.dialect,
-        protocol=event.protocol,
-        adapter=event.adapter,
-        finish_reason=event.finish_reason,
-        timing=None if event.timing is None else _milliseconds(event.timing),
+        timing=milliseconds,
         prompt_tokens=event.base_tokens + event.suffix_tokens,
-        base_tokens=event.base_tokens,
-        suffix_tokens=event.suffix_tokens,
-        output_tokens=event.output_tokens,
-        cached_tokens=event.cached_tokens,
-        trimmed=event.trimmed,
         messages=event.base_messages + event.new_messages + 1,
-        weight_versions=[VersionSpan(version=of.version, start=of.start, end=of.end) for of in event.weight_versions],
-        dispatched=event.dispatched,
-        parts=[Part(engine=part.engine, start=part.start, end=part.end) for part in event.parts],
+        weight_versions=list(map(asdict, event.weight_versions)),
+        parts=list(map(asdict, event.parts)),
         payloads=[
             StatePayload(kind=ref.kind, rows=ref.stop - ref.start, tombstoned=ref.kind not in readable)
             for ref in event.payloads
@@ -191,16 +139,13 @@ def _turn(state: SessionAt, recorded: Recorded, event: TurnCommitted, discarded_
 
 
 def _failed(state: SessionAt, recorded: Recorded, event: TurnRejected | TurnAbandoned) -> FailedTurn:
-    rejected = event if isinstance(event, TurnRejected) else None
-    return FailedTurn(
-        turn=event.turn,
-        fence=event.fence,
+    is_rejected = isinstance(event, TurnRejected)
+    unknown = {} if is_rejected else dict.fromkeys(("status", "detail", "reply_bytes", "kept_bytes"))
+    return as_reply(
+        FailedTurn,
+        event,
         opened_at=_opened_at(state, event.fence),
         ended_at=recorded.at,
-        reason=event.reason,
-        status=None if rejected is None else rejected.status,
-        detail=None if rejected is None else rejected.detail,
-        kind="rejected" if rejected else "abandoned",
-        reply_bytes=None if rejected is None else rejected.reply_bytes,
-        kept_bytes=None if rejected is None else rejected.kept_bytes,
+        kind="rejected" if is_rejected else "abandoned",
+        **unknown,
     )

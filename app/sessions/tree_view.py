@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -12,6 +13,7 @@ from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Loss, Picker, br
 from app.domain.events import Event, TurnCommitted
 from app.domain.rules import superseded
 from app.domain.session import OpenTurn, Session, Turn
+from app.sessions.as_reply import as_reply
 from app.sessions.session_at import SessionAt, session_at
 from app.store.content import load_frames
 from app.store.damage import attempt_or
@@ -128,25 +130,10 @@ def _versions(event: Event) -> list[str]:
 
 
 def _open(turn: OpenTurn) -> TreeTurn:
-    return TreeTurn(
-        turn=turn.turn,
-        parent=turn.parent,
-        agent_id=turn.agent_id,
-        state="open",
-        branch=None,
-        cause=None,
-        carries=None,
-        superseded=False,
-        messages=None,
-        tokens=None,
-        output_tokens=None,
-        finish_reason=None,
-        weight_versions=[],
-        exported=False,
-        reason="in flight",
-        loss_branches=[],
-        left_out=[],
-    )
+    unknown = ("branch", "cause", "carries", "messages", "tokens", "output_tokens", "finish_reason")
+    lists: dict[str, Any] = {"weight_versions": [], "loss_branches": [], "left_out": []}
+    told = {"state": "open", "superseded": False, "exported": False, "reason": "in flight"}
+    return as_reply(TreeTurn, turn, **dict.fromkeys(unknown), **lists, **told)
 
 
 def _branches(session: Session, rows: Sequence[BranchRow], reasons: Mapping[int, str]) -> list[TreeBranch]:

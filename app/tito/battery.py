@@ -14,15 +14,7 @@ from typing import Any
 import msgspec
 
 from app.errors import InvalidRequest, StartupError
-from app.tito.continuation import (
-    STAND_IN_TOOL,
-    ContinuationRule,
-    Decode,
-    Encode,
-    Message,
-    NotAnExtension,
-    Stops,
-)
+from app.tito.continuation import STAND_IN_TOOL, ContinuationRule, Decode, Encode, Message, NotAnExtension, Stops
 from app.tito.normalise import REASONING, MessageFormat
 
 TOOL_NAME = "look_up_weather"

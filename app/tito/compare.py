@@ -29,11 +29,7 @@ class Comparator:
     """Compares sequences of one tokenizer. Another BPE encoding of the same text is no difference."""
 
     def __init__(
-        self,
-        opening: array[int],
-        stops: frozenset[int],
-        special: frozenset[int],
-        decode: Callable[[array[int]], str],
+        self, opening: array[int], stops: frozenset[int], special: frozenset[int], decode: Callable[[array[int]], str]
     ) -> None:
         """`opening`: the ids that an assistant's message begins with. `stops`: ids that end a generation."""
         self._opening = opening

@@ -241,9 +241,7 @@ class Prompts:
         rendered_any = False
         for conversation in conversations():
             messages = normalise.messages(
-                [*conversation.before, conversation.answer, *conversation.new],
-                self.findings.message_format,
-                None,
+                [*conversation.before, conversation.answer, *conversation.new], self.findings.message_format, None
             )
             try:
                 rendered = self._template.render(messages, tools, before, generation_prompt=False)

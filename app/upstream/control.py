@@ -21,9 +21,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from app.domain.addresses import AddressPattern
 from app.domain.fleet import PauseMode
-from app.domain.patterns import base_url_fault, plain_base_url
+from app.domain.patterns import AddressPattern, base_url_fault, plain_base_url
 from app.upstream.client import EngineClient
 from app.upstream.dialects import DialectChoice
 from app.upstream.headers import Headers, to_control

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from helpers.answering import Answer, Answering, Asked
 
-from app.domain.addresses import address_pattern
 from app.domain.fleet import PauseMode
+from app.domain.patterns import address_pattern
 from app.upstream.client import EngineClient
 from app.upstream.control import AT_ONCE, EngineControl
 from ops.server import free_port

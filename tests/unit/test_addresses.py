@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.domain.addresses import address_pattern
+from app.domain.patterns import address_pattern
 
 URLS = (
     "http://10.0.0.1:30000",

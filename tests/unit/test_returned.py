@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import SESSION, Book, assistant, user
 
-from app.domain.canonical import canonical_hash
+from app.domain.canonical import REASONING_TAGS, canonical_hash, without_reasoning
 from app.domain.events import History, Matcher
 from app.domain.history import RequestHistory
-from app.domain.reasoning import REASONING_TAGS, without_reasoning
 from app.domain.rules import EMPTY_REPLY, Plan, TreeIndex
 from app.domain.session import fold
 from app.errors import HistoryMismatch

@@ -12,8 +12,16 @@ import pytest
 
 from app.domain.patterns import webhook_key
 from app.errors import StartupError
-from app.features.webhooks.rules import FIRST_PAUSE_S, LONGEST_PAUSE_S, Notice, pause_s, signed
-from app.features.webhooks.sender import Receiver, Undelivered, _may_connect
+from app.features.webhooks.rows import Notice
+from app.features.webhooks.sender import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Receiver,
+    Undelivered,
+    _may_connect,
+    pause_s,
+    signed,
+)
 from app.settings import load_settings
 
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"

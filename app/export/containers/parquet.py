@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from app.domain.samples import Array
 from app.export import jsontext
-from app.export.containers.writer import Buffer, Instead, encoded, refuse
+from app.export.containers.writer import Buffer, Instead, encoded, refuse, weight
 from app.export.row import ITEMS, Column, Columns, Fields, depth
 
 GROUP = 4 << 20
@@ -112,7 +112,7 @@ class ParquetWriter:
             None if (value := row.get(name)) is None else _plain(column, value)
             for name, column in self._columns.items()
         ]
-        return _Values(row, values, ROW_COST + sum(map(_size, values)))
+        return _Values(row, values, ROW_COST + sum(map(weight, values)))
 
     def _batch(self, rows: Sequence[_Values]) -> tuple[Sequence[_Values], Any]:
         """The rows that are in the batch, and the batch. Where a column cannot hold a row, each is tried alone."""
@@ -223,18 +223,6 @@ def _plain(column: Column, value: object) -> object:
         there = {name: value.get(name) for name in column}
         return {name: None if values is None else _plain(column[name], values) for name, values in there.items()}
     return value
-
-
-def _size(value: object) -> int:
-    if value is None:
-        return 0
-    if isinstance(value, np.ndarray):
-        return value.nbytes
-    if isinstance(value, str | bytes):
-        return len(value)
-    if isinstance(value, dict):
-        value = list(value.values())
-    return sum(map(_size, value)) if isinstance(value, list | tuple) else 8
 
 
 def _array(column: Column, values: Sequence[Any]) -> Any:

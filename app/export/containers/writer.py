@@ -77,6 +77,24 @@ class ContainerWriter(Protocol):
         """Free what is held outside memory."""
 
 
+def weight(value: object) -> int:
+    """About how many bytes a field takes in memory beside its object."""
+    match value:
+        case None:
+            return 0
+        case np.ndarray():
+            return value.nbytes
+        case str() | bytes():
+            return len(value)
+        case msgspec.Raw():
+            return len(memoryview(value))
+        case dict():
+            return sum(map(weight, value.values()))
+        case list() | tuple():
+            return sum(map(weight, value))
+    return 8
+
+
 def little_endian(array: Array) -> memoryview | bytes:
     """An array's content as a file has it."""
     little = array.astype(array.dtype.newbyteorder("<")) if sys.byteorder == "big" else array

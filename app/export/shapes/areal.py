@@ -31,11 +31,9 @@ def fields(row: Row) -> Fields:
 
     Raises Unfit without a reward, for which AReaL needs a number of 32 bits, or a sampled token.
     """
-    sample = row.sample
     if row.reward is None:
         raise Unfit("no reward")
-    if sample.response_length == 0:
-        raise Unfit("no token was sampled")
+    sample = row.with_response()
     if abs(row.reward) > MAX_FLOAT32:
         raise Unfit("the reward is beyond a float32")
     return {

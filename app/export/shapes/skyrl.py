@@ -36,11 +36,9 @@ STOP_REASONS = {"truncated": "length", "aborted": "abort"}
 
 def fields(row: Row) -> Fields:
     """A trajectory is a session: its group and attempt; without an attempt, a number of its own. Raises Unfit."""
-    session, sample = row.session, row.sample
     if row.reward is None:
         raise Unfit("no reward")
-    if sample.response_length == 0:
-        raise Unfit("no token was sampled")
+    session, sample = row.session, row.with_response()
     experts, missing = shared.payload(row, "routed_experts")
     start = sample.prompt_length
     scores = shared.token_rewards(row) if row.by_turn else None

@@ -77,11 +77,5 @@ def group_index(group_id: str | None) -> int | None:
 
 def metadata(row: Row, own: Mapping[str, Value], more: Fields) -> Fields:
     """`own` with Turnlog's, to which `more` belongs, as one key of it."""
-    ours = {
-        **shared.identity(row),
-        **more,
-        **shared.rollout(row),
-        **shared.sampling(row),
-        **shared.left_out(row),
-    }
+    ours = {**shared.identity(row), **more, **shared.rollout(row), **shared.sampling(row), **shared.left_out(row)}
     return {**own, "turnlog": {name: value for name, value in ours.items() if value is not None}}

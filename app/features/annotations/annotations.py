@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,7 +24,7 @@ from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.erasure import IN_HEAD
 from app.store.log import Appended, BaseOperation, Refused, append, refused
-from app.store.ports import Database
+from app.store.ports import Database, of_session
 from app.store.schema import annotation_columns, events, sessions
 from app.store.sessions import EventRow, decode_events
 from workers import codec
@@ -109,12 +108,8 @@ class Annotations:
         seq, column = annotation.seq, annotation.column
         try:
             if column is None:
-                return await self._database.read(
-                    partial(read_value, session_id=session_id, seq=seq), session_id=session_id
-                )
-            frame = await self._database.read(
-                partial(read_column, session_id=session_id, turn=turn, name=name, seq=seq), session_id=session_id
-            )
+                return await of_session(self._database, session_id, read_value, seq)
+            frame = await of_session(self._database, session_id, read_column, turn, name, seq)
             return None if frame is None else await asyncio.to_thread(unpack, frame, column)
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}: annotation {name}: {error}") from error

@@ -15,12 +15,12 @@ from app.api.routes import BINARY, BODY, JSON, NO_CONTENT, READ, SESSION, WRITE,
 from app.domain.columns import Column
 from app.domain.events import ColumnType, Over
 from app.domain.patterns import ANNOTATION, MAX_INTEGER, TAG
-from app.domain.session import Annotation
 from app.errors import InvalidRequest, NotFound
 from app.export import jsontext
 from app.features.annotations import bodies
 from app.features.annotations.annotations import Annotations
 from app.features.annotations.bodies import NPY, SAFETENSORS
+from app.sessions.session_at import described
 from turnlog import replies as reply_types
 
 route = Routes("Sessions")
@@ -199,7 +199,7 @@ def _given(raw: bytes, kind: str, over: Over | None) -> tuple[Any | Column, str 
 
 async def _get(request: Request, session_id: str, turn: int | None, name: str, format: str) -> Response:
     said = await _annotations(request).read(session_id, turn, name)
-    fields = {"session_id": session_id, **_described(turn or 0, name, said.annotation)}
+    fields = {"session_id": session_id, "turn": turn, **described(name, said.annotation)}
     column = said.content if isinstance(said.content, Column) else None
     if column is None:
         if format != "json":
@@ -216,23 +216,12 @@ async def _get(request: Request, session_id: str, turn: int | None, name: str, f
 
 async def _list(request: Request, session_id: str, turn: int | None) -> dict[str, Any]:
     listed = await _annotations(request).listed(session_id, turn)
-    every = [_described(of, name, one) for of in sorted(listed) for name, one in sorted(listed[of].items())]
+    every = [
+        {"turn": of or None, **described(name, one)}
+        for of in sorted(listed)
+        for name, one in sorted(listed[of].items())
+    ]
     return {"session_id": session_id, "annotations": every}
-
-
-def _described(turn: int, name: str, annotation: Annotation) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "turn": turn or None,
-        "name": name,
-        "seq": annotation.seq,
-        "at": annotation.at,
-        "writer": annotation.writer,
-        "size": annotation.size,
-    }
-    column = annotation.column
-    if column is not None:
-        fields |= {"dtype": column.dtype, "over": column.over, "length": column.length, "absent": column.absent}
-    return fields
 
 
 def _annotations(request: Request) -> Annotations:

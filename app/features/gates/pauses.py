@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from functools import partial
 
 import msgspec
 
@@ -35,9 +33,9 @@ from app.domain.session import rid_of
 from app.errors import AppError, NotFound
 from app.features.gates.gates import Gates
 from app.fleet.engines import Engines
-from app.fleet.member import Member
 from app.fleet.state import POLL_S, STALE_S, FleetState
 from app.process import cancelled
+from app.sessions.as_reply import as_reply
 from app.store import fleet as store
 from app.store.ports import Database
 from app.upstream.control import EngineControl
@@ -139,7 +137,7 @@ class Pauses:
             return FleetResumed(gate.closings, version=version)
 
         if (await self._fleet.refresh()).gate.is_shut:
-            await self._for_each_engine(self._resume_engine)
+            await self._for_each_engine(None)
             reach("before_gate_opened")
         await self._fleet.append(opened)
         return await self._tell_engines()
@@ -156,13 +154,12 @@ class Pauses:
         fleet = await self._fleet.refresh()
         held, in_flight = self.gates.held(), await self._database.read(store.open_counts)
         return [
-            AdapterState(
+            as_reply(
+                AdapterState,
+                gate,
                 name=name,
                 paused=gate.is_shut,
-                closings=gate.closings,
-                since=gate.since,
                 lease_left_s=self._lease_left(gate),
-                version=gate.version,
                 held=held[name],
                 in_flight=in_flight.get(name, 0),
             )
@@ -173,11 +170,10 @@ class Pauses:
         """Raises StoreUnavailable."""
         fleet = await self._fleet.refresh()
         in_flight = await self._database.read(store.open_counts)
-        return FleetGate(
+        return as_reply(
+            FleetGate,
+            fleet.gate,
             paused=fleet.gate.is_shut,
-            mode=fleet.gate.mode,
-            closings=fleet.gate.closings,
-            since=fleet.gate.since,
             lease_left_s=self._lease_left(fleet.gate),
             held=self.gates.held().total(),
             in_flight=sum(in_flight.values()),
@@ -227,22 +223,21 @@ class Pauses:
         gate = self._fleet.fleet.gate
         while True:
             mode = gate.mode if gate.is_shut else None
-            order = self._resume_engine if mode is None else partial(self._pause_engine, mode)
-            told = await self._for_each_engine(order)
+            told = await self._for_each_engine(mode)
             now = (await self._fleet.refresh()).gate
             if (now.is_shut, now.closings, now.mode) == (gate.is_shut, gate.closings, gate.mode):
                 return told
             gate = now
 
-    async def _pause_engine(self, mode: PauseMode, member: Member) -> str | None:
-        return await self._control.pause(member.url, mode, member.dialect)
-
-    async def _resume_engine(self, member: Member) -> str | None:
-        return await self._control.resume(member.url, member.dialect)
-
-    async def _for_each_engine(self, order: Callable[[Member], Awaitable[str | None]]) -> dict[str, Told]:
-        members = list(self._engines.members.values())
-        errors = await asyncio.gather(*(order(member) for member in members))
+    async def _for_each_engine(self, mode: PauseMode | None) -> dict[str, Told]:
+        """Tell every engine to pause in this mode; None: to continue."""
+        members, control = list(self._engines.members.values()), self._control
+        errors = await asyncio.gather(
+            *(
+                control.resume(one.url, one.dialect) if mode is None else control.pause(one.url, mode, one.dialect)
+                for one in members
+            )
+        )
         return {
             member.url: Told(ok=error is None, error=error, aborted=0)
             for member, error in zip(members, errors, strict=True)
@@ -289,7 +284,7 @@ class Pauses:
 
         If a trainer has shut the gate again or extended its lease meanwhile, the engines are told to pause again.
         """
-        await self._for_each_engine(self._resume_engine)
+        await self._for_each_engine(None)
         opened = await self._fleet.append(
             lambda fleet: FleetResumed(due.closings, "lease_expired") if fleet.gate == due else None
         )

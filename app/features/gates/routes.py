@@ -28,12 +28,7 @@ LEASE_S = 600.0
 
 AdapterName = Annotated[
     str,
-    Path(
-        min_length=1,
-        max_length=MAX_NAME,
-        pattern=NO_NUL,
-        description="An adapter's name; slashes need no encoding.",
-    ),
+    Path(min_length=1, max_length=MAX_NAME, pattern=NO_NUL, description="An adapter's name; slashes need no encoding."),
 ]
 Lease = Annotated[float, Field(gt=0, le=MAX_LEASE_S, allow_inf_nan=False)]
 

@@ -63,7 +63,7 @@ def add_to(services: Services) -> TracedTurns | None:
     services.sessions.on_close(traced.session_closed)
     services.starts.append(sender.start)
     services.turn_ends.append(traced.stop)
-    services.refreshes.append(lambda: services.metrics.set_all("turnlog_otel_spans_total", sender.counts._asdict()))
+    services.refreshes.append(lambda: services.metrics.set_all("turnlog_otel_spans_total", sender.counts))
     return traced
 
 

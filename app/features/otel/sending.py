@@ -6,9 +6,9 @@ import asyncio
 import logging
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan
@@ -26,17 +26,12 @@ STOP_S = 3.0
 """How long a stopping server waits for its last spans to be sent."""
 
 
-class SpanCounts(NamedTuple):
-    """Spans that the collector took, that it did not take, and for which the queue had no room."""
-
-    sent: int
-    refused: int
-    queue_full: int
-
-
 class SpanSender:
     """`put` never blocks. Endpoint, headers, timeout and compression are as OTEL_EXPORTER_OTLP_* say; the queue (in
-    turns), the pause and the batch (in spans) as OTEL_BSP_*. The exporter repeats what may succeed later."""
+    turns), the pause and the batch (in spans) as OTEL_BSP_*. The exporter repeats what may succeed later.
+
+    `counts`: the spans that the collector took, that it did not take, and for which the queue had no room.
+    """
 
     def __init__(self, maker: SpanMaker) -> None:
         self._maker = maker
@@ -46,16 +41,12 @@ class SpanSender:
         self._batch = _number("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512)
         self._queue: deque[NotedSpan] = deque()
         self._put_bytes = self._taken_bytes = 0
-        self._sent = self._refused = self._queue_full = 0
+        self.counts = Counter(sent=0, refused=0, queue_full=0)
         self._wake = threading.Event()
         self._is_stopping = self._is_failing = False
         self._thread = threading.Thread(target=self._run, name="turnlog-otel", daemon=True)
         # It would write a line for each try.
         logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
-
-    @property
-    def counts(self) -> SpanCounts:
-        return SpanCounts(self._sent, self._refused, self._queue_full)
 
     def start(self) -> None:
         self._thread.start()
@@ -63,7 +54,7 @@ class SpanSender:
     def put(self, noted: NotedSpan) -> None:
         size = noted.content_bytes
         if len(self._queue) >= self._most or self._put_bytes - self._taken_bytes + size > QUEUE_BYTES:
-            self._queue_full += noted.spans
+            self.counts["queue_full"] += noted.spans
             return
         self._put_bytes += size
         self._queue.append(noted)
@@ -95,7 +86,7 @@ class SpanSender:
             try:
                 spans.extend(self._maker.spans(noted))
             except Exception:  # the thread's outermost edge: the others' spans are still sent
-                self._refused += noted.spans
+                self.counts["refused"] += noted.spans
                 log.exception("a span of session %s could not be made", noted.session_id)
         return spans
 
@@ -103,10 +94,7 @@ class SpanSender:
         if not spans:
             return
         is_taken = self._exporter.export(spans) is SpanExportResult.SUCCESS
-        if is_taken:
-            self._sent += len(spans)
-        else:
-            self._refused += len(spans)
+        self.counts["sent" if is_taken else "refused"] += len(spans)
         if is_taken is self._is_failing:
             self._is_failing = not is_taken
             if is_taken:

@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 from sqlalchemy import Connection, and_, case, func, or_, select
 
+from app.domain.fleet import OPEN
+from app.sessions.as_reply import as_reply
 from app.store.schema import open_turns, sessions
 from app.store.sessions import database_bytes
 from turnlog import replies as reply_types
@@ -32,13 +34,14 @@ ACTIVE_S = 60.0
 MAX_VERSIONS = 100
 
 
-class HeadCounts(msgspec.Struct, frozen=True):
-    """Sessions by status; `changed`: open ones that changed since a given time."""
+class HeadCounts(NamedTuple):
+    """Sessions by status; `changed`: open ones that changed since a given time; `bytes`: the database's."""
 
     open: int
     closed: int
     erased: int
     changed: int
+    bytes: int
 
 
 def counts(connection: Connection, since: float) -> HeadCounts:
@@ -47,7 +50,7 @@ def counts(connection: Connection, since: float) -> HeadCounts:
     query = select(sessions.c.status, func.count(), func.sum(case((changed, 1), else_=0))).group_by(sessions.c.status)
     by_state = {row[0]: (row[1], row[2]) for row in connection.execute(query)}
     opened, closed, erased = (by_state.get(status, (0, 0)) for status in ("open", "closed", "erased"))
-    return HeadCounts(opened[0], closed[0], erased[0], changed=opened[1])
+    return HeadCounts(opened[0], closed[0], erased[0], opened[1], database_bytes(connection))
 
 
 class VersionRow(msgspec.Struct, frozen=True):
@@ -78,20 +81,14 @@ def versions(connection: Connection) -> list[VersionRow]:
     return [VersionRow(*row) for row in connection.execute(newest)]
 
 
-class ClaimCounts(msgspec.Struct, frozen=True):
-    """Number of open turns; `newly_active`: of sessions otherwise unchanged since a given time."""
-
-    all: int
-    newly_active: int
-
-
-def claims(connection: Connection, since: float) -> ClaimCounts:
+def claims(connection: Connection, since: float) -> tuple[int, int]:
+    """The open turns, and how many are of sessions otherwise unchanged since a given time."""
     new = and_(open_turns.c.opened_at >= since, or_(sessions.c.updated_at < since, sessions.c.turns == 0))
     query = select(func.count(), func.sum(case((new, 1), else_=0))).select_from(
         open_turns.join(sessions, sessions.c.session_id == open_turns.c.session_id)
     )
     row = connection.execute(query).one()
-    return ClaimCounts(row[0], row[1] or 0)
+    return row[0], row[1] or 0
 
 
 class SessionCounts(msgspec.Struct, frozen=True):
@@ -145,13 +142,6 @@ class Overview(msgspec.Struct, frozen=True):
     scope: str
 
 
-class _Counted(msgspec.Struct, frozen=True):
-    counts: HeadCounts
-    bytes: int
-    at: float
-    due_at: float
-
-
 class Overviews:
     """Makes overviews for all browsers."""
 
@@ -162,7 +152,8 @@ class Overviews:
         self._pauses = pauses
         self._lock = asyncio.Lock()
         self._latest: tuple[float, Overview] | None = None
-        self._counted: _Counted | None = None
+        self._counted: tuple[HeadCounts, float] | None = None
+        self._due_at = 0.0
 
     async def now(self) -> Overview:
         """The overview, at most a second old. Raises StoreUnavailable."""
@@ -175,17 +166,13 @@ class Overviews:
     async def _read(self) -> Overview:
         at = self._services.clock()
         began = time.monotonic()
-        counted = self._counted
-        if counted is None or began >= counted.due_at:
-            heads = await self._database.read(partial(counts, since=at - ACTIVE_S))
-            size = await self._database.read(database_bytes)
+        if self._counted is None or began >= self._due_at:
+            self._counted = await self._database.read(partial(counts, since=at - ACTIVE_S)), at
             ended = time.monotonic()
-            counted = self._counted = _Counted(heads, size, at, ended + COUNT_PAUSE * (ended - began))
-        opened, newest = await self._database.read(
-            lambda connection: (
-                claims(connection, at - ACTIVE_S),
-                self._sessions.newest_version(connection),
-            )
+            self._due_at = ended + COUNT_PAUSE * (ended - began)
+        heads, counted_at = self._counted
+        (in_flight, newly_active), newest = await self._database.read(
+            lambda connection: (claims(connection, at - ACTIVE_S), self._sessions.newest_version(connection))
         )
         at_gates = self._sessions.at_gates()
         unclaimed = sum(not has_claim for has_claim in at_gates.values())
@@ -193,14 +180,14 @@ class Overviews:
         return Overview(
             at=at,
             sessions=SessionCounts(
-                open=counted.counts.open,
-                closed=counted.counts.closed,
-                erased=counted.counts.erased,
-                running=max(0, opened.all - (len(at_gates) - unclaimed)),
+                open=heads.open,
+                closed=heads.closed,
+                erased=heads.erased,
+                running=max(0, in_flight - (len(at_gates) - unclaimed)),
                 paused=len(at_gates),
-                idle=max(0, counted.counts.open - opened.all - unclaimed),
-                active=counted.counts.changed + opened.newly_active,
-                counted_at=counted.at,
+                idle=max(0, heads.open - in_flight - unclaimed),
+                active=heads.changed + newly_active,
+                counted_at=counted_at,
             ),
             turns_per_s=recent.turns_per_s,
             overhead_ms=Percentiles(recent.overhead_p50_ms, recent.overhead_p99_ms),
@@ -213,7 +200,7 @@ class Overviews:
             else await self._pauses.fleet(),
             adapters=[] if self._pauses is None else await self._pauses.adapters(),
             database=DatabaseSize(
-                counted.bytes, self._database.log_file_bytes(), "sqlite" if self._database.is_sqlite else "postgresql"
+                heads.bytes, self._database.log_file_bytes(), "sqlite" if self._database.is_sqlite else "postgresql"
             ),
             read_only=self._services.registration.read_only,
             scope="this process",
@@ -221,16 +208,7 @@ class Overviews:
 
 
 def _without_gates(version: int) -> reply_types.FleetGate:
-    return reply_types.FleetGate(
-        paused=False,
-        mode=None,
-        closings=0,
-        since=None,
-        lease_left_s=None,
-        held=0,
-        in_flight=0,
-        paused_adapters=[],
-        version=version,
-        weight_version=None,
-        held_for=None,
+    never: dict[str, Any] = dict.fromkeys(("lease_left_s", "weight_version", "held_for"))
+    return as_reply(
+        reply_types.FleetGate, OPEN, paused=False, held=0, in_flight=0, paused_adapters=[], version=version, **never
     )

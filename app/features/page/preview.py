@@ -12,7 +12,6 @@ import msgspec
 from app.export.exporter import Exporter
 from app.export.formats import EXCLUDED
 from app.export.query import ExportQuery
-from app.export.row import Fields
 from app.store.database import Database
 
 MAX_SESSIONS = 2_000
@@ -62,43 +61,6 @@ class Preview(msgspec.Struct, frozen=True):
     cursor: str | None
 
 
-class _Counts:
-    def __init__(self) -> None:
-        self.rows = self.tokens = self.sampled_tokens = 0
-        self.first_tokens: list[int] = []
-        self.given: set[str] = set()
-        self.scanned: set[str] = set()
-        self.cursor: str | None = None
-        self.missing: dict[str, Missing] = {}
-
-    def add(self, row: Fields) -> None:
-        fields = cast(Mapping[str, Any], row)
-        self.cursor = fields["cursor"]
-        if EXCLUDED in fields:
-            self._leave_out(fields)
-            return
-        self.rows += 1
-        if self.rows <= FIRST_ROWS:
-            self.first_tokens.append(fields["tokens"])
-        self.tokens += fields["tokens"]
-        self.sampled_tokens += fields["sampled_tokens"]
-        self.given.update(fields["sessions"])
-        self.scanned.update(fields["sessions"])
-
-    def _leave_out(self, fields: Mapping[str, Any]) -> None:
-        """Reasons are counted by their name, the part before the colon; the case follows it."""
-        self.scanned.add(fields["session_id"])
-        detail: str = fields[EXCLUDED]
-        reason = detail.partition(": ")[0]
-        if reason not in self.missing and len(self.missing) >= MAX_REASONS:
-            reason = OTHER
-        missing = self.missing.setdefault(reason, Missing(reason))
-        missing.count += 1
-        missing.cut_tokens += fields.get("cut_tokens", 0)
-        if len(missing.examples) < EXAMPLES:
-            missing.examples.append(Example(fields["session_id"], fields["segment"], fields["turn"], detail))
-
-
 class Previews:
     """`release` is Turnlog's version."""
 
@@ -108,23 +70,46 @@ class Previews:
     async def of(self, query: ExportQuery, cursor: str | None) -> Preview:
         """Raises as `Exporter.start`."""
         query = query.model_copy(update={"explain": True, "replay": False, "limit": None})
-        counts, complete = _Counts(), True
-        until = time.monotonic() + MAX_S
+        tokens, sampled_tokens = list[int](), 0  # of each row, and of all
+        given, scanned, missing = set[str](), set[str](), dict[str, Missing]()
+        reached, until = None, time.monotonic() + MAX_S
         async with aclosing(await self._exporter.pages(query, cursor)) as pages:
             async for rows in pages:
                 for row in rows:
-                    counts.add(row)
-                if len(counts.scanned) >= MAX_SESSIONS or time.monotonic() >= until:
-                    complete = False
+                    fields = cast(Mapping[str, Any], row)
+                    reached = fields["cursor"]
+                    if EXCLUDED in fields:
+                        scanned.add(fields["session_id"])
+                        _leave_out(missing, fields)
+                        continue
+                    tokens.append(fields["tokens"])
+                    sampled_tokens += fields["sampled_tokens"]
+                    given.update(fields["sessions"])
+                if len(given | scanned) >= MAX_SESSIONS or time.monotonic() >= until:
                     break
+            else:
+                reached = None
         return Preview(
-            rows=counts.rows,
-            sessions=len(counts.given),
-            tokens=counts.tokens,
-            sampled_tokens=counts.sampled_tokens,
-            first_tokens=counts.first_tokens,
-            missing=sorted(counts.missing.values(), key=lambda one: -one.count),  # the most frequent reason first
-            scanned=len(counts.scanned),
-            complete=complete,
-            cursor=None if complete else counts.cursor,
+            rows=len(tokens),
+            sessions=len(given),
+            tokens=sum(tokens),
+            sampled_tokens=sampled_tokens,
+            first_tokens=tokens[:FIRST_ROWS],
+            missing=sorted(missing.values(), key=lambda one: -one.count),  # the most frequent reason first
+            scanned=len(given | scanned),
+            complete=reached is None,
+            cursor=reached,
         )
+
+
+def _leave_out(missing: dict[str, Missing], fields: Mapping[str, Any]) -> None:
+    """Reasons are counted by their name, the part before the colon; the case follows it."""
+    detail: str = fields[EXCLUDED]
+    reason = detail.partition(": ")[0]
+    if reason not in missing and len(missing) >= MAX_REASONS:
+        reason = OTHER
+    counted = missing.setdefault(reason, Missing(reason))
+    counted.count += 1
+    counted.cut_tokens += fields.get("cut_tokens", 0)
+    if len(counted.examples) < EXAMPLES:
+        counted.examples.append(Example(fields["session_id"], fields["segment"], fields["turn"], detail))

@@ -12,10 +12,10 @@ from app.domain.branches import newest_of, place_of
 from app.domain.calls import Message
 from app.domain.canonical import canonical_hash, decode_message
 from app.domain.session import Session, Turn
-from app.sessions.conversation import TURNS_PER_READ, ShownMessage, as_messages, turn_messages, unknown_branch
+from app.sessions.conversation import TURNS_PER_READ, ShownMessage, as_messages, newest_turn, turn_messages
 from app.sessions.session_at import session_at
 from app.store.content import load_frames
-from app.store.database import Database
+from app.store.ports import Database, of_session
 from app.store.sessions import Frames
 from turnlog.actions import Action, actions_of, has_failed, result_line
 from workers import codec
@@ -91,69 +91,45 @@ class RolloutView(msgspec.Struct, frozen=True):
     steps: Sequence[Step]
 
 
-class Rollouts:
-    def __init__(self, database: Database) -> None:
-        self._database = database
+async def rollout_view(database: Database, session_id: str, branch: int | None, start: int, limit: int) -> RolloutView:
+    """Turns [start, start + limit) of a branch (None: that of the newest turn), counted from 0.
 
-    async def at(self, session_id: str, branch: int | None, start: int, limit: int) -> RolloutView:
-        """Turns [start, start + limit) of a branch (None: that of the newest turn), counted from 0.
-
-        Raises SessionNotFound, SessionUnreadable, StoreUnavailable, and NotFound for an unknown branch.
-        """
-        found = await session_at(self._database, session_id, None)
-        session = found.session
-        chain = _chain(session, branch)
-        part = chain[start : start + limit]
-        steps: list[Step] = []
-        if part:
-            frames = await self._frames(session_id, part)
-            steps = await asyncio.to_thread(
-                lambda: [Step(turn.number, turn_messages([turn], frames, MAX_BYTES)) for turn in part]
-            )
-        marks, reward = await self._marks(session, chain[:MAX_TURNS]), session.reward
-        return RolloutView(
-            session_id=session.session_id,
-            version=session.version,
-            status=session.status,
-            group_id=session.config.group_id,
-            attempt=session.config.attempt,
-            reward=None if reward is None else reward.reward,
-            components={} if reward is None else reward.components,
-            turns=len(chain),
-            tokens=chain[-1].token_count if chain else 0,
-            output_tokens=sum(turn.output_tokens for turn in chain),
-            branch=chain[-1].branch if chain else None,
-            branches=_branches(session),
-            marks=marks,
-            start=start,
-            steps=steps,
+    Raises SessionNotFound, SessionUnreadable, StoreUnavailable, and NotFound for an unknown branch.
+    """
+    found = await session_at(database, session_id, None)
+    session = found.session
+    newest = None if session.leaf is None else newest_turn(session, branch)
+    chain = [] if newest is None else session.message_chain(newest)
+    part = chain[start : start + limit]
+    steps: list[Step] = []
+    if part:
+        read = await of_session(database, session_id, load_frames, [turn.number for turn in part], tokens=False)
+        steps = await asyncio.to_thread(
+            lambda: [Step(turn.number, turn_messages([turn], read, MAX_BYTES)) for turn in part]
         )
-
-    async def _marks(self, session: Session, chain: Sequence[Turn]) -> list[Mark]:
-        running = hashlib.blake2b(digest_size=6)
-        marks: list[Mark] = []
-        for at in range(0, len(chain), TURNS_PER_READ):
-            part = chain[at : at + TURNS_PER_READ]
-            frames = await self._frames(session.session_id, part)
-            marks += await asyncio.to_thread(_marks, session, part, frames, running)
-        return marks
-
-    async def _frames(self, session_id: str, part: Sequence[Turn]) -> Frames:
-        numbers = [turn.number for turn in part]
-        return await self._database.read(
-            lambda connection: load_frames(connection, session_id, numbers, tokens=False), session_id=session_id
-        )
-
-
-def _chain(session: Session, branch: int | None) -> list[Turn]:
-    if session.leaf is None:
-        return []
-    if branch is None:
-        return session.message_chain(session.leaf.number)
-    try:
-        return session.message_chain(newest_of(session, branch).number)
-    except KeyError:
-        raise unknown_branch(session, branch) from None
+    running, marks = hashlib.blake2b(digest_size=6), list[Mark]()
+    for at in range(0, min(len(chain), MAX_TURNS), TURNS_PER_READ):
+        some = chain[at : min(at + TURNS_PER_READ, MAX_TURNS)]
+        frames = await of_session(database, session_id, load_frames, [turn.number for turn in some], tokens=False)
+        marks += await asyncio.to_thread(_marks, session, some, frames, running)
+    reward = session.reward
+    return RolloutView(
+        session_id=session.session_id,
+        version=session.version,
+        status=session.status,
+        group_id=session.config.group_id,
+        attempt=session.config.attempt,
+        reward=None if reward is None else reward.reward,
+        components={} if reward is None else reward.components,
+        turns=len(chain),
+        tokens=chain[-1].token_count if chain else 0,
+        output_tokens=sum(turn.output_tokens for turn in chain),
+        branch=chain[-1].branch if chain else None,
+        branches=_branches(session),
+        marks=marks,
+        start=start,
+        steps=steps,
+    )
 
 
 def _branches(session: Session) -> list[RolloutBranch]:

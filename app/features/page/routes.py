@@ -20,8 +20,8 @@ from app.errors import SessionUnreadable
 from app.features.page import overview as overviews
 from app.features.page.overview import Overviews
 from app.features.page.preview import Previews
-from app.features.page.rollout_view import MAX_STEPS, Rollouts
-from app.features.page.summaries import MAX_SESSIONS, MetadataColumns, Summaries
+from app.features.page.rollout_view import MAX_STEPS, rollout_view
+from app.features.page.summaries import MAX_SESSIONS, Summaries, listed
 from app.features.page.token_view import Asked, TokenViews
 from app.features.page.turn_view import MAX_TURNS, TurnViews
 from app.features.page.watch import Watch
@@ -38,13 +38,10 @@ route = Routes("Page")
 class Page(NamedTuple):
     """The readers of the page's views. They never write."""
 
-    listed: MetadataColumns
     overviews: Overviews
     watch: Watch
-    conversations: Conversations
     turns: TurnViews
     tokens: TokenViews
-    rollouts: Rollouts
     previews: Previews
     summaries: Summaries
 
@@ -55,13 +52,10 @@ def page_with(services: Services) -> Page:
     watch = Watch(database, sessions, services.log_end)
     services.waits.append(watch.stop)
     return Page(
-        listed=MetadataColumns(database, sessions),
         overviews=Overviews(services, pauses),
         watch=watch,
-        conversations=Conversations(database),
         turns=TurnViews(database, services.turns.claimed, services.engines.engine_of),
         tokens=TokenViews(database, services.prompts),
-        rollouts=Rollouts(database),
         previews=Previews(database, services.release),
         summaries=Summaries(database),
     )
@@ -114,8 +108,8 @@ async def overview_of(app: Services) -> dict[str, Any]:
 @route.for_the_page("/sessions")
 async def list_sessions(request: Request, query: Annotated[SessionListParameters, Query()]) -> object:
     """Sessions by any filter, in any order; `sort=running_since` lists only those with a turn in flight."""
-    listed = page_of(request).listed
-    return await listed.page(query, query.cursor, query.limit, query.columns)
+    app = request.services
+    return await listed(app.database, app.session_list, query, query.cursor, query.limit, query.columns)
 
 
 @route.for_the_page("/summaries")
@@ -129,10 +123,7 @@ async def summaries(
     return await page_of(request).summaries.of(session_id)
 
 
-Seq = Annotated[
-    int | None,
-    Query(ge=1, le=MAX_INTEGER, description="The state after this event; default: the last."),
-]
+Seq = Annotated[int | None, Query(ge=1, le=MAX_INTEGER, description="The state after this event; default: the last.")]
 
 BranchNumber = Annotated[
     int | None, Query(ge=0, le=MAX_INTEGER, description="A branch's number; default: that of the newest turn.")
@@ -203,7 +194,7 @@ async def conversation(
     branch: BranchNumber = None,
 ) -> object:
     """The messages up to a turn, live or discarded, or up to a branch's newest."""
-    return await page_of(request).conversations.at(session_id, seq, turn, branch)
+    return await Conversations(request.services.database).at(session_id, seq, turn, branch)
 
 
 @route.for_the_page("/sessions/{session_id}/tokens")
@@ -233,7 +224,7 @@ async def rollout(
     limit: Annotated[int, Query(ge=0, le=MAX_STEPS, description="How many turns' content is read.")] = 0,
 ) -> object:
     """A branch of a session as a rollout: all turns in short, and some with their messages."""
-    return await page_of(request).rollouts.at(session_id, branch, start, limit)
+    return await rollout_view(request.services.database, session_id, branch, start, limit)
 
 
 @route.for_the_page("/exports")

@@ -22,8 +22,7 @@ from app.domain.events import (
 )
 from app.domain.restore import in_effect
 from app.sessions.conversation import as_messages
-from app.sessions.metadata import MISSING, value_of
-from app.sessions.session_list import SessionList, SessionQuery
+from app.sessions.session_list import MISSING, SessionList, SessionQuery, value_of
 from app.store.content import load_frames, metadata_of
 from app.store.damage import of_readable
 from app.store.database import Database
@@ -234,22 +233,19 @@ class ListedSessions(SessionPage):
     metadata: Mapping[str, Mapping[str, str]]
 
 
-class MetadataColumns:
-    def __init__(self, database: Database, sessions: SessionList) -> None:
-        self._database = database
-        self._sessions = sessions
+async def listed(
+    database: Database, sessions: SessionList, query: SessionQuery, cursor: str | None, limit: int, columns: str | None
+) -> ListedSessions:
+    """A page of the list with the metadata named by `columns`, a comma between two.
 
-    async def page(self, query: SessionQuery, cursor: str | None, limit: int, columns: str | None) -> ListedSessions:
-        """A page of the list with the metadata named by `columns`, a comma between two.
-
-        A column is a key, with dots into objects. Raises InvalidRequest for an invalid cursor, StoreUnavailable.
-        """
-        found = await self._sessions.page(query, cursor, limit)
-        ids = [row["session_id"] for row in found["sessions"]]
-        keys = [key.strip() for key in (columns or "").split(",") if key.strip()][:MAX_COLUMNS]
-        stored = await self._database.read(lambda c: metadata_of(c, ids)) if keys else {}
-        values = await asyncio.to_thread(lambda: {name: _values_of(raw, keys) for name, raw in stored.items()})
-        return {**found, "metadata": {name: given for name, given in values.items() if given}}
+    A column is a key, with dots into objects. Raises InvalidRequest for an invalid cursor, StoreUnavailable.
+    """
+    found = await sessions.page(query, cursor, limit)
+    ids = [row["session_id"] for row in found["sessions"]]
+    keys = [key.strip() for key in (columns or "").split(",") if key.strip()][:MAX_COLUMNS]
+    stored = await database.read(lambda c: metadata_of(c, ids)) if keys else {}
+    values = await asyncio.to_thread(lambda: {name: _values_of(raw, keys) for name, raw in stored.items()})
+    return {**found, "metadata": {name: given for name, given in values.items() if given}}
 
 
 def _values_of(raw: bytes, keys: Sequence[str]) -> dict[str, str]:

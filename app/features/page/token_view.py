@@ -23,7 +23,7 @@ from app.sessions.conversation import unknown_branch
 from app.sessions.session_at import session_at
 from app.store.content import load_frames, unpack_tokens
 from app.store.damage import SPAN
-from app.store.database import Database
+from app.store.ports import Database, of_session
 from app.store.schema import annotation_columns
 from app.store.sessions import Frames
 from workers import codec
@@ -205,7 +205,7 @@ class TokenViews:
         except KeyError:
             raise unknown_branch(session, branch) from None
         turns = [state.turn(number)[1] for number in row.turns]
-        frames = await self._frames(session_id, row.turns, exchange=False)
+        frames = await of_session(self._database, session_id, load_frames, row.turns, exchange=False)
         try:
             made = await asyncio.to_thread(_sample, session, row, turns, frames)
             shown = _shown(made.sample, asked)
@@ -225,12 +225,6 @@ class TokenViews:
             view, branch=branch, branches=branches, start=asked.start, tokenizer=has_tokenizer, outline=outline
         )
 
-    async def _frames(self, session_id: str, numbers: Sequence[int], *, exchange: bool) -> Frames:
-        return await self._database.read(
-            lambda connection: load_frames(connection, session_id, numbers, tokens=not exchange, exchange=exchange),
-            session_id=session_id,
-        )
-
     async def _columns(self, session: Session, made: Sample, shown: Array, *, whole: bool) -> dict[str, AlignedColumn]:
         """The columns of the shown tokens' turns, or of all, by name. Raises CorruptContent."""
         written = {
@@ -243,10 +237,7 @@ class TokenViews:
         if not names:
             return {}
         wanted = [seq for seq, (_, name, _) in written.items() if name in names]
-        data = await self._database.read(
-            lambda connection: _load_columns(connection, session.session_id, wanted),
-            session_id=session.session_id,
-        )
+        data = await of_session(self._database, session.session_id, _load_columns, wanted)
 
         def aligned() -> dict[str, AlignedColumn]:
             by_name: dict[str, dict[int, Column]] = {name: {} for name in names}
@@ -266,7 +257,8 @@ class TokenViews:
             known = await asyncio.to_thread(lambda: {one: prompts.decode([one]) for one in set(ids.values())})
             return {at: known[one] for at, one in ids.items()}
         spans = [span for span in _spans_of(made, wanted) if wanted[-1] >= span.output_start][:TEXT_TURNS]
-        frames = await self._frames(session_id, [span.turn for span in spans], exchange=True)
+        numbers = [span.turn for span in spans]
+        frames = await of_session(self._database, session_id, load_frames, numbers, tokens=False)
         return await asyncio.to_thread(_texts_of_spans, spans, counts, frames, set(wanted.tolist()))
 
 

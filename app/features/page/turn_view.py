@@ -98,10 +98,7 @@ class TurnViews:
     """`claimed` finds a turn in flight at this process by its session and number; `engine_of` its engine."""
 
     def __init__(
-        self,
-        database: Database,
-        claimed: Callable[[str, int], Claimed | None],
-        engine_of: Callable[[str], str | None],
+        self, database: Database, claimed: Callable[[str, int], Claimed | None], engine_of: Callable[[str], str | None]
     ) -> None:
         self._database = database
         self._claimed = claimed

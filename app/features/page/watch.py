@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from sqlalchemy import Connection, select, tuple_
@@ -53,10 +53,7 @@ def events_since(connection: Connection, after: Position, limit: int) -> Tail:
     """Events after `after`, at most `limit`."""
     query = (
         select(events.c.session_id, events.c.tx, events.c.position)
-        .where(
-            tuple_(events.c.tx, events.c.position) >= (after.tx, after.position),
-            events.c.tx < oldest_tx(),
-        )
+        .where(tuple_(events.c.tx, events.c.position) >= (after.tx, after.position), events.c.tx < oldest_tx())
         .order_by(events.c.tx, events.c.position)
         .limit(limit + (after != START))
     )
@@ -194,28 +191,28 @@ class Watch:
         self._polling.add_done_callback(self._ended)
 
     async def _present(self) -> LogPosition:
-        return await self._database.read(
-            lambda connection: LogPosition(feed.log_epoch(connection), feed.end(connection))
-        )
+        return await self._database.read(lambda c: LogPosition(feed.log_epoch(c), feed.end(c)))
 
     async def _catch_up(self, listener: Listener, resumed: LogPosition) -> None:
         """Add the changes since the end of an earlier stream, or reset the listener. Raises StoreUnavailable."""
-        rows: list[ListedSession] = []
         if resumed.epoch != self._position.epoch:
             return listener.reset(self._position)
-
-        at_gates = self._sessions.at_gates()
-
-        def read(connection: Connection) -> Tail:
-            found = events_since(connection, resumed.place, MAX_BEHIND + 1)
-            if found.events <= MAX_BEHIND:
-                rows.extend(self._sessions.rows(connection, found.session_ids, at_gates))
-            return found
-
-        missed = await self._database.read(read)
+        missed, rows = await self._changes(resumed.place, MAX_BEHIND + 1, self._sessions.at_gates())
         if not missed.holds or missed.events > MAX_BEHIND:
             return listener.reset(self._position)
         return listener.add(rows, LogPosition(resumed.epoch, missed.last))
+
+    async def _changes(
+        self, after: Position, limit: int, at_gates: Mapping[str, bool], others: Collection[str] = ()
+    ) -> tuple[Tail, list[ListedSession]]:
+        """At most so many events, and the rows of their sessions and of `others`; no rows of more than MAX_BEHIND."""
+
+        def read(connection: Connection) -> tuple[Tail, list[ListedSession]]:
+            found = events_since(connection, after, limit)
+            ids = [] if found.events > MAX_BEHIND else list({*found.session_ids, *others})
+            return found, self._sessions.rows(connection, ids, at_gates)
+
+        return await self._database.read(read)
 
     async def _poll(self) -> None:
         failed = False
@@ -239,15 +236,7 @@ class Watch:
         """Read new events and notify the listeners. Returns the number of events. Raises StoreUnavailable."""
         at_gates = self._sessions.at_gates()
         came_or_went = at_gates.keys() ^ self._at_gates
-        rows: list[ListedSession] = []
-
-        def read(connection: Connection) -> Tail:
-            rows.clear()
-            found = events_since(connection, self._position.place, BATCH)
-            rows.extend(self._sessions.rows(connection, list({*found.session_ids, *came_or_went}), at_gates))
-            return found
-
-        new = await self._database.read(read)
+        new, rows = await self._changes(self._position.place, BATCH, at_gates, came_or_went)
         if not new.holds:
             log.warning(
                 "the log's event at %s, which listeners have seen, is lost: they read the list again", self._position

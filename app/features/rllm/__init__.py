@@ -17,7 +17,6 @@ from starlette.types import Scope
 
 if TYPE_CHECKING:
     from app.api.routes import Route, Table
-    from app.features.rllm.traces import Traces
     from app.services import Services
 
 
@@ -35,7 +34,5 @@ def door(table: Table) -> Callable[[Scope], Scope]:
     return Door({path.partition("/")[0] for path in paths})
 
 
-def add_to(services: Services) -> Traces:
-    from app.features.rllm.traces import Traces
-
-    return Traces(services.database)
+def add_to(services: Services) -> None:
+    """Its routes and its door are all there is of it."""

@@ -18,9 +18,10 @@ from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, JSON, PAYLOADS, READ, SESSION, WRITE, Routes, json_reply
 from app.api.sessions import session_json
 from app.errors import InvalidRequest, NotFound, SessionExists, SessionNotFound
+from app.features.rllm import traces
 from app.features.rllm.paths import spoken
 from app.features.rllm.rules import id_of, name_of, pinned
-from app.features.rllm.traces import Trace, Traces
+from app.features.rllm.traces import Trace
 from app.sessions.session_list import SessionQuery
 from app.store.content import metadata_of
 
@@ -155,7 +156,7 @@ async def get_session(request: Request, session_id: SessionId) -> StreamingRespo
     live = await app.sessions.require(session_id)
     beside = {
         "session_id": name_of(live.session.name or session_id),
-        "trace_count": await of_services(app).count(session_id),
+        "trace_count": await traces.count(app.database, session_id),
         "created_at": live.session.created_at,
     }
     return await started(session_json(app, live, beside), JSON)
@@ -190,7 +191,7 @@ async def batch_delete(request: Request) -> dict[str, int]:
     deleted = 0
     for at in range(0, len(names), AT_ONCE):
         part = await asyncio.gather(
-            *(_delete(app, one, is_name=True) for one in names[at : at + AT_ONCE]), return_exceptions=True
+            *(_delete_named(app, one) for one in names[at : at + AT_ONCE]), return_exceptions=True
         )
         for count in part:
             if isinstance(count, BaseException):
@@ -199,14 +200,16 @@ async def batch_delete(request: Request) -> dict[str, int]:
     return {"deleted": deleted}
 
 
-async def _delete(app: Services, session_id: str, *, is_name: bool = False) -> int:
+async def _delete_named(app: Services, name: str) -> int:
+    return await _delete(app, await app.names.newest(id_of(name)))
+
+
+async def _delete(app: Services, session_id: str) -> int:
     """How many traces are no longer told."""
-    if is_name:
-        session_id = await app.names.newest(id_of(session_id))
     live = await app.cache.current(session_id)
     if live is None or live.session.status != "open":
         return 0
-    count = await of_services(app).count(session_id)
+    count = await traces.count(app.database, session_id)
     await app.names.finish(session_id)
     return count
 
@@ -252,10 +255,9 @@ async def get_trace(
     try:
         if not (number.isascii() and number.isdigit()) or await _is_deleted(app, session_id):
             raise NotFound("no such trace")
-        trace = await of_services(app).of_turn(session_id, int(number))
+        return await traces.one(app.database, session_id, int(number))
     except (NotFound, SessionNotFound):
         raise NotFound(f"Trace {trace_id} not found") from None
-    return trace
 
 
 async def _is_deleted(app: Services, session_id: str) -> bool:
@@ -268,7 +270,7 @@ async def _traces(
 ) -> AsyncIterator[Trace]:
     for session_id in session_ids:
         if not await _is_deleted(app, session_id):
-            async for trace in of_services(app).of_session(session_id, since, limit):
+            async for trace in traces.every(app.database, session_id, since, limit):
                 yield trace
 
 
@@ -279,8 +281,3 @@ async def _array(items: AsyncIterator[Any]) -> AsyncIterator[bytes]:
         yield begun + msgspec.json.encode(item)
         begun = b","
     yield b"[]" if begun == b"[" else b"]"
-
-
-def of_services(app: Services) -> Traces:
-    traces: Traces = app.features["rllm"]
-    return traces

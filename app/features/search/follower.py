@@ -13,21 +13,21 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
-from functools import partial
 
 import msgspec
 
-from app.domain.events import UnknownEvent, shape_of
+from app.domain.events import UnknownEvent
 from app.errors import AppError, InvalidRequest, PositionGone, SessionUnreadable
 from app.features.search.index import Index, Message, Page
 from app.features.search.text import name_of, read_message
 from app.metrics import Metrics
 from app.process import cancelled
 from app.sessions.all_events import AllEvents, EventQuery
+from app.sessions.conversation import as_messages
 from app.sessions.log_end import LogEnd, LogPosition, decode_position
 from app.store.content import load_frames
-from app.store.database import Database
 from app.store.feed import START
+from app.store.ports import Database, of_session
 from app.store.sessions import fold_rows, session_rows
 from workers import codec
 from workers.codec import CorruptContent
@@ -148,19 +148,14 @@ class Follower:
                 page, size = Page(), 0
 
     async def _live_turns(self, session_id: str) -> set[int]:
-        snapshot, rows = await self._database.read(
-            lambda connection: session_rows(connection, session_id), session_id=session_id
-        )
+        snapshot, rows = await of_session(self._database, session_id, session_rows)
         session = await asyncio.to_thread(fold_rows, session_id, snapshot, rows)
         return set() if session is None else {turn.number for turn in session.turns}
 
     async def _messages(self, line: _Line) -> list[Message]:
         """The messages that the turn brought; none if its content is damaged or gone."""
         try:
-            frames = await self._database.read(
-                partial(load_frames, session_id=line.session_id, numbers=[line.turn], tokens=False),
-                session_id=line.session_id,
-            )
+            frames = await of_session(self._database, line.session_id, load_frames, [line.turn], tokens=False)
             if line.turn not in frames:
                 return []
             called = self._calls.get((line.session_id, line.parent), {})
@@ -177,13 +172,9 @@ class Follower:
 def _read(line: _Line, frame: bytes | None, called: Calls) -> tuple[list[Message], Calls]:
     """The turn's messages, and the calls of its reply. Raises CorruptContent."""
     said = codec.unpack_messages(frame)
-    raw = [*said.messages, said.message]
-    if shape_of(line.protocol) != "chat":
-        roles = [b"user"] * len(said.messages) + [b"assistant"]
-        raw = [b'{"role":"%b","content":%b}' % one for one in zip(roles, raw, strict=True)]
     messages: list[Message] = []
     made: Calls = {}
-    for place, one in enumerate(raw, line.base_messages):
+    for place, one in enumerate(as_messages(line.protocol, said), line.base_messages):
         read, made = read_message(one, called)
         called = {**called, **made}
         tools = "".join(f"\n{tool}" for tool in read.tools) + "\n" if read.tools else ""

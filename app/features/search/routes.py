@@ -17,9 +17,9 @@ from app.errors import InvalidRequest
 from app.features.search.index import FIRST, Index, Message, Wanted
 from app.features.search.text import Query as SearchedFor
 from app.features.search.text import parse, snippet
+from app.sessions.as_reply import as_reply
 from app.sessions.log_end import decode_position
-from app.sessions.metadata import matches
-from app.sessions.session_list import SessionConditions
+from app.sessions.session_list import SessionConditions, matches
 from app.store.ports import Connection
 from app.store.sessions import HeadFilter, HeadRow, load_heads, some_ids
 from turnlog import replies as reply_types
@@ -120,14 +120,10 @@ class Search:
 
 def _hit(message: Message, head: HeadRow, query: SearchedFor | None) -> reply_types.SearchHit:
     shown = snippet(message.text, query)
-    return reply_types.SearchHit(
-        session_id=message.session_id,
-        turn=message.turn,
-        message=message.message,
-        role=message.role,
+    return as_reply(
+        reply_types.SearchHit,
+        message,
         tools=message.tools.strip("\n").split("\n") if message.tools else [],
-        finish_reason=message.finish_reason,
-        at=message.at,
         status=head.status,
         group_id=head.group_id,
         snippet=shown.text,

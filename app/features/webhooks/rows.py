@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
+from urllib.parse import quote
 
 import msgspec
 from sqlalchemy import Connection, bindparam, delete, insert, or_, select, update
@@ -14,7 +17,6 @@ from app.domain.events import RewardAssigned, SessionClosed, SessionErased, Turn
 from app.domain.fleet import EngineDied
 from app.features.groups.reads import attempts
 from app.features.groups.rules import outcome
-from app.features.webhooks.rules import Notice, page_of
 from app.store import feed
 from app.store.damage import attempt_or
 from app.store.dialect import Tx
@@ -35,6 +37,36 @@ PAGE = 500
 
 _FINISHING = (RewardAssigned.__name__, SessionClosed.__name__, SessionErased.__name__)
 """Types of the events by which a group may become complete."""
+
+
+Kind = Literal["session.stuck", "group.complete", "engine.died"]
+
+
+class Notice(msgspec.Struct, frozen=True):
+    """`subject` are what tells it from every other of its kind in a store of this `epoch`. `at`: when it happened, in
+    ISO 8601; `page` where to look, below the page's address. `data` are ids, counts, times and reasons: no content."""
+
+    kind: Kind
+    epoch: str
+    subject: tuple[str | int | float, ...]
+    at: str
+    data: dict[str, Any]
+    page: str = ""
+
+    @property
+    def id(self) -> str:
+        """The `webhook-id`. It follows from what happened, so a notice that is sent again has it again."""
+        text = json.dumps([self.kind, self.epoch, *self.subject])
+        return f"msg_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+
+    def body(self, public_url: str | None) -> bytes:
+        url = None if public_url is None else f"{public_url}/ui#/{self.page}"
+        return msgspec.json.encode({"type": self.kind, "timestamp": self.at, "data": {**self.data, "url": url}})
+
+
+def page_of(kind: Literal["session", "group"], name: str) -> str:
+    """Where the page shows it."""
+    return f"{kind}/{quote(name, safe='')}"
 
 
 class Cursor(msgspec.Struct, frozen=True):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hashlib
+import hmac
 import logging
 from collections import OrderedDict
+from collections.abc import Sequence
 from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import TYPE_CHECKING
@@ -18,9 +21,8 @@ from app.crash_points import reach
 from app.domain.fleet import EngineDied, Fleet
 from app.domain.patterns import webhook_key
 from app.errors import AppError
-from app.features.webhooks import rows, rules
-from app.features.webhooks.rows import LEASE, BeginCursors, Cursor, MoveCursor, Pending
-from app.features.webhooks.rules import Notice
+from app.features.webhooks import rows
+from app.features.webhooks.rows import LEASE, BeginCursors, Cursor, MoveCursor, Notice, Pending
 from app.process import cancelled
 from app.settings import Network
 from app.store.incarnations import ReleaseLease, TakeLease
@@ -52,6 +54,9 @@ SAME_DEATH_S = 60.0
 REMEMBERED = 3 * rows.PAGE
 """Ids of notices that a receiver has just got, as many as one read finds: where it fails in the middle, those before
 are not sent again."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 300.0
+"""Pauses after a failed attempt: each twice as long as the one before."""
 
 NAT64 = ip_network("64:ff9b::/96")
 
@@ -183,7 +188,7 @@ class Sender:
                 self._count(receiver, 0)
             except Undelivered as error:
                 self._count(receiver, receiver.failures + 1)
-                pause = rules.pause_s(receiver.failures)
+                pause = pause_s(receiver.failures)
                 log.warning("a webhook to %s waits %g s: %s", receiver.shown, pause, error)
             except AppError as error:
                 log.warning("webhooks wait for the store: %s", error)
@@ -233,7 +238,7 @@ class Sender:
     async def _deliver(self, receiver: Receiver, notice: Notice) -> None:
         """Raises Undelivered."""
         body = notice.body(self._public_url)
-        await receiver.post(rules.signed(self._keys, notice.id, int(self._services.clock()), body), body)
+        await receiver.post(signed(self._keys, notice.id, int(self._services.clock()), body), body)
         reach("after_webhook_sent")
         receiver.delivered[notice.id] = None
         if len(receiver.delivered) > REMEMBERED:
@@ -264,3 +269,20 @@ def _may_connect(address: str, networks: tuple[Network, ...]) -> bool:
         found = found.ipv4_mapped or found.sixtofour or translated or found
     is_local = found.is_multicast or found.is_reserved or (isinstance(found, IPv6Address) and found.is_site_local)
     return (found.is_global and not is_local) or any(found in network for network in networks)
+
+
+def signed(keys: Sequence[bytes], message_id: str, timestamp: int, body: bytes) -> list[tuple[str, str]]:
+    """The headers of an attempt at `timestamp`, in seconds since the epoch, with a signature by each key:
+    https://www.standardwebhooks.com, version 1.0."""
+    content = f"{message_id}.{timestamp}.".encode() + body
+    made = (base64.b64encode(hmac.digest(key, content, "sha256")).decode() for key in keys)
+    return [
+        ("webhook-id", message_id),
+        ("webhook-timestamp", str(timestamp)),
+        ("webhook-signature", " ".join(f"v1,{signature}" for signature in made)),
+    ]
+
+
+def pause_s(failures: int) -> float:
+    """How long to wait after so many failed attempts in a row, at least one."""
+    return min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 30), LONGEST_PAUSE_S)

@@ -15,7 +15,7 @@ import msgspec
 from app.domain import bounds
 from app.domain.known_body import ContinuedBody, State
 from app.domain.proofs import find_proof
-from app.domain.request import translated
+from app.domain.request import as_raw, translated
 from app.errors import InvalidRequest, Unsupported
 from workers.parse_json import MAX_DEPTH, too_deep
 
@@ -229,7 +229,7 @@ def as_input(arguments: Any) -> msgspec.Raw:
         value = _decoded(raw)
         if isinstance(value, dict) and _wrapped(value) is None:
             return msgspec.Raw(raw)
-    return msgspec.Raw(msgspec.json.encode({_INVALID: text}))
+    return as_raw({_INVALID: text})
 
 
 def as_arguments(raw: bytes) -> str:
@@ -316,10 +316,6 @@ def _system_texts(content: Content | None, where: str) -> list[str]:
         return [content]
     texts = [text_of(block, at) for block, at in blocks_of(content, where)]
     return [text for text in texts if not text.startswith(_BILLING)]
-
-
-def as_raw(value: Any) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(value))
 
 
 class _Assistant:

@@ -12,6 +12,7 @@ from app.domain.known_body import ContinuedBody, Translation
 from app.domain.left_out import DEFER_LOADING, REMOVED_TOOL, SERVER_TOOL, UNKNOWN_TOOL, left_out_at
 from app.domain.request import (
     ChatRequest,
+    as_raw,
     engine_params,
     fields_of,
     flag,
@@ -25,7 +26,6 @@ from app.errors import InvalidRequest, ThreadUnsupported, Unsupported
 from app.protocols.messages.conversation import (
     ABSENT,
     ToolChange,
-    as_raw,
     conversation,
     decode,
     is_given,

@@ -9,7 +9,7 @@ import msgspec
 
 from app.domain.calls import with_given_ids
 from app.protocols.base import CommittedReply, FirstText
-from app.protocols.engine_reply import Counts, ReplyFields, object_of, read_reply, reasoning_of
+from app.protocols.engine_reply import ReplyFields, object_of, read_reply, reasoning_of
 from app.protocols.errors import ErrorFields
 from app.protocols.messages.conversation import as_input
 from app.protocols.pieces import text_pieces
@@ -71,6 +71,7 @@ _STOP_REASONS = {
 def as_message(reply: CommittedReply) -> dict[str, Any]:
     """The message, whose tool inputs are raw JSON."""
     fields = read_reply(reply.body)
+    counts = fields.counts
     echo = Echo(fields.model) if reply.echo is None else _ECHO.decode(reply.echo)
     content = content_of(with_given_ids(fields.message, reply.given_ids), reply.proof)
     reason, matched = _stop(fields, echo, any(block["type"] == "tool_use" for block in content))
@@ -82,7 +83,13 @@ def as_message(reply: CommittedReply) -> dict[str, Any]:
         "content": content,
         "stop_reason": reason,
         "stop_sequence": matched,
-        "usage": _usage(fields.counts),
+        # Cached tokens are not counted as input, as Anthropic counts them.
+        "usage": {
+            "input_tokens": counts.prompt - counts.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": counts.cached,
+            "output_tokens": counts.sampled,
+        },
     }
 
 
@@ -109,16 +116,6 @@ def _stop(fields: ReplyFields, echo: Echo, calls: bool) -> tuple[str, str | None
     if reason == "stop" and fields.matched in echo.stop_sequences:
         return "stop_sequence", fields.matched
     return _STOP_REASONS.get(reason) or str(reason), None
-
-
-def _usage(counts: Counts) -> dict[str, int]:
-    """Cached tokens are not counted as input, as Anthropic counts them."""
-    return {
-        "input_tokens": counts.prompt - counts.cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": counts.cached,
-        "output_tokens": counts.sampled,
-    }
 
 
 def named(events: Iterable[dict[str, Any]]) -> bytes:

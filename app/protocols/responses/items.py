@@ -13,7 +13,7 @@ import msgspec
 
 from app.domain.left_out import IMAGE_DETAIL, left_out_at
 from app.domain.proofs import find_proof
-from app.domain.request import value_of
+from app.domain.request import as_raw, value_of
 from app.errors import InvalidRequest, Unsupported
 from workers.parse_json import MAX_DEPTH, too_deep
 
@@ -286,13 +286,13 @@ class Conversation:
     def raw(self, instructions: str) -> list[msgspec.Raw]:
         """The messages; `instructions` lead the system message."""
         texts = [one for one in (instructions, *self.system) if one]
-        system = [_raw({"role": "system", "content": BETWEEN_SYSTEM.join(texts)})] if texts else []
-        return [*system, *self._messages, *([] if self._last is None else [_raw(self._last)])]
+        system = [as_raw({"role": "system", "content": BETWEEN_SYSTEM.join(texts)})] if texts else []
+        return [*system, *self._messages, *([] if self._last is None else [as_raw(self._last)])]
 
     def _begin(self, message: Item) -> Item:
         """Begin a message; the one before it is complete."""
         if self._last is not None:
-            self._messages.append(_raw(self._last))
+            self._messages.append(as_raw(self._last))
         self._last = message
         return message
 
@@ -392,10 +392,6 @@ class Conversation:
             self._assistant(_ITEMS_TEXT, proof)["content"] = place
         else:
             self._assistant(_CALL, proof).setdefault("tool_calls", []).append(place)
-
-
-def _raw(message: Item) -> msgspec.Raw:
-    return msgspec.Raw(msgspec.json.encode(message))
 
 
 def _called(item: Item, path: str) -> str:

@@ -13,6 +13,7 @@ from app.domain.left_out import INCLUDE, left_out_at
 from app.domain.proofs import find_proof
 from app.domain.request import (
     ChatRequest,
+    as_raw,
     engine_params,
     fields_of,
     flag,
@@ -101,7 +102,7 @@ class Parameters:
         return None if raw is None else value_of(raw, field)
 
     def send(self, field: str, value: Any) -> None:
-        self.params[field] = msgspec.Raw(msgspec.json.encode(value))
+        self.params[field] = as_raw(value)
 
     def read(self) -> None:
         """Raises InvalidRequest, and Unsupported for what cannot be carried to an engine."""
@@ -267,7 +268,7 @@ def _history(turn: StoredTurn, instructions: str) -> list[msgspec.Raw]:
     if before and rest.startswith(before):
         rest = rest[len(before) :].removeprefix(BETWEEN_SYSTEM)
     texts = [one for one in (instructions, rest) if one]
-    system = [msgspec.Raw(msgspec.json.encode({"role": "system", "content": BETWEEN_SYSTEM.join(texts)}))]
+    system = [as_raw({"role": "system", "content": BETWEEN_SYSTEM.join(texts)})]
     return [*(system if texts else []), *turn.messages[1 if has_system else 0 :]]
 
 
@@ -280,7 +281,7 @@ def _filled(raw: msgspec.Raw, turns: Mapping[str, StoredTurn]) -> msgspec.Raw:
     calls = message.get("tool_calls")
     if calls:
         message["tool_calls"] = [_referred(call[REFERENCE], turns) if _is_place(call) else call for call in calls]
-    return msgspec.Raw(msgspec.json.encode(message))
+    return as_raw(message)
 
 
 def _is_place(value: Any) -> bool:
@@ -395,12 +396,7 @@ def _retained(raw: msgspec.Raw | None, continued: ContinuedBody | None) -> list[
 
 
 def _conversation(
-    body: bytes,
-    raw: msgspec.Raw | None,
-    many_values: bool,
-    continued: ContinuedBody | None,
-    *,
-    continues: bool,
+    body: bytes, raw: msgspec.Raw | None, many_values: bool, continued: ContinuedBody | None, *, continues: bool
 ) -> tuple[Conversation, KnownBody | None, Sequence[State]]:
     """The conversation of the input, and its states and the body's layout if all of its messages are in the body.
 

@@ -11,7 +11,7 @@ import msgspec
 from app.domain.calls import with_given_ids
 from app.errors import InvalidRequest
 from app.protocols.base import CommittedReply, FirstText
-from app.protocols.engine_reply import Counts, object_of, read_reply, reasoning_of, text_logprobs
+from app.protocols.engine_reply import object_of, read_reply, reasoning_of, text_logprobs
 from app.protocols.errors import ErrorFields
 from app.protocols.pieces import Logprobs, pieces_of, text_pieces
 from app.protocols.responses.items import (
@@ -82,24 +82,15 @@ def output_items(message: Mapping[str, Any], proof: str, named: Mapping[str, Nam
     """A reply without calls has a message, be it empty: a client that drops reasoning still returns something of it."""
     items: list[Item] = []
     if reasoning := reasoning_of(message):
-        items.append(reasoning_item(REASONING + proof, reasoning))
-        if encrypted:
-            items[-1]["encrypted_content"] = ENCRYPTED + proof
+        content: list[Item] = [{"type": "reasoning_text", "text": reasoning}]
+        item: Item = {"id": REASONING + proof, "type": "reasoning", "summary": [], "content": content}
+        items.append({**item, "status": "completed", **({"encrypted_content": ENCRYPTED + proof} if encrypted else {})})
     calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
-    content = message.get("content")
-    if content or not calls:
-        items.append(message_item(MESSAGE + proof, content if isinstance(content, str) else ""))
+    if (text := message.get("content")) or not calls:
+        content = [{"type": "output_text", "text": _text(text), "annotations": [], "logprobs": []}]
+        item = {"id": MESSAGE + proof, "type": "message", "role": "assistant", "status": "completed"}
+        items.append({**item, "content": content})
     return items + [call_item(call, proof, index, named) for index, call in enumerate(calls)]
-
-
-def reasoning_item(item_id: str, text: str) -> Item:
-    content = [{"type": "reasoning_text", "text": text}]
-    return {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": "completed"}
-
-
-def message_item(item_id: str, text: str) -> Item:
-    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    return {"id": item_id, "type": "message", "role": "assistant", "status": "completed", "content": content}
 
 
 def call_item(call: Mapping[str, Any], proof: str, index: int, named: Mapping[str, Named]) -> Item:
@@ -136,6 +127,7 @@ _INCOMPLETE = {"length": "max_output_tokens", "content_filter": "content_filter"
 def response_of(reply: CommittedReply, message: dict[str, Any] | None = None) -> dict[str, Any]:
     """The Response object; JSON without raw parts. `message` is what there is of one that is still generated."""
     fields, echo = read_reply(reply.body), read_echo(reply.echo)
+    counts = fields.counts
     given = with_given_ids(fields.message, reply.given_ids) if message is None else message
     if echo.compacts:  # A model may leave its summary in its reasoning.
         summary = SUMMARY + (given.get("content") or reasoning_of(given) or "")
@@ -162,7 +154,13 @@ def response_of(reply: CommittedReply, message: dict[str, Any] | None = None) ->
         **({"completed_at": fields.created} if reason is None else {}),
         "model": fields.model,
         "output": output,
-        "usage": _usage(fields.counts),
+        "usage": {
+            "input_tokens": counts.prompt,
+            "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
+            "output_tokens": counts.sampled,
+            "output_tokens_details": {"reasoning_tokens": counts.reasoning},
+            "total_tokens": counts.prompt + counts.sampled,
+        },
     }
 
 
@@ -176,16 +174,6 @@ def render_compacted(reply: CommittedReply) -> bytes:
     fields = {name: response[name] for name in ("id", "created_at", "model", "usage")}
     output = [*read_echo(reply.echo).retained, *response["output"]]
     return msgspec.json.encode({**fields, "object": "response.compaction", "output": output})
-
-
-def _usage(counts: Counts) -> dict[str, Any]:
-    return {
-        "input_tokens": counts.prompt,
-        "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
-        "output_tokens": counts.sampled,
-        "output_tokens_details": {"reasoning_tokens": counts.reasoning},
-        "total_tokens": counts.prompt + counts.sampled,
-    }
 
 
 Event = dict[str, Any]
@@ -384,12 +372,8 @@ _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom
 def _input_items(message: dict[str, Any], named: Mapping[str, Named]) -> list[Item]:
     role = message["role"]
     if role == "assistant":
-        items = [reasoning_item("", reasoning)] if (reasoning := reasoning_of(message)) else []
-        calls = [call for call in message.get("tool_calls") or () if isinstance(call, dict)]
         texts = "".join(part.get("text", "") for part in _parts(message.get("content")))
-        if texts or not calls:
-            items.append(message_item("", texts))
-        return items + [call_item(call, "0", index, named) for index, call in enumerate(calls)]
+        return output_items({**message, "content": texts}, "0", named, encrypted=False)
     if role == "tool":
         output = _parts(message.get("content"))
         answer = output[0]["text"] if len(output) == 1 and "text" in output[0] else output

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from app.domain.left_out import SERVER_TOOL, left_out_at
-from app.domain.request import value_of
+from app.domain.request import as_raw, value_of
 from app.errors import InvalidRequest, Unsupported
 from app.protocols.responses.items import (
     fields,
@@ -106,11 +106,7 @@ def collect(tools: Iterable[tuple[str, Any]], before: Tools) -> Tools:
 
 
 def _add(
-    tool: dict[str, Any],
-    path: str,
-    namespace: str | None,
-    functions: dict[str, msgspec.Raw],
-    named: dict[str, Named],
+    tool: dict[str, Any], path: str, namespace: str | None, functions: dict[str, msgspec.Raw], named: dict[str, Named]
 ) -> dict[str, Any] | None:
     """One tool into `functions` and `named`; what a response shows of it. None for a tool that no client runs at the
     model's call: a server's own."""
@@ -125,7 +121,7 @@ def _add(
     if flat in functions:
         raise InvalidRequest(f"{path}.name: another tool has this name")
     function = _custom(tool, path, flat) if kind == "custom" else _function(tool, path, flat)
-    functions[flat] = msgspec.Raw(msgspec.json.encode({"type": "function", "function": function}))
+    functions[flat] = as_raw({"type": "function", "function": function})
     if namespace is not None or kind == "custom":
         named[flat] = Named(called, namespace, kind == "custom")
     return {"type": kind, "name": called}
