@@ -48,7 +48,7 @@ from app.domain.session import Session, decode_session, fold
 from app.errors import StoreDamaged
 from app.store import pins, rollouts
 from app.store.damage import SPAN, BrokenRow, Content, PageDamaged, as_bytes, attempt, attempt_or, of_readable, split
-from app.store.dialect import AlchemyTx, Row, StorePoints, begins_with, contains, used_bytes
+from app.store.dialect import CoreReads, Row, StorePoints, begins_with, contains, used_bytes
 from app.store.ports import Database
 from app.store.schema import (
     blobs,
@@ -736,7 +736,7 @@ def _head_by_log(connection: Connection, session_id: str) -> ExportHead | None:
         return None
     if session is None:
         return None
-    root_id = rollouts.root_in_logs(AlchemyTx(connection), session_id, session.config.parent)
+    root_id = rollouts.root_in_logs(CoreReads(connection), session_id, session.config.parent)
     return ExportHead(session_id, session.config.group_id, len(session.turns), root_id)
 
 

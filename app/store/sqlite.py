@@ -27,11 +27,12 @@ from sqlalchemy import literal_column, select
 
 from app.errors import StartupError, StoreFull, StoreLocked, StoreLost, StoreUnavailable
 from app.store.damage import damage
-from app.store.dialect import MIN_SQLITE, PRAGMAS, SqliteTx, StorePoints, Tx, is_busy, store_error
+from app.store.dialect import MIN_SQLITE, PRAGMAS, StorePoints, Tx, is_busy, store_error
 from app.store.feed import forgotten_place, select_forgotten
 from app.store.lock import SqliteLock
 from app.store.ports import LOCKED_S, Committed
 from app.store.schema import events
+from app.store.sqlite_tx import SqliteTx
 
 T = TypeVar("T")
 

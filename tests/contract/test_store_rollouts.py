@@ -12,7 +12,7 @@ from sqlalchemy import select
 
 from app.domain.events import RewardAssigned, SessionClosed
 from app.store import repair, rollouts
-from app.store.dialect import AlchemyTx
+from app.store.dialect import CoreReads
 from app.store.log import Appended, Refused
 from app.store.log_sessions import Circular, Close, Create, ShareReward
 from app.store.ports import Connection
@@ -33,7 +33,7 @@ async def roots(store: Store) -> dict[str, str | None]:
     def read(connection: Connection) -> dict[str, str | None]:
         found = {row[0]: row[1] for row in connection.execute(select(sessions.c.session_id, sessions.c.root_id))}
         for session_id, root_id in found.items():
-            log = repair.read_log(AlchemyTx(connection), session_id)
+            log = repair.read_log(CoreReads(connection), session_id)
             assert log is not None
             assert log.root_id == root_id, session_id
         return found

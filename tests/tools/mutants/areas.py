@@ -11,8 +11,8 @@ AREAS: dict[str, tuple[str, ...]] = {
     "claims and commits": (
         "app/turn/claims.py",
         "app/store/log_turns.py",
-        "app/store/sqlite_turns.py",
-        "app/store/postgres_turns.py",
+        "app/store/sqlite_tx.py",
+        "app/store/postgres_tx.py",
     ),
     "store": (
         "app/store/statements.py",

@@ -17,7 +17,8 @@ from sqlalchemy import event
 from app.composition import store_points
 from app.store import ports
 from app.store.database import ANSWER_S, Database
-from app.store.postgres import BEGIN, IDLE_S, LOCK_S, _drop
+from app.store.postgres import _drop
+from app.store.postgres_tx import BEGIN, IDLE_S, LOCK_S
 from tests.tools.simulation.backends import Backend, Work
 from tests.tools.simulation.database import Server
 from tests.tools.simulation.postgres_store import TIMED, PostgresStore

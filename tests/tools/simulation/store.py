@@ -19,9 +19,10 @@ from sqlalchemy.sql import Executable
 
 from app.composition import metadata, store_points
 from app.store.damage import Unreadable
-from app.store.dialect import Parameters, Row, SqliteTx, Tx
+from app.store.dialect import Parameters, Row, Tx
 from app.store.ports import Bucket
 from app.store.schema import store_meta
+from app.store.sqlite_tx import SqliteTx
 
 T = TypeVar("T")
 
