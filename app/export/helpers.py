@@ -26,6 +26,7 @@ from app.export.parts import PartRows, Warn
 from app.export.query import Cursor, ExportQuery
 from app.export.writing import MadePart, Rows, Threads, next_rows
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from app.store.feed import Position
 from app.tasks import cancelled, uncancelled
 from workers.codec import describe
@@ -100,7 +101,7 @@ def _part_of(export: bytes) -> _Export:
 
 @functools.cache
 def _database(url: str) -> Database:
-    return Database(url, blocking=True)
+    return Database(url, blocking=True, points=StorePoints())
 
 
 @functools.cache

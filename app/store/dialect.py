@@ -231,7 +231,7 @@ class StorePoints:
         self.departed: list[Departed] = []
         """Where sessions may be that are not in the database. Archive."""
 
-        self.pins: Pins | None = None
+        self.pins: list[Pins] = []
         """What is kept of sessions (`store.pins`). Checkpoints."""
 
         self.tables: list[Table] = []

@@ -272,8 +272,8 @@ class Commit(TurnOperation, frozen=True):
         known, turn = self.known, self.turn
         fits = self.session_id, known.version, known.turns, self.fence, self.incarnation, self.opened_at
         head = len(self.events), self.at, max(turn.version_numbers, default=None), turn.engine
-        place = turn.turn, turn.parent, turn.segment, turn.choice_index, turn.protocol
-        return CommitRow(*fits, *head, *place, self.tokens, self.exchange)
+        place = turn.turn, turn.parent, turn.segment, turn.choice_index
+        return CommitRow(*fits, *head, *place, turn.protocol, self.tokens, self.exchange)
 
     @property
     def log(self) -> list[LogRow]:

@@ -114,41 +114,18 @@ async def answered(connection: AsyncConnection, work: Callable[[Connection], T])
         raise
 
 
-class PostgresWriter:
-    """Write transactions, on connections that are kept: taking one from the pool costs a quarter of a small
-    transaction. `committed` is called after durable ones."""
+class KeptConnections:
+    """Connections of a pool, of which up to KEPT stay taken from it between their uses: taking one costs a quarter of a
+    small transaction, and half of a single statement."""
 
-    def __init__(self, engine: AsyncEngine, reconnect: Reconnect, committed: Committed, points: StorePoints) -> None:
-        self._committed = committed
-        self._points = points
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.compiler = Compiler(engine.dialect)
         self._engine = engine
-        self._reconnect = reconnect
-        self._compiler = Compiler(engine.dialect)
         self._idle: list[tuple[AsyncConnection, float]] = []
 
-    async def write(self, function: Callable[[Tx], T], *, durable: bool) -> T:
-        """Run `function` in one transaction, with retries. Raises what the driver raises, StoreUnavailable."""
-        return await self._reconnect.retrying(lambda: self._once(function, durable))
-
-    async def _once(self, function: Callable[[Tx], T], durable: bool) -> T:
-        try:
-            return await self._on_connection(partial(self._transact, function=function, durable=durable))
-        except CommitUnknown as unknown:
-            if unknown.last is None:
-                raise StoreUnavailable("the connection was lost during a commit that cannot be looked up") from unknown
-            look = partial(self._holds, unknown.last)
-            try:
-                is_there = await self._reconnect.retrying(lambda: self._on_connection(look))
-            except (DBAPIError, *DRIVER_ERRORS) as error:
-                # A conflict or a full disk of the look is none of the transaction, which would be repeated or said to
-                # be refused, and may be done.
-                raise StoreUnavailable(f"what became of a commit could not be looked up: {_cause(error)}") from error
-            if not is_there:
-                raise ConnectionLost("the connection was lost before a commit") from unknown
-            result: T = unknown.result
-            return result
-
-    async def _on_connection(self, work: Callable[[Connection], T]) -> T:
+    async def run(self, work: Callable[[Connection], T]) -> T:
+        """What `work` gives, which drops a connection that may be in the middle of a statement. Raises ConnectionLost,
+        and what the driver raises."""
         try:
             connection, since = self._idle.pop() if self._idle else (await self._engine.connect(), time.monotonic())
             try:
@@ -168,14 +145,46 @@ class PostgresWriter:
         return result
 
     async def close(self) -> None:
-        """Give the kept connections back to the pool."""
+        """Drop those that are not in use."""
         while self._idle:
             connection, _ = self._idle.pop()
             await connection.run_sync(_drop)
             await connection.close()
 
+
+class PostgresWriter:
+    """Write transactions. `committed` is called after durable ones."""
+
+    def __init__(self, engine: AsyncEngine, reconnect: Reconnect, committed: Committed, points: StorePoints) -> None:
+        self.connections = KeptConnections(engine)
+        self._committed = committed
+        self._points = points
+        self._reconnect = reconnect
+
+    async def write(self, function: Callable[[Tx], T], *, durable: bool) -> T:
+        """Run `function` in one transaction, with retries. Raises what the driver raises, StoreUnavailable."""
+        return await self._reconnect.retrying(lambda: self._once(function, durable))
+
+    async def _once(self, function: Callable[[Tx], T], durable: bool) -> T:
+        try:
+            return await self.connections.run(partial(self._transact, function=function, durable=durable))
+        except CommitUnknown as unknown:
+            if unknown.last is None:
+                raise StoreUnavailable("the connection was lost during a commit that cannot be looked up") from unknown
+            look = partial(self._holds, unknown.last)
+            try:
+                is_there = await self._reconnect.retrying(lambda: self.connections.run(look))
+            except (DBAPIError, *DRIVER_ERRORS) as error:
+                # A conflict or a full disk of the look is none of the transaction, which would be repeated or said to
+                # be refused, and may be done.
+                raise StoreUnavailable(f"what became of a commit could not be looked up: {_cause(error)}") from error
+            if not is_there:
+                raise ConnectionLost("the connection was lost before a commit") from unknown
+            result: T = unknown.result
+            return result
+
     def _transact(self, connection: Connection, *, function: Callable[[Tx], T], durable: bool) -> T:
-        tx = PostgresTx(connection, self._compiler, self._points)
+        tx = PostgresTx(connection, self.connections.compiler, self._points)
         try:
             tx.begin(durable)
             result = function(tx)
@@ -200,7 +209,7 @@ class PostgresWriter:
         The lock waits for a transaction that may still be writing it. It is a write too, so its own commit waits until
         a synchronous standby has all earlier commits.
         """
-        tx = PostgresTx(connection, self._compiler, self._points)
+        tx = PostgresTx(connection, self.connections.compiler, self._points)
         try:
             tx.begin(durable=True)
             tx.lock(sql.lock_head, {"sid": last.session_id})
@@ -213,66 +222,24 @@ class PostgresWriter:
 
 
 class PostgresAutocommit:
-    """Single statements without a transaction, on connections that are kept: a quarter of the cost of a read, and half
-    of that of taking a connection from the pool for each. Up to AT_ONCE run at a time."""
+    """Single statements without a transaction: a quarter of the cost of a read. Up to AT_ONCE run at a time."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
-        self._compiler = Compiler(engine.dialect)
-        self._kept: set[AsyncConnection] = set()
-        self._idle: list[AsyncConnection] = []
+        self.connections = KeptConnections(engine)
         self._free = asyncio.Semaphore(AT_ONCE)
 
     async def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         """The rows. Raises ConnectionLost, and what the driver raises."""
-        async with self._free:
-            kept: AsyncConnection | None = None
+
+        def ask(connection: Connection) -> Sequence[Row]:
             try:
-                kept = self._idle.pop() if self._idle else await self._connect()
-                rows = await answered(kept, partial(self._ask, statement=statement, parameters=parameters))
-            except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
-                await self._forget(kept)
-                if is_lost(error):
-                    await self._forget_idle()  # They are of the same server.
-                    raise ConnectionLost(_cause(error)) from error
+                return PostgresTx(connection, self.connections.compiler, StorePoints()).all(statement, parameters)
+            except BaseException:
+                _drop(connection)
                 raise
-            except asyncio.CancelledError:
-                await self._forget(kept)
-                raise
-            if kept in self._kept:
-                await self._keep(kept)
-            return rows
 
-    async def _keep(self, connection: AsyncConnection) -> None:
-        if len(self._idle) < KEPT:
-            self._idle.append(connection)
-        else:
-            self._kept.remove(connection)
-            await connection.close()
-
-    async def _connect(self) -> AsyncConnection:
-        connection = await self._engine.connect()
-        self._kept.add(connection)
-        return connection
-
-    def _ask(self, connection: Connection, *, statement: Executable, parameters: Parameters) -> Sequence[Row]:
-        return PostgresTx(connection, self._compiler, StorePoints()).all(statement, parameters)
-
-    async def _forget(self, connection: AsyncConnection | None) -> None:
-        """Drop a connection, which may be in the middle of a statement; the next statement gets another."""
-        if connection in self._kept:
-            self._kept.remove(connection)
-            await connection.run_sync(_drop)
-            await connection.close()
-
-    async def _forget_idle(self) -> None:
-        while self._idle:
-            await self._forget(self._idle.pop())
-
-    async def close(self) -> None:
-        await self._forget_idle()
-        for connection in tuple(self._kept):
-            await self._forget(connection)
+        async with self._free:
+            return await self.connections.run(ask)
 
 
 def _give_up(connection: Connection, tx: PostgresTx, error: BaseException) -> None:

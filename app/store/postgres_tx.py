@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from sqlalchemy import Connection
 from sqlalchemy.engine import AdaptedConnection
@@ -128,10 +128,8 @@ class PostgresTx:
     positions = None
 
     def __init__(self, connection: Connection, compiler: Compiler, points: StorePoints) -> None:
-        adapted = connection.connection.dbapi_connection
-        assert isinstance(adapted, AdaptedConnection)
         self.points = points
-        self._connection = adapted
+        self._connection = cast(AdaptedConnection, connection.connection.dbapi_connection)
         self._bind = compiler.bind
         self._locked: frozenset[str] = frozenset()
         self.last_event: LastEvent | None = None

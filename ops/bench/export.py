@@ -14,6 +14,7 @@ import msgspec
 from sqlalchemy import Connection, text
 
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from app.store.schema import sessions
 from ops.bench.load import question_bytes
 from ops.bench.measure import MIB, Figures, Peak, cpu_s, save_figures, stat, table
@@ -102,7 +103,7 @@ async def _filled(folder: Path, cpu_sets: Cores, arguments: argparse.Namespace) 
 
 
 def _database(server: ServerProcess) -> Database:
-    return Database(server.environment["TURNLOG_DATABASE_URL"])
+    return Database(server.environment["TURNLOG_DATABASE_URL"], points=StorePoints())
 
 
 async def _stored_bytes(server: ServerProcess) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from app.turn.in_flight import hash_key
 from ops import verify
 from ops.demo.agent import Acknowledged, Agent
@@ -43,7 +44,7 @@ async def check(
             acknowledged.append(verify.Acknowledged(agent.session_id, seen.turn, seen.reply_sha256, hash_key(seen.key)))
             found.problems += [f"{agent.name}, turn {seen.turn}: {what}" for what in _missing(seen, own)]
     found.acknowledged = len(acknowledged)
-    database = Database(database_url)
+    database = Database(database_url, points=StorePoints())
     try:
         report = await verify.verify(database, acknowledged)
     finally:

@@ -25,6 +25,7 @@ import msgspec
 
 from app.store import repair
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from ops.engine.process import is_installed, run_module
 from ops.server import ServerProcess
 from ops.train.rollouts import lines
@@ -256,7 +257,7 @@ def read(folder: Path) -> tuple[Evidence, Report]:
 
 
 async def _verified(url: str, acknowledged: Sequence[Acknowledged]) -> Report:
-    database = Database(url)
+    database = Database(url, points=StorePoints())
     try:
         await repair.require_revision(database)
         return await verify(database, acknowledged)

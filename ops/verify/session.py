@@ -33,7 +33,7 @@ from app.store import repair
 from app.store.content import load_frames, stored_chunks
 from app.store.damage import PageDamaged, attempt
 from app.store.dialect import CoreReads
-from app.store.erasure import has_text
+from app.store.log_sessions import has_text
 from app.store.repair import FoldedLog
 from app.store.schema import (
     annotation_columns,

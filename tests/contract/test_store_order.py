@@ -9,6 +9,7 @@ from sqlalchemy import select
 
 from app.store.content import read_logs
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from app.store.feed import Position
 from app.store.schema import events
 from app.store.sessions import decode_events
@@ -41,7 +42,7 @@ async def test_positions_grow_within_and_across_commits(store: Store) -> None:
 async def test_numbering_goes_on_after_the_store_is_opened_again(database_url: str) -> None:
     found: list[Position] = []
     for name in ("first", "second"):
-        database = Database(database_url)
+        database = Database(database_url, points=StorePoints())
         await database.open()
         async with Store.over(database) as store:
             await store.create(name)

@@ -25,6 +25,7 @@ from app.export.rows import SessionRows
 from app.export.shapes import shared
 from app.features.groups.feed import Feed, FeedQuery
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create
 from app.store.schema import blobs, events, sessions
@@ -275,7 +276,7 @@ async def test_a_group_whose_last_session_is_erased_keeps_its_place_and_its_adva
 
 async def erase_elsewhere(url: str, session_id: str) -> None:
     """As another process does it."""
-    database = Database(url)
+    database = Database(url, points=StorePoints())
     await database.open()
     async with Store.over(database) as other:
         await other.erase(session_id)

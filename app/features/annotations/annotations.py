@@ -23,8 +23,8 @@ from app.sessions.lifecycle import Sessions, refusal
 from app.store import pins
 from app.store import statements as sql
 from app.store.dialect import Tx
-from app.store.erasure import IN_HEAD
 from app.store.log import Appended, BaseOperation, Refused, append, refused
+from app.store.log_sessions import IN_HEAD
 from app.store.ports import Database
 from app.store.schema import annotation_columns, events, sessions
 from app.store.sessions import EventRow, decode_events
