@@ -92,11 +92,20 @@ def _unpacked(
 
 
 def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) -> dict[int, bytes]:
-    """Raw per-session blobs by number. Raises CorruptContent, also where one is not there."""
+    """Raw per-session blobs by number. Raises CorruptContent, which names the kind, also where one is not there."""
     wanted = sorted(set(numbers))
-    query = select(blobs.c.number, blobs.c.data).where(blobs.c.session_id == session_id, blobs.c.number.in_(wanted))
-    blobs_by_number = {row[0]: row[1] for row in connection.execute(query)}
-    return {number: codec.decompress(blobs_by_number.get(number)) for number in wanted}
+    query = select(blobs.c.number, blobs.c.kind, blobs.c.data).where(
+        blobs.c.session_id == session_id, blobs.c.number.in_(wanted)
+    )
+    stored = {row[0]: (row[1], row[2]) for row in connection.execute(query)}
+    raw: dict[int, bytes] = {}
+    for number in wanted:
+        kind, frame = stored.get(number, (f"blob {number}", None))
+        try:
+            raw[number] = codec.decompress(frame)
+        except CorruptContent as error:
+            raise CorruptContent(f"{kind}: {error}") from error
+    return raw
 
 
 def refused_reply(connection: Connection, session_id: str, fence: int) -> tuple[int, bytes] | None:

@@ -37,11 +37,11 @@ from app.store.log import (
     append,
     append_all,
     blob_row,
-    departed,
+    end_staging,
     free_chunks,
     holders_of,
+    ids_elsewhere,
     refused,
-    unstage,
 )
 from app.store.schema import events
 
@@ -197,7 +197,7 @@ class Create(BaseOperation, frozen=True):
         taken = tx.each(sql.heads, [{"sid": create.session_id} for create in operations])
         outcomes: dict[str, Any] = {session_id: Existing(*head) for session_id, *head in taken}
         named = {create.session_id for create in operations} | {create.parent for create in operations if create.parent}
-        gone = departed(tx, sorted(named))
+        gone = ids_elsewhere(tx, sorted(named))
         roots: dict[str, str | None] = {}
         for create in operations:
             session_id = create.session_id
@@ -381,7 +381,7 @@ class Close(BaseOperation, frozen=True):
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
         abandoned = abandon(tx, self.session_id, self.at, holders_of(tx, self.session_id), "session_closed")
-        unstage(tx, [(self.session_id, None)])
+        end_staging(tx, [(self.session_id, None)])
         for follow in tx.points.closed:
             follow(tx, self.session_id, self.engine_session)
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed(self.reason)])
@@ -465,7 +465,7 @@ class Erase(BaseOperation, frozen=True):
         rollouts.note(tx, *row)
         for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
-        unstage(tx, [(self.session_id, None)])
+        end_staging(tx, [(self.session_id, None)])
         rewrite(tx, self.session_id, self.in_head)
         erase_remaining(tx, self.session_id, self.texts_upto)
         for follow in tx.points.erased:

@@ -38,12 +38,12 @@ from app.store.log import (
     advance_head,
     blob_row,
     chunk_row,
+    end_staging,
     free_chunks,
     holders_of,
     refused,
     size_of,
     tombstones_of,
-    unstage,
 )
 
 
@@ -349,7 +349,7 @@ def write(tx: Tx, claims: Sequence[Claim], commits: Sequence[Commit]) -> dict[st
     if chunks:
         tx.insert(sql.insert_chunk, chunks)
     if staged:
-        unstage(tx, staged)
+        end_staging(tx, staged)
     if freed:
         free_chunks(tx, freed)
     if crash_points.ARMED and advanced:
@@ -422,9 +422,9 @@ class Release(TurnOperation, frozen=True):
         tx.lock(sql.lock_head, {"sid": self.session_id})
         if tx.one(sql.free_open_turn, self.held) is None:
             return refused(tx, self.session_id)
-        tx.run(sql.drop_staged, {"sid": self.session_id, "fenced": self.fence})
+        tx.run(sql.drop_staged_chunks, {"sid": self.session_id, "fenced": self.fence})
         if not self.keeps_staged:
-            unstage(tx, [(self.session_id, self.fence)])
+            end_staging(tx, [(self.session_id, self.fence)])
         released = advance_head(tx, self.session_id, self.at, [self.event, *self.then], freed=1)
         if crash_points.ARMED:
             crash_points.reach("in_release")

@@ -270,18 +270,18 @@ def closed_sessions(
     connection: Connection,
     cutoff: float,
     after: tuple[float, str],
-    limit: int,
+    limit: int | None,
     *,
     points: StorePoints,
     holding: bool,
-    acknowledged: ColumnElement[bool] | None = None,
+    where: ColumnElement[bool] | None = None,
     among: Sequence[str] | None = None,
 ) -> list[tuple[float, str]]:
     """Sessions closed or undone at or before `cutoff`, after `after` in the order of (closed_at, id), without those
     that are pinned.
 
-    `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: only those for
-    which this holds. `among`: only those of these, without a limit.
+    `holding`: only those that still hold a replay payload or a refused reply. `where`: only those for which
+    this holds. `among`: only those of these, without a limit.
     """
     place = tuple_(sessions.c.closed_at, sessions.c.session_id)
     query = (
@@ -298,19 +298,17 @@ def closed_sessions(
     )
     if holding:
         query = query.where(holds_payload())
-    if acknowledged is not None:
-        query = query.where(acknowledged)
+    if where is not None:
+        query = query.where(where)
     return [(row[0], row[1]) for row in connection.execute(query)]
 
 
 class Acknowledgements(NamedTuple):
     """What the retention of payloads waits for: `is_given` is a condition on heads. `groups` lists times and ids of
-    acknowledged groups behind a place, in that order; `sessions` those of a group that were closed at or before a time
-    and still hold a payload or a refused reply."""
+    acknowledged groups behind a place, in that order, as many as asked for."""
 
     is_given: ColumnElement[bool]
-    groups: Callable[..., list[tuple[float, str]]]
-    sessions: Callable[..., list[str]]
+    groups: Callable[[Connection, tuple[float, str], int], list[tuple[float, str]]]
 
 
 def of_these(session_ids: Sequence[str] | None) -> list[ColumnElement[bool]]:

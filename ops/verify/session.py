@@ -27,7 +27,7 @@ from app.domain.events import (
     name_of,
 )
 from app.domain.session import Session, fold
-from app.features.resume.staged_tokens import staged_tokens
+from app.features.resume.schema import staged_tokens
 from app.sessions.replay_payloads import keys_of
 from app.store import repair
 from app.store.content import load_frames, stored_chunks

@@ -20,8 +20,8 @@ from app.domain.events import BlobsTombstoned, LimitReached, Limits, SessionRest
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit
 from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
 from app.features.resume import staged_tokens
+from app.features.resume.schema import staged_tokens as staged_tokens_table
 from app.features.resume.staged_tokens import StagedRow, StageTokens, TakeOverStaged
-from app.features.resume.staged_tokens import staged_tokens as staged_tokens_table
 from app.store import incarnations, pins, sqlite_tx
 from app.store import statements as sql
 from app.store.dialect import Tx

@@ -53,7 +53,7 @@ TABLES = {
     "annotation_columns": Part("annotations", "app.store.statements:drop_content", COPIED, "no: what a cut has stays"),
     "chunks": Part("replay", "app.store.statements:drop_content", COPIED, "no: a tombstone stays one"),
     "staged_tokens": Part(
-        "resume", "app.features.resume.staged_tokens:drop", "no: of a turn in flight", "app.store.log:abandon"
+        "resume", "app.features.resume.schema:drop", "no: of a turn in flight", "app.store.log:abandon"
     ),
     "dead_objects": Part(
         "objects", "app.features.objects.schema:queue_erased", "app.features.objects.objects:Copies.take", LATER

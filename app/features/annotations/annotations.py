@@ -14,7 +14,7 @@ from app.crash_points import reach
 from app.domain import notes
 from app.domain.columns import Column, unpack
 from app.domain.decide import labelled
-from app.domain.events import AnnotationWritten
+from app.domain.events import AnnotationWritten, UnknownEvent
 from app.domain.session import Annotation, Session
 from app.errors import NotFound, SessionUnreadable
 from app.features.annotations import rules
@@ -110,7 +110,7 @@ class Annotations:
         try:
             if column is None:
                 return await self._database.read(
-                    partial(read_value, session_id=session_id, seq=seq), session_id=session_id
+                    partial(read_value, session_id=session_id, name=name, seq=seq), session_id=session_id
                 )
             frame = await self._database.read(
                 partial(read_column, session_id=session_id, turn=turn, name=name, seq=seq), session_id=session_id
@@ -169,11 +169,14 @@ class WriteAnnotation(BaseOperation, frozen=True):
         return appended
 
 
-def read_value(connection: Connection, session_id: str, seq: int) -> Any:
-    """The JSON value that event `seq` has written; None if it was erased. Raises UnknownEvent."""
-    columns = (events.c[name] for name in EventRow._fields)
+def read_value(connection: Connection, session_id: str, name: str, seq: int) -> Any:
+    """The JSON value that event `seq` has written; None if it was erased. Raises UnknownEvent, which names it."""
+    columns = (events.c[column] for column in EventRow._fields)
     query = select(*columns).where(events.c.session_id == session_id, events.c.seq == seq)
-    decoded = decode_events(EventRow(*row) for row in connection.execute(query))
+    try:
+        decoded = decode_events(EventRow(*row) for row in connection.execute(query))
+    except UnknownEvent as error:
+        raise UnknownEvent(f"annotation {name}: {error}") from error
     event = decoded[0].event if decoded else None
     return event.value if isinstance(event, AnnotationWritten) else None
 

@@ -16,7 +16,7 @@ from app.features.forks.rules import Forked
 from app.store import rollouts
 from app.store import statements as sql
 from app.store.dialect import Parameters, Tx
-from app.store.log import Appended, BaseOperation, Refused, StoredBlob, append, blob_row, departed
+from app.store.log import Appended, BaseOperation, Refused, StoredBlob, append, blob_row, ids_elsewhere
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
 from app.store.schema import SESSION_ID, annotation_columns, blobs, chunks, events, turns
@@ -59,7 +59,7 @@ class Fork(BaseOperation, frozen=True):
         taken = tx.one(sql.head, {"sid": self.fork_id})
         if taken is not None:
             return Existing(taken[1], taken[3])
-        if departed(tx, [self.fork_id]):
+        if ids_elsewhere(tx, [self.fork_id]):
             return Existing("archived", self.forked.created.body_hash)
         tx.lock(sql.lock_head, {"sid": self.session_id})
         source = tx.one(sql.head, {"sid": self.session_id})
