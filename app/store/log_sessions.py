@@ -174,8 +174,6 @@ class Create(BaseOperation, frozen=True):
     session_id: str
     at: float
     event: SessionCreated
-    body_hash: str
-    group_id: str | None
     blob: StoredBlob | None
 
     @property
@@ -210,7 +208,7 @@ class Create(BaseOperation, frozen=True):
                 continue
             if session_id in gone or create.parent in gone:
                 is_own = session_id in gone
-                outcomes[session_id] = Existing("archived", create.body_hash) if is_own else Refused("archived")
+                outcomes[session_id] = Existing("archived", create.event.body_hash) if is_own else Refused("archived")
                 continue
             root_id = None if create.parent is None else rollouts.root_for(tx, create.parent)
             root = None if root_id is None else tx.one(sql.head, {"sid": root_id})
@@ -221,9 +219,11 @@ class Create(BaseOperation, frozen=True):
             else:
                 roots[session_id] = root_id
         new = [create._under(tx, roots) for create in operations if create.session_id in roots]
-        tx.insert(sql.insert_session, [create._head_row(roots[create.session_id]) for create in new])
+        tx.insert(sql.insert_session, [new_head(c.session_id, c.at, c.event, roots[c.session_id]) for c in new])
         adopted = rollouts.adopt(tx, roots)
-        rollouts.note_groups(tx, sorted({create.group_id for create in new if create.group_id is not None}))
+        rollouts.note_groups(
+            tx, sorted({group_id for create in new if (group_id := create.event.config.group_id) is not None})
+        )
         for root_id in roots.values():
             rollouts.note(tx, None, root_id)
         blobs = [blob_row(create.session_id, create.blob) for create in new if create.blob is not None]
@@ -246,22 +246,24 @@ class Create(BaseOperation, frozen=True):
     def parent(self) -> str | None:
         return self.event.config.parent
 
-    def _head_row(self, root_id: str | None) -> dict[str, Any]:
-        return {
-            "session_id": self.session_id,
-            "version": 1,
-            "status": "open",
-            "open_turns": 0,
-            "turns": 0,
-            "group_id": self.group_id,
-            "created_at": self.at,
-            "updated_at": self.at,
-            "body_hash": self.body_hash,
-            "attempt": self.event.config.attempt,
-            "root_id": root_id,
-            "name": self.event.name,
-            "generation": self.event.generation,
-        }
+
+def new_head(session_id: str, at: float, created: SessionCreated, root_id: str | None) -> dict[str, Any]:
+    """The head of a session whose log begins with `created`, a fork's too."""
+    return {
+        "session_id": session_id,
+        "version": 1,
+        "status": "open",
+        "open_turns": 0,
+        "turns": 0,
+        "group_id": created.config.group_id,
+        "created_at": at,
+        "updated_at": at,
+        "body_hash": created.body_hash,
+        "attempt": created.config.attempt,
+        "root_id": root_id,
+        "name": created.name,
+        "generation": created.generation,
+    }
 
 
 class Existing(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 import pytest
-from helpers.log import BODY, created
+from helpers.log import created
 from helpers.store import Store, reward
 from sqlalchemy import select
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 
 def child(session_id: str, parent: str | None, group_id: str | None = None, at: float = 1.0) -> Create:
-    return Create(session_id, at, created(group_id=group_id, parent=parent), BODY, group_id, None)
+    return Create(session_id, at, created(group_id=group_id, parent=parent), None)
 
 
 async def roots(store: Store) -> dict[str, str | None]:

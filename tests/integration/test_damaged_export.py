@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.databases import read_engine
-from helpers.log import BODY, created, float64, int32
+from helpers.log import created, float64, int32
 from helpers.store import Store, reward
 from sqlalchemy import Table, delete, event, update
 
@@ -52,7 +52,7 @@ async def add(
     store: Store, session_id: str, group_id: str | None = None, value: float | None = None, **fields: Any
 ) -> None:
     """A session of one turn, closed; `fields` are of its TurnCommitted."""
-    await store.submit(Create(session_id, 1.0, created(group_id=group_id), BODY, group_id, None))
+    await store.submit(Create(session_id, 1.0, created(group_id=group_id), None))
     ref = BlobRef(0, "params", len(PARAMS), "h" * 64)
     stored = StoredBlob(0, "params", len(PARAMS), "h" * 64, codec.compress(PARAMS))
     await store.take_turn(session_id, text=SAID, content_hash=HASH, new_blobs=(ref,), blobs=[stored], **fields)

@@ -17,7 +17,7 @@ from app.store import rollouts
 from app.store import statements as sql
 from app.store.dialect import Parameters, Tx
 from app.store.log import Appended, BaseOperation, Refused, StoredBlob, append, blob_row, ids_elsewhere
-from app.store.log_sessions import Existing
+from app.store.log_sessions import Existing, new_head
 from app.store.log_turns import Stale
 from app.store.schema import SESSION_ID, annotation_columns, blobs, chunks, events, turns
 from app.store.sessions import EventRow, event_rows
@@ -127,23 +127,15 @@ class Fork(BaseOperation, frozen=True):
         )
 
     def _head_row(self) -> dict[str, Any]:
-        created, copied = self.forked.created, self.forked.copied
+        copied = self.forked.copied
         versions = (version for event in copied for version in event.version_numbers)
         return {
-            "session_id": self.fork_id,
+            **new_head(self.fork_id, self.at, self.forked.created, root_id=None),
             "version": len(self.forked.events),
-            "status": "open",
-            "open_turns": 0,
             "turns": len(copied),
             "last_turn": len(copied),
-            "group_id": created.config.group_id,
-            "created_at": self.at,
-            "updated_at": self.at,
-            "body_hash": created.body_hash,
-            "attempt": created.config.attempt,
             "weight_version": max(versions, default=None),
             "engine": copied[-1].engine,
-            "root_id": None,
         }
 
     def _tombstones(self) -> Iterator[dict[str, Any]]:
