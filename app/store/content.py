@@ -92,19 +92,19 @@ def _unpacked(
 
 
 def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) -> dict[int, bytes]:
-    """Raw per-session blobs by number. Raises CorruptContent, which names the kind, also where one is not there."""
+    """Raw per-session blobs by number. Raises CorruptContent, also where one is not there."""
     wanted = sorted(set(numbers))
     query = select(blobs.c.number, blobs.c.kind, blobs.c.data).where(
         blobs.c.session_id == session_id, blobs.c.number.in_(wanted)
     )
-    stored = {row[0]: (row[1], row[2]) for row in connection.execute(query)}
     raw: dict[int, bytes] = {}
-    for number in wanted:
-        kind, frame = stored.get(number, (f"blob {number}", None))
+    for number, kind, frame in connection.execute(query):
         try:
             raw[number] = codec.decompress(frame)
         except CorruptContent as error:
             raise CorruptContent(f"{kind}: {error}") from error
+    if any(number not in raw for number in wanted):
+        raise CorruptContent("the content is not there")
     return raw
 
 

@@ -195,7 +195,7 @@ class Pins(NamedTuple):
 
 class Departed(NamedTuple):
     """Sessions that are not in the database any more, and whose ids are taken. `ids`: those of some ids; `generations`:
-    as `names.generations`, of a name; `attempted`: as `names.attempted`, of a name, a mark and an agent."""
+    as `sessions.generations`, of a name; `attempted`: as `sessions.attempted`, of a name, a mark and an agent."""
 
     ids: ForEach
     generations: Callable[[str], Select[Any]]
