@@ -1,7 +1,7 @@
 """What the service is made of beside the kernel: the features, their tables, and what these do in the kernel's
 transactions.
 
-A feature with tables has a module `schema`: its `metadata`, and `join`, which fills the store's points. Both count also
+A feature of `TABLES` has a module `schema`: its `metadata`, and `join`, which fills the store's points. Both count also
 while `TURNLOG_FEATURES` does not name it: what a feature keeps follows the sessions in every process of a store. A
 feature whose folder is gone has neither.
 """
@@ -55,6 +55,10 @@ FEATURES = (
 """`TURNLOG_FEATURES` names those that are on. Gates come first: checkpoints and resume use them."""
 
 
+TABLES = (archive, checkpoints, groups, objects, resume, session_control)
+"""Features with tables of their own, which their module `schema` has."""
+
+
 def chosen(settings: Settings) -> dict[str, ModuleType]:
     """The features that are on, by their names, in the order in which they start."""
     named = {feature.__name__.rpartition(".")[2]: feature for feature in FEATURES}
@@ -64,7 +68,7 @@ def chosen(settings: Settings) -> dict[str, ModuleType]:
 def metadata() -> MetaData:
     """The kernel's tables and the features'."""
     every = MetaData(naming_convention=schema.NAMING)
-    for part in (schema, *(feature.schema for feature in FEATURES if hasattr(feature, "schema"))):
+    for part in (schema, *(feature.schema for feature in TABLES)):
         for table in part.metadata.tables.values():
             table.to_metadata(every)
     return every
@@ -73,7 +77,6 @@ def metadata() -> MetaData:
 def store_points() -> StorePoints:
     """What features do in the kernel's transactions."""
     points = StorePoints()
-    for feature in FEATURES:
-        if hasattr(feature, "schema"):
-            feature.schema.join(points)
+    for feature in TABLES:
+        feature.schema.join(points)
     return points

@@ -15,8 +15,7 @@ from app.errors import StartupError, StoreFull
 from app.settings import load_settings
 from app.store.database import create_engine, revision_without_room, sqlite_lock
 from app.store.dialect import change_schema, store_error
-from app.store.lock import Held
-from app.store.opening import require_known, revision_of, unopened
+from app.store.opening import Held, require_known, revision_of, unopened
 from app.store.postgres import DRIVER_ERRORS, require_usable
 
 PRIVATE = 0o077

@@ -23,8 +23,8 @@ from sqlalchemy.engine import make_url
 
 from app.errors import StartupError
 from app.store.database import Database, create_engine, sqlite_lock
-from app.store.lock import Held
-from app.store.opening import require_known
+from app.store.dialect import StorePoints
+from app.store.opening import Held, require_known
 from app.store.repair import refuse_if_served, require_revision
 from ops import restored
 from ops.store_command import DONE, CommandResult, Progress, require_store, run, settings_for, sqlite_path
@@ -223,7 +223,7 @@ async def _start_epoch(url: str) -> str:
 async def _finish_postgres(url: str, lease_s: float) -> CommandResult:
     """Finish the restore of a PostgreSQL store that was loaded from a dump or recovered to an earlier time."""
     progress = Progress("restore")
-    database, engine = Database(url), create_engine(url)
+    database, engine = Database(url, points=StorePoints()), create_engine(url)
     try:
         await require_revision(database)
         await refuse_if_served(database, lease_s)

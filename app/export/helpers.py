@@ -27,6 +27,7 @@ from app.export.query import Cursor, ExportQuery
 from app.export.writing import MadePart, Rows, Threads, next_rows
 from app.process import cancelled, uncancelled
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from app.store.feed import Position
 from workers.codec import describe
 from workers.parse import Rejected
@@ -102,7 +103,7 @@ _part_of = functools.lru_cache(maxsize=4)(_Export)
 
 @functools.cache
 def _database(url: str) -> Database:
-    return Database(url, blocking=True)
+    return Database(url, blocking=True, points=StorePoints())
 
 
 @functools.cache

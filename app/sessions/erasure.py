@@ -18,9 +18,8 @@ from app.errors import SessionNotFound, SessionUnreadable
 from app.sessions.cache import SessionCache
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Clock, Sessions
-from app.store.erasure import EraseTexts, Rewritten, text_rows, without_text
 from app.store.log import Appended, Refused
-from app.store.log_sessions import Erase, FreeChunks, FreeReplay
+from app.store.log_sessions import Erase, EraseTexts, FreeChunks, FreeReplay, Rewritten, text_rows, without_text
 from app.store.ports import Database, Writer, of_session
 from app.store.sessions import fold_rows, last_tombstone, session_rows
 from app.store.statements import ENDED

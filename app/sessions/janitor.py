@@ -24,6 +24,7 @@ from app.store.fleet import state
 from app.store.log import Appended
 from app.store.log_sessions import Close
 from app.store.ports import Database, Writer
+from app.store.rollouts import in_groups
 from app.store.sessions import Acknowledgements, closed_sessions, database_bytes, idle_sessions, listed
 
 log = logging.getLogger("turnlog.janitor")
@@ -184,10 +185,18 @@ class Janitor:
     async def _free_acknowledged(self, given: Acknowledgements, cutoff: float) -> None:
         """Sessions skipped because their group was not acknowledged; `_free_replay` has passed them by now."""
         after = min(self._acknowledged_upto, (self._acknowledged_upto[0] - LATE_S, ""))
-        while groups := await self._database.read(partial(given.groups, after=after, limit=STEP)):
+        while groups := await self._database.read(lambda connection: given.groups(connection, after, STEP)):  # noqa: B023
             for place in groups:
-                read = partial(given.sessions, points=self._database.points, group_id=place[1], cutoff=cutoff)
-                for session_id in await self._listed(read):
+                of_group = partial(
+                    closed_sessions,
+                    points=self._database.points,
+                    cutoff=cutoff,
+                    after=(0.0, ""),
+                    limit=None,
+                    holding=True,
+                    where=in_groups([place[1]]),
+                )
+                for _, session_id in await self._listed(of_group):
                     with suppress(SessionUnreadable, StoreDamaged):
                         await self._erasure.free_replay(session_id, unless_pinned=True)
                         self.done["freed"] += 1
@@ -217,9 +226,7 @@ class Janitor:
         """
         acknowledged = None if self.acknowledgements is None else self.acknowledgements.is_given
         points = self._database.points
-        read = partial(
-            closed_sessions, points=points, cutoff=cutoff, limit=STEP, holding=holding, acknowledged=acknowledged
-        )
+        read = partial(closed_sessions, points=points, cutoff=cutoff, limit=STEP, holding=holding, where=acknowledged)
         while session_ids := await self._listed(partial(read, after=after)):
             for place in session_ids:
                 yield place

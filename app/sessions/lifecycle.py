@@ -113,9 +113,7 @@ class Sessions:
         ref = None if blob is None else metadata_ref(blob)
         event = SessionCreated(new.config, body_hash, ref, name=new.name, generation=new.generation)
         reach("before_create")
-        outcome = await self._writer.submit(
-            Create(new.session_id, self._clock(), event, body_hash, new.config.group_id, blob)
-        )
+        outcome = await self._writer.submit(Create(new.session_id, self._clock(), event, blob))
         reach("after_create")
         if isinstance(outcome, Existing):
             _require_same(new.session_id, outcome, body_hash)

@@ -15,8 +15,7 @@ from app.domain.session import Session
 from app.errors import SessionClosed, SessionExists, SessionNotFound, SessionUnreadable
 from app.sessions.cache import SessionCache
 from app.sessions.lifecycle import NewSession, Sessions, made_session_id
-from app.store import names
-from app.store.names import Generation
+from app.store.sessions import Generation, generations
 
 REMEMBERED = 1 << 16
 """Names whose newest generation a process remembers: about 10 MB."""
@@ -100,7 +99,7 @@ class Names:
 
     async def _generations(self, name: str) -> list[Generation]:
         database = self._cache.database
-        return await database.read(partial(names.generations, points=database.points, name=name))
+        return await database.read(partial(generations, points=database.points, name=name))
 
     async def _frees_name(self, generation: Generation) -> bool:
         if generation.frees_name is not None:

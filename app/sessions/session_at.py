@@ -73,28 +73,28 @@ async def session_at(database: Database, session_id: str, seq: int | None = None
         _folded(session_id, rows) if len(rows) <= INLINE else await asyncio.to_thread(_folded, session_id, rows)
     )
     if session is None or (whole and damage is not None):
-        raise database.unreadable.error(session_id, damage)
-    return SessionAt(session, events, last, damage)
+        raise database.unreadable.error(session_id, damage) from damage
+    return SessionAt(session, events, last, None if damage is None else str(damage))
 
 
 def _rows(connection: Connection, session_id: str, seq: int | None) -> tuple[list[EventRow], int]:
     return event_rows(connection, session_id, limit=seq), last_seq(connection, session_id)
 
 
-def _folded(session_id: str, rows: Sequence[EventRow]) -> tuple[Session | None, list[Recorded], str | None]:
+def _folded(session_id: str, rows: Sequence[EventRow]) -> tuple[Session | None, list[Recorded], UnknownEvent | None]:
     """The state after the events that can be read, these, and why the next one cannot."""
     session: Session | None = None
     events: list[Recorded] = []
-    damage = None
+    damage: UnknownEvent | None = None
     try:
         for row in rows:
             events += decode_events([row])
     except UnknownEvent as error:
-        damage = f"event {len(events) + 1}: {error}"
+        damage = UnknownEvent(f"event {len(events) + 1}: {error}")
     try:
         for state in states(session_id, events):
             session = state
     except UnknownEvent as error:
         del events[0 if session is None else session.version :]
-        damage = f"event {len(events) + 1}: {error}"
+        damage = UnknownEvent(f"event {len(events) + 1}: {error}")
     return session, events, damage

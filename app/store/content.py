@@ -94,9 +94,18 @@ def _unpacked(
 def load_blobs(connection: Connection, session_id: str, numbers: Iterable[int]) -> dict[int, bytes]:
     """Raw per-session blobs by number. Raises CorruptContent, also where one is not there."""
     wanted = sorted(set(numbers))
-    query = select(blobs.c.number, blobs.c.data).where(blobs.c.session_id == session_id, blobs.c.number.in_(wanted))
-    blobs_by_number = {row[0]: row[1] for row in connection.execute(query)}
-    return {number: codec.decompress(blobs_by_number.get(number)) for number in wanted}
+    query = select(blobs.c.number, blobs.c.kind, blobs.c.data).where(
+        blobs.c.session_id == session_id, blobs.c.number.in_(wanted)
+    )
+    raw: dict[int, bytes] = {}
+    for number, kind, frame in connection.execute(query):
+        try:
+            raw[number] = codec.decompress(frame)
+        except CorruptContent as error:
+            raise CorruptContent(f"{kind}: {error}") from error
+    if any(number not in raw for number in wanted):
+        raise CorruptContent("the content is not there")
+    return raw
 
 
 def refused_reply(connection: Connection, session_id: str, fence: int) -> tuple[int, bytes] | None:

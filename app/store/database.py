@@ -27,7 +27,7 @@ from sqlalchemy.sql import Executable
 from app.domain.events import UnknownEvent
 from app.errors import StoreDamaged, StoreFull, StoreLost, StoreUnavailable
 from app.process import uncancelled
-from app.store import feed, sqlite_engine
+from app.store import feed
 from app.store.damage import SAVEPOINTS, BrokenRow, Unreadable, damage
 from app.store.database_url import driver_arguments
 from app.store.dialect import (
@@ -41,8 +41,7 @@ from app.store.dialect import (
     is_conflict,
     store_error,
 )
-from app.store.lock import SqliteLock
-from app.store.opening import acquire, require_head, revision_of, unopened
+from app.store.opening import SqliteLock, acquire, file_of, require_head, revision_of, unopened
 from app.store.ports import READERS, Committed
 from app.store.postgres import (
     DRIVER_ERRORS,
@@ -55,8 +54,7 @@ from app.store.postgres import (
     require_usable,
     warn_of_weak_promises,
 )
-from app.store.sqlite import SqliteWriter
-from app.store.sqlite_engine import SqliteReads
+from app.store.sqlite import SqliteReads, SqliteWriter, driver_rows, engine_for_migrations, open_reads, open_reads_only
 from workers.codec import CorruptContent
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ def create_engine(url: str) -> AsyncEngine:
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
         return _postgres_engine(parsed, READERS)
-    return sqlite_engine.create(parsed)
+    return engine_for_migrations(parsed)
 
 
 def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
@@ -111,7 +109,7 @@ async def _dispose(engine: AsyncEngine) -> None:
 
 async def revision_without_room(url: str) -> str | None:
     """The revision of an SQLite file on a full disk; None if it cannot be read either."""
-    opened = sqlite_engine.open_reads_only(make_url(url))
+    opened = open_reads_only(make_url(url))
     try:
         return opened.read_here(revision_of)
     except (DBAPIError, OSError):
@@ -176,7 +174,7 @@ class Database:
 
     `committed` is called after each durable transaction. `lost` is called once, with the reason, if this process loses
     its SQLite file: nothing is written from then on. `bucket` holds replay payloads. `points`: what features write with
-    the kernel; without them, what features keep of the sessions must not be changed. `blocking`: a read from SQLite may
+    the kernel; one who changes no session may give empty ones. `blocking`: a read from SQLite may
     hold up the event loop, for a process that has nothing else to do.
     """
 
@@ -187,23 +185,21 @@ class Database:
         lost: Callable[[str], None] = _ignored,
         bucket: Bucket | None = None,
         *,
-        points: StorePoints | None = None,
+        points: StorePoints,
         blocking: bool = False,
     ) -> None:
         self.url = url
-        self.points = StorePoints() if points is None else points
+        self.points = points
         parsed = make_url(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
-        self._sqlite_reads = sqlite_engine.open_reads(parsed) if self.is_sqlite else None
+        self._sqlite_reads = open_reads(parsed) if self.is_sqlite else None
         self._sqlite_compiler = Compiler(sqlite.dialect(paramstyle="qmark"))
         self._blocking = blocking
         self.is_read_only = False
         self._readers = SharedLock()
         self._lock = sqlite_lock(url)
         self._on_lost: Callable[[str], None] | None = lost
-        self._sqlite = (
-            None if self._lock is None else SqliteWriter(sqlite_engine.file_of(url), committed, self._lock, self.points)
-        )
+        self._sqlite = None if self._lock is None else SqliteWriter(file_of(url), committed, self._lock, self.points)
         self._reconnect = Reconnect()
         self._reading = None if self.is_sqlite else _postgres_engine(parsed, READERS)
         self._writing = None if self.is_sqlite else _postgres_engine(parsed, LANES + SPARE_WRITERS)
@@ -238,17 +234,17 @@ class Database:
         """
         async with self._readers.alone():
             self._require_own()
-            self._read_by(sqlite_engine.open_reads)
+            self._read_by(open_reads)
             try:
                 await self._open()
             except StoreFull:
-                self._read_by(sqlite_engine.open_reads_only)
+                self._read_by(open_reads_only)
                 raise
             self.is_read_only = False
 
     async def _open_to_read(self) -> None:
         """Raises StartupError."""
-        self._read_by(sqlite_engine.open_reads_only)
+        self._read_by(open_reads_only)
         self.is_read_only = True
         try:
             await self._check_revision()
@@ -291,9 +287,9 @@ class Database:
                 await self._sqlite.close()
         finally:
             if self._autocommit is not None:
-                await self._autocommit.close()
+                await self._autocommit.connections.close()
             if self._postgres is not None:
-                await self._postgres.close()
+                await self._postgres.connections.close()
             if self._sqlite_reads is not None:
                 self._sqlite_reads.close()
             for engine in filter(None, (self._reading, self._writing)):
@@ -383,7 +379,7 @@ class Database:
         """
         if self._autocommit is None:
             text, values = self._sqlite_compiler.bind(statement, parameters)
-            return await self.read(partial(sqlite_engine.driver_rows, text=text, values=values))
+            return await self.read(partial(driver_rows, text=text, values=values))
         read_autocommit = self._autocommit
         try:
             return await self._reconnect.retrying(lambda: read_autocommit.all(statement, parameters))
@@ -429,7 +425,7 @@ class Database:
         if not self.is_sqlite:
             return None
         try:
-            return Path(f"{sqlite_engine.file_of(self.url)}-wal").stat().st_size
+            return Path(f"{file_of(self.url)}-wal").stat().st_size
         except FileNotFoundError:
             return 0
 

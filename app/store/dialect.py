@@ -1,12 +1,11 @@
 """How SQLite and PostgreSQL differ in functions, pragmas, the transaction and errors.
 
-Statements are SQLAlchemy Core, but for claims and commits (`sqlite_turns`, `postgres_turns`). On SQLite the writer
+Statements are SQLAlchemy Core, but for claims and commits (`sqlite_tx`, `postgres_tx`). On SQLite the writer
 compiles each once and passes it to the driver: Core's cost per execution (about 40 µs) would be most of its time.
 """
 
 from __future__ import annotations
 
-import itertools
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -27,13 +26,13 @@ from sqlalchemy import (
     column,
     func,
 )
-from sqlalchemy.dialects import sqlite
 from sqlalchemy.exc import DBAPIError, InterfaceError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import ClauseElement, Executable, Insert
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.types import NullType, TypeEngine
 
 from app.errors import AppError, StoreFull, StoreUnavailable
 
@@ -59,13 +58,13 @@ def _on_postgresql(element: _Expression, compiler: Any, **options: Any) -> str:
     return element.postgresql
 
 
-class current_tx(_Expression):
-    """The id of the running transaction; 0 on SQLite, which has one writer."""
+def _expression(name: str, kind: TypeEngine[Any], sqlite: str, postgresql: str) -> type[_Expression]:
+    """Each has a class of its own, by which Core tells them apart in the statements that it keeps compiled."""
+    return type(name, (_Expression,), {"inherit_cache": True, "type": kind, "sqlite": sqlite, "postgresql": postgresql})
 
-    inherit_cache = True
-    type = BigInteger()
-    sqlite = "0"
-    postgresql = "(pg_current_xact_id()::text::bigint)"
+
+current_tx = _expression("current_tx", BigInteger(), "0", "(pg_current_xact_id()::text::bigint)")
+"""The id of the running transaction; 0 on SQLite, which has one writer."""
 
 
 class tx_not_before(FunctionElement[Any]):
@@ -85,114 +84,66 @@ def _tx_not_before(element: tx_not_before, compiler: Any, **options: Any) -> str
     return f"GREATEST({current_tx.postgresql}, {compiler.process(element.clauses, **options)})"
 
 
-class oldest_tx(_Expression):
-    """The oldest transaction that may still commit; all events with a lower id are complete and in order."""
+oldest_tx = _expression("oldest_tx", BigInteger(), "1", "(pg_snapshot_xmin(pg_current_snapshot())::text::bigint)")
+"""The oldest transaction that may still commit; all events with a lower id are complete and in order."""
 
-    inherit_cache = True
-    type = BigInteger()
-    sqlite = "1"
-    postgresql = "(pg_snapshot_xmin(pg_current_snapshot())::text::bigint)"
+next_tx = _expression("next_tx", BigInteger(), "1", "(pg_snapshot_xmax(pg_current_snapshot())::text::bigint)")
+"""The first transaction that has not begun; `oldest_tx` reaches it when all that run now have ended."""
 
+oldest_runs = _expression(
+    "oldest_runs",
+    Boolean(),
+    "NULL",
+    """(CASE WHEN pg_snapshot_xmin(pg_current_snapshot()) < pg_snapshot_xmax(pg_current_snapshot())
+        THEN pg_xact_status(pg_snapshot_xmin(pg_current_snapshot())) = 'in progress' END)""",
+)
+"""Does the transaction that `oldest_tx` names still run? None: there is none yet, since nothing runs."""
 
-class next_tx(_Expression):
-    """The first transaction that has not begun; `oldest_tx` reaches it when all that run now have ended."""
+log_written = _expression("log_written", BigInteger(), "0", "((pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint)")
+"""How far PostgreSQL has written its log of changes, in bytes; 0 on SQLite."""
 
-    inherit_cache = True
-    type = BigInteger()
-    sqlite = "1"
-    postgresql = "(pg_snapshot_xmax(pg_current_snapshot())::text::bigint)"
+log_synced = _expression("log_synced", BigInteger(), "0", "((pg_current_wal_flush_lsn() - '0/0'::pg_lsn)::bigint)")
+"""How far that log is on the disk, in bytes; 0 on SQLite."""
 
+sync_delay_s = _expression(
+    "sync_delay_s",
+    Double(),
+    "0.0",
+    "(3 * extract(epoch from current_setting('wal_writer_delay')::interval))::double precision",
+)
+"""Within how many seconds PostgreSQL syncs a commit that did not wait for it; 0 on SQLite.
 
-class oldest_runs(_Expression):
-    """Does the transaction that `oldest_tx` names still run? None: there is none yet, since nothing runs."""
+Three times wal_writer_delay: https://www.postgresql.org/docs/current/wal-async-commit.html
+"""
 
-    inherit_cache = True
-    type = Boolean()
-    sqlite = "NULL"
-    postgresql = """(CASE WHEN pg_snapshot_xmin(pg_current_snapshot()) < pg_snapshot_xmax(pg_current_snapshot())
-        THEN pg_xact_status(pg_snapshot_xmin(pg_current_snapshot())) = 'in progress' END)"""
+now = _expression(
+    "now",
+    Double(),
+    "((julianday('now') - 2440587.5) * 86400.0)",
+    "extract(epoch from clock_timestamp())::double precision",
+)
+"""Seconds since the epoch by the database's clock."""
 
+up_since = _expression("up_since", Double(), "0.0", "extract(epoch from pg_postmaster_start_time())::double precision")
+"""When the database server was started, by its own clock; 0 on SQLite."""
 
-class log_written(_Expression):
-    """How far PostgreSQL has written its log of changes, in bytes; 0 on SQLite."""
+keep_pins = _expression("keep_pins", NullType(), "1", "pg_advisory_xact_lock_shared(8384003170512)")
+"""Until the transaction ends, no checkpoint is made; others may do the same meanwhile. SQLite has one writer."""
 
-    inherit_cache = True
-    type = BigInteger()
-    sqlite = "0"
-    postgresql = "((pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint)"
+change_pins = _expression("change_pins", NullType(), "1", "pg_advisory_xact_lock(8384003170512)")
+"""Wait for the transactions that keep the pins; until this one ends, no other begins to."""
 
+change_schema = _expression("change_schema", NullType(), "1", "pg_advisory_xact_lock(8384003170513)")
+"""Until the transaction ends, no other process migrates the database. On SQLite the file's lock does that."""
 
-class log_synced(_Expression):
-    """How far that log is on the disk, in bytes; 0 on SQLite."""
-
-    inherit_cache = True
-    type = BigInteger()
-    sqlite = "0"
-    postgresql = "((pg_current_wal_flush_lsn() - '0/0'::pg_lsn)::bigint)"
-
-
-class sync_delay_s(_Expression):
-    """Within how many seconds PostgreSQL syncs a commit that did not wait for it; 0 on SQLite.
-
-    Three times wal_writer_delay: https://www.postgresql.org/docs/current/wal-async-commit.html
-    """
-
-    inherit_cache = True
-    type = Double()
-    sqlite = "0.0"
-    postgresql = "(3 * extract(epoch from current_setting('wal_writer_delay')::interval))::double precision"
-
-
-class now(_Expression):
-    """Seconds since the epoch by the database's clock."""
-
-    inherit_cache = True
-    type = Double()
-    sqlite = "((julianday('now') - 2440587.5) * 86400.0)"
-    postgresql = "extract(epoch from clock_timestamp())::double precision"
-
-
-class up_since(_Expression):
-    """When the database server was started, by its own clock; 0 on SQLite."""
-
-    inherit_cache = True
-    type = Double()
-    sqlite = "0.0"
-    postgresql = "extract(epoch from pg_postmaster_start_time())::double precision"
-
-
-class keep_pins(_Expression):
-    """Until the transaction ends, no checkpoint is made; others may do the same meanwhile. SQLite has one writer."""
-
-    inherit_cache = True
-    sqlite = "1"
-    postgresql = "pg_advisory_xact_lock_shared(8384003170512)"
-
-
-class change_pins(_Expression):
-    """Wait for the transactions that keep the pins; until this one ends, no other begins to."""
-
-    inherit_cache = True
-    sqlite = "1"
-    postgresql = "pg_advisory_xact_lock(8384003170512)"
-
-
-class change_schema(_Expression):
-    """Until the transaction ends, no other process migrates the database. On SQLite the file's lock does that."""
-
-    inherit_cache = True
-    sqlite = "1"
-    postgresql = "pg_advisory_xact_lock(8384003170513)"
-
-
-class used_bytes(_Expression):
-    """The database's size in bytes, without free pages."""
-
-    inherit_cache = True
-    type = BigInteger()
-    sqlite = """(((SELECT page_count FROM pragma_page_count()) - (SELECT freelist_count FROM pragma_freelist_count()))
-        * (SELECT page_size FROM pragma_page_size()))"""
-    postgresql = "pg_database_size(current_database())"
+used_bytes = _expression(
+    "used_bytes",
+    BigInteger(),
+    """(((SELECT page_count FROM pragma_page_count()) - (SELECT freelist_count FROM pragma_freelist_count()))
+        * (SELECT page_size FROM pragma_page_size()))""",
+    "pg_database_size(current_database())",
+)
+"""The database's size in bytes, without free pages."""
 
 
 class begins_with(FunctionElement[bool]):
@@ -244,7 +195,7 @@ class Pins(NamedTuple):
 
 class Departed(NamedTuple):
     """Sessions that are not in the database any more, and whose ids are taken. `ids`: those of some ids; `generations`:
-    as `names.generations`, of a name; `attempted`: as `names.attempted`, of a name, a mark and an agent."""
+    as `sessions.generations`, of a name; `attempted`: as `sessions.attempted`, of a name, a mark and an agent."""
 
     ids: ForEach
     generations: Callable[[str], Select[Any]]
@@ -280,15 +231,86 @@ class StorePoints:
         self.departed: list[Departed] = []
         """Where sessions may be that are not in the database. Archive."""
 
-        self.pins: Pins | None = None
+        self.pins: list[Pins] = []
         """What is kept of sessions (`store.pins`). Checkpoints."""
 
         self.tables: list[Table] = []
         """Tables with rows of sessions: all of a session's are read where a page of one may be damaged."""
 
 
-class Tx(Protocol):
-    """A write transaction: it runs Core statements and returns plain rows.
+class ClaimRow(NamedTuple):
+    """A claim: the state that its session has to be in, and the rows to write.
+
+    It fits if the log ends with event `known`, written at `known_at`, if `known_turns` turns were committed and
+    `turn - 1` numbers given, and if less than `most` turns are open. Its fence, and its event's seq, are `known + 1`.
+    The event has this `version` and `data`. The two databases' statements name the fields in this order.
+    """
+
+    session_id: str
+    known: int
+    known_turns: int
+    most: int
+    turn: int
+    known_at: float
+    parent: int
+    incarnation: int
+    body_hash: str
+    retry_key: str | None
+    adapter: str | None
+    at: float
+    reserved: int | None
+    version: int
+    data: bytes
+
+
+class CommitRow(NamedTuple):
+    """A commit: the state that its session has to be in, and what is written of the head and the turn.
+
+    It fits if the log ends with event `known`, if `known_turns` turns were committed, and if the turn with this fence,
+    process and time is open; that row is deleted. `events` of the log follow. The two databases' statements name the
+    fields in this order.
+    """
+
+    session_id: str
+    known: int
+    known_turns: int
+    fence: int
+    incarnation: int
+    opened_at: float
+    events: int
+    at: float
+    weight_version: int | None
+    engine: str | None
+    turn: int
+    parent: int
+    segment: int
+    choice_index: int
+    protocol: str
+    tokens: bytes | None
+    exchange: bytes
+
+
+class LogRow(NamedTuple):
+    """An event of the log."""
+
+    session_id: str
+    seq: int
+    type: str
+    version: int
+    at: float
+    data: bytes
+
+
+class Reads(Protocol):
+    """Runs Core statements and returns plain rows."""
+
+    def one(self, statement: Executable, parameters: Parameters) -> Row | None: ...
+
+    def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...
+
+
+class Tx(Reads, Protocol):
+    """A write transaction.
 
     `is_remote`: each statement is a round trip to a server, so one statement for many operations is worthwhile.
     `points`: what features write with the kernel.
@@ -298,10 +320,6 @@ class Tx(Protocol):
 
     @property
     def is_remote(self) -> bool: ...
-
-    def one(self, statement: Executable, parameters: Parameters) -> Row | None: ...
-
-    def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...
 
     def run(self, statement: Executable, parameters: Parameters) -> int:
         """Returns the number of changed rows."""
@@ -325,6 +343,15 @@ class Tx(Protocol):
         """Tell the transaction which sessions' rows it has locked already."""
         ...
 
+    def open_turns(self, opened: Sequence[ClaimRow]) -> Collection[str]:
+        """Write the claims that fit, and that nobody else has locked, each of another session; returns their ids."""
+        ...
+
+    def commit_turns(self, committed: Sequence[CommitRow], log: Sequence[LogRow]) -> Collection[str]:
+        """Write the commits that fit, and that nobody else has locked, each of another session, with their events of
+        `log`; returns their ids."""
+        ...
+
     @property
     def positions(self) -> Iterator[int] | None:
         """The positions of the next events, or None if the database assigns them."""
@@ -345,94 +372,17 @@ class ForEach:
         self.many = build(rows.c)
 
 
-class AlchemyTx:
-    """Uses SQLAlchemy's own execution, for infrequent operations; the database assigns positions."""
-
-    is_remote = False
-    positions = None
+class CoreReads:
+    """The reads of a transaction on a connection that is no writer's, by SQLAlchemy's own execution."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.points = StorePoints()  # none: the service's writes do not come this way
 
     def one(self, statement: Executable, parameters: Parameters) -> Row | None:
         return self._connection.execute(statement, parameters).first()
 
     def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         return self._connection.execute(statement, parameters).all()
-
-    def run(self, statement: Executable, parameters: Parameters) -> int:
-        return self._connection.execute(statement, parameters).rowcount
-
-    def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
-        for row in parameters:
-            self._connection.execute(statement, row)
-
-    def each(self, statement: ForEach, rows: Sequence[dict[str, Any]]) -> Sequence[Row]:
-        return [result for row in rows for result in self.all(statement.single, row)]
-
-    def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
-        if rows:
-            self._connection.execute(statement, rows)
-
-    def lock(self, statement: Executable, parameters: Parameters) -> None:
-        self._connection.execute(statement, parameters)
-
-    def add_locked(self, session_ids: Collection[str]) -> None:
-        return
-
-
-class SqliteTx:
-    """Uses the driver's connection directly, with statements compiled once.
-
-    `next_position` is the position of the next event. A rolled-back transaction leaves a gap, never a repetition.
-    `cursor` is for statements that are text.
-    """
-
-    is_remote = False
-
-    def __init__(self, connection: sqlite3.Connection, next_position: int, points: StorePoints) -> None:
-        self.cursor = connection.cursor()
-        self.points = points
-        self.positions = itertools.count(next_position)
-        self._bind = Compiler(sqlite.dialect(paramstyle="qmark")).bind
-
-    def one(self, statement: Executable, parameters: Parameters) -> Row | None:
-        sql, values = self._bind(statement, parameters)
-        row: Row | None = self.cursor.execute(sql, values).fetchone()
-        self.cursor.fetchall()
-        return row
-
-    def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
-        sql, values = self._bind(statement, parameters)
-        return self.cursor.execute(sql, values).fetchall()
-
-    def run(self, statement: Executable, parameters: Parameters) -> int:
-        sql, values = self._bind(statement, parameters)
-        return self.cursor.execute(sql, values).rowcount
-
-    def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
-        for row in parameters:
-            self.run(statement, row)
-
-    def each(self, statement: ForEach, rows: Sequence[dict[str, Any]]) -> Sequence[Row]:
-        return [result for row in rows for result in self.all(statement.single, row)]
-
-    def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
-        if not rows:
-            return
-        columns = tuple(rows[0])
-        sql, values = self._bind(statement, rows[0], columns)
-        if len(rows) == 1:
-            self.cursor.execute(sql, values)
-        else:
-            self.cursor.executemany(sql, [self._bind(statement, row, columns)[1] for row in rows])
-
-    def lock(self, statement: Executable, parameters: Parameters) -> None:
-        return
-
-    def add_locked(self, session_ids: Collection[str]) -> None:
-        return
 
 
 class Compiler:

@@ -21,10 +21,9 @@ from app.domain.patterns import MAX_INTEGER
 from app.store import rollouts
 from app.store.damage import SPAN, BrokenRow, PageDamaged, attempt, attempt_or, split
 from app.store.dialect import log_synced, log_written, next_tx, oldest_tx, sync_delay_s
-from app.store.names import called
 from app.store.ports import Database
 from app.store.schema import events, store_meta
-from app.store.sessions import EventRow, listed
+from app.store.sessions import EventRow, called, listed
 
 WINDOW = 10_000
 """Events that one read looks through for a type that may be rare."""

@@ -29,13 +29,9 @@ _end_all = update(incarnations).where(incarnations.c.ended_at.is_(None)).values(
 _here = select(incarnations.c.id, incarnations.c.pid).where(
     incarnations.c.ended_at.is_(None), incarnations.c.host == bindparam("at_host")
 )
-_who = select(
+_signs = select(
     incarnations.c.host,
     incarnations.c.pid,
-    incarnations.c.ended_at,
-    (incarnations.c.heartbeat_at + bindparam("lease_s") - now()).label("left"),
-).where(incarnations.c.id == bindparam("which"))
-_signs = select(
     incarnations.c.heartbeat_at,
     incarnations.c.ended_at,
     (incarnations.c.heartbeat_at + bindparam("lease_s") - now()).label("left"),
@@ -98,10 +94,10 @@ class IncarnationState(NamedTuple):
 
 def standing(connection: Connection, incarnation: int, lease_s: float) -> IncarnationState:
     """A process's state. Of another host's only heartbeats are known."""
-    row = connection.execute(_who, {"which": incarnation, "lease_s": lease_s}).first()
-    if row is None or row[2] is not None:
+    row = connection.execute(_signs, {"which": incarnation, "lease_s": lease_s}).first()
+    if row is None or row.ended_at is not None:
         return IncarnationState(ended=True, gone=True, left=0.0)
-    return IncarnationState(ended=False, gone=row[0] == host_name() and not _is_running(row[1]), left=row[3])
+    return IncarnationState(ended=False, gone=row.host == host_name() and not _is_running(row.pid), left=row.left)
 
 
 def died_after(connection: Connection, incarnation: int, lease_s: float) -> float | None:
@@ -112,9 +108,8 @@ def died_after(connection: Connection, incarnation: int, lease_s: float) -> floa
     row = connection.execute(_signs, {"which": incarnation, "lease_s": lease_s}).first()
     if row is None:
         return None
-    heartbeat_at, ended_at, left = row
-    is_dead = left < 0 if ended_at is None else ended_at - heartbeat_at > SAME_MOMENT_S
-    return float(heartbeat_at) if is_dead else None
+    is_dead = row.left < 0 if row.ended_at is None else row.ended_at - row.heartbeat_at > SAME_MOMENT_S
+    return float(row.heartbeat_at) if is_dead else None
 
 
 def heartbeat(tx: Tx, incarnation: int) -> None:

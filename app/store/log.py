@@ -227,7 +227,7 @@ def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Holder], reaso
     if not abandoned:
         return Appended(())
     for event in abandoned:
-        tx.run(sql.drop_staged, {"sid": session_id, "fenced": event.fence})
+        tx.run(sql.drop_staged_chunks, {"sid": session_id, "fenced": event.fence})
     written = {holder.fence: holder.incarnation for holder in holders}
     voided = tuple((event.fence, written[event.fence]) for event in abandoned)
     if reason in ("session_closed", "restored"):
@@ -237,13 +237,13 @@ def abandon(tx: Tx, session_id: str, at: float, holders: Sequence[Holder], reaso
     return msgspec.structs.replace(appended, voided=voided)
 
 
-def departed(tx: Tx, session_ids: Sequence[str]) -> set[str]:
+def ids_elsewhere(tx: Tx, session_ids: Sequence[str]) -> set[str]:
     """Those of the ids that are of sessions in an archive, or were erased there."""
     rows = [{"sid": session_id} for session_id in session_ids]
     return {row[0] for elsewhere in tx.points.departed for row in tx.each(elsewhere.ids, rows)}
 
 
-def unstage(tx: Tx, turns: Sequence[tuple[str, int | None]]) -> None:
+def end_staging(tx: Tx, turns: Sequence[tuple[str, int | None]]) -> None:
     """What has been staged of these turns, a session and a fence each, is not needed any more; without a fence, of all
     turns of the session."""
     for follow in tx.points.unstaged:

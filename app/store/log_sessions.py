@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import msgspec
+from sqlalchemy import Connection, bindparam, or_, select, update
 
 from app.crash_points import reach
 from app.domain.events import (
+    AnnotationWritten,
     BlobsTombstoned,
     CloseReason,
+    Event,
     RewardAssigned,
     RolloutJoined,
     SessionClosed,
     SessionCreated,
     SessionErased,
+    UnknownEvent,
+    decode,
+    encode,
 )
 from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx
-from app.store.erasure import Rewritten, erase_remaining, rewrite
 from app.store.log import (
     Appended,
     BaseOperation,
@@ -32,12 +37,134 @@ from app.store.log import (
     append,
     append_all,
     blob_row,
-    departed,
+    end_staging,
     free_chunks,
     holders_of,
+    ids_elsewhere,
     refused,
-    unstage,
 )
+from app.store.schema import events
+
+# What an erasure removes from the log: the components of rewards, names and values, and the values and writers of
+# annotations. Only they can hold a client's text in an event. The rows keep their places in both orders, so that
+# readers find no gap; each event says that something is missing. They go in steps: there may be megabytes of them.
+
+WITH_TEXT = (RewardAssigned.__name__, AnnotationWritten.__name__)
+"""The types of event that are rewritten."""
+
+IN_HEAD = ("note", "tags")
+"""The session's annotations that are columns of its row, too."""
+
+UNREADABLE = b""
+"""Replaces an event that is damaged or of a newer release, since nobody can say which parts may stay. It still counts
+as unreadable."""
+
+_texts = (
+    select(events.c.seq, events.c.type, events.c.version, events.c.data)
+    .where(
+        events.c.session_id == bindparam("sid"),
+        events.c.seq > bindparam("after"),
+        or_(*(events.c.type == name for name in WITH_TEXT)),
+    )
+    .order_by(events.c.seq)
+)
+_some_texts = _texts.limit(bindparam("most"))
+_rewrite = (
+    update(events)
+    .where(events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place"))
+    .values(version=RewardAssigned.VERSION, data=bindparam("left"))
+)
+assert RewardAssigned.VERSION == AnnotationWritten.VERSION
+
+
+class TextRow(NamedTuple):
+    """A stored reward or annotation, not yet decoded."""
+
+    seq: int
+    type: str
+    version: int
+    data: bytes
+
+
+class Rewritten(NamedTuple):
+    """The new content of event `seq`. `is_in_head`: the session's row shows what it said, and changes with it."""
+
+    seq: int
+    data: bytes
+    is_in_head: bool = False
+
+
+def text_rows(connection: Connection, session_id: str, after: int, most: int) -> list[TextRow]:
+    """Up to `most` of a session's rewards and annotations after event `after`, in order."""
+    rows = connection.execute(_some_texts, {"sid": session_id, "after": after, "most": most})
+    return [TextRow(*row) for row in rows]
+
+
+def without_text(rows: Iterable[TextRow]) -> list[Rewritten]:
+    """The events that hold a client's text, without it."""
+    rewritten: list[Rewritten] = []
+    for row in rows:
+        try:
+            event = decode(row.type, row.version, row.data)
+        except UnknownEvent:
+            if row.data != UNREADABLE:
+                rewritten.append(Rewritten(row.seq, UNREADABLE))
+            continue
+        match event:
+            case RewardAssigned() if has_text(event):
+                left: Event = msgspec.structs.replace(event, components={}, components_erased=True)
+                rewritten.append(Rewritten(row.seq, encode(left)))
+            case AnnotationWritten() if has_text(event):
+                left = msgspec.structs.replace(event, value=None, writer=None, erased=True)
+                rewritten.append(Rewritten(row.seq, encode(left), event.turn is None and event.name in IN_HEAD))
+    return rewritten
+
+
+class EraseTexts(BaseOperation, frozen=True):
+    """Rewrite events of a session that is being erased. `freed` is their size in bytes. `unless_pinned`: nothing is
+    written if a checkpoint has the session."""
+
+    durable: ClassVar[bool] = False
+    session_id: str
+    rewritten: Sequence[Rewritten]
+    freed: int
+    unless_pinned: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.freed
+
+    def apply(self, tx: Tx) -> bool:
+        tx.lock(sql.lock_head, {"sid": self.session_id})
+        head = tx.one(sql.head, {"sid": self.session_id})
+        if self.unless_pinned and pins.pinned_upto(tx, self.session_id):
+            return False
+        if head is None or head[1] == "open":
+            return False
+        rewrite(tx, self.session_id, self.rewritten)
+        return True
+
+
+def erase_remaining(tx: Tx, session_id: str, after: int) -> None:
+    """Remove what events after event `after` hold of a client's text, in the transaction that erases the session, so
+    that none can come between. They are few."""
+    rows = tx.all(_texts, {"sid": session_id, "after": after})
+    rewrite(tx, session_id, without_text(TextRow(*row) for row in rows))
+
+
+def has_text(event: Event) -> bool:
+    """Does the event hold what an erasure removes?"""
+    match event:
+        case RewardAssigned():
+            return bool(event.components)
+        case AnnotationWritten():
+            return event.value is not None or event.writer is not None
+        case _:
+            return False
+
+
+def rewrite(tx: Tx, session_id: str, rewritten: Sequence[Rewritten]) -> None:
+    tx.run_all(_rewrite, [{"sid": session_id, "place": text.seq, "left": text.data} for text in rewritten])
 
 
 class Create(BaseOperation, frozen=True):
@@ -47,8 +174,6 @@ class Create(BaseOperation, frozen=True):
     session_id: str
     at: float
     event: SessionCreated
-    body_hash: str
-    group_id: str | None
     blob: StoredBlob | None
 
     @property
@@ -70,7 +195,7 @@ class Create(BaseOperation, frozen=True):
         taken = tx.each(sql.heads, [{"sid": create.session_id} for create in operations])
         outcomes: dict[str, Any] = {session_id: Existing(*head) for session_id, *head in taken}
         named = {create.session_id for create in operations} | {create.parent for create in operations if create.parent}
-        gone = departed(tx, sorted(named))
+        gone = ids_elsewhere(tx, sorted(named))
         roots: dict[str, str | None] = {}
         for create in operations:
             session_id = create.session_id
@@ -83,7 +208,7 @@ class Create(BaseOperation, frozen=True):
                 continue
             if session_id in gone or create.parent in gone:
                 is_own = session_id in gone
-                outcomes[session_id] = Existing("archived", create.body_hash) if is_own else Refused("archived")
+                outcomes[session_id] = Existing("archived", create.event.body_hash) if is_own else Refused("archived")
                 continue
             root_id = None if create.parent is None else rollouts.root_for(tx, create.parent)
             root = None if root_id is None else tx.one(sql.head, {"sid": root_id})
@@ -94,9 +219,11 @@ class Create(BaseOperation, frozen=True):
             else:
                 roots[session_id] = root_id
         new = [create._under(tx, roots) for create in operations if create.session_id in roots]
-        tx.insert(sql.insert_session, [create._head_row(roots[create.session_id]) for create in new])
+        tx.insert(sql.insert_session, [new_head(c.session_id, c.at, c.event, roots[c.session_id]) for c in new])
         adopted = rollouts.adopt(tx, roots)
-        rollouts.note_groups(tx, sorted({create.group_id for create in new if create.group_id is not None}))
+        rollouts.note_groups(
+            tx, sorted({group_id for create in new if (group_id := create.event.config.group_id) is not None})
+        )
         for root_id in roots.values():
             rollouts.note(tx, None, root_id)
         blobs = [blob_row(create.session_id, create.blob) for create in new if create.blob is not None]
@@ -119,22 +246,24 @@ class Create(BaseOperation, frozen=True):
     def parent(self) -> str | None:
         return self.event.config.parent
 
-    def _head_row(self, root_id: str | None) -> dict[str, Any]:
-        return {
-            "session_id": self.session_id,
-            "version": 1,
-            "status": "open",
-            "open_turns": 0,
-            "turns": 0,
-            "group_id": self.group_id,
-            "created_at": self.at,
-            "updated_at": self.at,
-            "body_hash": self.body_hash,
-            "attempt": self.event.config.attempt,
-            "root_id": root_id,
-            "name": self.event.name,
-            "generation": self.event.generation,
-        }
+
+def new_head(session_id: str, at: float, created: SessionCreated, root_id: str | None) -> dict[str, Any]:
+    """The head of a session whose log begins with `created`, a fork's too."""
+    return {
+        "session_id": session_id,
+        "version": 1,
+        "status": "open",
+        "open_turns": 0,
+        "turns": 0,
+        "group_id": created.config.group_id,
+        "created_at": at,
+        "updated_at": at,
+        "body_hash": created.body_hash,
+        "attempt": created.config.attempt,
+        "root_id": root_id,
+        "name": created.name,
+        "generation": created.generation,
+    }
 
 
 class Existing(msgspec.Struct, frozen=True):
@@ -254,7 +383,7 @@ class Close(BaseOperation, frozen=True):
             return refused(tx, self.session_id)
         rollouts.note(tx, *row)
         abandoned = abandon(tx, self.session_id, self.at, holders_of(tx, self.session_id), "session_closed")
-        unstage(tx, [(self.session_id, None)])
+        end_staging(tx, [(self.session_id, None)])
         for follow in tx.points.closed:
             follow(tx, self.session_id, self.engine_session)
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed(self.reason)])
@@ -338,7 +467,7 @@ class Erase(BaseOperation, frozen=True):
         rollouts.note(tx, *row)
         for statement in sql.drop_content:
             tx.run(statement, {"sid": self.session_id})
-        unstage(tx, [(self.session_id, None)])
+        end_staging(tx, [(self.session_id, None)])
         rewrite(tx, self.session_id, self.in_head)
         erase_remaining(tx, self.session_id, self.texts_upto)
         for follow in tx.points.erased:

@@ -14,13 +14,15 @@ from app.domain.events import (
     BlobsTombstoned,
     Event,
     LimitName,
+    Recorded,
     TurnCommitted,
     TurnOpened,
+    encode,
 )
-from app.store import pins, postgres_turns, sqlite_turns
+from app.store import pins
 from app.store import statements as sql
 from app.store.damage import BrokenRow
-from app.store.dialect import SqliteTx, Tx
+from app.store.dialect import ClaimRow, CommitRow, LogRow, Tx
 from app.store.log import (
     Appended,
     BaseOperation,
@@ -36,14 +38,13 @@ from app.store.log import (
     advance_head,
     blob_row,
     chunk_row,
+    end_staging,
     free_chunks,
     holders_of,
     refused,
     size_of,
     tombstones_of,
-    unstage,
 )
-from app.store.postgres import PostgresTx
 
 
 class Stale(msgspec.Struct, frozen=True):
@@ -134,6 +135,13 @@ class Claim(BaseOperation, frozen=True):
     def needs_look(self) -> bool:
         """It may repeat an open turn. A linear session's only one is in the way as it is."""
         return self.most > 1 and (self.is_retry or self.event.retry_key is not None)
+
+    @property
+    def row(self) -> ClaimRow:
+        known, event = self.known, self.event
+        asked = event.parent, event.incarnation, event.body_hash, event.retry_key, event.adapter
+        fits = self.session_id, known.version, known.turns, self.most, event.turn, known.last_event_at
+        return ClaimRow(*fits, *asked, self.at, event.reserved, event.VERSION, encode(event))
 
     def decide(self, tx: Tx, seen: Seen | None) -> Claim | ClaimRefused | Deferred:
         """The claim for the session as it is, or why there is none."""
@@ -259,6 +267,21 @@ class Commit(TurnOperation, frozen=True):
                 return True
         return False
 
+    @property
+    def row(self) -> CommitRow:
+        known, turn = self.known, self.turn
+        fits = self.session_id, known.version, known.turns, self.fence, self.incarnation, self.opened_at
+        head = len(self.events), self.at, max(turn.version_numbers, default=None), turn.engine
+        place = turn.turn, turn.parent, turn.segment, turn.choice_index
+        return CommitRow(*fits, *head, *place, turn.protocol, self.tokens, self.exchange)
+
+    @property
+    def log(self) -> list[LogRow]:
+        return [
+            LogRow(self.session_id, seq, type(event).__name__, event.VERSION, self.at, encode(event))
+            for seq, event in enumerate(self.events, self.known.version + 1)
+        ]
+
     def decide(self, tx: Tx, seen: Seen | None) -> Commit | Stale | Pinned | Refused:
         """The commit for the session as it is, or why there is none."""
         if seen is None or seen.status != "open":
@@ -290,23 +313,28 @@ def write(tx: Tx, claims: Sequence[Claim], commits: Sequence[Commit]) -> dict[st
 
     No two may be of one session, and none may need a look at it first.
     """
-    if isinstance(tx, SqliteTx):
-        written = sqlite_turns.write(tx, claims, commits)
-    else:
-        assert isinstance(tx, PostgresTx)
-        written = postgres_turns.write(tx, claims, commits)
-    if crash_points.ARMED and any(claim.session_id in written for claim in claims):
+    taken = tx.open_turns([claim.row for claim in claims]) if claims else ()
+    written = {
+        claim.session_id: Appended((Recorded(claim.known.version + 1, claim.at, claim.event),))
+        for claim in claims
+        if claim.session_id in taken
+    }
+    if crash_points.ARMED and written:
         crash_points.reach("in_claim")
     if not commits:
         return written
+    log = [event for commit in commits for event in commit.log]
+    advanced = tx.commit_turns([commit.row for commit in commits], log)
     blobs: list[dict[str, Any]] = []
     chunks: list[dict[str, Any]] = []
     staged: list[tuple[str, int | None]] = []
     freed: list[Tombstones] = []
     for commit in commits:
         session_id = commit.session_id
-        if session_id not in written:
+        if session_id not in advanced:
             continue
+        new = enumerate(commit.events, commit.known.version + 1)
+        written[session_id] = Appended(tuple(Recorded(seq, commit.at, event) for seq, event in new))
         if commit.blobs:
             blobs += [blob_row(session_id, blob) for blob in commit.blobs]
         if commit.chunks:
@@ -321,10 +349,10 @@ def write(tx: Tx, claims: Sequence[Claim], commits: Sequence[Commit]) -> dict[st
     if chunks:
         tx.insert(sql.insert_chunk, chunks)
     if staged:
-        unstage(tx, staged)
+        end_staging(tx, staged)
     if freed:
         free_chunks(tx, freed)
-    if crash_points.ARMED and any(commit.session_id in written for commit in commits):
+    if crash_points.ARMED and advanced:
         crash_points.reach("in_commit")
     return written
 
@@ -394,9 +422,9 @@ class Release(TurnOperation, frozen=True):
         tx.lock(sql.lock_head, {"sid": self.session_id})
         if tx.one(sql.free_open_turn, self.held) is None:
             return refused(tx, self.session_id)
-        tx.run(sql.drop_staged, {"sid": self.session_id, "fenced": self.fence})
+        tx.run(sql.drop_staged_chunks, {"sid": self.session_id, "fenced": self.fence})
         if not self.keeps_staged:
-            unstage(tx, [(self.session_id, self.fence)])
+            end_staging(tx, [(self.session_id, self.fence)])
         released = advance_head(tx, self.session_id, self.at, [self.event, *self.then], freed=1)
         if crash_points.ARMED:
             crash_points.reach("in_release")

@@ -1,22 +1,197 @@
-"""Opening a database: its revision and the one that this code needs, or one line for an operator why it cannot be
-opened, with the remedy and without a password.
+"""Opening a database: the lock that reserves an SQLite file for one process, the revision that this code needs, or one
+line for an operator why the database cannot be opened, with the remedy and without a password.
+
+The lock is an exclusive flock(2) on the file itself, while the process has it open. On Linux, flock and SQLite's
+fcntl(2) locks are independent, so it does not disturb SQLite, and it holds for any name of the file. But the kernel
+drops a process's fcntl locks when the process closes *any* descriptor of the file. So the descriptor is opened before
+SQLite opens the file and closed after SQLite has closed it, and no child inherits it (Python opens files
+close-on-exec). On network file systems and other systems than Linux the two kinds of lock exclude each other: there
+`<file>.lock` is locked instead, and watched like the database. Deleting it ends the server.
 
 Alembic knows the revisions too, but its import takes a tenth of the start-up time, and only migrations need it.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import re
 import sqlite3
+import sys
 from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
 
 from sqlalchemy import Connection, column, inspect, select, table
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 
 from app.errors import StartupError, StoreFull
-from app.store import sqlite_engine
-from app.store.lock import Held, SqliteLock
+
+REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "afs"})
+"""File systems whose locks and shared memory SQLite's write-ahead log cannot rely on."""
+
+_LISTED = Path("/proc/locks")
+
+
+class Held(Exception):
+    """Another process has the file; `pid` if the kernel tells."""
+
+    def __init__(self, pid: int | None) -> None:
+        super().__init__("another process" if pid is None else f"another process (pid {pid})")
+        self.pid = pid
+
+
+class LockedFile(NamedTuple):
+    """A file's identity (device, inode), and the descriptor that holds its lock, if locked."""
+
+    path: Path
+    identity: tuple[int, int]
+    handle: int | None
+
+    def lost(self) -> str | None:
+        """Why the path no longer leads to this file. Raises OSError."""
+        try:
+            status = os.stat(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{self.path} was deleted or moved"
+        if (status.st_dev, status.st_ino) != self.identity:
+            return f"{self.path} was replaced by another file"
+        return None
+
+
+class SqliteLock:
+    """Acquire before SQLite opens the file, and release after SQLite has closed it.
+
+    `create`: create a missing file, private to its user; otherwise nothing is locked then.
+    """
+
+    def __init__(self, path: Path, *, create: bool = False) -> None:
+        self._path = path
+        self._lock_file = Path(f"{path.resolve()}.lock")
+        self._create = create
+        self._locked: list[LockedFile] = []
+        self.watched: list[LockedFile] = []
+        """The files whose paths must go on leading to them; `LockedFile.lost` says why one does not."""
+
+    def acquire(self) -> None:
+        """Create the folder and lock the file. Raises Held, and OSError if either cannot be written."""
+        try:
+            _make(self._path.parent)
+            if sys.platform == "linux" and file_system(self._lock_file.parent) not in REMOTE:
+                self._lock(self._path, create=self._create)
+                self.watched = list(self._locked)
+            else:
+                self._lock(self._lock_file, create=True)
+                self.watched = [*self._locked, *_current(self._path)]
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        self.watched = []
+        while self._locked:
+            handle = self._locked.pop().handle
+            assert handle is not None
+            # A child that is just being started holds the descriptor, and so the lock, for some microseconds.
+            fcntl.flock(handle, fcntl.LOCK_UN)
+            os.close(handle)
+
+    def lost(self) -> str | None:
+        """Why this process has lost the file; None while it has it. Raises OSError if that cannot be determined.
+
+        Costs some microseconds.
+        """
+        for file in self.watched:
+            if (reason := file.lost()) is not None:
+                return reason
+        return None
+
+    def _lock(self, path: Path, *, create: bool) -> None:
+        """Lock the file that the path leads to; retried if it was replaced meanwhile."""
+        while True:
+            pid = lock_owner(path)
+            if pid is not None:
+                # Do not open the file here: closing it would drop this process's other locks on it.
+                raise Held(pid)
+            try:
+                handle = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+            except FileNotFoundError:
+                if create:
+                    raise
+                return
+            status = os.fstat(handle)
+            self._locked.append(LockedFile(path, (status.st_dev, status.st_ino), handle))
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise Held(lock_owner(path)) from None
+            if self._locked[-1].lost() is None:
+                return
+            self._locked.pop()
+            os.close(handle)
+
+    def __enter__(self) -> SqliteLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _make(folder: Path) -> None:
+    """Raises OSError."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from error
+
+
+def _current(path: Path) -> list[LockedFile]:
+    """The file as it is now, without a lock; empty if there is none."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return []
+    return [LockedFile(path, (status.st_dev, status.st_ino), None)]
+
+
+def lock_owner(path: Path) -> int | None:
+    """The process that holds a flock on the file, from the kernel's list.
+
+    None if there is none, if the process is in another container, or if there is no list.
+    """
+    try:
+        status = path.stat()
+        lines = _LISTED.read_text().splitlines()
+    except OSError:
+        return None
+    place = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    for line in lines:
+        # "1: FLOCK  ADVISORY  WRITE 4711 fe:00:131 0 EOF"
+        parts = line.split()
+        if len(parts) > 5 and parts[1] == "FLOCK" and parts[3] == "WRITE" and parts[5] == place:
+            return int(parts[4])
+    return None
+
+
+def file_system(folder: Path) -> str:
+    """The type of the file system, from Linux's list of mounts; empty if there is no list."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    best, kind = "", ""
+    for line in mounts:
+        _, place, fs_type, *_ = line.split(" ")
+        place = place.replace("\\040", " ")
+        if len(place) >= len(best) and folder.is_relative_to(place):
+            best, kind = place, fs_type
+    return kind
+
 
 MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 
@@ -26,13 +201,18 @@ _VERSION = table("alembic_version", column("version_num"))
 _PLACE = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH})
 
 
+def file_of(url: URL | str) -> Path:
+    """The file with links resolved: SQLite keeps its log file beside the real file."""
+    return Path(make_url(url).database or "").resolve()
+
+
 def acquire(lock: SqliteLock, url: str) -> None:
     """Raises StartupError where another process has the file, or it cannot be opened."""
     try:
         lock.acquire()
     except Held as held:
         raise StartupError(
-            f"{held} serves {sqlite_engine.file_of(url)}: SQLite is for one API process; stop that one, "
+            f"{held} serves {file_of(url)}: SQLite is for one API process; stop that one, "
             "run without --workers, or set TURNLOG_DATABASE_URL to another file or PostgreSQL"
         ) from None
     except OSError as error:
@@ -65,8 +245,8 @@ def _file(url: URL, error: BaseException) -> tuple[str, str]:
     """The file or folder concerned, and what to do."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     if not isinstance(error, OSError) and code not in _PLACE:
-        return str(sqlite_engine.file_of(url)), "is TURNLOG_DATABASE_URL right? (docs/runbook.md)"
-    place = getattr(error, "filename", None) or sqlite_engine.file_of(url)
+        return str(file_of(url)), "is TURNLOG_DATABASE_URL right? (docs/runbook.md)"
+    place = getattr(error, "filename", None) or file_of(url)
     return str(place), "TURNLOG_DATABASE_URL has to name a file in a folder that this user may write to"
 
 

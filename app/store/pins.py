@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import ColumnElement, Connection, FromClause, false, select
+from sqlalchemy import ColumnElement, Connection, FromClause, false, or_, select
 
 from app.store.dialect import StorePoints, Tx, change_pins, keep_pins
 from app.store.schema import sessions
@@ -34,27 +34,28 @@ def pinned_upto(tx: Tx, session_id: str) -> int:
 
 def pinned_upto_each(tx: Tx, session_ids: Sequence[str]) -> dict[str, int]:
     """As `pinned_upto`, of those of the sessions that are pinned."""
-    if tx.points.pins is None:
+    if not tx.points.pins:
         return {}
     keep(tx)
-    rows = tx.each(tx.points.pins.upto, [{"sid": session_id} for session_id in session_ids])
-    return {row[0]: row[1] for row in rows}
+    rows = [{"sid": session_id} for session_id in session_ids]
+    pinned = sorted((row[0], row[1]) for kept in tx.points.pins for row in tx.each(kept.upto, rows))
+    return dict(pinned)  # the last of a session counts
 
 
 def read_pinned_upto(connection: Connection, points: StorePoints, session_id: str) -> int:
     """As `pinned_upto`, of what is committed."""
-    row = None if points.pins is None else connection.execute(points.pins.upto.single, {"sid": session_id}).first()
-    return 0 if row is None else row[1]
+    rows = [connection.execute(kept.upto.single, {"sid": session_id}).first() for kept in points.pins]
+    return max((row[1] for row in rows if row is not None), default=0)
 
 
 def is_pinned(points: StorePoints, heads: FromClause = sessions) -> ColumnElement[bool]:
     """Condition on heads: the session is pinned."""
-    return false() if points.pins is None else points.pins.of_heads(heads)
+    return or_(false(), *(kept.of_heads(heads) for kept in points.pins))
 
 
 def is_restoring(tx: Tx) -> bool:
     """Is the store being taken back to a checkpoint? The pins are kept: the answer holds until the transaction ends."""
-    if tx.points.pins is None:
+    if not tx.points.pins:
         return False
     keep(tx)
-    return tx.one(tx.points.pins.restoring, {}) is not None
+    return any(tx.one(kept.restoring, {}) is not None for kept in tx.points.pins)

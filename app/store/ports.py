@@ -79,7 +79,10 @@ class Database(Protocol):
         one_moment: bool = False,
         session_id: str | None = None,
     ) -> T:
-        """`function` may run twice: it must not change anything but what it returns."""
+        """What `function` gives; it may run twice, and must not change anything but what it returns.
+
+        Where only `session_id` is read, an UnknownEvent or CorruptContent of it is raised as SessionUnreadable.
+        """
         ...
 
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]: ...

@@ -14,21 +14,21 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import asyncpg
 from sqlalchemy import Connection, bindparam, func, select, text
-from sqlalchemy.engine import AdaptedConnection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
-from sqlalchemy.sql import Executable, Insert
+from sqlalchemy.sql import Executable
 
 from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
-from app.store.dialect import Compiler, ConnectionLost, ForEach, Parameters, Row, StorePoints, Tx
+from app.store.dialect import Compiler, ConnectionLost, Parameters, Row, StorePoints, Tx
 from app.store.ports import Committed
+from app.store.postgres_tx import LastEvent, PostgresTx
 from app.store.schema import events
 
 T = TypeVar("T")
@@ -44,19 +44,6 @@ RECONNECT_S = 10.0
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.5
 
-LOCK_S = 5.0
-"""How long to wait for a row that another transaction has locked."""
-
-STATEMENT_S = 15.0
-"""How long a statement may take before its connection counts as lost."""
-
-COMMIT_S = 15.0
-"""The same for a commit. It is not cancelled: PostgreSQL would report a commit that waits for a synchronous standby as
-done."""
-
-IDLE_S = 10.0
-"""How long a frozen process can keep its rows locked."""
-
 AT_ONCE = 6
 """Single statements that run at a time, each on one of the connections for reads (`database.READERS`).
 
@@ -70,29 +57,9 @@ KEPT = 3
 RECYCLE_S = 1800
 """Age after which a connection is replaced, so that connections spread again after a failover."""
 
-BEGIN = (
-    "BEGIN ISOLATION LEVEL READ COMMITTED; SET LOCAL statement_timeout = 0; "
-    "SET LOCAL enable_seqscan = off; SET LOCAL plan_cache_mode = force_generic_plan; "
-    f"SET LOCAL lock_timeout = {LOCK_S * 1000:.0f}; SET LOCAL idle_in_transaction_session_timeout = {IDLE_S * 1000:.0f}"
-)
-"""Writers look up rows by key; without statistics the planner of a new table would choose scans. The server does not
-time out commits: it would report one that waits for a standby as done."""
-
-SYNCED = BEGIN + "; SET LOCAL synchronous_commit = on"
-NOT_SYNCED = BEGIN + "; SET LOCAL synchronous_commit = off"
-
 _event = select(events.c.data, events.c.at).where(
     events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place")
 )
-
-
-class LastEvent(NamedTuple):
-    """The last event of a transaction: it is in the log exactly if the transaction was committed."""
-
-    session_id: str
-    seq: int
-    data: bytes
-    at: float
 
 
 class CommitUnknown(Exception):
@@ -102,92 +69,6 @@ class CommitUnknown(Exception):
         super().__init__("the connection was lost during a commit")
         self.last = last
         self.result = result
-
-
-class PostgresTx:
-    """A transaction on the driver's own connection, called from a greenlet as if it were synchronous."""
-
-    is_remote = True
-    positions = None
-
-    def __init__(self, connection: AdaptedConnection, compiler: Compiler, points: StorePoints) -> None:
-        self.points = points
-        self._connection = connection
-        self._bind = compiler.bind
-        self._locked: frozenset[str] = frozenset()
-        self.last_event: LastEvent | None = None
-
-    def one(self, statement: Executable, parameters: Parameters) -> Row | None:
-        text, values = self._bind(statement, parameters)
-        row = self._call(lambda raw: raw.fetchrow(text, *values, timeout=STATEMENT_S))
-        return None if row is None else tuple(row)
-
-    def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
-        text, values = self._bind(statement, parameters)
-        return [tuple(row) for row in self._call(lambda raw: raw.fetch(text, *values, timeout=STATEMENT_S))]
-
-    def rows(self, text: str, values: Iterable[Sequence[Any]]) -> Sequence[Row]:
-        """The rows of a statement that is text."""
-        rows: Sequence[Row] = self._call(lambda raw: raw.fetch(text, *values, timeout=STATEMENT_S))
-        return rows
-
-    def run(self, statement: Executable, parameters: Parameters) -> int:
-        text, values = self._bind(statement, parameters)
-        status: str = self._call(lambda raw: raw.execute(text, *values, timeout=STATEMENT_S))
-        return int(status.rpartition(" ")[2])
-
-    def run_all(self, statement: Executable, parameters: Sequence[Parameters]) -> None:
-        if parameters:
-            text = self._bind(statement, parameters[0])[0]
-            values = [self._bind(statement, row)[1] for row in parameters]
-            self._call(lambda raw: raw.executemany(text, values, timeout=STATEMENT_S))
-
-    def each(self, statement: ForEach, rows: Sequence[dict[str, Any]]) -> Sequence[Row]:
-        return self.all(statement.many, {name: [row[name] for row in rows] for name in rows[0]}) if rows else ()
-
-    def insert(self, statement: Insert, rows: Sequence[dict[str, Any]]) -> None:
-        if not rows:
-            return
-        columns = tuple(rows[0])
-        text = self._bind(statement, rows[0], columns)[0]
-        values = [self._bind(statement, row, columns)[1] for row in rows]
-        if len(rows) == 1:
-            self._call(lambda raw: raw.execute(text, *values[0], timeout=STATEMENT_S))
-        else:
-            self._call(lambda raw: raw.executemany(text, values, timeout=STATEMENT_S))
-        if statement is sql.insert_event:
-            self.last_event = LastEvent(*(rows[-1][name] for name in LastEvent._fields))
-
-    def lock(self, statement: Executable, parameters: Parameters) -> None:
-        if parameters["sid"] not in self._locked:
-            self.one(statement, parameters)
-
-    def add_locked(self, session_ids: Collection[str]) -> None:
-        self._locked = frozenset(session_ids)
-
-    def begin(self, durable: bool) -> None:
-        self._call(lambda raw: raw.execute(SYNCED if durable else NOT_SYNCED, timeout=STATEMENT_S))
-
-    def rollback(self) -> None:
-        self._call(lambda raw: raw.execute("ROLLBACK", timeout=STATEMENT_S))
-
-    def commit(self) -> None:
-        self._call(_commit)
-
-    def _call(self, request: Callable[[Any], Awaitable[Any]]) -> Any:
-        return self._connection.run_async(request)
-
-
-async def _commit(raw: Any) -> None:
-    """COMMIT. If it takes too long, its connection is closed instead of cancelling it."""
-    committing = asyncio.ensure_future(raw.execute("COMMIT"))
-    committing.add_done_callback(lambda done: done.cancelled() or done.exception())
-    try:
-        await asyncio.wait({committing}, timeout=COMMIT_S)
-    finally:
-        if not committing.done():
-            raw.terminate()
-    await committing
 
 
 class Reconnect:
@@ -233,41 +114,18 @@ async def answered(connection: AsyncConnection, work: Callable[[Connection], T])
         raise
 
 
-class PostgresWriter:
-    """Write transactions, on connections that are kept: taking one from the pool costs a quarter of a small
-    transaction. `committed` is called after durable ones."""
+class KeptConnections:
+    """Connections of a pool, of which up to KEPT stay taken from it between their uses: taking one costs a quarter of a
+    small transaction, and half of a single statement."""
 
-    def __init__(self, engine: AsyncEngine, reconnect: Reconnect, committed: Committed, points: StorePoints) -> None:
-        self._committed = committed
-        self._points = points
+    def __init__(self, engine: AsyncEngine) -> None:
+        self.compiler = Compiler(engine.dialect)
         self._engine = engine
-        self._reconnect = reconnect
-        self._compiler = Compiler(engine.dialect)
         self._idle: list[tuple[AsyncConnection, float]] = []
 
-    async def write(self, function: Callable[[Tx], T], *, durable: bool) -> T:
-        """Run `function` in one transaction, with retries. Raises what the driver raises, StoreUnavailable."""
-        return await self._reconnect.retrying(lambda: self._once(function, durable))
-
-    async def _once(self, function: Callable[[Tx], T], durable: bool) -> T:
-        try:
-            return await self._on_connection(partial(self._transact, function=function, durable=durable))
-        except CommitUnknown as unknown:
-            if unknown.last is None:
-                raise StoreUnavailable("the connection was lost during a commit that cannot be looked up") from unknown
-            look = partial(self._holds, unknown.last)
-            try:
-                is_there = await self._reconnect.retrying(lambda: self._on_connection(look))
-            except (DBAPIError, *DRIVER_ERRORS) as error:
-                # A conflict or a full disk of the look is none of the transaction, which would be repeated or said to
-                # be refused, and may be done.
-                raise StoreUnavailable(f"what became of a commit could not be looked up: {_cause(error)}") from error
-            if not is_there:
-                raise ConnectionLost("the connection was lost before a commit") from unknown
-            result: T = unknown.result
-            return result
-
-    async def _on_connection(self, work: Callable[[Connection], T]) -> T:
+    async def run(self, work: Callable[[Connection], T]) -> T:
+        """What `work` gives, which drops a connection that may be in the middle of a statement. Raises ConnectionLost,
+        and what the driver raises."""
         try:
             connection, since = self._idle.pop() if self._idle else (await self._engine.connect(), time.monotonic())
             try:
@@ -287,14 +145,46 @@ class PostgresWriter:
         return result
 
     async def close(self) -> None:
-        """Give the kept connections back to the pool."""
+        """Drop those that are not in use."""
         while self._idle:
             connection, _ = self._idle.pop()
             await connection.run_sync(_drop)
             await connection.close()
 
+
+class PostgresWriter:
+    """Write transactions. `committed` is called after durable ones."""
+
+    def __init__(self, engine: AsyncEngine, reconnect: Reconnect, committed: Committed, points: StorePoints) -> None:
+        self.connections = KeptConnections(engine)
+        self._committed = committed
+        self._points = points
+        self._reconnect = reconnect
+
+    async def write(self, function: Callable[[Tx], T], *, durable: bool) -> T:
+        """Run `function` in one transaction, with retries. Raises what the driver raises, StoreUnavailable."""
+        return await self._reconnect.retrying(lambda: self._once(function, durable))
+
+    async def _once(self, function: Callable[[Tx], T], durable: bool) -> T:
+        try:
+            return await self.connections.run(partial(self._transact, function=function, durable=durable))
+        except CommitUnknown as unknown:
+            if unknown.last is None:
+                raise StoreUnavailable("the connection was lost during a commit that cannot be looked up") from unknown
+            look = partial(self._holds, unknown.last)
+            try:
+                is_there = await self._reconnect.retrying(lambda: self.connections.run(look))
+            except (DBAPIError, *DRIVER_ERRORS) as error:
+                # A conflict or a full disk of the look is none of the transaction, which would be repeated or said to
+                # be refused, and may be done.
+                raise StoreUnavailable(f"what became of a commit could not be looked up: {_cause(error)}") from error
+            if not is_there:
+                raise ConnectionLost("the connection was lost before a commit") from unknown
+            result: T = unknown.result
+            return result
+
     def _transact(self, connection: Connection, *, function: Callable[[Tx], T], durable: bool) -> T:
-        tx = self._tx(connection)
+        tx = PostgresTx(connection, self.connections.compiler, self._points)
         try:
             tx.begin(durable)
             result = function(tx)
@@ -319,7 +209,7 @@ class PostgresWriter:
         The lock waits for a transaction that may still be writing it. It is a write too, so its own commit waits until
         a synchronous standby has all earlier commits.
         """
-        tx = self._tx(connection)
+        tx = PostgresTx(connection, self.connections.compiler, self._points)
         try:
             tx.begin(durable=True)
             tx.lock(sql.lock_head, {"sid": last.session_id})
@@ -330,75 +220,26 @@ class PostgresWriter:
             raise
         return row is not None and tuple(row) == (last.data, last.at)
 
-    def _tx(self, connection: Connection) -> PostgresTx:
-        adapted = connection.connection.dbapi_connection
-        assert isinstance(adapted, AdaptedConnection)
-        return PostgresTx(adapted, self._compiler, self._points)
-
 
 class PostgresAutocommit:
-    """Single statements without a transaction, on connections that are kept: a quarter of the cost of a read, and half
-    of that of taking a connection from the pool for each. Up to AT_ONCE run at a time."""
+    """Single statements without a transaction: a quarter of the cost of a read. Up to AT_ONCE run at a time."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
-        self._compiler = Compiler(engine.dialect)
-        self._kept: set[AsyncConnection] = set()
-        self._idle: list[AsyncConnection] = []
+        self.connections = KeptConnections(engine)
         self._free = asyncio.Semaphore(AT_ONCE)
 
     async def all(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         """The rows. Raises ConnectionLost, and what the driver raises."""
-        async with self._free:
-            kept: AsyncConnection | None = None
+
+        def ask(connection: Connection) -> Sequence[Row]:
             try:
-                kept = self._idle.pop() if self._idle else await self._connect()
-                rows = await answered(kept, partial(self._ask, statement=statement, parameters=parameters))
-            except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
-                await self._forget(kept)
-                if is_lost(error):
-                    await self._forget_idle()  # They are of the same server.
-                    raise ConnectionLost(_cause(error)) from error
+                return PostgresTx(connection, self.connections.compiler, StorePoints()).all(statement, parameters)
+            except BaseException:
+                _drop(connection)
                 raise
-            except asyncio.CancelledError:
-                await self._forget(kept)
-                raise
-            if kept in self._kept:
-                await self._keep(kept)
-            return rows
 
-    async def _keep(self, connection: AsyncConnection) -> None:
-        if len(self._idle) < KEPT:
-            self._idle.append(connection)
-        else:
-            self._kept.remove(connection)
-            await connection.close()
-
-    async def _connect(self) -> AsyncConnection:
-        connection = await self._engine.connect()
-        self._kept.add(connection)
-        return connection
-
-    def _ask(self, connection: Connection, *, statement: Executable, parameters: Parameters) -> Sequence[Row]:
-        adapted = connection.connection.dbapi_connection
-        assert isinstance(adapted, AdaptedConnection)
-        return PostgresTx(adapted, self._compiler, StorePoints()).all(statement, parameters)
-
-    async def _forget(self, connection: AsyncConnection | None) -> None:
-        """Drop a connection, which may be in the middle of a statement; the next statement gets another."""
-        if connection in self._kept:
-            self._kept.remove(connection)
-            await connection.run_sync(_drop)
-            await connection.close()
-
-    async def _forget_idle(self) -> None:
-        while self._idle:
-            await self._forget(self._idle.pop())
-
-    async def close(self) -> None:
-        await self._forget_idle()
-        for connection in tuple(self._kept):
-            await self._forget(connection)
+        async with self._free:
+            return await self.connections.run(ask)
 
 
 def _give_up(connection: Connection, tx: PostgresTx, error: BaseException) -> None:

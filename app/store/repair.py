@@ -38,7 +38,7 @@ from app.errors import StartupError, StoreUnavailable
 from app.store import statements as sql
 from app.store.damage import attempt_or
 from app.store.database import Database
-from app.store.dialect import AlchemyTx, Row, Tx, WriteConflict, current_tx, next_tx, now, oldest_runs, oldest_tx
+from app.store.dialect import CoreReads, Reads, Row, Tx, WriteConflict, current_tx, next_tx, now, oldest_runs, oldest_tx
 from app.store.feed import PAUSE_S, SETTLE_S
 from app.store.incarnations import heartbeat
 from app.store.opening import require_head, revision_of, unopened
@@ -210,7 +210,7 @@ async def require_revision(database: Database) -> None:
     require_head(revision)
 
 
-def read_log(tx: Tx, session_id: str) -> FoldedLog | None:
+def read_log(tx: Reads, session_id: str) -> FoldedLog | None:
     """The whole log, decoded and folded; None if there is none. Raises UnknownEvent, also for a gap."""
     recorded = decode_events(EventRow(*row) for row in tx.all(_log, {"sid": session_id}))
     return folded(session_id, recorded, partial(root_in_logs, tx))
@@ -232,7 +232,7 @@ def examine(connection: Connection, session_id: str) -> Examined:
     On PostgreSQL each statement sees its own state, so a session that changes meanwhile can seem wrong. A difference
     counts only if it is found twice.
     """
-    tx = AlchemyTx(connection)
+    tx = CoreReads(connection)
     result, _ = _examine(tx, session_id)
     while not result.sound:
         again, _ = _examine(tx, session_id)
@@ -312,7 +312,7 @@ async def refuse_if_served(database: Database, lease_s: float) -> None:
         )
 
 
-def differences(tx: Tx, session_id: str, log: FoldedLog | None) -> list[Difference]:
+def differences(tx: Reads, session_id: str, log: FoldedLog | None) -> list[Difference]:
     head = tx.one(_head, {"sid": session_id})
     opened = tx.all(_open, {"sid": session_id})
     differing = _compared(session_id, "sessions", _named(_COLUMNS, head), None if log is None else head_row(log))
@@ -323,7 +323,7 @@ def differences(tx: Tx, session_id: str, log: FoldedLog | None) -> list[Differen
     return differing
 
 
-def _examine(tx: Tx, session_id: str) -> tuple[Examined, FoldedLog | None]:
+def _examine(tx: Reads, session_id: str) -> tuple[Examined, FoldedLog | None]:
     try:
         log = read_log(tx, session_id)
     except UnknownEvent as error:

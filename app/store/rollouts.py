@@ -37,7 +37,7 @@ from sqlalchemy import (
 
 from app.domain.events import RewardAssigned, SessionCreated, SessionRestored, UnknownEvent, decode
 from app.domain.groups import Root
-from app.store.dialect import ForEach, Tx
+from app.store.dialect import ForEach, Reads, Tx
 from app.store.schema import events, sessions
 
 REWARD = RewardAssigned.__name__
@@ -105,7 +105,7 @@ def note_groups(tx: Tx, group_ids: Iterable[str | None]) -> None:
             follow(tx, changed)
 
 
-def root_of(tx: Tx, session_id: str) -> str | None:
+def root_of(tx: Reads, session_id: str) -> str | None:
     """None for a root."""
     row = tx.one(_root_of, {"sid": session_id})
     return None if row is None else row[0]
@@ -146,7 +146,7 @@ _rewards = (
 )
 
 
-def root_in_logs(tx: Tx, session_id: str, parent: str | None) -> str | None:
+def root_in_logs(tx: Reads, session_id: str, parent: str | None) -> str | None:
     """As `root_id` must be, by the logs of the session's line of parents; None for a root.
 
     A line that comes back to where it has been, which no creation allows, ends there.
@@ -158,7 +158,7 @@ def root_in_logs(tx: Tx, session_id: str, parent: str | None) -> str | None:
     return None if at == session_id else at
 
 
-def _parent(tx: Tx, session_id: str) -> str | None:
+def _parent(tx: Reads, session_id: str) -> str | None:
     row = tx.one(_created, {"sid": session_id})
     if row is None:
         return root_of(tx, session_id)

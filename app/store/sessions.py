@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     ColumnElement,
     CompoundSelect,
     Connection,
@@ -38,6 +39,7 @@ from sqlalchemy import (
     or_,
     select,
     tuple_,
+    union,
     union_all,
 )
 from sqlalchemy.types import TypeEngine
@@ -48,7 +50,7 @@ from app.domain.session import Session, decode_session, fold
 from app.errors import StoreDamaged
 from app.store import pins, rollouts
 from app.store.damage import SPAN, BrokenRow, Content, PageDamaged, as_bytes, attempt, attempt_or, of_readable, split
-from app.store.dialect import AlchemyTx, Row, StorePoints, begins_with, contains, used_bytes
+from app.store.dialect import CoreReads, Row, StorePoints, begins_with, contains, used_bytes
 from app.store.ports import Database
 from app.store.schema import (
     blobs,
@@ -268,18 +270,18 @@ def closed_sessions(
     connection: Connection,
     cutoff: float,
     after: tuple[float, str],
-    limit: int,
+    limit: int | None,
     *,
     points: StorePoints,
     holding: bool,
-    acknowledged: ColumnElement[bool] | None = None,
+    where: ColumnElement[bool] | None = None,
     among: Sequence[str] | None = None,
 ) -> list[tuple[float, str]]:
     """Sessions closed or undone at or before `cutoff`, after `after` in the order of (closed_at, id), without those
     that are pinned.
 
-    `holding`: only those that still hold a replay payload or a refused reply. `acknowledged`: only those for
-    which this holds. `among`: only those of these, without a limit.
+    `holding`: only those that still hold a replay payload or a refused reply. `where`: only those for which
+    this holds. `among`: only those of these, without a limit.
     """
     place = tuple_(sessions.c.closed_at, sessions.c.session_id)
     query = (
@@ -296,19 +298,17 @@ def closed_sessions(
     )
     if holding:
         query = query.where(holds_payload())
-    if acknowledged is not None:
-        query = query.where(acknowledged)
+    if where is not None:
+        query = query.where(where)
     return [(row[0], row[1]) for row in connection.execute(query)]
 
 
 class Acknowledgements(NamedTuple):
     """What the retention of payloads waits for: `is_given` is a condition on heads. `groups` lists times and ids of
-    acknowledged groups behind a place, in that order; `sessions` those of a group that were closed at or before a time
-    and still hold a payload or a refused reply."""
+    acknowledged groups behind a place, in that order, as many as asked for."""
 
     is_given: ColumnElement[bool]
-    groups: Callable[..., list[tuple[float, str]]]
-    sessions: Callable[..., list[str]]
+    groups: Callable[[Connection, tuple[float, str], int], list[tuple[float, str]]]
 
 
 def of_these(session_ids: Sequence[str] | None) -> list[ColumnElement[bool]]:
@@ -736,10 +736,65 @@ def _head_by_log(connection: Connection, session_id: str) -> ExportHead | None:
         return None
     if session is None:
         return None
-    root_id = rollouts.root_in_logs(AlchemyTx(connection), session_id, session.config.parent)
+    root_id = rollouts.root_in_logs(CoreReads(connection), session_id, session.config.parent)
     return ExportHead(session_id, session.config.group_id, len(session.turns), root_id)
 
 
 def group_members(connection: Connection, group_id: str) -> list[ExportHead]:
     """All sessions of a group's rollouts, erased ones too."""
     return [ExportHead(*row) for row in connection.execute(_heads().where(rollouts.in_groups([group_id])))]
+
+
+# A name's generations: the sessions that clients call alike, one after another.
+
+
+_ATTEMPTS = ("TurnOpened", "TurnCommitted")
+
+
+class Generation(NamedTuple):
+    """A session of a name. `frees_name` is None unless it is archived: else its log says so."""
+
+    session_id: str
+    number: int
+    status: str
+    frees_name: bool | None
+
+
+def generations(connection: Connection, points: StorePoints, name: str) -> list[Generation]:
+    """The sessions that have had this name, the newest first. In one statement: on PostgreSQL one that leaves or comes
+    back between two would be in neither."""
+    here = select(sessions.c.session_id, sessions.c.generation, sessions.c.status, cast(null(), Boolean)).where(
+        sessions.c.name.is_not(None), sessions.c.name == name
+    )
+    rows = connection.execute(union_all(here, *(departed.generations(name) for departed in points.departed)))
+    return sorted((Generation(*row) for row in rows), key=lambda one: one.number, reverse=True)
+
+
+def called(name: str | None, generation: int | None) -> Select[tuple[str]]:
+    """The ids of the sessions of a name, of a generation, or of both."""
+    query = select(sessions.c.session_id).where(sessions.c.name.is_not(None))
+    if name is not None:
+        query = query.where(sessions.c.name == name)
+    return query if generation is None else query.where(sessions.c.generation == generation)
+
+
+def attempted(connection: Connection, points: StorePoints, name: str, mark: str, agent: str = "") -> list[str]:
+    """The generations of a name, the newest first, that have a turn whose event holds `mark`: the hash of a key or of a
+    request's body. With `agent`, what the id of an agent's session has behind its root's, that agent's sessions.
+
+    There is no index of marks: only a marked request that the newest generation does not know asks.
+    """
+    here = (
+        select(events.c.session_id, sessions.c.generation)
+        .join_from(sessions, events, events.c.session_id == sessions.c.session_id + agent)
+        .where(
+            sessions.c.name.is_not(None),
+            sessions.c.name == name,
+            sessions.c.status != "undone",
+            events.c.type.in_(_ATTEMPTS),
+            contains(events.c.data, literal(mark.encode(), LargeBinary)),
+        )
+    )
+    left = (departed.attempted(name, mark, agent) for departed in points.departed)
+    rows: Sequence[Row] = connection.execute(union(here, *left)).all()
+    return [row[0] for row in sorted(rows, key=lambda row: row[1], reverse=True)]

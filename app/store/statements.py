@@ -223,7 +223,7 @@ dead_open_turns = (
     .limit(bindparam("most"))
 )
 drop_open_turn = delete(open_turns).where(_fenced(open_turns))
-drop_staged = delete(chunks).where(_fenced(chunks))
+drop_staged_chunks = delete(chunks).where(_fenced(chunks))
 
 
 def _tombstone_chunks(given: Any) -> Executable:

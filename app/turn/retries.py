@@ -24,11 +24,12 @@ from app.errors import AppError, IdempotencyMismatch, SessionClosed, SessionNotF
 from app.process import cancelled
 from app.sessions.cache import CacheEntry, SessionCache
 from app.sessions.event_log import Followers
-from app.store import incarnations, names
+from app.store import incarnations
 from app.store.content import load_exchanges
 from app.store.log import Appended
 from app.store.log_turns import AbsorbAttempt, NoteDelivery
 from app.store.ports import Writer
+from app.store.sessions import attempted
 from app.turn.in_flight import InFlightTurn, Placed
 
 log = logging.getLogger("turnlog.retries")
@@ -122,7 +123,7 @@ class Retries:
             return None
         name, mark = root.name, flight.retry_key or flight.body_hash
         agent = newest.session_id.removeprefix(root.session_id)
-        for session_id in await database.read(lambda c: names.attempted(c, database.points, name, mark, agent)):
+        for session_id in await database.read(lambda c: attempted(c, database.points, name, mark, agent)):
             is_own = session_id == newest.session_id
             if not is_own and flight.waiter.token_session is not None:
                 continue

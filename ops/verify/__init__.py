@@ -21,6 +21,7 @@ from app.store import repair
 from app.store.content import live_objects, load_chunks
 from app.store.damage import PageDamaged, attempt
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from app.store.sessions import readable_ids
 from ops.store_command import DONE, NOT_ALL_WELL, CommandResult, Progress, require_store, run, settings_for, silent
 from ops.verify import acknowledged as acknowledged_turns
@@ -106,7 +107,7 @@ async def verify_url(
 ) -> Report:
     """Run `verify` on the store at `url`. Raises AppError, StartupError if it cannot be read."""
     require_store(url)
-    database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_timeout_s")))
+    database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_timeout_s")), points=StorePoints())
     try:
         await repair.require_revision(database)
         return await verify(database, acknowledged, progress)

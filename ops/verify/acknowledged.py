@@ -13,7 +13,7 @@ from app.errors import SessionUnreadable
 from app.sessions.transcript import stored_reply
 from app.store import repair
 from app.store.database import Database
-from app.store.dialect import AlchemyTx
+from app.store.dialect import CoreReads
 from app.store.repair import FoldedLog
 from ops.verify.report import Acknowledged, Report
 
@@ -40,7 +40,7 @@ async def _check_session(
 ) -> int:
     try:
         log = await database.read(
-            lambda connection: repair.read_log(AlchemyTx(connection), session_id), session_id=session_id
+            lambda connection: repair.read_log(CoreReads(connection), session_id), session_id=session_id
         )
     except (UnknownEvent, SessionUnreadable):
         log = None  # the check of the session has already reported the reason

@@ -12,7 +12,8 @@ from sqlalchemy import Connection, select
 from app.domain import events, fleet
 from app.domain.events import UnknownEvent, decode
 from app.domain.fleet import AdapterPaused, AdapterResumed, Fleet, FleetEvent, FleetPaused, FleetResumed, Placed, apply
-from app.features.session_control.affinities import State, affinities
+from app.features.session_control.affinities import State
+from app.features.session_control.schema import affinities
 from app.store.database import Database
 from app.store.schema import fleet_events, sessions
 from ops.verify.report import STORE, Report

@@ -27,13 +27,13 @@ from app.domain.events import (
     name_of,
 )
 from app.domain.session import Session, fold
-from app.features.resume.staged_tokens import staged_tokens
+from app.features.resume.schema import staged_tokens
 from app.sessions.replay_payloads import keys_of
 from app.store import repair
 from app.store.content import load_frames, stored_chunks
 from app.store.damage import PageDamaged, attempt
-from app.store.dialect import AlchemyTx
-from app.store.erasure import has_text
+from app.store.dialect import CoreReads
+from app.store.log_sessions import has_text
 from app.store.repair import FoldedLog
 from app.store.schema import (
     annotation_columns,
@@ -162,7 +162,7 @@ class SessionCheck:
     def _folded(self) -> FoldedLog | None:
         """The folded log; None, and a problem reported, if it has a gap or an unreadable event."""
         try:
-            log = repair.read_log(AlchemyTx(self._connection), self._session_id)
+            log = repair.read_log(CoreReads(self._connection), self._session_id)
         except UnknownEvent as error:
             self._found(f"the log cannot be read: {error}")
             return None
@@ -171,7 +171,7 @@ class SessionCheck:
         return log
 
     def _derived(self, log: FoldedLog) -> None:
-        for difference in repair.differences(AlchemyTx(self._connection), self._session_id, log):
+        for difference in repair.differences(CoreReads(self._connection), self._session_id, log):
             self._found(str(difference))
 
     def _order(self) -> None:

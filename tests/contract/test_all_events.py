@@ -134,7 +134,7 @@ async def test_a_filter_leaves_events_out_and_no_place_to_go_on(
 async def test_a_group_has_its_agents_sessions_too(store: Store) -> None:
     def created(session_id: str, group_id: str | None, parent: str | None = None) -> Create:
         config = SessionConfig(rollback_window=1, group_id=group_id, parent=parent)
-        return Create(session_id, 1.0, SessionCreated(config, "b" * 32), "b" * 32, group_id, None)
+        return Create(session_id, 1.0, SessionCreated(config, "b" * 32), None)
 
     for session_id, group_id, parent in (("root", "g", None), ("agent", None, "root"), ("other", "h", None)):
         await store.submit(created(session_id, group_id, parent))

@@ -257,7 +257,7 @@ async def test_a_file_that_is_written_after_another_process_took_over_is_removed
 async def test_an_archived_root_is_erased_with_members_that_stayed(stage: Stage) -> None:
     await stage.store.create("root")
     config = SessionConfig(rollback_window=1, parent="root")
-    await stage.store.submit(Create("child", 1.0, SessionCreated(config, BODY, None), BODY, None, None))
+    await stage.store.submit(Create("child", 1.0, SessionCreated(config, BODY, None), None))
     await stage.reward("root")
     await stage.store.close("root")
     undone = update(sessions).where(sessions.c.session_id == "child").values(status="undone")

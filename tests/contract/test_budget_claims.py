@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from helpers.log import BODY, created, opened
+from helpers.log import created, opened
 from helpers.store import Store
 
 from app.domain.events import LimitReached, Limits
@@ -43,9 +43,9 @@ async def test_two_requests_that_are_refused_at_once_are_noted_once(store: Store
 async def test_a_claim_that_was_decided_before_its_rollout_had_limits_is_decided_again(store: Store) -> None:
     """The root comes after its child: until the child's log says so, its process knows of no limits."""
     limits = Limits(tokens=5)
-    await store.writer.submit(Create("child", 1.0, created(parent="root"), BODY, None, None))
+    await store.writer.submit(Create("child", 1.0, created(parent="root"), None))
     plain = Claim("child", Known(1, 1.0, 0), 2.0, opened(1, 0, store.me), 60.0)
-    await store.writer.submit(Create("root", 1.5, created(limits=limits), BODY, None, None))
+    await store.writer.submit(Create("root", 1.5, created(limits=limits), None))
     await store.writer.submit(JoinRollout("child", 1.6))
     own = BudgetClaim(**msgspec.structs.asdict(plain), budgets=[Budget("child", Limits(tokens=50))])
     for early in (plain, own):

@@ -86,7 +86,7 @@ async def test_a_session_whose_root_is_not_taken_back_yet_is_not_closed_or_rewar
     monkeypatch.setattr("app.features.checkpoints.restores.AT_ONCE", 1)
     await store.create("root")
     config = SessionConfig(rollback_window=1, parent="root")
-    await store.submit(Create("child", 1.0, SessionCreated(config, BODY, None), BODY, None, None))
+    await store.submit(Create("child", 1.0, SessionCreated(config, BODY, None), None))
     await store.submit(Make("cut", "now"))
     sessions = sessions_of(store, store.writer)
     await sessions.assign_reward("root", 1.0, {}, None)
@@ -104,7 +104,7 @@ async def test_an_erasure_wins_over_a_restore_that_opens_the_session_again(store
     await store.create("root")
     if child:
         config = SessionConfig(rollback_window=1, parent="root")
-        await store.submit(Create("s", 1.0, SessionCreated(config, BODY, None), BODY, None, None))
+        await store.submit(Create("s", 1.0, SessionCreated(config, BODY, None), None))
     name = "s" if child else "root"
     head = dict.fromkeys(HEAD) | {"status": "open", "turns": 0, "spent_turns": 0, "spent_tokens": 0}
     back = RestoreSession(name, 1, 2, 9.0, [SessionRestored("cut", 1)], head)
@@ -121,7 +121,7 @@ async def test_what_could_not_be_forgotten_is_by_the_next_request(store: Store) 
     """Also of a session of the rollout, which is erased already."""
     await store.create("root")
     config = SessionConfig(rollback_window=1, parent="root")
-    await store.submit(Create("s", 1.0, SessionCreated(config, BODY, None), BODY, None, None))
+    await store.submit(Create("s", 1.0, SessionCreated(config, BODY, None), None))
     asked: list[str] = []
 
     async def forget(session_id: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from helpers.log import BODY, created, float64, int32
+from helpers.log import created, float64, int32
 from helpers.store import Store
 
 from app.export.query import ExportQuery
@@ -34,7 +34,7 @@ async def filled(store: Store) -> Previews:
     """Of each three sessions one has a turn, one has none, and one is damaged."""
     for number in range(SESSIONS):
         name = f"s{number:02}"
-        await store.submit(Create(name, 1.0, created(), BODY, None, None))
+        await store.submit(Create(name, 1.0, created(), None))
         if number % 3 == 0:
             await store.take_turn(name, text=SAID, content_hash=HASH, base_messages=0, blobs=[PARAMS])
         if number % 3 == 1:

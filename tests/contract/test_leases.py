@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from helpers.databases import transaction
 from helpers.store import Store, add_incarnation, end_incarnation, silence_incarnation
 
 from app.store.database import Database
-from app.store.dialect import AlchemyTx
 from app.store.incarnations import ReleaseLease, TakeLease, holds_lease
 
 pytestmark = pytest.mark.anyio
@@ -82,8 +82,8 @@ async def test_of_two_who_take_it_at_the_same_time_one_gets_it(pair: tuple[Store
 async def test_nobody_takes_it_before_the_write_that_asked_for_it_has_ended(pair: tuple[Store, Store]) -> None:
     first, second = pair
     assert await take(first, first.me, for_s=-1.0) == 1
-    async with first.database._writing.begin() as connection:  # type: ignore[union-attr]
-        held = await connection.run_sync(lambda sync: holds_lease(AlchemyTx(sync), "sweep", 1))
+    async with transaction(first.database.url) as run:
+        held = await run(lambda tx: holds_lease(tx, "sweep", 1))
         taking = asyncio.create_task(take(second, second.me))
         done, _ = await asyncio.wait({taking}, timeout=0.3)
         assert (held, done) == (True, set())

@@ -24,6 +24,7 @@ from app.composition import metadata
 from app.errors import StartupError
 from app.store.damage import Content
 from app.store.database import Database, sqlite_lock
+from app.store.dialect import StorePoints
 from app.store.opening import revision_head, revision_of
 
 T = TypeVar("T")
@@ -146,7 +147,7 @@ def test_the_revisions_are_those_that_alembic_knows(empty_url: str) -> None:
 
 def refusal(url: str) -> str:
     async def start() -> None:
-        database = Database(url)
+        database = Database(url, points=StorePoints())
         try:
             await database.open()
         finally:

@@ -17,7 +17,7 @@ from sqlalchemy.engine import make_url
 from app.errors import StoreUnavailable
 from app.store import feed, postgres, writer
 from app.store.database import Database
-from app.store.dialect import Tx
+from app.store.dialect import StorePoints, Tx
 from app.store.log import Appended, BaseOperation, Refused
 from app.store.log_sessions import Existing, SaveSnapshot
 from app.store.log_turns import Busy, Stale
@@ -79,7 +79,7 @@ async def relay(postgres_url: str) -> AsyncIterator[tuple[Relay, Store]]:
     async with await asyncio.start_server(made.serve, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
         through = url.set(host="127.0.0.1", port=port, query={})
-        database = Database(through.render_as_string(hide_password=False))
+        database = Database(through.render_as_string(hide_password=False), points=StorePoints())
         await database.open()
         async with Store.over(database) as store:
             yield made, store

@@ -44,7 +44,7 @@ class Filled:
             name = f"{'ab_'[number % 3]}-{number}"
             # Two are created at the same moment: the id decides between them.
             event = created(group_id=self._dice.choice((None, "g", "h")), attempt=self._dice.choice((None, 1)))
-            create = Create(name, float(number // 2), event, BODY, event.config.group_id, None)
+            create = Create(name, float(number // 2), event, None)
             await self.store.submit(create)
             for _ in range(self._dice.choice((0, 1, 1, 2))):
                 version = self._dice.choice(("3", "8", "step"))

@@ -6,13 +6,14 @@ import pytest
 from helpers.store import Store, claim, commit, create, release
 
 from app.store.database import Database
+from app.store.dialect import StorePoints
 
 pytestmark = pytest.mark.anyio
 
 
 async def test_a_commit_that_acknowledges_is_told_with_its_time_and_a_claim_is_not(database_url: str) -> None:
     told: list[float] = []
-    database = Database(database_url, told.append)
+    database = Database(database_url, told.append, points=StorePoints())
     await database.open()
     try:
         async with Store.over(database) as store:

@@ -15,7 +15,7 @@ from sqlalchemy.util import await_only
 from app.errors import StartupError, StoreFull, StoreUnavailable
 from app.store import postgres
 from app.store.database import Database
-from app.store.dialect import Tx, store_error
+from app.store.dialect import StorePoints, Tx, store_error
 from app.store.log import Appended
 from app.store.schema import store_meta
 
@@ -60,7 +60,7 @@ async def test_a_connection_killed_between_statements_is_replaced(postgres_store
 
 
 async def test_a_server_that_is_not_there_refuses_the_start_in_one_line() -> None:
-    database = Database("postgresql+asyncpg://postgres@127.0.0.1:1/none")
+    database = Database("postgresql+asyncpg://postgres@127.0.0.1:1/none", points=StorePoints())
     with pytest.raises(StartupError) as refused:
         await database.open()
     await database.close()
@@ -70,7 +70,7 @@ async def test_a_server_that_is_not_there_refuses_the_start_in_one_line() -> Non
 async def test_a_file_that_is_no_database_refuses_the_start_in_one_line(tmp_path: Path) -> None:
     path = tmp_path / "notes.db"
     path.write_text("these are notes, not a database\n" * 200)
-    database = Database(f"sqlite+aiosqlite:///{path}")
+    database = Database(f"sqlite+aiosqlite:///{path}", points=StorePoints())
     with pytest.raises(StartupError) as refused:
         await database.open()
     await database.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.log import BODY, created, payload, rolled_back
+from helpers.log import created, payload, rolled_back
 from helpers.store import Store, claim
 from sqlalchemy import select
 from test_store_chunks import chunks
@@ -141,7 +141,7 @@ async def test_metadata_is_the_sources_or_ones_own(store: Store) -> None:
     theirs, ours = blob(0, "metadata", b'{"a":1}'), blob(0, "metadata", b'{"b":2}')
     params = StoredBlob(1, "params", 2, "1" * 64, codec.compress(b"{}"))
     event = created(metadata=ref(theirs, "metadata"))
-    await store.submit(Create("s", 1.0, event, BODY, None, theirs))
+    await store.submit(Create("s", 1.0, event, theirs))
     await store.take_turn("s", params=1, blobs=(params,), new_blobs=(ref(params, "params"),))
     await forked(store, "theirs", 1)
     made = await decided(store, 1, metadata=ref(ours, "metadata"))

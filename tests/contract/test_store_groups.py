@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from helpers.databases import connected
 from helpers.groups import Groups
 from helpers.store import Store, reward
-from sqlalchemy import select
+from sqlalchemy import insert, select
 
+from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
 from app.features.groups import reads as group_reads
 from app.features.groups.operations import Acknowledged, Measure, Settle
-from app.features.groups.reads import Candidate
+from app.features.groups.reads import ACKNOWLEDGEMENTS, Candidate
 from app.store.dialect import now
+from app.store.rollouts import in_groups
+from app.store.sessions import closed_sessions
 
 pytestmark = pytest.mark.anyio
 
@@ -211,3 +217,35 @@ async def test_the_age_is_measured_by_the_turns_of_closed_sessions(made: Groups)
         "b": [1, 3, 5],
     }
     assert found["none"] == {}
+
+
+async def test_retention_can_wait_for_the_acknowledgement(made: Groups) -> None:
+    """What a checkpoint has is not freed, acknowledged or not."""
+    await made.complete("g", size=3)
+    await made.create(None, "alone")
+    await made.finish("alone")
+    await made.create("g", "open")
+    pin = {"session_id": "g-2", "checkpoint_id": 1, "seq": 1, "is_done": False}
+    cut = {"id": 1, "name": "cut", "state": "made", "cut": "", "created_at": 0.0, "sessions": 1, "groups": 0}
+    async with connected(made.store.database.url, writes=True) as connection:
+        await connection.execute(insert(checkpoints).values(cut))
+        await connection.execute(insert(checkpoint_sessions).values(pin))
+    points = made.store.database.points
+
+    async def closed(where: Any) -> list[str]:
+        found = await made.store.database.read(
+            lambda c: closed_sessions(c, 9.0, (0.0, ""), 10, points=points, holding=False, where=where)
+        )
+        return [session_id for _, session_id in found]
+
+    assert await closed(None) == ["alone", "g-0", "g-1"]
+    assert await closed(ACKNOWLEDGEMENTS.is_given) == ["alone"]
+    await made.finish("open")
+    await made.take("one")
+    assert await closed(ACKNOWLEDGEMENTS.is_given) == ["alone"]
+    await made.ack("one", "g")
+    assert await closed(ACKNOWLEDGEMENTS.is_given) == ["alone", "g-0", "g-1", "open"]
+    (place,) = await made.store.database.read(lambda c: ACKNOWLEDGEMENTS.groups(c, (0.0, ""), 10))
+    assert place[1] == "g"
+    assert await closed(in_groups([place[1]])) == ["g-0", "g-1", "open"]
+    assert await made.store.database.read(lambda c: ACKNOWLEDGEMENTS.groups(c, place, 10)) == []

@@ -15,10 +15,11 @@ from helpers.store import Store
 from sqlalchemy.engine import make_url
 
 from app.errors import StartupError, StoreLost
-from app.store import lock
+from app.store import opening
 from app.store.database import Database, sqlite_lock
-from app.store.lock import Held, SqliteLock, lock_owner
+from app.store.dialect import StorePoints
 from app.store.log import Appended
+from app.store.opening import Held, SqliteLock, lock_owner
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only <file>.lock is locked")
 
@@ -52,9 +53,9 @@ WAYS = (as_it_is, by_a_symbolic_link, by_a_second_name)
 @pytest.mark.anyio
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 async def test_a_second_opener_is_refused(sqlite_url: str, way: Callable[[Path], Path]) -> None:
-    first = Database(sqlite_url)
+    first = Database(sqlite_url, points=StorePoints())
     await first.open()
-    second = Database(url_of(way(file_of(sqlite_url))))
+    second = Database(url_of(way(file_of(sqlite_url))), points=StorePoints())
     with pytest.raises(StartupError, match=rf"another process \(pid {os.getpid()}\) serves") as refused:
         await second.open()
     assert "\n" not in str(refused.value)
@@ -62,7 +63,7 @@ async def test_a_second_opener_is_refused(sqlite_url: str, way: Callable[[Path],
     async with Store.over(first) as store:
         assert isinstance(await store.create("s"), Appended), "the first is not disturbed"
     await first.close()
-    third = Database(sqlite_url)
+    third = Database(sqlite_url, points=StorePoints())
     await third.open()
     await third.close()
 
@@ -70,11 +71,11 @@ async def test_a_second_opener_is_refused(sqlite_url: str, way: Callable[[Path],
 @pytest.mark.anyio
 async def test_the_refused_one_leaves_sqlites_own_locks_alone(sqlite_url: str) -> None:
     """Closing a descriptor would end them for the process; another process would then delete the log file."""
-    first = Database(sqlite_url)
+    first = Database(sqlite_url, points=StorePoints())
     await first.open()
     async with Store.over(first) as store:
         await store.create("s")
-        second = Database(sqlite_url)
+        second = Database(sqlite_url, points=StorePoints())
         with pytest.raises(StartupError):
             await second.open()
         await second.close()
@@ -128,7 +129,7 @@ async def test_a_lost_file_is_not_written(sqlite_url: str, tmp_path: Path, what:
     file.parent.mkdir()
     shutil.copyfile(file_of(sqlite_url), file)
     told: list[str] = []
-    database = Database(url_of(file), lost=told.append)
+    database = Database(url_of(file), lost=told.append, points=StorePoints())
     await database.open()
     async with Store.over(database) as store:
         await store.create("before")
@@ -150,7 +151,7 @@ async def test_a_link_that_leads_elsewhere_is_noticed(sqlite_url: str, tmp_path:
     shutil.copyfile(file_of(sqlite_url), other)
     link = tmp_path / "link.db"
     link.symlink_to(file_of(sqlite_url))
-    database = Database(url_of(link))
+    database = Database(url_of(link), points=StorePoints())
     await database.open()
     async with Store.over(database) as store:
         await store.create("before")
@@ -169,8 +170,8 @@ async def test_where_only_the_file_beside_can_be_locked_it_is_watched(
     sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on NFS, where a lock on the database itself would keep SQLite's own from being taken."""
-    monkeypatch.setattr(lock, "file_system", lambda folder: "nfs")
-    database = Database(sqlite_url)
+    monkeypatch.setattr(opening, "file_system", lambda folder: "nfs")
+    database = Database(sqlite_url, points=StorePoints())
     await database.open()
     assert lock_owner(file_of(sqlite_url)) is None
     async with Store.over(database) as store:

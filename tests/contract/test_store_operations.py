@@ -31,9 +31,17 @@ from app.domain.events import (
     UnknownEvent,
 )
 from app.store.content import load_blobs, load_exchanges, load_tokens
-from app.store.erasure import UNREADABLE, EraseTexts, TextRow, text_rows, without_text
 from app.store.log import Appended, Refused, StoredBlob
-from app.store.log_sessions import AssignReward, Erase, Existing
+from app.store.log_sessions import (
+    UNREADABLE,
+    AssignReward,
+    Erase,
+    EraseTexts,
+    Existing,
+    TextRow,
+    text_rows,
+    without_text,
+)
 from app.store.log_turns import AbandonDead, AbandonLost, AbsorbAttempt, Busy, Known, Stale
 from app.store.schema import events
 from app.store.sessions import load_snapshot

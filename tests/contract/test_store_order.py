@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from helpers.databases import connected
+from helpers.databases import transaction
 from helpers.store import Store, claim, commit, create, reward
 from sqlalchemy import select
 
 from app.store.content import read_logs
 from app.store.database import Database
-from app.store.dialect import AlchemyTx
+from app.store.dialect import StorePoints
 from app.store.feed import Position
 from app.store.schema import events
 from app.store.sessions import decode_events
@@ -42,7 +42,7 @@ async def test_positions_grow_within_and_across_commits(store: Store) -> None:
 async def test_numbering_goes_on_after_the_store_is_opened_again(database_url: str) -> None:
     found: list[Position] = []
     for name in ("first", "second"):
-        database = Database(database_url)
+        database = Database(database_url, points=StorePoints())
         await database.open()
         async with Store.over(database) as store:
             await store.create(name)
@@ -91,14 +91,13 @@ async def test_a_late_commit_is_not_skipped(postgres_store: Store) -> None:
     for name in ("slow", "fast"):
         await store.create(name)
         await store.claim(name, 1)
-    async with connected(store.database.url) as connection:
-        async with connection.begin():
-            await connection.run_sync(lambda c: reward("slow", 1.0).apply(AlchemyTx(c)))
-            await store.commit("fast", 2)
-            held = await store.horizon()
-            early = await store.changed(upto=held)
-            assert "fast" not in [name for name, _ in early]
-        later = await store.changed(after=held, upto=await store.horizon())
+    async with transaction(store.database.url) as run:
+        await run(reward("slow", 1.0).apply)
+        await store.commit("fast", 2)
+        held = await store.horizon()
+        early = await store.changed(upto=held)
+        assert "fast" not in [name for name, _ in early]
+    later = await store.changed(after=held, upto=await store.horizon())
     assert [name for name, _ in early + later] == ["slow", "fast"]
 
 
@@ -107,11 +106,11 @@ async def test_events_of_a_session_are_in_order_where_an_older_transaction_wrote
     store = postgres_store
     for name in ("other", "s"):
         await store.create(name)
-    async with connected(store.database.url) as connection, connection.begin():
-        await connection.run_sync(lambda c: reward("other", 0.0).apply(AlchemyTx(c)))
+    async with transaction(store.database.url) as run:
+        await run(reward("other", 0.0).apply)
         for value in (1.0, 2.0):
             await store.submit(reward("s", value))
         for value in (3.0, 4.0):
-            await connection.run_sync(lambda c, value=value: reward("s", value).apply(AlchemyTx(c)))
+            await run(reward("s", value).apply)
     query = select(events.c.seq).where(events.c.session_id == "s").order_by(events.c.tx, events.c.position)
     assert await store.database.read(lambda c: list(c.execute(query).scalars())) == [1, 2, 3, 4, 5]

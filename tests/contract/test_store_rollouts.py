@@ -6,13 +6,13 @@ import itertools
 from typing import Any
 
 import pytest
-from helpers.log import BODY, created
+from helpers.log import created
 from helpers.store import Store, reward
 from sqlalchemy import select
 
 from app.domain.events import RewardAssigned, SessionClosed
 from app.store import repair, rollouts
-from app.store.dialect import AlchemyTx
+from app.store.dialect import CoreReads
 from app.store.log import Appended, Refused
 from app.store.log_sessions import Circular, Close, Create, ShareReward
 from app.store.ports import Connection
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 
 def child(session_id: str, parent: str | None, group_id: str | None = None, at: float = 1.0) -> Create:
-    return Create(session_id, at, created(group_id=group_id, parent=parent), BODY, group_id, None)
+    return Create(session_id, at, created(group_id=group_id, parent=parent), None)
 
 
 async def roots(store: Store) -> dict[str, str | None]:
@@ -33,7 +33,7 @@ async def roots(store: Store) -> dict[str, str | None]:
     def read(connection: Connection) -> dict[str, str | None]:
         found = {row[0]: row[1] for row in connection.execute(select(sessions.c.session_id, sessions.c.root_id))}
         for session_id, root_id in found.items():
-            log = repair.read_log(AlchemyTx(connection), session_id)
+            log = repair.read_log(CoreReads(connection), session_id)
             assert log is not None
             assert log.root_id == root_id, session_id
         return found

@@ -10,8 +10,8 @@ from helpers.store import CLAIMED_AT, LEASE_S, Store, add_incarnation, commit, e
 from sqlalchemy import select
 
 from app.features.resume import staged_tokens as staged
+from app.features.resume.schema import staged_tokens as table
 from app.features.resume.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
-from app.features.resume.staged_tokens import staged_tokens as table
 from app.store.log import Appended
 from app.store.log_sessions import Close
 from app.store.log_turns import AbandonDead

@@ -21,6 +21,7 @@ from integration.stand import Talk, standing, user
 from app.domain.events import AffinityBound, Event, SessionClosed, TurnCommitted, decode, encode, name_of
 from app.domain.fleet import FleetPaused, FleetResumed
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from ops.verify import Acknowledged, Report, verify, verify_url
 
 
@@ -185,7 +186,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 def report_of(path: Path, held: list[Acknowledged] | None = None) -> Report:
     async def check() -> Report:
-        database = Database(f"sqlite+aiosqlite:///{path}")
+        database = Database(f"sqlite+aiosqlite:///{path}", points=StorePoints())
         try:
             return await verify(database, held or [])
         finally:

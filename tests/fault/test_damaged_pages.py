@@ -35,6 +35,7 @@ from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.log_end import LogEnd
 from app.store import sessions
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from app.store.feed import Position, last_places
 from app.store.log import Appended
 from app.store.sessions import load_events, readable_ids
@@ -443,7 +444,7 @@ def walked(stand: Stand) -> list[Row]:
 async def test_a_write_that_meets_a_damaged_page_leaves_its_neighbours_alone(whole: Whole, tmp_path: Path) -> None:
     """All in one transaction: the head of one session is lost."""
     damaged = damaged_list(whole, tmp_path, "heads", "zeros")
-    database = Database(f"sqlite+aiosqlite:///{damaged.path}")
+    database = Database(f"sqlite+aiosqlite:///{damaged.path}", points=StorePoints())
     await database.open()
     async with Store.over(database) as store:
         writes = [store.submit(reward(name, 0.5)) for name in whole.session_ids]
@@ -464,7 +465,7 @@ async def test_a_store_that_cannot_be_read_at_all_is_no_sessions_damage(whole: W
     damaged = Damaged(
         whole, tmp_path, [root(whole.path, "store_meta"), root(whole.path, "events")], "zeros", random.Random(1)
     )
-    database = Database(f"sqlite+aiosqlite:///{damaged.path}")
+    database = Database(f"sqlite+aiosqlite:///{damaged.path}", points=StorePoints())
     await database.open()
     with pytest.raises(StoreUnavailable) as refused:
         await database.read(partial(load_events, session_id="session-000"), session_id="session-000")

@@ -14,6 +14,7 @@ from integration.stand import FIRST_TURN, Stand, Talk, until, user
 from sqlalchemy import func, select
 
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from app.store.schema import incarnations, open_turns
 from fault.forking import ForkedServer
 from fault.table import Tally
@@ -62,7 +63,7 @@ def kept(talk: Talk, *replies: httpx.Response) -> list[Acknowledged]:
 
 async def left_behind(url: str) -> tuple[int, int]:
     """Open turns, and incarnations that have not ended."""
-    database = Database(url)
+    database = Database(url, points=StorePoints())
     try:
         return await database.read(
             lambda connection: (

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 import pytest
 from helpers.databases import Postgres
 
-from app.store import dialect, postgres_turns, writer
+from app.store import dialect, postgres_tx, writer
 from app.store.log import Appended
-from app.store.postgres import LastEvent, PostgresWriter
+from app.store.postgres import PostgresWriter
+from app.store.postgres_tx import LastEvent
 from tests.tools.simulation.postgres_store import PostgresStore
 from tests.tools.simulation.schedule import Simulation
 
@@ -62,8 +63,8 @@ def _no(self: PostgresWriter, last: LastEvent, connection: object) -> bool:
 
 def a_claim_takes_another_version(patch: Patch) -> None:
     condition = "s.version = g.known AND"
-    assert condition in postgres_turns.TAKE
-    patch.setattr(postgres_turns, "TAKE", postgres_turns.TAKE.replace(condition, ""))
+    assert condition in postgres_tx.TAKE
+    patch.setattr(postgres_tx, "TAKE", postgres_tx.TAKE.replace(condition, ""))
 
 
 def a_batch_locks_no_heads(patch: Patch) -> None:

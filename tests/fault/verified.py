@@ -14,6 +14,7 @@ from app.features.objects.bucket import open_bucket
 from app.settings import load_settings
 from app.store import repair
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from fault.table import Tally
 from ops.verify import Acknowledged, Report, verify
 
@@ -47,7 +48,7 @@ def verified(where: str | Stand, acknowledged: Collection[Acknowledged] = (), ta
 
 
 async def _verify(url: str, acknowledged: Collection[Acknowledged]) -> Report:
-    database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_timeout_s")))
+    database = Database(url, bucket=open_bucket(load_settings("payloads", "payloads_timeout_s")), points=StorePoints())
     try:
         await repair.require_revision(database)
         return await verify(database, acknowledged=acknowledged)

@@ -7,9 +7,10 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from alembic import command
 from alembic.config import Config
@@ -18,7 +19,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from app.composition import store_points
 from app.store.database import Database, create_engine
+from app.store.dialect import Compiler, Tx
+from app.store.postgres_tx import PostgresTx
 from helpers.warm import ROOT, popen
+
+T = TypeVar("T")
 
 
 def alembic_config(url: str) -> Config:
@@ -106,6 +111,16 @@ def read_engine(database: Database) -> Engine:
         return database._sqlite_reads._engine
     assert database._reading is not None
     return database._reading.sync_engine
+
+
+@asynccontextmanager
+async def transaction(url: str) -> AsyncIterator[Callable[[Callable[[Tx], T]], Awaitable[T]]]:
+    """A transaction on PostgreSQL past the service, committed at the end: it runs functions one after another."""
+    async with connected(url) as connection:
+        tx = await connection.run_sync(lambda sync: PostgresTx(sync, Compiler(sync.dialect), store_points()))
+        await connection.run_sync(lambda _: tx.begin(durable=True))
+        yield lambda function: connection.run_sync(lambda _: function(tx))
+        await connection.run_sync(lambda _: tx.commit())
 
 
 @asynccontextmanager

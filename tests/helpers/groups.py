@@ -15,7 +15,7 @@ from app.store.dialect import now
 from app.store.log import Appended
 from app.store.log_sessions import Create
 from helpers.databases import connected
-from helpers.log import BODY, created
+from helpers.log import created
 from helpers.store import Store, reward
 
 FIRST = (-1.0, "")
@@ -29,7 +29,7 @@ class Groups:
 
     async def create(self, group_id: str | None, session_id: str, attempt: int | None = None, at: float = 1.0) -> None:
         event = created(group_id=group_id, attempt=attempt)
-        outcome = await self.store.submit(Create(session_id, at, event, BODY, group_id, None))
+        outcome = await self.store.submit(Create(session_id, at, event, None))
         assert isinstance(outcome, Appended)
 
     async def finish(self, session_id: str, value: float = 1.0) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
+import msgspec
 from sqlalchemy import bindparam, delete, insert, select, update
 
 from app.domain.events import EXPORTED, Event, Recorded, RewardAssigned, TurnCommitted, TurnRejected
@@ -49,7 +50,7 @@ FAR = Position(1 << 62, 1 << 62)
 
 
 def create(session_id: str, *, body_hash: str = BODY, blob: StoredBlob | None = None, at: float = 1.0) -> Create:
-    return Create(session_id, at, created(), body_hash, None, blob)
+    return Create(session_id, at, msgspec.structs.replace(created(), body_hash=body_hash), blob)
 
 
 def claim(

@@ -14,6 +14,7 @@ from typing import Any
 from helpers.databases import run_module
 
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from integration.stand import Stand, Talk
 from ops.verify import Acknowledged, Report, verify
 
@@ -58,7 +59,7 @@ class Writers:
 
 
 async def checked(url: str, held: list[Acknowledged]) -> Report:
-    database = Database(url)
+    database = Database(url, points=StorePoints())
     try:
         return await verify(database, held)
     finally:

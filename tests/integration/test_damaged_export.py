@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.databases import read_engine
-from helpers.log import BODY, created, float64, int32
+from helpers.log import created, float64, int32
 from helpers.store import Store, reward
 from sqlalchemy import Table, delete, event, update
 
@@ -25,6 +25,7 @@ from app.export.rows import SessionRows
 from app.export.shapes import shared
 from app.features.groups.feed import Feed, FeedQuery
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create
 from app.store.schema import blobs, events, sessions
@@ -51,7 +52,7 @@ async def add(
     store: Store, session_id: str, group_id: str | None = None, value: float | None = None, **fields: Any
 ) -> None:
     """A session of one turn, closed; `fields` are of its TurnCommitted."""
-    await store.submit(Create(session_id, 1.0, created(group_id=group_id), BODY, group_id, None))
+    await store.submit(Create(session_id, 1.0, created(group_id=group_id), None))
     ref = BlobRef(0, "params", len(PARAMS), "h" * 64)
     stored = StoredBlob(0, "params", len(PARAMS), "h" * 64, codec.compress(PARAMS))
     await store.take_turn(session_id, text=SAID, content_hash=HASH, new_blobs=(ref,), blobs=[stored], **fields)
@@ -275,7 +276,7 @@ async def test_a_group_whose_last_session_is_erased_keeps_its_place_and_its_adva
 
 async def erase_elsewhere(url: str, session_id: str) -> None:
     """As another process does it."""
-    database = Database(url)
+    database = Database(url, points=StorePoints())
     await database.open()
     async with Store.over(database) as other:
         await other.erase(session_id)

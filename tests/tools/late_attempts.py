@@ -36,6 +36,7 @@ import httpx
 import msgspec
 
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from ops.server import KeptServer
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
@@ -215,7 +216,7 @@ class Site:
             results[talk.way].lost += lost[talk.id]
 
     async def _lost(self, acknowledged: Sequence[Acknowledged]) -> Counter[str]:
-        database = Database(self.url)
+        database = Database(self.url, points=StorePoints())
         try:
             found = await audit(database, acknowledged)
         finally:

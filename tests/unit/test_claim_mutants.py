@@ -20,9 +20,9 @@ from app.domain.events import BlobsTombstoned, LimitReached, Limits, SessionRest
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit
 from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
 from app.features.resume import staged_tokens
+from app.features.resume.schema import staged_tokens as staged_tokens_table
 from app.features.resume.staged_tokens import StagedRow, StageTokens, TakeOverStaged
-from app.features.resume.staged_tokens import staged_tokens as staged_tokens_table
-from app.store import incarnations, pins, sqlite_turns
+from app.store import incarnations, pins, sqlite_tx
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.log import Appended, BaseOperation, Refused, StoredChunk, advance_head
@@ -522,7 +522,7 @@ class Case(NamedTuple):
     patches: tuple[tuple[Any, str, Any], ...] = ()
 
 
-_NONE_RESERVED = sqlite_turns.OPEN.replace("?)", "0 * ?)")
+_NONE_RESERVED = sqlite_tx.OPEN.replace("?)", "0 * ?)")
 _taken_over = (
     update(staged_tokens_table).where(staged_tokens_table.c.fence == bindparam("fenced")).values(fence=bindparam("by"))
 )
@@ -559,7 +559,7 @@ CASES = (
     Case("AbsorbAttempt.came_at", an_attempt_comes_late, given(AbsorbAttempt, came_at=0.0)),
     Case("AbandonLost.known", a_claims_answer_is_lost, no_times),
     Case("SaveSnapshot's look at the head", a_session_is_erased, unchanged, ((SaveSnapshot, "apply", _save_anyway),)),
-    Case("open_turns.reserved", two_turns_reserve_tokens, unchanged, ((sqlite_turns, "OPEN", _NONE_RESERVED),)),
+    Case("open_turns.reserved", two_turns_reserve_tokens, unchanged, ((sqlite_tx, "OPEN", _NONE_RESERVED),)),
     Case("BudgetClaim.wanted", two_turns_reserve_tokens, given(BudgetClaim, wanted=None)),
     Case("BudgetClaim.budgets", two_turns_reserve_tokens, given(BudgetClaim, budgets=())),
     Case("BudgetClaim.reached", the_time_is_over, given(BudgetClaim, reached=None)),

@@ -7,6 +7,7 @@ from helpers.store import Store, create
 
 from app.sessions.figures import FRESH_S, CachedFigures
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from ops.server import reserve_port
 
 pytestmark = pytest.mark.anyio
@@ -39,7 +40,7 @@ async def test_figures_are_read_again_when_they_are_old(sqlite_store: Store) -> 
 
 async def test_who_asks_does_not_wait_for_a_database_that_is_away() -> None:
     owner = Clock()
-    database = Database(f"postgresql+asyncpg://nobody@127.0.0.1:{reserve_port(owner)}/nothing")
+    database = Database(f"postgresql+asyncpg://nobody@127.0.0.1:{reserve_port(owner)}/nothing", points=StorePoints())
     counted = CachedFigures(database, time.monotonic)
     assert await counted.now() is None
     assert not counted.is_up

@@ -45,7 +45,7 @@ TABLES = {
     "leases": Part("kernel", NO_SESSION, NO_SESSION, LATER),
     "sessions": Part("kernel", "app.store.statements:erase_head", COPIED, LOG),
     "open_turns": Part("kernel", "no: a closed session has none", "no: a fork has no turn in flight", LOG),
-    "events": Part("kernel", "app.store.erasure:erase_remaining", COPIED, LOG),
+    "events": Part("kernel", "app.store.log_sessions:erase_remaining", COPIED, LOG),
     "turns": Part("kernel", "app.store.statements:drop_content", COPIED, "no: content stays, events refer to it"),
     "blobs": Part("kernel", "app.store.statements:drop_content", COPIED, "no: content stays, events refer to it"),
     "refused_replies": Part("kernel", "app.store.statements:drop_content", "no: for diagnosis alone", "no: as before"),
@@ -53,7 +53,7 @@ TABLES = {
     "annotation_columns": Part("annotations", "app.store.statements:drop_content", COPIED, "no: what a cut has stays"),
     "chunks": Part("replay", "app.store.statements:drop_content", COPIED, "no: a tombstone stays one"),
     "staged_tokens": Part(
-        "resume", "app.features.resume.staged_tokens:drop", "no: of a turn in flight", "app.store.log:abandon"
+        "resume", "app.features.resume.schema:drop", "no: of a turn in flight", "app.store.log:abandon"
     ),
     "dead_objects": Part(
         "objects", "app.features.objects.schema:queue_erased", "app.features.objects.objects:Copies.take", LATER

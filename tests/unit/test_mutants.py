@@ -137,7 +137,10 @@ def test_what_stands_outside_of_functions_is_run_by_those_that_use_it() -> None:
     path = "app/store/statements.py"
     found = list(mutants_of(path, (ROOT / path).read_text()))
     assert users(f"{path}:_fenced:operand:1") == {f"{path} _fenced"}
-    assert users(f"{path}:drop_staged:where:1") == {"app/store/log_turns.py Release.apply", "app/store/log.py abandon"}
+    assert users(f"{path}:drop_staged_chunks:where:1") == {
+        "app/store/log_turns.py Release.apply",
+        "app/store/log.py abandon",
+    }
 
 
 @pytest.fixture(scope="module")

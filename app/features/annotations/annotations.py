@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,7 +14,7 @@ from app.crash_points import reach
 from app.domain import notes
 from app.domain.columns import Column, unpack
 from app.domain.decide import labelled
-from app.domain.events import AnnotationWritten
+from app.domain.events import AnnotationWritten, UnknownEvent
 from app.domain.session import Annotation, Session
 from app.errors import NotFound, SessionUnreadable
 from app.features.annotations import rules
@@ -22,9 +23,9 @@ from app.sessions.lifecycle import Sessions, refusal
 from app.store import pins
 from app.store import statements as sql
 from app.store.dialect import Tx
-from app.store.erasure import IN_HEAD
 from app.store.log import Appended, BaseOperation, Refused, append, refused
-from app.store.ports import Database, of_session
+from app.store.log_sessions import IN_HEAD
+from app.store.ports import Database
 from app.store.schema import annotation_columns, events, sessions
 from app.store.sessions import EventRow, decode_events
 from workers import codec
@@ -108,8 +109,12 @@ class Annotations:
         seq, column = annotation.seq, annotation.column
         try:
             if column is None:
-                return await of_session(self._database, session_id, read_value, seq)
-            frame = await of_session(self._database, session_id, read_column, turn, name, seq)
+                return await self._database.read(
+                    partial(read_value, session_id=session_id, name=name, seq=seq), session_id=session_id
+                )
+            frame = await self._database.read(
+                partial(read_column, session_id=session_id, turn=turn, name=name, seq=seq), session_id=session_id
+            )
             return None if frame is None else await asyncio.to_thread(unpack, frame, column)
         except CorruptContent as error:
             raise SessionUnreadable(f"session {session_id}: annotation {name}: {error}") from error
@@ -164,11 +169,14 @@ class WriteAnnotation(BaseOperation, frozen=True):
         return appended
 
 
-def read_value(connection: Connection, session_id: str, seq: int) -> Any:
-    """The JSON value that event `seq` has written; None if it was erased. Raises UnknownEvent."""
-    columns = (events.c[name] for name in EventRow._fields)
+def read_value(connection: Connection, session_id: str, name: str, seq: int) -> Any:
+    """The JSON value that event `seq` has written; None if it was erased. Raises UnknownEvent, which names it."""
+    columns = (events.c[column] for column in EventRow._fields)
     query = select(*columns).where(events.c.session_id == session_id, events.c.seq == seq)
-    decoded = decode_events(EventRow(*row) for row in connection.execute(query))
+    try:
+        decoded = decode_events(EventRow(*row) for row in connection.execute(query))
+    except UnknownEvent as error:
+        raise UnknownEvent(f"annotation {name}: {error}") from error
     event = decoded[0].event if decoded else None
     return event.value if isinstance(event, AnnotationWritten) else None
 

@@ -38,7 +38,7 @@ from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx, now
 from app.store.feed import epoch_of_log, next_epoch
-from app.store.log import Appended, BaseOperation, Refused, abandon, advance_head, holders_of, unstage
+from app.store.log import Appended, BaseOperation, Refused, abandon, advance_head, end_staging, holders_of
 from app.store.schema import sessions, store_meta
 
 Cut = Literal["now", "drain", "restore"]
@@ -310,7 +310,7 @@ class RestoreSession(BaseOperation, frozen=True):
         if row[0] != self.expected:
             return Changed()
         abandoned = abandon(tx, self.session_id, self.at, holders_of(tx, self.session_id), "restored")
-        unstage(tx, [(self.session_id, None)])
+        end_staging(tx, [(self.session_id, None)])
         new = {f"new_{name}": value for name, value in self.head.items()}
         named_by = tx.one(_set_head, {"sid": self.session_id, **new})
         assert named_by is not None

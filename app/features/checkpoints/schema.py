@@ -89,8 +89,5 @@ def _is_pinned(heads: FromClause) -> ColumnElement[bool]:
     )
 
 
-PINS = Pins(_upto, _is_pinned, _restoring)
-
-
 def join(points: StorePoints) -> None:
-    points.pins = PINS
+    points.pins.append(Pins(_upto, _is_pinned, _restoring))

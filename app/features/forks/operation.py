@@ -16,8 +16,8 @@ from app.features.forks.rules import Forked
 from app.store import rollouts
 from app.store import statements as sql
 from app.store.dialect import Parameters, Tx
-from app.store.log import Appended, BaseOperation, Refused, StoredBlob, append, blob_row, departed
-from app.store.log_sessions import Existing
+from app.store.log import Appended, BaseOperation, Refused, StoredBlob, append, blob_row, ids_elsewhere
+from app.store.log_sessions import Existing, new_head
 from app.store.log_turns import Stale
 from app.store.schema import SESSION_ID, annotation_columns, blobs, chunks, events, turns
 from app.store.sessions import EventRow, event_rows
@@ -59,7 +59,7 @@ class Fork(BaseOperation, frozen=True):
         taken = tx.one(sql.head, {"sid": self.fork_id})
         if taken is not None:
             return Existing(taken[1], taken[3])
-        if departed(tx, [self.fork_id]):
+        if ids_elsewhere(tx, [self.fork_id]):
             return Existing("archived", self.forked.created.body_hash)
         tx.lock(sql.lock_head, {"sid": self.session_id})
         source = tx.one(sql.head, {"sid": self.session_id})
@@ -127,23 +127,15 @@ class Fork(BaseOperation, frozen=True):
         )
 
     def _head_row(self) -> dict[str, Any]:
-        created, copied = self.forked.created, self.forked.copied
+        copied = self.forked.copied
         versions = (version for event in copied for version in event.version_numbers)
         return {
-            "session_id": self.fork_id,
+            **new_head(self.fork_id, self.at, self.forked.created, root_id=None),
             "version": len(self.forked.events),
-            "status": "open",
-            "open_turns": 0,
             "turns": len(copied),
             "last_turn": len(copied),
-            "group_id": created.config.group_id,
-            "created_at": self.at,
-            "updated_at": self.at,
-            "body_hash": created.body_hash,
-            "attempt": created.config.attempt,
             "weight_version": max(versions, default=None),
             "engine": copied[-1].engine,
-            "root_id": None,
         }
 
     def _tombstones(self) -> Iterator[dict[str, Any]]:

@@ -10,12 +10,12 @@ from sqlalchemy import Connection, case, exists, or_, select, tuple_
 from app.domain.events import RolledBack, SessionCreated, SessionRestored, TurnCommitted
 from app.features.groups.rules import Attempt
 from app.features.groups.schema import group_changes, groups, is_finished
-from app.store import pins, rollouts
+from app.store import rollouts
 from app.store.damage import SPAN, of_readable
-from app.store.dialect import StorePoints, now
+from app.store.dialect import now
 from app.store.rollouts import group, in_groups, is_root
 from app.store.schema import events, sessions
-from app.store.sessions import Acknowledgements, EventRow, holds_payload, of_these
+from app.store.sessions import Acknowledgements, EventRow
 
 is_free = or_(groups.c.consumer.is_(None), groups.c.lease_until.is_(None), groups.c.lease_until <= now())
 """No consumer holds the group. The last one may still acknowledge it until another gets it."""
@@ -193,31 +193,9 @@ def acknowledged_groups(connection: Connection, after: tuple[float, str], limit:
     return [(row[0], row[1]) for row in connection.execute(query)]
 
 
-def holding_sessions(
-    connection: Connection,
-    points: StorePoints,
-    group_id: str,
-    cutoff: float,
-    among: Sequence[str] | None = None,
-) -> list[str]:
-    """A group's sessions, closed at or before `cutoff`, that still hold a replay payload or a refused reply.
-
-    `among`: only those of these.
-    """
-    query = select(sessions.c.session_id).where(
-        in_groups([group_id]),
-        sessions.c.status == "closed",
-        sessions.c.closed_at <= cutoff,
-        ~pins.is_pinned(points),
-        holds_payload(),
-        *of_these(among),
-    )
-    return list(connection.execute(query).scalars())
-
-
 _acknowledged = exists().where(groups.c.group_id == group(), groups.c.acked_at.is_not(None))
 
-ACKNOWLEDGEMENTS = Acknowledgements(or_(group().is_(None), _acknowledged), acknowledged_groups, holding_sessions)
+ACKNOWLEDGEMENTS = Acknowledgements(or_(group().is_(None), _acknowledged), acknowledged_groups)
 
 
 class Waiting(msgspec.Struct, frozen=True):

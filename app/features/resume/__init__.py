@@ -12,14 +12,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from app.features.resume import staged_tokens
+from app.features.resume import schema as schema
 from app.metrics import Family
 
 if TYPE_CHECKING:
     from app.features.resume.resume import Resume
     from app.services import Services
-
-schema = staged_tokens
 
 OUTCOMES = ("staged", "not_staged", "restored", "anew", "moved")
 """`not_staged`: the turn is of a kind that cannot be continued. Of a retry: `restored`, it goes on from staged tokens,

@@ -9,70 +9,30 @@ Nothing here is synced: a crash of the machine costs the newest rows, and with t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import msgspec
 from sqlalchemy import (
-    BigInteger,
-    Column,
     Connection,
-    Integer,
-    MetaData,
-    PrimaryKeyConstraint,
-    String,
-    Table,
-    Text,
     bindparam,
-    delete,
     exists,
     insert,
-    or_,
     select,
     update,
 )
 
+from app.features.resume.schema import drop, staged_tokens
 from app.store import statements as sql
-from app.store.damage import Content
-from app.store.dialect import ForEach, StorePoints, Tx
+from app.store.dialect import Tx
 from app.store.log import TurnOperation
-from app.store.schema import NAMING, SESSION_ID, open_turns
+from app.store.schema import open_turns
 from workers.reply import LogprobsOf
-
-metadata = MetaData(naming_convention=NAMING)
-
-staged_tokens = Table(
-    "staged_tokens",
-    metadata,
-    Column("session_id", SESSION_ID, nullable=False),
-    Column("fence", BigInteger, nullable=False),
-    Column("number", Integer, nullable=False),
-    Column("part", Integer, nullable=False),
-    Column("request_hash", String(64), nullable=False),
-    Column("engine", Text, nullable=False),
-    Column("weight_version", Text),
-    Column("logprobs_of", String(16)),
-    Column("data", Content, nullable=False),
-    PrimaryKeyConstraint("session_id", "fence", "number"),
-)
-"""What an engine has streamed of a turn in flight, in the order of `number`; each `data` is a compressed frame of the
-stream's bytes. `part` counts the generations of the turn. It belongs to no turn until the turn is committed, which
-deletes it; a retry with the same `request_hash` may go on from it if the turn has ended without a commit.
-"""
 
 _rows = staged_tokens.c
 _of_turn = sql.of_session(staged_tokens) & (_rows.fence == bindparam("fenced"))
 _is_open = exists().where(open_turns.c.session_id == _rows.session_id, open_turns.c.fence == _rows.fence)
 
 _insert = insert(staged_tokens)
-_drop = ForEach(
-    lambda given: delete(staged_tokens).where(
-        _rows.session_id == given.sid, or_(given.fenced.is_(None), _rows.fence == given.fenced)
-    ),
-    sid=Text,
-    fenced=BigInteger,
-)
-"""Of a turn; without a fence, of all turns of a session."""
 _take_over = update(staged_tokens).where(_of_turn, ~_is_open).values(fence=bindparam("by"))
 _left = (
     select(_rows.fence, _rows.number, _rows.part, _rows.engine, _rows.weight_version, _rows.logprobs_of, _rows.data)
@@ -159,13 +119,3 @@ class DropStaged(TurnOperation, frozen=True):
     def apply(self, tx: Tx) -> None:
         if self.holds(tx):
             drop(tx, [(self.session_id, self.fence)])
-
-
-def drop(tx: Tx, turns: Sequence[tuple[str, int | None]]) -> None:
-    """Delete what was staged of each turn, a session and a fence; without a fence, of all turns of the session."""
-    tx.each(_drop, [{"sid": session_id, "fenced": fence} for session_id, fence in turns])
-
-
-def join(points: StorePoints) -> None:
-    points.unstaged.append(drop)
-    points.tables.append(staged_tokens)

@@ -22,8 +22,8 @@ from app.errors import StoreUnavailable
 from app.features.search.text import Query
 from app.process import uncancelled
 from app.store.database import Database
+from app.store.opening import file_of
 from app.store.sessions import load_heads
-from app.store.sqlite_engine import file_of
 
 T = TypeVar("T")
 

@@ -14,14 +14,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from app.features.session_control import affinities
+from app.features.session_control import schema as schema
 
 if TYPE_CHECKING:
     from app.features.session_control.controls import SessionControls
     from app.services import Services
-
-
-schema = affinities
 
 
 def add_to(services: Services) -> SessionControls:

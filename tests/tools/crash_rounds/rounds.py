@@ -21,6 +21,7 @@ import aiohttp
 from app.features.objects.bucket import open_bucket
 from app.settings import load_settings
 from app.store.database import Database
+from app.store.dialect import StorePoints
 from ops.server import VERBATIM, ServerProcess
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Problem, verify_url
@@ -73,7 +74,7 @@ class Conductor:
     async def audit(self, result: Round, since: int = 0) -> None:
         """Look up what was acknowledged since so many turns."""
         bucket = open_bucket(load_settings("payloads", "payloads_timeout_s"))
-        database = Database(self._servers[0].environment["TURNLOG_DATABASE_URL"], bucket=bucket)
+        database = Database(self._servers[0].environment["TURNLOG_DATABASE_URL"], bucket=bucket, points=StorePoints())
         try:
             found = await audit(database, self._site.acknowledged[since:], whole=False)
         finally:

@@ -11,14 +11,13 @@ AREAS: dict[str, tuple[str, ...]] = {
     "claims and commits": (
         "app/turn/claims.py",
         "app/store/log_turns.py",
-        "app/store/sqlite_turns.py",
-        "app/store/postgres_turns.py",
+        "app/store/sqlite_tx.py",
+        "app/store/postgres_tx.py",
     ),
     "store": (
         "app/store/statements.py",
         "app/store/log.py",
         "app/store/log_sessions.py",
-        "app/store/names.py",
         "app/store/pins.py",
         "app/store/rollouts.py",
         "app/store/repair.py",
@@ -60,7 +59,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "app/sessions/log_end.py",
     ),
     "budgets": ("app/features/budgets/*.py",),
-    "erasure": ("app/sessions/erasure.py", "app/store/erasure.py"),
+    "erasure": ("app/sessions/erasure.py",),
     "checkpoints": (
         "app/features/checkpoints/checkpoints.py",
         "app/features/checkpoints/[or]*s.py",

@@ -20,7 +20,7 @@ from app.features.groups.schema import groups
 from app.sessions import event_log
 from app.sessions.session_list import SessionQuery
 from app.store import repair
-from app.store.dialect import AlchemyTx
+from app.store.dialect import CoreReads
 from app.store.repair import FoldedLog
 from ops.verify import TABLES
 from tests.tools.simulation.kept import lacks_text
@@ -77,7 +77,7 @@ async def judge(world: World, seed: int, processes: Sequence[Process]) -> None:
 
 def _logs(world: World) -> dict[str, FoldedLog | None]:
     ids = world.store.read(lambda connection: repair.session_ids(connection, TABLES, "", ALL))
-    return {one: world.store.read(lambda connection: repair.read_log(AlchemyTx(connection), one)) for one in ids}  # noqa: B023
+    return {one: world.store.read(lambda connection: repair.read_log(CoreReads(connection), one)) for one in ids}  # noqa: B023
 
 
 async def groups_listed(world: World, process: Process) -> None:

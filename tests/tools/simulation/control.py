@@ -11,7 +11,7 @@ import msgspec
 from sqlalchemy import select
 
 from app.domain.events import SessionConfig
-from app.features.session_control.affinities import affinities
+from app.features.session_control.schema import affinities
 from app.settings import ALL
 from tests.tools.simulation.client import Client, GaveUp
 from tests.tools.simulation.process import Process

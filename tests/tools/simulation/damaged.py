@@ -8,7 +8,7 @@ import msgspec
 from sqlalchemy import LargeBinary, bindparam, select, update
 
 from app.domain.events import RewardAssigned, SessionConfig, TurnCommitted, encode
-from app.store.erasure import UNREADABLE
+from app.store.log_sessions import UNREADABLE
 from app.store.schema import events
 from app.store.sessions import load_events
 from tests.tools.simulation.client import TRIES, Client

@@ -15,7 +15,7 @@ from app.domain.session import Session, fold
 from app.errors import AppError, PositionGone, SessionArchived, SessionClosed, SessionNotFound
 from app.features.archive.rows import CONTENT
 from app.features.archive.schema import archived
-from app.features.resume.staged_tokens import staged_tokens
+from app.features.resume.schema import staged_tokens
 from app.sessions.all_events import EventQuery
 from app.sessions.log_end import LogPosition, decode_position
 from app.store.feed import Position

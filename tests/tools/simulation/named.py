@@ -13,9 +13,8 @@ from sqlalchemy import Connection
 from app.composition import store_points
 from app.domain.events import TurnCommitted
 from app.errors import AppError
-from app.store import names
 from app.store.content import load_messages
-from app.store.sessions import load_events
+from app.store.sessions import generations, load_events
 from tests.tools.simulation.asgi import Answer, Requests
 from tests.tools.simulation.process import Disconnected, Process
 from tests.tools.simulation.spelling import Message
@@ -124,7 +123,7 @@ class Trajectory:
     def _stored(self, connection: Connection) -> list[list[str]]:
         """Of each generation the replies, by what was asked."""
         found = []
-        for one in reversed(names.generations(connection, store_points(), self._name)):
+        for one in reversed(generations(connection, store_points(), self._name)):
             log = load_events(connection, one.session_id)
             turns = [recorded.event.turn for recorded in log if isinstance(recorded.event, TurnCommitted)]
             stored = load_messages(connection, one.session_id, turns).values()

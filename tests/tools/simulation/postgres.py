@@ -17,7 +17,8 @@ from sqlalchemy import event
 from app.composition import store_points
 from app.store import ports
 from app.store.database import ANSWER_S, Database
-from app.store.postgres import BEGIN, IDLE_S, LOCK_S, _drop
+from app.store.postgres import _drop
+from app.store.postgres_tx import BEGIN, IDLE_S, LOCK_S
 from tests.tools.simulation.backends import Backend, Work
 from tests.tools.simulation.database import Server
 from tests.tools.simulation.postgres_store import TIMED, PostgresStore
@@ -370,7 +371,7 @@ class PostgresDatabase(Database):
         for engine in (self._reading.sync_engine, self._writing.sync_engine):
             event.listen(engine, "do_connect", self._connects)
             server.store.keep_compiled(engine)
-        self._postgres._compiler = self._autocommit._compiler = server.store.compiler
+        self._postgres.connections.compiler = self._autocommit.connections.compiler = server.store.compiler
 
     def _connects(self, dialect: Any, record: Any, arguments: Any, parameters: dict[str, Any]) -> None:
         parameters["async_creator_fn"] = self._connect
@@ -393,7 +394,7 @@ class PostgresDatabase(Database):
         assert self._postgres is not None
         assert self._autocommit is not None
         self.die()
-        for connection in (*(kept for kept, _ in self._postgres._idle), *self._autocommit._kept):
+        for connection, _ in (*self._postgres.connections._idle, *self._autocommit.connections._idle):
             assert connection.sync_connection is not None
             _drop(connection.sync_connection)
             connection.sync_connection.close()

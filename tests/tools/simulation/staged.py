@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from app.domain.events import Recorded, SessionErased, SessionRestored, TurnCommitted, TurnRejected
-from app.features.resume.staged_tokens import staged_tokens
+from app.features.resume.schema import staged_tokens
 from app.settings import Settings
 from app.store.content import load_messages, load_tokens
 from app.store.schema import sessions

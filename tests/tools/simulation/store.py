@@ -18,10 +18,13 @@ from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
 
 from app.composition import metadata, store_points
+from app.domain.events import UnknownEvent
 from app.store.damage import Unreadable
-from app.store.dialect import Parameters, Row, SqliteTx, Tx
+from app.store.dialect import Parameters, Row, Tx
 from app.store.ports import Bucket
 from app.store.schema import store_meta
+from app.store.sqlite_tx import SqliteTx
+from workers.codec import CorruptContent
 
 T = TypeVar("T")
 
@@ -144,7 +147,12 @@ class Transactions(ABC):
         one_moment: bool = False,
         session_id: str | None = None,
     ) -> T:
-        return await self._read(function)
+        try:
+            return await self._read(function)
+        except (CorruptContent, UnknownEvent) as error:
+            if session_id is None:
+                raise
+            raise self.unreadable.error(session_id, error) from error
 
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         return await self._read(lambda connection: connection.execute(statement, parameters).all())

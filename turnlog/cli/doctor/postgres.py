@@ -13,10 +13,11 @@ from sqlalchemy.exc import DBAPIError
 
 from app.store import repair
 from app.store.database import LANES, SPARE_WRITERS, create_engine
-from app.store.dialect import AlchemyTx
+from app.store.dialect import Compiler, StorePoints
 from app.store.opening import revision_head
 from app.store.ports import READERS
 from app.store.postgres import DRIVER_ERRORS
+from app.store.postgres_tx import PostgresTx
 from app.store.repair import living
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 from turnlog.cli.output import size
@@ -98,12 +99,15 @@ async def look(settings: Settings) -> tuple[list[Finding], str | None]:
 
 def _unordered(connection: Connection) -> str | None:
     """Why events do not come back in the order of commits; what is written for the proof is taken back."""
+    connection.rollback()  # the probe has a transaction of its own
+    tx = PostgresTx(connection, Compiler(connection.dialect), StorePoints())  # it writes no session
+    tx.begin(durable=False)
     try:
-        repair.write_probe(AlchemyTx(connection), 0)
+        repair.write_probe(tx, 0)
     except repair.StoreUnordered as error:
         return str(error)
     finally:
-        connection.rollback()
+        tx.rollback()
     return None
 
 

@@ -84,8 +84,9 @@ async def _opened(url: str) -> tuple[Fleet, str | None]:
     from app.features.objects.rows import has_objects, url_of_objects
     from app.store import fleet as store
     from app.store.database import Database
+    from app.store.dialect import StorePoints
 
-    database = Database(url)
+    database = Database(url, points=StorePoints())
     try:
         fleet = domain.fold((await database.read(store.state)).events)
         return fleet, await database.read(url_of_objects) if await database.read(has_objects) else None
@@ -95,7 +96,7 @@ async def _opened(url: str) -> tuple[Fleet, str | None]:
 
 def _folder(path: Path) -> Iterator[Finding]:
     """The folder of the file, or of the file to be created."""
-    from app.store.lock import REMOTE, file_system
+    from app.store.opening import REMOTE, file_system
 
     folder = path.parent
     while not folder.exists():
@@ -177,7 +178,7 @@ def _sqlite(path: Path) -> Generator[Finding, None, str | None]:
     if row is not None and mode != "wal":
         yield problem("database", f"journal_mode is {mode}", "with sqlite3: PRAGMA journal_mode = WAL")
     yield ok("database", f"SQLite {sqlite3.sqlite_version}; a commit is synced before its reply (synchronous=FULL)")
-    from app.store.lock import lock_owner
+    from app.store.opening import lock_owner
 
     pid = lock_owner(path) or lock_owner(Path(f"{path}.lock"))
     if pid is None:
