@@ -1,14 +1,14 @@
 """Validates, splits and compresses one engine's reply: a pure function of bytes, in the API process or in a worker.
 
-A short, compact reply without payloads is parsed as it is. Payloads and the ids of a prompt are most of a long one and
-need not be parsed as JSON. So they are first cut out of the bytes, where their keys seem to be, and replaced by marks;
-what is left is parsed in compact spelling. If that is refused, or a mark is not found where its value belongs, the
-whole reply is parsed as it is: what that says counts.
+Payloads and the ids of a prompt are most of a reply and need not be parsed as JSON: to skip a list costs the decoder as
+much as to read it. So they are first cut out of the bytes, where their keys seem to be, and replaced by marks; what is
+left is parsed in compact spelling. If that is refused, or a mark is not found where its value belongs, the whole reply
+is parsed as it is: what that says counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import NamedTuple
@@ -24,9 +24,6 @@ from workers.reply import NAMES, REPLAY, Job, PayloadRange, Read, ValidatedReply
 from workers.scan import WINDOW
 
 _PROMPT_MARK = b'"@turnlog:ids@"'
-
-SHORT = LONG_PROMPT
-"""Bytes of a reply in which no value but a payload's is worth cutting out, if it is compact."""
 
 COPIES = 2
 """How often a payload may occur in a reply: some SGLang builds sent it in both `meta_info` and `sglext`."""
@@ -71,8 +68,7 @@ def read(job: Job, body: bytes | memoryview, known: KnownText | None = None, fou
 
     `known`: the text of `job.known`, if it is in memory. `found`: the body's long values, if they were looked for.
     """
-    is_short = len(body) <= SHORT and not job.payload_specs
-    done = None if is_short and not scan.is_spaced(bytes(body)) else read_cut(job, body, known, found)
+    done = read_cut(job, body, known, found)
     return read_whole(job, body) if done is None else done
 
 
@@ -81,7 +77,7 @@ def read_cut(
 ) -> Read | None:
     """As `read`, without what is long in the body; None if that is not accepted: `read_whole` decides. Raises
     PromptDiffers, Rejected for a payload."""
-    for values, is_guess in _attempts(body, known, found):
+    for values, is_guess in _attempts(job, body, known, found):
         try:
             rest = _parsed_without(job, body, known, values)
         except Rejected as error:
@@ -99,12 +95,14 @@ def read_cut(
 
 
 def _attempts(
-    body: bytes | memoryview, known: KnownText | None, found: LongValues | None
+    job: Job, body: bytes | memoryview, known: KnownText | None, found: LongValues | None
 ) -> Iterator[tuple[LongValues, bool]]:
     """What to cut out, until the rules accept it, and whether its payloads' ends are guessed."""
-    if found is None and isinstance(body, memoryview):
-        yield find_long_values(body, known, at_end=True), True
-    found = found or find_long_values(body, known)
+    if found is None:
+        keys = _KEYS if job.payload_specs else ()
+        if isinstance(body, memoryview) and keys:
+            yield find_long_values(body, known, keys=keys, at_end=True), True
+        found = find_long_values(body, known, keys=keys)
     yield found, False
     if found.payloads and found.prompt is not None and found.prompt.end - found.prompt.start <= LONG_PROMPT:
         yield found._replace(prompt=None), False
@@ -134,16 +132,22 @@ class LongValues(NamedTuple):
         return sum(place.end - place.start for place in self.payloads if not place.is_list)
 
 
-def find_long_values(body: bytes | memoryview, known: KnownText | None = None, *, at_end: bool = False) -> LongValues:
+def find_long_values(
+    body: bytes | memoryview,
+    known: KnownText | None = None,
+    *,
+    keys: Iterable[tuple[str, bytes]] = _KEYS,
+    at_end: bool = False,
+) -> LongValues:
     """The long values of a body. What comes first is not searched for what comes later: both may have megabytes.
 
-    `known`: what the prompt's ids may begin with. `at_end`: a text is taken to end at the first quote in the last
+    `known`: what the prompt's ids may begin with. `keys`: those of payloads, with their kinds. `at_end`: a text is taken to end at the first quote in the last
     WINDOW of the body. That is right of a long one in a usual reply, and where it is not, its content shows it.
     """
     prompt, begun = _prompt(body, min(WINDOW, len(body)), known)
     found: list[PayloadRange] = []
     gaps = [prompt] if prompt is not None and prompt.end - prompt.start > LONG_PROMPT else []
-    for kind, key in _KEYS:
+    for kind, key in keys:
         at = 0
         for _ in range(COPIES):
             at = find(body, key, at, gaps)
