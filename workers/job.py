@@ -1,16 +1,16 @@
 """Validates, splits and compresses one engine's reply: a pure function of bytes, in the API process or in a worker.
 
-A short, compact reply without payloads is parsed as it is. Payloads and the ids of a prompt are most of a long one and
-need not be parsed as JSON. So they are first cut out of the bytes, where their keys seem to be, and replaced by marks;
-what is left is parsed in compact spelling. If that is refused, or a mark is not found where its value belongs, the
-whole reply is parsed as it is: what that says counts.
+Payloads and the ids of a prompt are most of a reply and need not be parsed as JSON: to skip a list costs the decoder as
+much as to read it. So they are first cut out of the bytes, where their keys seem to be, and replaced by marks; what is
+left is parsed in compact spelling. If that is refused, or a mark is not found where its value belongs, the whole reply
+is parsed as it is: what that says counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgspec
@@ -25,14 +25,28 @@ from workers.scan import WINDOW
 
 _PROMPT_MARK = b'"@turnlog:ids@"'
 
-SHORT = LONG_PROMPT
-"""Bytes of a reply in which no value but a payload's is worth cutting out, if it is compact."""
-
 COPIES = 2
 """How often a payload may occur in a reply: some SGLang builds sent it in both `meta_info` and `sglext`."""
 
 _PROMPT_KEY = b'"prompt_token_ids"'
 _KEYS = [(kind, b'"%b"' % name.encode()) for kind in REPLAY for name in {of[kind]: None for of in NAMES.values()}]
+
+
+class _Value(NamedTuple):
+    """A payload's value: its place in the body, and [start, end) of its mark or text in the text that was parsed."""
+
+    place: PayloadRange
+    start: int
+    end: int
+
+
+class _Edit(NamedTuple):
+    """[start, end) of the text that was parsed is replaced; no cut: it was the prompt's ids."""
+
+    start: int
+    end: int
+    cut: Cut | None
+    replacement: bytes
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -71,8 +85,7 @@ def read(job: Job, body: bytes | memoryview, known: KnownText | None = None, fou
 
     `known`: the text of `job.known`, if it is in memory. `found`: the body's long values, if they were looked for.
     """
-    is_short = len(body) <= SHORT and not job.payload_specs
-    done = None if is_short and not scan.is_spaced(bytes(body)) else read_cut(job, body, known, found)
+    done = read_cut(job, body, known, found)
     return read_whole(job, body) if done is None else done
 
 
@@ -81,7 +94,7 @@ def read_cut(
 ) -> Read | None:
     """As `read`, without what is long in the body; None if that is not accepted: `read_whole` decides. Raises
     PromptDiffers, Rejected for a payload."""
-    for values, is_guess in _attempts(body, known, found):
+    for values, is_guess in _attempts(job, body, known, found):
         try:
             rest = _parsed_without(job, body, known, values)
         except Rejected as error:
@@ -99,12 +112,14 @@ def read_cut(
 
 
 def _attempts(
-    body: bytes | memoryview, known: KnownText | None, found: LongValues | None
+    job: Job, body: bytes | memoryview, known: KnownText | None, found: LongValues | None
 ) -> Iterator[tuple[LongValues, bool]]:
     """What to cut out, until the rules accept it, and whether its payloads' ends are guessed."""
-    if found is None and isinstance(body, memoryview):
-        yield find_long_values(body, known, at_end=True), True
-    found = found or find_long_values(body, known)
+    if found is None:
+        keys = _KEYS if job.payload_specs else ()
+        if isinstance(body, memoryview) and keys:
+            yield find_long_values(body, known, keys=keys, at_end=True), True
+        found = find_long_values(body, known, keys=keys)
     yield found, False
     if found.payloads and found.prompt is not None and found.prompt.end - found.prompt.start <= LONG_PROMPT:
         yield found._replace(prompt=None), False
@@ -117,7 +132,7 @@ def read_whole(job: Job, body: bytes | memoryview) -> Read:
     values: list[_Value] = []
     for kind, raw in parsed.payloads:
         [(start, end)] = scan.places_in(text, (raw,))
-        values.append((PayloadRange(kind, start, end), start, end))
+        values.append(_Value(PayloadRange(kind, start, end), start, end))
     return _committed(job, text, text, parsed, values)
 
 
@@ -134,16 +149,23 @@ class LongValues(NamedTuple):
         return sum(place.end - place.start for place in self.payloads if not place.is_list)
 
 
-def find_long_values(body: bytes | memoryview, known: KnownText | None = None, *, at_end: bool = False) -> LongValues:
+def find_long_values(
+    body: bytes | memoryview,
+    known: KnownText | None = None,
+    *,
+    keys: Iterable[tuple[str, bytes]] = _KEYS,
+    at_end: bool = False,
+) -> LongValues:
     """The long values of a body. What comes first is not searched for what comes later: both may have megabytes.
 
-    `known`: what the prompt's ids may begin with. `at_end`: a text is taken to end at the first quote in the last
-    WINDOW of the body. That is right of a long one in a usual reply, and where it is not, its content shows it.
+    `known`: what the prompt's ids may begin with. `keys`: those of payloads, with their kinds. `at_end`: a text is
+    taken to end at the first quote in the last WINDOW of the body. That is right of a long one in a usual reply, and
+    where it is not, its content shows it.
     """
     prompt, begun = _prompt(body, min(WINDOW, len(body)), known)
     found: list[PayloadRange] = []
     gaps = [prompt] if prompt is not None and prompt.end - prompt.start > LONG_PROMPT else []
-    for kind, key in _KEYS:
+    for kind, key in keys:
         at = 0
         for _ in range(COPIES):
             at = find(body, key, at, gaps)
@@ -258,7 +280,7 @@ def _parsed_without(
         if mark not in marks or marks[mark].kind != kind:
             raise Rejected(f"{kind} was not cut out")
         start = text.index(mark)
-        values.append((marks.pop(mark), start, start + len(mark)))
+        values.append(_Value(marks.pop(mark), start, start + len(mark)))
     if marks:
         raise Rejected("what was cut out is no payload")
     if compact is not text and job.protocol == "chat":
@@ -292,13 +314,6 @@ def _cut_prompt(
     return prompt if prompt.tokens > 1 else None
 
 
-_Value = tuple[PayloadRange, int, int]
-"""A payload's value: its place in the body, and [start, end) of its mark or text in the text that was parsed."""
-
-_Edit = tuple[int, int, Cut | None, bytes]
-"""[start, end) of that text is replaced by the last; no cut: it was the prompt's ids."""
-
-
 def _committed(
     job: Job,
     body: bytes | memoryview,
@@ -311,16 +326,16 @@ def _committed(
     the body, if they were cut out. Raises Rejected."""
     reply, prompt = parsed.reply, parsed.prompt
     edits = _payloads(job, memoryview(body), parsed, values, is_whole=text is body) if job.payload_specs else []
-    reply.places = [place for place, _, _ in values]
+    reply.places = [value.place for value in values]
     separator, known_text = None, None
     if prompt is not None and prompt.text and prompt.separator is not None and prompt.tokens > 1:
         # The first occurrence that no other edit touches: any of them can be restored.
         start = scan.find(text, prompt.text)
-        while start >= 0 and any(start < edit[1] and start + len(prompt.text) > edit[0] for edit in edits):
+        while start >= 0 and any(start < edit.end and start + len(prompt.text) > edit.start for edit in edits):
             start = scan.find(text, prompt.text, start + 1)
         if start >= 0:
             separator, end = prompt.separator, start + len(prompt.text)
-            edits.append((start, end, None, b""))
+            edits.append(_Edit(start, end, None, b""))
             if cut_at is not None and cut_at.end - cut_at.start > LONG_PROMPT:
                 reply.prompt = cut_at
                 known_text = None if job.sent else partial(prompt.known_text, reply.sequence)
@@ -352,13 +367,13 @@ def _payloads(job: Job, body: memoryview, parsed: Parsed, values: Sequence[_Valu
     reply, edits = parsed.reply, list[_Edit]()
     reply.payloads = []
     for spec in job.payload_specs:
-        own = [value for value in values if value[0].kind == spec.kind]
+        own = [value for value in values if value.place.kind == spec.kind]
         if not own:
             is_there = reply.output_ids and not parsed.was_queued
             if spec.required and is_there and (reply.dialect, spec.kind) != ("vllm", "indexer_topk"):
                 raise Rejected(f"{spec.kind} was asked for and is not there")
             continue
-        first, *others = [body[place.start : place.end] for place, _, _ in own]
+        first, *others = [body[value.place.start : value.place.end] for value in own]
         if any(other != first for other in others):
             raise Rejected(f"{spec.kind} is there twice, with different values")
         plain = _unescaped(first) if is_whole else first
@@ -372,7 +387,7 @@ def _payloads(job: Job, body: memoryview, parsed: Parsed, values: Sequence[_Valu
             cut = Cut(spec.kind, 0, "text", len(first))
         reply.payloads.append(payload)
         replacement = bytes(first) if cut.form == "text" else b""
-        edits += [(start, end, cut, replacement) for _, start, end in own]
+        edits += [_Edit(value.start, value.end, cut, replacement) for value in own]
     return edits
 
 
@@ -389,7 +404,7 @@ def _without(text: bytes, edits: list[_Edit]) -> tuple[bytes, list[Cut], int | N
     cuts: list[Cut] = []
     ids_at = None
     length = done = 0
-    for start, end, cut, replacement in sorted(edits, key=itemgetter(0)):
+    for start, end, cut, replacement in sorted(edits, key=attrgetter("start")):
         length += start - done
         if cut is None:
             ids_at = length

@@ -255,6 +255,7 @@ _Bulk = list[tuple[bytes, msgspec.Raw]]
 
 _PROMPT_KEY, _TRIPLES_KEY = b'"prompt_token_ids":[', b'"output_token_logprobs":['
 _CONTENT_KEY, _IDS_KEY, _NUMBERS_KEY = b'"content":[', b'"token_ids":[', b'"token_logprobs":['
+_ONLY_CONTENT = b"{" + _CONTENT_KEY
 
 
 def parse_reply(body: bytes, asked: Job, cut: Prompt | None = None) -> Parsed:
@@ -353,8 +354,8 @@ def _sglang(root: _Root, choice: _Choice, asked: Job, cut: Prompt | None, bulk: 
     if text.count(b"[") == count + 1 and b"{" not in text:
         bulk.append((_TRIPLES_KEY, meta.output_token_logprobs))
     if choice.logprobs != MISSING and is_object(choice.logprobs):
-        content = _logprobs(choice).content
-        if _checked_entries(content) is not None:
+        content, entries = _content(choice)
+        if entries is not None:
             bulk.append((_CONTENT_KEY, content))
     tokens = StoredTokens(prompt.suffix_ids, output, array("d", logprobs).tobytes(), top)
     return Parsed(reply, tokens, prompt, _payloads("sglang", root, meta), was_queued)
@@ -374,8 +375,9 @@ def _sampling_logprobs(raw: msgspec.Raw, tokens: int, where: str) -> list[float]
 
 def _vllm(root: _Root, choice: _Choice, asked: Job, cut: Prompt | None, bulk: _Bulk) -> Parsed:
     output_ids: list[int] = typed(IDS, choice.token_ids, "choices[0].token_ids")
-    content, count = _logprobs(choice).content, len(output_ids)
-    entries: list[_Entry] | list[_AnyEntry] | None = _checked_entries(content)
+    content, checked = _content(choice)
+    entries: list[_Entry] | list[_AnyEntry] | None = checked
+    count = len(output_ids)
     if entries is None:
         entries = typed(_ANY_ENTRIES, content, "choices[0].logprobs.content")
     else:
@@ -546,8 +548,21 @@ def _logprobs(choice: _Choice) -> _Logprobs:
     return logprobs
 
 
+def _content(choice: _Choice) -> tuple[msgspec.Raw, list[_Entry] | None]:
+    """The text of `logprobs.content`, and its entries: None if there are none, or with what no engine writes, which is
+    then checked with the rest of the reply. Raises Rejected if `logprobs` is no object."""
+    text = memoryview(choice.logprobs)
+    if text[: len(_ONLY_CONTENT)] == _ONLY_CONTENT:
+        # The usual object has nothing else. So it is not read once more to find the list's end: a whole list between
+        # its key and the last brace is all that there is.
+        only = msgspec.Raw(text[len(_ONLY_CONTENT) - 1 : -1])
+        if (entries := _checked_entries(only)) is not None:
+            return only, entries
+    content = _logprobs(choice).content
+    return content, _checked_entries(content)
+
+
 def _checked_entries(content: msgspec.Raw) -> list[_Entry] | None:
-    """None if there are none, or with what no engine writes, which is then checked with the rest of the reply."""
     try:
         return _ENTRIES.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -694,7 +709,11 @@ def _require_readable(
 
 
 def _require_keys_once(root: _Root, choice: _Choice) -> None:
-    """Raises Rejected where another reader may read another value."""
+    """Raises Rejected where another reader may read another value.
+
+    No engine writes a key twice: what holds the sampled tokens is refused for it, whichever engine's rules hold, even
+    where both values are equal. Counts and message may repeat one with an equal value.
+    """
     for raw, where in ((choice.meta_info, "meta_info"), (choice.logprobs, "logprobs")):
         if is_object(raw):
             no_duplicates(raw, f"choices[0].{where}")

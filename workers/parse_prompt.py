@@ -7,7 +7,7 @@ ones are decoded (100k ids: 0.2 ms to hash, 3 ms to decode).
 from __future__ import annotations
 
 import hashlib
-from array import array
+import struct
 from collections.abc import Iterable
 from typing import Annotated, Protocol
 
@@ -137,7 +137,10 @@ class Prompt:
         rest = inner[start:-1]
         ids = text if is_spelled and not start else b"[%b]" % rest
         plain = scan.plain_ids(ids) if len(ids) > PLAIN_BYTES else None
-        self.suffix_ids = array("i", typed(IDS, ids, where)).tobytes() if plain is None else plain
+        if plain is None:
+            read = typed(IDS, ids, where)
+            plain = struct.pack(f"{len(read)}i", *read)  # A fifth cheaper than an array.
+        self.suffix_ids = plain
         if b"-" in rest:
             raise Rejected(f"{where} holds a negative zero")
         self._hasher.update(memoryview(inner)[start:])

@@ -392,7 +392,7 @@ def _look(tx: Tx, operations: Sequence[Claim | Commit]) -> dict[str, Seen]:
     staging = [
         {"sid": sid, "fenced": operation.fence}
         for sid, operation in asked.items()
-        if isinstance(operation, Commit) and operation.turn.payloads
+        if isinstance(operation, Commit) and operation.staged
     ]
     for session_id, number in tx.each(sql.chunk_numbers, staging):
         staged[session_id].add(number)

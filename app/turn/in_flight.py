@@ -550,6 +550,9 @@ class TurnStage(IntEnum):
     REPLY = 6
 
 
+STAGES = len(TurnStage)
+
+
 class Stages:
     """When one turn entered each of its stages, beginning with `claim`; repeated stages add up.
 
@@ -573,7 +576,7 @@ class Stages:
 
     def seconds(self) -> list[float]:
         """Seconds by stage. A stage that has not ended counts as 0."""
-        seconds = [0.0] * len(TurnStage)
+        seconds = [0.0] * STAGES
         stage, since = self.marks[0]
         for following, at in self.marks:
             seconds[stage] += at - since

@@ -7,7 +7,6 @@ smaller ones are validated inline. The cost is in logprob triples and ids; base6
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
@@ -79,10 +78,11 @@ class ReplyValidator:
             beginning=b"" if call.is_part else turn.request.beginning or b"",
         )
         read, new_bytes = None, sum(map(len, new))
-        size = answer.body.size
-        if not settings.replay and size <= job.SHORT and size + new_bytes <= settings.inline_max_bytes:
-            with contextlib.suppress(Rejected):  # That is told below, or mended.
-                read = job.read(work, answer.body.joined())
+        if not settings.replay and answer.body.size + new_bytes <= settings.inline_max_bytes:
+            try:
+                read = job.read(work, answer.body.joined(), text)
+            except Rejected:
+                read = None  # That is told below, or mended.
         if read is None or read[0].places:
             specs = [self._payload_spec(turn, kind, call) for kind in REPLAY]
             work = msgspec.structs.replace(work, payload_specs=specs)
