@@ -309,25 +309,25 @@ def test_followers_learn_of_the_erasure_of_an_archived_session(own: Stand, tmp_p
     assert error_of(own.http.get(neighbour.path)) == (404, "session_archived")
 
 
-@pytest.mark.parametrize("kind", ["blob", "turn", "chunk"])
-def test_a_damaged_rollout_is_left_and_told_of(
-    sglang: SimulatorProcess, places: Places, tmp_path: Path, kind: str
-) -> None:
-    with serving(places.new("damaged"), sglang.base_url, environment=SETTINGS) as stand:
-        if not stand.server.environment["TURNLOG_DATABASE_URL"].startswith("sqlite"):
-            pytest.skip("it is damaged by hand")
-        bad, *good = [ended(stand) for _ in range(3)]
-        damage = {
-            "blob": "update blobs set data = X'00' where kind = 'metadata' and session_id = ?",
-            "turn": "update turns set exchange = X'00' where session_id = ?",
-            "chunk": "update chunks set data = X'00' where session_id = ? and tombstoned_by is null",
-        }[kind]
+DAMAGE = (
+    "update blobs set data = X'00' where kind = 'metadata' and session_id = ?",
+    "update turns set exchange = X'00' where session_id = ?",
+    "update chunks set data = X'00' where session_id = ? and tombstoned_by is null",
+)
+
+
+def test_a_damaged_rollout_is_left_and_told_of(sglang: SimulatorProcess, tmp_path: Path) -> None:
+    with serving(tmp_path / "damaged", sglang.base_url, environment=SETTINGS) as stand:
+        good, *bad = [ended(stand) for _ in range(len(DAMAGE) + 1)]
         with contextlib.closing(sqlite3.connect(stand.server.database_path)) as connection, connection:
-            assert connection.execute(damage, (bad.id,)).rowcount
-        step = archived(stand, tmp_path)
-        assert (step["archived"], step["left"]) == (len(good), 1)
-        assert bad.id in stand.server.log_path.read_text()
-        assert archived(stand, tmp_path)["left"] == 1
+            for talk, damage in zip(bad, DAMAGE, strict=True):
+                assert connection.execute(damage, (talk.id,)).rowcount
+        step = archived(stand, tmp_path / "archive")
+        assert (step["archived"], step["left"]) == (1, len(bad))
+        assert good.rows() == []
+        told = stand.server.log_path.read_text()
+        assert [talk.id for talk in bad if talk.id not in told] == []
+        assert archived(stand, tmp_path / "archive")["left"] == len(bad)
 
 
 OUTSIDE = ("/etc", "/", "/etc/cron.d", "{root}/../other", "{root}x", "{root}/link", "{root}/a/../../b", "{root}/\0")
