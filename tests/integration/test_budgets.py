@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from integration.interrupting import HOURS, generating, latency
+from integration.interrupting import generating, latency
 from integration.places import Places
-from integration.stand import Stand, Talk, error_of, serving, standing, until, user
+from integration.stand import HOURS, Stand, Talk, error_of, serving, standing, until, user
 from ops.simulator.process import SimulatorProcess
 
 

@@ -136,11 +136,12 @@ def test_an_error_never_holds_a_prompt(stand: Stand) -> None:
 
 
 def test_an_engine_that_never_answers_is_504(tight: Stand) -> None:
-    talk = tight.talk()
-    assert error_of(talk.chat([user("x")], sim={"fault": "never"})) == (504, "upstream_timeout")
-    assert error_of(talk.chat([user("x")], sim={"latency_s": 30})) == (504, "upstream_timeout")
-    assert talk.committed() == []
-    talk.say("x")
+    talks = {tight.talk(): sim for sim in ({"fault": "never"}, {"latency_s": 30})}
+    turns = [tight.meanwhile(talk.chat, [user("x")], sim=sim) for talk, sim in talks.items()]
+    assert [error_of(turn.result()) for turn in turns] == [(504, "upstream_timeout")] * 2
+    for talk in talks:
+        assert talk.committed() == []
+        talk.say("x")
 
 
 def test_bodies_that_are_too_large_are_refused_both_ways(tight: Stand) -> None:

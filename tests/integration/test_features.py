@@ -82,9 +82,8 @@ def test_each_is_away_beside_each_other() -> None:
     assert all(other in gone for gone in SOME for one in gone for other in NEEDED_BY.get(one, ()))
 
 
-@pytest.mark.parametrize(
-    "gone", [*(pytest.param(one, marks=pytest.mark.long) for one in SOME), pytest.param(FEATURES, id="all")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("gone", [*SOME, FEATURES])
 def test_the_kernel_works_without(gone: tuple[str, ...], tmp_path: Path, engine: str) -> None:
     """Its tables are gone with it."""
     code, file = without(tmp_path / "code", *gone), tmp_path / "turnlog.db"

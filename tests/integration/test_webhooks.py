@@ -16,9 +16,8 @@ import httpx
 import pytest
 
 from app.crash_points import VARIABLE, CrashPoint
-from integration.interrupting import HOURS
 from integration.places import DATABASES, Places
-from integration.stand import Stand, until, user
+from integration.stand import HOURS, Stand, until, user
 from ops.server import ServerProcess, free_port
 from ops.simulator.process import SimulatorProcess
 
