@@ -123,7 +123,7 @@ def test_no_branch_is_false(stands: Sequence[Stand], name: str, mode: str) -> No
     harness, own = HARNESSES[name], OWN.get((name, mode), Own(""))
     stops, meant = set[str](), 0
     each = list(product(stands, SETTINGS))
-    # Where nothing of its own is looked for, either engine sees one kind of session, the other one in the next mode.
+    # Without ways of its own, two of the four: a line at one engine, a tree at the other; in the next mode the others.
     for stand, setting in each if own.why else (each[::3], each[1:3])[PLACES[mode] % 2]:
         segments = {"on_divergence": "segment"} if own.causes and setting["history"] == "linear" else {}
         talk = stand.talk(**setting, **segments)
