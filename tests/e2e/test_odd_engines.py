@@ -1,13 +1,15 @@
 """Harnesses before engines that give what no harness asked for: no branch of a session is a false one.
 
 Each harness does its tasks in a linear session and in a tree, before an engine that renders messages and one that is
-sent ids.
+sent ids. The two SDKs get every reply, each framework those that it makes something of its own of, and a part of the
+others.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -92,6 +94,15 @@ OWN: Mapping[tuple[str, str], Own] = {
     ),
 }
 SETTINGS: Sequence[Mapping[str, str]] = ({"history": "linear"}, {"history": "tree"})
+PLACES = {name: place for names in (HARNESSES, MODES) for place, name in enumerate(names)}
+PAIRS = [
+    (name, mode)
+    for name in HARNESSES
+    for mode in MODES
+    if name in ("openai", "anthropic")
+    or (PLACES[name] + PLACES[mode]) % 4 == 0
+    or OWN.get((name, mode), PROSE) not in (PROSE, NO_CALL)
+]
 
 
 @pytest.fixture(scope="module")
@@ -107,18 +118,19 @@ def stands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sequence[Stand]
         yield capture, tito
 
 
-@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in HARNESSES for mode in MODES])
+@pytest.mark.parametrize(("name", "mode"), PAIRS)
 def test_no_branch_is_false(stands: Sequence[Stand], name: str, mode: str) -> None:
     harness, own = HARNESSES[name], OWN.get((name, mode), Own(""))
     stops, meant = set[str](), 0
-    for stand in stands:
-        for setting in SETTINGS:
-            segments = {"on_divergence": "segment"} if own.causes and setting["history"] == "linear" else {}
-            talk = stand.talk(**setting, **segments)
-            before = outcomes(stand)
-            stops.add(played(stand, talk, harness, MODES[mode]))
-            assert {ended for ended, count in outcomes(stand).items() if count > before[ended]} <= set(ANSWERED)
-            meant += audited(stand, talk, own, may_drift=stand is stands[0])
+    each = list(product(stands, SETTINGS))
+    # Without ways of its own, two of the four: a line at one engine, a tree at the other; in the next mode the others.
+    for stand, setting in each if own.why else (each[::3], each[1:3])[PLACES[mode] % 2]:
+        segments = {"on_divergence": "segment"} if own.causes and setting["history"] == "linear" else {}
+        talk = stand.talk(**setting, **segments)
+        before = outcomes(stand)
+        stops.add(played(stand, talk, harness, MODES[mode]))
+        assert {ended for ended, count in outcomes(stand).items() if count > before[ended]} <= set(ANSWERED)
+        meant += audited(stand, talk, own, may_drift=stand is stands[0])
     assert stops == {own.stops}
     assert (meant > 0) == bool(own.causes), "the reason still holds"
 

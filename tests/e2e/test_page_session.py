@@ -191,11 +191,14 @@ def test_a_fork_leads_to_the_turn_that_it_began_after(stand: Stand, watch: Watch
 
 
 def test_a_turn_in_flight_shows_its_request(page_stand: PageStand, watch: Watch) -> None:
-    page = watch(page_stand.stand.server.base_url).open(f"#/session/{page_stand.filled.in_turn[1]}")
+    watched = watch(page_stand.stand.server.base_url)
+    watched.page.clock.install()
+    page = watched.open(f"#/session/{page_stand.filled.in_turn[1]}")
     page.locator(".said", has_text="Read the whole repository.").wait_for()
     for text in ("in flight", "is generated", f"at {page_stand.stand.sim.base_url}".rstrip("/")):
         expect(page.locator(".tabcontent .panelhead")).to_contain_text(text)
     before = page.locator(".tabcontent time").inner_text()
+    page.clock.fast_forward(61_000)
     until(lambda: page.locator(".tabcontent time").inner_text() != before)
 
 

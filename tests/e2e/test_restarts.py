@@ -38,15 +38,7 @@ def stand(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stand]:
             server.stop()
 
 
-@pytest.mark.parametrize(
-    ("stand", "harness"),
-    [
-        ("capture", "openai"),
-        ("tokenizer", "anthropic"),
-        ("capture", "openai-agents"),
-    ],
-    indirect=["stand"],
-)
+@pytest.mark.parametrize(("stand", "harness"), [("capture", "openai"), ("tokenizer", "anthropic")], indirect=["stand"])
 def test_no_kill_in_a_turn_reaches_an_agent(stand: Stand, harness: str) -> None:
     server = stand.server
     assert isinstance(server, KeptServer)

@@ -51,8 +51,8 @@ def test_it_holds_one_package(wheel: Path) -> None:
 class Installed(KeptServer):
     """`turnlog serve` of the wheel, in an empty folder; every reply goes to a worker process."""
 
-    def __init__(self, environment: Environment, engine: str, **variables: str) -> None:
-        given = {"TURNLOG_INLINE_MAX_BYTES": "0", "TURNLOG_WORKERS": "1", **variables}
+    def __init__(self, environment: Environment, engine: str) -> None:
+        given = {"TURNLOG_INLINE_MAX_BYTES": "0", "TURNLOG_WORKERS": "1"}
         super().__init__(environment.empty, upstreams=[engine], environment=given, root=environment.empty)
         self._command = [str(environment.bin / "turnlog"), "serve", "--port", str(self.port)]
 
@@ -68,9 +68,9 @@ def beside(wheel: Path, tmp_path: Path) -> tuple[Environment, dict[str, str]]:
     return made, theirs
 
 
-def serves(installed: Environment, **variables: str) -> None:
+def serves(installed: Environment) -> None:
     with SimulatorProcess("--dialect", "sglang") as engine:
-        server = Installed(installed, engine.base_url, **variables)
+        server = Installed(installed, engine.base_url)
         stand = Stand(server.start(), engine.base_url)
         try:
             talk = stand.talk()
@@ -97,9 +97,9 @@ def test_it_serves_beside_packages_of_the_same_names(beside: tuple[Environment, 
     database = {"TURNLOG_DATABASE_URL": f"sqlite+aiosqlite:///{installed.empty / 'turnlog.db'}"}
     installed.turnlog("migrate", **database)
     serves(installed)
-    serves(installed, PYTHONSAFEPATH="1")
-    installed.turnlog("verify", **database)
-    assert "acknowledged turns are stored" in installed.turnlog("demo", "--once")
+    safe = {"PYTHONSAFEPATH": "1"}  # of all processes, also of the demo's server and its engine
+    installed.turnlog("verify", **database, **safe)
+    assert "acknowledged turns are stored" in installed.turnlog("demo", "--once", **safe)
     assert "--latency-ms" in installed.turnlog("simulator", "--help")
     report = done(installed.bin / "turnlog", "doctor", "--json", cwd=installed.empty, code=1, **database)
     assert "without pyarrow format=parquet is 400" in report.stdout

@@ -35,8 +35,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that starts a server somewhere does so on the databases that it is for.
 
     Known by what the test and its fixtures name: one that asks for a stand by `getfixturevalue` names `places` as well.
+    One that has its own parameters for `places` chooses itself.
     """
-    if "places" not in metafunc.fixturenames:
+    own = metafunc.definition.iter_markers("parametrize")
+    if "places" not in metafunc.fixturenames or any("places" in mark.args[0] for mark in own):
         return
     asked = metafunc.config.getoption("store")
     both = asked == "both" or (asked is None and metafunc.module.__name__.rpartition(".")[2] in ON_BOTH)

@@ -9,10 +9,7 @@ from typing import Any
 
 import httpx
 
-from integration.stand import Stand, Talk, until, user
-
-HOURS = 3600.0
-"""Longer than any test: such a generation ends by being aborted."""
+from integration.stand import HOURS, Stand, Talk, until, user
 
 Reply = dict[str, Any]
 

@@ -19,6 +19,9 @@ from ops.simulator.process import SimulatorProcess
 from tests.tools.real_engine import weather
 
 TIMEOUT_S = 60.0
+
+HOURS = 3600.0
+"""Longer than any test: such a generation ends by being aborted."""
 CHAT = "/v1/chat/completions"
 
 FIRST_TURN = ("TurnOpened", "AffinityBound", "TurnCommitted")
@@ -225,6 +228,10 @@ class Stand(Api):
 
     def until_generating(self, talk: Talk, count: int = 1) -> None:
         until(lambda: talk.generations() >= count)
+
+    def end(self) -> None:
+        """The engine ends all that it generates, which are replies that it aborted."""
+        assert self.sim.post("/abort_request", json={"abort_all": True}).status_code == 200
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import sqlite3
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from app.crash_points import VARIABLE, CrashPoint
 from app.features.archive.rows import DROPPED_AT_ONCE
 from app.features.objects.names import parsed
 from integration.cli import answer
-from integration.places import Places
+from integration.places import DATABASES, Places
 from integration.routing import problems
 from integration.stand import Stand, Talk, error_of, serving, until
 from integration.test_rollouts import close, reward, rollout
@@ -308,25 +309,25 @@ def test_followers_learn_of_the_erasure_of_an_archived_session(own: Stand, tmp_p
     assert error_of(own.http.get(neighbour.path)) == (404, "session_archived")
 
 
-@pytest.mark.parametrize("kind", ["blob", "turn", "chunk"])
-def test_a_damaged_rollout_is_left_and_told_of(
-    sglang: SimulatorProcess, places: Places, tmp_path: Path, kind: str
-) -> None:
-    with serving(places.new("damaged"), sglang.base_url, environment=SETTINGS) as stand:
-        if not stand.server.environment["TURNLOG_DATABASE_URL"].startswith("sqlite"):
-            pytest.skip("it is damaged by hand")
-        bad, *good = [ended(stand) for _ in range(3)]
-        damage = {
-            "blob": "update blobs set data = X'00' where kind = 'metadata' and session_id = ?",
-            "turn": "update turns set exchange = X'00' where session_id = ?",
-            "chunk": "update chunks set data = X'00' where session_id = ? and tombstoned_by is null",
-        }[kind]
+DAMAGE = (
+    "update blobs set data = X'00' where kind = 'metadata' and session_id = ?",
+    "update turns set exchange = X'00' where session_id = ?",
+    "update chunks set data = X'00' where session_id = ? and tombstoned_by is null",
+)
+
+
+def test_a_damaged_rollout_is_left_and_told_of(sglang: SimulatorProcess, tmp_path: Path) -> None:
+    with serving(tmp_path / "damaged", sglang.base_url, environment=SETTINGS) as stand:
+        good, *bad = [ended(stand) for _ in range(len(DAMAGE) + 1)]
         with contextlib.closing(sqlite3.connect(stand.server.database_path)) as connection, connection:
-            assert connection.execute(damage, (bad.id,)).rowcount
-        step = archived(stand, tmp_path)
-        assert (step["archived"], step["left"]) == (len(good), 1)
-        assert bad.id in stand.server.log_path.read_text()
-        assert archived(stand, tmp_path)["left"] == 1
+            for talk, damage in zip(bad, DAMAGE, strict=True):
+                assert connection.execute(damage, (talk.id,)).rowcount
+        step = archived(stand, tmp_path / "archive")
+        assert (step["archived"], step["left"]) == (1, len(bad))
+        assert good.rows() == []
+        told = stand.server.log_path.read_text()
+        assert [talk.id for talk in bad if talk.id not in told] == []
+        assert archived(stand, tmp_path / "archive")["left"] == len(bad)
 
 
 OUTSIDE = ("/etc", "/", "/etc/cron.d", "{root}/../other", "{root}x", "{root}/link", "{root}/a/../../b", "{root}/\0")
@@ -397,22 +398,19 @@ FEED = {"group_id": "g", "sessions": 1, "erased": 0, "unfinished": 0, "measured"
 
 
 def test_hostile_rows_of_a_file_are_refused_alone(own: Stand, tmp_path: Path) -> None:
-    """Each is in a file that the index names; a neighbour comes back beside it."""
-    bad, good = ended(own), ended(own)
-    for name, change in HOSTILE.items():
-        file = Path(archived(own, tmp_path)["file"].removeprefix("file://"))
-        original = file.read_bytes()
-        table = pq.read_table(file)
-        changed = table.to_pylist()
-        row = next(row for row in changed if row["session_id"] == bad.id)
-        change(row)
-        rewrite(file, changed, table.schema)
-        told = refused(own, file.as_uri())
-        assert (told["imported"], told["there"]) == (1, 0), name
-        assert len(told["refused"]) == 1, name
-        file.write_bytes(original)
-        assert imported(own, file.as_uri()) == {"imported": 1, "there": 1}
-    assert len(good.rows()) == len(bad.rows()) == 1
+    """Of a file that the index names; a neighbour comes back beside them."""
+    good, *bad = [ended(own, turns=1) for _ in range(len(HOSTILE) + 1)]
+    file = Path(archived(own, tmp_path)["file"].removeprefix("file://"))
+    original, table = file.read_bytes(), pq.read_table(file)
+    rows = {row["session_id"]: row for row in table.to_pylist()}
+    for talk, change in zip(bad, HOSTILE.values(), strict=True):
+        change(rows[talk.id])
+    rewrite(file, list(rows.values()), table.schema)
+    told = refused(own, file.as_uri())
+    assert (told["imported"], told["there"], len(told["refused"])) == (1, 0, len(HOSTILE)), told
+    assert [row["session_id"] for row in own.rows()] == [good.id]
+    file.write_bytes(original)
+    assert imported(own, file.as_uri()) == {"imported": len(HOSTILE), "there": 1}
 
 
 def rewrite(file: Path, changed: list[dict[str, Any]], schema: Any, **options: Any) -> None:
@@ -444,6 +442,13 @@ def test_a_file_that_unpacks_to_too_much_is_refused_before_it_is(own: Stand, tmp
     assert error_of(own.http.post("/archives/import", json={"file": file.as_uri()})) == (400, "invalid_request")
 
 
+def in_turn(points: tuple[CrashPoint, ...]) -> pytest.MarkDecorator:
+    """Each point on one of the databases; the simulation cuts archives off at any await, on both."""
+    return pytest.mark.parametrize(
+        ("places", "point"), list(zip(cycle(DATABASES), points, strict=False)), indirect=["places"]
+    )
+
+
 LEAVING: tuple[CrashPoint, ...] = (
     "before_archive_put",
     "after_archive_put",
@@ -469,7 +474,7 @@ def killed_at(stand: Stand, point: CrashPoint) -> Iterator[None]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("point", LEAVING)
+@in_turn(LEAVING)
 def test_kill_9_while_sessions_leave(own: Stand, tmp_path: Path, point: CrashPoint) -> None:
     talks = [ended(own), ended(own, turns=10 * DROPPED_AT_ONCE // 8), ended(own)]
     before, counts = exported(own), [len(talk.committed()) for talk in talks]
@@ -486,7 +491,7 @@ def test_kill_9_while_sessions_leave(own: Stand, tmp_path: Path, point: CrashPoi
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("point", RETURNING)
+@in_turn(RETURNING)
 def test_kill_9_while_sessions_return(own: Stand, tmp_path: Path, point: CrashPoint) -> None:
     for _ in range(3):
         ended(own)
@@ -501,7 +506,7 @@ def test_kill_9_while_sessions_return(own: Stand, tmp_path: Path, point: CrashPo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("point", ERASING)
+@in_turn(ERASING)
 def test_kill_9_while_an_archived_session_is_erased(own: Stand, tmp_path: Path, point: CrashPoint) -> None:
     kept, erased = ended(own), ended(own)
     archived(own, tmp_path)

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from integration.interrupting import HOURS, generating, latency
+from integration.interrupting import generating, latency
 from integration.places import Places
-from integration.stand import Stand, Talk, error_of, serving, standing, until, user
+from integration.stand import HOURS, Stand, Talk, error_of, serving, standing, until, user
 from ops.simulator.process import SimulatorProcess
 
 
@@ -154,12 +154,15 @@ def test_the_context_of_a_captured_turn_is_known_afterwards(stand: Stand) -> Non
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])
 def test_time_ends_a_generation(places: Places, dialect: str) -> None:
     with standing(places.new("time"), "--dialect", dialect) as stand:
-        for on_limit, on_abort in (("length", "return"), ("length", "fail"), ("error", "fail")):
-            latency(stand, HOURS)
-            talk = stand.talk(limits={"seconds": 1.5}, on_limit=on_limit, on_abort=on_abort)
-            sim = {"completion_tokens": 50, "reasoning": False, "abort_at": [5]}
-            response = talk.chat([user("One")], sim=sim)
-            if on_limit == "error":
+        latency(stand, HOURS)
+        sim = {"completion_tokens": 50, "reasoning": False, "abort_at": [5]}
+        turns = [
+            (talk := stand.talk(limits={"seconds": 1.5}, **wishes), stand.meanwhile(talk.chat, [user("One")], sim=sim))
+            for wishes in ({"on_limit": "length"}, {"on_limit": "length", "on_abort": "fail"}, {"on_abort": "fail"})
+        ]
+        for talk, turn in turns:
+            response = turn.result()
+            if talk is turns[-1][0]:
                 over(response)
                 assert budget(talk)["used"]["tokens"] == 5
                 assert talk.rows() == []
@@ -168,8 +171,8 @@ def test_time_ends_a_generation(places: Places, dialect: str) -> None:
                 assert response.json()["choices"][0]["finish_reason"] == "length"
                 [row] = talk.rows()
                 assert (row["limit"], row["status"], row["response_length"]) == ("seconds", "truncated", 5)
-            assert stand.stats()["in_flight"] == 0
             over(talk.chat([*talk.messages, user("Two")]))
+        assert stand.stats()["in_flight"] == 0
 
 
 @pytest.mark.parametrize("protocol", ["messages", "responses"])

@@ -93,10 +93,11 @@ def require_one_line(talk: Talk, turns: int) -> None:
     assert {turn["cause"] for turn in tree} <= {"start", None, "drift"}
 
 
-@pytest.mark.parametrize("returned", ["as it was", "{}", "INVALID_JSON"])
 @IN_EACH_PROTOCOL
-def test_arguments_that_are_no_object_end_no_session(stand: Stand, protocol: str, history: str, returned: str) -> None:
-    for arguments in BAD_ARGUMENTS:
+def test_arguments_that_are_no_object_end_no_session(stand: Stand, protocol: str, history: str) -> None:
+    """Each of them comes back in each of three ways, in one protocol or another."""
+    returns = ["as it was", "{}", "INVALID_JSON"] * len(BAD_ARGUMENTS)
+    for arguments, returned in zip(BAD_ARGUMENTS, returns[list(SPOKEN).index(protocol) :], strict=False):
         talk = stand.talk(protocol, history=history)
         talk.messages = [user("Go")]
         first = ask(talk, calling(arguments))
@@ -124,27 +125,41 @@ def mortal(places: Places) -> Iterator[Stand]:
         yield made
 
 
-@IN_EACH_PROTOCOL
-def test_both_kinds_are_known_after_a_kill(mortal: Stand, protocol: str, history: str) -> None:
-    talk = mortal.talk(protocol, history=history)
-    talk.messages = [user("Go")]
-    first = ask(talk, calling('{"cmd": "echo', "{}", ids=["", ""]))
-    mortal.server.kill()
-    mortal.server.start()
-    talk.messages = with_arguments(protocol, talk.messages, "{}")
-    talk.messages += results(protocol, ids_of(protocol, first))
-    second = ask(talk, calling("[1]", ids=[None]))
-    talk.messages += results(protocol, ids_of(protocol, second))
-    mortal.server.kill()
-    mortal.server.start()
-    ask(talk, PLAIN)
-    require_one_line(talk, 3)
-    sent = engine_messages(mortal, talk)
-    assert [message.get("tool_call_id") for message in sent if message["role"] == "tool"] == ["", "", None]
-    assert [[call.get("id") for call in message["tool_calls"]] for message in sent if "tool_calls" in message] == [
-        ["", ""],
-        [None],
+def test_both_kinds_are_known_after_a_kill(mortal: Stand) -> None:
+    """And a reply that is given again behind it has the ids that it had."""
+    talks = [mortal.talk(protocol, history="linear" if protocol == "chat" else "tree") for protocol in SPOKEN]
+    sims = [calling('{"cmd": "echo', "{}", ids=["", ""]), calling("[1]", ids=[None])]
+    for talk in talks:
+        talk.messages = [user("Go")]
+    key, twice = {"idempotency-key": "k"}, calling("{}", "{}", ids=["", "functions.Bash:0"])
+    once = [
+        (
+            mortal.talk(protocol, history="tree"),
+            {"tools": tools(protocol), "sim": twice, "stream": protocol != "messages"},
+        )
+        for protocol in SPOKEN
     ]
+    given = [talk.chat([user("Go")], headers=key, **fields) for talk, fields in once]
+    for sim in sims:
+        for talk in talks:
+            reply = ask(talk, sim)
+            talk.messages = with_arguments(talk.protocol, talk.messages, "{}")
+            talk.messages += results(talk.protocol, ids_of(talk.protocol, reply))
+        mortal.server.kill()
+        mortal.server.start()
+    for talk in talks:
+        ask(talk, PLAIN)
+        require_one_line(talk, 3)
+        sent = engine_messages(mortal, talk)
+        assert [message.get("tool_call_id") for message in sent if message["role"] == "tool"] == ["", "", None]
+        assert [[call.get("id") for call in message["tool_calls"]] for message in sent if "tool_calls" in message] == [
+            ["", ""],
+            [None],
+        ]
+    for (talk, fields), first in zip(once, given, strict=True):
+        again = talk.chat([user("Go")], headers=key, **fields)
+        assert (again.headers["x-turnlog-replayed"], again.content) == ("true", first.content)
+        assert (b"toolu_" if talk.protocol == "messages" else b"call_") in first.content
 
 
 ODD_IDS: dict[str, list[list[str | int | None]]] = {
@@ -206,20 +221,6 @@ def test_litellm_spells_ids_with_underscores(stand: Stand, history: str) -> None
     assert [message["tool_call_id"] for message in sent if message["role"] == "tool"] == [
         f"functions.Bash:{number}" for number in range(3)
     ]
-
-
-@pytest.mark.parametrize(("protocol", "stream"), [("chat", True), ("messages", False), ("responses", True)])
-def test_a_reply_that_is_given_again_has_the_same_ids(mortal: Stand, protocol: str, stream: bool) -> None:
-    talk, key = mortal.talk(protocol, history="tree"), {"idempotency-key": "k"}
-    fields = {"tools": tools(protocol), "sim": calling("{}", "{}", ids=["", "functions.Bash:0"]), "stream": stream}
-    first = talk.chat([user("Go")], headers=key, **fields)
-    mortal.server.kill()
-    mortal.server.start()
-    again = talk.chat([user("Go")], headers=key, **fields)
-    assert again.headers["x-turnlog-replayed"] == "true"
-    assert again.content == first.content
-    prefix = "toolu_" if protocol == "messages" else "call_"
-    assert prefix.encode() in first.content
 
 
 @pytest.mark.parametrize("second", SPOKEN)

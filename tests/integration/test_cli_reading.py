@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from integration.cli import answer, complaint, run, started
-from integration.interrupting import HOURS, latency
-from integration.stand import WEATHER, Stand, Talk, serving, until, user
+from integration.interrupting import latency
+from integration.stand import HOURS, WEATHER, Stand, Talk, serving, until, user
 from ops.simulator.process import SimulatorProcess
 
 PATIENCE_S = 60

@@ -136,11 +136,12 @@ def test_an_error_never_holds_a_prompt(stand: Stand) -> None:
 
 
 def test_an_engine_that_never_answers_is_504(tight: Stand) -> None:
-    talk = tight.talk()
-    assert error_of(talk.chat([user("x")], sim={"fault": "never"})) == (504, "upstream_timeout")
-    assert error_of(talk.chat([user("x")], sim={"latency_s": 30})) == (504, "upstream_timeout")
-    assert talk.committed() == []
-    talk.say("x")
+    talks = {tight.talk(): sim for sim in ({"fault": "never"}, {"latency_s": 30})}
+    turns = [tight.meanwhile(talk.chat, [user("x")], sim=sim) for talk, sim in talks.items()]
+    assert [error_of(turn.result()) for turn in turns] == [(504, "upstream_timeout")] * 2
+    for talk in talks:
+        assert talk.committed() == []
+        talk.say("x")
 
 
 def test_bodies_that_are_too_large_are_refused_both_ways(tight: Stand) -> None:
@@ -162,9 +163,10 @@ def test_bodies_that_are_too_large_are_refused_both_ways(tight: Stand) -> None:
 
 
 def test_past_the_bytes_in_flight_a_request_is_told_to_come_again(sglang: SimulatorProcess, places: Places) -> None:
+    """Replies count among them."""
     words = "word " * 30_000
     with serving(places.new("own"), sglang.base_url, environment={"TURNLOG_INFLIGHT_BYTES": "400000"}) as crowded:
-        first, second = crowded.talk(), crowded.talk()
+        first, second, talk = crowded.talk(), crowded.talk(), crowded.talk()
         call = crowded.meanwhile(first.chat, [user(words)], sim={"latency_s": 0.8})
         crowded.until_generating(first)
         response = second.chat([user(words + words)])
@@ -172,11 +174,6 @@ def test_past_the_bytes_in_flight_a_request_is_told_to_come_again(sglang: Simula
         assert int(response.headers["retry-after"]) >= 1
         assert call.result().status_code == 200
         assert second.chat([user(words)]).status_code == 200
-
-
-def test_replies_count_among_the_bytes_in_flight(sglang: SimulatorProcess, places: Places) -> None:
-    with serving(places.new("own"), sglang.base_url, environment={"TURNLOG_INFLIGHT_BYTES": "400000"}) as crowded:
-        talk = crowded.talk()
         assert error_of(talk.chat([user("x")], sim={"body_bytes": 500_000})) == (503, "overloaded")
         assert talk.types() == ["SessionCreated", "TurnOpened", "TurnRejected"]
         for _ in range(3):
@@ -211,32 +208,28 @@ def many_calls(count: int) -> dict[str, Any]:
     return {"content": None, "tool_calls": [{"id": f"call_{number}", **call} for number in range(count)]}
 
 
-@pytest.mark.parametrize(
-    ("message", "status"),
-    [
-        (many_calls(2_000), 200),
-        (many_calls(20_000), 502),
-        ({"content": "x" * (MIB // 2)}, 200),
-        ({"content": "x" * MIB}, 502),
-        ({"content": "[," * (MIB // 4)}, 200),
-    ],
-    ids=["calls", "too many calls", "text", "too long a text", "text that looks like values"],
-)
-def test_what_could_not_be_sent_back_is_not_committed(tmp_path: Path, message: dict[str, Any], status: int) -> None:
+MESSAGES: dict[int, list[tuple[dict[str, Any], int]]] = {
+    64 * MIB: [(many_calls(2_000), 200), (many_calls(20_000), 502)],
+    MIB: [({"content": "x" * (MIB // 2)}, 200), ({"content": "x" * MIB}, 502), ({"content": "[," * (MIB // 4)}, 200)],
+}
+"""By the largest request that is taken: messages of replies, and what becomes of them. The last looks like values."""
+
+
+@pytest.mark.parametrize("largest", MESSAGES)
+def test_what_could_not_be_sent_back_is_not_committed(tmp_path: Path, largest: int) -> None:
     reply = sglang_reply()
-    reply["choices"][0]["message"] |= message
-    body = json.dumps(reply).encode()
-    environment = {"TURNLOG_MAX_REQUEST_BYTES": str(64 * MIB if "tool_calls" in message else MIB)}
     with (
-        Answering(lambda asked: Answer(body)) as engine,
-        serving(tmp_path, engine.base_url, environment=environment) as stand,
+        Answering(lambda asked: Answer(json.dumps(reply).encode())) as engine,
+        serving(tmp_path, engine.base_url, environment={"TURNLOG_MAX_REQUEST_BYTES": str(largest)}) as stand,
     ):
-        talk = stand.talk()
-        response = talk.chat([user("Hello")])
-        assert response.status_code == status, response.text[:200]
-        if status == 502:
-            assert error_of(response) == (502, "upstream_invalid")
-            assert talk.types()[-1] == "TurnRejected"
-        else:
-            talk.messages = [user("Hello"), response.json()["choices"][0]["message"]]
-            talk.say("More")
+        for message, status in MESSAGES[largest]:
+            reply["choices"][0]["message"] |= message
+            talk = stand.talk()
+            response = talk.chat([user("Hello")])
+            assert response.status_code == status, response.text[:200]
+            if status == 502:
+                assert error_of(response) == (502, "upstream_invalid")
+                assert talk.types()[-1] == "TurnRejected"
+            else:
+                talk.messages = [user("Hello"), response.json()["choices"][0]["message"]]
+                talk.say("More")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -61,10 +62,30 @@ def engine() -> Iterator[str]:
         yield simulator.base_url
 
 
-EACH = [pytest.param((name, *NEEDED_BY.get(name, ())), marks=pytest.mark.long, id=name) for name in FEATURES]
+SOME = [
+    tuple(names.split())
+    for names in (
+        "annotations archive forks objects otel page rllm text",
+        "archive budgets checkpoints groups objects page session_control webhooks",
+        "archive checkpoints forks gates groups live otel resume text webhooks",
+        "annotations budgets forks live rllm search webhooks",
+        "live page resume search session_control text",
+        "annotations archive checkpoints gates groups objects resume search webhooks",
+        "budgets checkpoints gates otel rllm session_control",
+    )
+]
+"""Features that are away together: each of them once while each other one is there."""
 
 
-@pytest.mark.parametrize("gone", [*EACH, pytest.param(FEATURES, id="all")])
+def test_each_is_away_beside_each_other() -> None:
+    away = {(one, other) for gone in SOME for one in gone for other in FEATURES if other not in gone}
+    needed = {(one, other) for one, needing in NEEDED_BY.items() for other in needing}
+    assert away | needed == set(itertools.permutations(FEATURES, 2))
+    assert all(other in gone for gone in SOME for one in gone for other in NEEDED_BY.get(one, ()))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("gone", [*SOME, FEATURES])
 def test_the_kernel_works_without(gone: tuple[str, ...], tmp_path: Path, engine: str) -> None:
     """Its tables are gone with it."""
     code, file = without(tmp_path / "code", *gone), tmp_path / "turnlog.db"

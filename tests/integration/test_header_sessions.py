@@ -13,7 +13,7 @@ import pytest
 from helpers.streams import assembled
 
 from integration.places import Places
-from integration.stand import SPOKEN, Stand, Talk, error_of, serving, standing, until, user
+from integration.stand import HOURS, SPOKEN, Stand, Talk, error_of, serving, standing, until, user
 from ops.simulator.process import SimulatorProcess
 
 TOLD = "x-turnlog-session-id"
@@ -198,11 +198,12 @@ def test_a_name_that_is_no_id_is_refused_by_its_header(stand: Stand, name: str) 
 def test_what_cannot_be_told_apart_is_refused_with_a_word_on_what_to_send(stand: Stand) -> None:
     session = stand.talk(history="linear").id
     one, two = Agent(stand, x_session_id=session), Agent(stand, x_session_id=session)
-    first = stand.meanwhile(one.say, "Work", sim={"latency_s": 1.0})
+    first = stand.meanwhile(one.say, "Work", sim={"latency_s": HOURS})
     until(lambda: stand.engine_requests(session))
     busy = two.chat("Something else")
     assert error_of(busy) == (409, "session_busy")
     assert busy.headers["x-should-retry"] == "false"
+    stand.end()
     first.result()
     one.say("More")
     other = two.chat("Something else")

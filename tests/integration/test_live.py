@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import cycle
 from typing import Any
 
@@ -22,7 +23,7 @@ from ops.simulator.process import SimulatorProcess
 MODE = "x-turnlog-stream-mode"
 PROTOCOLS = tuple(SPOKEN)
 KEY = {"idempotency-key": "key"}
-SLOW = {"latency_s": 2.0, "reasoning": False, "tool_calls": False}
+SLOW = {"latency_s": 3.0, "reasoning": False, "tool_calls": False}
 CALLS = [{"name": "look", "arguments": '{"at": 1e3,  "b":"ü"}'}, {"name": "look", "arguments": "{}"}]
 
 
@@ -113,31 +114,34 @@ def test_a_stream_that_a_proxy_compressed_is_read(vllm: SimulatorProcess, places
         assert len(talk.committed()) == 1
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_deltas_come_before_the_commit_and_the_end_after_it(live: Stand, protocol: str) -> None:
-    talk = live.talk(protocol)
-    with streaming(talk, live, stream_mode="live", sim=SLOW) as response:
-        assert response.headers[MODE] == "live"
-        rest = first_delta(response)
-        assert talk.committed() == []
-        assert [line for line in rest if is_final(line)]
-    [record] = talk.state()["records"]
-    assert record["request"]["stream"] is True
-    assert "stream_mode" not in record["request"]
-    assert record["response"]["object"] == "chat.completion"
-    assert [message["role"] for message in talk.rows()[0]["messages"]] == ["user", "assistant"]
+def test_deltas_come_before_the_commit_and_the_end_after_it(live: Stand) -> None:
+    talks = [live.talk(protocol) for protocol in PROTOCOLS]
+    with ExitStack() as stack:
+        streams = [stack.enter_context(streaming(talk, live, stream_mode="live", sim=SLOW)) for talk in talks]
+        assert [response.headers[MODE] for response in streams] == ["live"] * 3
+        rests = [first_delta(response) for response in streams]
+        assert [talk.committed() for talk in talks] == [[]] * 3
+        for rest in rests:
+            assert [line for line in rest if is_final(line)]
+    for talk in talks:
+        [record] = talk.state()["records"]
+        assert record["request"]["stream"] is True
+        assert "stream_mode" not in record["request"]
+        assert record["response"]["object"] == "chat.completion"
+        assert [message["role"] for message in talk.rows()[0]["messages"]] == ["user", "assistant"]
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_a_client_that_leaves_does_not_end_its_turn_and_gets_it_whole_later(live: Stand, protocol: str) -> None:
-    talk = live.talk(protocol, stream_mode="live")
-    with streaming(talk, live, sim=SLOW) as response:
-        first_delta(response)
-    until(talk.committed)
-    again = talk.chat([user("Go")], stream=True, sim=SLOW)
-    assert (again.headers["x-turnlog-replayed"], again.headers[MODE]) == ("true", "whole")
-    assert is_final(again.text)
-    assert len(talk.committed()) == 1
+def test_a_client_that_leaves_does_not_end_its_turn_and_gets_it_whole_later(live: Stand) -> None:
+    talks = [live.talk(protocol, stream_mode="live") for protocol in PROTOCOLS]
+    for talk in talks:
+        with streaming(talk, live, sim=SLOW) as response:
+            first_delta(response)
+    for talk in talks:
+        until(talk.committed)
+        again = talk.chat([user("Go")], stream=True, sim=SLOW)
+        assert (again.headers["x-turnlog-replayed"], again.headers[MODE]) == ("true", "whole")
+        assert is_final(again.text)
+        assert len(talk.committed()) == 1
 
 
 def test_a_client_that_does_not_read_holds_nothing_up(live: Stand) -> None:

@@ -12,10 +12,10 @@ import openai
 import pytest
 import safetensors.numpy
 
-from integration.interrupting import HOURS, latency
+from integration.interrupting import latency
 from integration.places import Places
 from integration.routing import BOTH
-from integration.stand import CHAT, Stand, Talk, error_of, serving, standing, user
+from integration.stand import CHAT, HOURS, Stand, Talk, error_of, serving, standing, user
 from ops.server import VERBATIM
 from ops.simulator.process import SimulatorProcess
 

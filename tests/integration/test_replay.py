@@ -158,12 +158,12 @@ def test_what_comes_unasked_is_kept(plain: Recorded, nested: bool) -> None:
 
 @pytest.mark.parametrize(
     ("reply", "kinds", "missing"),
-    [(sglang_reply(), KINDS, EXPERTS), (sglang_reply(), [POSITIONS], POSITIONS), (vllm_reply(), [POSITIONS], None)],
+    [(sglang_reply(), [POSITIONS], POSITIONS), (vllm_reply(), [POSITIONS], None)],
 )
 def test_a_payload_that_was_asked_for_must_come(
     reply: Any, kinds: Sequence[str], missing: str | None, places: Places
 ) -> None:
-    """But vLLM has no positions to give."""
+    """But vLLM has no positions to give. Every rule of a payload: unit/malformed_payloads.py."""
     environment = {"TURNLOG_REPLAY": ",".join(kinds)}
     body = json.dumps(reply).encode()
     with (
@@ -179,7 +179,7 @@ def test_a_payload_that_was_asked_for_must_come(
         assert f"{missing} was asked for" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("layers", "top_k", "status"), [(4, 2, 200), (2, 4, 200), (4, 3, 502), (8, 2, 502)])
+@pytest.mark.parametrize(("layers", "top_k", "status"), [(2, 4, 200), (4, 3, 502)])
 def test_a_row_must_be_of_the_shape_that_is_known(
     layers: int, top_k: int, status: int, sglang: SimulatorProcess, places: Places
 ) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import httpx
 import pytest
 
-from integration.stand import Stand, error_of, until, user
+from integration.stand import HOURS, Stand, error_of, until, user
 
 KEY = {"idempotency-key": "k-1"}
 RETRY = {"x-stainless-retry-count": "1"}
@@ -72,17 +72,19 @@ def test_a_marked_retry_joins_the_turn_in_flight(stand: Stand, first: dict[str, 
 
 def test_the_key_of_the_turn_in_flight_with_another_body_is_422(stand: Stand) -> None:
     talk = stand.talk()
-    call = stand.meanwhile(talk.chat, [user("Slow")], headers=KEY, sim={"latency_s": 1.0})
+    call = stand.meanwhile(talk.chat, [user("Slow")], headers=KEY, sim={"latency_s": HOURS})
     stand.until_generating(talk)
     assert error_of(talk.chat([user("Other")], headers=KEY)) == (422, "idempotency_mismatch")
+    stand.end()
     assert call.result().status_code == 200
 
 
 def test_a_retry_with_another_body_does_not_join(stand: Stand) -> None:
     talk = stand.talk()
-    call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 1.0})
+    call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": HOURS})
     stand.until_generating(talk)
     assert error_of(talk.chat([user("Other")], headers=RETRY)) == (409, "session_busy")
+    stand.end()
     assert call.result().status_code == 200
 
 

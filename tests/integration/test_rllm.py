@@ -75,15 +75,20 @@ def of(trace: dict[str, Any]) -> tuple[list[int], list[int], list[float]]:
     return trace["prompt_token_ids"], trace["completion_token_ids"], trace["logprobs"]
 
 
-@pytest.mark.parametrize("name", ["", SLASHES])
-def test_traces_are_what_the_engine_sampled_over_a_kill(gateway: Stand, name: str) -> None:
-    rollout = Rollout(gateway, name)
-    made = rollout.create(sampling_params={"temperature": 0.5, "logprobs": 1})
-    assert (made.status_code, made.json()["session_id"]) == (200, rollout.name)
-    rollout.say("What is 6 times 7?")
+def test_traces_are_what_the_engine_sampled_over_a_kill(gateway: Stand) -> None:
+    rollouts = [Rollout(gateway, name) for name in ("", SLASHES)]
+    for rollout in rollouts:
+        made = rollout.create(sampling_params={"temperature": 0.5, "logprobs": 1})
+        assert (made.status_code, made.json()["session_id"]) == (200, rollout.name)
+        rollout.say("What is 6 times 7?")
     gateway.server.kill()
     gateway.server.start()
-    rollout.say("And times 2?")
+    for rollout in rollouts:
+        rollout.say("And times 2?")
+        require_traces(gateway, rollout)
+
+
+def require_traces(gateway: Stand, rollout: Rollout) -> None:
     assert gateway.http.post("/admin/flush").json() == {"status": "flushed"}
     traces = rollout.traces()
     assert [of(trace) for trace in traces] == [sampled(reply) for reply in rollout.replies]

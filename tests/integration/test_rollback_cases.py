@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from integration.places import Places
-from integration.stand import WEATHER, Message, Stand, Talk, error_of, user
+from integration.stand import HOURS, WEATHER, Message, Stand, Talk, error_of, user
 
 PLAIN = {"tool_calls": False, "reasoning": False}
 ROLLED_BACK = "x-turnlog-rolled-back"
@@ -99,11 +99,12 @@ def test_a_rollback_while_a_turn_is_in_flight_is_busy_and_never_later(either: St
     talk = either.talk()
     for text in ("One", "Two"):
         talk.say(text, sim=PLAIN)
-    call = either.meanwhile(talk.say, "Three", sim={**PLAIN, "latency_s": 1.0})
+    call = either.meanwhile(talk.say, "Three", sim={**PLAIN, "latency_s": HOURS})
     either.until_generating(talk, 3)
     busy = talk.chat([*talk.messages[:2], user("Instead of two")], sim=PLAIN)
     assert error_of(busy) == (409, "session_busy")
     assert busy.headers["x-should-retry"] == "false"
+    either.end()
     assert call.result().status_code == 200
     again = talk.chat([*talk.messages[:2], user("Instead of two")], sim=PLAIN)
     assert error_of(again) == (400, "rollback_too_deep"), "what was one turn back is two by now"

@@ -17,7 +17,7 @@ from integration.test_search import ON, ask, current, places_of
 from ops.simulator.process import SimulatorProcess
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def searched(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
     with serving(places.new("search-erasure"), sglang.base_url, environment=ON) as made:
         yield made

@@ -16,7 +16,7 @@ from helpers.replies import sglang as sglang_reply
 from helpers.tokenizers import needs_templates, tokenizer_folder
 
 from integration.places import Places
-from integration.stand import Message, Stand, Talk, error_of, serving, until, user
+from integration.stand import HOURS, Message, Stand, Talk, error_of, serving, until, user
 from integration.tito import checked, output_of, require_consistent
 from integration.tito import tokenizer_folder as simulators
 from ops.server import ServerDidNotStart, ServerProcess
@@ -198,13 +198,14 @@ SHAPELESS: list[dict[str, Any]] = [
 
 def test_what_cannot_be_rendered_is_400_before_anything_is_claimed(tito: Stand) -> None:
     talk = tito.talk()
-    call = tito.meanwhile(talk.chat, [user("Slowly")], sim={"latency_s": 1.5})
+    call = tito.meanwhile(talk.chat, [user("Slowly")], sim={"latency_s": HOURS})
     tito.until_generating(talk)
     before = talk.events()
     for fields in SHAPELESS:
         assert talk.chat([user("x")], **fields).status_code == 400, fields
     assert error_of(talk.chat([user("x")])) == (409, "session_busy")
     assert talk.events() == before
+    tito.end()
     assert call.result().status_code == 200
     after = talk.events()
     for fields in SHAPELESS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from integration.stand import Message, Stand, Talk, user
+from integration.stand import HOURS, Message, Stand, Talk, user
 
 
 def tree(stand: Stand, **body: Any) -> Talk:
@@ -67,7 +67,9 @@ def test_requests_attach_to_the_deepest_turn_that_they_continue(stand: Stand) ->
 
 def test_turns_in_flight_together_are_siblings(stand: Stand) -> None:
     talk = tree(stand)
-    calls = [stand.meanwhile(talk.chat, [user("Same")], sim={"latency_s": 2.0}) for _ in range(5)]
+    calls = [stand.meanwhile(talk.chat, [user("Same")], sim={"latency_s": HOURS, "abort_at": [5]}) for _ in range(5)]
+    stand.until_generating(talk, 5)
+    stand.end()
     assert [call.result().status_code for call in calls] == [200] * 5
     assert (talk.generations(), len(talk.committed())) == (5, 5)
     assert sorted(row["branch_cause"] for row in talk.rows()) == ["retry"] * 4 + ["start"]

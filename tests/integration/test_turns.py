@@ -6,9 +6,10 @@ import json
 
 import pytest
 
-from integration.stand import FIRST_TURN, LATER_TURN, Stand, error_of, until, user
+from integration.stand import FIRST_TURN, HOURS, LATER_TURN, Stand, error_of, until, user
 
-SLOW = {"latency_s": 1.5}
+SLOW = {"latency_s": HOURS}
+"""A generation that ends when the test says so."""
 
 
 def test_a_turn_commits_and_its_reply_is_the_engines(stand: Stand) -> None:
@@ -70,18 +71,20 @@ def test_not_found_comes_before_a_bad_body_before_busy_before_the_history(stand:
     mismatching = [user("Other"), {"role": "assistant", "content": "never said"}, user("x")]
     assert error_of(talk.chat(mismatching)) == (409, "session_busy")
     assert error_of(talk.chat([user("Instead")])) == (409, "session_busy")
+    stand.end()
     call.result()
     assert error_of(talk.chat(mismatching)) == (400, "history_mismatch")
 
 
 def test_a_second_concurrent_chat_is_refused_at_once(stand: Stand) -> None:
     talk = stand.talk()
-    call = stand.meanwhile(talk.say, "First", sim={"latency_s": 3})
+    call = stand.meanwhile(talk.say, "First", sim=SLOW)
     stand.until_generating(talk)
     busy = talk.chat([user("Second")])
     assert not call.done()
     assert error_of(busy) == (409, "session_busy")
     assert busy.headers["x-should-retry"] == "false"
+    stand.end()
     assert call.result().status_code == 200
     assert stand.stats()["started"] == 1
     assert len(talk.committed()) == 1
@@ -90,6 +93,9 @@ def test_a_second_concurrent_chat_is_refused_at_once(stand: Stand) -> None:
 def test_of_many_simultaneous_chats_one_runs(stand: Stand) -> None:
     talk = stand.talk()
     calls = [stand.meanwhile(talk.chat, [user(f"Number {n}")], sim=SLOW) for n in range(8)]
+    stand.until_generating(talk)
+    until(lambda: sum(call.done() for call in calls) == 7)
+    stand.end()
     statuses = sorted(call.result().status_code for call in calls)
     assert statuses == [200] + [409] * 7
     assert (stand.stats()["started"], len(talk.committed())) == (1, 1)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from integration.interrupting import HOURS, generating, interrupted, latency, paused
+from integration.interrupting import generating, interrupted, latency, paused
 from integration.places import Places
-from integration.stand import Stand, Talk, standing, until, user
+from integration.stand import HOURS, Stand, Talk, standing, until, user
 from integration.tito import output_of
 from integration.writing import Writing
 
