@@ -13,15 +13,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from sqlalchemy import Connection, create_engine, insert
+from sqlalchemy import Connection, create_engine, insert, select
 from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
 
 from app.composition import metadata, store_points
+from app.domain.events import Recorded
+from app.domain.session import Session, fold
 from app.store.damage import Unreadable
 from app.store.dialect import Parameters, Row, SqliteTx, Tx
 from app.store.ports import Bucket
-from app.store.schema import store_meta
+from app.store.schema import open_turns, store_meta
+from app.store.sessions import load_events
 
 T = TypeVar("T")
 
@@ -60,6 +63,20 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+    def log(self, session_id: str, limit: int | None = None) -> Sequence[Recorded]:
+        """The session's events, or the first `limit`. Raises UnknownEvent."""
+        return self.read(lambda connection: load_events(connection, session_id, limit=limit))
+
+    def state(self, session_id: str, limit: int | None = None) -> Session:
+        """The session by its log, which must be there."""
+        found = fold(session_id, self.log(session_id, limit))
+        assert found is not None, session_id
+        return found
+
+    def has_claim(self, session_id: str) -> bool:
+        query = select(open_turns.c.fence).where(open_turns.c.session_id == session_id)
+        return self.read(lambda connection: connection.execute(query).first()) is not None
 
 
 class MemoryStore(Store):

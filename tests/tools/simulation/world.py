@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from app.settings import Settings
+from tests.tools.simulation.conditions import Theme, Weather
 from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.history import History
 from tests.tools.simulation.loop import SimulatedLoop
 from tests.tools.simulation.spelling import Spelling
 from tests.tools.simulation.store import Store
-from tests.tools.simulation.themes import Theme
-from tests.tools.simulation.weather import Weather
 
 if TYPE_CHECKING:
     from tests.tools.simulation.process import Process
