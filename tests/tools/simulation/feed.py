@@ -171,10 +171,7 @@ class Feed:
                 self._judge(one, asked)
                 self._given[one.group_id].append(one)
 
-        return (
-            await ordered(self._world, f"{consumer} asks for groups", hand_out, sent, self._world.weather.patience_s)
-            or ()
-        )
+        return await self._ordered(f"{consumer} asks for groups", hand_out, sent) or ()
 
     async def _explain(self, consumer: str, group_ids: Sequence[str]) -> None:
         """Who asks for new groups alone is told why it is not given these, which it has itself."""

@@ -53,10 +53,7 @@ class LetGoClient(Client):
         messages, logical = self._new(self.messages)
         self._world.engines.ordered[self.session_id] = how
         await self._once(messages, logical, retry_count=0)
-        self._world.must(
-            not self._has_claim(),
-            f"a turn was refused ({how}), and its claim is still there",
-        )
+        self._world.must(not self._has_claim(), f"a turn was refused ({how}), and its claim is still there")
         reply = await self._once(messages, logical, retry_count=1)
         if reply is not None:
             self.messages = [*messages, message_of(reply)]
@@ -81,10 +78,7 @@ class LetGoClient(Client):
         self._server.down_until = self._world.loop.time() + DOWN_S
         await asked
         await asyncio.sleep(DOWN_S + WRITTEN_S)
-        self._world.must(
-            not self._has_claim(),
-            "a turn was refused while the database was down, and is open for good",
-        )
+        self._world.must(not self._has_claim(), "a turn was refused while the database was down, and is open for good")
 
     async def _once(self, messages: list[Message], logical: str, *, retry_count: int) -> TurnReply | None:
         """Its reply, if it has one. Raises SessionClosed, SessionNotFound."""
