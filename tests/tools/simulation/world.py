@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class World:
     """`pick` gives a process to ask, or None where none serves; `note` is told what happens.
 
-    `files` are those of archives. `theme`: see `themes`.
+    `files` are those of archives. `theme`: see `conditions`.
     """
 
     loop: SimulatedLoop
