@@ -1,185 +1,228 @@
-"""Fault 6: a short run of `tests.tools.mutated_replies`; its reader and its checks find what is wrong."""
+"""Fault 6: damaged replies of an engine, over a real server. Each is a 502, or a turn that is stored as what it says.
+
+What a reply says is told by the rules of `workers`, which `unit/test_parse_fuzz.py` and `unit/test_payloads.py` hold
+against readers of their own; here nothing may be lost or changed between the engine's bytes and log, record, export
+and client.
+"""
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.amounts import cases
+from helpers.replies import BYTES, Reply, body_of, mutated
+from integration.stand import Stand, Talk, error_of, serving, user
+from unit.malformed_payloads import bodies, npy
 
+from app.turn.client_reply import ASKED_FOR
 from fault.table import Tally
-from tests.tools.mutated_replies import checks, payload_mutations
-from tests.tools.mutated_replies.checks import Taken
-from tests.tools.mutated_replies.mutate import CONTROL
-from tests.tools.mutated_replies.payload_reader import Malformed, Rows
-from tests.tools.mutated_replies.reader import Demand, Reading, decode, read, spell
-from tests.tools.mutated_replies.run import Plan, run
+from fault.verified import verified
+from ops.verify import Acknowledged
+from workers import codec, job, payloads
+from workers.parse import REPLAY, Rejected
+from workers.payloads import PayloadSpec
+from workers.reply import UNKNOWN_VERSION, Job, ValidatedReply
 
-PLAIN = Demand(judged=False)
-JUDGED = Demand(judged=True)
+ROWS = np.arange(8, dtype="<i4").reshape(4, 1, 2)
 
-Change = Callable[[dict[str, Any]], None]
-
-
-@pytest.mark.anyio
-@pytest.mark.fault(6, "an engine's replies are mutated")
-async def test_mutated_replies_are_refused_or_committed_as_they_are(tmp_path: Path, tally: Tally) -> None:
-    """The run verifies its stores itself, before it removes them."""
-    plan = Plan(cases(1000), seed=20, folder=tmp_path, clients=16)
-    found = await run(plan)
-    total = found.total
-    tally.tried += plan.count
-    tally.acknowledged += total.accepted
-    assert not found.failures, "\n".join(found.lines())
-    assert not found.problems, "\n".join(found.lines())
-    assert total.replies == plan.count
-    assert min(total.accepted, total.refused) > plan.count // 10
-    assert total.crashed == 0
-    assert found.good_after > 0
-    assert found.counts[CONTROL].accepted > 0
+PHASES: Mapping[str, Mapping[str, str]] = {
+    "asked": {"TURNLOG_CLIENT_REPLY": "asked", "TURNLOG_REPLAY": "routed_experts"},
+    "verbatim": {"TURNLOG_INLINE_MAX_BYTES": "0"},
+}
+"""The settings of a server. `verbatim` judges each reply in a worker; its clients get the engine's bytes."""
 
 
-def sglang(change: Change) -> bytes:
-    meta = {
-        "completion_tokens": 2,
-        "output_token_logprobs": [[-0.5, 4, "a"], [-0.25, 5, None]],
-        "weight_version": "3",
-        "routed_experts": base64.b64encode(payload_mutations.raw([1, 2, 3, 4])).decode(),
-    }
-    message = {"role": "assistant", "content": "ab"}
-    choice = {"message": message, "finish_reason": "stop", "prompt_token_ids": [1, 2, 3], "meta_info": meta}
-    reply = {"choices": [choice]}
-    change(reply)
-    return json.dumps(reply).encode()
+class Engine(ThreadingHTTPServer):
+    """Answers each session with the bytes that `replies` has for it."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.base_url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.replies: dict[str, bytes] = {}
 
 
-def meta(**fields: Any) -> Change:
-    return lambda reply: reply["choices"][0]["meta_info"].update(fields)
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = 1 << 16  # Head and body leave together.
+    server: Engine
+
+    def do_GET(self) -> None:
+        self._send(b"{}")
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self._send(self.server.replies.get(self.headers.get("x-smg-routing-key", ""), b""))
+
+    def _send(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        return
 
 
-def choice(**fields: Any) -> Change:
-    return lambda reply: reply["choices"][0].update(fields)
+@pytest.fixture(scope="module")
+def replying() -> Iterator[Engine]:
+    with Engine() as made:
+        thread = threading.Thread(target=made.serve_forever, args=(0.05,))
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
 
 
-def test_a_sound_reply_is_read() -> None:
-    reading = read(sglang(lambda _: None), JUDGED)
-    assert (reading.prompt, reading.output, reading.logprobs) == ([1, 2, 3], [4, 5], [-0.5, -0.25])
-    assert (reading.versions, reading.finish_reason) == (["3", "3"], "stop")
-    assert reading.payloads == {"routed_experts": Rows(0, 4, [1, 2, 3, 4])}
-    assert json.loads(spell(reading.message)) == {"role": "assistant", "content": "ab"}
+def sound(number: int) -> Reply:
+    """A reply of either dialect with a payload, as lists or in base64."""
+    shape = ("sglang", "vllm")[number % 2]
+    reply: Reply = json.loads(body_of(shape, {"id": f"r{number}"}))
+    home = reply["choices"][0] if shape == "vllm" else reply["choices"][0]["meta_info"]
+    raw = npy(ROWS) if shape == "vllm" else ROWS.tobytes()
+    home["routed_experts"] = ROWS.tolist() if number % 3 else base64.b64encode(raw).decode()
+    return reply
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        meta(completion_tokens=3),
-        meta(completion_tokens=True),
-        meta(completion_tokens=2.0),
-        meta(output_token_logprobs=[[-0.5, 4], [float("nan"), 5]]),
-        meta(output_token_logprobs=[[-0.5, 4], [-9999, 5]]),
-        meta(output_token_logprobs=[[-0.5, 4], [-1, 2**31]]),
-        meta(output_token_logprobs=[[-0.5, 4], [-1, 5.0]]),
-        meta(output_token_logprobs=[[-0.5, 4], [-1]]),
-        meta(weight_versions=[{"version": "1", "start": 0, "end": 1}]),
-        meta(routed_experts="AAAA"),
-        meta(routed_experts="AAAAAAAA!AAAAAAAAAAAAA=="),
-        meta(routed_experts=[1, 2, 3]),
-        meta(routed_experts=[[1], [2], [3], [-1]]),
-        meta(routed_experts=[[1], [2, 2], [3], [4]]),
-        meta(x=json.loads("[" * 98 + "]" * 98)),
-        choice(prompt_token_ids=None),
-        choice(message="x"),
-        choice(message={"role": "assistant", "content": None}),
-        choice(finish_reason=5),
-        lambda reply: reply["choices"].append(reply["choices"][0]),
-    ],
-)
-def test_a_malformed_reply_is_not_read(change: Change) -> None:
-    with pytest.raises(Malformed):
-        read(sglang(change), JUDGED)
+def damaged(number: int) -> bytes:
+    """A reply with a value in another's place, or with other bytes."""
+    random, reply = Random(f"mutant {number}"), sound(number)
+    if random.random() < 0.6:
+        return mutated(reply, random, random.choice([(", ", ": "), (",", ":"), (",\n ", " :")]))
+    body = json.dumps(reply).encode()
+    at = random.randrange(len(body))
+    junk = random.choice([*BYTES, random.randbytes(2), body[at : at + 40]])
+    return random.choice([body[:at] + junk + body[at + random.randrange(5) :], body[:at]])
 
 
-def row(**changed: Any) -> bytes:
-    fields = {
-        "tokens": [1, 2, 3, 4, 5],
-        "logprobs": [0.0, 0.0, 0.0, -0.5, -0.25],
-        "loss_mask": [0, 0, 0, 1, 1],
-        "sampled_mask": [0, 0, 0, 1, 1],
-        "weight_versions": [-1, -1, -1, 3, 3],
-        "weight_version_names": [],
-        "status": "completed",
-        "turns": [{"turn": 1, "start": 0, "output_start": 3, "end": 5, "finish_reason": "stop"}],
-        "messages": [{"role": "user"}, {"role": "assistant", "content": "ab"}],
-        "routed_experts": base64.b64encode(bytes([1, 2, 3, 4])).decode(),
-        "row_start": 0,
-        "rows": 4,
-        "dtype": "uint8",
-        "shape": [4, 1],
-    }
-    return json.dumps({**fields, **changed}).encode()
+def judged(body: bytes, *, is_required: bool) -> ValidatedReply | None:
+    """What the rules make of a reply; None where they refuse it."""
+    specs = [PayloadSpec(kind, required=is_required and kind == "routed_experts") for kind in REPLAY]
+    try:
+        return job.work(Job("auto", None, specs, [], [], 200, "", b""), memoryview(body))
+    except Rejected:
+        return None
 
 
-def taken() -> Taken:
-    body = sglang(lambda _: None)
-    return Taken(0, 1, body, read(body, JUDGED))
+class Client:
+    """A session that gets one reply, and a sound one after a refusal."""
+
+    def __init__(self, stand: Stand, engine: Engine, number: int, body: bytes, phase: str) -> None:
+        self.talk: Talk = stand.talk()
+        self.acknowledged: list[Acknowledged] = []
+        self.refused: list[str] = []
+        self._stand, self._engine, self._phase = stand, engine, phase
+        self._bodies = (body, json.dumps(sound(number)).encode())
+
+    def run(self) -> None:
+        types = ["SessionCreated"]
+        for body in self._bodies:
+            self._engine.replies[self.talk.id] = body
+            reply, said = self.talk.chat([user("Hi")]), judged(body, is_required=self._phase == "asked")
+            if said is None:
+                assert error_of(reply) == (502, "upstream_invalid"), (body, reply.text[:200])
+                self.refused.append(reply.json()["error"]["message"])
+                types += ["TurnOpened", "TurnRejected"]
+                continue
+            assert reply.status_code == 200, (body, reply.text[:200])
+            turn, content = int(reply.headers["x-turnlog-turn"]), hashlib.sha256(body).hexdigest()
+            self.acknowledged.append(Acknowledged(self.talk.id, turn, content))
+            self._is_given(reply.content, body)
+            self._is_stored(said, body)
+            types += ["TurnOpened", "TurnCommitted"]
+            break
+        assert [one for one in self.talk.types() if one != "AffinityBound"] == types
+
+    def _is_given(self, got: bytes, body: bytes) -> None:
+        """To the byte, or without what the client did not ask for."""
+        if self._phase == "verbatim":
+            assert got == body
+        else:
+            assert _lean(got) == _lean(body)
+
+    def _is_stored(self, said: ValidatedReply, body: bytes) -> None:
+        state = self._stand.http.get(self.talk.path, params={"replay": "true"})
+        [record] = loads(state.content)["records"]
+        assert record["response"] == loads(body)
+        [row] = loads(
+            b"[" + self._stand.http.get("/export", params={"session_id": self.talk.id, "replay": "true"}).content + b"]"
+        )
+        tokens = codec.unpack_tokens(said.tokens, said.exchange)
+        prompt, output = (list(memoryview(ids).cast("i")) for ids in (tokens.suffix_ids, tokens.output_ids))
+        assert row["tokens"] == [*prompt, *output]
+        assert row["logprobs"] == [0.0] * len(prompt) + list(memoryview(tokens.logprobs).cast("d"))
+        assert row["loss_mask"] == row["sampled_mask"] == [0] * len(prompt) + [1] * len(output)
+        versions, names = row["weight_versions"][len(prompt) :], row["weight_version_names"]
+        spans = [span.version for span in said.weight_versions for _ in range(span.start, span.end)]
+        # An engine that does not say its version has the one that it was known to have when it was asked.
+        known = row["turns"][0].get("dispatched") or UNKNOWN_VERSION
+        spans = [known if version == UNKNOWN_VERSION else version for version in spans]
+        assert [names[number] if names else str(number) for number in versions] == (
+            spans if names else [version.lstrip("0") or "0" for version in spans]
+        )
+        assert [row["turns"][0]["finish_reason"], row["messages"][-1]] == [said.finish_reason, loads(said.message)]
+        for payload in said.payloads:
+            fields = (
+                row[payload.kind] if isinstance(row.get(payload.kind), dict) else {**row, "data": row[payload.kind]}
+            )
+            sent = payloads.join([payloads.load(new.chunk, new.frame) for new in payload.new])
+            given = np.frombuffer(base64.b64decode(fields["data"]), fields["dtype"])
+            assert given.tolist() == sent.reshape(-1).tolist()
+            assert (fields["row_start"], fields["rows"]) == (payload.start, payload.stop - payload.start)
 
 
-def test_a_faithful_export_passes() -> None:
-    assert list(checks.export([taken()], row(), replay=True)) == []
+def loads(text: bytes) -> Any:
+    """Integers that Python refuses to read stay text."""
+    return json.loads(text, parse_int=lambda digits: int(digits) if len(digits) < 4000 else digits)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"tokens": [1, 2, 3, 4, 6]},
-        {"tokens": [1, 2, 9, 4, 5]},
-        {"logprobs": [0.0, 0.0, 0.0, -0.5, -0.26]},
-        {"loss_mask": [0, 0, 1, 1, 1]},
-        {"weight_versions": [-1, -1, -1, 3, 4]},
-        {"weight_versions": [-1, -1, -1, 0, 0], "weight_version_names": ["4"]},
-        {"status": "aborted"},
-        {"messages": [{"role": "assistant", "content": "abc"}]},
-        {"turns": []},
-        {"routed_experts": base64.b64encode(bytes([1, 2, 3, 5])).decode()},
-        {"routed_experts": None},
-        {"rows": 3},
-        {"shape": [4, 2]},
-        {"row_start": 1},
-    ],
-)
-def test_an_export_that_says_something_else_is_found(changed: dict[str, Any]) -> None:
-    assert list(checks.export([taken()], row(**changed), replay=True)) != []
+def _lean(body: bytes) -> Any:
+    """A reply without what only some clients ask for."""
+    reply = loads(body)
+    [choice] = reply["choices"]
+    for home in (reply, choice, choice.get("meta_info"), reply.get("sglext")):
+        for name in ASKED_FOR.union(REPLAY) if isinstance(home, dict) else ():
+            home.pop(name, None)
+    return reply
 
 
-def test_a_record_or_a_client_reply_that_says_something_else_is_found() -> None:
-    one = taken()
-    record = {"turn": 1, "response": json.loads(one.body)}
-    assert list(checks.records([one], json.dumps({"records": [record]}).encode())) == []
-    assert list(checks.records([one], b'{"records":[]}')) != []
-    lean = sglang(meta(routed_experts=None))
-    assert list(checks.records([one], json.dumps({"records": [{**record, "response": json.loads(lean)}]}).encode()))
-    assert list(checks.client_reply(one.body, lean, ["routed_experts"])) == []
-    assert list(checks.client_reply(one.body, lean, [])) != []
-    other = sglang(meta(completion_tokens=2.0, routed_experts=None))
-    assert list(checks.client_reply(one.body, other, ["routed_experts"])) != []
-    assert list(checks.differences(decode(b'{"a":1}'), decode(b'{"a":"1"}'), [])) != []
-
-
-def log(*types: str) -> bytes:
-    turns = iter((1, 1, 2, 2, 3, 3))
-    rows = [{"seq": place, "type": kind, "turn": next(turns)} for place, kind in enumerate(types, 1)]
-    return b"\n".join(json.dumps({**event, "reason": "upstream_invalid"}).encode() for event in rows)
-
-
-def test_a_log_that_says_something_else_is_found() -> None:
-    good = log("TurnOpened", "TurnCommitted", "TurnOpened", "TurnRejected")
-    told = ["committed", "upstream_invalid"]
-    assert list(checks.events(told, good)) == []
-    assert list(checks.events(["committed", "committed"], good)) != []
-    assert list(checks.events(told[:1], log("TurnOpened", "TurnCommitted", "TurnOpened"))) != []
-    assert list(checks.events(told, log("TurnOpened", "TurnCommitted", "TurnRejected"))) != []
-    assert isinstance(read(sglang(lambda _: None), PLAIN), Reading)
+@pytest.mark.fault(6, "an engine's replies are damaged")
+@pytest.mark.parametrize("phase", ["asked", pytest.param("verbatim", marks=pytest.mark.long)])
+def test_a_damaged_reply_is_refused_or_stored_as_it_is(
+    replying: Engine, tmp_path: Path, tally: Tally, phase: str
+) -> None:
+    with serving(tmp_path, replying.base_url, environment=PHASES[phase]) as stand:
+        known = (
+            []
+            if phase == "asked"
+            else [(body, message) for _, body, message, specs in bodies() if specs == [PayloadSpec(specs[0].kind)]]
+        )
+        mutants = [damaged(number) for number in range(cases(500))]
+        clients = [
+            Client(stand, replying, number, body, phase)
+            for number, body in enumerate([*(body for body, _ in known), *mutants])
+        ]
+        for call in [stand.meanwhile(client.run) for client in clients]:
+            call.result(timeout=120)
+        for client, (body, message) in zip(clients, known, strict=False):
+            assert message in client.refused[0], body
+        done = [one for client in clients for one in client.acknowledged]
+        refused = sum(bool(client.refused) for client in clients[len(known) :])
+        assert len(mutants) // 10 < refused < len(mutants) * 9 // 10
+        assert len(stand.rows(replay="true")) == len(done)
+        tally.tried += len(clients)
+        verified(stand, done, tally)
+        assert "Traceback" not in stand.server.log_path.read_text(errors="replace")

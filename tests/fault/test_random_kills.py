@@ -9,8 +9,6 @@ from typing import NamedTuple
 import pytest
 
 from fault.table import Tally
-from ops.server import VERBATIM
-from tests.tools.crash_rounds.clients import MODES
 from tests.tools.crash_rounds.rounds import run
 
 
@@ -46,11 +44,8 @@ def test_no_turn_is_lost_or_taken_twice(
     tally: Tally,
     tmp_path: Path,
     request: pytest.FixtureRequest,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for name, value in {**VERBATIM, **MODES[kills.mode].environment}.items():
-        monkeypatch.setenv(name, value)  # the tool sets them in this process, for its checks
     url: str | None = request.getfixturevalue("postgres_url") if kills.processes > 1 else None
     work = run(
         rounds=kills.kills,

@@ -24,7 +24,6 @@ pytestmark = pytest.mark.long
 AGENTS = 4
 TURNS = 8
 KILLS = 3
-LATENCY_S = 0.15
 PATIENCE_S = 60.0
 
 

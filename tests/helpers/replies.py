@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Sequence
+from random import Random
 from typing import Any, NamedTuple
 
 from workers import parse
@@ -19,6 +20,10 @@ Changes = dict[str, Any]
 
 GONE = object()
 DEEP = "[" * 150 + "]" * 150
+NUMBERS = ["-1", "0", "7", "2.0", "1e999", "NaN", "-9999", "1e3", str(2**31), str(2**70), "9" * 5000]
+NESTED = ["[]", "{}", "[[]]", "[-1,3]", "[[-1,3],[-2,4]]", '{"a":1,"a":2}', '{"role":"assistant"}', DEEP]
+JUNK = ["null", "true", "tru", "", '""', '"x"', '"\\ud800"', '"\\u0000"', *NUMBERS, *NESTED]
+BYTES = [*(bytes([byte]) for byte in b'"{}[],:0-\\\xff\x00 '), b"", b"e9", b"1e999", b"NaN", b"true"]
 
 
 class Text:
@@ -107,6 +112,18 @@ def body_of(reply: str | Reply, *changes: Changes, separators: tuple[str, str] =
     for mark, raw in marks.items():
         body = body.replace(mark.encode(), raw, 1)
     return body
+
+
+def mutated(reply: str | Reply, random: Random, separators: tuple[str, str] = (", ", ": ")) -> bytes:
+    """Replace, drop or add at one or two random places."""
+    changes: Changes = {}
+    for at in random.sample(paths(SHAPES[reply] if isinstance(reply, str) else reply), random.choice([1, 2])):
+        if not any(at.startswith(other + ".") or other.startswith(at + ".") for other in changes):
+            added = f"{at.rpartition('.')[0]}.added".lstrip(".")
+            to = added if random.randrange(4) == 0 and not at.rpartition(".")[2].isdigit() else at
+            changes[to] = GONE if random.randrange(4) == 0 and to == at else Text(random.choice(JUNK))
+    # From the last item of a list to the first, since one that goes moves those behind it.
+    return body_of(reply, dict(sorted(changes.items(), reverse=True)), separators=separators)
 
 
 def doubled(reply: Reply | str, path: str, pair: tuple[str, str], first: bool, separators: tuple[str, str]) -> bytes:

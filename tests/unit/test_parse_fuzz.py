@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.amounts import cases
-from helpers.replies import COMPLETIONS, DEEP, GONE, SHAPES, Changes, Parsed, Reply, Text, body_of, parse_reply, paths
+from helpers.replies import BYTES, COMPLETIONS, JUNK, SHAPES, Parsed, Reply, Text, body_of, mutated, parse_reply, paths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,11 +22,6 @@ from workers.codec import Exchange, paste, unpack
 from workers.job import work
 from workers.parse import MAX_TOKEN_ID, Protocol, Rejected
 from workers.reply import Job
-
-NUMBERS = ["-1", "0", "7", "2.0", "1e999", "NaN", "-9999", "1e3", str(2**31), str(2**70), "9" * 5000]
-NESTED = ["[]", "{}", "[[]]", "[-1,3]", "[[-1,3],[-2,4]]", '{"a":1,"a":2}', '{"role":"assistant"}', DEEP]
-JUNK = ["null", "true", "tru", "", '""', '"x"', '"\\ud800"', '"\\u0000"', *NUMBERS, *NESTED]
-BYTES = [*(bytes([byte]) for byte in b'"{}[],:0-\\\xff\x00 '), b"", b"e9", b"1e999", b"NaN", b"true"]
 
 
 def _whole(digits: str) -> int | str:
@@ -107,18 +102,6 @@ def serve(body: bytes, parsed: Parsed) -> None:
         protocol.events(reply)
     done = work(Job(parsed.dialect, None, [], [], [], 200, "", b""), memoryview(body))
     assert paste(unpack(done.exchange, Exchange), memoryview(parsed.suffix_ids).cast("i"), {}) == body
-
-
-def mutated(shape: str, random: Random, separators: tuple[str, str] = (", ", ": ")) -> bytes:
-    """Replace, drop or add at one or two random places."""
-    changes: Changes = {}
-    for at in random.sample(paths(SHAPES[shape]), random.choice([1, 2])):
-        if not any(at.startswith(other + ".") or other.startswith(at + ".") for other in changes):
-            added = f"{at.rpartition('.')[0]}.added".lstrip(".")
-            to = added if random.randrange(4) == 0 and not at.rpartition(".")[2].isdigit() else at
-            changes[to] = GONE if random.randrange(4) == 0 and to == at else Text(random.choice(JUNK))
-    # From the last item of a list to the first, since one that goes moves those behind it.
-    return body_of(shape, dict(sorted(changes.items(), reverse=True)), separators=separators)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

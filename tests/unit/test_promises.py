@@ -1,4 +1,4 @@
-"""The tables of tests/README.md: every promise, page and fault has tests, and they exist."""
+"""The tables of tests/README.md: each row has tests that exist, and that `.ci/run` runs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from app.protocols.registry import PROTOCOLS
+from tests.tools.exercised import DATABASES, ON_BOTH, SECTIONS, missed, rows
+
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 PROMISES_NOTHING = {"README.md", "benchmarks.md", "comparison.md", "dependencies.md"}
 
 FILES = sorted(TESTS.rglob("test_*.py"))
 
-
-def rows(section: str) -> dict[str, list[str]]:
-    """By each row's first cell, the tests that it names."""
-    text = (TESTS / "README.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
-    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
-    return {row[0]: re.findall(r"test_\w+\.py", row[-1]) for row in cells[2:]}
+ELSEWHERE = re.compile(
+    r"(?<!marks=pytest\.)mark\.(untimed|real_engine|real_sglang|harness)\b|importorskip\((?!'(pyarrow|deno|transformers))"
+)
+"""What puts a test out of both lanes, or skips it on a fresh clone."""
 
 
 def test_every_promise_and_page_has_tests() -> None:
@@ -29,16 +30,47 @@ def test_every_promise_and_page_has_tests() -> None:
     assert set(rows("By page")) == pages - PROMISES_NOTHING
 
 
-def test_every_row_names_tests_that_exist() -> None:
-    for section in ("By promise", "By page", "By fault"):
-        for name, tests in rows(section).items():
-            assert tests, name
-            assert set(tests) <= {path.name for path in FILES}, name
+def test_every_row_names_tests_that_exist_and_one_that_a_lane_of_ci_runs() -> None:
+    """Where all is untimed, or needs a package or a program that `ops/setup dev` does not bring, none is run."""
+    listed = {(section, name): tests for section in SECTIONS for name, tests in rows(section).items()}
+    modules = {test.partition("::")[0] for tests in listed.values() for test in tests}
+    there = {name: runs for path in FILES if path.name in modules for name, runs in named_in(path)}
+    for row, tests in listed.items():
+        assert set(tests) <= there.keys(), row
+        assert any(there[test] for test in tests), row
+
+
+def test_what_was_not_run_is_missed() -> None:
+    every = [f"tests/unit/{test}" for section in SECTIONS for tests in rows(section).values() for test in tests]
+    both = [f"tests/{folder}/test_a.py::test_b[{kind}]" for folder in ON_BOTH for kind in DATABASES]
+    assert list(missed([*every, *both])) == []
+    assert list(missed([*every, *both[1:]])) == ["tests/contract on sqlite"]
+    without = [one for one in every if "test_promises" not in one and "test_one_owner" not in one]
+    assert list(missed([*without, *both])) == ["By fault: 16"]
+
+
+def test_every_protocol_has_tests() -> None:
+    assert set(rows("By protocol")) == set(PROTOCOLS)
+
+
+def named_in(path: Path) -> Iterator[tuple[str, bool]]:
+    """A module and its tests, and whether the quick or the long lane runs them on a fresh clone."""
+    tree = ast.parse(path.read_text())
+    heads = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign | ast.Expr)]
+    tests = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    runs = {
+        f"{path.name}::{node.name}": not any(map(ELSEWHERE.search, [*heads, *map(ast.unparse, node.decorator_list)]))
+        for node in tests
+        if node.name.startswith("test_")
+    }
+    yield path.name, any(runs.values())
+    yield from runs.items()
 
 
 def marks(path: Path) -> Iterator[str]:
     """The numbers of the faults that a module's tests do."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    for node in ast.walk(ast.parse(text)) if "mark.fault" in text else ():
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mark.fault"):
             yield ast.unparse(node.args[0])
 

@@ -47,11 +47,9 @@ from app.turn.in_flight import Claimed, EngineChoice, InFlightTurn, Placed
 from app.turn.placement import Placement
 from app.turn.retries import Retries
 from app.turn.turns import Turns
-from tests.tools.simulation import themes
-from tests.tools.simulation.client import GaveUp
+from tests.tools.simulation.client import GaveUp, Wire
+from tests.tools.simulation.conditions import Theme, draw_theme
 from tests.tools.simulation.schedule import Simulation
-from tests.tools.simulation.themes import Theme
-from tests.tools.simulation.wire import Wire
 from workers.reply import Part
 
 pytestmark = pytest.mark.long
@@ -545,7 +543,7 @@ def simulation() -> Iterator[Simulation]:
 @pytest.mark.parametrize(("theme", "mutant"), [*_params()])
 def test_a_mutant_is_found(simulation: Simulation, theme: Theme, mutant: Mutant, monkeypatch: Patch) -> None:
     mutant(monkeypatch)
-    seeds = (seed for seed in itertools.count(1) if themes.draw(seed) == theme)
+    seeds = (seed for seed in itertools.count(1) if draw_theme(seed) == theme)
     assert any(_fails(simulation, seed) for seed in itertools.islice(seeds, MOST))
 
 

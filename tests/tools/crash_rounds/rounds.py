@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import random
 import re
 import shutil
@@ -13,23 +12,24 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import aiohttp
 
-from app.features.objects.bucket import open_bucket
-from app.settings import load_settings
+from app.features.objects.bucket import Bucket
 from app.store.database import Database
 from app.store.dialect import StorePoints
 from ops.server import VERBATIM, ServerProcess
 from ops.simulator.process import SimulatorProcess
-from ops.verify import Problem, verify_url
+from ops.verify import Problem, verify
 from tests.tools.audit import audit
 from tests.tools.crash_rounds.clients import MODES, Client, Round, Site
 
 MOMENTS_S = (0.2, 1.2)
 """A server is killed so long after the clients have gone on."""
+
+BUCKET_TIMEOUT_S = 60.0
 
 GROWN = 1.05
 """The whole store is verified when it has so many times the turns it had: with every round where there are few."""
@@ -68,17 +68,13 @@ class Conductor:
         await self.audit(result, self._audited)
         self._turns += result.acknowledged
         if copy is not None:
-            result.problems = await problems(copy)
+            result.problems = await problems({**server.environment, "TURNLOG_DATABASE_URL": copy})
         return result
 
     async def audit(self, result: Round, since: int = 0) -> None:
         """Look up what was acknowledged since so many turns."""
-        bucket = open_bucket(load_settings("payloads", "payloads_timeout_s"))
-        database = Database(self._servers[0].environment["TURNLOG_DATABASE_URL"], bucket=bucket, points=StorePoints())
-        try:
+        async with _database(self._servers[0].environment) as database:
             found = await audit(database, self._site.acknowledged[since:], whole=False)
-        finally:
-            await database.close()
         self._audited = len(self._site.acknowledged)
         result.lost += len(found.lost)
         result.twice += found.doubled
@@ -113,8 +109,21 @@ class Conductor:
         return f"sqlite+aiosqlite:///{copy / 'turnlog.db'}"
 
 
-async def problems(url: str) -> int:
-    report = await verify_url(url)
+@contextlib.asynccontextmanager
+async def _database(environment: Mapping[str, str]) -> AsyncIterator[Database]:
+    """The store of a server with these variables."""
+    payloads = environment.get("TURNLOG_PAYLOADS")
+    bucket = None if payloads is None else Bucket(payloads, BUCKET_TIMEOUT_S)
+    database = Database(environment["TURNLOG_DATABASE_URL"], bucket=bucket, points=StorePoints())
+    try:
+        yield database
+    finally:
+        await database.close()
+
+
+async def problems(environment: Mapping[str, str]) -> int:
+    async with _database(environment) as database:
+        report = await verify(database)
     _print(report.problems)
     return len(report.problems)
 
@@ -142,7 +151,6 @@ async def run(
     """
     turns = MODES[mode if payloads is None else "payloads"]
     environment = {**VERBATIM, **turns.environment, **({} if payloads is None else {"TURNLOG_PAYLOADS": payloads})}
-    os.environ.update(environment)  # for the checks
     with (
         tempfile.TemporaryDirectory(prefix="turnlog-crash-", dir=folder) as made,
         SimulatorProcess("--seed", str(seed), *turns.engine) as engine,
@@ -153,7 +161,7 @@ async def run(
             ServerProcess(own, upstreams=[engine.base_url], database_url=database_url, environment=environment)
             for _ in range(processes)
         ]
-        url = servers[0].migrate().environment["TURNLOG_DATABASE_URL"]
+        servers[0].migrate()
         for server in servers:
             stack.callback(server.stop)
             server.start()
@@ -163,7 +171,7 @@ async def run(
             every = [Client(site, http, number, seed) for number in range(clients)]
             done = await _rounds(rounds, site, conductor, every)
         stack.close()
-        done[-1].problems += await problems(url)
+        done[-1].problems += await problems(servers[0].environment)
     if site.refusals:
         print("refusals:", dict(site.refusals))
     if site.begun:

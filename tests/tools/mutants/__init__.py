@@ -4,11 +4,8 @@
     python -m tests.tools.mutants --choose 225             writes `list.txt` anew: a sample of all areas and patterns
     python -m tests.tools.mutants --show ID                the fault as a diff
     python -m tests.tools.mutants --trace unit             notes which functions the family's modules call
-    python -m tests.tools.mutants --run unit --into before.txt --unfound    goes on where the file ends
-    python -m tests.tools.mutants --report before.txt
-
-`before.txt` and `after.txt` are what the simulation found before and after it was extended, both in the code before the
-store was rewritten: some of their faults have counterparts of other names now.
+    python -m tests.tools.mutants --run unit --into FILE --unfound    goes on where the file ends
+    python -m tests.tools.mutants --report FILE
 
 `list.txt` has for each fault its id, its area, what it changes, and, for one that changes nothing, why. `--tree` names
 another checkout, whose code is broken instead of this one's. Neither is ever changed: each job has a copy.

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.tools.mutants.areas import all_mutants
-from tests.tools.mutants.edits import Mutant
+from tests.tools.mutants.edits import Mutant, mutants_of
 
 LIST = Path(__file__).with_name("list.txt")
 
@@ -90,12 +89,14 @@ def write_list(listed: Iterable[Listed], file: Path = LIST) -> None:
     file.write_text("".join("\t".join(one).rstrip("\t") + "\n" for one in listed))
 
 
-def find(listed: Iterable[Listed], tree: Path) -> dict[str, Mutant | None]:
+def find(listed: Sequence[Listed], tree: Path) -> dict[str, Mutant | None]:
     """The faults of a list in a tree, by their ids in the list: the same change in the same function, or else the only
     one in the same file; None where that is gone."""
     same: dict[tuple[str, ...], list[Mutant]] = defaultdict(list)
-    for _, one in all_mutants(tree):
-        same[one.path, one.pattern, one.before, one.after].append(one)
+    for path in {one.id.split(":")[0] for one in listed}:
+        file = tree / path
+        for mutant in mutants_of(path, file.read_text()) if file.exists() else ():
+            same[path, mutant.pattern, mutant.before, mutant.after].append(mutant)
     found: dict[str, Mutant | None] = {}
     for wanted in listed:
         path, function, pattern, ordinal = wanted.id.split(":")

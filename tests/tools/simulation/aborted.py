@@ -7,7 +7,6 @@ import asyncio
 
 from app.domain.events import OnAbort, SessionConfig, TurnCommitted
 from app.errors import AppError, GenerationAborted, SessionClosed, SessionNotFound
-from app.store.sessions import load_events
 from app.turn.in_flight import TurnReply
 from tests.tools.simulation.client import Client
 from tests.tools.simulation.process import Disconnected
@@ -45,7 +44,7 @@ class AbortedClient(Client):
         told = await turn
         if engines.aborted == aborted:
             return
-        log = self._world.store.read(lambda connection: load_events(connection, self.session_id))
+        log = self._world.store.log(self.session_id)
         reasons = [one.event.finish_reason for one in log if isinstance(one.event, TurnCommitted)]
         match policy:
             case "fail":

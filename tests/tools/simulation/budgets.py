@@ -31,12 +31,11 @@ from app.errors import SessionClosed as Closed
 from app.store import feed
 from app.store.feed import END, START, EventFilter
 from app.store.schema import events, sessions
-from app.store.sessions import EventRow, decode_events, load_events
+from app.store.sessions import EventRow, decode_events
 from app.turn.in_flight import TurnReply
-from tests.tools.simulation.client import Client, GaveUp
+from tests.tools.simulation.client import Client, GaveUp, TreeClient
 from tests.tools.simulation.history import History
 from tests.tools.simulation.store import Store
-from tests.tools.simulation.tree_client import TreeClient
 
 SHARE = 0.2
 """Of the schedules; some of their sessions have limits."""
@@ -109,7 +108,7 @@ def ends(config: SessionConfig) -> bool:
 
 def is_noted(store: Store, session_id: str) -> bool:
     """Does the log say that the session, unless it has ended, has reached a limit?"""
-    log = store.read(lambda connection: load_events(connection, session_id))
+    log = store.log(session_id)
     return any(isinstance(recorded.event, LimitReached | SessionClosed | SessionErased) for recorded in log) or any(
         isinstance(recorded.event, TurnCommitted) and recorded.event.limit is not None for recorded in log
     )

@@ -14,17 +14,16 @@ from sqlalchemy import Connection, select
 from app.composition import store_points
 from app.domain import fleet
 from app.domain.events import SessionConfig
-from app.domain.session import Session, fold
+from app.domain.session import Session
 from app.errors import AppError
 from app.features.checkpoints import operations as store
 from app.features.checkpoints.checkpoints import Checkpoints
 from app.features.checkpoints.schema import checkpoint_sessions
 from app.store import fleet as fleet_store
 from app.store import pins
-from app.store.sessions import load_events
 from tests.tools.simulation import orders
 from tests.tools.simulation.client import Client, GaveUp
-from tests.tools.simulation.habits import Habits
+from tests.tools.simulation.conditions import Habits
 from tests.tools.simulation.kills import Kill, while_killed
 from tests.tools.simulation.postgres_store import PostgresStore
 from tests.tools.simulation.process import Disconnected, Process
@@ -105,8 +104,8 @@ class CheckpointDrill:
             await process.call(lambda: reward(ANOTHER, 1.0, {}, 1), lambda _: None)
 
     def _must_be_undone(self) -> None:
-        if self._read(lambda connection: load_events(connection, ANOTHER)):
-            now = self._state(ANOTHER)
+        if self._world.store.log(ANOTHER):
+            now = self._world.store.state(ANOTHER)
             is_bare = not now.turns.count and not now.turn_rewards and now.reward is None
             self._world.must(now.status != "undone" or is_bare, f"{ANOTHER} was undone, and has turns or rewards")
 
@@ -152,16 +151,14 @@ class CheckpointDrill:
 
     def _states(self, name: str) -> dict[str, Session]:
         """The sessions as they were at a checkpoint, by their logs."""
-        return {session_id: self._state(session_id, seq) for session_id, seq in self._read(lambda c: _rows(c, name))}
-
-    def _state(self, session_id: str, seq: int | None = None) -> Session:
-        found = fold(session_id, self._read(lambda connection: load_events(connection, session_id, limit=seq)))
-        assert found is not None
-        return found
+        return {
+            session_id: self._world.store.state(session_id, seq)
+            for session_id, seq in self._read(lambda c: _rows(c, name))
+        }
 
     def _compare(self, name: str, expected: dict[str, Session]) -> None:
         for session_id, then in expected.items():
-            now = self._state(session_id)
+            now = self._world.store.state(session_id)
             if now.status == "erased":
                 continue
             # What a root's reward or close had not reached at the cut, it reaches after the restore.

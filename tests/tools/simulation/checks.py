@@ -26,7 +26,7 @@ from app.domain.restore import in_effect
 from app.store import repair
 from app.store.database import Database as RealDatabase
 from app.store.schema import open_turns
-from app.store.sessions import load_events, load_head
+from app.store.sessions import load_head
 from ops.verify import TABLES
 from tests.tools.audit import audit
 from tests.tools.simulation import orders
@@ -91,7 +91,7 @@ class _Session:
 
     def judge(self) -> None:
         try:
-            self._log = self._store.read(lambda connection: load_events(connection, self._session_id))
+            self._log = self._store.log(self._session_id)
         except UnknownEvent as error:
             self._must(False, f"the log cannot be read: {error}")
             return

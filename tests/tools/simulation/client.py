@@ -1,9 +1,11 @@
-"""A client of one session: takes turns, insists, gives up, goes back, and sometimes ends it all."""
+"""A client of one session: takes turns, insists, gives up, goes back, and sometimes ends it all; and one of a tree of
+turns, several at once."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -22,20 +24,49 @@ from app.errors import (
 )
 from app.sessions.lifecycle import NewSession
 from app.turn.in_flight import InFlightTurn, Stages, TurnReply, Waiter, hash_key
-from tests.tools.simulation import calls, fights, recorded
-from tests.tools.simulation.calls import Close, Create, Erase, Look, Numbers, Reward
+from tests.tools.simulation import calls, recorded
+from tests.tools.simulation.calls import Chat, Close, Create, Erase, Look, Numbers, Reward
+from tests.tools.simulation.conditions import Habits
 from tests.tools.simulation.engine import digest
-from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.history import Acknowledged, Fact, Site
 from tests.tools.simulation.process import Disconnected, Process, Reset
 from tests.tools.simulation.service import snapshot
 from tests.tools.simulation.spelling import Message, results, spoken
-from tests.tools.simulation.wire import Wire
 from tests.tools.simulation.world import World
 
 T = TypeVar("T")
 
+
+class Wire:
+    """`came_at`: the request lay there to be read; `begun_at`: the process began with it; `over_at`: its client had its
+    answer or gave up. A proxy keeps the connection when its client has given up."""
+
+    def __init__(self, now: Callable[[], float], process: str, *, is_proxied: bool) -> None:
+        self._now = now
+        self.process = process
+        self.is_proxied = is_proxied
+        self.came_at = self.begun_at = self.over_at = math.inf
+
+    def come(self) -> None:
+        self.came_at = self._now()
+
+    def begin(self) -> None:
+        self.begun_at = self._now()
+
+    def end(self) -> None:
+        self.over_at = self._now()
+
+    def is_gone(self) -> bool:
+        return self.over_at < math.inf and not self.is_proxied
+
+    def data_age_s(self) -> float:
+        return self._now() - self.came_at
+
+
 TRIES = 6
+
+RUSH_S = 3.0
+"""Between the moments at which many clients act."""
 
 
 class GaveUp(Exception):
@@ -162,7 +193,7 @@ class Client:
                 was_owed = cut_after is not None and self._answers(logical) == cut_after + 1
                 self._world.must(not was_owed, f"{logical} was generated again, though a reset had cut its reply")
             if reply.turn is not None:
-                return [*messages, msgspec.json.decode(b"".join(reply.parts))["choices"][0]["message"]]
+                return [*messages, message_of(reply)]
         raise GaveUp
 
     async def once(self, messages: Sequence[Message], logical: str, *, retry_count: int = 0) -> TurnReply | None:
@@ -401,19 +432,108 @@ class Client:
         if reply.turn is not None:
             self._history.problem(f"key {turn.key} was answered for another body too")
 
+    async def _compact(self) -> None:
+        """Go on behind a summary and the newest reply."""
+        self.messages = [{"role": "user", "content": "So far"}, *self.messages[-1:]]
+        await self.turn()
 
-async def _compact(client: Client) -> None:
-    """Go on behind a summary and the newest reply."""
-    client.messages = [{"role": "user", "content": "So far"}, *client.messages[-1:]]
-    await client.turn()
+    # What clients do that share a session and do not wait for each other. What they are answered, the search judges.
+
+    async def go_back(self) -> None:
+        """Another turn in the newest one's place."""
+        del self.messages[-2:]
+        await self.turn()
+
+    async def twice(self) -> None:
+        """A keyed turn, sent to two processes at once."""
+        messages, logical = self._new(self.messages)
+        await asyncio.gather(*(self._send(messages, logical, logical) for _ in range(2)))
+
+    async def again(self) -> None:
+        """A keyed turn, and once it was answered the same again."""
+        messages, logical = self._new(self.messages)
+        for _ in range(2):
+            await self._send(messages, logical, logical)
+
+    async def rush(self) -> None:
+        """Turns and rewards at once, at any processes, just when others do the same. One turn comes behind a reward: so
+        its process knows of the other one."""
+        await asyncio.sleep(RUSH_S - self._history.now() % RUSH_S)
+        turns = [self._new(self.messages) for _ in range(2)]
+
+        async def send(messages: list[Message], logical: str, rewards: int) -> None:
+            self._sticky = None
+            for _ in range(rewards):
+                await self.insist(self._reward, 1)
+            await self._send(messages, logical, None)
+
+        await asyncio.gather(
+            *(send(*turn, rewards) for rewards, turn in enumerate(turns)), self.insist(self._reward, 1)
+        )
+
+    async def earlier(self) -> None:
+        """One of the session's newest requests once more, whoever sent it, without a mark unless it had a key."""
+        asked = [one for one in self._history.asked.get(self.session_id, ()) if isinstance(one.request, Chat)]
+        if not asked:
+            return
+        again = self._rng.choice(asked[-6:])
+        assert isinstance(again.request, Chat)
+        messages: list[Message] = [{"role": role, "content": text} for role, text in again.request.messages]
+        turn = again.turn
+        assert turn is not None
+        await self._send(messages, messages[-1]["content"], None, agent=turn.agent_id, hashed=turn.retry_key)
+
+    async def back(self) -> None:
+        """A turn after what was there some turns ago."""
+        before = self.messages[: max(0, len(self.messages) - 2 * self._rng.choice((1, 2, 3)))]
+        await self._send(*self._new(before), None)
+
+    async def other(self) -> None:
+        """A turn that begins another conversation."""
+        await self._send(*self._new([]), None)
+
+    def _new(self, before: Sequence[Message]) -> tuple[list[Message], str]:
+        self._asked += 1
+        logical = f"{self.name}.{self._asked}"
+        return [*before, {"role": "user", "content": logical}], logical
+
+    async def _send(
+        self,
+        messages: list[Message],
+        logical: str,
+        key: str | None,
+        agent: str | None = None,
+        hashed: str | None = None,
+    ) -> None:
+        """Once, whatever comes of it; the client goes on from a reply. `hashed` is a key as the log has it.
+
+        Raises SessionClosed, SessionNotFound.
+        """
+        turn = self._turn(key, agent)
+        turn.retry_key = turn.retry_key or hashed
+        try:
+            reply = await self._ask(lambda: self._take(messages, logical, key, turn))
+        except (SessionClosed, SessionNotFound):
+            raise
+        except (AppError, Disconnected, TimeoutError) as error:
+            self._note(f"{self.name}: {logical} failed: {type(error).__name__} {error}")
+            return
+        if reply.turn is not None:
+            self.messages = [*messages, message_of(reply)]
+
+
+def message_of(reply: TurnReply) -> Message:
+    """What the assistant says in it."""
+    found: Message = msgspec.json.decode(b"".join(reply.parts))["choices"][0]["message"]
+    return found
 
 
 Step = Callable[[Client, SessionConfig], Coroutine[Any, Any, object]]
 
 STEPS: Mapping[str, Step] = {
     "take": lambda client, _: client.turn(),
-    "go_back": lambda client, _: fights.go_back(client),
-    "compact": lambda client, _: _compact(client),
+    "go_back": lambda client, _: client.go_back(),
+    "compact": lambda client, _: client._compact(),
     "read": lambda client, _: client.insist(client._read, 2),
     "reward": lambda client, _: client.insist(client._reward, 2),
     "snapshot": lambda client, _: client._snapshot(),
@@ -421,10 +541,50 @@ STEPS: Mapping[str, Step] = {
     "reuse": lambda client, _: client._reuse_a_key(),
     "close": lambda client, _: client.insist(client._close, TRIES),
     "erase": lambda client, _: client.insist(client._erase, TRIES),
-    "twice": lambda client, _: fights.twice(client),
-    "earlier": lambda client, _: fights.earlier(client),
-    "back": lambda client, _: fights.back(client),
-    "other": lambda client, _: fights.other(client),
-    "rush": lambda client, _: fights.rush(client),
+    "twice": lambda client, _: client.twice(),
+    "earlier": lambda client, _: client.earlier(),
+    "back": lambda client, _: client.back(),
+    "other": lambda client, _: client.other(),
+    "rush": lambda client, _: client.rush(),
 }
 """What a client does by each of its habits."""
+
+
+AGENTS = (None, None, "explorer")
+
+HOWS = ("on", "on", "fork", "fork", "root", "carry", "again", "again")
+"""After the newest history, after any, at the beginning, there with another branch's reply, or a request once more."""
+
+
+class TreeClient(Client):
+    """`histories` are the messages after each turn that it was answered; the first is the beginning."""
+
+    history: History = "tree"
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.histories: list[list[Message]] = [[]]
+
+    async def _step(self, config: SessionConfig) -> None:
+        if self._rng.random() < 0.5:
+            await super()._step(config)
+            return
+        branches = [self._branch(self._rng.choice(HOWS)) for _ in range(self._rng.choice((1, 2, 3, 6)))]
+        for outcome in await asyncio.gather(*branches, return_exceptions=True):
+            if isinstance(outcome, GaveUp):
+                self._note(f"{self.name} does not know")
+            elif isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _branch(self, how: str) -> None:
+        """Raises as `turn`."""
+        rng, agent, said = self._rng, self._rng.choice(AGENTS), None
+        before = self.messages if how == "on" else rng.choice(self.histories)
+        if how == "again" and len(before) > 1:
+            before, said = before[:-2], before[-2]["content"]
+        elif how == "carry":
+            before = [{"role": "user", "content": "So far"}, *before[-1:]]
+        elif how == "root":
+            before = []
+        self.messages = await self.turn_after(before, said, agent)
+        self.histories.append(self.messages)

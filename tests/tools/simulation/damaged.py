@@ -10,7 +10,6 @@ from sqlalchemy import LargeBinary, bindparam, select, update
 from app.domain.events import RewardAssigned, SessionConfig, TurnCommitted, encode
 from app.store.log_sessions import UNREADABLE
 from app.store.schema import events
-from app.store.sessions import load_events
 from tests.tools.simulation.client import TRIES, Client
 from tests.tools.simulation.store import MemoryStore
 
@@ -31,7 +30,7 @@ class DamagedClient(Client):
         await self.insist(self._reward_with_components, TRIES)
         await self.close()
         said = f"\xffof-{self.session_id}-1".encode()
-        log = self._world.store.read(lambda connection: load_events(connection, self.session_id))
+        log = self._world.store.log(self.session_id)
         damaged = {one.seq: one.event for one in log if isinstance(one.event, RewardAssigned | TurnCommitted)}
         before = self._data()
         self._write(dict.fromkeys(damaged, said))

@@ -11,7 +11,7 @@ import msgspec
 from sqlalchemy import Connection, func, select
 
 from app.domain.events import SessionConfig, SessionErased
-from app.domain.session import Session, fold
+from app.domain.session import Session
 from app.errors import AppError, PositionGone, SessionArchived, SessionClosed, SessionNotFound
 from app.features.archive.rows import CONTENT
 from app.features.archive.schema import archived
@@ -20,13 +20,11 @@ from app.sessions.all_events import EventQuery
 from app.sessions.log_end import LogPosition, decode_position
 from app.store.feed import Position
 from app.store.schema import sessions, snapshots
-from app.store.sessions import load_events
-from tests.tools.simulation.client import Client, GaveUp
-from tests.tools.simulation.habits import Habits
+from tests.tools.simulation.client import Client, GaveUp, TreeClient
+from tests.tools.simulation.conditions import Habits
 from tests.tools.simulation.keeper import LOOK_S, Keeper
 from tests.tools.simulation.kills import Kill, while_killed
 from tests.tools.simulation.process import Disconnected, Process
-from tests.tools.simulation.tree_client import TreeClient
 from tests.tools.simulation.world import World
 
 DEPARTURES = 0.15
@@ -87,6 +85,7 @@ class DepartureDrill:
         self._keeper = keeper
         self._kill = kill
         self._follower = Follower(world, keeper)
+        self._state = world.store.state
 
     async def run(self) -> None:
         """Never ends where something is never done."""
@@ -213,11 +212,6 @@ class DepartureDrill:
 
     async def _both(self, one: Awaitable[None], other: Awaitable[None]) -> None:
         await asyncio.gather(one, other)
-
-    def _state(self, session_id: str) -> Session:
-        found = self._world.store.read(lambda c: fold(session_id, load_events(c, session_id)))
-        assert found is not None, session_id
-        return found
 
     def _head(self, session_id: str) -> str | None:
         query = select(sessions.c.status).where(sessions.c.session_id == session_id)

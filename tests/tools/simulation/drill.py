@@ -5,14 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from sqlalchemy import func, select
-
 from app.domain.events import SessionConfig
 from app.domain.fleet import Fleet, apply
 from app.errors import SessionClosed
 from app.store import fleet as store
-from app.store.schema import open_turns
-from tests.tools.simulation import fights
 from tests.tools.simulation.client import Client
 from tests.tools.simulation.process import Process
 from tests.tools.simulation.store import Store
@@ -54,7 +50,10 @@ class Drill:
         self._world.must(
             not self._world.engines.begun[SESSION_ID], "a generation began although its gate was shut for all"
         )
-        self._world.must(not self._claims(), "a turn holds a claim although its gate was shut before it came")
+        self._world.must(
+            not self._world.store.has_claim(SESSION_ID),
+            "a turn holds a claim although its gate was shut before it came",
+        )
         closed = turn.exception() if turn.done() else None
         self._world.must(not turn.done() or isinstance(closed, SessionClosed), "a turn did not wait for its gate")
         await self._trainer.insist("resume, for the drill", lambda p: resume(p, self._name))
@@ -66,15 +65,11 @@ class Drill:
         await asyncio.gather(turn, return_exceptions=True)
         before, engines = self._world.engines.begun[SESSION_ID], self._world.engines
         engines.ordered[SESSION_ID] = "aborted"
-        if await self._client.once(*fights._new(self._client, self._client.messages)) is not None:
+        if await self._client.once(*self._client._new(self._client.messages)) is not None:
             self._world.must(
                 engines.begun[SESSION_ID] == before + 1, "a turn was continued, and no gate was shut since it was sent"
             )
         self._world.must(not self._world.engines.paused, f"{self._world.engines.paused} were never told to go on")
-
-    def _claims(self) -> int:
-        count = select(func.count()).where(open_turns.c.session_id == SESSION_ID)
-        return self._world.store.read(lambda connection: int(connection.execute(count).scalar_one()))
 
 
 def behind(stored: Store, processes: Sequence[Process]) -> list[str]:

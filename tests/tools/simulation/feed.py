@@ -14,17 +14,16 @@ from sqlalchemy import select
 
 from app.domain.events import RewardAssigned, SessionClosed, SessionConfig
 from app.domain.session import fold
-from app.errors import AppError, SessionExists
 from app.errors import SessionClosed as Closed
+from app.errors import SessionExists
 from app.features.groups.feed import FeedQuery, Groups
 from app.features.groups.operations import Acknowledged
 from app.features.groups.schema import groups
-from app.store.sessions import load_events
 from tests.tools.simulation import agreeing, rows
 from tests.tools.simulation.calls import Reward
 from tests.tools.simulation.client import TRIES, Client, GaveUp
-from tests.tools.simulation.habits import Habits
-from tests.tools.simulation.process import Disconnected, Process, wall
+from tests.tools.simulation.conditions import Habits
+from tests.tools.simulation.process import Process, ordered, wall
 from tests.tools.simulation.world import World
 
 SHARE = 0.12
@@ -172,7 +171,7 @@ class Feed:
                 self._judge(one, asked)
                 self._given[one.group_id].append(one)
 
-        return await self._call(f"{consumer} asks for groups", hand_out, sent) or ()
+        return await self._ordered(f"{consumer} asks for groups", hand_out, sent) or ()
 
     async def _explain(self, consumer: str, group_ids: Sequence[str]) -> None:
         """Who asks for new groups alone is told why it is not given these, which it has itself."""
@@ -183,7 +182,7 @@ class Feed:
             lines = [msgspec.json.decode(line) for line in b"".join(pieces).splitlines()]
             return {line["group_id"]: line["excluded"] for line in lines}
 
-        reasons = await self._call("why not", hand_out, lambda _: None)
+        reasons = await self._ordered("why not", hand_out)
         for group_id in group_ids if reasons is not None else ():
             reason = reasons.get(group_id)
             self._world.must(reason == f"leased to {consumer}", f"{group_id} is not given, because: {reason}")
@@ -200,21 +199,15 @@ class Feed:
                 self._acked[group_id] = wall(self._world.loop.time())
 
         what = f"{consumer} acknowledges {group_ids}"
-        await self._call(what, lambda process: _of(process).feed.acknowledge(consumer, group_ids), sent)
+        await self._ordered(what, lambda process: _of(process).feed.acknowledge(consumer, group_ids), sent)
 
-    async def _call(
-        self, what: str, work: Callable[[Process], Coroutine[Any, Any, Any]], sent: Callable[[Any], None]
+    async def _ordered(
+        self,
+        what: str,
+        work: Callable[[Process], Coroutine[Any, Any, Any]],
+        sent: Callable[[Any], None] = lambda _: None,
     ) -> Any:
-        process = self._world.pick()
-        if process is None:
-            return None
-        self._world.note(f"{what}, of {process.name}")
-        try:
-            async with asyncio.timeout(self._world.weather.patience_s):
-                return await process.call(lambda: work(process), sent)
-        except (AppError, Disconnected, TimeoutError) as error:
-            self._world.note(f"{what}: {type(error).__name__} {error}")
-            return None
+        return await ordered(self._world, what, work, sent, self._world.weather.patience_s)
 
     def _judge(self, given: Given, asked: float) -> None:
         """May the consumer have this group?"""
@@ -248,7 +241,7 @@ class Feed:
             self._world.must(asked, f"{name} is acknowledged by {consumer}, which did not ask for it")
         for given in (one for every in self._given.values() for one in every):
             for session_id, reward in given.attempts.items():
-                log = self._world.store.read(lambda connection: load_events(connection, session_id))  # noqa: B023
+                log = self._world.store.log(session_id)
                 rewards = [recorded.event.reward for recorded in log if isinstance(recorded.event, RewardAssigned)]
                 closed = any(isinstance(recorded.event, SessionClosed) for recorded in log)
                 # Others give a second reward to the sessions of groups that are not the feed's own.
@@ -270,7 +263,7 @@ class Feed:
 
     def _live_turns(self, session_id: str) -> list[int]:
         """Without those that its client, which did not know of them, has rolled back."""
-        session = self._world.store.read(lambda c: fold(session_id, load_events(c, session_id)))
+        session = fold(session_id, self._world.store.log(session_id))
         return [] if session is None or session.leaf is None else session.line(session.leaf.number)
 
     def _consumers(self) -> dict[str, tuple[str, float]]:

@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
-import msgspec
-
 from app.domain.events import SessionConfig
 from app.domain.session import Session
 from app.errors import AlreadyFinished, AppError, SessionClosed, SessionNotFound
 from app.turn.in_flight import TurnReply
-from tests.tools.simulation.client import Client
+from tests.tools.simulation.client import Client, message_of
 from tests.tools.simulation.process import Disconnected
 from tests.tools.simulation.spelling import results
 
@@ -59,7 +57,7 @@ class FinishingClient(Client):
         reply = await self._until(take)
         while reply.turn is None:  # the engine's own error
             reply = await self._until(take)
-        self.messages = [*messages, msgspec.json.decode(b"".join(reply.parts))["choices"][0]["message"]]
+        self.messages = [*messages, message_of(reply)]
 
     async def _finish(self) -> Session:
         process = self._world.pick()

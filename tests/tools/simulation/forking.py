@@ -11,8 +11,6 @@ import numpy as np
 
 from app.domain.columns import Column
 from app.domain.events import SessionConfig
-from app.domain.session import Session, fold
-from app.store.sessions import load_events
 from tests.tools.simulation.client import TRIES, Client
 from tests.tools.simulation.keeper import Keeper
 
@@ -47,7 +45,7 @@ class ForkingClient(Client):
 
     async def _say(self) -> None:
         """A column of the newest turn."""
-        leaf = self._state().leaf
+        leaf = self._world.store.state(self.session_id).leaf
         assert leaf is not None
         column = Column.of("output", np.arange(leaf.output_tokens, dtype=np.float32))
         said = await self._keeper._insist(
@@ -62,10 +60,5 @@ class ForkingClient(Client):
     async def _fork(self, delay_s: float) -> str | None:
         """After the newest turn that is there then."""
         await asyncio.sleep(delay_s)
-        session = self._state()
+        session = self._world.store.state(self.session_id)
         return None if session.leaf is None else await self._keeper.fork(session, session.leaf.number)
-
-    def _state(self) -> Session:
-        found = self._world.store.read(lambda c: fold(self.session_id, load_events(c, self.session_id)))
-        assert found is not None
-        return found

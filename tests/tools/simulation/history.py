@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import math
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -193,3 +195,27 @@ class History:
 def bare(body: bytes) -> bytes:
     """A reply as it is given once its payload has left the window."""
     return re.sub(rb'("routed_experts":)"[^"]*"', rb"\1null", body)
+
+
+class _Errors(logging.Handler):
+    def __init__(self, history: History) -> None:
+        super().__init__(logging.ERROR)
+        self._history = history
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fault = "" if record.exc_info is None else f": {record.exc_info[1]!r}"
+        self._history.problem(f"the log has an error: {record.getMessage()}{fault}")
+
+
+@contextlib.contextmanager
+def expecting_no_errors(history: History) -> Iterator[None]:
+    """Each that is logged is a problem of the schedule."""
+    logs = _Errors(history)
+    logger = logging.getLogger("turnlog")
+    logger.addHandler(logs)
+    propagated, logger.propagate = logger.propagate, False
+    try:
+        yield
+    finally:
+        logger.removeHandler(logs)
+        logger.propagate = propagated

@@ -21,14 +21,14 @@ from app.features.archive.archive import Archive
 from app.features.archive.schema import archived
 from app.features.forks.forks import ForkOrder, Forks
 from app.store.schema import sessions
-from app.store.sessions import load_events, load_head
+from app.store.sessions import load_head
 from tests.tools.simulation import copies, kept
 from tests.tools.simulation.budgets import LimitedClient, LimitedTreeClient
 from tests.tools.simulation.client import GaveUp
+from tests.tools.simulation.conditions import Habits
 from tests.tools.simulation.files import FOLDER
-from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.kept import Kept
-from tests.tools.simulation.process import Disconnected, Process
+from tests.tools.simulation.process import Process, ordered
 from tests.tools.simulation.said import Said, Told, Word
 from tests.tools.simulation.world import World
 from workers import codec
@@ -38,7 +38,7 @@ T = TypeVar("T")
 KEPT = 0.4
 """How many schedules have a keeper in the storm."""
 
-TIMEOUT_S, LOOK_S = 60.0, 0.5
+LOOK_S = 0.5
 
 ANY_AGE_S = -36000.0
 """Clocks are off by hours."""
@@ -197,7 +197,7 @@ class Keeper:
 
     def _is_at_its_limit(self, session_id: str) -> bool:
         """A fork has its source's limits."""
-        session = self._read(lambda connection: fold(session_id, load_events(connection, session_id)))
+        session = fold(session_id, self._world.store.log(session_id))
         return session is not None and bool(session.reached)
 
     def client(self, session_id: str) -> LimitedClient:
@@ -255,7 +255,7 @@ class Keeper:
         if not ids:
             return None
         session_id = self._rng.choice(ids)
-        return self._read(lambda connection: fold(session_id, load_events(connection, session_id)))
+        return fold(session_id, self._world.store.log(session_id))
 
     def _mark(self, session_id: str) -> str:
         self._numbers += 1
@@ -278,16 +278,7 @@ class Keeper:
         sent: Callable[[T], None] = lambda _: None,
     ) -> T | None:
         """None where it is not known to be done."""
-        process = self._world.pick()
-        if process is None:
-            return None
-        self._world.note(f"keeper {what}, by way of {process.name}")
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                return await process.call(lambda: work(process), sent)
-        except (AppError, Disconnected, TimeoutError) as error:
-            self._world.note(f"keeper {what}: {type(error).__name__} {error}")
-            return None
+        return await ordered(self._world, f"keeper {what}", work, sent)
 
 
 def _word(turn: int | None, name: str, given: Any, writer: str | None) -> Word:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-import msgspec
-
 from app.domain.events import SessionConfig
-from tests.tools.simulation.client import TRIES, Client
+from tests.tools.simulation.client import TRIES, Client, message_of
 from tests.tools.simulation.spelling import results
 
 LATE_S = 3.0
@@ -34,5 +32,5 @@ class LateClient(Client):
         late.cancel()
         retries = (self._turn(None, None, retry_count=count) for count in range(1, TRIES + 1))
         reply = await self.insist(lambda: self._take(messages, logical, None, next(retries)), TRIES)
-        self.messages = [*messages, msgspec.json.decode(b"".join(reply.parts))["choices"][0]["message"]]
+        self.messages = [*messages, message_of(reply)]
         await asyncio.sleep(LATE_S)

@@ -6,15 +6,10 @@ import asyncio
 import random
 from typing import Any
 
-import msgspec
-from sqlalchemy import select
-
 from app.domain.events import SessionConfig
 from app.errors import SessionBusy
-from app.store.schema import open_turns
 from app.turn.in_flight import TurnReply
-from tests.tools.simulation import fights
-from tests.tools.simulation.client import Client
+from tests.tools.simulation.client import Client, message_of
 from tests.tools.simulation.database import MemoryServer
 from tests.tools.simulation.spelling import Message
 
@@ -55,29 +50,29 @@ class LetGoClient(Client):
 
     async def _refused(self, how: str) -> None:
         """Another engine may be asked where one has given no answer."""
-        messages, logical = self._new()
+        messages, logical = self._new(self.messages)
         self._world.engines.ordered[self.session_id] = how
         await self._once(messages, logical, retry_count=0)
         self._world.must(not self._has_claim(), f"a turn was refused ({how}), and its claim is still there")
         reply = await self._once(messages, logical, retry_count=1)
         if reply is not None:
-            self.messages = [*messages, msgspec.json.decode(b"".join(reply.parts))["choices"][0]["message"]]
+            self.messages = [*messages, message_of(reply)]
 
     async def _not_told(self) -> None:
         """The process hears nothing of its claim, and finds it as soon as it wants another."""
-        messages, logical = self._new()
+        messages, logical = self._new(self.messages)
         self._server.hides = self._has_claim
         await self._once(messages, logical, retry_count=0)
         self._server.hides = None
         reply = await self._once(messages, logical, retry_count=self._draws.choice((0, 1)))
         if reply is not None:
-            self.messages = [*messages, msgspec.json.decode(b"".join(reply.parts))["choices"][0]["message"]]
+            self.messages = [*messages, message_of(reply)]
 
     async def _refused_unwritten(self) -> None:
         """That a reply was refused cannot be written yet, and is as soon as that is possible."""
         begun, before = self._world.engines.begun, self._world.engines.begun[self.session_id]
         self._world.engines.ordered[self.session_id] = self._draws.choice(REFUSED)
-        asked = asyncio.create_task(self._once(*self._new(), retry_count=0))
+        asked = asyncio.create_task(self._once(*self._new(self.messages), retry_count=0))
         while begun[self.session_id] == before and not asked.done():
             await asyncio.sleep(NEAR_S)
         self._server.down_until = self._world.loop.time() + DOWN_S
@@ -92,9 +87,5 @@ class LetGoClient(Client):
         self._world.must(not was_busy, f"{self.name} was told of a turn that nobody is at")
         return reply
 
-    def _new(self) -> tuple[list[Message], str]:
-        return fights._new(self, self.messages)
-
     def _has_claim(self) -> bool:
-        query = select(open_turns.c.fence).where(open_turns.c.session_id == self.session_id)
-        return self._world.store.read(lambda connection: connection.execute(query).first()) is not None
+        return self._world.store.has_claim(self.session_id)

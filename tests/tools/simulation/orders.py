@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 
 from app.domain.events import SessionClosed, TurnCommitted, UnknownEvent
-from app.store.sessions import load_events
 from tests.tools.simulation.calls import Audit, Call, Chat, Close, Done, Erase, Told
 from tests.tools.simulation.history import Asked, History
 from tests.tools.simulation.linearizable import Checker, TooLong
@@ -49,7 +48,7 @@ def judge(store: Store, history: History) -> None:
 
 def _audit(store: Store, session_id: str, asked: Sequence[Asked], now: float) -> Call:
     """The log as it is now. The body of a turn is that of the request which it was opened for."""
-    log = store.read(lambda connection: load_events(connection, session_id))
+    log = store.log(session_id)
     bodies = {
         (one.opened.turn, one.opened.body_hash): one.request.body
         for one in asked

@@ -173,6 +173,27 @@ class Process:
         await asyncio.sleep(self._world.rng.expovariate(1 / self._world.weather.network_s))
 
 
+async def ordered(
+    world: World,
+    what: str,
+    work: Callable[[Process], Coroutine[Any, Any, T]],
+    sent: Callable[[T], None] = lambda _: None,
+    patience_s: float = 60.0,
+) -> T | None:
+    """Order something of any process; None where it is not known to be done, which it may be all the same. `sent` is
+    told of what the process answers, whether or not that comes."""
+    process = world.pick()
+    if process is None:
+        return None
+    world.note(f"{what}, by way of {process.name}")
+    try:
+        async with asyncio.timeout(patience_s):
+            return await process.call(lambda: work(process), sent)
+    except (AppError, Disconnected, TimeoutError) as error:
+        world.note(f"{what}: {type(error).__name__} {error}")
+        return None
+
+
 EPOCH_S = 1_750_000_000.0
 
 

@@ -9,14 +9,13 @@ from app.settings import Settings
 from tests.tools.simulation import emptied, forking
 from tests.tools.simulation.aborted import AbortedClient
 from tests.tools.simulation.annotated import AnnotatingClient
+from tests.tools.simulation.conditions import Habits, Theme
 from tests.tools.simulation.damaged import DamagedClient
 from tests.tools.simulation.emptied import EmptiedClient
 from tests.tools.simulation.feed import GroupingClient
 from tests.tools.simulation.forking import ForkingClient
-from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.keeper import Keeper
 from tests.tools.simulation.spending import SpendingClient
-from tests.tools.simulation.themes import Theme
 from tests.tools.simulation.world import World
 
 EVERY = 3

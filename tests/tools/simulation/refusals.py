@@ -9,7 +9,6 @@ from sqlalchemy import Connection, select
 from app.domain.events import Recorded, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
 from app.errors import AppError, ClaimLost, SessionBusy
 from app.store.schema import sessions
-from app.store.sessions import load_events
 from tests.tools.simulation.calls import Chat
 from tests.tools.simulation.history import Asked, History
 from tests.tools.simulation.world import World
@@ -31,7 +30,7 @@ def check(world: World, asked: Asked, error: AppError) -> None:
     assert turn is not None
     if not isinstance(error, (SessionBusy, ClaimLost)) or history.crashed_since(asked.start):
         return
-    log = world.store.read(lambda connection: load_events(connection, asked.session_id))
+    log = world.store.log(asked.session_id)
     if isinstance(error, ClaimLost):
         ends = {recorded.event.fence for recorded in log if isinstance(recorded.event, TurnAbandoned)}
         fence = None if turn.claim is None else turn.claim.seq

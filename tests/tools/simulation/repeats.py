@@ -12,12 +12,11 @@ from typing import Any
 from app.domain.events import SessionConfig
 from app.errors import AppError
 from app.turn.in_flight import TurnReply
-from tests.tools.simulation import fights
+from tests.tools.simulation.client import TreeClient
 from tests.tools.simulation.database import MemoryServer
 from tests.tools.simulation.engine import LONG_S
 from tests.tools.simulation.kills import Kill
 from tests.tools.simulation.process import Disconnected, Process
-from tests.tools.simulation.tree_client import TreeClient
 
 REPEATS = 0.25
 """How many schedules have this drill."""
@@ -56,7 +55,7 @@ class RepeatingClient(TreeClient):
 
     async def _unread(self) -> None:
         """Nobody has read the reply, which cannot be written down: whoever asks again, without a mark, is given it."""
-        messages, logical = fights._new(self, self.messages)
+        messages, logical = self._new(self.messages)
         self._is_unread = True
         first, process = await self.once(messages, logical), self.asked
         self._is_unread = False
@@ -67,7 +66,7 @@ class RepeatingClient(TreeClient):
 
     async def _read(self) -> None:
         """The reply was read: at the process that knows, a marked request for the same is another sample."""
-        messages, logical = fights._new(self, self.messages)
+        messages, logical = self._new(self.messages)
         first, process = await self.once(messages, logical), self.asked
         again = await self.once(messages, logical, retry_count=1)
         if first is not None and again is not None and self.asked is process:
@@ -75,7 +74,7 @@ class RepeatingClient(TreeClient):
 
     async def _died(self) -> None:
         """Whether the reply was read, only the dead knew: whoever asks for the same is given it."""
-        messages, logical = fights._new(self, self.messages)
+        messages, logical = self._new(self.messages)
         if self.asked is not None:
             self.asked.clock_offset_s = 0.0
         first, process = await self.once(messages, logical), self.asked
@@ -88,7 +87,7 @@ class RepeatingClient(TreeClient):
 
     async def _alike(self) -> None:
         """Another agent has asked the same of another process: a marked request does not wait for that."""
-        messages, logical = fights._new(self, self.messages)
+        messages, logical = self._new(self.messages)
         engines, before = self._world.engines, self._world.engines.begun[self.session_id]
         engines.ordered[self.session_id] = "slow"
         others = asyncio.create_task(_try(self._take(messages, logical, None, self._turn(None, "explorer"))))

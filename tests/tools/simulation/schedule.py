@@ -14,20 +14,19 @@ import msgspec
 from app.domain.events import SessionConfig
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.settings import Settings
-from tests.tools.simulation import agreeing, budgets, checks, feed, quiet, readers, staged, themes, turns, weather
+from tests.tools.simulation import agreeing, budgets, checks, feed, quiet, readers, staged, turns
 from tests.tools.simulation.bucket import URL, large_from
 from tests.tools.simulation.budgets import LimitedClient, Spent, kind_of
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import GaveUp
+from tests.tools.simulation.conditions import Habits, draw_habits, draw_theme, draw_weather
 from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
 from tests.tools.simulation.database import MemoryServer, Server
 from tests.tools.simulation.departures import DEPARTURES, DepartureDrill
 from tests.tools.simulation.drill import SESSION_ID, Drill
 from tests.tools.simulation.engine import Engines
-from tests.tools.simulation.errors import expecting_no_errors
 from tests.tools.simulation.finished import FINISHED, FinishingClient
-from tests.tools.simulation.habits import Habits, draw_habits
-from tests.tools.simulation.history import History
+from tests.tools.simulation.history import History, expecting_no_errors
 from tests.tools.simulation.keeper import KEPT, Keeper
 from tests.tools.simulation.late import LateClient
 from tests.tools.simulation.let_go import LET_GO, LetGoClient
@@ -107,12 +106,12 @@ class _Schedule:
         self._loop = loop = SimulatedLoop(rng, self._fault)
         loop.shuffled = rng.random() < 0.3
         self._history = History(loop.time)
-        self._weather = weather.draw(rng)
+        self._weather = draw_weather(rng)
         alone = rng.random() < 0.35 and isinstance(store, MemoryStore)
         store.restart(lambda: wall(loop.time()))
         self._wishes = Wishes(seed)
         settings = _settings(rng, self._wishes.engine_sessions, random.Random(f"limits {seed}"))
-        self._theme = theme = themes.draw(seed)
+        self._theme = theme = draw_theme(seed)
         if theme == "streams":
             settings = staged.with_streams(settings, seed)
         self._quiet = quiet.draw(seed, theme) if isinstance(store, MemoryStore) else None

@@ -6,17 +6,13 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-from sqlalchemy import select
-
 from app.domain.events import LimitName, Limits, SessionConfig
 from app.errors import AppError, OverBudget, SessionBusy, SessionClosed, SessionNotFound
 from app.features.budgets.budgets import ABORT_S
-from app.store.schema import open_turns
 from tests.tools.simulation.agreeing import asked
+from tests.tools.simulation.client import TreeClient, message_of
 from tests.tools.simulation.process import Disconnected
 from tests.tools.simulation.spelling import Message, results
-from tests.tools.simulation.tree_client import TreeClient
 
 SLOW_S, NEVER_S = 5.0, 1e6
 """What a generation takes during which others are asked for, and one that its limit ends."""
@@ -64,7 +60,7 @@ class SpendingClient(TreeClient):
                 self._note(f"{self.name}: {type(error).__name__} {error}")
                 await asyncio.sleep(AGAIN_S)
             else:
-                self.messages = [*messages, msgspec.json.decode(b"".join(reply.parts))["choices"][0]["message"]]
+                self.messages = [*messages, message_of(reply)]
                 return None
 
     async def _refused(self, limit: LimitName) -> None:
@@ -77,7 +73,7 @@ class SpendingClient(TreeClient):
         weather = self._world.weather
         engine_s, weather.engine_s = weather.engine_s, SLOW_S
         first = asyncio.create_task(self._try([]))
-        while not self._is_open() and not first.done():
+        while not self._world.store.has_claim(self.session_id) and not first.done():
             await asyncio.sleep(LOOK_S)
         weather.engine_s = engine_s
         error = await self._try([])
@@ -85,10 +81,6 @@ class SpendingClient(TreeClient):
         self._must(is_told or first.done(), f"all is reserved, and another turn was told {error!r}")
         ended = await first
         self._must(isinstance(ended, OverBudget) and ended.sampled == 1, f"its only token was sampled: {ended!r}")
-
-    def _is_open(self) -> bool:
-        query = select(open_turns.c.fence).where(open_turns.c.session_id == self.session_id)
-        return self._world.store.read(lambda connection: connection.execute(query).first()) is not None
 
     async def _ends_in_time(self) -> None:
         """An engine that is told to end a generation gives its tokens back at once."""

@@ -7,14 +7,11 @@ import itertools
 import random
 from typing import Any
 
-import msgspec
-
 from app.domain.events import SessionConfig, TurnCommitted
 from app.errors import AppError, SessionClosed, SessionNotFound
-from app.store.sessions import load_events
-from tests.tools.simulation.client import Client
+from tests.tools.simulation.client import Client, message_of
+from tests.tools.simulation.conditions import Habits
 from tests.tools.simulation.engine import Sample, digest
-from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.kills import Kill
 from tests.tools.simulation.process import Disconnected
 from tests.tools.simulation.spelling import Message
@@ -82,7 +79,7 @@ class StagedClient(Client):
                 self._note(f"{self.name}: {type(error).__name__} {error}")
             else:
                 if reply.turn is not None:
-                    return str(msgspec.json.decode(b"".join(reply.parts))["choices"][0]["message"]["content"])
+                    return str(message_of(reply)["content"])
             await asyncio.sleep(AGAIN_S)
 
     async def _die(self) -> None:
@@ -126,5 +123,5 @@ class StagedClient(Client):
         return sum(len(self._sampled(place)) for place in range(len(self._whole)))
 
     def _commits(self) -> int:
-        log = self._world.store.read(lambda connection: load_events(connection, self.session_id))
+        log = self._world.store.log(self.session_id)
         return sum(isinstance(recorded.event, TurnCommitted) for recorded in log)

@@ -13,16 +13,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from sqlalchemy import Connection, create_engine, insert
+from sqlalchemy import Connection, create_engine, insert, select
 from sqlalchemy.pool import StaticPool
 from sqlalchemy.sql import Executable
 
 from app.composition import metadata, store_points
-from app.domain.events import UnknownEvent
+from app.domain.events import Recorded, UnknownEvent
+from app.domain.session import Session, fold
 from app.store.damage import Unreadable
 from app.store.dialect import Parameters, Row, Tx
 from app.store.ports import Bucket
-from app.store.schema import store_meta
+from app.store.schema import open_turns, store_meta
+from app.store.sessions import load_events
 from app.store.sqlite_tx import SqliteTx
 from workers.codec import CorruptContent
 
@@ -63,6 +65,20 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None: ...
+
+    def log(self, session_id: str, limit: int | None = None) -> Sequence[Recorded]:
+        """The session's events, or the first `limit`. Raises UnknownEvent."""
+        return self.read(lambda connection: load_events(connection, session_id, limit=limit))
+
+    def state(self, session_id: str, limit: int | None = None) -> Session:
+        """The session by its log, which must be there."""
+        found = fold(session_id, self.log(session_id, limit))
+        assert found is not None, session_id
+        return found
+
+    def has_claim(self, session_id: str) -> bool:
+        query = select(open_turns.c.fence).where(open_turns.c.session_id == session_id)
+        return self.read(lambda connection: connection.execute(query).first()) is not None
 
 
 class MemoryStore(Store):

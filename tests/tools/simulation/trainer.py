@@ -6,18 +6,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
 
-from app.errors import AppError
 from app.features.gates.pauses import Pauses
-from tests.tools.simulation.process import Disconnected, Process
+from tests.tools.simulation.process import Process, ordered
 from tests.tools.simulation.world import World
 
 ADAPTERS = ("a", "b")
 
 STATES: tuple[Literal["serving", "draining"] | None, ...] = ("serving", "draining", None)
 """What an operator makes of an engine; None: it is removed."""
-
-TIMEOUT_S = 60.0
-"""After which an order is given up."""
 
 AGAIN_S = 0.5
 
@@ -73,17 +69,12 @@ class Trainer:
 
     async def order(self, what: str, order: Order) -> bool:
         """Was it done? What goes wrong is nothing to the one who ordered it: it may have been done all the same."""
-        process = self._world.pick()
-        if process is None:
-            return False
-        self._world.note(f"{what}, by way of {process.name}")
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                await process.call(lambda: order(process), lambda _: None)
-        except (AppError, Disconnected, TimeoutError) as error:
-            self._world.note(f"{what}: {type(error).__name__} {error}")
-            return False
-        return True
+
+        async def done(process: Process) -> bool:
+            await order(process)
+            return True
+
+        return await ordered(self._world, what, done) is True
 
 
 def pause(process: Process, name: str | None, lease_s: float, mode: Any = "abort") -> Coroutine[Any, Any, object]:

@@ -7,16 +7,11 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
-from sqlalchemy import select
-
 from app.domain.events import SessionConfig
-from app.store.schema import open_turns
-from tests.tools.simulation import fights
-from tests.tools.simulation.client import Client, GaveUp
+from tests.tools.simulation.client import Client, GaveUp, TreeClient
+from tests.tools.simulation.conditions import Habits
 from tests.tools.simulation.database import MemoryServer
-from tests.tools.simulation.habits import Habits
 from tests.tools.simulation.process import Disconnected, Process
-from tests.tools.simulation.tree_client import TreeClient
 from tests.tools.simulation.world import World
 
 UNDONE = 0.4
@@ -61,27 +56,23 @@ class UndoneDrill:
     async def _lose_claim(self) -> None:
         """While a turn is generated another gets its fence; in a tree also the same request, at the same process."""
         first, second = self._clients
-        asked = fights._new(first, first.messages)
-        turn = asyncio.create_task(fights._send(first, *asked, None))
-        await self._until(self._has_claim)
+        asked = first._new(first.messages)
+        turn = asyncio.create_task(first._send(*asked, None))
+        await self._until(lambda: self._server.store.has_claim(SESSION))
         self._crash()
         others = [_try(second.turn(tries=2))] if self._rng.random() < 0.7 else []
         if self._kind is TreeClient:
-            others.append(_try(fights._send(first, *asked, None)))
+            others.append(_try(first._send(*asked, None)))
         await asyncio.gather(turn, *others)
 
     async def _lose_note(self) -> None:
         """A process has noted that a reply was given again, and goes on where another one has assigned a reward."""
         first, second = self._clients
-        await fights.again(first)
+        await first.again()
         await self._until(lambda: self._server.store.unsynced > 0)
         self._crash()
         await _try(second.insist(second._reward, 1))
-        await fights._send(first, *fights._new(first, first.messages), None)
-
-    def _has_claim(self) -> bool:
-        query = select(open_turns.c.fence).where(open_turns.c.session_id == SESSION)
-        return self._server.store.read(lambda connection: connection.execute(query).first()) is not None
+        await first._send(*first._new(first.messages), None)
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Or for as long as it may take."""

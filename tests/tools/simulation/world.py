@@ -8,13 +8,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from app.settings import Settings
+from tests.tools.simulation.conditions import Theme, Weather
 from tests.tools.simulation.engine import Engines
 from tests.tools.simulation.history import History
 from tests.tools.simulation.loop import SimulatedLoop
 from tests.tools.simulation.spelling import Spelling
 from tests.tools.simulation.store import Store
-from tests.tools.simulation.themes import Theme
-from tests.tools.simulation.weather import Weather
 
 if TYPE_CHECKING:
     from tests.tools.simulation.process import Process
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 class World:
     """`pick` gives a process to ask, or None where none serves; `note` is told what happens.
 
-    `files` are those of archives. `theme`: see `themes`.
+    `files` are those of archives. `theme`: see `conditions`.
     """
 
     loop: SimulatedLoop

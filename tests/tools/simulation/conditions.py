@@ -1,10 +1,22 @@
-"""How bad a schedule's days are: drawn from its seed, ended by `calm`."""
+"""What a schedule is about, how bad its days are, and how often its clients do what: drawn from its seed."""
 
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import msgspec
+
+Theme = Literal["fights", "streams", "features"]
+"""`fights`: rivals of one session, whose calls must have an order (`orders`). `streams`: engines that stream, staged
+tokens, names (`staged`, `named`). `features`: messages spelled anew, limits, feeds, forks, archives. Readers are in
+all but `streams`; payloads too, where no rivals fight; the drills at the end are in all."""
+
+
+def draw_theme(seed: int) -> Theme:
+    """Drawn apart from all else in a schedule."""
+    drawn: Theme = random.Random(f"theme {seed}").choices(("fights", "streams", "features"), (7, 4, 9))[0]
+    return drawn
 
 
 class Weather(msgspec.Struct):
@@ -53,7 +65,7 @@ class Weather(msgspec.Struct):
         self.patience_s = 90.0
 
 
-def draw(rng: random.Random) -> Weather:
+def draw_weather(rng: random.Random) -> Weather:
     """Some schedules have none of a fault, some much of it: what happens often hides what needs quiet."""
 
     def often(most: float) -> float:
@@ -80,4 +92,47 @@ def draw(rng: random.Random) -> Weather:
         stall_s=rng.choice((1.0, 6.0, 20.0)),
         mishap_s=rng.choice((0.4, 2.0, 8.0)),
         down_s=rng.choice((0.1, 1.0, 8.0)),
+    )
+
+
+class Habits(msgspec.Struct, frozen=True):
+    """How often clients do what, beside each other. `loyalty`: how often one stays with the process that it knows."""
+
+    take: float = 10.0
+    go_back: float = 1.0
+    compact: float = 0.0
+    read: float = 1.0
+    reward: float = 1.0
+    snapshot: float = 0.5
+    create: float = 0.5
+    reuse: float = 0.3
+    close: float = 0.2
+    erase: float = 0.2
+    twice: float = 0.0
+    earlier: float = 0.0
+    back: float = 0.0
+    other: float = 0.0
+    rush: float = 0.0
+    loyalty: float = 0.7
+    gives_up: float = 0.1
+
+
+def draw_habits(rng: random.Random, fights: random.Random | None) -> Habits:
+    """Some clients do one thing often and another never. `fights` decides how rivals fight; None: they do not."""
+    more = [0.0] * 4 if fights is None else [fights.choice((0.0, 0.0, most)) for most in (2.0, 1.0, 1.0, 0.5)]
+    return Habits(
+        go_back=rng.choice((0.0, 1.0, 5.0)),
+        read=rng.choice((0.0, 1.0, 8.0)),
+        reward=rng.choice((0.0, 1.0)),
+        snapshot=rng.choice((0.0, 0.5, 4.0)),
+        create=rng.choice((0.0, 0.5)),
+        reuse=rng.choice((0.0, 0.5)),
+        close=rng.choice((0.0, 0.2, 1.0)),
+        erase=rng.choice((0.0, 0.2, 1.0)),
+        twice=more[0],
+        earlier=more[1],
+        back=more[2],
+        other=more[3],
+        loyalty=rng.choice((0.0, 0.7, 0.95)),
+        gives_up=rng.choice((0.0, 0.1, 0.5)),
     )

@@ -1,1 +1,0 @@
-"""Mutated engine replies through the real server: each one 502, or a commit that says what the reply said."""
