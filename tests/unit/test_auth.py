@@ -410,20 +410,7 @@ def test_a_head_that_is_too_large_is_refused_before_the_token_is_looked_at() -> 
     assert status(WITH_TOKEN, asked("/sessions", headers=[("x", "v" * MAX_HEADER_BYTES)])) == 431
 
 
-@pytest.mark.parametrize(
-    ("path", "single"),
-    [
-        ("//sessions/x/v1//chat/completions", "/sessions/x/v1/chat/completions"),
-        ("/sessions/x//v1/messages", "/sessions/x/v1/messages"),
-        ("//v1//messages", "/v1/messages"),
-        ("//ng-rollout//r/v1//responses", "/ng-rollout/r/v1/responses"),
-        ("///health", "/health"),
-        ("//", "/"),
-        ("/groups/a//b", "/groups/a//b"),
-        ("//groups/a//b", "/groups/a//b"),
-        ("/sessions/x", "/sessions/x"),
-    ],
-)
+@pytest.mark.parametrize(("path", "single"), rows("auth_slashes"))
 @pytest.mark.parametrize("root", ["", "/below"])
 def test_the_slashes_that_a_base_url_ended_with_do_not_matter(path: str, single: str, root: str) -> None:
     found = with_single_slashes(asked(root + path, root_path=root))

@@ -115,24 +115,7 @@ NAMED = {"type": "tool_reference", "name": "late"}
 DEFINED = {"type": "tool_definition", "definition": LATE}
 ADDED, REMOVED = ({"type": f"tool_{kind}", "tool": NAMED} for kind in ("addition", "removal"))
 AT = "messages[1].content"
-CHANGES: list[tuple[list[Json], list[Json], list[str], list[str]]] = [
-    ([LATE], [ADDED], ["look", "late"], []),
-    ([], [{"type": "tool_addition", "tool": DEFINED}], ["look", "late"], []),
-    ([], [DEFINED], ["look", "late"], []),
-    ([LATE], [REMOVED], ["look"], [f"removed_tool:{AT}[1]"]),
-    ([LATE], [REMOVED, ADDED], ["look", "late"], []),
-    ([], [{"type": "tool_addition", "tool": DEFINED}, REMOVED, ADDED], ["look", "late"], []),
-    ([], [ADDED], ["look"], [f"unknown_tool:{AT}[1]"]),
-    (
-        [],
-        [
-            {"type": "tool_addition", "tool": {"type": "mcp_toolset_reference", "server_name": "secret"}},
-            {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": SERVERS["messages"][0]}},
-        ],
-        ["look"],
-        [f"server_tool:{AT}[1]", f"server_tool:{AT}[2]"],
-    ),
-]
+CHANGES: list[tuple[list[Json], list[Json], list[str], list[str]]] = rows("left_out_changes")
 """Tools beside `look`, their changes in a system message, the names that the engine gets, and what is told."""
 
 

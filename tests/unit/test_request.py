@@ -98,21 +98,7 @@ def test_ids_are_taken_out_of_the_parameters() -> None:
     assert parse_chat(b'{"messages":[1],"input_ids":null}').ids is None
 
 
-BAD_IDS = [
-    "[]",
-    "[-1]",
-    "[-0]",
-    "[1.0]",
-    "[1e2]",
-    "[true]",
-    "[null]",
-    '["1"]',
-    "[2147483648]",
-    "[1,[2]]",
-    "{}",
-    '"x"',
-    "1",
-]
+BAD_IDS = rows("request_bad_ids")
 
 
 @pytest.mark.parametrize("ids", BAD_IDS)
