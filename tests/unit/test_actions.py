@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from tables import rows
 
 from turnlog.actions import LINE, Action, actions_of, has_failed, result_line, task_of
 
@@ -55,28 +56,7 @@ def test_an_action_in_a_line(message: object, expected: list[tuple[str | None, s
     assert actions_of([message]) == [Action(*one) for one in expected]
 
 
-@pytest.mark.parametrize(
-    ("content", "line", "failed"),
-    [
-        ("\n\n3 passed in 0.1s\n", "3 passed in 0.1s", False),
-        ("<output>\n1 failed\n</output>", "1 failed …", False),
-        ('{"output": "ok\\nmore", "metadata": {"exit_code": 0}}', "ok …", False),
-        ('{"output": "no", "metadata": {"exit_code": 1}}', "no", True),
-        ('{"error": "timeout"}', "timeout", True),
-        ('{"celsius": 21, "rain": false}', "celsius 21, rain false", False),
-        ("Traceback (most recent call last):\n  x", "Traceback (most recent call last): …", True),
-        ("bash: foo: command not found", "bash: foo: command not found", True),
-        ("<returncode>1</returncode>\n<output>x", "<returncode>1</returncode> …", True),
-        ("Exit code 2\nx", "Exit code 2 …", True),
-        ("=== test session starts ===\nx\n=== 3 passed in 0.1s ===\n", "3 passed in 0.1s", False),
-        ("exit code 0", "exit code 0", False),
-        ("no errors found", "no errors found", False),
-        ([{"type": "text", "text": "a"}], "a", False),
-        ("{broken", "{broken", False),
-        (None, "", False),
-        (7, "7", False),
-    ],
-)
+@pytest.mark.parametrize(("content", "line", "failed"), rows("actions_results"))
 def test_a_result_in_a_line(content: object, line: str, failed: bool) -> None:
     message = {"role": "tool", "content": content}
     assert (result_line(message), has_failed(message)) == (line, failed)

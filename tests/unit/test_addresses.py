@@ -3,41 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from tables import rows
 
 from app.domain.patterns import address_pattern
 
-URLS = (
-    "http://10.0.0.1:30000",
-    "https://10.0.0.1:30000/prefix",
-    "http://10.0.0.1.evil.example:30000",
-    "http://10.0.0.evil:30000",
-    "http://[fd00::1]:30000",
-    "http://worker:8000",
-    "http://w-1.workers.example.org:30000",
-    "http://w-1.evil.workers.example.org:30000",
-    "http://w-1.workers.example.org.evil.example:30000",
-    "http://W-2.workers.example.org",
-    "https://w-2.workers.example.org",
-    "http://167772161:30000",
-)
+URLS = rows("addresses_urls")
 
 
-@pytest.mark.parametrize(
-    ("pattern", "matched"),
-    [
-        ("10.0.0.0/8", [0, 1]),
-        ("10.0.0.1", [0, 1]),
-        ("http://10.0.0.1", [0]),
-        ("10.0.0.1:30001", []),
-        ("[fd00::]/8", [4]),
-        ("[fd00::1]:30000", [4]),
-        ("worker", [5]),
-        ("*.workers.example.org", [6, 9, 10]),
-        ("w-*.workers.example.org:30000", [6]),
-        ("W-*.workers.example.org:80", [9]),
-        ("https://*.workers.example.org:443", [10]),
-    ],
-)
+@pytest.mark.parametrize(("pattern", "matched"), rows("addresses_patterns"))
 def test_a_pattern_matches_no_more_than_it_says(pattern: str, matched: list[int]) -> None:
     found = address_pattern(pattern)
     assert [at for at, url in enumerate(URLS) if found.matches(url)] == matched

@@ -6,12 +6,12 @@ from ipaddress import ip_network
 from typing import Any
 
 import pytest
+from tables import rows
 
 from app.api.head import PEER, TOKEN_SESSION, Guard, Head, request_ids, route_path, with_single_slashes
 from app.api.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES
 from app.errors import AppError
 from app.main import create_app
-from app.protocols.registry import ROUTES
 from app.settings import Settings
 from app.tokens import Tokens
 
@@ -97,24 +97,7 @@ def test_nor_who_did_not_speak_to_loopback(server: tuple[str, int | None] | None
 
 
 @pytest.mark.threat("DNS rebinding")
-@pytest.mark.parametrize(
-    "host",
-    [
-        *("evil.example", "evil.example:8080", "localhost.evil.example", "127.0.0.1.evil.example", "evil.localhost"),
-        *(
-            "10.0.0.1",
-            "0.0.0.0",
-            "",
-            "localhost:8080:1",
-            "localhost:",
-            "[::2]",
-            "::1",
-            "127.1",
-            "localhost ",
-            "a@localhost",
-        ),
-    ],
-)
+@pytest.mark.parametrize("host", rows("auth_foreign_hosts"))
 def test_a_host_of_another_name_is_refused(host: str) -> None:
     assert status(LOCAL, asked(host=host)) == 403
 
@@ -228,28 +211,7 @@ def test_an_admin_token_is_enough_from_anywhere(headers: Pairs) -> None:
 @pytest.mark.threat("missing token")
 @pytest.mark.parametrize(
     "headers",
-    [
-        [],
-        bearer("unused"),
-        bearer(ADMIN[:-1]),
-        bearer(ADMIN + "x"),
-        bearer(""),
-        bearer("tls."),
-        bearer("tls.a." + "A" * 43),
-        bearer("\xff\xfe"),
-        [("authorization", ADMIN)],
-        [("authorization", f"Basic {ADMIN}")],
-        [("authorization", f"Bearer{ADMIN}")],
-        [*bearer(ADMIN), *bearer(ADMIN)],
-        [*bearer("wrong"), *bearer(ADMIN)],
-        [("x-api-key", "wrong")],
-        [("x-api-key", "")],
-        [("x-api-key", ADMIN), ("x-api-key", ADMIN)],
-        [*bearer(ADMIN), ("x-api-key", "the-one-before")],
-        [("authorization", f"Basic {ADMIN}"), ("x-api-key", ADMIN)],
-        [("cookie", f"turnlog_ui={ADMIN}")],
-        [("x-forwarded-for", "127.0.0.1")],
-    ],
+    rows("auth_no_token"),
     ids=str,
 )
 def test_no_token_and_an_unknown_one_are_401_everywhere(headers: Pairs) -> None:
@@ -278,22 +240,7 @@ def test_the_pages_files_are_open_because_they_hold_nothing(path: str) -> None:
     assert status(WITH_TOKEN, asked(path, "POST")) == 401
 
 
-OWN_ROUTES = [
-    *(
-        ("GET", f"/sessions/a{rest}")
-        for rest in ("", "/", "/events", "/v1/models", "/turns/1/routed_experts", "/rejected/1")
-    ),
-    *(("POST", f"/sessions/a{rest}") for rest in ("/v1/chat/completions", "/v1/completions", "/samples", "/nowhere")),
-    *(("PUT", "/sessions/a/reward"), ("DELETE", "/sessions/a"), ("OPTIONS", "/sessions/a")),
-    *(
-        ("GET", "/v1/models"),
-        ("GET", "/v1/models/a/b"),
-        ("HEAD", "/v1/models"),
-        ("POST", "/v1/messages/count_tokens"),
-    ),
-    *(("POST", route) for route in ROUTES),
-    *(("GET", f"/v1/responses/{rest}") for rest in ("resp_1", "resp_1/input_items")),
-]
+OWN_ROUTES = rows("auth_own_routes")
 
 
 @pytest.mark.parametrize(("method", "path"), OWN_ROUTES)
@@ -310,32 +257,7 @@ def test_a_sessions_token_is_told_that_there_are_no_websockets(path: str) -> Non
     assert status(WITH_TOKEN, asked(path, "GET", of("a"))) == 403
 
 
-ADMINS_ROUTES = [
-    *(
-        ("GET", path)
-        for path in ("/sessions", "/export", "/export/groups", "/groups/g", "/metrics", "/engines", "/fleet")
-    ),
-    *(("GET", path) for path in ("/adapters", "/ui/api/me", "/ui/api/sessions/a", "/nowhere", "", "//sessions/a")),
-    *(
-        ("POST", path)
-        for path in (
-            "/sessions",
-            "/sessions/a/fork",
-            "/sessions/a/fork/",
-            "/engines",
-            "/fleet/pause",
-            "/adapters/x/pause",
-            "/export/groups/ack",
-        )
-    ),
-    *(("POST", path) for path in ("/skyrl/v1/abort_lora_requests", "/v1/models", "/health", "/v1/chat/completions/")),
-    *(
-        ("PUT", f"/sessions/a/{place}")
-        for place in ("annotations/x/", "turns/1/annotations/x/", "turns/1/annotations/x")
-    ),
-    *(("GET", "/v1/responses/"), ("GET", "/v1/responses/a/b"), ("POST", "/v1/messages/batches")),
-    *(("GET", "/v1/chat/completions"), ("DELETE", "/engines"), ("DELETE", "/sessions"), ("PUT", "/v1/completions")),
-]
+ADMINS_ROUTES = rows("auth_admins_routes")
 
 
 @pytest.mark.threat("session token on an admin route")
@@ -488,20 +410,7 @@ def test_a_head_that_is_too_large_is_refused_before_the_token_is_looked_at() -> 
     assert status(WITH_TOKEN, asked("/sessions", headers=[("x", "v" * MAX_HEADER_BYTES)])) == 431
 
 
-@pytest.mark.parametrize(
-    ("path", "single"),
-    [
-        ("//sessions/x/v1//chat/completions", "/sessions/x/v1/chat/completions"),
-        ("/sessions/x//v1/messages", "/sessions/x/v1/messages"),
-        ("//v1//messages", "/v1/messages"),
-        ("//ng-rollout//r/v1//responses", "/ng-rollout/r/v1/responses"),
-        ("///health", "/health"),
-        ("//", "/"),
-        ("/groups/a//b", "/groups/a//b"),
-        ("//groups/a//b", "/groups/a//b"),
-        ("/sessions/x", "/sessions/x"),
-    ],
-)
+@pytest.mark.parametrize(("path", "single"), rows("auth_slashes"))
 @pytest.mark.parametrize("root", ["", "/below"])
 def test_the_slashes_that_a_base_url_ended_with_do_not_matter(path: str, single: str, root: str) -> None:
     found = with_single_slashes(asked(root + path, root_path=root))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.answering import Answer, Answering, Asked
+from tables import rows
 from typer.testing import CliRunner, Result
 
 from ops.server import free_port
@@ -156,23 +157,7 @@ def test_an_id_stays_one_part_of_the_path(run: Callable[..., Result], sayer: Say
     ]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("pause",),
-        ("pause", "a", "--fleet"),
-        ("pause", "a", "--mode", "abort"),
-        ("replay",),
-        ("replay", "s", "--heads"),
-        ("replay", "s", "--fix"),
-        ("replay", "--heads", "--at", "3"),
-        ("groups", "g", "--cursor", "x"),
-        ("export", "--json"),
-        ("sessions", "--limit", "0"),
-        ("sessions", "--state", "odd"),
-        ("nonsense",),
-    ],
-)
+@pytest.mark.parametrize("arguments", rows("cli_wrong_usage"))
 def test_what_does_not_fit_together_is_wrong_usage(run: Callable[..., Result], arguments: tuple[str, ...]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2, result.output

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import rows
 
 from app.errors import InvalidRequest
 from app.export.query import Cursor, decode_cursor
@@ -44,19 +45,7 @@ def test_a_foreign_cursor_is_refused(text: str) -> None:
         decode_cursor(text)
 
 
-FORGED: list[dict[str, Any]] = [
-    {"low": [0, 10**30]},
-    {"low": [-1, 0]},
-    {"high": [2**70, 0]},
-    {"high": [2**63, 0]},
-    {"at": [-(2**63), -(2**63)], "given": 1},
-    {"at": [0, 1], "given": 2**80},
-    {"at": [0, 1], "given": 0},
-    {"at": [0, 1], "given": -3},
-    {"newest": -2},
-    {"newest": 2**63},
-    {"newest": "5"},
-]
+FORGED: list[dict[str, Any]] = rows("export_cursor_forged")
 
 
 @pytest.mark.parametrize("change", FORGED, ids=str)

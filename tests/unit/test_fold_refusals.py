@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 import pytest
 from helpers.log import committed, created, opened
+from tables import rows
 
 from app.domain.events import TYPES, Event, Recorded, UnknownEvent
 from app.domain.session import Session, fold
@@ -32,21 +33,7 @@ def test_a_sound_log_has_chains_that_end() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"first": {"base_messages": 1}},
-        {"first": {"base_tokens": 1}},
-        {"first": {"parent": 1}},
-        {"first": {"parent": -1}},
-        {"first": {"turn": 2}},
-        {"second": {"parent": 0}},
-        {"second": {"parent": 0, "base_tokens": 0}},
-        {"second": {"parent": 0, "base_messages": 0}},
-        {"second": {"parent": 2}},
-        {"second": {"parent": -1}},
-        {"second": {"parent": 99}},
-        {"second": {"turn": 1}},
-        {"second": {"turn": 0}},
-    ],
+    rows("fold_refused"),
     ids=str,
 )
 def test_a_turn_that_cannot_follow_its_parent_is_refused(changes: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import raw, raws, user
+from tables import rows
 
 from app.domain import canonical
 from app.domain.canonical import CANONICAL, canonical_hash, decode_message
@@ -119,45 +120,7 @@ def test_no_arguments_have_many_spellings(empty: object) -> None:
     )
 
 
-DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("content", TEXT, changed(TEXT, content="It snows.")),
-    ("inner space", TEXT, changed(TEXT, content="It  rains.")),
-    ("case", TEXT, changed(TEXT, content="it rains.")),
-    ("role", TEXT, changed(TEXT, role="user")),
-    ("content dropped", TEXT, without(TEXT, "content")),
-    ("calls dropped", REPLY, without(REPLY, "tool_calls")),
-    ("a call more", REPLY, changed(REPLY, tool_calls=[CALL, CALL])),
-    ("call id", REPLY, changed(REPLY, tool_calls=[{**CALL, "id": "call_2"}])),
-    ("function name", REPLY, with_call(REPLY, name="g")),
-    ("argument value", REPLY, with_call(REPLY, arguments=ARGUMENTS.replace("1e3", "1001"))),
-    ("argument name", REPLY, with_call(REPLY, arguments=ARGUMENTS.replace("city", "town"))),
-    ("argument type", REPLY, with_call(REPLY, arguments=ARGUMENTS.replace("1e3", '"1000"'))),
-    ("number or flag", with_call(REPLY, arguments='{"a":1}'), with_call(REPLY, arguments='{"a":true}')),
-    ("null or absent", with_call(REPLY, arguments='{"a":null}'), with_call(REPLY, arguments="{}")),
-    ("list order", with_call(REPLY, arguments='{"a":[1,2]}'), with_call(REPLY, arguments='{"a":[2,1]}')),
-    ("broken arguments", REPLY, with_call(REPLY, arguments=ARGUMENTS[:-1])),
-    ("fraction", with_call(REPLY, arguments='{"a":1.5}'), with_call(REPLY, arguments='{"a":1}')),
-    (
-        "huge",
-        with_call(REPLY, arguments='{"a":9007199254740993}'),
-        with_call(REPLY, arguments='{"a":9007199254740994}'),
-    ),
-    (
-        "order of calls",
-        changed(REPLY, tool_calls=[CALL, {**CALL, "id": "call_2"}]),
-        changed(REPLY, tool_calls=[{**CALL, "id": "call_2"}, CALL]),
-    ),
-    (
-        "tool_call_id",
-        {"role": "tool", "content": "7", "tool_call_id": "call_1"},
-        {"role": "tool", "content": "7", "tool_call_id": "call_2"},
-    ),
-    (
-        "image",
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:a"}}]},
-        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:b"}}]},
-    ),
-]
+DIFFERENT: list[tuple[str, dict[str, Any], dict[str, Any]]] = rows("history_different")
 
 
 @pytest.mark.parametrize(("one", "other"), [d[1:] for d in DIFFERENT], ids=[d[0] for d in DIFFERENT])

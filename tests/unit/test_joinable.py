@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tables import rows
 
 from app.errors import IdempotencyMismatch
 from app.turn.in_flight import InFlightTurn, Stages, Waiter
@@ -24,23 +25,7 @@ def joins(flight: InFlightTurn, request: InFlightTurn, *, is_tree: bool) -> bool
     return retries.joinable(entry, [flight], request) is not None
 
 
-@pytest.mark.parametrize(
-    ("flight", "request_", "line", "tree"),
-    [
-        ({}, {}, False, False),
-        ({"is_gone": True}, {}, True, True),
-        ({"is_gone": True}, {"body_hash": "other"}, False, False),
-        ({"is_gone": True}, {"agent_id": "other"}, False, False),
-        ({"is_gone": True, "agent_id": "a"}, {"agent_id": "a"}, True, True),
-        ({}, {"retry_count": 1}, True, False),
-        ({"is_gone": True}, {"retry_count": 1}, True, True),
-        ({}, {"retry_count": 1, "agent_id": "other"}, False, False),
-        ({"retry_key": "k"}, {"retry_key": "k"}, True, True),
-        ({"retry_key": "k", "agent_id": "a"}, {"retry_key": "k"}, True, True),
-        ({"is_gone": True, "retry_key": "k"}, {"retry_key": "other"}, False, False),
-        ({"is_gone": True}, {"retry_key": "k"}, False, False),
-    ],
-)
+@pytest.mark.parametrize(("flight", "request_", "line", "tree"), rows("joinable"))
 def test_a_request_joins_what_it_repeats(
     flight: dict[str, Any], request_: dict[str, Any], line: bool, tree: bool
 ) -> None:

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from tables import rows
 
 from app.domain.events import COMPLETIONS
 from app.domain.left_out import MOST, bounded
@@ -106,43 +107,7 @@ def input_image(detail: str) -> Json:
 
 
 FOUND = {"type": "tool_reference", "tool_name": "look"}
-OTHERS: list[tuple[str, Json, list[str]]] = [
-    ("chat", {"messages": [{**USER, "content": [chat_image("high")]}]}, []),
-    ("chat", {"messages": [{**USER, "content": 'an "original" text'}]}, []),
-    (
-        "chat",
-        {"messages": [USER, {**USER, "content": [chat_image("original"), chat_image("low")]}]},
-        ["image_detail:messages[1].content[0]"],
-    ),
-    (
-        "responses",
-        {"input": [{"role": "user", "content": [input_image("low"), input_image("original")]}]},
-        ["image_detail:input[0].content[1]"],
-    ),
-    (
-        "responses",
-        {"input": [USER, {"type": "function_call_output", "call_id": "1", "output": [input_image("original")]}]},
-        ["image_detail:input[1].output[0]"],
-    ),
-    (
-        "responses",
-        {"tools": [{"type": "namespace", "name": "ns", "tools": [LOOK["responses"], {"type": "mcp"}]}]},
-        ["server_tool:tools[0].tools[1]"],
-    ),
-    (
-        "responses",
-        {"input": [{"type": "additional_tools", "tools": [{"type": "web_search"}]}, USER]},
-        ["server_tool:input[0].tools[0]"],
-    ),
-    (
-        "responses",
-        {"include": ["reasoning.encrypted_content", "web_search_call.action.sources"]},
-        ["include:include[1]"],
-    ),
-    ("messages", {"tools": [{**LOOK["messages"], "defer_loading": True}]}, ["defer_loading:tools[0]"]),
-    ("messages", {"mcp_servers": [{"type": "url", "url": "https://secret.example"}]}, ["server_tool:mcp_servers"]),
-    ("messages", {"mcp_servers": []}, []),
-]
+OTHERS: list[tuple[str, Json, list[str]]] = rows("left_out_others")
 
 
 LATE = {"name": "late", "input_schema": SCHEMA}
@@ -150,24 +115,7 @@ NAMED = {"type": "tool_reference", "name": "late"}
 DEFINED = {"type": "tool_definition", "definition": LATE}
 ADDED, REMOVED = ({"type": f"tool_{kind}", "tool": NAMED} for kind in ("addition", "removal"))
 AT = "messages[1].content"
-CHANGES: list[tuple[list[Json], list[Json], list[str], list[str]]] = [
-    ([LATE], [ADDED], ["look", "late"], []),
-    ([], [{"type": "tool_addition", "tool": DEFINED}], ["look", "late"], []),
-    ([], [DEFINED], ["look", "late"], []),
-    ([LATE], [REMOVED], ["look"], [f"removed_tool:{AT}[1]"]),
-    ([LATE], [REMOVED, ADDED], ["look", "late"], []),
-    ([], [{"type": "tool_addition", "tool": DEFINED}, REMOVED, ADDED], ["look", "late"], []),
-    ([], [ADDED], ["look"], [f"unknown_tool:{AT}[1]"]),
-    (
-        [],
-        [
-            {"type": "tool_addition", "tool": {"type": "mcp_toolset_reference", "server_name": "secret"}},
-            {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": SERVERS["messages"][0]}},
-        ],
-        ["look"],
-        [f"server_tool:{AT}[1]", f"server_tool:{AT}[2]"],
-    ),
-]
+CHANGES: list[tuple[list[Json], list[Json], list[str], list[str]]] = rows("left_out_changes")
 """Tools beside `look`, their changes in a system message, the names that the engine gets, and what is told."""
 
 

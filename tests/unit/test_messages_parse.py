@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from tables import rows
 
 from app.domain.canonical import canonical_hash
 from app.domain.prefill import CONTINUES
@@ -89,54 +90,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}
 IMAGE_AT = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
 DOCUMENT = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
 
-CONVERSATIONS: list[tuple[str, Any, list[Any], list[Any]]] = [
-    ("text", None, [USER], [USER]),
-    ("system text", "Be", [USER], [system("Be"), USER]),
-    ("empty system", [BILLING, text("")], [USER], [USER]),
-    ("system blocks", [BILLING, text("A", cache_control={}), text("B")], [USER], [system("A\n\nB"), USER]),
-    ("leading system", "A", [system("B"), system([BILLING, text("C")]), USER], [system("A\n\nB\n\nC"), USER]),
-    ("system in the middle", None, [USER, system("S"), said("x")], [{**USER, "content": "Hi\n\nS"}, said("x")]),
-    ("system after a reply", None, [USER, said("x"), system("S")], [USER, said("x"), {**USER, "content": "S"}]),
-    ("billing in the middle", None, [USER, system([BILLING]), USER], [{**USER, "content": "Hi\n\nHi"}]),
-    ("texts", None, [user(text("a"), text(""), text("b")), USER], [{**USER, "content": "a\nb\n\nHi"}]),
-    ("an empty user", None, [user(), said("x"), user(text("")), said("y")], [
-        {**USER, "content": ""}, said("x"), {**USER, "content": ""}, said("y")
-    ]),
-    ("images", None, [user(text("a"), PNG, text("b"), text("c")), user(URL)], [
-        {**USER, "content": [text("a"), IMAGE, text("b\nc"), IMAGE_AT]}
-    ]),
-    ("a document", None, [user(DOCUMENT, text("a"))], [{**USER, "content": "T\nD\na"}]),
-    ("results between texts", None, [
-        user(text("a"), result("1", "r"), result("2", [text("x"), text("y")]), text("b")),
-        user(result("3"), result("4", [PNG], is_error=True)),
-    ], [
-        {**USER, "content": "a"},
-        {"role": "tool", "tool_call_id": "1", "content": "r"},
-        {"role": "tool", "tool_call_id": "2", "content": "x\ny"},
-        {**USER, "content": "b"},
-        {"role": "tool", "tool_call_id": "3", "content": ""},
-        {"role": "tool", "tool_call_id": "4", "content": [IMAGE], "is_error": True},
-    ]),
-    ("a reply", None, [
-        USER, assistant(thought("t"), thought("u"), text("a"), text("b"), use("1", x=[1, 2]), use("2"))
-    ], [
-        USER, said("ab", reasoning_content="t\nu", tool_calls=[call("1", '{"x":[1,2]}'), call("2", "{}")])
-    ]),
-    ("a reply in parts", None, [
-        USER, assistant(thought("t")), said("a"), assistant(use("1")), assistant(use("2")), said("b"), said("c")
-    ], [
-        USER, said("a", reasoning_content="t", tool_calls=[call("1", "{}"), call("2", "{}")]), said("b"), said("c")
-    ]),
-    ("calls alone", None, [assistant(use("1")), USER], [said(None, tool_calls=[call("1", "{}")]), USER]),
-    ("nothing", None, [USER, assistant(), USER], [USER, said(""), USER]),
-    ("redacted", None, [USER, assistant({"type": "redacted_thinking", "data": "x"}), USER], [USER, said(""), USER]),
-    ("invalid arguments", None, [assistant(use("1", INVALID_JSON="{x")), USER], [
-        said(None, tool_calls=[call("1", "{x")]), USER
-    ]),
-    ("a field of that name", None, [assistant(use("1", INVALID_JSON=1)), USER], [
-        said(None, tool_calls=[call("1", '{"INVALID_JSON":1}')]), USER
-    ]),
-]  # fmt: skip
+CONVERSATIONS: list[tuple[str, Any, list[Any], list[Any]]] = rows("messages_conversations")
 
 
 @pytest.mark.parametrize(
@@ -167,42 +121,7 @@ def test_signatures_name_turns_the_newest_last() -> None:
 
 
 CHOICE = {"type": "function", "function": {"name": "f"}}
-PARAMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    ({}, {}),
-    ({"temperature": 0.5, "top_p": 1, "top_k": 3, "seed": 4, "min_p": None}, {
-        "temperature": 0.5, "top_p": 1, "top_k": 3, "seed": 4, "min_p": None
-    }),
-    ({"stop_sequences": ["a", "b"]}, {"stop": ["a", "b"]}),
-    ({"stop_sequences": [], "stream": True, "rid": "r", "n": 1, "stream_options": {}}, {}),
-    ({"thinking": {"type": "adaptive"}}, {}),
-    ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {}),
-    ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}),
-    ({"thinking": {"type": "disabled"}, "chat_template_kwargs": {"thinking": None, "x": 1}}, {
-        "chat_template_kwargs": {"enable_thinking": False, "thinking": None, "x": 1}
-    }),
-    ({"output_config": {"effort": "xhigh"}}, {"reasoning_effort": "high"}),
-    ({"output_config": {"effort": "low"}, "reasoning_effort": "minimal"}, {"reasoning_effort": "minimal"}),
-    *(
-        (fields, {"response_format": {"type": "json_schema", "json_schema": {"name": "output", "schema": SCHEMA}}})
-        for fields in (
-            {"output_config": {"effort": None, "format": {"type": "json_schema", "schema": SCHEMA}}},
-            {"output_format": {"type": "json_schema", "schema": SCHEMA}, "output_config": None},
-        )
-    ),
-    ({"metadata": {"user_id": "u"}, "context_management": {}, "cache_control": {}, "service_tier": "auto"}, {}),
-    ({"mcp_servers": [], "container": None, "inference_geo": "x", "speed": "fast", "betas": []}, {}),
-    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}, "tools": []}, {}),
-    ({"tool_choice": {"type": "none"}}, {}),
-    ({"tools": [TOOL]}, {}),
-    ({"tools": [TOOL], "tool_choice": {"type": "auto"}}, {"tool_choice": "auto"}),
-    ({"tools": [TOOL], "tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
-    ({"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}, {
-        "tool_choice": "required", "parallel_tool_calls": False
-    }),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": False}}, {
-        "tool_choice": CHOICE
-    }),
-]  # fmt: skip
+PARAMS: list[tuple[dict[str, Any], dict[str, Any]]] = rows("messages_params")
 
 
 @pytest.mark.parametrize(("fields", "expected"), PARAMS)
@@ -221,56 +140,7 @@ def test_tools() -> None:
 
 
 WITH_TOOLS = {"tools": [TOOL]}
-REFUSED: list[tuple[str, dict[str, Any], bool]] = [
-    ("model", {"model": 5}, False),
-    ("max_tokens", {"max_tokens": True}, False),
-    ("max_tokens", {"max_tokens": 0}, False),
-    ("max_tokens", {"max_tokens": None}, False),
-    ("messages", {"messages": []}, False),
-    ("messages", {"messages": {}}, False),
-    ("messages", {"messages": [system("x")]}, False),
-    ("messages[0]", {"messages": [5]}, False),
-    ("messages[1].role", {"messages": [USER, {"role": "tool", "content": ""}]}, False),
-    ("messages[0].content", {"messages": [{"role": "user"}]}, False),
-    ("messages[0].content[1].text", {"messages": [user(text("a"), {"type": "text"})]}, False),
-    ("messages[0].content[0].type", {"messages": [user({"text": "a"})]}, False),
-    ("messages[0].content[1].tool_use_id", {"messages": [user(text("a"), {"type": "tool_result"})]}, False),
-    ("messages[0].content[0].content[0].text", {"messages": [user(result("1", [{"type": "text"}]))]}, False),
-    ("messages[0].content[0].input", {"messages": [assistant({**use("1"), "input": "{}"}), USER]}, False),
-    ("messages[0].content[0].name", {"messages": [assistant({**use("1"), "name": 1}), USER]}, False),
-    (
-        "messages[0].content[0].source.data",
-        {"messages": [user({**PNG, "source": {"type": "base64", "media_type": "x"}})]},
-        False,
-    ),
-    ("messages[1].content[0].type", {"messages": [USER, system([PNG])]}, False),
-    ("messages[0].content[0]", {"messages": [assistant(result("1")), USER]}, True),
-    ("messages[0].content[0]", {"messages": [user(use("1"))]}, True),
-    ("messages[0].content[0]", {"messages": [assistant({"type": "server_tool_use", "id": "1"}), USER]}, True),
-    ("messages[0].content[0].source", {"messages": [user({"type": "document", "source": {"type": "file"}})]}, True),
-    ("messages[0].content[0].citations", {"messages": [user({**DOCUMENT, "citations": {"enabled": True}})]}, True),
-    ("system", {"system": 5}, False),
-    ("system[0].type", {"system": [PNG]}, False),
-    ("stream", {"stream": "yes"}, False),
-    ("temperature", {"temperature": "0"}, False),
-    ("top_p", {"top_p": -1}, False),
-    ("top_k", {"top_k": 1.5}, False),
-    ("stop_sequences", {"stop_sequences": "a"}, False),
-    ("stop_sequences[0]", {"stop_sequences": [""]}, False),
-    ("thinking.type", {"thinking": {"type": "deep"}}, False),
-    ("output_config.effort", {"output_config": {"effort": "huge"}}, False),
-    ("output_config.format.schema", {"output_config": {"format": {"type": "json_schema"}}}, False),
-    ("output_config.task_budget", {"output_config": {"task_budget": {"total": 5}}}, True),
-    ("tools", {"tools": {}}, False),
-    ("tools[0].name", {"tools": [{"input_schema": {}}]}, False),
-    ("tools[0].input_schema", {"tools": [{"name": "f"}]}, False),
-    ("tool_choice.type", {**WITH_TOOLS, "tool_choice": {"type": "x"}}, False),
-    ("tool_choice.type", {"tool_choice": {"type": "any"}}, False),
-    ("tool_choice.name", {**WITH_TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, False),
-    ("container", {"container": "c"}, True),
-    ("thread", {"thread": {"type": "create"}}, True),
-    ("n", {"n": 2}, True),
-]
+REFUSED: list[tuple[str, dict[str, Any], bool]] = rows("messages_refused")
 
 
 @pytest.mark.parametrize(("place", "fields", "is_unsupported"), REFUSED)

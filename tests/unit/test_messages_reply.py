@@ -16,6 +16,7 @@ import pytest
 from anthropic.types import Message
 from helpers.amounts import cases
 from helpers.replies import CHATS, DEEP, Text, body_of, parse_reply
+from tables import rows
 
 from app.domain.calls import given_ids, sampled_calls, with_given_ids
 from app.domain.canonical import canonical_hash, decode_message
@@ -223,27 +224,14 @@ def events(stream: bytes) -> list[dict[str, Any]]:
 
 
 CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-STOPS: list[tuple[dict[str, Any], tuple[str, str | None]]] = [
-    ({"finish_reason": "stop", "matched_stop": 7}, ("end_turn", None)),
-    ({"finish_reason": "stop", "matched_stop": "END"}, ("stop_sequence", "END")),
-    ({"finish_reason": "stop", "matched_stop": None, "stop_reason": "END"}, ("stop_sequence", "END")),
-    ({"finish_reason": "stop", "matched_stop": "</s>"}, ("end_turn", None)),
-    ({"finish_reason": "length"}, ("max_tokens", None)),
-    ({"finish_reason": "tool_calls"}, ("tool_use", None)),
-    ({"finish_reason": "stop", "message.tool_calls": CALLS}, ("tool_use", None)),
-    ({"finish_reason": "length", "message.tool_calls": CALLS}, ("max_tokens", None)),
-    ({"finish_reason": "content_filter"}, ("refusal", None)),
-    ({"finish_reason": "abort"}, ("abort", None)),
-    ({"finish_reason": None, "meta_info.finish_reason": {"type": "abort"}}, ("abort", None)),
-    ({"finish_reason": None}, ("end_turn", None)),
-]
+STOPS = rows("messages_stops")
 
 
 @pytest.mark.parametrize(("choice", "expected"), STOPS)
-def test_stop_reasons(choice: dict[str, Any], expected: tuple[str, str | None]) -> None:
+def test_stop_reasons(choice: dict[str, Any], expected: list[str | None]) -> None:
     body = body_of("sglang", {f"choices.0.{name}": value for name, value in choice.items()})
     message = json.loads(MESSAGES.reply(committed(body)))
-    assert (message["stop_reason"], message["stop_sequence"]) == expected
+    assert [message["stop_reason"], message["stop_sequence"]] == expected
 
 
 def test_a_legal_empty_reply_has_no_content() -> None:

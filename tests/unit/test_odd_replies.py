@@ -6,30 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from tables import rows
 
 from app.upstream.odd_replies import failure_in, with_text
 
 TOLD = {"message": "Rate limited", "code": 429}
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "told"),
-    [
-        ({"error": TOLD}, 429, {"error": TOLD}),
-        ({"error": {**TOLD, "code": "429"}, "choices": []}, 429, {"error": {**TOLD, "code": "429"}, "choices": []}),
-        ({"error": "no"}, 502, {"error": "no"}),
-        (
-            {"error": {"message": "no", "code": "rate_limited"}},
-            502,
-            {"error": {"message": "no", "code": "rate_limited"}},
-        ),
-        ({"error": {**TOLD, "code": 200}}, 502, {"error": {**TOLD, "code": 200}}),
-        ({"error": {**TOLD, "code": 401}}, 502, {"error": {**TOLD, "code": 401}}),
-        ({"object": "error", "message": "no", "code": 400}, 400, {"object": "error", "message": "no", "code": 400}),
-        ({"choices": [{"finish_reason": "error", "error": TOLD}]}, 502, {"error": TOLD}),
-        ({"choices": [{"finish_reason": "error"}], "error": TOLD}, 502, {"error": TOLD}),
-    ],
-)
+@pytest.mark.parametrize(("body", "status", "told"), rows("odd_replies_errors"))
 def test_an_error_in_a_200_is_the_engines_own(body: Any, status: int, told: Any) -> None:
     failure = failure_in(json.dumps(body).encode())
     assert failure is not None

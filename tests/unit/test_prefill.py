@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from tables import rows
 
 from app.domain.prefill import PARAMS, with_beginning
 from app.protocols.chat import parse_chat
@@ -37,20 +38,7 @@ def test_a_last_message_of_text_alone_begins_the_reply(content: Any, fields: dic
     assert request.refusal is None
 
 
-@pytest.mark.parametrize(
-    ("messages", "fields", "named"),
-    [
-        ([USER], {}, "assistant's"),
-        ([BEGUN], {}, "a message must stand before it"),
-        ([USER, {**BEGUN, "tool_calls": [{"id": "a"}]}], {}, "text alone"),
-        ([USER, {**BEGUN, "reasoning_content": "hm"}], {}, "text alone"),
-        ([USER, {**BEGUN, "content": None}], {}, "text alone"),
-        ([USER, {**BEGUN, "content": [{"type": "image_url"}]}], {}, "text alone"),
-        ([USER, BEGUN], {"continue_final_message": 1}, "true or false"),
-        ([USER, BEGUN], {"add_generation_prompt": True}, "add_generation_prompt"),
-        ([USER, BEGUN], {"echo": True}, "echo"),
-    ],
-)
+@pytest.mark.parametrize(("messages", "fields", "named"), rows("prefill_refused"))
 def test_what_cannot_be_continued_is_refused_by_name(messages: list[Any], fields: Any, named: str) -> None:
     request = chat(messages, **fields)
     assert (len(request.messages), request.beginning) == (len(messages), None)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.amounts import cases
 from helpers.replies import DEEP, GONE, Text, body_of, paths
-from responding import TOOLS, proof
+from tables import rows
 
 from app.domain.history import RequestHistory
 from app.domain.request import ChatRequest, canonical_hash, join_object
@@ -17,50 +17,7 @@ from app.errors import InvalidRequest
 from app.protocols.registry import PROTOCOLS
 from app.protocols.responses.reply import read_echo
 
-WHOLE: dict[str, Any] = {
-    "messages": """{"model": "m", "max_tokens": 9, "top_k": 3, "metadata": {"user_id": "u"},
-      "messages": [
-        {"role": "system", "content": [{"type": "text", "text": "x-anthropic-billing-header: cch=9f;"}]},
-        {"role": "user", "content": [
-          {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}},
-          {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
-          {"type": "document", "title": "T", "source": {"type": "text", "media_type": "x", "data": "D"}}]},
-        {"role": "assistant", "content": [
-          {"type": "thinking", "thinking": "t", "signature": "tl_PROOF"}, {"type": "text", "text": "x"},
-          {"type": "tool_use", "id": "1", "name": "f", "input": {"a": [1, {"b": null}]}}]},
-        {"role": "user", "content": [
-          {"type": "tool_result", "tool_use_id": "1", "is_error": false, "content": [
-            {"type": "text", "text": "r"}, {"type": "image", "source": {"type": "url", "url": "https://x/y.png"}}]}]},
-        {"role": "system", "content": "mid"}],
-      "system": [{"type": "text", "text": "Be"}],
-      "tools": [{"name": "f", "input_schema": {"type": "object"}, "strict": null, "defer_loading": false}],
-      "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": true}, "stop_sequences": ["END"],
-      "thinking": {"type": "disabled", "budget_tokens": null},
-      "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {"type": "object"}}}}""",
-    "responses": """{"model": "m", "instructions": "sys", "previous_response_id": "resp_PROOF", "metadata": {"a": "b"},
-      "input": [
-        {"role": "developer", "content": "d"},
-        {"role": "user", "content": [
-          {"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": "data:x", "detail": "low"}]},
-        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}],
-          "id": "rs_PROOF", "encrypted_content": "tl_PROOF"},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ok"}]},
-        {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}", "namespace": "ns"},
-        {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "a"}]},
-        {"type": "custom_tool_call", "id": "ctc_PROOF_0r", "call_id": "2", "name": "apply_patch", "input": "{}"},
-        {"type": "item_reference", "id": "fc_PROOF_0"},
-        {"type": "local_shell_call", "call_id": "3", "action": {"command": ["ls"]}}],
-      "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "shell"}]},
-      "text": {"format": {"type": "json_schema", "name": "s", "schema": {}, "strict": true}, "verbosity": "low"},
-      "reasoning": {"effort": "high", "summary": "auto"}, "include": ["reasoning.encrypted_content"], "store": false,
-      "truncation": "disabled", "background": false, "top_logprobs": 0, "max_output_tokens": 9, "user": "u",
-      "parallel_tool_calls": true}""",
-}
-WHOLE = {name: json.loads(text.replace("PROOF", proof(1))) for name, text in WHOLE.items()}
-WHOLE["responses"]["tools"] = TOOLS
-for whole in WHOLE.values():
-    whole |= {"temperature": 0.5, "chat_template_kwargs": {"x": 1}, "stream": True, "n": 1, "input_ids": [1, 2]}
-    whole["nvext"] = {"session_control": {"session_id": "s", "action": "open"}}
+WHOLE: dict[str, Any] = dict(rows("protocol_bodies"))
 
 JUNK = [
     *("null", "true", "0", "-1", "1.5", "1e999", "9" * 5000, '""', '"x"', '"\\ud800"', '"\\u0000"', "[]", "{}", "[[]]"),

@@ -275,8 +275,7 @@ def test_no_malformed_reply_is_read() -> None:
         known = None if row.known is None else known_as(row.known)
         for dialect in ("auto", "sglang", "vllm"):
             asked = Job(dialect, known, list(row.payload_specs), [], [], 200, "", b"", protocol, token_text(row.sent))  # type: ignore[arg-type]
-            for body in (row.body, compact(row.body)):
-                is_read(body, asked)
+            for body in {row.body, compact(row.body)}:
                 is_read(body, asked)
 
 

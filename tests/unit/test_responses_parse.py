@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from responding import TOOLS, Json, hashes, parsed, proof, request
+from tables import rows
 
 from app.domain.request import ChatRequest, canonical_hash, join_object
 from app.errors import InvalidRequest, PreviousResponseNotFound, Unsupported
@@ -42,73 +43,7 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,x", "detail"
 CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,x", "detail": "low"}}
 
 
-@pytest.mark.parametrize(
-    ("items", "messages"),
-    [
-        ([text("system", "a"), text("developer", "b"), USER], [text("system", "a\n\nb"), USER]),
-        ([USER, text("developer", "late"), USER], [USER, text("user", "late"), USER]),
-        ([text("user", [{"type": "input_text", "text": part} for part in "ab"])], [text("user", "a\nb")]),
-        (
-            [text("user", [{"type": "input_text", "text": "see"}, IMAGE])],
-            [text("user", [{"type": "text", "text": "see"}, CHAT_IMAGE])],
-        ),
-        (
-            [THOUGHT, SAID, call("f", "1"), call("g", "2")],
-            [assistant("ok", [chat_call("f", "1"), chat_call("g", "2")], "hm")],
-        ),
-        ([SAID, SAID], [assistant("ok"), assistant("ok")]),
-        (
-            [THOUGHT, call("f", "1"), THOUGHT, SAID],
-            [assistant(None, [chat_call("f", "1")], "hm"), assistant("ok", None, "hm")],
-        ),
-        ([call("f", "1"), SAID], [assistant(None, [chat_call("f", "1")]), assistant("ok")]),
-        ([SUMMARY, SAID], [assistant("ok", None, "in short")]),
-        (
-            [{**SAID, "id": f"msg_{proof(1)}"}, call("f", "1", id=f"fc_{proof(2)}_0")],
-            [assistant("ok"), assistant(None, [chat_call("f", "1")])],
-        ),
-        ([{"role": "assistant", "content": "bare"}], [assistant("bare")]),
-        (
-            [{"type": "function_call_output", "name": "goal_objective", "namespace": "agent", "output": "Go"}],
-            [text("user", "Go")],
-        ),
-        ([{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}], [assistant("no")]),
-        (
-            [call("look", "1", namespace="ns"), {"type": "function_call_output", "call_id": "1", "output": "seen"}],
-            [assistant(None, [chat_call("ns__look", "1")]), {"role": "tool", "tool_call_id": "1", "content": "seen"}],
-        ),
-        (
-            [{"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "a"}, IMAGE]}],
-            [{"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "a"}, CHAT_IMAGE]}],
-        ),
-        (
-            [{"type": "custom_tool_call", "call_id": "1", "name": "p", "input": "a\nb"}],
-            [assistant(None, [chat_call("p", "1", '{"input":"a\\nb"}')])],
-        ),
-        (
-            [{"type": "custom_tool_call", "id": f"ctc_{proof(1)}_0r", "call_id": "1", "name": "p", "input": '{"x":1}'}],
-            [assistant(None, [chat_call("p", "1", '{"x":1}')])],
-        ),
-        (
-            [{"type": "custom_tool_call", "call_id": "1", "name": "p", "input": ' {"x":1}'}],
-            [assistant(None, [chat_call("p", "1", ' {"x":1}')])],
-        ),
-        (
-            [{"type": "custom_tool_call_output", "call_id": "1", "output": "done"}],
-            [{"role": "tool", "tool_call_id": "1", "content": "done"}],
-        ),
-        (
-            [
-                {"type": "local_shell_call", "call_id": "1", "action": {"type": "exec", "command": ["ls"]}},
-                {"type": "local_shell_call_output", "id": "1", "output": "a"},
-            ],
-            [
-                assistant(None, [chat_call("local_shell", "1", '{"type":"exec","command":["ls"]}')]),
-                {"role": "tool", "tool_call_id": "1", "content": "a"},
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("items", "messages"), rows("responses_items"))
 def test_items_as_messages(items: list[Json], messages: list[Json]) -> None:
     """Each also with a beginning, of which the messages are then the end: a history that grows keeps its messages."""
     assert parsed(items) == messages
@@ -136,58 +71,7 @@ SCHEMA = {"type": "json_schema", "name": "s", "schema": {"type": "object"}, "str
 NO_THINKING = {"enable_thinking": False, "thinking": False}
 
 
-@pytest.mark.parametrize(
-    ("fields", "params"),
-    [
-        ({"max_output_tokens": 5, "temperature": 0, "top_p": 0.5}, {"max_tokens": 5, "temperature": 0, "top_p": 0.5}),
-        ({"temperature": None, "max_output_tokens": None, "tools": None}, {}),
-        ({"reasoning": {"effort": "minimal", "summary": "auto"}}, {"reasoning_effort": "low"}),
-        ({"reasoning": {"effort": "xhigh"}}, {"reasoning_effort": "high"}),
-        ({"reasoning": {"effort": "none"}}, {"chat_template_kwargs": NO_THINKING}),
-        (
-            {"reasoning": {"effort": "none"}, "chat_template_kwargs": {"thinking": True}},
-            {"chat_template_kwargs": {**NO_THINKING, "thinking": True}},
-        ),
-        ({"text": {"format": {"type": "text"}, "verbosity": "low"}}, {"verbosity": "low"}),
-        ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
-        (
-            {"text": {"format": SCHEMA}},
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "s", "schema": {"type": "object"}, "strict": True},
-                }
-            },
-        ),
-        (
-            {"tool_choice": "required", "parallel_tool_calls": False},
-            {"tool_choice": "required", "parallel_tool_calls": False},
-        ),
-        (
-            {"tool_choice": {"type": "custom", "name": "apply_patch"}},
-            {"tool_choice": {"type": "function", "function": {"name": "apply_patch"}}},
-        ),
-        ({"tools": [], "tool_choice": "auto", "parallel_tool_calls": True}, {}),
-        ({"seed": 3, "chat_template_kwargs": {"a": 1}}, {"seed": 3, "chat_template_kwargs": {"a": 1}}),
-        (
-            {
-                "store": True,
-                "stream_options": {"include_obfuscation": False},
-                "client_metadata": {"a": 1},
-                "prompt_cache_key": "k",
-                "service_tier": "auto",
-                "user": "u",
-                "truncation": "disabled",
-                "background": False,
-                "context_management": None,
-                "metadata": {"k": "v"},
-                "top_logprobs": 0,
-            },
-            {},
-        ),
-        ({"top_logprobs": 2, "include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}),
-    ],
-)
+@pytest.mark.parametrize(("fields", "params"), rows("responses_params"))
 def test_parameters(fields: Json, params: Json) -> None:
     assert params_of(**fields) == params
 
@@ -239,44 +123,7 @@ def test_the_echo_is_small_and_the_same_every_turn() -> None:
     assert not read_echo(chat(store=False).echo).is_stored
 
 
-REFUSED: list[tuple[Json, str]] = [
-    ({"input": ""}, "input"),
-    ({"input": []}, "input"),
-    ({"input": None}, "input"),
-    ({"input": 5}, "input"),
-    ({"input": [5]}, "input[0]"),
-    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
-    ({"input": [text("user", 5)]}, "input[0].content"),
-    ({"input": [USER, text("user", [{"type": "input_text"}])]}, "input[1].content[0].text"),
-    ({"input": [{**USER, "id": 5}]}, "input[0].id"),
-    ({"input": [{**call("f", "1"), "arguments": {}}]}, "input[0].arguments"),
-    ({"input": [{**call("f", "1"), "call_id": ""}]}, "input[0].call_id"),
-    ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
-    ({"input": [{"type": "item_reference", "id": "msg_of_openai"}]}, "input[0].id"),
-    ({"input": [{**THOUGHT, "content": [{"type": "x"}]}]}, "input[0].content[0].type"),
-    ({"instructions": 5}, "instructions"),
-    ({"model": 5}, "model"),
-    ({"tools": {}}, "tools"),
-    ({"tools": [{"type": "function"}]}, "tools[0].name"),
-    ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name"),
-    ({"input": [{"type": "additional_tools", "tools": TOOLS[:1]}, USER]}, "input[0].tools[0].name"),
-    ({"input": [{"type": "additional_tools", "tools": [{**TOOLS[0], "name": "x"}]}]}, "input"),
-    ({"tools": [{**TOOLS[1], "tools": [{"type": "function", "name": 1}]}]}, "tools[0].tools[0].name"),
-    ({"tools": [{**TOOLS[2], "format": {"type": "x"}}]}, "tools[0].format.type"),
-    ({"tool_choice": {"type": "function", "name": "none_such"}}, "tool_choice.name"),
-    ({"tool_choice": "required", "tools": []}, "tool_choice"),
-    ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"temperature": "hot"}, "temperature"),
-    ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
-    ({"text": {"format": {"type": "json_schema", "name": "s"}}}, "text.format.schema"),
-    ({"text": {"format": []}, "stream": 1}, "stream"),
-    ({"metadata": {"a": 1}}, "metadata.a"),
-    ({"truncation": "none"}, "truncation"),
-    ({"messages": []}, "messages"),
-    ({"store": "yes"}, "store"),
-    ({"input": [text("user", "hi"), {"type": "compaction_trigger"}, text("user", "hi")]}, "input[2]"),
-    ({"top_logprobs": 21}, "top_logprobs"),
-]
+REFUSED: list[tuple[Json, str]] = rows("responses_refused")
 
 UNSUPPORTED: list[tuple[Json, str]] = [
     *[({"input": [{"type": kind}]}, "input[0].type") for kind in ("web_search_call", "mcp_call", "x")],

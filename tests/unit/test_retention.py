@@ -102,14 +102,6 @@ def test_a_chunk_that_a_later_payload_shares_stays() -> None:
     assert script.live() == {alone}
 
 
-def test_retain_all_keeps_those_of_discarded_turns() -> None:
-    script = Script(Book(1, retain="all"))
-    script.take()
-    script.take()
-    script.take(back=1)
-    assert (script.kept, script.book.session.path, script.gone) == ([1, 2, 3], (1, 3), [])
-
-
 @pytest.mark.parametrize(("window", "back"), [(1, 1), (3, 1), (3, 2), (3, 3)])
 def test_a_discarded_turns_payload_goes_with_it(window: int, back: int) -> None:
     script = Script(Book(window))
@@ -132,39 +124,6 @@ def test_what_a_discarded_turn_shared_with_a_live_one_stays() -> None:
     third = script.take(back=1)
     assert [(event.turns, event.freed) for event in script.gone] == [((2,), ((second, 0),))]
     assert script.live() == {first, third}
-
-
-def test_after_a_rollback_the_window_is_counted_on_the_live_path() -> None:
-    script = Script(Book(2))
-    for _ in range(4):
-        script.take()
-    script.take(back=2)
-    assert (script.book.session.path, script.kept) == ((1, 2, 5), [2, 5])
-    script.take()
-    script.take()
-    assert (script.book.session.path, script.kept) == ((1, 2, 5, 6, 7), [5, 6, 7])
-
-
-@pytest.mark.parametrize("window", [0, 1, 2])
-def test_each_segment_keeps_its_own_newest(window: int) -> None:
-    script = Script(Book(window))
-    for _ in range(4):
-        script.take()
-    for turn in range(3):
-        script.take(prompt=[7] * (turn + 1) if turn == 0 else None)
-    path, session = script.book.session.path, script.book.session
-    assert [session.turn(turn).segment for turn in path] == [0] * 4 + [1] * 3
-    assert script.kept == [*path[3 - window : 4], *path[6 - window :]]
-
-
-def test_a_history_that_begins_anew_is_a_segment_too() -> None:
-    script = Script(Book(0, on_divergence="segment"))
-    for _ in range(3):
-        script.take()
-    for _ in range(3):
-        script.take(fresh=script.book.session.path[-1] == 3, share=False)
-    assert [script.book.session.turn(turn).segment for turn in script.book.session.path] == [0] * 3 + [1] * 3
-    assert script.kept == [3, 6]
 
 
 def test_turns_without_a_payload_do_not_push_one_out() -> None:

@@ -11,6 +11,7 @@ from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from making import SESSION, Book, assistant, user
+from tables import rows
 
 from app.domain.canonical import REASONING_TAGS, canonical_hash, without_reasoning
 from app.domain.events import History, Matcher
@@ -36,22 +37,7 @@ def text(value: str) -> Message:
     return {"type": "text", "text": value}
 
 
-TEXTS: list[tuple[str, Any, Any]] = [
-    ("nothing to leave out", "Hi", "Hi"),
-    *((f"{opening} {closing}", f"{opening}hm{closing}Hi", "Hi") for opening, closing in REASONING_TAGS),
-    *((f"{closing} alone", f"hm{closing}Hi", "Hi") for _, closing in REASONING_TAGS),
-    ("empty reasoning", "<think>\n\n</think>\n\nHi", "\n\nHi"),
-    ("padding before it", " \n<think>hm</think>Hi", "Hi"),
-    ("never closed", "<think>hm", ""),
-    ("nothing behind it", "<think>hm</think>", ""),
-    ("not leading", "Use <think>hm</think> so", "Use <think>hm</think> so"),
-    ("opened only, not leading", "Hi <think>", "Hi <think>"),
-    ("thinking part", [{"type": "thinking", "thinking": "hm"}, text("Hi")], "Hi"),
-    ("reasoning part with a text", [{"type": "reasoning", "text": "hm"}, text("H"), text("i")], "Hi"),
-    ("reasoning in a text part", [text("<think>hm</think>Hi")], "Hi"),
-    ("an image", [{"type": "thinking"}, {"type": "image_url"}], [{"type": "image_url"}]),
-    ("null", None, None),
-]
+TEXTS: list[tuple[str, Any, Any]] = rows("returned_texts")
 
 
 @pytest.mark.parametrize(("content", "bare"), [t[1:] for t in TEXTS], ids=[t[0] for t in TEXTS])
@@ -73,17 +59,7 @@ def test_an_empty_reply_has_its_own_hash() -> None:
         assert canonical_hash({"role": "assistant", **content}, "tolerant") == EMPTY_REPLY
 
 
-RETURNS: list[tuple[str, Message, Message]] = [
-    ("stripped", assistant("<think>hm</think>Hi"), HI),
-    ("moved", assistant("<think>hm</think>Hi"), {**HI, "reasoning_content": "hm"}),
-    ("more line breaks", assistant("<think>hm</think>Hi"), assistant("<think>\nhm\n</think>\n\nHi")),
-    ("as parts", assistant("<think>hm</think>Hi"), parts({"type": "thinking", "thinking": "hm"}, text("Hi"))),
-    ("a closing tag alone", assistant("hm</think>\n\nHi"), {**HI, "reasoning": "hm"}),
-    ("opened by the client", assistant("hm</think>\n\nHi"), assistant("<think>hm</think>\n\nHi")),
-    ("put into the text", {**HI, "reasoning_content": "hm"}, assistant("<think>hm</think>Hi")),
-    ("never closed", assistant("<think>hm"), {"role": "assistant", "content": "", "reasoning_content": "hm"}),
-    ("with a call", {**assistant("<think>hm</think>"), "tool_calls": [CALL]}, {**assistant(""), "tool_calls": [CALL]}),
-]
+RETURNS: list[tuple[str, Message, Message]] = rows("returned_returns")
 IDS = [r[0] for r in RETURNS]
 HISTORIES: tuple[History, ...] = ("linear", "tree")
 

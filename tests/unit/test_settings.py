@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tables import rows
 
 from app.crash_points import VARIABLE
 from app.errors import StartupError
@@ -50,72 +51,7 @@ def test_a_binding_may_last_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_settings().affinity_ttl_s is None
 
 
-BAD = [
-    ("UPSTREAMS", "a:1"),
-    ("UPSTREAMS", "ftp://a"),
-    ("UPSTREAMS", "http://a,http://a/"),
-    ("UPSTREAMS", "http://a?x=1"),
-    ("ENGINE_SESSIONS", "a:1"),
-    ("ENGINE_SESSIONS", "all,http://a"),
-    ("ENGINE_SESSIONS", "none"),
-    ("ENGINE_SESSIONS", "http://a,http://a/v1"),
-    ("PLACEMENT", "random"),
-    ("AFFINITY_TTL_S", "0"),
-    ("AFFINITY_TTL_S", "nan"),
-    ("ON_ABORT", "retry"),
-    ("UPSTREAM_DIALECT", "tgi"),
-    ("UPSTREAM_TIMEOUT_S", "0"),
-    ("UPSTREAM_TIMEOUT_S", "nan"),
-    ("UPSTREAM_CONNECT_TIMEOUT_S", "soon"),
-    ("ROLLBACK_WINDOW", "-1"),
-    ("ROLLBACK_WINDOW", "1.5"),
-    ("ON_DIVERGENCE", "ignore"),
-    ("CLIENT_REPLY", "short"),
-    ("STREAM_KEEPALIVE_S", "-1"),
-    ("ON_DISCONNECT", "abort"),
-    ("ON_DISCONNECT", "abort_after:"),
-    ("MAX_REQUEST_BYTES", "64M"),
-    ("MAX_REQUEST_BYTES", "64 megabytes"),
-    ("MAX_REQUEST_BYTES", "64MiB,"),
-    ("MAX_REQUEST_BYTES", "1,000,000"),
-    ("MAX_REQUEST_BYTES", "-64MiB"),
-    ("MAX_REQUEST_BYTES", "0.5KiB"),
-    ("MAX_DB_BYTES", "512KiB"),
-    ("WORKER_MEMORY_BYTES", "4Gbit"),
-    ("LEASE_S", "0"),
-    ("LEASE_S", "inf"),
-    ("DATABASE_URL", "sqlite:///x.db"),
-    ("DATABASE_URL", "sqlite+aiosqlite://"),
-    ("DATABASE_URL", "nonsense"),
-    *(
-        ("DATABASE_URL", f"postgresql+asyncpg://host/db?{query}")
-        for query in (
-            "channel_binding=require",
-            "sslmode=require&gssencmode=require",
-            "sslmode=always",
-            "sslmode=require&sslmode=disable",
-            "target_session_attrs=writable",
-            "connect_timeout=soon",
-            "connect_timeout=soon",
-            "command_timeout=5",
-        )
-    ),
-    ("PAYLOADS", "bucket"),
-    ("PAYLOADS", "s3:///run"),
-    ("PAYLOADS", "file://folder/run"),
-    ("PAYLOADS", "file://"),
-    ("SESSION_PARAMS", "priority,kv_transfer_params"),
-    ("MAX_AGENT_SESSIONS", "-1"),
-    ("TRUSTED_NETWORKS", "10.0.0.1/8"),
-    ("TRUSTED_NETWORKS", "everybody"),
-    ("PUBLIC_URL", "turnlog.example.org"),
-    ("PUBLIC_URL", "https://turnlog.example.org/?x=1"),
-    ("PUBLIC_URL", "https://user@turnlog.example.org"),
-    ("WITHOUT_SESSION", "create"),
-    ("ROUTER_WORKERS", "10.0.0.*"),
-    ("FILE_ROOT", "archives"),
-    ("SESSION_REWARDS", "yes"),
-]
+BAD = rows("settings_refused")
 
 
 @pytest.mark.parametrize(("name", "value"), BAD)
@@ -152,24 +88,7 @@ def test_secrets_are_hidden(monkeypatch: pytest.MonkeyPatch, name: str, value: s
     assert "same" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("value", "told"),
-    [
-        ("sesame", "JSON is malformed"),
-        ('["sesame"]', "Expected `object`"),
-        ('{"judge": 5}', "Expected"),
-        ('{"judge": {"key": "sesame"}}', "missing required field `url`"),
-        ('{"judge": {"url": "http://a", "keys": "sesame"}}', "unknown field `keys`"),
-        ('{"judge": {"url": "http://a", "key": "sesame", "key_env": "SESAME"}}', "it takes one of them"),
-        ('{"judge": {"url": "http://a", "key_env": "sesame"}}', "names a variable that is not set"),
-        ('{"judge": {"url": "http://a", "key": " "}}', "an empty key"),
-        ('{"judge": {"url": "http://a", "key": "sesame\\nopen: yes"}}', "no header may have"),
-        ('{"judge": "http://user:sesame@a"}', "judge.url is no base URL"),
-        ('{"judge": "ftp://sesame"}', "judge.url is no base URL"),
-        ('{"judge": {"url": "http://a", "model": ""}}', "judge.model must have"),
-        ('{"a judge": "http://sesame"}', "a name has 1 to 64"),
-    ],
-)
+@pytest.mark.parametrize(("value", "told"), rows("settings_text_upstreams"))
 def test_wrong_upstreams_of_text_are_one_line(monkeypatch: pytest.MonkeyPatch, value: str, told: str) -> None:
     monkeypatch.setenv("TURNLOG_TEXT_UPSTREAMS", value)
     with pytest.raises(StartupError) as caught:
@@ -249,22 +168,7 @@ SIZES = sorted(name for name in Settings.model_fields if name.endswith("_bytes")
 
 
 @pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize(
-    ("value", "bytes_"),
-    [
-        ("1073741824", 1 << 30),
-        ("1_073_741_824", 1 << 30),
-        ("1048576KiB", 1 << 30),
-        ("1024MiB", 1 << 30),
-        (" 1024 mib ", 1 << 30),
-        ("1GiB", 1 << 30),
-        ("1.5GiB", 3 << 29),
-        ("1TiB", 1 << 40),
-        ("1073741824B", 1 << 30),
-        ("2000MB", 2 * 10**9),
-        ("2GB", 2 * 10**9),
-    ],
-)
+@pytest.mark.parametrize(("value", "bytes_"), rows("settings_sizes"))
 def test_a_size_may_have_a_unit(monkeypatch: pytest.MonkeyPatch, name: str, value: str, bytes_: int) -> None:
     monkeypatch.setenv(PREFIX + name.upper(), value)
     assert getattr(load_settings(), name) == bytes_

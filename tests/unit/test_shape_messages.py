@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tables
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, Given, lists, rows
 
 from app.export.shapes.turnlog import MESSAGES_COLUMNS, messages
@@ -15,28 +16,7 @@ def test_a_conversation() -> None:
         Given([3], [4], [-1.0], messages=({"role": "user", "content": "\u2028 two"},), tools=TOOLS),
     ]
     found = lists(messages(rows(turns, metadata={"task": 17}, attempt=None)[0]))
-    assert found == {
-        "messages": [
-            {"role": "user", "content": "ask"},
-            {"role": "assistant", "content": "one"},
-            {"role": "user", "content": "\u2028 two"},
-            {"role": "assistant", "content": "answer"},
-        ],
-        "tools": TOOLS,
-        "metadata": {"task": 17},
-        "reward": 1.0,
-        "reward_components": {"exact": 1.0},
-        "session_id": "s",
-        "segment": 0,
-        "group_id": "g",
-        "attempt": None,
-        "status": "completed",
-        "final": True,
-        "cursor": "after-s-0",
-        "rollout_id": "s",
-        "rollout_rows": 1,
-        "rollout_weight": 1.0,
-    }
+    assert found == tables.shape("messages")
     assert set(found) == set(MESSAGES_COLUMNS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tables import rows
 
 from app.errors import InvalidRequest
 from app.tito.arguments import arguments
@@ -14,29 +15,7 @@ HUNYUAN = "{{ reasoning_effort }}{{ reasoning_mode_token }}no_think"
 LOW_EFFORT = "{{ low_effort }}{{ truncate_history_thinking }}"
 
 
-@pytest.mark.parametrize(
-    ("own", "effort", "reasoning", "made"),
-    [
-        ({}, None, None, {}),
-        ({"a": 1}, "low", None, {"a": 1, "reasoning_effort": "low", **ON}),
-        ({}, "none", None, {"reasoning_effort": "none", **OFF}),
-        ({"enable_thinking": True}, "none", None, {"reasoning_effort": "none", **OFF, "enable_thinking": True}),
-        # The template's own argument goes first, but thinking goes by the request's field.
-        ({"reasoning_effort": "low"}, "none", None, {"reasoning_effort": "low", **OFF}),
-        ({"reasoning_effort": "none"}, None, None, {"reasoning_effort": "none"}),
-        ({}, 0, None, {"reasoning_effort": 0.0, **ON}),
-        ({}, "0.5", None, {"reasoning_effort": 0.5, **ON}),
-        ({}, "low", {"effort": "none"}, {"reasoning_effort": "none", **OFF}),
-        ({}, None, {"reasoning_effort": "high"}, {"reasoning_effort": "high", **ON}),
-        ({}, None, {"enabled": True}, ON),
-        ({}, None, {"enabled": "Yes"}, ON),
-        ({}, None, {"enable": True}, ON),
-        ({}, None, {"enabled": False}, {}),
-        ({}, None, {"enabled": "no"}, {}),
-        ({}, "none", {"enabled": True}, {"reasoning_effort": "none", **OFF}),
-        ({"budget": 1 << 64}, None, None, {"budget": 1.8446744073709552e19}),
-    ],
-)
+@pytest.mark.parametrize(("own", "effort", "reasoning", "made"), rows("tito_sglang_efforts"))
 def test_what_sglang_makes_of_an_effort(own: dict[str, Any], effort: Any, reasoning: Any, made: dict[str, Any]) -> None:
     assert arguments(own, effort, reasoning, "") == made
 

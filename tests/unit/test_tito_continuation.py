@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.tokenizers import after, load_prompts, needs_templates
+from tables import rows
 
 from app.errors import StartupError, Unsupported
 from app.tito.continuation import ContinuationRule, Extension, NotAnExtension, Stops
@@ -98,17 +99,7 @@ def load(folder: Path, source: str, special: tuple[str, ...] = ("<|im_start|>", 
 
 @pytest.mark.parametrize(
     ("source", "why"),
-    [
-        (BARE.replace("m.content", "'x'"), "leaves a part of it out"),
-        (
-            BARE.replace("{{ m.content }}", "{{ m.content }}{{ m.content }}"),
-            "does not render an assistant message once",
-        ),
-        (BARE.replace("{{ m.role }}", "{{ m.role }}{{ messages|length }}"), "the messages before these otherwise"),
-        (BARE.replace("<|im_end|>\n", "\n\n").replace("<|im_start|>", "# "), "with a special token"),
-        (BARE.replace("{{ m.role }}", "{{ raise_exception('never') }}"), "refuses these messages: never"),
-        ("{% if %}", "not Jinja"),
-    ],
+    rows("tito_continuation_refused"),
     ids=["drops", "twice", "counts", "no special tokens", "raises", "syntax"],
 )
 def test_a_template_that_cannot_be_continued_stops_the_start_in_one_line(tmp_path: Path, source: str, why: str) -> None:

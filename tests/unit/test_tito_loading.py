@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import rows
 
 from app.errors import StartupError
 from app.tito import loading
@@ -60,24 +61,7 @@ def test_a_tokenizer_that_every_engine_loads_alike_needs_no_dialect(tmp_path: Pa
     assert ids(folder, None) == ids(folder, "sglang") == ids(folder, "vllm")
 
 
-@pytest.mark.parametrize(
-    ("config", "source", "name"),
-    [
-        ({"architectures": ["DeepseekV4ForCausalLM"]}, "", "DeepSeek V4"),
-        ({"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v41"}, "", "DeepSeek V4.1"),
-        ({"architectures": ["KimiK3ForConditionalGeneration"]}, "", "Kimi K3"),
-        ({"architectures": ["InklingForConditionalGeneration"]}, "", "Inkling"),
-        ({"model_type": "minimax_m3_vl"}, "", "MiniMax M3"),
-        ({"model_type": "internvl_chat"}, "", "InternVL 2.5"),
-        ({}, "{{ drop_thinking }}", "DeepSeek V4"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "{{ thinking_effort }}{{ image_prompts }}", "Kimi K3"),
-        ({}, "[gMASK]<sop>Reasoning Effort: <tool_call><arg_key><arg_value>", "GLM-5.3"),
-        ({}, "[gMASK]<sop>Reasoning Effort: <arg_key>{{ enable_thinking }}", None),
-        ({"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"}, "", None),
-        ({"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss"}, "{{ reasoning_effort }}", None),
-        ({"architectures": None, "model_type": None}, "", None),
-    ],
-)
+@pytest.mark.parametrize(("config", "source", "name"), rows("tito_own_code"))
 def test_models_that_engines_render_with_their_own_code(config: dict[str, Any], source: str, name: str | None) -> None:
     assert rendered_elsewhere(config, source) == name
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.tokenizers import needs_templates, tokenizer_folder
+from tables import rows
 
 from app.errors import InvalidRequest, StartupError
 from app.tito.template import Template
@@ -39,20 +40,7 @@ def test_what_is_not_jinja_names_its_line() -> None:
         Template(SimpleNamespace(chat_template="\n{% if %}")).reads()
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("raise_exception('Never this.')", "the chat template refuses these messages: Never this."),
-        (
-            "raise_exception('no ' ~ messages[0].content)",
-            "the chat template cannot render these messages (TemplateError)",
-        ),
-        ("messages[0].content.a.b", "the chat template cannot render these messages (UndefinedError)"),
-        ("messages[0].content + 1", "the chat template cannot render these messages (TypeError)"),
-        ("'%d' % messages[0].content", "the chat template cannot render these messages (TypeError)"),
-        ("1 / 0", "the chat template cannot render these messages (ZeroDivisionError)"),
-    ],
-)
+@pytest.mark.parametrize(("body", "message"), rows("tito_template_errors"))
 def test_an_error_repeats_the_templates_own_words_and_nothing_else(tokenizer: Any, body: str, message: str) -> None:
     with pytest.raises(InvalidRequest) as error:
         of(tokenizer, "{{ " + body + " }}").render(USER, None, {}, generation_prompt=True)
