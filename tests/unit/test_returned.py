@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from making import SESSION, Book, assistant, user
 from tables import rows
 
-from app.domain.canonical import REASONING_TAGS, canonical_hash, without_reasoning
+from app.domain.canonical import canonical_hash, without_reasoning
 from app.domain.events import History, Matcher
 from app.domain.history import RequestHistory
 from app.domain.rules import EMPTY_REPLY, Plan, TreeIndex
