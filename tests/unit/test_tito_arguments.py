@@ -17,6 +17,7 @@ LOW_EFFORT = "{{ low_effort }}{{ truncate_history_thinking }}"
 
 @pytest.mark.parametrize(("own", "effort", "reasoning", "made"), rows("tito_sglang_efforts"))
 def test_what_sglang_makes_of_an_effort(own: dict[str, Any], effort: Any, reasoning: Any, made: dict[str, Any]) -> None:
+    """The template's own argument goes first, but thinking goes by the request's field."""
     assert arguments(own, effort, reasoning, "") == made
 
 
