@@ -121,7 +121,7 @@ def _attempts(
             yield find_long_values(body, known, keys=keys, at_end=True), True
         found = find_long_values(body, known, keys=keys)
     yield found, False
-    if found.payloads and found.prompt is not None and found.prompt.end - found.prompt.start <= LONG_PROMPT:
+    if found.payloads and found.prompt is not None and found.prompt.size <= LONG_PROMPT:
         yield found._replace(prompt=None), False
 
 
@@ -146,7 +146,7 @@ class LongValues(NamedTuple):
     @property
     def base64_bytes(self) -> int:
         """The bytes of the payloads that are texts."""
-        return sum(place.end - place.start for place in self.payloads if not place.is_list)
+        return sum(place.size for place in self.payloads if not place.is_list)
 
 
 def find_long_values(
@@ -164,7 +164,7 @@ def find_long_values(
     """
     prompt, begun = _prompt(body, min(WINDOW, len(body)), known)
     found: list[PayloadRange] = []
-    gaps = [prompt] if prompt is not None and prompt.end - prompt.start > LONG_PROMPT else []
+    gaps = [prompt] if prompt is not None and prompt.size > LONG_PROMPT else []
     for kind, key in keys:
         at = 0
         for _ in range(COPIES):
@@ -326,7 +326,7 @@ def _committed(
     the body, if they were cut out. Raises Rejected."""
     reply, prompt = parsed.reply, parsed.prompt
     edits = _payloads(job, memoryview(body), parsed, values, is_whole=text is body) if job.payload_specs else []
-    reply.places = [value.place for value in values]
+    reply.places, reply.prompt = [value.place for value in values], cut_at
     separator, known_text = None, None
     if prompt is not None and prompt.text and prompt.separator is not None and prompt.tokens > 1:
         # The first occurrence that no other edit touches: any of them can be restored.
@@ -336,9 +336,8 @@ def _committed(
         if start >= 0:
             separator, end = prompt.separator, start + len(prompt.text)
             edits.append(_Edit(start, end, None, b""))
-            if cut_at is not None and cut_at.end - cut_at.start > LONG_PROMPT:
-                reply.prompt = cut_at
-                known_text = None if job.sent else partial(prompt.known_text, reply.sequence)
+            if cut_at is not None and cut_at.size > LONG_PROMPT and not job.sent:
+                known_text = partial(prompt.known_text, reply.sequence)
     kept, cuts, ids_at = _without(text, edits)
     if job.beginning:
         reply.message, reply.rest = whole_message(job.beginning, reply.message), reply.message

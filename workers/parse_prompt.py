@@ -30,7 +30,7 @@ PLAIN_BYTES = 16 << 10
 PROMPT = "prompt_token_ids"
 
 LONG_PROMPT = 16 << 10
-"""Bytes of a prompt's ids that are worth keeping in memory, and a place of their own in the reply."""
+"""Bytes of a prompt's ids that are worth keeping in memory."""
 
 
 class PromptDiffers(Rejected):

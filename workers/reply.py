@@ -90,6 +90,10 @@ class PayloadRange(msgspec.Struct, frozen=True, array_like=True):
     end: int
     is_list: bool = False
 
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
 
 class Job(msgspec.Struct, frozen=True, array_like=True):
     """The input of validation, and what is stored with the reply.
@@ -127,8 +131,8 @@ class ValidatedReply(msgspec.Struct, array_like=True):
     `logprobs_of` is what the reply itself says its logprobs are of.
 
     What is stored of it (`workers.job`): `tokens` and `exchange` are compressed frames (`codec.pack_turn`). `places`
-    are those of its payloads in the body, `prompt` that of the prompt's ids, if they are long. `rest` is the engine's
-    message where the client began it, and `message` both.
+    are those of its payloads in the body, `prompt` that of the prompt's ids, if they could be cut out. `rest` is the
+    engine's message where the client began it, and `message` both.
 
     What the caller adds: `engine` was asked at `requested_at` (seconds since the epoch) with weight version
     `dispatched`, if known. `message_hash` is the canonical hash of the message, `calls_hash`, `bare_hash` and

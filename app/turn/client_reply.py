@@ -13,6 +13,7 @@ from app.upstream.dialects import PROMPT_WISHES, asked_for, asks_for_prompt, log
 from workers import scan
 from workers.codec import describe
 from workers.parse_json import NULL
+from workers.parse_prompt import LONG_PROMPT
 from workers.reply import NAMES, PayloadRange
 
 Mode = Literal["asked", "verbatim"]
@@ -71,12 +72,12 @@ describe(_Reply, dict[str, msgspec.Raw])
 
 def shown(body: Body, places: Sequence[PayloadRange], params: Fields) -> Parts:
     """A valid reply with null for each value that Turnlog asked for and these parameters do not; all else is the
-    engine's bytes. `places` are those of its payloads, and of the prompt's ids if they are long."""
+    engine's bytes. `places` are those of its payloads, and of the prompt's ids if they are known."""
     asked = _NOTHING if _ASKING.isdisjoint(params) else _asked(params)
     names = ASKED_FOR - asked
     hidden: list[Range] = []
     if names:
-        # The long values are left out of what is decoded, also those that the client gets.
+        # These values are left out of what is decoded, also those that the client gets: they are most of it.
         text = b"".join(body.without([(place.start, place.end) for place in places])) if places else body.joined()
         reply = _REPLY.decode(text)
         values: list[msgspec.Raw] = []
@@ -90,14 +91,15 @@ def shown(body: Body, places: Sequence[PayloadRange], params: Fields) -> Parts:
                     values.append(value)
         hidden = scan.places_in(text, values)
         if places:
-            long_values = sorted(places, key=lambda place: place.start)
-            hidden = [_in_body(start, end, long_values) for start, end in hidden]
+            cut = sorted(places, key=lambda place: place.start)
+            hidden = [_in_body(start, end, cut) for start, end in hidden]
     for place in places:
         if place.kind not in asked and not any(start <= place.start < end for start, end in hidden):
             hidden.append((place.start, place.end))
     parts = body.without(hidden)
     # A reply without long values is copied: its engine's body is not kept for a client that reads slowly.
-    return parts if places or not hidden else [b"".join(parts)]
+    is_long = any(place.size > LONG_PROMPT for place in places)
+    return parts if is_long or not hidden else [b"".join(parts)]
 
 
 def _asked(params: Fields) -> frozenset[str]:
@@ -127,7 +129,7 @@ def _in_body(start: int, end: int, cut: Sequence[PayloadRange]) -> Range:
     """The place in the body of what is at [start, end) where null replaces these values."""
     before = inside = 0
     for place in cut:
-        longer = place.end - place.start - len(b"null")
+        longer = place.size - len(b"null")
         at = place.start - before - inside
         if at < start:
             before += longer

@@ -538,7 +538,7 @@ class Turns:
             return body.pieces
         decoded_bytes = body.size
         for place in places:
-            decoded_bytes -= place.end - place.start
+            decoded_bytes -= place.size
         if decoded_bytes <= INLINE_BYTES:
             return shown(body, places, request.params)
         return await asyncio.to_thread(shown, body, places, request.params)

@@ -31,7 +31,7 @@ from app.upstream.dialects import returns
 from app.upstream.odd_replies import Failure, failure_in, with_text
 from workers import job
 from workers.parse import REPLAY, KnownTokens, PromptDiffers, Rejected
-from workers.parse_prompt import KnownText, token_text
+from workers.parse_prompt import LONG_PROMPT, KnownText, token_text
 from workers.payloads import Chunk, Parent, PayloadSpec
 from workers.pool import Crashed, Pool, PoolError
 from workers.reply import UNKNOWN_VERSION, Job, Read, ValidatedReply, VersionSpan
@@ -205,14 +205,14 @@ class Weighed:
         if found.begun is not None:
             weight -= found.begun.known.text_bytes  # To compare them costs a thousandth.
         elif found.prompt is not None and known is not None:
-            light += min(found.prompt.end - found.prompt.start, known.text_bytes)
+            light += min(found.prompt.size, known.text_bytes)
         self.is_light = weight - light + light // LIGHTER <= limit
 
 
 def text_in(body: Body, result: ValidatedReply) -> Callable[[], KnownText | None] | None:
     """What makes the text of a reply's tokens, if the prompt's ids are long; a worker has validated it."""
     place = result.prompt
-    if place is None:
+    if place is None or place.size <= LONG_PROMPT:
         return None
 
     def text() -> KnownText | None:

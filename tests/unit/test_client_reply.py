@@ -116,7 +116,7 @@ def test_only_what_was_asked_for_is_there_and_all_else_is_the_engines(
     rows = EXPERTS if engine == "sglang" else "choices.0.routed_experts"
     prompt = f"{'choices.0.' if engine == 'sglang' else ''}{PROMPT}"
     experts = PayloadRange("routed_experts", *place_of(body, rows))
-    # A long prompt's place is known, a short one's is not; a stored reply has null for its payloads already.
+    # A prompt's place is known if it could be cut out; a stored reply has null for its payloads already.
     for places in ([experts], [experts, PayloadRange(PROMPT, *place_of(body, prompt), True)]):
         for cut in (len(body), 100):
             pieces = [body[at : at + cut] for at in range(0, len(body), cut)]
