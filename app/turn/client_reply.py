@@ -126,13 +126,11 @@ def _unasked_in_meta(meta: msgspec.Raw, asked: frozenset[str]) -> Sequence[msgsp
 
 
 def _in_body(start: int, end: int, cut: Sequence[PayloadRange]) -> Range:
-    """The place in the body of what is at [start, end) where null replaces these values."""
-    before = inside = 0
+    """The place in the body of what is at [start, end) where null replaces these values, which are in order."""
     for place in cut:
         longer = place.size - len(b"null")
-        at = place.start - before - inside
-        if at < start:
-            before += longer
-        elif at < end:
-            inside += longer
-    return start + before, end + before + inside
+        if place.start < end:
+            end += longer
+            if place.start < start:
+                start += longer
+    return start, end

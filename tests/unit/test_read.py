@@ -73,6 +73,8 @@ def is_read(body: bytes, asked: Job = PLAIN, text: KnownText | None = None, befo
     for other in (whole[0], job.work(asked, memoryview(body))):
         assert content_of(own[0]) == content_of(other)
     ids = [*(before or [])[: own[0].base], *memoryview(tokens.suffix_ids).cast("i")]
+    if (place := own[0].prompt) is not None:
+        assert json.loads(body[place.start : place.end]) == ids
     values = {cut.kind: payloads.render(cut, rows_of(own[0], cut.kind)) for cut in exchange.cuts if cut.form != "text"}
     values |= {cut.kind: b"" for cut in exchange.cuts if cut.form == "text"}
     assert codec.paste(exchange, memoryview(msgspec_ids(ids)).cast("i"), values) == body
@@ -105,6 +107,7 @@ def msgspec_ids(ids: list[int]) -> bytes:
 @pytest.mark.parametrize("ids", [[1, 2, 3], LONG], ids=["short", "long"])
 def test_the_usual_reply_is_read(shape: str, ids: list[int]) -> None:
     body = long_body(shape, ids)
+    assert job.work(PLAIN, body).prompt is not None
     for asked in (PLAIN, msgspec.structs.replace(PLAIN, dialect=shape)):
         assert is_read(body, asked)
     other = "vllm" if shape == "sglang" else "sglang"
