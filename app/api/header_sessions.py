@@ -25,7 +25,7 @@ from starlette.types import Scope
 from app.api.creation import CreateSession, new_session
 from app.api.head import route_path, unknown_session
 from app.domain import control
-from app.domain.patterns import ID
+from app.domain.patterns import ID, is_id
 from app.domain.surrogates import decoded
 from app.errors import (
     AppError,
@@ -431,7 +431,7 @@ def _named_in(body: bytes, fields: Collection[str]) -> str | None:
     values = {PROMPT_CACHE_KEY: _text(named.prompt_cache_key), USER_ID: _user(named.metadata)}
     name = next((value for field in fields if (value := values[field])), None)
     # A hash of it, if it is too long or has characters that are not allowed in an id.
-    return name if name is None or (re.fullmatch(ID, name) and name.strip(".")) else _digest(name)
+    return name if name is None or is_id(name) else _digest(name)
 
 
 def _text(raw: msgspec.Raw) -> str | None:
@@ -468,7 +468,7 @@ def _parent(given: Mapping[str, str], own_header: str | None) -> str | None:
 
 def _valid(given: Mapping[str, str], name: str) -> str:
     value = given[name]
-    if not re.fullmatch(ID, value) or not value.strip("."):
+    if not is_id(value):
         raise InvalidRequest(
             f"{name} must be 1 to {MAX_ID} letters, digits, dots, underscores, colons or hyphens, and not only dots"
         )

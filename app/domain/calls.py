@@ -111,17 +111,18 @@ def given_ids(
             or call.id in seen
             or (
                 protocol != "chat"
-                and (
-                    _PLAIN.fullmatch(call.id) is None
-                    or len(calls) > MOST_SOUGHT
-                    or any(b'"%b"' % call.id.encode() in bytes(raw) for raw in messages)
-                )
+                and (_PLAIN.fullmatch(call.id) is None or len(calls) > MOST_SOUGHT or _occurs(call.id, messages))
             )
         ):
             places.append(place)
         else:
             seen.add(call.id)
     return GivenIds(given_prefix(protocol, proof), tuple(places)) if places else None
+
+
+def _occurs(call_id: str, messages: Sequence[msgspec.Raw]) -> bool:
+    quoted = b'"%b"' % call_id.encode()
+    return any(quoted in bytes(raw) for raw in messages)
 
 
 def given_prefix(protocol: str, proof: str) -> str:

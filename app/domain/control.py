@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 import msgspec
@@ -105,7 +104,7 @@ def _value(name: str, raw: msgspec.Raw) -> object:
 
 
 def _session_id(value: object) -> str:
-    if not isinstance(value, str) or not re.fullmatch(patterns.ID, value) or not value.strip("."):
+    if not isinstance(value, str) or not patterns.is_id(value):
         raise _bad("session_id", "must be 1 to 128 letters, digits, dots, underscores, colons or hyphens")
     return value
 

@@ -12,6 +12,12 @@ from urllib.parse import urlsplit
 ID = r"^[A-Za-z0-9._:-]{1,128}$"
 """Of a session, of an affinity, of a consumer. For `re.fullmatch`: `$` alone lets a line feed follow."""
 
+
+def is_id(text: str) -> bool:
+    """An id that is not only dots: a client may take those for a relative path."""
+    return re.fullmatch(ID, text) is not None and text.strip(".") != ""
+
+
 NO_NUL = r"^[^\x00]*$"
 """PostgreSQL's text holds no NUL."""
 

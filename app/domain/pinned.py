@@ -14,7 +14,16 @@ import msgspec
 
 from app.domain.events import SessionConfig
 from app.domain.patterns import is_in_row
-from app.domain.request import FIRST_ROW_NAMES, KV_FIELD, KV_MEMBER, RETURN, ChatRequest, CompletionRequest, value_of
+from app.domain.request import (
+    FIRST_ROW_NAMES,
+    KV_FIELD,
+    KV_MEMBER,
+    RETURN,
+    ChatRequest,
+    CompletionRequest,
+    as_raw,
+    value_of,
+)
 from app.errors import InvalidRequest
 from workers.top_logprobs import MAX_TOP
 
@@ -95,7 +104,7 @@ def _pin(params: dict[str, msgspec.Raw], name: str, aliases: Iterable[str], valu
         if raw is not None and refuses:
             _require_same(alias, value_of(raw, alias), value, "the value that the session's creator pinned")
     if value is not None:
-        params[name] = msgspec.Raw(msgspec.json.encode(value))
+        params[name] = as_raw(value)
 
 
 def in_new_wire(request: ChatRequest | CompletionRequest, *, evaluation: bool) -> ChatRequest | CompletionRequest:

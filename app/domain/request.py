@@ -147,8 +147,8 @@ def canonical_hash(request: ChatRequest | CompletionRequest, history: str) -> st
     tools = getattr(request, "tools", None)
     tools_hash = b""
     if tools is not None:
-        hash_tools = _remembered_hash if len(bytes(tools)) <= _TOOLS_BYTES else _hash_of
-        tools_hash = hash_tools(bytes(tools))
+        text = bytes(tools)
+        tools_hash = (_remembered_hash if len(text) <= _TOOLS_BYTES else _hash_of)(text)
     ids = b"" if request.ids is None else request.ids.text
     parts = request.protocol.encode(), history.encode(), b",".join(params), tools_hash, ids
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]

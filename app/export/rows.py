@@ -62,6 +62,9 @@ class Lazy(Sequence[T]):
     def __getitem__(self, index: Any) -> Any:
         return self._items()[index]
 
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._items())
+
 
 class Known(msgspec.Struct, frozen=True):
     """A session folded up to the position of its page; `times` are when each turn was committed.
@@ -133,8 +136,7 @@ class SessionRows:
         if payloads is True and self._query.routing == "sampled":
             routing, differs = self._sampled(sample, routing)
         columns = {name: self._of_column(sample, name) for name in self._query.column_names}
-        session = self.session
-        chain = [turn.number for turn in session.message_chain(sample.turns[-1].turn)]
+        chain = Lazy(lambda: [turn.number for turn in self.session.message_chain(sample.turns[-1].turn)])
         return Row(
             session=self.session,
             sample=sample,
@@ -155,7 +157,7 @@ class SessionRows:
             sampling=Lazy(lambda: [self._sampling(self._known.events[span.turn]) for span in sample.turns]),
             links=dict(self._links(sample, path)) if payloads == "urls" else None,
             # Without reading a message.
-            stored_images=sum(len(self._known.events[number].images) for number in chain) if session.images else 0,
+            stored_images=sum(len(self._known.events[number].images) for number in chain) if self.session.images else 0,
             images=None if self._query.images == "none" else Lazy(lambda: list(self._images(chain))),
             annotations=self._annotations(sample) if self.session.annotations else None,
             columns={name: align(sample.turns, column) for name, (column, _) in columns.items()} or None,

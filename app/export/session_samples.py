@@ -10,6 +10,7 @@ import msgspec
 
 from app.domain.branches import TEXT_ONLY, Branches, pick
 from app.domain.events import UnknownEvent
+from app.domain.request import as_raw
 from app.domain.samples import Inconsistent
 from app.domain.session import Session
 from app.errors import InvalidRequest, SessionNotFound
@@ -72,7 +73,7 @@ class SessionSamples:
             fields, ours = await self.metadata(live, session.session), summary(session.session)
             metadata = {name: value for name, value in fields.items() if name not in ours and value is not None}
             if agent is not None:
-                metadata["agent"] = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in agent.items()}
+                metadata["agent"] = {name: as_raw(value) for name, value in agent.items()}
             made = await asyncio.to_thread(
                 self._body, stored[session_id], session, max_seq_len, branches, metadata, sealed=sealed
             )

@@ -110,9 +110,13 @@ class SqliteTx:
         execute = self._cursor.execute
         taken = [one for one in opened if execute(TAKE, one[:6]).rowcount == 1]
         if taken:
-            self._cursor.executemany(OPEN, [(one[0], one[1] + 1, one[4], *one[6:13]) for one in taken])
-            log = [LogRow(one[0], one[1] + 1, "TurnOpened", one.version, one.at, one.data) for one in taken]
-            self._cursor.executemany(EVENT, [(*event, next(self.positions)) for event in log])
+            opened_rows, log = [], []
+            for one in taken:
+                fence = one.known + 1
+                opened_rows.append((one.session_id, fence, one.turn, *one[6:13]))
+                log.append((one.session_id, fence, "TurnOpened", one.version, one.at, one.data, next(self.positions)))
+            self._cursor.executemany(OPEN, opened_rows)
+            self._cursor.executemany(EVENT, log)
         return {one.session_id for one in taken}
 
     def commit_turns(self, committed: Sequence[CommitRow], log: Sequence[LogRow]) -> Collection[str]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from app.domain.request import join_object
+from app.domain.request import as_raw, join_object
 from workers.content import text_of_parts
 from workers.parse_json import NULL, Fields, Rejected, is_null, object_at
 from workers.reply import FAILED
@@ -71,8 +71,8 @@ def with_text(body: bytes) -> bytes | None:
         return None
     if parts is None:
         return None
-    message["content"] = msgspec.Raw(msgspec.json.encode(parts.text))
+    message["content"] = as_raw(parts.text)
     if parts.reasoning and is_null(message.get("reasoning_content")) and is_null(message.get("reasoning")):
-        message["reasoning_content"] = msgspec.Raw(msgspec.json.encode(parts.reasoning))
+        message["reasoning_content"] = as_raw(parts.reasoning)
     choice["message"] = msgspec.Raw(join_object(message))
     return join_object({**root, "choices": b"[" + join_object(choice) + b"]"})

@@ -118,7 +118,8 @@ class EventsPlace(Place):
         match line:
             case {"seq": int(seq), "type": str(kind)}:
                 self.after = seq
-                self._left = 0 if kind == "SessionErased" else None
+                if kind == "SessionErased":
+                    self._left = 0  # nothing follows
             case _:
                 raise NotTurnlog("a line that is no event: is this Turnlog's address?")
 
@@ -169,6 +170,7 @@ class ExportPlace(Place):
         return present({**self._parameters, "cursor": self.cursor, "limit": self._left})
 
     def begin(self, headers: Mapping[str, str]) -> None:
+        super().begin(headers)
         self.cursor = self.cursor or headers.get("x-turnlog-cursor")
         self.next_cursor = headers.get("x-turnlog-next-cursor")
 

@@ -82,10 +82,12 @@ def weight(value: object) -> int:
     match value:
         case None:
             return 0
-        case np.ndarray():
-            return value.nbytes
+        case int() | float():  # most fields
+            return 8
         case str() | bytes():
             return len(value)
+        case np.ndarray():
+            return value.nbytes
         case msgspec.Raw():
             return len(memoryview(value))
         case dict():

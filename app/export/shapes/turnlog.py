@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
+from app.domain.request import as_raw
 from app.domain.samples import TurnSpan
 from app.export import jsontext
 from app.export.row import Columns, Fields, MaskRows, Routing, Row, Value
@@ -84,7 +85,7 @@ def fields(row: Row) -> Fields:
     session, sample = row.session, row.sample
     config, pinned = session.config, None
     if config.model or config.params:  # as text, which holds any number
-        pinned = msgspec.Raw(msgspec.json.encode({"model": config.model, "params": config.params}))
+        pinned = as_raw({"model": config.model, "params": config.params})
     return {
         "session_id": session.session_id,
         "segment": sample.segment,

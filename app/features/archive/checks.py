@@ -4,7 +4,6 @@ come back."""
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import zstandard
 from sqlalchemy import BigInteger, Column, Double, Integer, SmallInteger, String
 
 from app.domain.events import UnknownEvent
-from app.domain.patterns import ID
+from app.domain.patterns import is_id
 from app.features.archive.rows import CONTENT, LARGEST_BYTES, LARGEST_EVENTS, Rollout, StoredRows
 from app.features.groups.schema import groups
 from app.store.schema import (
@@ -98,7 +97,7 @@ def require_own(rollout: Rollout) -> None:
 
 
 def _is_id(text: object) -> bool:
-    return isinstance(text, str) and re.fullmatch(ID, text) is not None and text.strip(".") != ""
+    return isinstance(text, str) and is_id(text)
 
 
 def _require_columns(columns: Iterable[Column[Any]], row: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from app.domain import decide
 from app.domain.events import LimitName, LimitReached, OnLimit, TurnCommitted
-from app.domain.request import value_of
+from app.domain.request import as_raw, value_of
 from app.domain.rules import Plan
 from app.domain.session import Session
 from app.errors import AppError, InvalidRequest, OverBudget, SessionBusy
@@ -372,6 +372,6 @@ def _ended_as_length(body: bytes, tokens: int) -> bytes:
             choice[name] = msgspec.Raw(b"null")
     meta = _FIELDS.decode(choice["meta_info"]) if "meta_info" in choice else {}
     if "finish_reason" in meta:
-        meta["finish_reason"] = msgspec.Raw(msgspec.json.encode({"type": "length", "length": tokens}))
-        choice["meta_info"] = msgspec.Raw(msgspec.json.encode(meta))
+        meta["finish_reason"] = as_raw({"type": "length", "length": tokens})
+        choice["meta_info"] = as_raw(meta)
     return msgspec.json.encode({**root, "choices": [choice]})

@@ -85,7 +85,8 @@ class Previews:
                     tokens.append(fields["tokens"])
                     sampled_tokens += fields["sampled_tokens"]
                     given.update(fields["sessions"])
-                if len(given | scanned) >= MAX_SESSIONS or time.monotonic() >= until:
+                    scanned.update(fields["sessions"])
+                if len(scanned) >= MAX_SESSIONS or time.monotonic() >= until:
                     break
             else:
                 reached = None
@@ -96,7 +97,7 @@ class Previews:
             sampled_tokens=sampled_tokens,
             first_tokens=tokens[:FIRST_ROWS],
             missing=sorted(missing.values(), key=lambda one: -one.count),  # the most frequent reason first
-            scanned=len(given | scanned),
+            scanned=len(scanned),
             complete=reached is None,
             cursor=reached,
         )

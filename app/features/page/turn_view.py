@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 from sqlalchemy import Connection, select
 
+from app.domain.request import as_raw
 from app.errors import NotFound, SessionNotFound
 from app.sessions.conversation import as_messages
 from app.store.database import Database
@@ -193,7 +194,7 @@ def _message(message: bytes, sampled: bool, whole: bool) -> TurnMessage:
         return TurnMessage(sampled, size, False, None, f"{size} bytes are too many to show")
     if whole or size <= WHOLE_BYTES:
         return TurnMessage(sampled, size, False, msgspec.Raw(message))
-    return TurnMessage(sampled, size, True, msgspec.Raw(msgspec.json.encode(_head(msgspec.json.decode(message)))))
+    return TurnMessage(sampled, size, True, as_raw(_head(msgspec.json.decode(message))))
 
 
 def _head(value: object) -> object:

@@ -198,8 +198,10 @@ class Use(_NameOperation, frozen=True):
 
     def apply(self, tx: Tx) -> Used:
         row = _lock_row(tx, self.control.session_id, self.lease_s)
-        if self._is_held(row):
-            return Used("held")
+        if row is not None and self._waits_for(row):
+            if not row.is_dead:
+                return Used("held")
+            return Used("unbound") if self.control.action is None else self._end_first(tx, row)
         match self.control.action:
             case None:
                 return self._request_bound(tx, row)
@@ -211,11 +213,10 @@ class Use(_NameOperation, frozen=True):
     def finds_it_held(self, connection: Connection) -> bool:
         """Would this request be told now to try again later?"""
         found = connection.execute(_named, {"control": self.control.session_id, "lease_s": self.lease_s}).first()
-        return found is not None and self._is_held(_affinity(found))
+        return found is not None and self._waits_for(row := _affinity(found)) and not row.is_dead
 
-    def _is_held(self, row: AffinityRow | None) -> bool:
-        if row is None or row.is_dead:
-            return False
+    def _waits_for(self, row: AffinityRow) -> bool:
+        """Does this request have to wait until the process that holds the row has gone on?"""
         if row.state == "opening" or self.control.action not in ("open", "bind"):
             return row.state == "opening"
         # A session's closing turn has ended before its next one begins; another session's may run for long.
@@ -229,8 +230,6 @@ class Use(_NameOperation, frozen=True):
     def _request_close(self, tx: Tx, row: AffinityRow | None) -> Used:
         if row is None or row.state in ("closing", "ending"):
             return Used("unbound")
-        if row.state == "opening":
-            return self._end_first(tx, row)
         if row.worker_session:
             return self._become(tx, row, "closing")
         tx.run(_delete, {"control": row.control_id})
@@ -239,8 +238,6 @@ class Use(_NameOperation, frozen=True):
     def _request_binding(self, tx: Tx, row: AffinityRow | None) -> Used:
         if row is None:
             return self._bind(tx, None)
-        if row.state in ("opening", "ending") or (row.state == "closing" and row.session_id == self.used_by):
-            return self._end_first(tx, row)
         if row.state == "bound" and row.is_due:
             return self._end_first(tx, row) if row.worker_session else self._bind(tx, row)
         if self.control.action == "open" and not row.worker_session and row.engine in self.holding:
