@@ -116,7 +116,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if lane_of(item) in asked]
     if seed := config.getoption("shuffle"):
         # A module's tests stay together: what they share is started once.
-        items.sort(key=lambda item: (_drawn(seed, str(item.path)), str(item.path), _drawn(seed, item.nodeid)))
+        items.sort(key=lambda item: (_drawn(seed, module_of(item)), module_of(item), _drawn(seed, item.nodeid)))
+
+
+def module_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def _drawn(seed: str, name: str) -> float:

@@ -29,7 +29,7 @@ def test_the_page_of_the_routes_has_no_barrier(page_stand: PageStand, watch: Cal
     page.get_by_role("button", name="Send").first.click()
     page.get_by_text('"base_url":').wait_for()
     page.get_by_text("Errors", exact=True).first.click()
-    for width, scheme in ((1440, "light"), (390, "light"), (390, "dark")):
+    for width, scheme in ((1440, "light"), (1440, "dark"), (390, "light"), (390, "dark")):
         page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
         page.set_viewport_size({"width": width, "height": 844})
         assert barriers(page, scheme) == []

@@ -10,9 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
 from collections.abc import Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.amounts import cases
+from helpers.answering import Answer, Answering
 from helpers.replies import BYTES, Reply, body_of, mutated
 from integration.stand import Stand, Talk, error_of, serving, user
 from unit.malformed_payloads import bodies, npy
@@ -42,49 +41,16 @@ PHASES: Mapping[str, Mapping[str, str]] = {
 """The settings of a server. `verbatim` judges each reply in a worker; its clients get the engine's bytes."""
 
 
-class Engine(ThreadingHTTPServer):
-    """Answers each session with the bytes that `replies` has for it."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.base_url = f"http://127.0.0.1:{self.server_address[1]}"
-        self.replies: dict[str, bytes] = {}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    wbufsize = 1 << 16  # Head and body leave together.
-    server: Engine
-
-    def do_GET(self) -> None:
-        self._send(b"{}")
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        self._send(self.server.replies.get(self.headers.get("x-smg-routing-key", ""), b""))
-
-    def _send(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        return
+@pytest.fixture(scope="module")
+def replies() -> dict[str, bytes]:
+    """What the engine answers each session with."""
+    return {}
 
 
 @pytest.fixture(scope="module")
-def replying() -> Iterator[Engine]:
-    with Engine() as made:
-        thread = threading.Thread(target=made.serve_forever, args=(0.05,))
-        thread.start()
+def replying(replies: dict[str, bytes]) -> Iterator[Answering]:
+    with Answering(lambda asked: Answer(replies.get(asked.header("x-smg-routing-key") or "", b"{}"))) as made:
         yield made
-        made.shutdown()
-        thread.join()
 
 
 def sound(number: int) -> Reply:
@@ -120,19 +86,20 @@ def judged(body: bytes, *, is_required: bool) -> ValidatedReply | None:
 class Client:
     """A session that gets one reply, and a sound one after a refusal."""
 
-    def __init__(self, stand: Stand, engine: Engine, number: int, body: bytes, phase: str) -> None:
+    def __init__(self, stand: Stand, replies: dict[str, bytes], number: int, body: bytes, phase: str) -> None:
         self.talk: Talk = stand.talk()
         self.acknowledged: list[Acknowledged] = []
         self.refused: list[str] = []
-        self._stand, self._engine, self._phase = stand, engine, phase
+        self._stand, self._replies, self._phase = stand, replies, phase
         self._bodies = (body, json.dumps(sound(number)).encode())
 
     def run(self) -> None:
         types = ["SessionCreated"]
         for body in self._bodies:
-            self._engine.replies[self.talk.id] = body
+            self._replies[self.talk.id] = body
             reply, said = self.talk.chat([user("Hi")]), judged(body, is_required=self._phase == "asked")
             if said is None:
+                assert body is self._bodies[0], "a sound reply is refused"
                 assert error_of(reply) == (502, "upstream_invalid"), (body, reply.text[:200])
                 self.refused.append(reply.json()["error"]["message"])
                 types += ["TurnOpened", "TurnRejected"]
@@ -202,7 +169,7 @@ def _lean(body: bytes) -> Any:
 @pytest.mark.fault(6, "an engine's replies are damaged")
 @pytest.mark.parametrize("phase", ["asked", pytest.param("verbatim", marks=pytest.mark.long)])
 def test_a_damaged_reply_is_refused_or_stored_as_it_is(
-    replying: Engine, tmp_path: Path, tally: Tally, phase: str
+    replying: Answering, replies: dict[str, bytes], tmp_path: Path, tally: Tally, phase: str
 ) -> None:
     with serving(tmp_path, replying.base_url, environment=PHASES[phase]) as stand:
         known = (
@@ -212,7 +179,7 @@ def test_a_damaged_reply_is_refused_or_stored_as_it_is(
         )
         mutants = [damaged(number) for number in range(cases(500))]
         clients = [
-            Client(stand, replying, number, body, phase)
+            Client(stand, replies, number, body, phase)
             for number, body in enumerate([*(body for body, _ in known), *mutants])
         ]
         for call in [stand.meanwhile(client.run) for client in clients]:

@@ -7,15 +7,25 @@ import contextlib
 import functools
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 from helpers.databases import Postgres, SqliteTemplate
 from helpers.looking import value
 
+from app.crash_points import CrashPoint
+
 DATABASES = ("sqlite", "postgresql")
+
+
+def in_turn(points: Sequence[CrashPoint]) -> pytest.MarkDecorator:
+    """Each point on one of the databases, whatever `--store` says; the simulation cuts what they are of off at any
+    await, on both."""
+    kinds = zip(cycle(DATABASES), points, strict=False)
+    return pytest.mark.parametrize(("places", "point"), list(kinds), indirect=["places"])
 
 
 @functools.cache

@@ -10,7 +10,6 @@ import sqlite3
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from app.crash_points import VARIABLE, CrashPoint
 from app.features.archive.rows import DROPPED_AT_ONCE
 from app.features.objects.names import parsed
 from integration.cli import answer
-from integration.places import DATABASES, Places
+from integration.places import Places, in_turn
 from integration.routing import problems
 from integration.stand import Stand, Talk, error_of, serving, until
 from integration.test_rollouts import close, reward, rollout
@@ -440,13 +439,6 @@ def test_a_file_that_unpacks_to_too_much_is_refused_before_it_is(own: Stand, tmp
     assert error_of(own.http.post("/archives/import", json={"file": file.as_uri()})) == (400, "invalid_request")
     file.write_bytes(b"PAR1")
     assert error_of(own.http.post("/archives/import", json={"file": file.as_uri()})) == (400, "invalid_request")
-
-
-def in_turn(points: tuple[CrashPoint, ...]) -> pytest.MarkDecorator:
-    """Each point on one of the databases; the simulation cuts archives off at any await, on both."""
-    return pytest.mark.parametrize(
-        ("places", "point"), list(zip(cycle(DATABASES), points, strict=False)), indirect=["places"]
-    )
 
 
 LEAVING: tuple[CrashPoint, ...] = (

@@ -143,7 +143,8 @@ def test_both_kinds_are_known_after_a_kill(mortal: Stand) -> None:
     for sim in sims:
         for talk in talks:
             reply = ask(talk, sim)
-            talk.messages = with_arguments(talk.protocol, talk.messages, "{}")
+            if sim is sims[0]:  # What came second goes back as it was.
+                talk.messages = with_arguments(talk.protocol, talk.messages, "{}")
             talk.messages += results(talk.protocol, ids_of(talk.protocol, reply))
         mortal.server.kill()
         mortal.server.start()

@@ -9,14 +9,13 @@ import signal
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import cycle
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
 from app.crash_points import VARIABLE, CrashPoint
-from integration.places import DATABASES, Places
+from integration.places import Places, in_turn
 from integration.stand import HOURS, Stand, until, user
 from ops.server import ServerProcess, free_port
 from ops.simulator.process import SimulatorProcess
@@ -205,7 +204,7 @@ def test_what_was_committed_while_a_receiver_was_away_is_delivered(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("places", "point"), list(zip(cycle(DATABASES), CRASHES, strict=False)), indirect=["places"])
+@in_turn(CRASHES)
 def test_a_kill(places: Places, sglang: SimulatorProcess, receiver: Receiver, point: CrashPoint) -> None:
     """What it had sent is sent again under the same id, and what it had not is sent."""
     dead = f"http://127.0.0.1:{free_port()}"

@@ -12,6 +12,7 @@ from app.api.head import PEER, TOKEN_SESSION, Guard, Head, request_ids, route_pa
 from app.api.limits import MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES
 from app.errors import AppError
 from app.main import create_app
+from app.protocols.registry import ROUTES
 from app.settings import Settings
 from app.tokens import Tokens
 
@@ -240,7 +241,7 @@ def test_the_pages_files_are_open_because_they_hold_nothing(path: str) -> None:
     assert status(WITH_TOKEN, asked(path, "POST")) == 401
 
 
-OWN_ROUTES = rows("auth_own_routes")
+OWN_ROUTES = [*rows("auth_own_routes"), *(["POST", route] for route in ROUTES)]
 
 
 @pytest.mark.parametrize(("method", "path"), OWN_ROUTES)

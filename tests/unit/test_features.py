@@ -37,7 +37,6 @@ MADE = "app.features.checkpoints.operations:Make"
 LOG = "app.features.checkpoints.operations:RestoreSession"
 OF_GROUPS = "app.features.checkpoints.operations:RestoreGroups"
 COPIED = "app.features.forks.operation:Fork"
-SESSION = "app.store.log_sessions:Erase"
 
 TABLES = {
     "store_meta": Part("kernel", NO_SESSION, NO_SESSION, "app.features.checkpoints.operations:FinishRestore"),

@@ -95,26 +95,11 @@ def test_a_choice_that_forces_one_is_refused(protocol: str) -> None:
     assert names(parsed(protocol, tools=[LOOK[protocol], *SERVERS[protocol]], tool_choice=ANY[protocol])) == ["look"]
 
 
-IMAGE = "data:image/png;base64,AAAA"
-
-
-def chat_image(detail: str) -> Json:
-    return {"type": "image_url", "image_url": {"url": IMAGE, "detail": detail}}
-
-
-def input_image(detail: str) -> Json:
-    return {"type": "input_image", "image_url": IMAGE, "detail": detail}
-
-
 FOUND = {"type": "tool_reference", "tool_name": "look"}
 OTHERS: list[tuple[str, Json, list[str]]] = rows("left_out_others")
 
 
 LATE = {"name": "late", "input_schema": SCHEMA}
-NAMED = {"type": "tool_reference", "name": "late"}
-DEFINED = {"type": "tool_definition", "definition": LATE}
-ADDED, REMOVED = ({"type": f"tool_{kind}", "tool": NAMED} for kind in ("addition", "removal"))
-AT = "messages[1].content"
 CHANGES: list[tuple[list[Json], list[Json], list[str], list[str]]] = rows("left_out_changes")
 """Tools beside `look`, their changes in a system message, the names that the engine gets, and what is told."""
 

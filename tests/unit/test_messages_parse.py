@@ -55,15 +55,6 @@ def thought(value: str, signature: str = "") -> dict[str, Any]:
     return {"type": "thinking", "thinking": value, "signature": signature}
 
 
-def call(call_id: str | None, arguments: str) -> dict[str, Any]:
-    made = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    return made if call_id is None else {"id": call_id, **made}
-
-
-def said(content: Any, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content, **more}
-
-
 def request(messages: list[Any], **fields: Any) -> dict[str, Any]:
     return {"model": "m", "max_tokens": 9, "messages": messages, **fields}
 
@@ -86,8 +77,6 @@ def params(**fields: Any) -> dict[str, Any]:
 
 
 BILLING = text("x-anthropic-billing-header: cc_version=1; cch=9f;")
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-IMAGE_AT = {"type": "image_url", "image_url": {"url": "https://x/y.png"}}
 DOCUMENT = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
 
 CONVERSATIONS: list[tuple[str, Any, list[Any], list[Any]]] = rows("messages_conversations")
@@ -120,7 +109,6 @@ def test_signatures_name_turns_the_newest_last() -> None:
     assert parsed([USER, *signed, assistant(thought("b", f"tl_{OTHER}")), USER]).proofs == (PROOF, OTHER)
 
 
-CHOICE = {"type": "function", "function": {"name": "f"}}
 PARAMS: list[tuple[dict[str, Any], dict[str, Any]]] = rows("messages_params")
 
 
@@ -139,7 +127,6 @@ def test_tools() -> None:
     ]
 
 
-WITH_TOOLS = {"tools": [TOOL]}
 REFUSED: list[tuple[str, dict[str, Any], bool]] = rows("messages_refused")
 
 

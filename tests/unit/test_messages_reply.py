@@ -223,7 +223,6 @@ def events(stream: bytes) -> list[dict[str, Any]]:
     return found
 
 
-CALLS = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
 STOPS = rows("messages_stops")
 
 

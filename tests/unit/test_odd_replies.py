@@ -10,8 +10,6 @@ from tables import rows
 
 from app.upstream.odd_replies import failure_in, with_text
 
-TOLD = {"message": "Rate limited", "code": 429}
-
 
 @pytest.mark.parametrize(("body", "status", "told"), rows("odd_replies_errors"))
 def test_an_error_in_a_200_is_the_engines_own(body: Any, status: int, told: Any) -> None:

@@ -17,30 +17,14 @@ from app.protocols.responses.reply import read_echo
 USER = {"role": "user", "content": "hi"}
 
 
-def call(name: str, call_id: str, **more: Any) -> Json:
-    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": "{}", **more}
-
-
-def chat_call(name: str, call_id: str, arguments: str = "{}") -> Json:
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
 def text(role: str, content: Any) -> Json:
     return {"role": role, "content": content}
-
-
-def assistant(content: str | None, calls: list[Json] | None = None, reasoning: str | None = None) -> Json:
-    message: Json = {"role": "assistant", "content": content}
-    if reasoning is not None:
-        message["reasoning_content"] = reasoning
-    return {**message, "tool_calls": calls} if calls else message
 
 
 THOUGHT = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
 SUMMARY = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "in short"}], "encrypted_content": "abc"}
 SAID = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ok"}]}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,x", "detail": "low"}
-CHAT_IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,x", "detail": "low"}}
 
 
 @pytest.mark.parametrize(("items", "messages"), rows("responses_items"))
@@ -65,10 +49,6 @@ def params_of(**fields: Any) -> Json:
     params: Json = json.loads(join_object({name: bytes(raw) for name, raw in chat(**fields).params.items()}))
     del params["model"]
     return params
-
-
-SCHEMA = {"type": "json_schema", "name": "s", "schema": {"type": "object"}, "strict": True}
-NO_THINKING = {"enable_thinking": False, "thinking": False}
 
 
 @pytest.mark.parametrize(("fields", "params"), rows("responses_params"))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from making import SESSION, Book, assistant, user
 from tables import rows
 
-from app.domain.canonical import canonical_hash, without_reasoning
+from app.domain.canonical import REASONING_TAGS, canonical_hash, without_reasoning
 from app.domain.events import History, Matcher
 from app.domain.history import RequestHistory
 from app.domain.rules import EMPTY_REPLY, Plan, TreeIndex
@@ -29,15 +29,11 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '
 TOOL = {"role": "tool", "tool_call_id": "c1", "content": "22"}
 
 
-def parts(*found: Message) -> Message:
-    return {"role": "assistant", "content": list(found)}
-
-
-def text(value: str) -> Message:
-    return {"type": "text", "text": value}
-
-
-TEXTS: list[tuple[str, Any, Any]] = rows("returned_texts")
+TEXTS: list[tuple[str, Any, Any]] = [
+    *rows("returned_texts"),
+    *((f"{opening} {closing}", f"{opening}hm{closing}Hi", "Hi") for opening, closing in REASONING_TAGS),
+    *((f"{closing} alone", f"hm{closing}Hi", "Hi") for _, closing in REASONING_TAGS),
+]
 
 
 @pytest.mark.parametrize(("content", "bare"), [t[1:] for t in TEXTS], ids=[t[0] for t in TEXTS])

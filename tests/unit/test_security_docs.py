@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections import defaultdict
 from pathlib import Path
 
+from tests.tools.exercised import rows
+
 TESTS = Path(__file__).resolve().parents[1]
 MARK = "pytest.mark" + ".threat"
-DOCUMENT = TESTS / "README.md"
-
-
-def table() -> dict[str, list[str]]:
-    """By threat the tests of its row."""
-    text = DOCUMENT.read_text().partition("| threat | defence |")[2].partition("\n\n")[0]
-    rows = [line.strip("|").split("|") for line in text.splitlines()[2:]]
-    return {row[0].strip(): re.findall(r"`([^`]+)`", row[2]) for row in rows}
 
 
 def texts() -> dict[str, str]:
@@ -37,18 +30,9 @@ def marks() -> dict[str, set[str]]:
 
 
 def test_every_threat_has_a_row_and_every_mark_a_threat() -> None:
-    rows, marked = table(), marks()
-    assert len(rows) > 30
-    assert set(marked) <= set(rows)
+    listed, marked = rows("By threat"), marks()
+    assert len(listed) > 30
+    assert set(marked) <= set(listed)
     for threat, tests in marked.items():
-        missing = tests - set(rows[threat])
+        missing = tests - set(listed[threat])
         assert not missing, (threat, missing)
-
-
-def test_every_row_names_tests_that_there_are() -> None:
-    known = texts()
-    for threat, tests in table().items():
-        assert tests, threat
-        for one in tests:
-            file, _, function = one.partition("::")
-            assert f"def {function}" in known[file], one
