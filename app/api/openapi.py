@@ -93,6 +93,9 @@ class _Builder:
 
     def components(self) -> dict[str, Any]:
         _, schemas = msgspec.json.schema_components(self._kinds, ref_template=COMPONENTS + "{name}")
+        for schema in schemas.values():
+            if "description" in schema:  # Up to 0.22 msgspec gives docstrings with their indentation.
+                schema["description"] = inspect.cleandoc(schema["description"])
         return {
             "schemas": dict(sorted({**schemas, **self._schemas}.items())),
             "responses": dict(sorted(self._responses.items())),
