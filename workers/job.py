@@ -20,10 +20,10 @@ from workers.codec import Cut, Exchange
 from workers.join_text import whole_message
 from workers.parse import Parsed, PromptDiffers, Rejected, parse_reply
 from workers.parse_prompt import LONG_PROMPT, PROMPT, KnownText, Prompt
-from workers.reply import NAMES, REPLAY, Job, PayloadRange, Read, ValidatedReply
+from workers.reply import MARK, NAMES, REPLAY, Job, PayloadRange, Read, ValidatedReply
 from workers.scan import WINDOW
 
-_PROMPT_MARK = b'"@turnlog:ids@"'
+_PROMPT_MARK = MARK + b'ids@"'
 
 COPIES = 2
 """How often a payload may occur in a reply: some SGLang builds sent it in both `meta_info` and `sglext`."""
@@ -77,11 +77,11 @@ def decode_done(result: bytes) -> ValidatedReply:
 
 def work(job: Job, body: bytes | memoryview) -> ValidatedReply:
     """A valid reply, ready to be committed. Raises Rejected, naming a rule that the reply breaks."""
-    return read(job, body)[0]
+    return read(job, body).reply
 
 
 def read(job: Job, body: bytes | memoryview, known: KnownText | None = None, found: LongValues | None = None) -> Read:
-    """As `work`; and what makes the text of all tokens, if the prompt's ids are long.
+    """As `work`, with what else is known of the reply.
 
     `known`: the text of `job.known`, if it is in memory. `found`: the body's long values, if they were looked for.
     """
@@ -255,14 +255,14 @@ def _parsed_without(
     parts: list[bytes | memoryview] = []
     done = 0
     for number, place in enumerate(places):
-        mark = _PROMPT_MARK if place is found.prompt else b'"@turnlog:%d@"' % number
+        mark = _PROMPT_MARK if place is found.prompt else b'%b%d@"' % (MARK, number)
         marks[mark] = place
         if place.start < done:
             raise Rejected("a long value begins in another")
         parts += [body[done : place.start], mark]
         done = place.end
     text = compact = b"".join((*parts, body[done:]))
-    if text.count(b'"@turnlog:') != len(places):
+    if text.count(MARK) != len(places):
         raise Rejected("a text looks like a mark")
     if scan.is_spaced(text):
         try:
@@ -283,10 +283,12 @@ def _parsed_without(
         values.append(_Value(marks.pop(mark), start, start + len(mark)))
     if marks:
         raise Rejected("what was cut out is no payload")
-    if compact is not text and job.protocol == "chat":
-        parsed.reply.message = bytes(_MESSAGES.decode(text).choices[0].message)
-    if compact is not text and prompt is None and parsed.prompt is not None:
-        parsed.prompt.separator = None  # They are spelled otherwise in the text.
+    if compact is not text:
+        parsed.plain = None
+        if job.protocol == "chat":
+            parsed.reply.message = bytes(_MESSAGES.decode(text).choices[0].message)
+        if prompt is None and parsed.prompt is not None:
+            parsed.prompt.separator = None  # They are spelled otherwise in the text.
     return text, parsed, values, found.prompt if prompt is not None else None
 
 
@@ -358,7 +360,7 @@ def _committed(
             beginning=job.beginning,
         )
     )
-    return reply, known_text
+    return Read(reply, known_text, parsed.plain)
 
 
 def _payloads(job: Job, body: memoryview, parsed: Parsed, values: Sequence[_Value], *, is_whole: bool) -> list[_Edit]:
