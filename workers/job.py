@@ -360,7 +360,7 @@ def _committed(
             beginning=job.beginning,
         )
     )
-    return Read(reply, known_text, parsed.plain)
+    return Read(reply, known_text, None if values else parsed.plain)
 
 
 def _payloads(job: Job, body: memoryview, parsed: Parsed, values: Sequence[_Value], *, is_whole: bool) -> list[_Edit]:

@@ -179,7 +179,7 @@ class ValidatedReply(msgspec.Struct, array_like=True):
 
 class Read(NamedTuple):
     """A valid reply; what makes the text of all its tokens, if the prompt's ids are long; and the object that its body
-    encodes, with texts that begin as MARK in place of the body's long lists and values, if that was found."""
+    encodes, with texts that begin as MARK in place of its long lists, if it has no payloads and that was found."""
 
     reply: ValidatedReply
     text: Callable[[], KnownText | None] | None = None
