@@ -298,22 +298,26 @@ def _cut_prompt(
     """Reads the ids at this place in the body; their text is the mark. None if they stay in the text: what is no sound
     list, or one that is spelled so that it could not be restored."""
     start = place.start + 1 + (0 if begun is None else begun.known.text_bytes)
-    spelled = scan.bare_ids(bytes(body[start : place.end - 1]))
-    if begun is not None and (spelled is None or spelled.separator != ","):
-        begun, spelled = None, scan.bare_ids(bytes(body[place.start + 1 : place.end - 1]))
+    text, separator = bytes(body[start : place.end - 1]), ","
+    if b" " in text or b"\n" in text:
+        spelled = scan.bare_ids(bytes(body[place.start + 1 : place.end - 1]))
+        if spelled is None:
+            return None
+        begun, (text, separator) = None, spelled
     # What is known ends with a comma, behind which a list has a further id.
-    if spelled is None or spelled.text[-1:] == b"," or (begun is not None and not spelled.text):
+    if text.endswith(b",") or (begun is not None and not text):
         return None
-    inner = spelled.text + b"," if spelled.text else b""
+    inner = text + b"," if text else b""
     if begun is None and known is not None and known.begins(inner, 0):
         begun, inner = known, inner[known.known.text_bytes :]
     if job.sent and (begun is not None or inner != job.sent):
         return None
     try:
-        prompt = Prompt(_PROMPT_MARK, inner, PROMPT, job.known, begun, separator=spelled.separator)
+        prompt = Prompt(_PROMPT_MARK, inner, PROMPT, job.known, begun, separator=separator)
     except Rejected:
         return None
-    return prompt if prompt.tokens > 1 else None
+    # Of what is known the spelling is known, too.
+    return prompt if prompt.tokens > 1 and scan.bare_ids(prompt.new) is not None else None
 
 
 def _committed(
