@@ -111,6 +111,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _on_delivery: OnDelivery | None = None
     _is_handed_over = False
     _is_cut_off = False
+    _poll: select.poll | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -159,9 +160,10 @@ class BoundedProtocol(HttpToolsProtocol):
         after a freeze. A client that has ended only its sending counts as gone, as uvicorn closes its connection."""
         if self.is_lost:
             return True
-        poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), _WATCHED)
-        return any(event & _ENDED for _, event in poll.poll(0))
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self.transport.get_extra_info("socket").fileno(), _WATCHED)
+        return any([event & _ENDED for _, event in self._poll.poll(0)])
 
     def data_age_s(self) -> float | None:
         """How long ago the client's last byte came; None if the kernel does not tell: a Unix socket, macOS."""
