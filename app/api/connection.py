@@ -163,7 +163,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._poll is None:
             self._poll = select.poll()
             self._poll.register(self.transport.get_extra_info("socket").fileno(), _WATCHED)
-        return any([event & _ENDED for _, event in self._poll.poll(0)])
+        return any(event & _ENDED for _, event in self._poll.poll(0))
 
     def data_age_s(self) -> float | None:
         """How long ago the client's last byte came; None if the kernel does not tell: a Unix socket, macOS."""
