@@ -20,10 +20,10 @@ from workers.codec import Cut, Exchange
 from workers.join_text import whole_message
 from workers.parse import Parsed, PromptDiffers, Rejected, parse_reply
 from workers.parse_prompt import LONG_PROMPT, PROMPT, KnownText, Prompt
-from workers.reply import NAMES, REPLAY, Job, PayloadRange, Read, ValidatedReply
+from workers.reply import MARK, NAMES, REPLAY, Job, PayloadRange, Read, ValidatedReply
 from workers.scan import WINDOW
 
-_PROMPT_MARK = b'"@turnlog:ids@"'
+_PROMPT_MARK = MARK + b'ids@"'
 
 COPIES = 2
 """How often a payload may occur in a reply: some SGLang builds sent it in both `meta_info` and `sglext`."""
@@ -77,11 +77,11 @@ def decode_done(result: bytes) -> ValidatedReply:
 
 def work(job: Job, body: bytes | memoryview) -> ValidatedReply:
     """A valid reply, ready to be committed. Raises Rejected, naming a rule that the reply breaks."""
-    return read(job, body)[0]
+    return read(job, body).reply
 
 
 def read(job: Job, body: bytes | memoryview, known: KnownText | None = None, found: LongValues | None = None) -> Read:
-    """As `work`; and what makes the text of all tokens, if the prompt's ids are long.
+    """As `work`, with what else is known of the reply.
 
     `known`: the text of `job.known`, if it is in memory. `found`: the body's long values, if they were looked for.
     """
@@ -255,14 +255,14 @@ def _parsed_without(
     parts: list[bytes | memoryview] = []
     done = 0
     for number, place in enumerate(places):
-        mark = _PROMPT_MARK if place is found.prompt else b'"@turnlog:%d@"' % number
+        mark = _PROMPT_MARK if place is found.prompt else b'%b%d@"' % (MARK, number)
         marks[mark] = place
         if place.start < done:
             raise Rejected("a long value begins in another")
         parts += [body[done : place.start], mark]
         done = place.end
     text = compact = b"".join((*parts, body[done:]))
-    if text.count(b'"@turnlog:') != len(places):
+    if text.count(MARK) != len(places):
         raise Rejected("a text looks like a mark")
     if scan.is_spaced(text):
         try:
@@ -283,10 +283,12 @@ def _parsed_without(
         values.append(_Value(marks.pop(mark), start, start + len(mark)))
     if marks:
         raise Rejected("what was cut out is no payload")
-    if compact is not text and job.protocol == "chat":
-        parsed.reply.message = bytes(_MESSAGES.decode(text).choices[0].message)
-    if compact is not text and prompt is None and parsed.prompt is not None:
-        parsed.prompt.separator = None  # They are spelled otherwise in the text.
+    if compact is not text:
+        parsed.plain = None
+        if job.protocol == "chat":
+            parsed.reply.message = bytes(_MESSAGES.decode(text).choices[0].message)
+        if prompt is None and parsed.prompt is not None:
+            parsed.prompt.separator = None  # They are spelled otherwise in the text.
     return text, parsed, values, found.prompt if prompt is not None else None
 
 
@@ -296,22 +298,26 @@ def _cut_prompt(
     """Reads the ids at this place in the body; their text is the mark. None if they stay in the text: what is no sound
     list, or one that is spelled so that it could not be restored."""
     start = place.start + 1 + (0 if begun is None else begun.known.text_bytes)
-    spelled = scan.bare_ids(bytes(body[start : place.end - 1]))
-    if begun is not None and (spelled is None or spelled.separator != ","):
-        begun, spelled = None, scan.bare_ids(bytes(body[place.start + 1 : place.end - 1]))
+    text, separator = bytes(body[start : place.end - 1]), ","
+    if b" " in text or b"\n" in text:
+        spelled = scan.bare_ids(bytes(body[place.start + 1 : place.end - 1]))
+        if spelled is None:
+            return None
+        begun, (text, separator) = None, spelled
     # What is known ends with a comma, behind which a list has a further id.
-    if spelled is None or spelled.text[-1:] == b"," or (begun is not None and not spelled.text):
+    if text.endswith(b",") or (begun is not None and not text):
         return None
-    inner = spelled.text + b"," if spelled.text else b""
+    inner = text + b"," if text else b""
     if begun is None and known is not None and known.begins(inner, 0):
         begun, inner = known, inner[known.known.text_bytes :]
     if job.sent and (begun is not None or inner != job.sent):
         return None
     try:
-        prompt = Prompt(_PROMPT_MARK, inner, PROMPT, job.known, begun, separator=spelled.separator)
+        prompt = Prompt(_PROMPT_MARK, inner, PROMPT, job.known, begun, separator=separator)
     except Rejected:
         return None
-    return prompt if prompt.tokens > 1 else None
+    # Of what is known the spelling is known, too.
+    return prompt if prompt.tokens > 1 and scan.bare_ids(prompt.new) is not None else None
 
 
 def _committed(
@@ -358,7 +364,7 @@ def _committed(
             beginning=job.beginning,
         )
     )
-    return reply, known_text
+    return Read(reply, known_text, None if values else parsed.plain)
 
 
 def _payloads(job: Job, body: memoryview, parsed: Parsed, values: Sequence[_Value], *, is_whole: bool) -> list[_Edit]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 
@@ -24,10 +24,10 @@ from workers.parse_json import (
     count_is,
     is_null,
     is_object,
-    is_plain,
     no_contradiction,
     no_duplicates,
     object_at,
+    plain_object,
     too_deep,
     typed,
     value_at,
@@ -42,6 +42,7 @@ from workers.parse_prompt import (
     token_text,
 )
 from workers.reply import (
+    MARK,
     MAX_VERSION,
     NAMES,
     REPLAY,
@@ -81,16 +82,18 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
 NO_TOKENS = KnownTokens(0, 0, "")
 
 
-class Parsed(NamedTuple):
+class Parsed(msgspec.Struct, gc=False):
     """A valid reply: what it says, its tokens, its prompt (None: text alone, which has no ids), and the kinds and raw
     values of its replay payloads, unchecked; a kind may occur twice. `was_queued`: SGLang aborted the request in its
-    waiting queue, and the reply has no payloads."""
+    waiting queue, and the reply has no payloads. `plain` is the object that the text encodes, with marks in place of
+    its long lists; None if another text than this would be encoded."""
 
     reply: ValidatedReply
     tokens: StoredTokens
     prompt: Prompt | None
     payloads: list[tuple[str, msgspec.Raw]]
     was_queued: bool = False
+    plain: Any = None
 
 
 # What is read of a reply. Values that only some replies have, or that are checked apart, stay raw.
@@ -256,6 +259,7 @@ _Bulk = list[tuple[bytes, msgspec.Raw]]
 _PROMPT_KEY, _TRIPLES_KEY = b'"prompt_token_ids":[', b'"output_token_logprobs":['
 _CONTENT_KEY, _IDS_KEY, _NUMBERS_KEY = b'"content":[', b'"token_ids":[', b'"token_logprobs":['
 _ONLY_CONTENT = b"{" + _CONTENT_KEY
+_LIST_MARK = MARK + b'list@"'
 
 
 def parse_reply(body: bytes, asked: Job, cut: Prompt | None = None) -> Parsed:
@@ -287,7 +291,7 @@ def parse_reply(body: bytes, asked: Job, cut: Prompt | None = None) -> Parsed:
         except Rejected:
             _require_keys_once(root, choice)  # This is named first: another reader may read another value.
             raise
-        _require_readable(body, root, choice, bulk, parsed.payloads)
+        parsed.plain = _require_readable(body, root, choice, bulk, parsed.payloads)
     except RecursionError as error:
         raise Rejected(f"nests deeper than {MAX_DEPTH} levels") from error
     return parsed
@@ -684,17 +688,19 @@ def _message(choice: _Choice, *, may_be_empty: bool) -> bytes:
 
 def _require_readable(
     body: bytes, root: _Root, choice: _Choice, bulk: _Bulk, payloads: list[tuple[str, msgspec.Raw]]
-) -> None:
+) -> Any:
     """Require that all can be decoded, nests not too deep, and has no contradicting keys. What is checked already is
-    left out, and so are payloads, which have rules of their own. Raises Rejected."""
-    rest = body
+    left out, and so are payloads, which have rules of their own. Returns `Parsed.plain`. Raises Rejected."""
+    rest, plain = body, None
     for key, value in bulk:
         # A quote in a text has a backslash, so that nothing but a value stands behind such a key.
         at, text = rest.find(key) + len(key) - 1, bytes(value)
         if at >= len(key) and rest.startswith(text, at):
-            rest = b"%b0%b" % (rest[:at], rest[at + len(text) :])
+            rest = b"%b%b%b" % (rest[:at], _LIST_MARK, rest[at + len(text) :])
     # A payload of long JSON lists is never decoded: it would take thirty times its bytes.
-    if sum(len(memoryview(raw)) for _, raw in payloads) > LONG or not is_plain(rest):
+    if not payloads or sum(len(memoryview(raw)) for _, raw in payloads) <= LONG:
+        plain = plain_object(rest)
+    if plain is None:
         _require_keys_once(root, choice)
         [choice_raw] = _RAWS.decode(no_contradiction(body, "the reply")["choices"])
         no_contradiction(choice_raw, "choices[0]")
@@ -706,6 +712,7 @@ def _require_readable(
         value_at(rest, "the body")
     if rest.count(b"[") + rest.count(b"{") > MAX_DEPTH and too_deep(rest):
         raise Rejected(f"nests deeper than {MAX_DEPTH} levels")
+    return plain
 
 
 def _require_keys_once(root: _Root, choice: _Choice) -> None:

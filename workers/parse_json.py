@@ -109,12 +109,14 @@ def no_contradiction(raw: msgspec.Raw | bytes, where: str) -> Fields:
     return fields
 
 
-def is_plain(text: bytes) -> bool:
-    """Is it what its values encode to? Then each key stands once, each text is UTF-8 and each number in range."""
+def plain_object(text: bytes) -> Any:
+    """The object, if it is what its values encode to; else None. Then each key stands once, each text is UTF-8 and each
+    number in range."""
     try:
-        return orjson.dumps(orjson.loads(text)) == text
+        value = orjson.loads(text)
+        return value if orjson.dumps(value) == text else None
     except (ValueError, TypeError):  # Also for what nests too deep for it.
-        return False
+        return None
 
 
 def _compact_length(fields: Fields) -> int:

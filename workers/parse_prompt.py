@@ -102,13 +102,14 @@ def token_text(ids: Iterable[int]) -> bytes:
 class Prompt:
     """The prompt's ids, of which only those after `base` known ones are decoded: `suffix_ids`, as little-endian int32.
 
-    `text` is the engine's spelling of them, or the mark that was put in its place; empty if it reports none.
-    `separator` stands between them; None if the text could not be restored from the ids.
+    `text` is the engine's spelling of them, or the mark that was put in its place; empty if it reports none. `new` is
+    the token text of those that were decoded, without its last comma. `separator` stands between them; None if the text
+    could not be restored from the ids.
     """
 
     __slots__ = (
         *("_before", "_begun", "_hasher", "_inner", "_output", "_where"),
-        *("base", "separator", "suffix_ids", "text", "tokens"),
+        *("base", "new", "separator", "suffix_ids", "text", "tokens"),
     )
 
     def __init__(
@@ -134,14 +135,14 @@ class Prompt:
             hasher = hashlib.sha256(memoryview(inner)[: known.text_bytes])
             if hasher.hexdigest() == known.hash:
                 self.base, self._hasher, start = known.tokens, hasher, known.text_bytes
-        rest = inner[start:-1]
-        ids = text if is_spelled and not start else b"[%b]" % rest
+        self.new = inner[start:-1]
+        ids = text if is_spelled and not start else b"[%b]" % self.new
         plain = scan.plain_ids(ids) if len(ids) > PLAIN_BYTES else None
         if plain is None:
             read = typed(IDS, ids, where)
             plain = struct.pack(f"{len(read)}i", *read)  # A fifth cheaper than an array.
         self.suffix_ids = plain
-        if b"-" in rest:
+        if b"-" in self.new:
             raise Rejected(f"{where} holds a negative zero")
         self._hasher.update(memoryview(inner)[start:])
         self.tokens = self.base + len(self.suffix_ids) // TOKEN_BYTES

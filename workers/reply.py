@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -40,6 +40,9 @@ MAX_VERSION = 256
 
 UNKNOWN_VERSION = "unknown"
 """The weight version of an engine that names none."""
+
+MARK = b'"@turnlog:'
+"""How what stands for a long value begins, while the rest of its reply is read."""
 
 FAILED = b'"error"'
 """The finish reason, as JSON, of a generation that failed although the engine, or a proxy before it, answered 200."""
@@ -138,8 +141,7 @@ class ValidatedReply(msgspec.Struct, array_like=True):
     `dispatched`, if known. `message_hash` is the canonical hash of the message, `calls_hash`, `bare_hash` and
     `logprobs_of` are as in `TurnCommitted`, `calls` are the message's. `sent_ids`: the prompt was sent as ids.
     `trimmed`: how many of the parent's last tokens it leaves out. `parts`: which engine generated which output tokens,
-    if there were several. `text` makes the text of all tokens (a function without arguments, to `KnownText`), if the
-    prompt's ids are long.
+    if there were several. `text` and `plain` are as in `Read`.
     """
 
     dialect: Dialect
@@ -172,7 +174,13 @@ class ValidatedReply(msgspec.Struct, array_like=True):
     dispatched: str | None = None
     parts: tuple[Part, ...] = ()
     text: Any = None
+    plain: Any = None
 
 
-Read = tuple[ValidatedReply, Callable[[], KnownText | None] | None]
-"""A valid reply, and what makes the text of all its tokens if the prompt's ids are long."""
+class Read(NamedTuple):
+    """A valid reply; what makes the text of all its tokens, if the prompt's ids are long; and the object that its body
+    encodes, with texts that begin as MARK in place of its long lists, if it has no payloads and that was found."""
+
+    reply: ValidatedReply
+    text: Callable[[], KnownText | None] | None = None
+    plain: Any = None

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from app.api.limits import BODY_S, CONNECTION, IDLE_BYTES, IDLE_S, MAX_HEADER_BYTES, MAX_TARGET_BYTES, PEER
 from app.errors import AppError, HeadersTooLarge, Overloaded, RequestTimeout
 from app.process import PROBES, Capacity, ConnectionLimit
+from app.upstream.headers import Headers
 
 HEAD_S = 30.0
 """Timeout of a request head."""
@@ -110,6 +111,7 @@ class BoundedProtocol(HttpToolsProtocol):
     _on_delivery: OnDelivery | None = None
     _is_handed_over = False
     _is_cut_off = False
+    _poll: select.poll | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
@@ -158,9 +160,10 @@ class BoundedProtocol(HttpToolsProtocol):
         after a freeze. A client that has ended only its sending counts as gone, as uvicorn closes its connection."""
         if self.is_lost:
             return True
-        poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), _WATCHED)
-        return any(event & _ENDED for _, event in poll.poll(0))
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self.transport.get_extra_info("socket").fileno(), _WATCHED)
+        return any(event & _ENDED for _, event in self._poll.poll(0))
 
     def data_age_s(self) -> float | None:
         """How long ago the client's last byte came; None if the kernel does not tell: a Unix socket, macOS."""
@@ -194,6 +197,27 @@ class BoundedProtocol(HttpToolsProtocol):
             return None
         body, cycle.body = bytes(cycle.body), bytearray()
         return body
+
+    def answer(self, scope: Scope, status: int, headers: Headers, body: bytes) -> bool:
+        """Send a whole reply if nothing stands in its way; else False, and uvicorn's `send` is to send it.
+
+        uvicorn looks through each header, and writes head and body apart: a system call and a packet more.
+        """
+        cycle = self.cycle
+        if cycle.scope["state"] is not scope["state"]:  # a later request of the same connection
+            return False
+        if cycle.response_started or cycle.disconnected or cycle.access_log or not cycle.keep_alive:
+            return False
+        text = "".join([f"{name}: {value}\r\n" for name, value in headers])
+        # What is no text, as a line break in a value, uvicorn refuses.
+        if self.flow.write_paused or text.count("\r\n") != len(headers) or not text.replace("\r\n", "").isprintable():
+            return False
+        head = [STATUS_LINE[status], *(b"%b: %b\r\n" % header for header in cycle.default_headers)]
+        self.transport.write(b"".join((*head, text.encode("latin-1"), b"content-length: %d\r\n\r\n" % len(body), body)))
+        cycle.response_started = cycle.response_complete = True
+        cycle.message_event.set()
+        cycle.on_response()
+        return True
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused and not self._has_body_left:

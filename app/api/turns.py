@@ -256,7 +256,7 @@ class TurnRequest:
                 self._watch_task = None
         is_whole = protocol.is_native and reply.given_ids is None
         parts = reply.parts if is_whole else await self._rendered(session_id, reply)
-        sending = send_reply(self._send, reply.status, self._reply_headers(reply), *parts)
+        sending = send_reply(self._send, reply.status, self._reply_headers(reply), *parts, head=head)
         await self._deliver(session_id, reply, sending)
         self._stages.ended_at = self._stages.clock()
         return _outcome(reply)
@@ -367,16 +367,23 @@ class TurnRequest:
             waiter.leave()
 
 
-async def send_reply(send: Send, status: int, headers: Headers, *parts: bytes | memoryview) -> None:
-    """Send a complete reply; its body is `parts` joined."""
+async def send_reply(
+    send: Send, status: int, headers: Headers, *parts: bytes | memoryview, head: Head | None = None
+) -> None:
+    """Send a complete reply; its body is `parts` joined. With the request's `head` a short one goes out in one step."""
     size = 0
     for part in parts:
         size += len(part)
+    body = b"".join(parts) if size <= SMALL_BODY else None
+    if head is not None and head.connection is not None and body is not None:
+        is_sent = head.connection.answer(head.scope, status, headers, body)
+        if is_sent:
+            return
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
     raw.append((b"content-length", b"%d" % size))
     await send({"type": "http.response.start", "status": status, "headers": raw})
-    if size <= SMALL_BODY:
-        await send({"type": "http.response.body", "body": parts[0] if len(parts) == 1 else b"".join(parts)})
+    if body is not None:
+        await send({"type": "http.response.body", "body": body})
         return
     sent = 0
     for piece in pieces_of(parts):

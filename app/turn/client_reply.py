@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
+import orjson
 
 from app.domain.request import RETURN
 from app.upstream.body import Body
@@ -14,7 +15,7 @@ from workers import scan
 from workers.codec import describe
 from workers.parse_json import NULL
 from workers.parse_prompt import LONG_PROMPT
-from workers.reply import NAMES, PayloadRange
+from workers.reply import MARK, NAMES, PayloadRange
 
 Mode = Literal["asked", "verbatim"]
 Fields = Mapping[str, msgspec.Raw]
@@ -70,10 +71,20 @@ _META = msgspec.json.Decoder(dict[str, msgspec.Raw])
 describe(_Reply, dict[str, msgspec.Raw])
 
 
-def shown(body: Body, places: Sequence[PayloadRange], params: Fields) -> Parts:
+def shown(body: Body, places: Sequence[PayloadRange], params: Fields, plain: Any = None) -> Parts:
     """A valid reply with null for each value that Turnlog asked for and these parameters do not; all else is the
-    engine's bytes. `places` are those of its payloads, and of the prompt's ids if they are known."""
+    engine's bytes. `places` are those of its payloads, and of the prompt's ids if they are known. `plain` as in `Read`;
+    it is changed."""
     asked = _NOTHING if _ASKING.isdisjoint(params) else _asked(params)
+    if plain is not None and not asked:
+        # The usual client gets no long list. So the reply need not be read again: what was read encodes to its bytes.
+        for home, fields in (plain, _Reply), (plain["choices"][0], _Choice):
+            for name in fields.__struct_fields__:
+                if name in ASKED_FOR and home.get(name) is not None:
+                    home[name] = None
+        text = orjson.dumps(plain)
+        if MARK not in text:
+            return [text]
     names = ASKED_FOR - asked
     hidden: list[Range] = []
     if names:

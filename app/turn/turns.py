@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -509,7 +510,7 @@ class Turns:
         return TurnReply(
             200,
             answer.headers,
-            await self._shown(turn.request, turn.session, answer.body, places),
+            await self._shown(turn.request, turn.session, answer.body, places, reply.plain),
             turn=committed.turn,
             is_aborted=committed.finish_reason == "abort",
             rolled_back=len(turn.plan.discarded),
@@ -528,9 +529,11 @@ class Turns:
             return REPLAY
         return asked_for(request.params)
 
-    async def _shown(self, request: Request, session: Session, body: Body, places: Sequence[PayloadRange]) -> Parts:
+    async def _shown(
+        self, request: Request, session: Session, body: Body, places: Sequence[PayloadRange], plain: Any = None
+    ) -> Parts:
         """The reply, whose long values are at these places, without what the client did not ask for, or what no other
-        protocol has."""
+        protocol has. `plain` as in `Read`."""
         if not PROTOCOLS[request.protocol].is_native:
             kinds = self._payloads(request, session)
             return body.without([(place.start, place.end) for place in places if place.kind not in kinds])
@@ -540,8 +543,8 @@ class Turns:
         for place in places:
             decoded_bytes -= place.size
         if decoded_bytes <= INLINE_BYTES:
-            return shown(body, places, request.params)
-        return await asyncio.to_thread(shown, body, places, request.params)
+            return shown(body, places, request.params, plain)
+        return await asyncio.to_thread(shown, body, places, request.params, plain)
 
     # the process's turns
 

@@ -83,12 +83,12 @@ class ReplyValidator:
                 read = job.read(work, answer.body.joined(), text)
             except Rejected:
                 read = None  # That is told below, or mended.
-        if read is None or read[0].places:
+        if read is None or read.reply.places:
             specs = [self._payload_spec(turn, kind, call) for kind in REPLAY]
             work = msgspec.structs.replace(work, payload_specs=specs)
             read = await self.by_all_rules(work, answer, new_bytes, text)
-        reply, whole_text = read
-        reply.text = whole_text
+        reply = read.reply
+        reply.text, reply.plain = read.text, read.plain
         if reply.payloads and turn.session.config.evaluation:
             reply.payloads = []  # An engine that was not asked for them may send some.
         if reply.miscounted is not None and not _has_images(turn.history):
@@ -123,8 +123,7 @@ class ReplyValidator:
             reply.calls = sampled_calls(reply.message)
 
     async def by_all_rules(self, work: Job, answer: EngineReply, new_bytes: int, text: KnownText | None) -> Read:
-        """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens; what makes
-        that of all tokens is returned too.
+        """Validate inline if the reply is light, else in a worker. `text` is that of the known tokens.
 
         A content in text parts becomes text, in the answer too. Raises as `validate`, GenerationFailed.
         """
@@ -157,7 +156,7 @@ class ReplyValidator:
             if weighed.is_light and (read := job.read_cut(work, body.whole(), text, weighed.long_values)) is not None:
                 return read
             result = job.decode_done(await self._pool.run(job.encode(work), *body.pieces))
-            return result, None if work.sent else text_in(body, result)
+            return Read(result, None if work.sent else text_in(body, result))
         except PromptDiffers as error:
             raise TokenPrefixMismatch(f"{engine} reports another prompt than it was sent: {error}") from error
         except Crashed as error:

@@ -182,7 +182,8 @@ def parse_reply(
 ) -> Parsed:
     """Raises Rejected."""
     asked = Job(dialect, known, [], [], [], 200, "", b"", protocol, sent or b"", is_part=is_part, wish=wish)
-    reply, tokens, prompt, payloads, was_queued = parse.parse_reply(body, asked)
+    parsed = parse.parse_reply(body, asked)
+    reply, tokens, prompt = parsed.reply, parsed.tokens, parsed.prompt
     assert tokens.output_ids == reply.output_ids
     return Parsed(
         reply.dialect,
@@ -195,11 +196,11 @@ def parse_reply(
         reply.sequence,
         reply.finish_reason,
         list(reply.weight_versions),
-        [(kind, bytes(raw)) for kind, raw in payloads],
+        [(kind, bytes(raw)) for kind, raw in parsed.payloads],
         reply.cached_tokens,
         reply.miscounted,
         tokens.top,
         reply.speculative,
-        was_queued,
+        parsed.was_queued,
         reply.logprobs_of,
     )

@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 from test_malformed import ROWS
 from test_parse_fuzz import BYTES, JUNK, mutated
 
+from app.turn.client_reply import shown
+from app.upstream.body import Body
 from workers import codec, job, payloads
 from workers.codec import Exchange, StoredTokens
 from workers.parse import REPLAY, Rejected, token_text
@@ -69,6 +71,8 @@ def is_read(body: bytes, asked: Job = PLAIN, text: KnownText | None = None, befo
         assert all(one is None or one in (whole, own) for one in cut)
         return False
     assert all(one is None or content_of(one[0]) == content_of(own[0]) for one in cut)
+    places = [*own.reply.places, *([own.reply.prompt] if own.reply.prompt else [])]
+    assert b"".join(shown(Body([body]), places, {}, own.plain)) == b"".join(shown(Body([body]), places, {}))
     exchange, tokens = codec.unpack(own[0].exchange, Exchange), codec.unpack_tokens(own[0].tokens, own[0].exchange)
     for other in (whole[0], job.work(asked, memoryview(body))):
         assert content_of(own[0]) == content_of(other)

@@ -90,7 +90,7 @@ async def test_a_long_reply_that_is_refused_is_read_whole_by_a_worker_alone() ->
     asked = Job("auto", text.known, [], [], [], 200, "", b"")
     long, is_refused = a_body(), {"choices.0.message.role": "user"}
     refused, short = a_body((",", ":"), is_refused), body_of("sglang", is_refused)
-    reply, _ = await validator.by_all_rules(asked, EngineReply(200, [], Body([long])), 0, text)
+    reply, *_ = await validator.by_all_rules(asked, EngineReply(200, [], Body([long])), 0, text)
     assert (reply.base, pool.bodies) == (2900, [])
     for body, given in ((refused, [refused]), (short, [])):
         pool.bodies.clear()

@@ -136,9 +136,9 @@ class TextCalls(EngineCalls):
             protocol=call.shape,
             beginning=turn.request.beginning or b"",
         )
-        reply, _ = await self._validator.by_all_rules(work, answer, sum(map(len, new)), None)
-        self._validator.add_hashes(turn, answer.engine, reply)
-        return reply
+        read = await self._validator.by_all_rules(work, answer, sum(map(len, new)), None)
+        self._validator.add_hashes(turn, answer.engine, read.reply)
+        return read.reply
 
     async def finish(self, turn: Claimed, call: EngineCall, generated: Generated) -> None:
         """There are no tokens that could drift."""
