@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
+import msgspec
 from sqlalchemy import Connection
-from sqlalchemy.engine import AdaptedConnection
 from sqlalchemy.sql import Executable, Insert
 
 from app.store import statements as sql
@@ -45,8 +45,9 @@ NOT_SYNCED = BEGIN + "; SET LOCAL synchronous_commit = off"
 
 TAKE = """
 WITH given AS MATERIALIZED (
-    SELECT * FROM unnest($1::text[], $2::bigint[], $3::int[], $4::int[], $5::int[], $6::float8[], $7::int[],
-        $8::bigint[], $9::text[], $10::text[], $11::text[], $12::float8[], $13::bigint[], $14::smallint[], $15::bytea[])
+    SELECT * FROM unnest($1::text[], $2::text::bigint[], $3::text::int[], $4::text::int[], $5::text::int[],
+        $6::text::float8[], $7::text::int[], $8::text::bigint[], $9::text[], $10::text[], $11::text[],
+        $12::text::float8[], $13::text::bigint[], $14::text::smallint[], $15::bytea[])
     AS t(sid, known, known_turns, most, turn, known_at, parent, incarnation, body_hash, retry_key, adapter, at,
         reserved, version, data)
 ), held AS (
@@ -74,13 +75,14 @@ SELECT sid FROM taken
 """
 ADVANCE = """
 WITH given AS MATERIALIZED (
-    SELECT * FROM unnest($1::text[], $2::bigint[], $3::int[], $4::bigint[], $5::bigint[], $6::float8[], $7::int[],
-        $8::float8[], $9::bigint[], $10::text[], $11::int[], $12::int[], $13::int[], $14::smallint[], $15::text[],
-        $16::bytea[], $17::bytea[])
+    SELECT * FROM unnest($1::text[], $2::text::bigint[], $3::text::int[], $4::text::bigint[], $5::text::bigint[],
+        $6::text::float8[], $7::text::int[], $8::text::float8[], $9::text::bigint[], $10::text[], $11::text::int[],
+        $12::text::int[], $13::text::int[], $14::text::smallint[], $15::text[], $16::bytea[], $17::bytea[])
     AS t(sid, known, known_turns, fence, incarnation, opened_at, count, at, weight, engine, turn, parent, segment,
         choice_index, protocol, tokens, exchange)
 ), new_events AS (
-    SELECT * FROM unnest($18::text[], $19::bigint[], $20::text[], $21::smallint[], $22::float8[], $23::bytea[])
+    SELECT * FROM unnest($18::text[], $19::text::bigint[], $20::text[], $21::text::smallint[], $22::text::float8[],
+        $23::bytea[])
     AS t(sid, seq, type, version, at, data)
 ), held AS (
     SELECT g.*, e.tx FROM given g
@@ -129,7 +131,7 @@ class PostgresTx:
 
     def __init__(self, connection: Connection, compiler: Compiler, points: StorePoints) -> None:
         self.points = points
-        self._connection = cast(AdaptedConnection, connection.connection.dbapi_connection)
+        self._connection: Any = connection.connection.dbapi_connection
         self._bind = compiler.bind
         self._locked: frozenset[str] = frozenset()
         self.last_event: LastEvent | None = None
@@ -179,20 +181,19 @@ class PostgresTx:
 
     def open_turns(self, opened: Sequence[ClaimRow]) -> Collection[str]:
         taken = self._written(TAKE, zip(*opened, strict=True))
-        for one in opened:
-            if one.session_id in taken:
-                self.last_event = LastEvent(one.session_id, one.known + 1, one.data, one.at)
+        if last := next((one for one in reversed(opened) if one.session_id in taken), None):
+            self.last_event = LastEvent(last.session_id, last.known + 1, last.data, last.at)
         return taken
 
     def commit_turns(self, committed: Sequence[CommitRow], log: Sequence[LogRow]) -> Collection[str]:
         advanced = self._written(ADVANCE, (*zip(*committed, strict=True), *zip(*log, strict=True)))
-        for event in log:
-            if event.session_id in advanced:
-                self.last_event = LastEvent(event.session_id, event.seq, event.data, event.at)
+        if last := next((event for event in reversed(log) if event.session_id in advanced), None):
+            self.last_event = LastEvent(last.session_id, last.seq, last.data, last.at)
         return advanced
 
     def _written(self, text: str, columns: Iterable[Sequence[Any]]) -> set[str]:
-        return {row[0] for row in self._call(lambda raw: raw.fetch(text, *columns, timeout=STATEMENT_S))}
+        values = [_parameter(column) for column in columns]
+        return {row[0] for row in self._call(lambda raw: raw.fetch(text, *values, timeout=STATEMENT_S))}
 
     def begin(self, durable: bool) -> None:
         self._call(lambda raw: raw.execute(SYNCED if durable else NOT_SYNCED, timeout=STATEMENT_S))
@@ -205,6 +206,17 @@ class PostgresTx:
 
     def _call(self, request: Callable[[Any], Awaitable[Any]]) -> Any:
         return self._connection.run_async(request)
+
+
+def _parameter(column: Sequence[Any]) -> Sequence[Any] | None:
+    """A column's values, for `unnest`: numbers as the text of an array, {1,2,null}. The driver asks of each element of
+    a list whether it is a list itself, which for a number takes longer than to spell it."""
+    first = column[0]
+    if first is None:
+        first = next((value for value in column if value is not None), None)
+        if first is None:
+            return None
+    return f"{{{msgspec.json.encode(column)[1:-1].decode()}}}" if isinstance(first, (int, float)) else column
 
 
 async def _commit(raw: Any) -> None:
