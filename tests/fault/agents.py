@@ -48,7 +48,7 @@ class Agent:
         self.rng = random.Random(f"{seed} {name}")
         self.answers: list[Answer] = []
         self.acknowledged: list[Acknowledged] = []
-        self.committed: dict[str, set[int]] = {}
+        self.committed: dict[str, int] = {}
         self.messages: list[Body] = []
         self.session_id = ""
         self.requests = 0
@@ -62,22 +62,27 @@ class Agent:
         """A new session, by a name of its own, so that it can be created again where that was not answered."""
         self.session_id = f"{self.name}-{len(self.committed)}"
         self.insist("POST", "/sessions", json={"session_id": self.session_id, **fields})
-        self.committed[self.session_id] = set()
+        self.committed[self.session_id] = 0
         self.messages = []
         return self.session_id
 
     def say(self, text: str, **fields: Any) -> httpx.Response:
         """One turn behind `messages`, committed once however often it had to be asked for."""
         messages = [*self.messages, user(text)]
-        key = {"idempotency-key": f"{self.name} {self.requests}"}
         body = {"model": "simulator", "messages": messages, **fields}
-        path = f"/sessions/{self.session_id}/v1/chat/completions"
-        reply = self.insist("POST", path, json=body, headers=key)
-        told = acknowledgement(self.session_id, reply)
-        self.acknowledged.append(told)
-        self.committed[self.session_id].add(told.turn)
+        reply = self.take("/v1/chat/completions", body, {"idempotency-key": f"{self.name} {self.requests}"})
         self.messages = [*messages, reply.json()["choices"][0]["message"]]
         return reply
+
+    def take(self, route: str, body: Body, headers: Mapping[str, str] | None = None) -> httpx.Response:
+        """A turn of any route, which marks its retries in headers or body."""
+        reply = self.insist("POST", f"/sessions/{self.session_id}{route}", json=body, headers=headers)
+        self.acknowledged.append(self.told(reply, headers))
+        self.committed[self.session_id] += 1
+        return reply
+
+    def told(self, reply: httpx.Response, headers: Mapping[str, str] | None) -> Acknowledged:
+        return acknowledgement(self.session_id, reply)
 
     def reward(self, value: float) -> None:
         self.insist("PUT", f"/sessions/{self.session_id}/reward", json={"reward": value})
@@ -101,12 +106,30 @@ class Agent:
 
     def _ask(self, method: str, path: str, **fields: Any) -> httpx.Response:
         began = time.monotonic()
-        response = self.rng.choice(self._clients).request(method, path, **fields)
+        response = self._exchange(method, path, **fields)
         seconds = time.monotonic() - began
         code = "" if response.is_success else error_of(response)[1]
         retry_after = response.headers.get("retry-after")
         self.answers.append(Answer(began, seconds, response.status_code, code, retry_after))
         return response
+
+    def _exchange(self, method: str, path: str, **fields: Any) -> httpx.Response:
+        return self.rng.choice(self._clients).request(method, path, **fields)
+
+
+class Insistent(Agent):
+    """One that insists over the deaths of its servers. `cut` counts the requests that those broke off."""
+
+    cut = 0
+
+    def _ask(self, method: str, path: str, **fields: Any) -> httpx.Response:
+        try:
+            return super()._ask(method, path, **fields)
+        except httpx.ConnectError:
+            return httpx.Response(503)
+        except httpx.TransportError:
+            self.cut += 1
+            return httpx.Response(503)
 
 
 Kind = TypeVar("Kind", bound=Agent)
@@ -189,15 +212,14 @@ class Agents(Generic[Kind]):
                 for session_id, told in agent.committed.items():
                     lines = client.get(f"/sessions/{session_id}/events").text.splitlines()
                     found = [event["turn"] for event in map(json.loads, lines) if event["type"] == "TurnCommitted"]
-                    extra += len(found) - len(told)
+                    extra += len(found) - told
         return extra
 
 
 class Health:
-    """Asks a server's `/health` all the time; `slowest` is the longest it took, in seconds."""
+    """Asks a server's `/health` all the time; `asked` counts the answers: a loop that waits gives none."""
 
     def __init__(self, url: str) -> None:
-        self.slowest = 0.0
         self.asked = 0
         self._url = url
         self._stopped = threading.Event()
@@ -215,9 +237,7 @@ class Health:
     def _probe(self) -> None:
         with httpx.Client(base_url=self._url, timeout=PATIENCE_S) as client:
             while not self._stopped.is_set():
-                began = time.monotonic()
                 assert client.get("/health").status_code == 200
-                self.slowest = max(self.slowest, time.monotonic() - began)
                 self.asked += 1
                 time.sleep(0.01)
 

@@ -2,8 +2,8 @@
 
 On SQLite the process is started again, on PostgreSQL a second one, which has run all the while, goes on at once. Each
 case of the table is a story, which is told up to the request that the kill interrupts, and goes on with whoever serves
-then. What differs between the databases is how a dead process's store is taken over: turns are tried on both, the rest
-on one of them.
+then. What differs between the databases is how a dead process's store is taken over: some points of a turn are tried on
+both, the rest on one of them. The simulation (`test_simulation.py`) kills processes of both at any await.
 """
 
 from __future__ import annotations
@@ -418,26 +418,27 @@ def contents(stand: Stand, *group_ids: str) -> tuple[dict[str, Any], list[str]]:
     return rows, sorted(set(given) & set(group_ids))
 
 
-TURNS = (
-    *(Case(turn, point, 2, 1) for point in ("before_claim", "in_claim", "after_claim", "before_engine")),
-    *(Case(turn, point, 2) for point in ("after_engine", "after_judged", "before_commit", "in_commit")),
-    *(Case(turn, "after_staged", times, sim=LARGE) for times in (1, 2)),
+TAKEN_OVER = (
+    *(Case(turn, point, 2, 1) for point in ("in_claim", "before_engine")),
+    *(Case(turn, point, 2) for point in ("after_engine", "in_commit")),
     Case(turn, "in_commit", 2, sim=LARGE),
     Case(turn, "after_commit", 2, 1, landed=True),
-    Case(turn, "during_reply", 2, 1, landed=True, sim=LARGE),
-    *(Case(turn, point, fault="status_500") for point in ("before_release", "after_release")),
     Case(turn, "in_release", fault="not_json"),
 )
 
 OTHERS = (
-    Case(turn, "before_engine", 2, 1, of_text=True),
-    *(Case(turn, point, 2, of_text=True) for point in ("after_engine", "after_judged", "in_commit")),
+    *(Case(turn, point, 2, 1) for point in ("before_claim", "after_claim")),
+    *(Case(turn, point, 2) for point in ("after_judged", "before_commit")),
+    *(Case(turn, "after_staged", times, sim=LARGE) for times in (1, 2)),
+    Case(turn, "during_reply", 2, 1, landed=True, sim=LARGE),
+    *(Case(turn, point, fault="status_500") for point in ("before_release", "after_release")),
+    Case(turn, "in_commit", 2, of_text=True),
     Case(turn, "after_commit", 2, 1, landed=True, of_text=True),
     Case(turn, "in_release", fault="not_json", of_text=True),
-    *(Case(sampled_rows, point, 3) for point in ("before_commit", "in_commit")),
+    Case(sampled_rows, "in_commit", 3),
     Case(sampled_rows, "after_commit", 3, 1, landed=True),
-    *(Case(limited_turn, point, 2, 1) for point in ("before_claim", "in_claim", "after_claim", "before_engine")),
-    *(Case(limited_turn, point, 2) for point in ("after_engine", "before_commit", "in_commit", "in_spent")),
+    Case(limited_turn, "in_claim", 2, 1),
+    *(Case(limited_turn, point, 2) for point in ("after_engine", "in_spent")),
     Case(limited_turn, "after_commit", 2, 1, landed=True),
     Case(limited_turn, "in_release", fault="not_json"),
     Case(limit_reached, "in_spent", 2),
@@ -446,20 +447,18 @@ OTHERS = (
     *(Case(three_forks, point, 2) for point in ("in_fork", "after_fork")),
     *(Case(word, point) for point in ("in_reward", "after_reward", "after_annotation", "in_annotation")),
     *(Case(word, point) for point in ("in_finish", "after_finish", "in_close", "after_close")),
-    *(Case(column, point, 2) for point in ("in_annotation", "after_annotation")),
-    *(Case(erasure, point) for point in ("in_close", "after_close", "after_tombstones", "after_freed")),
+    Case(column, "in_annotation", 2),
+    *(Case(erasure, point) for point in ("in_close", "after_tombstones", "after_freed")),
     *(Case(erasure, point) for point in ("in_erase", "after_components", "after_erase")),
     *(Case(rollouts_close, point, restarts=True) for point in ("after_close", "after_child_closed")),
     *(Case(rollouts_reward, point, restarts=True) for point in ("after_reward", "after_reward_shared")),
     *(Case(cut, point) for point in ("in_checkpoint", "after_checkpoint")),
-    Case(restore, "in_checkpoint", 2),
     *(Case(restore, point) for point in ("after_held", "in_restore", "after_session_restored")),
     *(Case(restore, point) for point in ("after_groups_restored", "in_restore_finished", "after_restore_finished")),
-    *(Case(restore, point, 2) for point in ("in_restore", "after_groups_restored")),
-    Case(restore, "after_session_restored", 3),
+    Case(restore, "in_checkpoint", 2),
 )
 
-CASES = [*((database, case) for case in TURNS for database in BOTH), *zip(cycle(BOTH), OTHERS, strict=False)]
+CASES = [*((database, case) for case in TAKEN_OVER for database in BOTH), *zip(cycle(BOTH), OTHERS, strict=False)]
 
 
 @pytest.mark.fault(2, "kill -9 at a crash point")

@@ -20,13 +20,11 @@ from tests.tools.simulation.calls import (
     Reply,
     Request,
     Reward,
-    Seen,
     Shown,
     Taken,
     Told,
 )
-from tests.tools.simulation.linearizable import Checker, TooLong
-from tests.tools.simulation.linearizable import fault as found
+from tests.tools.simulation.linearizable import CONCURRENT, Checker, TooLong
 from tests.tools.simulation.session_model import Rules, State
 
 WINDOW = 1
@@ -46,6 +44,11 @@ def call(start: float, end: float, request: Request, reply: Reply | None) -> Cal
     return Call(start, end, request, reply)
 
 
+def seen(*texts: str) -> Shown:
+    """Each reply of a letter is to the same small letter."""
+    return Shown(tuple(said for text in texts for said in (("user", text.lower()), ("assistant", text))))
+
+
 FIRST = call(1, 2, chat("a", key="k1"), taken(1, "A"))
 SECOND = call(3, 4, chat("a", "A", "b"), taken(2, "B"))
 THIRD = call(5, 6, chat("a", "A", "b", "B", "c"), taken(3, "C"))
@@ -58,8 +61,8 @@ UNAVAILABLE = Refused(503, "store_unavailable")
 
 LIES: dict[str, list[Call]] = {
     "an acknowledged turn is lost": [FIRST, SECOND, call(5, 6, Audit(), Told(BOTH.turns[:1], False))],
-    "an acknowledged turn is not seen": [FIRST, SECOND, call(5, 6, Look(), Seen(("A",)))],
-    "a stale look": [FIRST, call(3, 4, SECOND.request, SECOND.reply), call(4.5, 5, Look(), Seen(("A",)))],
+    "an acknowledged turn is not seen": [FIRST, SECOND, call(5, 6, Look(), seen("A"))],
+    "a stale look": [FIRST, call(3, 4, SECOND.request, SECOND.reply), call(4.5, 5, Look(), seen("A"))],
     "a key is taken twice": [FIRST, call(3, 4, chat("a", key="k1"), taken(2, "A"))],
     "a retry is generated anew in secret": [FIRST, call(3, 4, chat("a", key="k1"), taken(1, "Z", replayed=True))],
     "two turns with one number": [
@@ -69,12 +72,12 @@ LIES: dict[str, list[Call]] = {
     ],
     "both turns commit after one parent": [
         *(FIRST, replace(SECOND, start=3, end=9), call(4, 8, chat("a", "A", "x"), taken(3, "X"))),
-        call(10, 11, Look(), Seen(("A", "B", "X"))),
+        call(10, 11, Look(), seen("A", "B", "X")),
     ],
     "a number that goes back": [FIRST, replace(SECOND, reply=taken(4, "B")), replace(THIRD, reply=taken(3, "C"))],
-    "a number that two turns must share": [
+    "a number that two turns share": [
         *(FIRST, call(3, 4, SECOND.request, None), replace(THIRD, reply=taken(2, "C"))),
-        call(7, 8, Look(), Seen(("A", "B", "C"))),
+        call(7, 8, Audit(), Told((*BOTH.turns, (2, 2, THIRD.request.body)), False)),  # type: ignore[union-attr]
     ],
     "a number that an audit has otherwise": [
         *(FIRST, replace(SECOND, reply=taken(3, "B")), call(5, 6, Audit(), BOTH)),
@@ -88,7 +91,7 @@ LIES: dict[str, list[Call]] = {
     "a turn after the close": [FIRST, call(3, 4, Close(), Done()), replace(SECOND, start=5, end=6)],
     "closed twice": [call(1, 2, Close(), Done()), call(3, 4, Close(), Done())],
     "closed by nobody": [FIRST, call(3, 4, Look(), CLOSED)],
-    "open again": [FIRST, call(3, 4, Close(), Done()), call(5, 6, Look(), Seen(("A",)))],
+    "open again": [FIRST, call(3, 4, Close(), Done()), call(5, 6, Look(), seen("A"))],
     "busy with nothing": [FIRST, call(3, 4, SECOND.request, BUSY)],
     "a claim lost to nobody": [FIRST, call(3, 4, SECOND.request, Refused(409, "claim_lost"))],
     "a mismatch that fits": [FIRST, call(3, 4, SECOND.request, MISMATCH)],
@@ -98,7 +101,7 @@ LIES: dict[str, list[Call]] = {
     "another conversation that is too deep": [FIRST, SECOND, call(5, 6, chat("x"), TOO_DEEP)],
     "a rollback that kept what it discarded": [
         *(FIRST, SECOND, call(5, 6, chat("a", "A", "x"), taken(3, "X"))),
-        call(7, 8, Look(), Seen(("A", "B", "X"))),
+        call(7, 8, Look(), seen("A", "B", "X")),
     ],
     "a rollback of what was never sampled": [FIRST, SECOND, call(5, 6, chat("a", "X", "c"), taken(3, "C"))],
     "a turn nobody asked for": [FIRST, call(3, 4, Audit(), BOTH)],
@@ -116,16 +119,16 @@ LIES: dict[str, list[Call]] = {
         *(
             FIRST,
             call(3, 4, SECOND.request, None),
-            call(5, 6, Look(), Seen(("A", "B"))),
-            call(7, 8, Look(), Seen(("A", "C"))),
+            call(5, 6, Look(), seen("A", "B")),
+            call(7, 8, Look(), Shown((*seen("A").messages, ("user", "b"), ("assistant", "C")))),
         ),
     ],
     "a broken turn that came and went": [
         *(
             FIRST,
             call(3, 4, SECOND.request, None),
-            call(5, 6, Look(), Seen(("A", "B"))),
-            call(7, 8, Look(), Seen(("A",))),
+            call(5, 6, Look(), seen("A", "B")),
+            call(7, 8, Look(), seen("A")),
         ),
     ],
     "a refusal that nothing explains": [FIRST, call(3, 4, SECOND.request, Refused(404, "session_not_found"))],
@@ -136,13 +139,13 @@ FORK = call(5, 6, chat("a", "A", "x"), taken(3, "X"))
 LOG = ((1, 0, "body of a"), (2, 1, "body of a/A/b"), (3, 1, "body of a/A/x"))
 
 LIES_IN_A_TREE: dict[str, list[Call]] = {
-    "a fork that hangs at the newest turn": [FIRST, SECOND, FORK, call(7, 8, Look(), Seen(("A", "B", "X")))],
+    "a fork that hangs at the newest turn": [FIRST, SECOND, FORK, call(7, 8, Look(), seen("A", "B", "X"))],
     "a turn behind another than its own parent": [
         *(FIRST, SECOND, FORK, call(7, 8, Audit(), Told((*LOG[:2], (3, 2, LOG[2][2])), False))),
     ],
     "a turn that is in the log twice": [FIRST, SECOND, call(5, 6, Audit(), Told((*LOG[:2], (3, 1, LOG[1][2])), False))],
     "one number for two": [FIRST, replace(SECOND, end=9), call(4, 8, chat("a", "A", "x"), taken(2, "X"))],
-    "the wrong one is the newest": [FIRST, SECOND, FORK, call(7, 8, Look(), Seen(("A", "B")))],
+    "the wrong one is the newest": [FIRST, SECOND, FORK, call(7, 8, Look(), seen("A", "B"))],
     "commits in an order that nobody saw": [
         *(FIRST, SECOND, FORK, call(7, 8, Audit(), Told((LOG[0], LOG[2], LOG[1]), False))),
     ],
@@ -206,12 +209,12 @@ SIMULATED: dict[str, tuple[list[Call], Rules, bool]] = {
         False,
     ),
     "an engine's error changes nothing": (
-        [FIRST, call(3, 4, SECOND.request, Refused(502, "upstream_invalid")), call(5, 6, Look(), Seen(("A",)))],
+        [FIRST, call(3, 4, SECOND.request, Refused(502, "upstream_invalid")), call(5, 6, Look(), seen("A"))],
         Rules(WINDOW),
         True,
     ),
     "an engine's error, and a turn": (
-        [FIRST, call(3, 4, SECOND.request, Refused(502, "upstream_invalid")), call(5, 6, Look(), Seen(("A", "B")))],
+        [FIRST, call(3, 4, SECOND.request, Refused(502, "upstream_invalid")), call(5, 6, Look(), seen("A", "B"))],
         Rules(WINDOW),
         False,
     ),
@@ -252,9 +255,9 @@ def test_a_search_that_takes_too_long_is_given_up() -> None:
 
 @pytest.mark.parametrize("history", LIES_IN_A_TREE.values(), ids=LIES_IN_A_TREE)
 def test_a_lie_about_a_tree_is_found(history: list[Call]) -> None:
-    assert found(history, None) is not None
+    assert Checker(history, Rules(None), needs_rival=CONCURRENT).fault() is not None
 
 
 @pytest.mark.parametrize("history", LIES.values(), ids=LIES)
 def test_a_lie_is_found(history: list[Call]) -> None:
-    assert found(history, WINDOW) is not None
+    assert Checker(history, Rules(WINDOW), needs_rival=CONCURRENT).fault() is not None

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.long
 
 CLIENTS = 12
 WISH = {"latency_s": 0.02, "completion_tokens": 8}
-HELD_S, STALLED_S = 4.0, 3.0
+HELD_S = 2.0
 """How long a fault lasts; an event loop that waited for the database would stand still as long."""
 
 UNAVAILABLE = {"store_unavailable", "overloaded"}
@@ -142,6 +142,7 @@ def fall_silent(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> 
 def strand(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> None:
     """As behind a proxy or a firewall that dropped its state: only timeouts tell; new connections work."""
     address.strand()
+    time.sleep(HELD_S)
 
 
 def cut_statements_short(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> None:
@@ -187,9 +188,10 @@ def test_what_was_told_is_there_once_and_all_are_served_again(
     with crowd(processes, CLIENTS, step) as agents, Health(processes.urls[0]) as health:
         until(lambda: agents.all_served(0.0), 180)
         tally.tried += 1
+        before = health.asked
         fault(cluster, address, agents)
         over = time.monotonic()
-        assert health.slowest < STALLED_S
+        assert health.asked > before + 3
         until(lambda: agents.all_served(over), 180)
         tally.recovered(agents.recovery_s(over))
     unclear = [answer for answer in agents.answers() if not is_clear(answer)]

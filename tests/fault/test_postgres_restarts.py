@@ -28,7 +28,7 @@ pytestmark = pytest.mark.long
 TITLE = "PostgreSQL restarted in a loop under load"
 CLIENTS = 16
 WISH = {"latency_s": 0.03, "completion_tokens": 8}
-MODES: tuple[Mode, ...] = ("immediate", "fast", "immediate")
+MODES: tuple[Mode, ...] = ("immediate", "fast")
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +58,15 @@ def test_what_was_acknowledged_is_there_after_restarts_and_crashes(
         until(lambda: agents.all_served(0.0), 180)
         for mode in MODES:
             cluster.stop(mode)
-            down = time.monotonic()
+            down, before = time.monotonic(), health.asked
             cluster.start()
             up = time.monotonic()
             until(lambda up=up: agents.all_served(up), 180)  # type: ignore[misc]
+            assert health.asked > before + 3, "the event loop waited for the database"
             tally.tried += 1
             tally.recovered(agents.recovery_s(up))
             for answer in agents.answers(down):
                 assert answer.status == 200 or answer.retry_after or answer.code == "claim_lost", answer
-    assert health.slowest < 2.5, "the event loop waited for the database"
     processes.are_the_same()
     tally.doubled += agents.doubled(processes.urls[0])
     verified(cluster.url, agents.acknowledged, tally)

@@ -1,35 +1,132 @@
-"""`kill -9` at random moments under load, seen by many clients at once: `tests.tools.crash_rounds` as a test."""
+"""`kill -9` at random moments under load: what was answered 200 is there for good, to the byte and once."""
 
 from __future__ import annotations
 
-import asyncio
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
+from integration.stand import until, user
 
+from app.turn.in_flight import hash_key
+from fault.agents import Agents, Insistent
+from fault.processes import serving
 from fault.table import Tally
-from tests.tools.crash_rounds.rounds import run
+from fault.verified import verified
+from ops.simulator.process import SimulatorProcess
+from ops.verify import Acknowledged
+
+PATIENCE_S = 90.0
+TURNS_A_KILL = 15
+"""More than so many turns are acknowledged between two kills."""
+
+EXPERTS = {"layers": 48, "top_k": 8, "experts": 128}
+STAGING = {"TURNLOG_UPSTREAM_DIALECT": "vllm", "TURNLOG_STAGE_TOKENS_S": "0.1"}
+
+
+class Client(Insistent):
+    """`tokens`: the session's history as a client of token ids knows it, without a question that was not answered."""
+
+    def __init__(self, urls: Sequence[str], name: str, seed: int) -> None:
+        super().__init__(urls, name, seed)
+        self.tokens: dict[str, list[int]] = {}
+
+    def text(self, sim: Mapping[str, Any], **fields: Any) -> httpx.Response:
+        """One turn, now and then in a new session."""
+        if not self.messages or self.rng.random() < 0.1:
+            self.begin()
+        wish = {"tool_calls": False, "reasoning": False, "latency_s": self.rng.uniform(0, 0.15), **sim}
+        return self.say(f"Turn {self.requests}", sim=wish, **fields)
+
+    def ids(self, route: str, history: str, key: str, more: Mapping[str, Any]) -> None:
+        """One turn of token ids, in a session of its own route."""
+        if self.session_id not in self.tokens or self.rng.random() < 0.1:
+            self.tokens[self.begin()] = []
+        asked = [*self.tokens[self.session_id], *range(20, 31), 31 + self.requests]
+        body = {history: asked, key: f"{self.name} {self.requests}", "sim": {"latency_s": 0.05}, **more}
+        found = self.take(route, body).json()
+        sampled = found["output_ids"] if "output_ids" in found else found["choices"][0]["token_ids"]
+        self.tokens[self.session_id] = [*asked, *sampled]
+
+    def told(self, reply: httpx.Response, headers: Mapping[str, str] | None) -> Acknowledged:
+        """A stream does not name its turn; it, and a reply of ids, is made of the engine's."""
+        if "x-turnlog-turn" not in reply.headers:
+            assert headers is not None
+            return Acknowledged(self.session_id, 0, None, hash_key(headers["idempotency-key"]))
+        told = super().told(reply, headers)
+        return Acknowledged(told.session_id, told.turn) if self.session_id in self.tokens else told
+
+    def has_its_tokens(self, url: str) -> None:
+        for session_id, tokens in self.tokens.items():
+            rows = httpx.get(f"{url}/export", params={"session_id": session_id}, timeout=PATIENCE_S).text.splitlines()
+            assert [json.loads(row)["tokens"] for row in rows] == [tokens]
+
+
+class Streaming(Client):
+    """Reads live streams. `cut` counts those that were broken off behind their first bytes, too."""
+
+    def stream(self) -> None:
+        if not self.messages or self.rng.random() < 0.1:
+            self.begin()
+        asked = [*self.messages, user(f"Turn {self.requests}")]
+        sim = {"latency_s": self.rng.uniform(0.1, 0.5), "completion_tokens": 60, "chunk_tokens": 4}
+        body = {"messages": asked, "sim": {**sim, "tool_calls": False, "reasoning": False}}
+        key = {"idempotency-key": f"{self.name} {self.requests}"}
+        more = {"stream": True, "stream_mode": "live"}
+        reply = self.take("/v1/chat/completions", {**body, **more}, key)
+        events = [json.loads(line[6:]) for line in reply.text.split("\n\n") if line.startswith("data: {")]
+        said = "".join(choice["delta"].get("content") or "" for event in events for choice in event["choices"])
+        self.messages = [*asked, {"role": "assistant", "content": said}]
+
+    def _exchange(self, method: str, path: str, **fields: Any) -> httpx.Response:
+        """A stream that ends before `[DONE]` is no answer."""
+        reply = super()._exchange(method, path, **fields)
+        if path.endswith("/completions") and reply.is_success and not reply.content.rstrip().endswith(b"data: [DONE]"):
+            raise httpx.ReadError("the stream was cut")
+        return reply
+
+
+def of_ids(client: Client) -> None:
+    vllm = ("/inference/v1/generate", "token_ids", "request_id", {"sampling_params": {"max_tokens": 16}})
+    sglang = {"sampling_params": {"max_new_tokens": 16}, "return_logprob": True}
+    client.ids(*(vllm if int(client.name[5:]) % 2 else ("/generate", "input_ids", "rid", sglang)))
+
+
+def staged(client: Client) -> None:
+    sim = {"completion_tokens": 200, "chunk_tokens": 4, "latency_s": client.rng.uniform(0.3, 1.0)}
+    client.text(sim, temperature=0, max_tokens=208)
 
 
 class Kills(NamedTuple):
-    """So many kills under clients of a mode, of the only process on SQLite or of one of several on PostgreSQL; `told`
-    is a line of the tool that shows that kills met what the mode is about."""
+    """So many kills under clients that take such steps: of the only process on SQLite, or of some on PostgreSQL."""
 
     mode: str
+    step: Callable[[Any], object]
     kills: int
     clients: int
     processes: int = 1
-    told: str = ""
+    kind: type[Client] = Client
+    engine: Sequence[str] = ()
+    environment: Mapping[str, str] = {}
 
 
 TABLE = (
-    Kills("plain", 3, 16),
-    Kills("plain", 2, 24, processes=3),
-    Kills("payloads", 3, 8),
-    Kills("tokens", 3, 8),
-    Kills("mid-stream", 3, 12, told="streams that were cut behind their first bytes"),
-    Kills("staging", 3, 12, told="turns that were staged"),
+    Kills("plain", lambda client: client.text({"completion_tokens": 11}), 2, 16),
+    Kills("plain", lambda client: client.text({"completion_tokens": 11}), 2, 16, processes=3),
+    Kills(
+        *("payloads", lambda client: client.text({"completion_tokens": 120, "experts": EXPERTS}), 2, 8),
+        environment={"TURNLOG_REPLAY": "routed_experts"},
+    ),
+    Kills("tokens", of_ids, 2, 8),
+    Kills(
+        "mid-stream", Streaming.stream, 2, 12, 1, Streaming, ("--dialect", "vllm"), {"TURNLOG_UPSTREAM_DIALECT": "vllm"}
+    ),
+    Kills("staging", staged, 2, 12, engine=("--dialect", "vllm"), environment=STAGING),
 )
 
 
@@ -40,31 +137,32 @@ TABLE = (
     ids=lambda one: f"{one.mode}-{one.processes}",
 )
 def test_no_turn_is_lost_or_taken_twice(
-    kills: Kills,
-    tally: Tally,
-    tmp_path: Path,
-    request: pytest.FixtureRequest,
-    capsys: pytest.CaptureFixture[str],
+    kills: Kills, tally: Tally, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    url: str | None = request.getfixturevalue("postgres_url") if kills.processes > 1 else None
-    work = run(
-        rounds=kills.kills,
-        clients=kills.clients,
-        seed=3,
-        folder=tmp_path,
-        database_url=url,
-        processes=kills.processes,
-        mode=kills.mode,
-    )
-    *rounds, last = asyncio.run(work)
-    tally.tried += len(rounds)
-    for one in (*rounds, last):
-        tally.acknowledged += one.acknowledged
-        tally.lost += one.lost
-        tally.doubled += one.twice
-        if one.interrupted:
-            tally.recovered(one.slowest_s)
-    assert [(one.busy, one.stuck, one.problems) for one in (*rounds, last)] == [(0, 0, 0)] * (len(rounds) + 1)
-    assert last.acknowledged > 0
-    assert sum(one.interrupted for one in rounds) > 0, "no turn was in flight at any kill"
-    assert kills.told in capsys.readouterr().out
+    url: str = request.getfixturevalue("postgres_url" if kills.processes > 1 else "sqlite_url")
+    with (
+        SimulatorProcess("--seed", "3", *kills.engine) as engine,
+        serving(tmp_path, kills.processes, url, engine.base_url, kills.environment) as processes,
+    ):
+        with Agents(processes.urls, kills.clients, kills.step, kind=kills.kind) as agents:
+            for kill in range(kills.kills):
+                before = len(agents.acknowledged)
+                until(lambda: len(agents.acknowledged) > before + TURNS_A_KILL, PATIENCE_S)  # noqa: B023
+                server = processes.servers[kill % kills.processes]
+                server.kill()
+                killed = time.monotonic()
+                server.start()
+                until(lambda: agents.all_served(killed), PATIENCE_S)  # noqa: B023
+                tally.tried += 1
+                tally.recovered(agents.recovery_s(killed))
+            agents.stop()
+            assert sum(agent.cut for agent in agents) > 0, "nothing was in flight at any kill"
+            assert not [one for one in agents.answers() if one.code == "session_busy"], "a first retry is served"
+            tally.doubled += agents.doubled(processes.urls[0])
+            for agent in agents:
+                agent.has_its_tokens(processes.urls[0])
+        if kills.mode == "staging":
+            metrics = httpx.get(f"{processes.urls[0]}/metrics", timeout=PATIENCE_S).text
+            assert re.search(r"turnlog_turns_staged_total\{[^}]*\} [1-9]", metrics)
+        verified(url, agents.acknowledged, tally)
+    verified(url)

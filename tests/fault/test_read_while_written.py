@@ -22,7 +22,7 @@ from helpers.databases import connected
 from integration.stand import until
 from sqlalchemy import text
 
-from fault.agents import PATIENCE_S, PAUSE_S, Agent, Agents
+from fault.agents import PATIENCE_S, PAUSE_S, Agents, Insistent
 from fault.processes import serving
 from fault.table import Tally
 from fault.verified import verified
@@ -39,11 +39,8 @@ OF_THE_MOMENT = ("cursor", "as_of_seq", "rollout_rows", "rollout_weight")
 Row = dict[str, Any]
 
 
-class Author(Agent):
-    """Takes turns, goes back, rewards, notes, closes and erases, in sessions some of which name a later one as parent.
-
-    It insists over the deaths of its servers.
-    """
+class Author(Insistent):
+    """Takes turns, goes back, rewards, notes, closes, erases, in sessions some of which name a later one as parent."""
 
     def act(self) -> None:
         chance = self.rng.random()
@@ -64,12 +61,6 @@ class Author(Agent):
             if chance > 0.96:
                 self.insist("DELETE", f"/sessions/{self.session_id}?erase=true")
             self.session_id = ""
-
-    def _ask(self, method: str, path: str, **fields: Any) -> httpx.Response:
-        try:
-            return super()._ask(method, path, **fields)
-        except httpx.TransportError:
-            return httpx.Response(503)
 
 
 class Mirror:

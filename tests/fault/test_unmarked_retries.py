@@ -33,7 +33,8 @@ class Way(NamedTuple):
     protocol: str
 
 
-WAYS = (Way("linear", "chat"), Way("tree", "chat"), Way("tree", "messages"), Way("tree", "responses"))
+LINE, TREE = Way("linear", "chat"), Way("tree", "chat")
+MESSAGES, RESPONSES = Way("tree", "messages"), Way("tree", "responses")
 
 LARGE: dict[str, Any] = {"experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1}, "completion_tokens": 6000}
 """A reply of some 12 MB: more than the buffers of a socket hold, which grow to 4 MB."""
@@ -159,18 +160,18 @@ FAULTS: dict[str, Fault] = {
     "kill between commit and reply": killed,
 }
 
-ENGINES_BYTES = ("connection ends while the reply leaves",)
-"""Faults that need a reply of many megabytes, which are payloads: only a chat's client gets them."""
+WAYS: dict[str, tuple[Way, ...]] = {
+    "engine answers 503": (MESSAGES,),
+    "connection ends while the engine works, retry after the commit": (LINE, RESPONSES),
+    "connection ends, retry holds a beginning of the reply": (TREE, RESPONSES),
+    "connection ends while the reply leaves": (LINE, TREE),
+    "kill between commit and reply": (LINE, MESSAGES),
+}
 
 
 @pytest.mark.parametrize(
     ("fault", "way"),
-    [
-        pytest.param(fault, way, id=f"{fault}-{'-'.join(way)}")
-        for fault in FAULTS
-        for way in WAYS
-        if way.protocol == "chat" or fault not in ENGINES_BYTES
-    ],
+    [pytest.param(fault, way, id=f"{fault}-{'-'.join(way)}") for fault, ways in WAYS.items() for way in ways],
 )
 def test_one_generation_and_one_turn(site: Site, fault: str, way: Way) -> None:
     assert site.stand.sim.post("/sim/reset").status_code == 200

@@ -1,12 +1,10 @@
-"""Mutants: the service's code with one fault each, made from patterns, and which family of tests finds which of them.
+"""Mutants: the service's code with one fault each, and which commands find which of them.
 
-    python -m tests.tools.mutants                          how many faults each pattern makes in each area
-    python -m tests.tools.mutants --choose 225             writes `list.txt` anew: a sample of all areas and patterns
-    python -m tests.tools.mutants --show ID                the fault as a diff
-    python -m tests.tools.mutants --trace unit             notes which functions the family's modules call
-    python -m tests.tools.mutants --run unit --into FILE --unfound    goes on where the file ends
+    python -m tests.tools.mutants --into FILE -- python -m tests.tools.simulation --schedules 120
+    python -m tests.tools.mutants --into FILE --unfound -- pytest -x --tb=no tests/contract
     python -m tests.tools.mutants --report FILE
 
-`list.txt` has for each fault its id, its area, what it changes, and, for one that changes nothing, why. `--tree` names
-another checkout, whose code is broken instead of this one's. Neither is ever changed: each job has a copy.
+Each line of `list.txt` is a fault: a file, an area, a text that is in the file once, what stands in its place, and,
+where nobody could see the fault, why. A command finds it by failing. Results are appended to FILE, and what stands
+there is not run again. `--tree` names another checkout, whose code is broken. Neither is changed: each job has a copy.
 """

@@ -81,13 +81,6 @@ class Taken:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A 200 to a look: the texts of the live turns' replies, back to where the newest turn's history begins."""
-
-    texts: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Shown:
     """A 200 to a look: the history that the newest turn ends."""
 
@@ -123,7 +116,7 @@ class Refused:
 
 
 Request = Create | Chat | Close | Erase | Reward | Look | Audit
-Reply = Taken | Seen | Shown | Numbers | Told | Done | Refused
+Reply = Taken | Shown | Numbers | Told | Done | Refused
 
 UNCHANGED = frozenset(
     {

@@ -27,8 +27,7 @@ from app.store import repair
 from app.store.database import Database as RealDatabase
 from app.store.schema import open_turns
 from app.store.sessions import load_head
-from ops.verify import TABLES
-from tests.tools.audit import audit
+from ops.verify import TABLES, verify
 from tests.tools.simulation import orders
 from tests.tools.simulation.calls import Taken
 from tests.tools.simulation.history import History
@@ -66,7 +65,7 @@ async def judge(store: Store, history: History, note: Callable[[str], None]) -> 
     """Everything that is wrong becomes a problem of the history."""
     database = ReadDatabase(store)
     told = [turn.told() for turn in history.turns]
-    for problem in (await audit(cast(RealDatabase, database), told)).problems:
+    for problem in (await verify(cast(RealDatabase, database), acknowledged=told)).problems:
         history.problem(f"verify: {problem.session_id}: {problem.what}")
     held = store.read(lambda connection: list(connection.execute(select(open_turns.c.session_id, open_turns.c.fence))))
     for session_id, fence in held:

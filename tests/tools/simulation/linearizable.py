@@ -31,7 +31,6 @@ from tests.tools.simulation.calls import (
     Reply,
     Request,
     Reward,
-    Seen,
     Shown,
     Taken,
     Told,
@@ -228,8 +227,8 @@ def _changed(state: State, request: Request, *, is_open: bool) -> list[State]:
 
 def _observed(state: State, reply: Reply | None) -> Iterator[State]:
     """The state after a look or an audit, if it may show that."""
-    if isinstance(reply, (Seen, Shown)) and not state.closed:
-        texts = reply.texts if isinstance(reply, Seen) else _texts(state, reply.messages)
+    if isinstance(reply, Shown) and not state.closed:
+        texts = _texts(state, reply.messages)
         if texts is not None and len(texts) == len(state.chain()):
             yield from _learned(state, texts)
     elif isinstance(reply, Numbers):
@@ -314,10 +313,3 @@ def _learned(state: State, texts: Sequence[str]) -> Iterator[State]:
             return
         state = state.with_turn(number, replace(turn, text=text))
     yield state
-
-
-def fault(calls: Sequence[Call], window: int | None, *, crashes: bool = False) -> str | None:
-    """Why the history of one session is not linearizable; None where it is. `window` as in `Rules`. `crashes`: the
-    database has crashed meanwhile."""
-    needs_rival = CONCURRENT - {"claim_lost"} if crashes else CONCURRENT
-    return Checker(calls, Rules(window), needs_rival=needs_rival).fault()

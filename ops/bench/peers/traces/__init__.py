@@ -1,7 +1,7 @@
 """Recorded runs of agent programs as a load.
 
-`tests/tools/record_traces.py` recorded them in November 2026 from Claude Code 2.1, Codex 0.169, OpenCode 1.18,
-openai-agents 0.24 and mini-swe-agent 2.4, which all mended the same small program in ten steps. Of prompts and
+They are of November 2026: what Claude Code 2.1, Codex 0.169, OpenCode 1.18, openai-agents 0.24 and mini-swe-agent 2.4,
+behind Turnlog, had an engine sent as chat. All mended the same small program in ten steps. Of prompts and
 descriptions of tools a file has only the lengths; words of the stand-in's vocabulary take their place.
 """
 
