@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from helpers.databases import connected
 from helpers.log import committed, created
@@ -13,7 +11,6 @@ from sqlalchemy import insert
 from app.domain.events import Event, encode, name_of
 from app.sessions import conversation
 from app.sessions.conversation import MAX_MESSAGES, Conversations
-from app.sessions.session_view import SessionViews
 from app.store.schema import events, turns
 from workers import codec
 from workers.codec import Exchange
@@ -56,26 +53,6 @@ async def lengthened(store: Store, size: int = 1) -> None:
     async with connected(store.database.url, writes=True) as connection:
         await connection.execute(insert(events), rows)
         await connection.execute(insert(turns), frames)
-
-
-async def test_all_turns_are_shown_and_the_loop_goes_on_meanwhile(sqlite_store: Store) -> None:
-    await lengthened(sqlite_store)
-    beats = 0
-
-    async def beat() -> None:
-        nonlocal beats
-        while True:
-            await asyncio.sleep(0.001)
-            beats += 1
-
-    beating = asyncio.create_task(beat())
-    view = await SessionViews(sqlite_store.database, dict).at("s", None)
-    beating.cancel()
-    assert [turn["turn"] for turn in view["turns"]] == list(range(1, TURNS + 1))
-    assert view["turns"][-1]["messages"] == 2 * TURNS
-    assert beats > 5
-    early = await SessionViews(sqlite_store.database, dict).at("s", 100)
-    assert len(early["turns"]) == 99
 
 
 async def test_the_newest_messages_are_shown_and_the_others_counted(

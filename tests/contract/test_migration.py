@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,13 +17,12 @@ from fault.table import Tally
 from helpers.databases import alembic_config, connected, migrate, run_module
 from sqlalchemy import Connection, Dialect, inspect
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.engine import make_url
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from app.composition import metadata
 from app.errors import StartupError
 from app.store.damage import Content
-from app.store.database import Database, sqlite_lock
+from app.store.database import Database
 from app.store.dialect import StorePoints
 from app.store.opening import revision_head, revision_of
 
@@ -156,12 +155,6 @@ def refusal(url: str) -> str:
     return str(raised.value)
 
 
-def test_a_database_without_tables_is_refused_with_one_line(empty_url: str) -> None:
-    line = refusal(empty_url)
-    assert "alembic upgrade head" in line
-    assert "\n" not in line
-
-
 @pytest.mark.fault(10, "a process meets a store of another version")
 def test_a_store_of_another_version_is_refused_with_one_line_and_left_alone(database_url: str, tally: Tally) -> None:
     on(database_url, lambda connection: connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0017'"))
@@ -184,43 +177,3 @@ def environment(url: str) -> dict[str, str]:
 
 def turnlog_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if "turnlog:" in line]
-
-
-def serve(url: str) -> str:
-    """The one line that the server prints when it refuses to start."""
-    done = run_module("uvicorn", "app.main:app", "--port", "0", environment=environment(url))
-    assert done.returncode != 0
-    printed = done.stdout + done.stderr
-    assert "Traceback" not in printed
-    [line] = turnlog_lines(printed)
-    return line
-
-
-def test_the_application_refuses_a_database_without_tables(empty_url: str) -> None:
-    assert "alembic upgrade head" in serve(empty_url)
-
-
-@pytest.fixture
-def held_url(sqlite_url: str) -> Iterator[str]:
-    """A migrated file that a process serves: this one holds its lock."""
-    lock = sqlite_lock(sqlite_url)
-    assert lock is not None
-    with lock:
-        yield sqlite_url
-
-
-def test_a_second_process_on_one_sqlite_file_is_refused(held_url: str) -> None:
-    assert f"another process (pid {os.getpid()}) serves {make_url(held_url).database}" in serve(held_url)
-
-
-def test_a_migration_under_a_running_server_is_refused(held_url: str) -> None:
-    done = run_module("alembic", "upgrade", "head", environment=environment(held_url))
-    assert done.returncode != 0
-    [line] = turnlog_lines(done.stderr)
-    assert "stop it" in line
-
-
-def test_the_documented_command_migrates(empty_url: str) -> None:
-    done = run_module("alembic", "upgrade", "head", environment=environment(empty_url))
-    assert done.returncode == 0, done.stderr
-    assert on(empty_url, tables) == {*metadata().tables, "alembic_version"}

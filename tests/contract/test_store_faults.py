@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from pathlib import Path
 
 import pytest
 from helpers.store import Store, create
@@ -12,10 +11,10 @@ from sqlalchemy import insert, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.util import await_only
 
-from app.errors import StartupError, StoreFull, StoreUnavailable
+from app.errors import StoreFull, StoreUnavailable
 from app.store import postgres
 from app.store.database import Database
-from app.store.dialect import StorePoints, Tx, store_error
+from app.store.dialect import Tx, store_error
 from app.store.log import Appended
 from app.store.schema import store_meta
 
@@ -57,24 +56,6 @@ async def test_a_connection_killed_between_statements_is_replaced(postgres_store
     await database.write(cut, durable=True)
     assert len(set(victims)) == 2
     assert len(await postgres_store.log("s")) == 1
-
-
-async def test_a_server_that_is_not_there_refuses_the_start_in_one_line() -> None:
-    database = Database("postgresql+asyncpg://postgres@127.0.0.1:1/none", points=StorePoints())
-    with pytest.raises(StartupError) as refused:
-        await database.open()
-    await database.close()
-    assert "\n" not in str(refused.value)
-
-
-async def test_a_file_that_is_no_database_refuses_the_start_in_one_line(tmp_path: Path) -> None:
-    path = tmp_path / "notes.db"
-    path.write_text("these are notes, not a database\n" * 200)
-    database = Database(f"sqlite+aiosqlite:///{path}", points=StorePoints())
-    with pytest.raises(StartupError) as refused:
-        await database.open()
-    await database.close()
-    assert "\n" not in str(refused.value)
 
 
 async def test_a_claim_that_meets_a_foreign_lock_waits_beside_the_event_loop(

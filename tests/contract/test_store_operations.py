@@ -26,7 +26,6 @@ from app.domain.events import (
     SessionErased,
     TurnAbandoned,
     TurnCommitted,
-    TurnOpened,
     TurnRejected,
     UnknownEvent,
 )
@@ -35,6 +34,7 @@ from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import (
     UNREADABLE,
     AssignReward,
+    Close,
     Erase,
     EraseTexts,
     Existing,
@@ -52,102 +52,52 @@ from workers.codec import CorruptContent
 pytestmark = pytest.mark.anyio
 
 
-async def test_create_writes_head_and_first_event(store: Store) -> None:
-    made = await store.create("s", at=7.5)
-    assert [recorded.seq for recorded in made.events] == [1]
-    head = await store.head("s")
-    assert head is not None
-    assert (head.version, head.status, head.turns, head.created_at, head.updated_at) == (1, "open", 0, 7.5, 7.5)
-    assert await store.log("s") == list(made.events)
-
-
-async def test_create_of_a_taken_id_writes_nothing_and_tells_by_what_body(store: Store) -> None:
-    await store.create("s")
+async def test_the_operations_of_a_sessions_life(store: Store) -> None:
+    """What each answers while it may, and when it may not any more; what is refused writes nothing."""
+    assert await store.claim("s", 1) == Refused(None)
+    assert [recorded.seq for recorded in (await store.create("s", at=7.5)).events] == [1]
     assert await store.create("s", body_hash="c" * 32) == Existing("open", BODY)
-    await store.close("s")
-    assert await store.create("s") == Existing("closed", BODY)
-    assert len(await store.log("s")) == 2
-
-
-async def test_claim_takes_the_open_turn_at_the_known_version(store: Store) -> None:
-    await store.create("s")
-    taken = await store.claim("s", 1)
-    assert isinstance(taken, Appended)
-    assert taken.events[0].seq == 2
-    assert isinstance(taken.events[0].event, TurnOpened)
+    assert [await store.claim("s", expected) for expected in (0, 2, 99)] == [Stale()] * 3
+    taken = await store.claim("s", 1, retry_key="k" * 32)
+    assert [recorded.seq for recorded in taken.events] == [2]
     assert [(row.turn, row.fence, row.incarnation) for row in await store.open_turns("s")] == [(1, 2, store.me)]
-    await store.head_equals_fold("s")
-
-
-@pytest.mark.parametrize("expected", [0, 2, 99])
-async def test_claim_at_another_version_is_stale_and_writes_nothing(store: Store, expected: int) -> None:
-    await store.create("s")
-    assert await store.claim("s", expected) == Stale()
-    assert len(await store.log("s")) == 1
-    await store.head_equals_fold("s")
-
-
-async def test_claim_of_a_held_session_is_busy_and_names_the_holder(store: Store) -> None:
-    await store.create("s")
-    await store.claim("s", 1, retry_key="k" * 32)
     other = await add_incarnation(store.database)
     # The last knows of the open turn: only that it is open stands in its way.
     for expected, turn in ((1, 1), (2, 1), (2, 2)):
-        refused = await store.claim("s", expected, incarnation=other, turn=turn, turns=0)
-        assert refused == Busy(1, 2, store.me, BODY, "k" * 32, CLAIMED_AT)
-    await store.head_equals_fold("s")
-
-
-async def test_claim_of_an_unknown_or_closed_session_is_refused(store: Store) -> None:
-    assert await store.claim("nobody", 1) == Refused(None)
-    await store.create("s")
-    await store.close("s")
-    assert await store.claim("s", 2) == Refused("closed")
-
-
-async def test_commit_ends_the_open_turn_and_keeps_its_content(store: Store) -> None:
-    await store.create("s")
-    await store.claim("s", 1)
-    blob = StoredBlob(0, "params", 2, "h" * 64, codec.compress(b"{}"))
-    done = await store.commit("s", 2, text=b'{"a":1}', blobs=[blob])
-    assert isinstance(done, Appended)
-    assert [recorded.seq for recorded in done.events] == [3]
-    assert await store.open_turns("s") == []
-    exchanges = await store.database.read(lambda c: load_exchanges(c, "s", [1]))
-    assert exchanges[1].reply == b'{"a":1}'
-    tokens = await store.database.read(lambda c: load_tokens(c, "s", [1]))
-    assert len(tokens[1].output_ids) == 8
-    assert await store.database.read(lambda c: load_blobs(c, "s", [0])) == {0: b"{}"}
-    await store.head_equals_fold("s")
-
-
-@pytest.mark.parametrize(("fence", "another"), [(1, False), (3, False), (2, True)])
-async def test_commit_under_another_fence_or_holder_writes_nothing(store: Store, fence: int, another: bool) -> None:
-    await store.create("s")
-    await store.claim("s", 1)
-    holder = await add_incarnation(store.database) if another else store.me
-    assert await store.commit("s", fence, incarnation=holder) == Refused("open")
+        busy = await store.claim("s", expected, incarnation=other, turn=turn, turns=0)
+        assert busy == Busy(1, 2, store.me, BODY, "k" * 32, CLAIMED_AT)
+    for fence, holder in ((1, store.me), (3, store.me), (2, other)):
+        assert await store.commit("s", fence, incarnation=holder) == Refused("open")
     assert len(await store.log("s")) == 2
-    assert len(await store.open_turns("s")) == 1
     with pytest.raises(CorruptContent):
         await store.database.read(lambda c: load_exchanges(c, "s", [1]))
+    assert isinstance((await store.release("s", 2)).events[0].event, TurnRejected)
+    assert [await store.release("s", 2), await store.commit("s", 2)] == [Refused("open")] * 2
+
+    assert isinstance(await store.claim("s", 3, turn=2), Appended)
+    blob = StoredBlob(0, "params", 2, "h" * 64, codec.compress(b"{}"))
+    done = await store.commit("s", 4, turn=2, text=b'{"a":1}', blobs=[blob])
+    assert [recorded.seq for recorded in done.events] == [5]
+    assert (await store.database.read(lambda c: load_exchanges(c, "s", [2])))[2].reply == b'{"a":1}'
+    assert len((await store.database.read(lambda c: load_tokens(c, "s", [2])))[2].output_ids) == 8
+    assert await store.database.read(lambda c: load_blobs(c, "s", [0])) == {0: b"{}"}
+    assert isinstance(await store.submit(reward("s", 0.25, turn=2)), Appended)
     await store.head_equals_fold("s")
 
-
-async def test_a_lost_fence_does_not_fail_its_neighbours(store: Store) -> None:
-    for name in "abc":
-        await store.create(name)
-        await store.claim(name, 1)
-    await store.release("b", 2)
-    a, b, c = await store.together(*(commit(name, 2, store.me) for name in "abc"))
-    assert isinstance(a, Appended)
-    assert b == Refused("open")
-    assert isinstance(c, Appended)
-    for name, turns in (("a", 1), ("b", 0), ("c", 1)):
-        head = await store.head(name)
-        assert head is not None
-        assert head.turns == turns
-        await store.head_equals_fold(name)
+    assert isinstance(await store.claim("s", 6, turn=3, parent=2), Appended)
+    assert await store.submit(Close("s", 8.0, "idle", idle_since=1.0)) == Refused("open")
+    closed = await store.close("s")
+    assert [type(recorded.event) for recorded in closed.events] == [TurnAbandoned, SessionClosed]
+    for refused in (store.commit("s", 7, turn=3), store.release("s", 7), store.close("s"), store.claim("s", 9)):
+        assert await refused == Refused("closed")
+    assert isinstance(await store.submit(reward("s", 1.5)), Appended)
+    head = await store.head("s")
+    assert head is not None
+    assert (head.version, head.status, head.turns, head.reward, head.created_at) == (10, "closed", 1, 1.5, 7.5)
+    await store.head_equals_fold("s")
+    await store.erase("s")
+    assert await store.submit(reward("s", 2.0)) == Refused("erased")
+    assert await store.submit(reward("nobody", 2.0)) == Refused(None)
 
 
 async def test_what_their_process_does_not_know_is_looked_at_for_a_whole_batch(store: Store) -> None:
@@ -186,47 +136,6 @@ async def test_a_turn_absorbs_so_many_attempts_that_came_before_it(store: Store)
 
     assert [await absorbs(age_s) for age_s in (0.0, 60.0, 60.0, 60.0)] == [False, True, True, False]
     assert not await absorbs(60.0, turn=2)
-
-
-async def test_release_frees_the_session_for_the_next_claim(store: Store) -> None:
-    await store.create("s")
-    await store.claim("s", 1)
-    freed = await store.release("s", 2)
-    assert isinstance(freed.events[0].event, TurnRejected)
-    assert await store.release("s", 2) == Refused("open")
-    again = await store.claim("s", 3, turn=2)
-    assert isinstance(again, Appended)
-    assert await store.commit("s", 2) == Refused("open"), "the first claim's fence is void"
-    assert isinstance(await store.commit("s", 4, turn=2), Appended)
-    await store.head_equals_fold("s")
-
-
-async def test_reward_of_open_and_closed_sessions(store: Store) -> None:
-    await store.create("s")
-    await store.take_turn("s")
-    assert isinstance(await store.submit(reward("s", 0.5)), Appended)
-    assert isinstance(await store.submit(reward("s", 0.25, turn=1)), Appended)
-    await store.close("s")
-    assert isinstance(await store.submit(reward("s", 1.5)), Appended)
-    head = await store.head("s")
-    assert head is not None
-    assert head.reward == 1.5
-    await store.head_equals_fold("s")
-    await store.erase("s")
-    assert await store.submit(reward("s", 2.0)) == Refused("erased")
-    assert await store.submit(reward("nobody", 2.0)) == Refused(None)
-
-
-async def test_close_abandons_the_open_turn_which_can_no_longer_commit(store: Store) -> None:
-    await store.create("s")
-    await store.claim("s", 1)
-    closed = await store.close("s")
-    assert [type(recorded.event) for recorded in closed.events] == [TurnAbandoned, SessionClosed]
-    assert [recorded.seq for recorded in closed.events] == [3, 4]
-    assert await store.commit("s", 2) == Refused("closed")
-    assert await store.release("s", 2) == Refused("closed")
-    assert await store.close("s") == Refused("closed")
-    await store.head_equals_fold("s")
 
 
 async def test_erase_takes_content_and_keeps_the_skeleton(store: Store) -> None:
@@ -304,14 +213,6 @@ async def test_an_erasure_takes_components_out_of_rewards_and_moves_nothing(stor
     await store.head_equals_fold("s")
 
 
-async def test_only_a_session_that_is_being_erased_loses_components(store: Store) -> None:
-    await a_rewarded_session(store)
-    rows = await store.database.read(lambda c: text_rows(c, "s", 0, 9))
-    assert await store.submit(EraseTexts("s", without_text(rows), 100)) is False
-    assert await store.submit(EraseTexts("none", without_text(rows), 100)) is False
-    assert await assigned(store) == list(REWARDS)
-
-
 async def test_of_a_damaged_reward_an_erasure_leaves_nothing(store: Store) -> None:
     await a_rewarded_session(store)
     await store.close("s")
@@ -327,24 +228,21 @@ async def test_of_a_damaged_reward_an_erasure_leaves_nothing(store: Store) -> No
         await store.log("s")
 
 
-@pytest.mark.parametrize("death", ["ended", "silent", "unknown"])
-async def test_the_claim_of_a_dead_process_is_abandoned_by_the_next_claim(store: Store, death: str) -> None:
-    dead = await add_incarnation(store.database)
-    if death == "unknown":
-        dead += 1000
-    await store.create("s")
-    assert isinstance(await store.claim("s", 1, incarnation=dead), Appended)
-    if death == "ended":
-        await end_incarnation(store.database, dead)
-    elif death == "silent":
-        await silence_incarnation(store.database, dead, LEASE_S + 1)
-    assert await store.claim("s", 2) == Stale(), "the log has moved: the caller must look again"
-    last = (await store.log("s"))[-1]
-    assert last.event == TurnAbandoned(1, 2, "owner_dead")
-    assert isinstance(await store.claim("s", 3, turn=2), Appended)
-    assert await store.commit("s", 2, incarnation=dead) == Refused("open"), "the dead one's late commit"
-    assert isinstance(await store.commit("s", 4, turn=2), Appended)
-    await store.head_equals_fold("s")
+async def test_the_claim_of_a_dead_process_is_abandoned_by_the_next_claim(store: Store) -> None:
+    for death in ("ended", "silent", "unknown"):
+        dead = await add_incarnation(store.database) + (1000 if death == "unknown" else 0)
+        await store.create(death)
+        assert isinstance(await store.claim(death, 1, incarnation=dead), Appended)
+        if death == "ended":
+            await end_incarnation(store.database, dead)
+        elif death == "silent":
+            await silence_incarnation(store.database, dead, LEASE_S + 1)
+        assert await store.claim(death, 2) == Stale(), "the log has moved: the caller must look again"
+        assert (await store.log(death))[-1].event == TurnAbandoned(1, 2, "owner_dead")
+        assert isinstance(await store.claim(death, 3, turn=2), Appended)
+        assert await store.commit(death, 2, incarnation=dead) == Refused("open"), "the dead one's late commit"
+        assert isinstance(await store.commit(death, 4, turn=2), Appended)
+        await store.head_equals_fold(death)
 
 
 async def test_the_sweep_abandons_all_dead_claims_and_only_those(store: Store) -> None:

@@ -10,7 +10,6 @@ from integration.stand import Stand, Talk, standing
 from e2e.packages import built as built
 from e2e.page import browser as browser
 from e2e.page import page_stand as page_stand
-from e2e.page import quick_stand as quick_stand
 from e2e.page import watch as watch
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import httpx
 import pytest
@@ -72,23 +72,6 @@ def compaction(where: Where) -> None:
         say([*history, say(history), user("Go on")])
 
 
-def titled(where: Where) -> None:
-    """As opencode-ai 1.18.33 sends it, where its requests do not overlap: the title is asked for first."""
-    openai = installed("openai")
-    task = user('"Mend the bug"')
-    title = [{"role": "system", "content": "You are a title generator."}, user("Generate a title for this:\n"), task]
-    with openai.OpenAI(base_url=where.url, api_key=KEY) as client:
-
-        def say(messages: list[Any]) -> list[Any]:
-            reply = client.chat.completions.create(model="simulator", messages=messages)
-            return [*messages, reply.choices[0].message]
-
-        say(title)
-        messages = say([{"role": "system", "content": "You are opencode."}, task])
-        for text in ("Go on", "And test it"):
-            messages = say([*messages, user(text)])
-
-
 def opencode(where: Where) -> None:
     """The program itself: a title beside the first turn, a compaction, and a sub-agent before and after it."""
     run_opencode(where, where.url)
@@ -145,7 +128,8 @@ def run_opencode(where: Where, url: str) -> None:
     assert '"type":"error"' not in ran.stdout, ran.stdout[-2000:]
 
 
-def crew(where: Where, at_once: bool) -> None:
+def crewai(where: Where) -> None:
+    """Two tasks of a crew at once, and a third that is told their results."""
     package = installed("crewai")
     llm = package.LLM(model="openai/simulator", base_url=where.url, api_key=KEY)
     agents = [package.Agent(role=f"Guide of {city}", goal="Answer", backstory="Local", llm=llm) for city in CITIES]
@@ -154,26 +138,21 @@ def crew(where: Where, at_once: bool) -> None:
             description=f"What is the weather in {city}?",
             expected_output="A sentence",
             agent=agent,
-            async_execution=at_once and city != CITIES[-1],
+            async_execution=city != CITIES[-1],
         )
         for city, agent in zip(CITIES, agents, strict=True)
     ]
     package.Crew(agents=agents, tasks=tasks).kickoff()
 
 
-def crewai(where: Where) -> None:
-    """A crew of three tasks: each is a conversation of its own."""
-    crew(where, at_once=False)
+def weather(city: str) -> str:
+    """The weather of a city."""
+    return f"Rain in {city}"
 
 
-def crewai_at_once(where: Where) -> None:
-    """Two tasks at once, and a third that is told their results."""
-    crew(where, at_once=True)
-
-
-@contextlib.contextmanager
-def dspy_of(where: Where) -> Any:
-    """The package, whose model always answers with all fields that its programs ask for."""
+def dspy(where: Where) -> None:
+    """A tool loop that sends its steps inside one user message, three inputs at once; its model always answers with all
+    fields that it asks for."""
     package = installed("dspy")
     fields = {
         "reasoning": "It is autumn",
@@ -184,27 +163,7 @@ def dspy_of(where: Where) -> Any:
     }
     text = "\n\n".join(f"[[ ## {name} ## ]]\n{value}" for name, value in {**fields, "completed": ""}.items())
     options = {"cache": False, "num_retries": 0, "extra_body": {"sim": {"text": text}}}
-    lm = package.LM("openai/simulator", api_base=where.url, api_key=KEY, **options)
-    with package.context(lm=lm):
-        yield package
-
-
-def weather(city: str) -> str:
-    """The weather of a city."""
-    return f"Rain in {city}"
-
-
-def dspy(where: Where) -> None:
-    """One program, three inputs: the same system message and another user's each time."""
-    with dspy_of(where) as package:
-        program = package.ChainOfThought("question -> answer")
-        for city in CITIES:
-            program(question=f"What is the weather in {city}?")
-
-
-def dspy_react(where: Where) -> None:
-    """A tool loop that sends its steps inside one user message, three inputs at once."""
-    with dspy_of(where) as package:
+    with package.context(lm=package.LM("openai/simulator", api_base=where.url, api_key=KEY, **options)):
         program = package.ReAct("question -> answer", tools=[weather], max_iters=2)
         inputs = [package.Example(question=f"How is {city}?").with_inputs("question") for city in CITIES]
         package.Parallel(num_threads=3, disable_progress_bar=True)([(program, one) for one in inputs])
@@ -253,40 +212,8 @@ def handoff(where: Where) -> None:
     agents_of(where, work)
 
 
-class Question(TypedDict):
-    question: str
-    answer: str
-
-
 def chat_model(where: Where) -> Any:
     return installed("langchain_openai").ChatOpenAI(base_url=where.url, api_key=KEY, model="simulator")
-
-
-def subgraph(where: Where) -> None:
-    """A graph whose middle node is a graph with a state, and so a conversation, of its own."""
-    graphs, core = installed("langgraph.graph"), installed("langchain_core.messages")
-    model = chat_model(where)
-
-    def ask(state: Question) -> Mapping[str, str]:
-        asked = [core.SystemMessage("You look things up."), core.HumanMessage(state["question"])]
-        return {"answer": model.invoke(asked).content}
-
-    def answer(state: Any) -> Mapping[str, Any]:
-        return {"messages": [model.invoke(state["messages"])]}
-
-    inner = graphs.StateGraph(Question)
-    inner.add_node("ask", ask)
-    inner.add_edge(graphs.START, "ask")
-    researcher = inner.compile()
-
-    def research(state: Any) -> Mapping[str, Any]:
-        found = researcher.invoke({"question": state["messages"][-1].content, "answer": ""})
-        return {"messages": [core.HumanMessage(f"It was found: {found['answer']}")]}
-
-    outer = graphs.StateGraph(graphs.MessagesState)
-    outer.add_sequence([("plan", answer), ("research", research), ("answer", answer)])
-    outer.add_edge(graphs.START, "plan")
-    outer.compile().invoke({"messages": [core.HumanMessage("What is the weather?")]})
 
 
 def summarisation(where: Where) -> None:
@@ -317,7 +244,7 @@ def summarisation(where: Where) -> None:
         chat.invoke({"messages": [core.HumanMessage(f"What is the weather in {city}?")]}, thread)
 
 
-AT_ONCE = (unrelated, compaction, crewai_at_once, dspy_react, tools_at_once, handoff, subgraph, summarisation, opencode)
+AT_ONCE = (unrelated, compaction, crewai, dspy, tools_at_once, handoff, summarisation, opencode)
 
 
 def all_at_once(where: Where) -> None:

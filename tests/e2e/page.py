@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import pytest
-from integration.stand import Stand, serving, standing
+from integration.stand import Stand, serving
 
 from e2e.page_data import Filled, filled
 from ops.simulator.process import SimulatorProcess
@@ -55,9 +56,9 @@ def launched() -> Iterator[Browser]:
         found.close()
 
 
-def barriers(page: Page, scheme: str = "") -> list[str]:
-    """What axe finds; of one that was seen in the light, in the dark, only where its colours may differ."""
-    only = {"runOnly": ["color-contrast"]} if scheme == "dark" else None
+def barriers(page: Page, *, of_colours: bool = False) -> list[str]:
+    """What axe finds; `of_colours`: of a view that it has seen already, only where its colours may differ."""
+    only = {"runOnly": ["color-contrast"]} if of_colours else None
     return [
         f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in Axe().run(page, options=only).response["violations"]
     ]
@@ -117,35 +118,26 @@ class PageStand:
     dead_engine: str
 
 
-@contextlib.contextmanager
-def page_standing(folder_factory: pytest.TempPathFactory) -> Iterator[PageStand]:
-    with SimulatorProcess("--seed", "7", "--weight-version", "12", "--reasoning", "0.4") as engine:
-        dead = SimulatorProcess("--seed", "8", "--weight-version", "11").start()
-        folder = folder_factory.mktemp("page")
-        at_once = {"TURNLOG_ON_DISCONNECT": "abort_after:0"}
-        upstreams = (dead.base_url, engine.base_url)
-        with serving(folder, *upstreams, environment=at_once, engine_url=engine.base_url) as stand:
-            dead.kill()
-            found = filled(stand)
-            yield PageStand(stand, found, dead.base_url)
-            found.close()
-
-
 @pytest.fixture(scope="session")
 def page_stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageStand]:
     """Tests only read it, or add sessions of their own."""
     require_chromium()
-    with page_standing(tmp_path_factory) as made:
-        yield made
-
-
-@pytest.fixture(scope="session")
-def quick_stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    """An engine that answers at once, and a window of three turns."""
-    require_chromium()
-    engine = ("--seed", "3", "--reasoning", "0", "--context-length", str(1 << 23))
-    with standing(tmp_path_factory.mktemp("quick"), *engine, environment={"TURNLOG_ROLLBACK_WINDOW": "3"}) as made:
-        yield made
+    environment = {"TURNLOG_ON_DISCONNECT": "abort_after:0", "TURNLOG_ROLLBACK_WINDOW": "3", "TURNLOG_FEATURES": "all"}
+    living = SimulatorProcess(
+        "--seed", "7", "--weight-version", "12", "--reasoning", "0", "--context-length", str(1 << 23)
+    )
+    with living as engine:
+        dead = SimulatorProcess("--seed", "8", "--weight-version", "11").start()
+        upstreams = (dead.base_url, engine.base_url)
+        folder = tmp_path_factory.mktemp("page")
+        with serving(folder, *upstreams, environment=environment, engine_url=engine.base_url) as stand:
+            dead.kill()
+            with socket.socket() as kept:  # so that nobody else gets the port, and is taken for the engine
+                kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                kept.bind(("127.0.0.1", urlsplit(dead.base_url).port or 0))
+                found = filled(stand)
+                yield PageStand(stand, found, dead.base_url)
+                found.close()
 
 
 @pytest.fixture(scope="module")
@@ -155,8 +147,36 @@ def browser() -> Iterator[Browser]:
         yield found
 
 
+Watch = Callable[..., Watched]
+ROWS = "main tbody tr[data-key]"
+
+
+def keys(page: Page) -> list[str]:
+    """The ids of the rows that are shown, in their order."""
+    found: list[str] = page.eval_on_selector_all(ROWS, "rows => rows.map(row => row.dataset.key)")
+    return found
+
+
+def nodes(page: Page) -> int:
+    """How many the browser keeps."""
+    inspector = page.context.new_cdp_session(page)
+    inspector.send("Performance.enable")
+    inspector.send("HeapProfiler.collectGarbage")
+    metrics = inspector.send("Performance.getMetrics")["metrics"]
+    return int(next(one["value"] for one in metrics if one["name"] == "Nodes"))
+
+
+def copied(page: Page, button: str) -> str:
+    """What the button of that name copies."""
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name=button, exact=True).click()
+    page.get_by_text("Copied").first.wait_for()
+    text: str = page.evaluate("navigator.clipboard.readText()")
+    return text
+
+
 @pytest.fixture
-def watch(browser: Browser) -> Iterator[Callable[..., Watched]]:
+def watch(browser: Browser) -> Iterator[Watch]:
     """Makes pages in contexts of their own; verified when the test ends."""
     with contextlib.ExitStack() as stack:
         made: list[Watched] = []

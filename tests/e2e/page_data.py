@@ -37,7 +37,6 @@ TASKS = (
 class Filled:
     """What is in the store: ids by what is special about them."""
 
-    talks: list[Talk] = field(default_factory=list)
     groups: dict[str, list[str]] = field(default_factory=dict)
     rolled_back: str = ""
     tree: str = ""
@@ -61,7 +60,7 @@ def filled(stand: Stand) -> Filled:
     """
     found = Filled()
     for task, (group, rewards) in zip(TASKS, SCORED.items(), strict=True):
-        found.groups[group] = [_scored(stand, found, group, task, at, reward) for at, reward in enumerate(rewards)]
+        found.groups[group] = [_scored(stand, group, task, at, reward) for at, reward in enumerate(rewards)]
     found.rolled_back = _rolled_back(stand)
     found.tree = _tree(stand)
     found.refused = _refused(stand)
@@ -73,7 +72,7 @@ def filled(stand: Stand) -> Filled:
     return found
 
 
-def _scored(stand: Stand, found: Filled, group: str, task: str, at: int, reward: float) -> str:
+def _scored(stand: Stand, group: str, task: str, at: int, reward: float) -> str:
     attempt = at
     if group == "aime/2025-I-13":
         attempt = [n for n in range(9) if n not in MISSING][at]
@@ -92,7 +91,6 @@ def _scored(stand: Stand, found: Filled, group: str, task: str, at: int, reward:
         body["components"] = {"correct": reward, "length": -0.05}
     assert stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
     assert stand.http.delete(talk.path).status_code == 204
-    found.talks.append(talk)
     return talk.id
 
 
@@ -150,7 +148,7 @@ def _waiting(stand: Stand, found: Filled) -> None:
         stand.until_generating(talk)
         found.in_turn.append(talk.id)
     stand.sim.post("/sim/latency", json={"latency_s": 0})
-    until(lambda: _gated(stand) == 1)
+    until(lambda: stand.get("/ui/api/overview")["sessions"]["paused"] == 1)
 
 
 def _asked(stand: Stand, talk: Talk, messages: Sequence[dict[str, Any]]) -> HTTPConnection:
@@ -159,11 +157,6 @@ def _asked(stand: Stand, talk: Talk, messages: Sequence[dict[str, Any]]) -> HTTP
     body = json.dumps({"model": "simulator", "messages": list(messages)})
     connection.request("POST", talk.chat_path, body, {"content-type": "application/json"})
     return connection
-
-
-def _gated(stand: Stand) -> int:
-    count: int = stand.http.get("/ui/api/overview").json()["sessions"]["paused"]
-    return count
 
 
 SIDE_BY_SIDE = "retail/order-17"

@@ -55,7 +55,7 @@ def main() -> None:
             page.wait_for_timeout(SHOWN_MS)
             keep(page, given.folder / (f"{name}-light.png" if given.docs else f"{name}-{width}-{scheme}.png"))
             if not given.docs:
-                for found in barriers(page, scheme):
+                for found in barriers(page):
                     print(f"{name} {width} {scheme}: {found}")
             page.context.close()
 

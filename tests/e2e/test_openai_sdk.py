@@ -14,25 +14,6 @@ def sim(**wish: Any) -> dict[str, Any]:
     return {"sim": wish}
 
 
-def test_a_tool_loop_in_the_sync_client(base_url: str, talk: Talk) -> None:
-    with OpenAI(base_url=base_url, api_key="unused") as client:
-        messages: list[Any] = [user("What is the weather?")]
-        for turn in range(4):
-            wish = sim(tool_calls=turn < 3)
-            reply = client.chat.completions.create(
-                model="simulator",
-                messages=messages,
-                tools=[WEATHER],
-                extra_body=wish,  # type: ignore[list-item]
-            )
-            message = reply.choices[0].message
-            messages.append(message if turn % 2 else message.model_dump(exclude_none=True))
-            messages += [
-                {"role": "tool", "tool_call_id": call.id, "content": "Rain"} for call in message.tool_calls or ()
-            ]
-    assert (len(talk.committed()), "RolledBack" in talk.types(), len(talk.rows())) == (4, False, 1)
-
-
 def test_the_async_client_streams(base_url: str, talk: Talk) -> None:
     async def converse() -> list[Any]:
         messages: list[Any] = []

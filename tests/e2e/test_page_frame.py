@@ -1,4 +1,4 @@
-"""Signing in, a lost connection, and a long list: on a server with a token and without engines."""
+"""Signing in, notes, a lost connection, long lists, checkpoints: on a server with a token."""
 
 from __future__ import annotations
 
@@ -15,26 +15,23 @@ from threading import Thread
 import httpx
 import pytest
 from fault.locks import file_locked
-from integration.stand import TIMEOUT_S, Stand, serving, until
-from playwright.sync_api import expect
+from integration.stand import TIMEOUT_S, Stand, standing, until
+from playwright.sync_api import Page, expect
 
-from e2e.page import Watched, barriers, require_chromium
+from e2e.page import ROWS, Watch, Watched, barriers, copied, require_chromium
+from e2e.page_data import AT_ONCE
 
 pytestmark = pytest.mark.long
-
-Watch = Callable[..., Watched]
 
 TOKEN = "an-admin-token-of-the-page-tests"
 MANY = 450
 """More than two pages of the list."""
 
-ROWS = "main tbody tr[data-key]"
-
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
     require_chromium()
-    with serving(tmp_path_factory.mktemp("guarded"), environment={"TURNLOG_ADMIN_TOKEN": TOKEN}) as stand:
+    with standing(tmp_path_factory.mktemp("guarded"), environment={"TURNLOG_ADMIN_TOKEN": TOKEN}) as stand:
         stand.http.close()
         stand.http = httpx.Client(
             base_url=stand.server.base_url, timeout=TIMEOUT_S, headers={"authorization": f"Bearer {TOKEN}"}
@@ -48,20 +45,32 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
 @pytest.fixture
 def watched(guarded: Stand, watch: Watch) -> Watched:
     """The server first: its database is migrated by `asyncio.run`, which cannot be once Playwright's loop runs."""
-    made: Watched = watch(guarded.server.base_url)
+    made = watch(guarded.server.base_url)
     made.expected = ("401 (Unauthorized)",)
     return made
 
 
-def signed_in(watched: Watched, place: str = "#/") -> None:
+def signed_in(watched: Watched, place: str = "#/") -> Page:
     page = watched.page
     page.goto(f"{watched.base_url}/ui{place}")
     page.fill("#token", TOKEN)
     page.click("button.primary")
     page.wait_for_selector("#connection[data-state=live]")
+    return page
+
+
+def scrolled_to(page: Page, what: str) -> Callable[[], bool]:
+    """Is it there at the end of the list, which grows when more of it has come?"""
+
+    def is_shown() -> bool:
+        page.locator("main .table-scroll").evaluate("element => { element.scrollTop = element.scrollHeight }")
+        return page.locator(what).count() == 1
+
+    return is_shown
 
 
 def test_sign_in_and_out(watched: Watched) -> None:
+    watched.expected = ("401 (Unauthorized)", "404 (Not Found)")
     page = watched.page
     page.goto(f"{watched.base_url}/ui#/groups")
     page.fill("#token", "not the token")
@@ -75,15 +84,15 @@ def test_sign_in_and_out(watched: Watched) -> None:
     (cookie,) = page.context.cookies()
     assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
 
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.click("text=Copy as curl")
-    copied = page.evaluate("navigator.clipboard.readText()")
-    assert '-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"' in copied
-    assert TOKEN not in copied
+    command = copied(page, "Copy as curl")
+    assert '-H "Authorization: Bearer $TURNLOG_ADMIN_TOKEN"' in command
+    assert TOKEN not in command
     environment = {**os.environ, "TURNLOG_ADMIN_TOKEN": TOKEN}
-    ran = subprocess.run(["bash", "-c", copied], env=environment, capture_output=True, check=True, timeout=30)
+    ran = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, check=True, timeout=30)
     assert json.loads(ran.stdout)["groups"] == []
     assert TOKEN not in page.content()
+    watched.go("#/search?q=anything")
+    expect(page.locator("main .message"), "there is no index").to_contain_text("TURNLOG_FEATURES=all")
 
     page.click("#sign-out")
     page.wait_for_selector("#token")
@@ -93,66 +102,61 @@ def test_sign_in_and_out(watched: Watched) -> None:
 
 
 def test_a_note_is_written_on_the_page(watched: Watched, guarded: Stand) -> None:
-    """By keyboard, in a session that is closed; what differs alone is written."""
+    """By keyboard, in a session that is closed. What differs alone is written: a tag with a comma stays, and so do line
+    ends that a browser writes otherwise."""
     watched.expected = ("401 (Unauthorized)", "400 (Bad Request)")
     talk = guarded.talk(session_id="noted-1")
     assert guarded.http.delete(talk.path).status_code == 204
-    signed_in(watched, f"#/session/{talk.id}")
-    page = watched.page
+    page = signed_in(watched, f"#/session/{talk.id}")
     page.locator(".sessiondetails > summary").click()
     page.get_by_role("button", name="Edit note").focus()
     page.keyboard.press("Enter")
     page.keyboard.type("It loops <b>here</b>.")
     page.keyboard.press("Tab")
     page.keyboard.type("loop, look at")
-    assert barriers(page, "light") == []
+    assert barriers(page) == []
     page.keyboard.press("Control+Enter")
     expect(page.locator(".sessionfacts >> text=It loops <b>here</b>.")).to_be_visible()
     expect(page.locator("form.noteform")).to_be_hidden()
     expect(page.get_by_role("button", name="Edit note")).to_be_focused()
     page.keyboard.press("Enter")
     assert page.input_value("textarea[name=note]") == "It loops <b>here</b>."
-    page.fill("input[name=tags]", "loop, " + "x" * 129)
+    tags = page.locator("input[name=tags]")
+    tags.fill("loop, " + "x" * 129)
     page.get_by_role("button", name="Save", exact=True).click()
     expect(page.locator(".noteform [role=alert]")).to_contain_text("tags")
-    page.fill("input[name=tags]", "")
+    tags.fill("")
     page.keyboard.press("Enter")
     expect(page.locator(".sessionfacts dt:has-text('Tags')")).to_have_count(0)
-    written = [event for event in talk.events() if event["type"] == "AnnotationWritten"]
-    assert [(one["name"], one.get("value")) for one in written] == [
-        ("note", "It loops <b>here</b>."),
-        ("tags", ["look at", "loop"]),
-        ("tags", None),
-    ]
 
-
-def test_what_is_not_edited_of_a_note_stays_as_it_is(watched: Watched, guarded: Stand) -> None:
-    """A tag with a comma, and line ends that a browser writes otherwise."""
-    talk = guarded.talk(session_id="noted-3")
-    tags = [" spaced", '"quoted", too', "a, b", "plain"]
-    talk.noted(note="one\r\ntwo\n", tags=tags)
-    signed_in(watched, f"#/session/{talk.id}")
-    page = watched.page
-    page.locator(".sessiondetails > summary").click()
+    others = [" spaced", '"quoted", too', "a, b", "plain"]
+    talk.noted(note="one\r\ntwo\n", tags=others)
+    page.reload()
+    page.locator(".sessiondetails").evaluate("one => { one.open = true }")
     page.get_by_role("button", name="Edit note").click()
-    field = page.locator("input[name=tags]")
-    field.fill(f'{field.input_value()}, "new, too", newer')
+    tags.fill(f'{tags.input_value()}, "new, too", newer')
     page.get_by_role("button", name="Save", exact=True).click()
     expect(page.locator("form.noteform")).to_be_hidden()
-    written = [event for event in talk.events() if event["type"] == "AnnotationWritten"][2:]
-    assert [(one["name"], one["value"]) for one in written] == [("tags", sorted([*tags, "new, too", "newer"]))]
+    written = [(one["name"], one.get("value")) for one in talk.events() if one["type"] == "AnnotationWritten"]
+    first = [("note", "It loops <b>here</b>."), ("tags", ["look at", "loop"]), ("tags", None)]
+    assert (written[:3], written[5:]) == (first, [("tags", sorted([*others, "new, too", "newer"]))])
+
+
+PUT = """([address, headers]) =>
+    fetch(address, { method: "PUT", credentials: "include", headers, body: '{"value": "written"}' })
+        .then((response) => String(response.status), (error) => error.name)"""
 
 
 def test_no_other_origin_writes_a_note(watched: Watched, guarded: Stand, tmp_path: Path) -> None:
     """A page on another port of the same host: the browser sends it the cookie, and asks before it sends a PUT."""
     talk = guarded.talk(session_id="noted-2")
-    signed_in(watched)
+    own = signed_in(watched)
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as other:
         thread = Thread(target=other.serve_forever)
         thread.start()
         try:
-            page = watched.page.context.new_page()
+            page = own.context.new_page()
             page.goto(f"http://127.0.0.1:{other.server_port}/")
             address = f"{watched.base_url}{talk.path}/annotations/note"
             for headers in ({}, {"x-turnlog-page": "1"}):
@@ -162,78 +166,93 @@ def test_no_other_origin_writes_a_note(watched: Watched, guarded: Stand, tmp_pat
             other.shutdown()
             thread.join()
     note = {"x-turnlog-page": "1", "content-type": "application/json"}
-    assert watched.page.evaluate(PUT, [address, note]) == "200", "the page itself may"
+    assert own.evaluate(PUT, [address, note]) == "200", "the page itself may"
     assert [one["value"] for one in talk.events() if one["type"] == "AnnotationWritten"] == ["written"]
 
 
-PUT = """([address, headers]) =>
-    fetch(address, { method: "PUT", credentials: "include", headers, body: '{"value": "written"}' })
-        .then((response) => String(response.status), (error) => error.name)"""
-
-
 def test_a_long_list_keeps_the_document_small(watched: Watched, guarded: Stand) -> None:
-    signed_in(watched, "#/?q=many-&sort=created_at&order=asc")
-    page = watched.page
+    """What changes on a later page is not new."""
+    page = signed_in(watched, "#/?q=many-&sort=created_at&order=asc")
     expect(page.locator("main [role=status]").first).to_have_text(f"{MANY} sessions")
-    scroller = page.locator("main .table-scroll")
-
-    def is_shown(what: str) -> bool:
-        """At the end of the list, which grows when more of it has come."""
-        scroller.evaluate("element => { element.scrollTop = element.scrollHeight }")
-        return page.locator(what).count() == 1
-
-    until(lambda: is_shown(f"text=All {MANY} shown"))
-    parameters = {"q": "many-", "sort": "created_at", "order": "asc", "limit": 500}
-    in_order = [row["session_id"] for row in guarded.http.get("/ui/api/sessions", params=parameters).json()["sessions"]]
-    last = in_order[-1]
-    until(lambda: is_shown(f"{ROWS}[data-key={last}][aria-rowindex='{MANY + 1}']"))
+    until(scrolled_to(page, f"text=All {MANY} shown"))
+    listed = guarded.get("/ui/api/sessions", q="many-", sort="created_at", order="asc", limit=500)["sessions"]
+    first, last = (listed[at]["session_id"] for at in (0, -1))
+    until(scrolled_to(page, f"{ROWS}[data-key={last}][aria-rowindex='{MANY + 1}']"))
     assert page.locator(ROWS).count() < 80
     page.locator(f"{ROWS}[data-key={last}] th a").focus()
     page.keyboard.press("Home")
-    page.wait_for_selector(f"{ROWS}[data-key={in_order[0]}][aria-current]")
+    page.wait_for_selector(f"{ROWS}[data-key={first}][aria-current]")
 
-
-def test_what_changes_on_a_later_page_is_not_new(watched: Watched, guarded: Stand) -> None:
-    signed_in(watched, "#/?q=many-&sort=created_at&order=asc")
-    page = watched.page
-    first = page.locator(ROWS).first
-    key = first.get_attribute("data-key")
-    later = guarded.http.get("/ui/api/sessions", params={"q": "many-", "limit": 1}).json()["sessions"][0]["session_id"]
-    for session_id in (later, key):
-        assert guarded.http.put(f"/sessions/{session_id}/reward", json={"reward": 0.5}).status_code == 200
-    expect(first.locator("td").nth(9)).to_have_text("0.500")
-    expect(page.locator("button.changed")).to_be_hidden()
-
-    watched.go("#/?q=many-")
+    page.reload()
     top = page.locator(ROWS).first
-    expect(top).to_have_attribute("data-key", str(key))
-    assert guarded.http.put(f"/sessions/{later}/reward", json={"reward": 1}).status_code == 200
-    expect(top).to_have_attribute("data-key", later)
+    expect(top).to_have_attribute("data-key", first)
+    for session_id in (last, first):
+        assert guarded.http.put(f"/sessions/{session_id}/reward", json={"reward": 0.5}).status_code == 200
+    expect(top.locator("td").nth(9)).to_have_text("0.500")
+    expect(page.locator("button.changed")).to_be_hidden()
+    watched.go("#/?q=many-")
+    expect(top).to_have_attribute("data-key", first)
+    assert guarded.http.put(f"/sessions/{last}/reward", json={"reward": 1}).status_code == 200
+    expect(top).to_have_attribute("data-key", last)
     expect(page.locator("main .bar [role=status]")).to_have_text(f"{MANY} sessions")
 
 
-def test_a_lost_connection_is_said_and_made_good(watched: Watched, guarded: Stand) -> None:
+def test_checkpoints_are_made_read_and_restored(watched: Watched, guarded: Stand) -> None:
+    """By keyboard; the lists follow what holds all turns, and the sessions lead to what they were."""
+    page = signed_in(watched)
+    page.keyboard.press("g")
+    page.keyboard.press("c")
+    expect(page.locator("main .message")).to_contain_text("There are no checkpoints.")
+    talk = guarded.talk(session_id="kept-0")
+    talk.say("before", sim=AT_ONCE)
+    seq = len(talk.types())
+    assert guarded.http.post("/checkpoints", json={"name": "step-40", "cut": "drain"}).status_code == 200
+    [made] = guarded.get("/checkpoints")["checkpoints"]
+    assert made["sessions"] > MANY
+    expect(page.locator(f"{ROWS}[data-key='step-40'] td").nth(1)).to_have_text(str(made["sessions"]))
+    talk.say("after", sim=AT_ONCE)
+    guarded.talk(session_id="later-1")
+
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/ui#/checkpoint/step-40")
+    expect(page.locator("nav a[aria-current]")).to_have_text("Checkpoints")
+    then = page.locator(f"{ROWS}[data-key='kept-0'] td")
+    expect(then.nth(0)).to_have_text(str(seq))
+    expect(then.nth(1)).to_have_text("2 events")
+    restore = f"turnlog checkpoint restore step-40 --url {guarded.base_url}"
+    assert copied(page, "Copy the restore's command") == restore
+    assert guarded.http.post("/checkpoints/step-40/restore").status_code == 200
+    expect(then.nth(1)).to_have_text("3 events")
+    until(scrolled_to(page, "main .foot:text-is('All shown')"))
+    until(scrolled_to(page, f"{ROWS}[data-key='many-{MANY - 1:04}']"))
+    watched.go("#/checkpoints")
+    expect(page.locator(ROWS)).to_have_count(2)
+    expect(page.locator(ROWS).first).to_contain_text("step-40")
+    expect(page.locator(ROWS).first.locator("td").nth(4)).to_have_text("restore")
+
+    watched.go("#/checkpoint/step-40")
+    page.locator(f"{ROWS}[data-key='kept-0'] a").first.click()
+    page.wait_for_url(f"**/ui#/session/kept-0?seq={seq}")
+    page.locator(".sessiondetails > summary").click()
+    facts = page.locator(".sessionfacts div", has_text="In checkpoints")
+    expect(facts).to_contain_text(f"step-40 at event {seq}")
+    facts.get_by_role("link", name=f"event {seq + 2}").click()
+    page.locator(".act", has_text="after").wait_for()
+
+
+def test_a_server_that_is_gone_or_cannot_write_says_so_until_it_can(watched: Watched, guarded: Stand) -> None:
+    """Somebody else holds the file's lock while it starts again; a full disk does the same to it."""
     watched.expected = ("401 (Unauthorized)", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING")
-    signed_in(watched, "#/?q=later-")
-    page = watched.page
+    page = signed_in(watched, "#/?q=again-")
     page.wait_for_selector("text=No session matches these filters")
     guarded.server.stop()
     page.wait_for_selector("#banner:has-text('No connection to the server')")
-    guarded.server.start()
-    assert guarded.http.post("/sessions", json={"session_id": "later-1"}).status_code == 200
-    page.wait_for_selector(f"{ROWS}[data-key=later-1]")
-    expect(page.locator("#banner")).to_be_hidden()
-    expect(page.locator("#connection")).to_have_text("live")
-
-
-def test_a_server_that_cannot_write_says_so_until_it_can(watched: Watched, guarded: Stand) -> None:
-    """Somebody else holds the file's lock while it starts; a full disk does the same to it."""
-    watched.expected = ("401 (Unauthorized)", "ERR_CONNECTION_REFUSED", "ERR_INCOMPLETE_CHUNKED_ENCODING")
-    signed_in(watched, "#/")
-    guarded.server.stop()
     with file_locked(guarded.url):
         guarded.server.start()
-        watched.page.wait_for_selector("#read-only:has-text('Read-only: the database answered SQLITE_BUSY')")
-        watched.page.wait_for_selector(ROWS)
-    expect(watched.page.locator("#read-only")).to_be_hidden()
-    assert guarded.http.post("/sessions", json={"session_id": "written-again"}).status_code == 200
+        page.wait_for_selector("#read-only:has-text('Read-only: the database answered SQLITE_BUSY')")
+    expect(page.locator("#read-only")).to_be_hidden()
+    assert guarded.http.post("/sessions", json={"session_id": "again-1"}).status_code == 200
+    page.wait_for_selector(f"{ROWS}[data-key=again-1]")
+    expect(page.locator("#banner")).to_be_hidden()
+    expect(page.locator("#connection")).to_have_text("live")

@@ -5,97 +5,34 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import parse_qs, quote, urlsplit
 
 import pytest
-from integration.stand import WEATHER
-from playwright.sync_api import Page, expect
+from integration.stand import WEATHER, until
+from playwright.sync_api import Locator, Page, expect
 
-from e2e.page import PageStand, Watched
-from e2e.page_data import ADAPTER, AT_ONCE, MISSING, SCORED, TASKS
+from e2e.page import ROWS, PageStand, Watch, Watched, barriers, copied, keys
+from e2e.page_data import ADAPTER, AT_ONCE, MISSING, SCORED, SIDE_BY_SIDE, TASKS, rollouts
 from ops.server import ROOT
 
 pytestmark = pytest.mark.long
 
-Watch = Callable[..., Watched]
-
-ROWS = "main tbody tr[data-key]"
-MARKUP = '<img src=x onerror="window.__pwned=1"><script>window.__pwned=1</script>'
+GROUP = next(iter(SCORED))
+ANIMALS = "😀 <b>zebra</b> crossing"
+COLUMNS, STEPS = ".sidebyside thead th:not(:first-child)", ".sidebyside button[aria-expanded][data-step]"
 
 
 @pytest.fixture
 def watched(watch: Watch, page_stand: PageStand) -> Watched:
-    return watch(page_stand.stand.server.base_url)
-
-
-@pytest.fixture(scope="module")
-def api(page_stand: PageStand) -> Callable[..., Any]:
-    """What the server says, to compare the page with."""
-
-    def ask(path: str, **parameters: Any) -> Any:
-        response = page_stand.stand.http.get(path, params=parameters)
-        assert response.status_code == 200, response.text
-        return response.json()
-
-    return ask
-
-
-def keys(page: Page) -> list[str]:
-    """The ids of the rows that are shown, in their order."""
-    found: list[str] = page.eval_on_selector_all(ROWS, "rows => rows.map(row => row.dataset.key)")
-    return found
+    return watch(page_stand.stand.server.base_url, width=1440)
 
 
 def settled(page: Page) -> Page:
     """Once the list is what was asked for."""
     page.wait_for_selector(".table-scroll[aria-busy=false] .foot:not(:empty)")
     return page
-
-
-def test_list_filters_and_orders_are_the_servers(watched: Watched, api: Callable[..., Any]) -> None:
-    page = settled(watched.open())
-    everything = api("/ui/api/sessions", sort="updated_at", limit=500)
-    shown = keys(page)  # other tests may have added more sessions than fit in the window
-    assert len(shown) >= min(len(everything["sessions"]), 30)
-    assert shown == [row["session_id"] for row in everything["sessions"]][: len(shown)]
-
-    page.select_option("select[name=state]", "closed")
-    page.fill("input[name=min_reward]", "0.9")
-    expect(page.locator(ROWS)).to_have_count(4)
-    closed = api("/ui/api/sessions", sort="updated_at", state="closed", min_reward=0.9, limit=500)
-    assert keys(page) == [row["session_id"] for row in closed["sessions"]]
-    assert parse_qs(urlsplit(page.url).fragment.partition("?")[2]) == {"state": ["closed"], "min_reward": ["0.9"]}
-
-    page.click("th button:has-text('Turns')")
-    page.wait_for_selector("th[aria-sort=descending]:has-text('Turns')")
-    page.click("th button:has-text('Turns')")
-    page.wait_for_selector("th[aria-sort=ascending]:has-text('Turns')")
-    by_turns = api("/ui/api/sessions", sort="turns", order="asc", state="closed", min_reward=0.9, limit=500)
-    settled(page)
-    assert keys(page) == [row["session_id"] for row in by_turns["sessions"]]
-    page.reload()
-    settled(page)
-    assert page.input_value("select[name=state]") == "closed"
-    assert keys(page) == [row["session_id"] for row in by_turns["sessions"]]
-
-    watched.go("#/?state=erased")
-    expect(page.locator(f"{ROWS}[data-key=withdrawn-1] .badge", has_text="erased")).to_be_visible()
-
-
-def test_what_is_stuck_and_what_is_held(watched: Watched, page_stand: PageStand) -> None:
-    page = settled(watched.open("#/?state=running&sort=running_since&order=asc"))
-    assert keys(page) == page_stand.filled.in_turn, "the longest first"
-    assert page.inner_text(f"{ROWS} .badge").endswith("running")
-    page.click(".chips >> text=Paused")
-    expect(page.locator(ROWS)).to_have_count(1)
-    assert keys(page) == [page_stand.filled.held]
-    watched.go("#/?q=nobody")
-    page.wait_for_selector("text=No session matches these filters")
-    page.click("text=Show all sessions")
-    page.wait_for_selector(ROWS)
 
 
 def cells(page: Page, key: str) -> dict[str, str]:
@@ -105,10 +42,59 @@ def cells(page: Page, key: str) -> dict[str, str]:
     return dict(zip((title.strip(" ▲▼") for title in titles), texts, strict=True))
 
 
-def test_a_row_says_what_a_session_is_about(watched: Watched, page_stand: PageStand) -> None:
-    """And follows it; the columns are chosen, kept, and one that the list is sorted by is always there."""
-    talk = page_stand.stand.talk(session_id="about-1", metadata={"env": {"name": "web"}})
+def test_a_list_is_filtered_and_ordered_as_the_server_does(watched: Watched, page_stand: PageStand) -> None:
+    def listed(**asked: Any) -> list[str]:
+        rows = page_stand.stand.get("/ui/api/sessions", **{"sort": "updated_at", "limit": 500, **asked})["sessions"]
+        return [row["session_id"] for row in rows]
+
+    page = settled(watched.open())
+    shown = keys(page)  # other tests may have added more sessions than fit in the window
+    assert len(shown) >= min(len(listed()), 30)
+    assert shown == listed()[: len(shown)]
+    page.select_option("select[name=state]", "closed")
+    page.fill("input[name=min_reward]", "0.9")
+    expect(page.locator(ROWS)).to_have_count(4)
+    assert keys(page) == listed(state="closed", min_reward=0.9)
+    assert parse_qs(urlsplit(page.url).fragment.partition("?")[2]) == {"state": ["closed"], "min_reward": ["0.9"]}
+    for order in ("descending", "ascending"):
+        page.click("th button:has-text('Turns')")
+        page.wait_for_selector(f"th[aria-sort={order}]:has-text('Turns')")
+    by_turns = listed(state="closed", min_reward=0.9, sort="turns", order="asc")
+    assert keys(settled(page)) == by_turns
+    page.reload()
+    assert keys(settled(page)) == by_turns
+    assert page.input_value("select[name=state]") == "closed"
+
+    watched.go("#/?state=erased")
+    expect(page.locator(f"{ROWS}[data-key=withdrawn-1] .badge", has_text="erased")).to_be_visible()
+    watched.go("#/?state=running&sort=running_since&order=asc")
+    page.wait_for_selector(f"{ROWS}[data-key={page_stand.filled.in_turn[0]}] .badge:has-text('running')")
+    assert keys(settled(page)) == page_stand.filled.in_turn, "the longest first"
+    page.click(".chips >> text=Paused")
+    expect(page.locator(ROWS)).to_have_count(1)
+    assert keys(page) == [page_stand.filled.held]
+    watched.go("#/?q=nobody")
+    page.wait_for_selector("text=No session matches these filters")
+    page.click("text=Show all sessions")
+    page.wait_for_selector(ROWS)
+    # What was typed a moment before the view is left acts no more: the address is the next view's.
+    left = """async () => {
+        const field = document.querySelector("input[name=q]");
+        field.value = "gsm8k";
+        field.dispatchEvent(new InputEvent("input", { bubbles: true }));
+        location.hash = "#/groups";
+        await new Promise((resolve) => setTimeout(resolve, 300)); // later than the form's own timer
+        return location.hash;
+    }"""
+    assert page.evaluate(left) == "#/groups"
+
+
+def test_rows_say_what_sessions_are_about_and_change_in_their_place(watched: Watched, page_stand: PageStand) -> None:
+    """Columns are chosen and kept, and one that the list is sorted by is always there."""
+    stand = page_stand.stand
+    talk = stand.talk(session_id="about-1", metadata={"env": {"name": "web"}})
     talk.say("Is it warm?\nIn Bonn.", tools=[WEATHER], sim={**AT_ONCE, "text": "Where?"})
+    talk.noted(note="looks like a loop", tags=["odd", "to check"])
     page = settled(watched.open("#/?q=about-"))
     expect(page.locator(f"{ROWS} td:has-text('Is it warm?')")).to_be_visible()
     row = cells(page, "about-1")
@@ -116,58 +102,56 @@ def test_a_row_says_what_a_session_is_about(watched: Watched, page_stand: PageSt
     assert row["State"].endswith("idle")
     assert page.locator(f"{ROWS} .badge").get_attribute("title")
     assert page.locator(f"{ROWS} time").last.get_attribute("title"), "the absolute time"
-    calls = {**AT_ONCE, "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}]}
-    talk.say("Well?", tools=[WEATHER], sim=calls)
+    page.eval_on_selector(f"{ROWS}[data-key=about-1]", "row => { row.isTheSame = true }")
+    talk.say(
+        "Well?", tools=[WEATHER], sim={**AT_ONCE, "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}]}
+    )
     page.wait_for_selector(f"{ROWS} td.code:has-text('get_weather: Bonn')")
+    assert page.eval_on_selector(f"{ROWS}[data-key=about-1]", "row => row.isTheSame")
 
     page.click("text=Columns")
     page.get_by_label("Task").uncheck()
     page.get_by_label("Engine").last.check()
+    page.get_by_label("Note and tags").check()
     page.fill("dialog input[name=metadata]", "env.name")
     page.keyboard.press("Enter")
     page.reload()
-    settled(page)
-    row = cells(page, "about-1")
-    assert "Task" not in row
+    row = cells(settled(page), "about-1")
+    assert not {"Task", "In turn"} & row.keys()
     assert row["Engine"] != "–"
     assert row["env.name"] == "web"
-    assert "In turn" not in row
+    expect(page.locator(ROWS)).to_contain_text("odd, to check, looks like a loop")
     settled(watched.go("#/?stuck_s=60&sort=running_since&order=asc"))
     page.wait_for_selector("th[aria-sort=ascending]:has-text('In turn')")
 
-
-def test_live_rows_change_in_place(watched: Watched, page_stand: PageStand) -> None:
-    stand = page_stand.stand
-    talk = stand.talk(session_id="live-1")
-    page = settled(watched.open())
-    row = f"{ROWS}[data-key=live-1]"
-    page.eval_on_selector(row, "row => { row.isTheSame = true }")
-    talk.say("one", max_tokens=8)
-    talk.say("two", max_tokens=8)
-    page.wait_for_function("row => document.querySelector(row).cells[5].textContent === '2'", arg=row)
-    assert page.eval_on_selector(row, "row => row.isTheSame")
-    stand.talk(session_id="live-2")
-    page.wait_for_function("rows => document.querySelector(rows)?.dataset.key === 'live-2'", arg=ROWS)
-
     settled(watched.go("#/?sort=created_at&order=desc"))
     page.wait_for_selector("th[aria-sort=descending]:has-text('Created')")
-    expect(page.locator(ROWS).first).to_have_attribute("data-key", "live-2")
-    stand.talk(session_id="live-3")
+    stand.talk(session_id="live-1")
     page.wait_for_selector("button.changed:has-text('Changes')")
-    assert "live-3" not in keys(page)
+    assert "live-1" not in keys(page)
     page.click("button.changed")
-    expect(page.locator(ROWS).first).to_have_attribute("data-key", "live-3")
+    expect(page.locator(ROWS).first).to_have_attribute("data-key", "live-1")
     expect(page.locator("button.changed")).to_be_hidden()
+
+    page.fill("input[name=metadata]", "env.name=web")
+    expect(page.locator(ROWS)).to_have_count(1)
+    assert "metadata=env.name%3Dweb" in page.url
+    watched.go(f"#/session/{talk.id}")
+    expect(page.locator(".sessiondetails > summary")).to_contain_text("looks like a loop")
+    page.locator(".sessiondetails > summary").click()
+    command = copied(page, "Copy note as curl").replace("looks like", "was")
+    subprocess.run(["bash", "-c", command], capture_output=True, timeout=30, check=True)
+    expect(page.locator(".sessionfacts").first).to_contain_text("was a loop")
+    page.locator(".sessionfacts a", has_text="to check").click()
+    expect(page.locator(ROWS)).to_have_count(1)
 
 
 def test_all_by_keyboard(watched: Watched) -> None:
     page = settled(watched.open("#/?sort=created_at&order=asc"))
     first, second = keys(page)[:2]
-    page.keyboard.press("j")
-    page.keyboard.press("j")
-    page.wait_for_selector(f"tr[data-key='{second}'][aria-current]")
-    page.keyboard.press("k")
-    page.wait_for_selector(f"tr[data-key='{first}'][aria-current]")
+    for pressed, current in (("j", first), ("j", second), ("k", first)):
+        page.keyboard.press(pressed)
+        page.wait_for_selector(f"tr[data-key='{current}'][aria-current]")
     page.keyboard.press("/")
     page.keyboard.type("jk")
     assert page.input_value("input[name=q]") == "jk"
@@ -188,13 +172,17 @@ def test_all_by_keyboard(watched: Watched) -> None:
     page.wait_for_url("**/ui#/groups")
 
 
-def test_fleet_strip(watched: Watched, page_stand: PageStand) -> None:
-    page = watched.open()
+def test_the_fleet_is_a_strip_that_folds(watched: Watched, page_stand: PageStand) -> None:
+    """Its button names the engine that died; each kind of view remembers what somebody chose."""
     dead = urlsplit(page_stand.dead_engine).netloc
-    page.wait_for_selector(f".engines summary:has-text('1 dead: {dead}')")
-    page.wait_for_selector(f"#fleet >> text=paused: {ADAPTER}")
-    page.wait_for_selector("#fleet a.figure.alert:has-text('Paused') >> text=1")
-    page.wait_for_selector("#fleet .figure:has-text('Weights') >> text=12")
+    page = watched.open()
+    for what in (
+        f".engines summary:has-text('1 dead: {dead}')",
+        f"#fleet >> text=paused: {ADAPTER}",
+        "#fleet a.figure.alert:has-text('Paused') >> text=1",
+        "#fleet .figure:has-text('Weights') >> text=12",
+    ):
+        page.wait_for_selector(what)
     page.click(".engines summary")
     line = page.locator(f".engines tr[data-key='{page_stand.dead_engine}']")
     expect(line.locator(".badge")).to_contain_text("dead")
@@ -203,18 +191,16 @@ def test_fleet_strip(watched: Watched, page_stand: PageStand) -> None:
     page.wait_for_selector("text=No session matches these filters")
     assert page.input_value("select[name=engine]") == page_stand.dead_engine
 
-
-def test_the_strip_folds_away_where_one_thing_is_looked_at(watched: Watched, page_stand: PageStand) -> None:
-    """The button still names the engine that died; each kind of view remembers what somebody chose."""
-    page = watched.open(f"#/session/{page_stand.filled.idle}")
+    one = f"#/session/{page_stand.filled.idle}"
     strip, fold = page.locator("#fleet"), page.locator("button.fold")
-    expect(fold).to_contain_text(f"1 dead: {urlsplit(page_stand.dead_engine).netloc}")
+    watched.go(one)
     expect(strip).to_be_hidden()
+    expect(fold).to_contain_text(f"1 dead: {dead}")
     watched.go("#/groups")
     expect(strip).to_be_visible()
     fold.press("Enter")
     expect(strip).to_be_hidden()
-    watched.go(f"#/session/{page_stand.filled.idle}")
+    watched.go(one)
     fold.press("Enter")
     expect(strip).to_be_visible()
     page.reload()
@@ -224,7 +210,7 @@ def test_the_strip_folds_away_where_one_thing_is_looked_at(watched: Watched, pag
     assert fold.get_attribute("aria-expanded") == "false"
 
 
-def test_groups(watched: Watched, page_stand: PageStand) -> None:
+def test_groups(watched: Watched) -> None:
     flat, missing = list(SCORED)[1:]
     page = settled(watched.open("#/groups"))
     assert set(SCORED) <= set(keys(page))
@@ -239,46 +225,85 @@ def test_groups(watched: Watched, page_stand: PageStand) -> None:
 
     watched.go(f"#/group/{quote(missing, safe='')}")
     page.wait_for_selector(f".flag:has-text('{gaps}')")
-    assert page.locator("svg.plot a").count() == len(SCORED[missing])
-    names = [page.locator("svg.plot a").nth(at).get_attribute("aria-label") or "" for at in range(4)]
-    assert sorted(float(name.split(": ")[1].split(" ")[0]) for name in names) == sorted(SCORED[missing])
-    assert len(keys(page)) == len(SCORED[missing])
-    page.wait_for_selector(f"details summary:text('Task') >> xpath=.. >> text={TASKS[2]}")
-    for title, first in (("Advantage", "aime-02"), ("Advantage", "aime-00")):
-        page.click(f"main th button:has-text('{title}')")
-        expect(page.locator(ROWS).first).to_have_attribute("data-key", first)
     rewards = SCORED[missing]
+    dots = page.locator("svg.plot a")
+    expect(dots).to_have_count(len(rewards))
+    names = [dots.nth(at).get_attribute("aria-label") or "" for at in range(len(rewards))]
+    assert sorted(float(name.split(": ")[1].split(" ")[0]) for name in names) == sorted(rewards)
+    assert len(keys(page)) == len(rewards)
+    page.wait_for_selector(f"details summary:text('Task') >> xpath=.. >> text={TASKS[2]}")
+    for first in ("aime-02", "aime-00"):
+        page.click("main th button:has-text('Advantage')")
+        expect(page.locator(ROWS).first).to_have_attribute("data-key", first)
     row, off = cells(page, "aime-00"), rewards[0] - statistics.mean(rewards)
     assert (row["Reward"], row["Advantage"]) == (f"{rewards[0]:.3f}", f"{off:.3f}")
     assert row["÷ std. dev."] == f"{off / (statistics.stdev(rewards) + 1e-6):.3f}"
-    page.locator("svg.plot a").first.click()
+    dots.first.click()
     page.wait_for_url("**/ui#/session/aime-0*")
 
 
-def test_exports(watched: Watched, page_stand: PageStand, api: Callable[..., Any]) -> None:
-    group = next(iter(SCORED))
-    preview = api("/ui/api/exports", group_id=group, min_reward=0.5)
-    assert preview["complete"]
-    page = watched.open(f"#/exports?group_id={quote(group, safe='')}&min_reward=0.5")
-    page.wait_for_selector("text=sessions looked at: all")
-    assert page.inner_text(".facts .figure:has-text('Rows') .value") == str(preview["rows"])
-    rows = page_stand.stand.rows(group_id=group, min_reward=0.5)
-    assert preview["rows"] == len(rows)
+def test_what_is_said_is_found(watched: Watched, page_stand: PageStand) -> None:
+    stand = page_stand.stand
+    for number in range(25):
+        text = ANIMALS if number == 3 else f"an elephant, number {number}"
+        stand.talk(session_id=f"found-{number:02}", metadata={"task": f"t{number % 2}"}).say(text, sim=AT_ONCE)
+    until(lambda: stand.get("/search", q="elephant", limit=100)["is_current"])
+    page = watched.open("#/")
+    page.keyboard.press("g")
+    page.keyboard.press("f")
+    expect(page.locator("input[name=q]")).to_be_focused()
+    page.keyboard.type("zebra")
+    hit = page.locator(".hits li")
+    expect(hit).to_have_count(1)
+    expect(hit.locator("mark")).to_have_text("zebra")
+    assert ANIMALS in hit.inner_text(), "text, not markup"
+    assert "q=zebra" in page.url
+    assert barriers(page) == []
+    hit.locator("a").first.click()
+    page.wait_for_url("**/ui#/session/found-03?turn=1&brought=1")
+    page.go_back()
+    expect(page.locator("input[name=q]")).to_have_value("zebra")
+    settled(watched.go("#/groups"))  # the form is made anew with the next view
+    watched.go("#/search?q=elephant&role=user")
+    expect(hit).to_have_count(20)
+    page.click("text=Load more")
+    expect(hit).to_have_count(24)
+    page.fill("input[name=metadata]", "task=t1")
+    expect(hit).to_have_count(11)
+    page.fill("input[name=q]", "nobodysaidthis")
+    expect(page.locator("main [role=status]").first).to_contain_text("0 hits")
 
+
+def test_exports(watched: Watched, page_stand: PageStand) -> None:
+    stand, asked = page_stand.stand, {"group_id": GROUP, "min_reward": 0.5}
+    rows = stand.rows(**asked)
+    preview = stand.get("/ui/api/exports", **asked)
+    assert (preview["complete"], preview["rows"]) == (True, len(rows))
+    page = watched.open(f"#/exports?group_id={quote(GROUP, safe='')}&min_reward=0.5")
+    page.wait_for_selector("text=sessions looked at: all")
     page.wait_for_selector("h2:has-text('First rows')")
+    assert page.inner_text(".facts .figure:has-text('Rows') .value") == str(len(rows))
     assert page.locator(".fields thead th").all_inner_texts() == ["Field", "Row 1", "Row 2", "Row 3"]
     line = page.locator(".fields tr:has(th code:text-is('tokens')) td").all_inner_texts()
-    assert line == [_inshort(row["tokens"]) for row in rows[:3]]
-    size = len(page_stand.stand.http.get("/export", params={"group_id": group, "min_reward": 0.5}).content)
+    ids = [row["tokens"] for row in rows[:3]]
+    assert line == [f"{len(one)} × [{', '.join(map(str, [*one[:4], '…', *one[-4:]]))}]" for one in ids]
+    size = len(stand.http.get("/export", params=asked).content)
     assert f"{size / 1024:.0f} KiB"[:1] in page.inner_text(".facts .figure:has-text('estimate') .value")
     links = page.eval_on_selector_all("a[download]", "links => links.map(link => link.href)")
     assert len(links) == len(set(links)) == 4 + 2
     for link in (links[0], links[-1]):
-        query = {name: values[0] for name, values in parse_qs(urlsplit(link).query).items()}
-        assert query["group_id"] == group
-        response = page_stand.stand.http.get(link)
-        assert response.status_code == 200
-        assert len(response.text.splitlines()) == len(rows)
+        assert parse_qs(urlsplit(link).query)["group_id"] == [GROUP]
+        assert len(stand.http.get(link).text.splitlines()) == len(rows)
+    # The form has all parameters but the format, which the links choose, the cursor and `url_s`, with their values.
+    fields: dict[str, list[str]] = page.evaluate(
+        """() => Object.fromEntries([...document.querySelectorAll("form.filters [name]")].map(
+            ({ name, options = [] }) => [name, [...options].map(({ value }) => value).filter(Boolean)]))"""
+    )
+    parameters = stand.get("/openapi.json")["paths"]["/export"]["get"]["parameters"]
+    known = {one["name"]: one["schema"] for one in parameters}
+    assert fields.keys() == known.keys() - {"format", "cursor", "url_s"}
+    assert {name: choices for name, choices in fields.items() if not set(choices) <= _choices(known[name])} == {}
+    assert set(fields["shape"]) == _choices(known["shape"])
 
     watched.go("#/exports?max_staleness=0&weight_version=20")
     page.wait_for_selector("main th:has-text('stale')")
@@ -286,22 +311,22 @@ def test_exports(watched: Watched, page_stand: PageStand, api: Callable[..., Any
     page.wait_for_url("**/ui#/session/*")
 
 
-def _inshort(ids: list[int]) -> str:
-    """A list of numbers as the page shows it."""
-    return f"{len(ids)} × [{', '.join(map(str, [*ids[:4], '…', *ids[-4:]]))}]"
+def _choices(schema: dict[str, Any]) -> set[str]:
+    """What a parameter's schema enumerates."""
+    cases = (schema, *schema.get("anyOf", ()))
+    return {value for one in cases for value in (*one.get("enum", ()), *filter(None, [one.get("const")]))}
 
 
 KNOWN = ("pandas", "polars", "datasets", "slime", "miles", "verl", "skyrl", "tinker", "torch", "prime_rl")
 """Packages that code of the page needs beside the client's, which need not be here."""
 
 
-def test_the_code_that_loads_an_export_runs(watched: Watched, page_stand: PageStand) -> None:
+def test_the_code_that_loads_an_export_runs(watched: Watched) -> None:
     """For each shape; what needs a package that is not here is only compiled."""
-    page = watched.open("#/exports")
-    group, ran = next(iter(SCORED)), set()
+    page, ran = watched.open("#/exports"), set()
     shapes = page.eval_on_selector_all("select[name=shape] option", "all => all.map((one) => one.value)")
     for shape in shapes:
-        watched.go(f"#/exports?group_id={quote(group, safe='')}&advantage=grpo&shape={shape}")
+        watched.go(f"#/exports?group_id={quote(GROUP, safe='')}&advantage=grpo&shape={shape}")
         chips = page.locator(".chips button")
         expect(chips.first).to_have_text(shape if shape not in ("", "turnlog") else "pandas")
         for name in [shape, "pandas", "polars", "datasets", "Python"] if shape in ("", "trl") else [shape]:
@@ -311,75 +336,39 @@ def test_the_code_that_loads_an_export_runs(watched: Watched, page_stand: PageSt
             code = page.inner_text("pre.code")
             compile(code, name, "exec")
             if name != "atropos" and all(find_spec(one) for one in KNOWN if one == name or one in code):
-                done = subprocess.run(
-                    [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-                )
+                done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
                 assert done.returncode == 0, f"{code}\n{done.stderr}"
                 ran.add(name)
     assert {"trl", "tree", "Python"} <= ran
 
 
-def test_texts_of_others_stay_texts(watched: Watched, page_stand: PageStand) -> None:
-    stand = page_stand.stand
-    talk = stand.talk(session_id="hostile-1", group_id=MARKUP, metadata={"note": MARKUP}, adapter=MARKUP)
-    kept = {"abort_all_requests": False}  # other tests' turns are in flight there
-    stand.sim.post("/update_weight_version", json={"new_version": MARKUP, **kept})
-    talk.say(MARKUP, max_tokens=8)
-    assert stand.http.put(f"{talk.path}/reward", json={"reward": 1, "components": {MARKUP: 1}}).status_code == 200
-    assert stand.http.post(f"/adapters/{quote(MARKUP)}/pause", json={}).status_code == 200
-    try:
-        page = watched.open("#/?q=hostile")
-        page.wait_for_selector(f"{ROWS} >> text=<img src=x")
-        page.wait_for_selector("#fleet .figure >> text=<img src=x")
-        page.click(".engines summary")
-        page.wait_for_selector(".engines td >> text=<img src=x")
-        page.click(f"{ROWS}[data-key=hostile-1] td a")
-        page.wait_for_selector("h1 >> text=<script>")
-        for place in (
-            "#/groups",
-            "#/exports",
-            "#/?engine=javascript:alert(1)",
-            f"#/group/{quote(MARKUP, safe='')}?x={quote(MARKUP)}",
-        ):
-            watched.go(place)
-            page.wait_for_selector("main :text('<img')" if "group" in place else "main form")
-        assert page.locator("main img, main script, #fleet img").count() == 0
-    finally:
-        stand.http.post(f"/adapters/{quote(MARKUP)}/resume", json={})
-        stand.sim.post("/update_weight_version", json={"new_version": "12", **kept})
-        stand.talk(session_id="back-to-12").say("again", max_tokens=8)
-
-
-def test_the_form_has_the_parameters_of_an_export(watched: Watched, api: Callable[..., Any]) -> None:
-    """All but the format, which the links choose, the cursor, and `url_s`; in each choice the values that the
-    server takes."""
-    page = watched.open("#/exports")
-    fields = page.eval_on_selector_all(
-        "form.filters [name]",
-        """fields => fields.map(({ name, options = [] }) =>
-            [name, [...options].map(({ value }) => value).filter(Boolean)])""",
-    )
-    known = {one["name"]: one["schema"] for one in api("/openapi.json")["paths"]["/export"]["get"]["parameters"]}
-    assert {name for name, _ in fields} == known.keys() - {"format", "cursor", "url_s"}
-    for name, choices in fields:
-        assert set(choices) <= _choices(known[name]), name
-    assert set(dict(fields)["shape"]) == _choices(known["shape"])
-
-
-def _choices(schema: dict[str, Any]) -> set[str]:
-    """What a parameter's schema enumerates."""
-    cases = (schema, *schema.get("anyOf", ()))
-    return {value for one in cases for value in (*one.get("enum", ()), *filter(None, [one.get("const")]))}
-
-
-def test_scripts_are_what_they_say(watched: Watched) -> None:
-    """The pure parts, called by the browser that will run them."""
-    page = watched.open()
-    assert page.evaluate(
-        """async () => {
-            const route = await import("/ui/static/route.js");
-            const format = await import("/ui/static/format.js");
+def test_the_scripts_pure_parts(watched: Watched) -> None:
+    """In the browser that will run them. Of a view's requests a newer one, and the view's end, abort the last."""
+    cases = [["", ""], ["a b c", "a x c"], ["same", "same"], ["", "new"], ["x " * 3000, "y " * 3000], ["é 1", "é 2"]]
+    found = watched.open().evaluate(
+        """async (cases) => {
+            const [route, format, { difference }, { View }] = await Promise.all(
+                ["route", "format", "diff", "view"].map((name) => import(`/ui/static/${name}.js`)));
             const id = "a/b?c#d%";
+            const shown = [];
+            const view = new View(document.createElement("div"));
+            const load = () => {
+                const answer = Promise.withResolvers();
+                const request = (signal) => {
+                    signal.addEventListener("abort", () => answer.reject(signal.reason));
+                    return answer.promise;
+                };
+                return { answer, done: view.read(request, (value) => shown.push(value)) };
+            };
+            const [first, second] = [load(), load()];
+            second.answer.resolve("second");
+            await Promise.all([first.done, second.done]);
+            const failed = load();
+            failed.answer.reject(Object.assign(new Error("gone"), { code: "not_found" }));
+            await failed.done;
+            const left = load();
+            view.close();
+            await left.done;
             return {
                 back: route.parse(route.groupHref(id)).id,
                 none: ["#/nowhere", "#/session/", "#/session/%", "#/session/a/b"].map((hash) => route.parse(hash)),
@@ -388,9 +377,15 @@ def test_scripts_are_what_they_say(watched: Watched) -> None:
                 bytes: [0, 1023, 1536, 2 ** 31].map(format.bytes),
                 decimals: [null, 0, 0.5, -12.25, 1e-9, 12345678].map((one) => format.decimal(one)),
                 ranges: format.ranges([7, 1, 2, 3, 9]),
+                differences: cases.map(([one, other]) => difference(one, other)),
+                shown,
+                problem: view.problem.textContent,
             };
-        }"""
-    ) == {
+        }""",
+        cases,
+    )
+    differences = found.pop("differences")
+    assert found == {
         "back": "a/b?c#d%",
         "none": [None] * 4,
         "moment": "4",
@@ -398,66 +393,121 @@ def test_scripts_are_what_they_say(watched: Watched) -> None:
         "bytes": ["0 B", "1023 B", "1.5 KiB", "2.0 GiB"],
         "decimals": ["–", "0.000", "0.500", "-12.250", "1.00e-9", "1.23e+7"],
         "ranges": "1–3, 7, 9",
-    }
-
-
-def test_a_view_that_is_left_takes_its_filter_along(watched: Watched) -> None:
-    """What was typed a moment before acts no more: the address is the next view's."""
-    page = watched.open()
-    page.wait_for_selector(ROWS)
-    assert (
-        page.evaluate(
-            """async () => {
-            const field = document.querySelector("input[name=q]");
-            field.value = "gsm8k";
-            field.dispatchEvent(new InputEvent("input", { bubbles: true }));
-            location.hash = "#/groups";
-            await new Promise((resolve) => setTimeout(resolve, 300)); // later than the form's own timer
-            return location.hash;
-        }"""
-        )
-        == "#/groups"
-    )
-
-
-def test_one_request_of_a_view_at_a_time(watched: Watched) -> None:
-    """A newer one aborts the one before, and so does the view's end; changes that come together are read once."""
-    page = watched.open()
-    assert page.evaluate(
-        """async () => {
-            const { View } = await import("/ui/static/view.js");
-            const shown = [];
-            const asked = [];
-            class Example extends View {
-                load() {
-                    const answer = Promise.withResolvers();
-                    const request = (signal) => {
-                        signal.addEventListener("abort", () => answer.reject(signal.reason));
-                        return answer.promise;
-                    };
-                    return { answer, done: this.read(request, (value) => shown.push(value)) };
-                }
-                refresh() {
-                    asked.push(this.closed.aborted);
-                }
-            }
-            const view = new Example(document.createElement("div"));
-            const [first, second] = [view.load(), view.load()];
-            second.answer.resolve("second");
-            await Promise.all([first.done, second.done]);
-            const failed = view.load();
-            failed.answer.reject(Object.assign(new Error("gone"), { code: "not_found" }));
-            await failed.done;
-            const problem = view.problem.textContent;
-            await Promise.all([view.changed(), view.changed(), view.changed()]);
-            const left = view.load();
-            view.close();
-            await left.done;
-            return { shown, asked, problem, after: view.problem.textContent };
-        }"""
-    ) == {
         "shown": ["second"],
-        "asked": [False, False],
         "problem": "not_foundgoneTry again",
-        "after": "not_foundgoneTry again",
     }
+    for sides, parts in zip(cases, differences, strict=True):
+        for side, not_there in zip(sides, ("added", "removed"), strict=True):
+            assert "".join(part["text"] for part in parts if part["kind"] != not_there) == side
+    assert [part["kind"] for part in differences[1]] == ["same", "removed", "added", "same"]
+
+
+def read(page: Page, count: int) -> Locator:
+    """The columns' heads, once every rollout and the texts in the document have been read."""
+    expect(page.locator(f"{COLUMNS} .reward")).to_have_count(count)
+    expect(page.locator(".sidebyside >> text=Loading …")).to_have_count(0)
+    return page.locator(COLUMNS)
+
+
+def names(page: Page, count: int) -> list[str]:
+    return read(page, count).locator("strong a").all_inner_texts()
+
+
+def test_a_groups_rollouts_stand_side_by_side(watch: Watch, page_stand: PageStand) -> None:
+    """In either order; the first differing step is unfolded, and each head says in words what differs."""
+    stand = page_stand.stand
+    ids = rollouts(stand)
+    rewards = [stand.get(f"/ui/api/sessions/{one}/rollout")["reward"] for one in ids]
+    watched = watch(stand.server.base_url, width=2200, height=1000)
+    page = watched.open(f"#/group/{quote(SIDE_BY_SIDE, safe='')}")
+    page.click("text=Side by side")
+    assert names(page, len(ids)) == [f"attempt {number}" for number in range(len(ids))]
+    heads = page.locator(COLUMNS)
+    expect(heads.nth(0)).to_contain_text("The others are compared with this one.")
+    expect(heads.nth(1)).to_contain_text(
+        "Step 3: attempt 1 gets “status delivered” where attempt 0 gets “status in transit”."
+    )
+    expect(heads.nth(1)).to_contain_text("resolved 0.85")
+    assert page.locator("td.unequal").count() == len(ids) - 1
+    expect(page.locator("tr.common")).to_have_text("Step 1 is the same in all. show")
+    first = page.locator(".sidebyside tbody tr").nth(1)
+    expect(first.locator("th button")).to_have_attribute("aria-expanded", "true")
+    expect(first.locator("td").nth(1).locator("ins").last).to_have_text("delivered")
+    for at in (2, 0):
+        page.locator(STEPS).nth(at).focus()
+        page.keyboard.press("Enter")
+        expect(page.locator(STEPS).nth(at)).to_have_attribute("aria-expanded", "true")
+        expect(page.locator(STEPS).nth(at)).to_be_focused()
+    read(page, len(ids))
+    assert barriers(page) == []
+    page.keyboard.press("Tab")
+    page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_url(f"**/ui#/session/{ids[0]}?turn=1*")
+    page.go_back()
+
+    read(page, len(ids))
+    page.select_option("select[name=order]", "best")
+    shown = [rewards[int(name.removeprefix("attempt "))] for name in names(page, len(ids))]
+    assert shown == sorted(rewards, reverse=True)
+    assert "sort=best" in page.url
+    page.click("text=First difference")
+    page.reload()
+    assert names(page, len(ids))[0] == f"attempt {rewards.index(max(rewards))}"
+    head = page.locator(COLUMNS, has=page.get_by_label("branch of retail-03"))
+    turns = head.inner_text().split(" turns,")[0][-1]
+    head.locator("select").select_option("0")
+    expect(head).not_to_contain_text(f"{turns} turns,")
+    expect(head.locator("select")).to_have_value("0")
+
+    settled(watched.go("#/?q=retail-"))
+    for one in ids[1:3]:
+        page.get_by_label(f"pick {one}").check()
+    page.click("text=2 side by side")
+    assert sorted(names(page, 2)) == ["attempt 1", "attempt 2"]
+    assert "sessions=" in page.url
+    watched.expected = ("404 (Not Found)",)
+    watched.go("#/rollouts?sessions=nobody")
+    expect(page.locator(COLUMNS)).to_contain_text("session nobody does not exist")
+
+
+def test_what_two_agents_do_otherwise_is_said(watch: Watch, page_stand: PageStand) -> None:
+    """A call beside an answer, an end, the same first line; branches too differ where more than ids of calls does.
+    A large group has pages, and a long rollout parts."""
+    stand = page_stand.stand
+    call = {**AT_ONCE, "text": "I look.", "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}]}
+    replies = [{**AT_ONCE, "text": "It is sunny."}, call, {**AT_ONCE, "text": "It is sunny.\nAnd warm."}, None]
+    for number, reply in enumerate(replies, 1):
+        talk = stand.talk(group_id="words", attempt=number)
+        talk.say("Hello", tools=[WEATHER], sim={**AT_ONCE, "text": "Hello."})
+        if reply:
+            talk.say("Weather?", tools=[WEATHER], sim=reply)
+    watched = watch(stand.server.base_url, width=2200, height=1000)
+    page = watched.open("#/group/words/rollouts")
+    read(page, 4)
+    said = "Step 2: attempt {} {} where attempt 1 answers “It is sunny.”."
+    does = ("calls `get_weather: Bonn`", "answers “It is sunny. …”", "has ended")
+    expect(page.locator(".differs")).to_have_text([said.format(number, one) for number, one in enumerate(does, 2)])
+    tree = stand.talk(history="tree")
+    for result in ("sunny", "rain"):
+        tree.messages = []
+        (called,) = tree.say("One", sim=call).json()["choices"][0]["message"]["tool_calls"]
+        tree.add({"role": "tool", "tool_call_id": called["id"], "content": result}, sim=AT_ONCE)
+    watched.go(f"#/session/{tree.id}?branch=1&tab=tree")
+    page.locator(".tree-tab > p .treetitle", has_text="One").wait_for()
+    page.get_by_role("link", name="compare with branch 0").click()
+    read(page, 2)
+    expect(page.locator(".differs")).to_have_text("Step 2: branch 1 gets “rain” where branch 0 gets “sunny”.")
+
+    for number in range(14):
+        talk = stand.talk(group_id="many", attempt=number)
+        for step in range(105 if number == 13 else 2):
+            talk.say(str(step), sim={**AT_ONCE, "completion_tokens": 2})
+    watched.go("#/group/many/rollouts")
+    read(page, 12)
+    page.get_by_role("button", name="next").click()
+    assert names(page, 2) == ["attempt 12", "attempt 13"]
+    assert "from=12" in page.url
+    expect(page.locator(STEPS)).to_have_count(100)
+    page.get_by_role("button", name="5 more steps").click()
+    expect(page.locator(STEPS)).to_have_count(105)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,11 +13,11 @@ import pytest
 from integration.stand import CHAT, WEATHER, Stand, Talk, engine_requests, until, user
 from playwright.sync_api import expect
 
-from e2e.page import PageStand, Watched
+from e2e.page import PageStand, Watch, Watched, copied, nodes
+from e2e.page_data import AT_ONCE as NOW
 
 pytestmark = pytest.mark.long
 
-NOW = {"latency_s": 0}
 TURNS = 160
 """Of a long session: more than fit in the window, and more events than the log shows at once."""
 
@@ -36,12 +35,10 @@ DOT = (
 )
 """A picture of one pixel."""
 
-Watch = Callable[..., Watched]
-
 
 @pytest.fixture(scope="module")
-def stand(quick_stand: Stand) -> Stand:
-    return quick_stand
+def stand(page_stand: PageStand) -> Stand:
+    return page_stand.stand
 
 
 def _at(talk: Talk, **query: Any) -> str:
@@ -129,7 +126,7 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     expect(page.locator(".sessiondetails")).to_contain_text("0.500 a 1.000")
 
 
-def test_rollbacks_and_refusals_are_marked(page_stand: PageStand, watch: Watch) -> None:
+def test_rollbacks_refusals_and_an_erasure_are_marked(page_stand: PageStand, watch: Watch) -> None:
     watched = watch(page_stand.stand.server.base_url, scheme="dark")
     page = watched.open(f"#/session/{page_stand.filled.rolled_back}?turn=2")
     page.get_by_text("rolled back by event").wait_for()
@@ -140,11 +137,7 @@ def test_rollbacks_and_refusals_are_marked(page_stand: PageStand, watch: Watch) 
     expect(failed).to_have_text([re.compile("rejected.*engine_error.*500"), re.compile("the body is not valid JSON")])
     page.locator(".act.failed a").nth(1).click()
     page.locator(".tabcontent a[download]", has_text="the reply's first").wait_for()
-
-
-def test_an_erased_session_is_a_skeleton(page_stand: PageStand, watch: Watch) -> None:
-    watched = watch(page_stand.stand.server.base_url)
-    page = watched.open(f"#/session/{page_stand.filled.erased}?tab=events")
+    watched.go(f"#/session/{page_stand.filled.erased}?tab=events")
     expect(page.locator("h1 + .badge")).to_contain_text("erased")
     expect(page.locator(".events summary")).to_have_text(
         [re.compile(event) for event in ("SessionCreated", "SessionClosed", "SessionErased")]
@@ -243,17 +236,13 @@ def test_a_long_session_is_a_window(stand: Stand, watch: Watch) -> None:
     page.get_by_text("The first part of 2.9 MiB.").wait_for()
     page.get_by_role("button", name="show all", exact=True).click()
     page.get_by_role("button", name="show 200000 more of 3000000 characters").wait_for()
-    inspector = page.context.new_cdp_session(page)
-    inspector.send("Performance.enable")
     watched.go(_at(talk, tab="events", turn=1))
     kept = []
     for number in range(10):
         talk.say(f"later {number}", sim=quick)
         page.locator(".events li", has_text=f"TurnCommitted turn {TURNS + 2 + number} ").wait_for()
         if number % 5 == 4:
-            inspector.send("HeapProfiler.collectGarbage")
-            metrics = inspector.send("Performance.getMetrics")["metrics"]
-            kept.append(int(next(one["value"] for one in metrics if one["name"] == "Nodes")))
+            kept.append(nodes(page))
     assert kept[1] - kept[0] < 100, kept
 
 
@@ -311,7 +300,29 @@ def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
     page.locator(".tokens .tok").first.focus()
     page.locator(".tokendetail", has_text="position ").wait_for()
     expect(page.locator(".tokens")).to_contain_text(f"weights {HOSTILE}")
-    assert page.locator("main :is(img, script, b)").count() == 0
+    for place, ready in (
+        (f"#/?q={talk.id}", "main tbody tr[data-key]"),
+        ("#/groups", "main :text('<img')"),
+        ("#/exports", "main form"),
+        (f"#/group/{quote(HOSTILE + MARKUP, safe='')}?x={quote(HOSTILE)}", "main :text('<img')"),
+        ("#/?engine=javascript:alert(1)", "main form"),
+    ):
+        watched.go(place)
+        page.wait_for_selector(ready)
+        assert page.locator("main :is(img, script, b), #fleet img").count() == 0
+    kept = {"abort_all_requests": False}  # other tests' turns are in flight there
+    stand.sim.post("/update_weight_version", json={"new_version": HOSTILE, **kept})
+    talk.say("again", sim=NOW)
+    assert stand.http.post(f"/adapters/{quote(HOSTILE)}/pause", json={}).status_code == 200
+    try:
+        page.wait_for_selector("#fleet .figure >> text=<img src=x")
+        page.click(".engines summary")
+        page.wait_for_selector(".engines td >> text=<img src=x")
+        assert page.locator("#fleet img").count() == 0
+    finally:
+        stand.http.post(f"/adapters/{quote(HOSTILE)}/resume", json={})
+        stand.sim.post("/update_weight_version", json={"new_version": "12", **kept})
+        stand.talk().say("back to 12", sim=NOW)
 
 
 def test_a_stored_image_is_shown_in_its_own_size(stand: Stand, watch: Watch) -> None:
@@ -333,16 +344,11 @@ def test_the_copied_request_goes_to_the_engine_and_leaves_the_session_alone(
     touched = tmp_path / "touched"
     said = f"it's \u202e \u0000 \u001b[31m $(touch {touched}) `touch {touched}`\nTURNLOG\n"
     talk.say(said, sim={"latency_s": 0}, temperature=0.5)
-    watched = watch(stand.server.base_url)
-    page = watched.page
-    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    watched.open(f"#/session/{talk.id}")
+    page = watch(stand.server.base_url).open(_at(talk))
     page.locator(".said").last.wait_for()
     before = talk.events()
     page.locator(".promptfold > summary").click()
-    page.get_by_role("button", name="Copy request to the engine as curl").click()
-    page.get_by_text("Copied").first.wait_for()
-    command = page.evaluate("navigator.clipboard.readText()")
+    command = copied(page, "Copy request to the engine as curl")
     assert "\u202e" not in command
     ran = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30, check=True)
     assert json.loads(ran.stdout)["choices"][0]["message"]["role"] == "assistant"
@@ -352,3 +358,138 @@ def test_the_copied_request_goes_to_the_engine_and_leaves_the_session_alone(
     assert again["temperature"] == 0.5
     assert talk.events() == before
     assert not touched.exists()
+
+
+@pytest.fixture(scope="module")
+def tree(stand: Stand) -> Talk:
+    """A retry of another agent's, a chain of 12 turns, and a summary of a discarded plan."""
+    talk = stand.talk(history="tree")
+    talk.say("Which reefs recovered?", sim=NOW)
+    first = list(talk.messages)
+    talk.say("Search the surveys.", sim={**NOW, "text": "Here it is"})
+    quoted = talk.messages[-1]
+    for number in range(12):
+        talk.say(f"Step {number}", sim={**NOW, "completion_tokens": 3})
+    talk.messages = list(first)
+    talk.say("Ask the archive.", sim={**NOW, "text": "Here is none"}, headers={"x-turnlog-agent-id": "scout"})
+    assert talk.chat([user("So far"), quoted, user("Write it")], sim=NOW).status_code == 200
+    return talk
+
+
+def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) -> None:
+    talk = stand.talk()
+    sim = {**NOW, "completion_tokens": 1200, "weight_versions": ["7", "8"]}
+    talk.say("a long question " * 50, sim=sim, top_logprobs=3)
+    talk.say("more", sim={**NOW, "completion_tokens": 1500, "finish_reason": "length"})
+    count = talk.committed()[1]["output_tokens"]
+    talk.column(2, "advantage", [number / count for number in range(count)])
+    kept = list(talk.messages)
+    talk.say("not this", sim={**NOW, "completion_tokens": 20})
+    talk.messages = kept
+    talk.say("but this", sim={**NOW, "completion_tokens": 30})
+    [row] = talk.rows()
+    sampled = [at for at, there in enumerate(row["sampled_mask"]) if there]
+    least = sorted(sampled, key=lambda at: row["logprobs"][at])[:30]
+
+    page = watch(stand.server.base_url).open(f"#/session/{talk.id}?tab=tokens")
+    cells = page.locator(".tokens .tok")
+    expect(cells).to_have_count(2000)
+    expect(cells.first, "it opens at the first sampled token").to_have_attribute("data-at", str(sampled[0]))
+    assert page.evaluate("document.querySelectorAll('*').length") < 4000
+    expect(page.locator(".tokenhead").first).to_contain_text("set TURNLOG_TOKENIZER to read them")
+    legend = page.locator(".tokens-tab .legend")
+    expect(legend).to_contain_text("perplexity")
+    expect(legend).to_contain_text("turns were rolled back")
+    counts = legend.locator("strong").all_text_contents()
+    assert sum(int(count.replace(",", "")) for count in counts) == len(sampled)
+
+    page.keyboard.press("u")
+    focused = "document.querySelector('.tok:focus')?.dataset.at"
+    until(lambda: page.evaluate(focused) is not None)
+    assert page.evaluate(focused) == str(min(least))
+    page.keyboard.press("U")
+    until(lambda: page.evaluate(focused) == str(max(least)))
+    assert f"at={max(least)}" in page.evaluate("location.hash")
+    detail = page.locator(".tokendetail")
+    expect(detail).to_contain_text(f"position {max(least):,} · id {row['tokens'][max(least)]}")
+    expect(detail).to_contain_text(f"logprob {row['logprobs'][max(least)]:.6f}")
+    page.locator(f".least [data-at='{least[0]}']").click()
+    until(lambda: page.evaluate(focused) == str(least[0]))
+    expect(page.locator(".least [aria-current]")).to_have_attribute("data-at", str(least[0]))
+
+    page.get_by_label("place in the row").fill(str(sampled[-5]))
+    until(lambda: page.evaluate(focused) == str(sampled[-5]))
+    for note in ("turns 3 were rolled back here", "ends by length"):
+        expect(page.locator(".turnrun", has_text=note)).not_to_have_count(0)
+    page.get_by_label("colour", exact=True).select_option("column advantage")
+    expect(page.locator(f".tok[data-at='{row['turns'][1]['end'] - 1}']")).to_contain_class("lp6")
+    assert "0" not in legend.locator("strong").all_text_contents()
+    page.get_by_label("colour", exact=True).select_option("entropy")
+    page.get_by_role("button", name="earlier tokens").click()
+    page.locator(f".tok[data-at='{sampled[0]}']").wait_for()
+    prompt = page.get_by_role("button", name=f"prompt, {sampled[0]:,} tokens")
+    prompt.click()
+    expect(page.locator(".promptrun .tok")).to_have_count(sampled[0])
+    page.locator(".promptrun .tok").last.focus()
+    page.locator(".tokendetail", has_text="not sampled, not in the loss").wait_for()
+    page.keyboard.press("ArrowRight")
+    expect(detail).to_contain_text("weights 7")
+    expect(detail).to_contain_text("entropy")
+    prompt.click()
+    expect(page.locator(".promptrun")).to_have_count(0)
+
+
+def test_a_branch_is_chosen_and_the_tree_is_a_graph(stand: Stand, tree: Talk, watch: Watch) -> None:
+    watched = watch(stand.server.base_url)
+    segments = stand.talk(on_divergence="segment", rollback_window=1)
+    for text in ("one", "begin anew", "and again"):
+        segments.messages = []
+        segments.say(text, sim=NOW)
+    page = watched.open(_at(segments, tab="tokens"))
+    page.wait_for_selector(".tokens .tok")
+    every = page.get_by_label("branch", exact=True).locator("option").all_inner_texts()
+    assert [one.split(":")[0] for one in every] == ["0", "1", "2"], "also what has no row"
+    page.get_by_label("branch", exact=True).select_option("1")
+    page.wait_for_selector(".tokens .turnmark:has-text('turn 2')")
+
+    page = watched.go(_at(tree, tab="tokens", branch=0))
+    page.locator(".tokens .turnrun").nth(13).wait_for()
+    page.get_by_label("branch", exact=True).select_option("1")
+    page.get_by_text("Branch 1 began because another agent asked.").wait_for()
+    assert "branch=1" in page.evaluate("location.hash")
+    page.locator(".turnrun .mark", has_text="turn 15").click()
+    until(lambda: "turn=15" in page.evaluate("location.hash"))
+    expect(page.locator(".turnrun")).to_have_count(2)
+
+    watched.go(_at(tree, tab="tree", turn=15))
+    graph = page.get_by_role("group", name="Tree: 3 branches, 16 turns")
+    names = graph.locator("text:has(.branchnumber)")
+    expect(names).to_have_text(
+        ["0 start Which reefs recovered?", "1 agent scout: Ask the archive.", "2 compaction So far"]
+    )
+    told = page.locator(".tree-tab > p")
+    expect(told).to_contain_text("branch 1, agent after turn 1 of branch 0, because another agent asked, agent scout")
+    expect(told).to_contain_text("its row trains turns 15")
+    expect(graph.locator("path.carries")).to_have_count(1)
+    expect(graph.get_by_role("button", name="turn 16, in the loss of branch 2, quotes turn 2")).to_have_count(1)
+
+    chain = graph.get_by_role("button", name="turns 3 to 13, in the loss of branch 0: show")
+    chain.focus()
+    page.keyboard.press("Enter")
+    graph.get_by_role("button", name="turn 9, ").wait_for()
+    graph.get_by_role("button", name="turn 15, ").focus()
+    for key, at in (("ArrowUp", "turn 2"), ("ArrowRight", "turn 3"), ("ArrowLeft", "turn 2"), ("ArrowDown", "turn 15")):
+        page.keyboard.press(key)
+        expect(graph.locator(f"[data-key='{at}']"), key).to_be_focused()
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press(" ")
+    until(lambda: "turn=2" in page.evaluate("location.hash"))
+    graph.get_by_role("button", name="branch 2, compaction").click()
+    until(lambda: "branch=2" in page.evaluate("location.hash"))
+    page.get_by_text("As text").click()
+    texts = page.locator(".tree-tab details li")
+    expect(texts).to_have_count(3)
+    expect(texts.nth(2)).to_contain_text(
+        "branch 2, compaction, because its first request quotes a reply of another branch (turn 2)"
+    )
+    page.get_by_role("button", name="larger").click()

@@ -1,37 +1,43 @@
-"""The page on a phone, a tablet and a wall, and addresses that name nothing."""
+"""Every view of the page on a phone, a tablet and a wall, and addresses that name nothing; the page of the routes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from urllib.parse import quote
 
 import pytest
 from integration.stand import user
 from playwright.sync_api import Page, expect
 
-from e2e.page import PageStand, Watched, barriers
-from e2e.page_data import SCORED
+from e2e.page import ROWS, PageStand, Watch, barriers, nodes
+from e2e.page_data import AT_ONCE, CHECKPOINT, SCORED
 
 pytestmark = pytest.mark.long
 
-Watch = Callable[..., Watched]
-
 GROUP = quote(next(iter(SCORED)), safe="")
+TREE = "#/session/deep-research-5"
 VIEWS = {
-    "#/": "main tbody tr[data-key]",
-    "#/groups": "main tbody tr[data-key]",
+    "#/": ROWS,
+    "#/groups": ROWS,
     f"#/group/{GROUP}": "svg.plot",
     f"#/group/{GROUP}/rollouts": ".sidebyside td",
-    "#/versions": "main tbody tr[data-key]",
+    "#/versions": ROWS,
     "#/search": "form.filters",
     "#/exports": "a[download]",
-    "#/checkpoints": "main tbody tr[data-key]",
-    "#/checkpoint/step-40": "main tbody tr[data-key]",
-    "#/session/deep-research-5": ".said",
+    "#/checkpoints": ROWS,
+    f"#/checkpoint/{CHECKPOINT}": ROWS,
     "#/rollouts?sessions=deep-research-5@0,deep-research-5@2": ".sidebyside .text",
-    "#/session/deep-research-5?tab=tokens": ".tokens .tok",
+    TREE: ".said",
+    f"{TREE}?tab=tokens": ".tokens .tok",
+    f"{TREE}?tab=tree&branch=1": ".tree .spot",
+    "#/session/flaky-engine-3?tab=stages": ".stagebar",
+    "#/session/swe-long-0": ".said",
+    "#/session/terminal-bench-7?seq=6&tab=events": ".events .later",
 }
 """Addresses, and what is there once the view is."""
+
+LONG = "long-1"
+LONG_VIEWS = {f"#/session/{LONG}": ".said", f"#/session/{LONG}?tab=tokens": ".tokens .tok"}
+"""Of a session whose list and row are longer than any window; axe would look at each of their lines."""
 
 TOO_WIDE = """() => {
   const hasScroller = (element) => {
@@ -51,7 +57,6 @@ TOO_WIDE = """() => {
   ].filter(Boolean);
 }"""
 
-
 TOO_TALL = """() => {
   const main = document.querySelector("main");
   const { top } = main.getBoundingClientRect();
@@ -64,6 +69,26 @@ TOO_TALL = """() => {
   ].filter(Boolean);
 }"""
 
+CONTRAST = """() => {
+  const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
+  const light = (colour) => {
+    canvas.fillStyle = colour;
+    canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].map((one) => one / 255)
+      .map((one) => (one <= 0.04045 ? one / 12.92 : ((one + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  return [0, 1, 2, 3, 4, 5, 6].map((place) => {
+    const cell = document.createElement("span");
+    cell.className = `tok lp${place}`;
+    document.querySelector(".tokens").append(cell);
+    const [one, other] = [getComputedStyle(cell).color, getComputedStyle(cell).backgroundColor].map(light).sort();
+    cell.remove();
+    return (other + 0.05) / (one + 0.05);
+  });
+}"""
+"""Of the text on each colour of a token."""
+
 
 def settled(page: Page, script: str) -> list[str]:
     """What is wrong once the page, which goes on reading and drawing, has had a second."""
@@ -75,50 +100,47 @@ def settled(page: Page, script: str) -> list[str]:
     return found
 
 
-SIZES = {"light": ((390, 844),), "dark": ((1440, 900), (768, 1024), (2560, 1440))}
-"""By the page's scheme. It is opened at the first size, and then made narrower and wider."""
-
-
-@pytest.mark.parametrize("scheme", SIZES)
-def test_every_view_fits_and_has_no_barrier_that_axe_finds(watch: Watch, page_stand: PageStand, scheme: str) -> None:
-    """Nothing is wider than the window, and no view scrolls into an empty page."""
-    filled, (first, *others) = page_stand.filled, SIZES[scheme]
-    long = page_stand.stand.talk(session_id=f"long-{scheme}")
+def test_every_view_fits_and_has_no_barrier_that_axe_finds(watch: Watch, page_stand: PageStand) -> None:
+    """In the dark at a desk, in the light on a phone. Nothing is wider than the window, no view scrolls into an empty
+    page, and a view that is left leaves nothing behind."""
+    long = page_stand.stand.talk(session_id=LONG)
     for number in range(80):
-        long.say(str(number), sim={"latency_s": 0, "completion_tokens": 2})
-    views = VIEWS | {f"#/session/{long.id}": ".said", f"#/session/{long.id}?tab=tokens": ".tokens .tok"}
-    views |= {f"#/session/{filled.refused}?tab=stages": ".stagebar", f"#/session/{filled.in_turn[0]}": ".said"}
-    views |= {f"#/session/{filled.rolled_back}?seq=6&tab=events": ".events .later"}
-    views |= {f"#/session/{filled.tree}?tab=tree&branch=1": ".tree .spot"}
-    watched = watch(page_stand.stand.server.base_url, scheme=scheme, width=first[0], height=first[1])
+        long.say(str(number), sim={**AT_ONCE, "completion_tokens": 2})
+    watched = watch(page_stand.stand.server.base_url)
     page, wrong = watched.open(), []
-    for place, ready in views.items():
+    for place, ready in (VIEWS | LONG_VIEWS).items():
+        page.set_viewport_size({"width": 1440, "height": 900})
+        page.emulate_media(color_scheme="dark")
         watched.go(place)
         page.locator(ready).first.wait_for()
-        found = barriers(page) if long.id not in place else []
-        wrong += [f"{place}: {one}" for one in [*page.evaluate(TOO_TALL), *found]]
-        for width, height in (first, *others):
+        found = page.evaluate(TOO_TALL)
+        for width, height in ((1440, 900), (768, 1024), (2560, 1440), (390, 844)):
             page.set_viewport_size({"width": width, "height": height})
-            wrong += [f"{place} at {width}: {one}" for one in settled(page, TOO_WIDE)]
-        page.set_viewport_size({"width": first[0], "height": first[1]})
+            found += [f"at {width}: {one}" for one in settled(page, TOO_WIDE)]
+            if width in (1440, 390) and place in VIEWS:
+                page.emulate_media(color_scheme="dark" if width == 1440 else "light")
+                found += [f"at {width}: {one}" for one in barriers(page, of_colours=width == 390)]
+        if place == f"{TREE}?tab=tokens":
+            page.locator(".tokens .fold").first.click()
+            page.locator(".promptrun .tok").first.wait_for()
+            found += barriers(page)
+            for scheme in ("light", "dark"):
+                page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+                ratios = page.evaluate(CONTRAST)
+                assert len(set(ratios)) == 7
+                assert min(ratios) >= 4.5, ratios
+        wrong += [f"{place}: {one}" for one in found]
     assert not wrong, "\n".join(wrong)
 
-
-@pytest.mark.parametrize("width", [390, 768])
-def test_names_are_in_sight_also_while_a_list_is_scrolled_sideways(
-    watch: Watch, page_stand: PageStand, width: int
-) -> None:
-    watched = watch(page_stand.stand.server.base_url, width=width)
-    for place in ("#/groups", "#/"):
-        page = watched.open(place)
-        name = page.locator("main tbody tr[data-key] th a").first
-        expect(name).to_be_in_viewport()
-        scroller = page.locator("main .table-scroll")
-        assert scroller.evaluate("one => { one.scrollLeft = 300; return one.scrollLeft }") > 0
-        expect(name).to_be_in_viewport()
-        cell = page.locator("main tbody tr[data-key] th").first.bounding_box()
-        assert cell is not None
-        assert cell["width"] >= 100
+    kept = []
+    for views in ({}, VIEWS):
+        for place, ready in views.items():
+            watched.go(place)
+            page.locator(ready).first.wait_for()
+        watched.go("#/nowhere")
+        page.locator("main > .message").wait_for()
+        kept.append(nodes(page))
+    assert kept[1] < kept[0] + 150, kept
 
 
 def tops(page: Page, selector: str) -> list[float]:
@@ -127,111 +149,106 @@ def tops(page: Page, selector: str) -> list[float]:
     return found
 
 
-def test_the_strip_is_one_line_while_an_adapter_is_paused(watch: Watch, page_stand: PageStand) -> None:
-    stand = page_stand.stand
-    watched = watch(stand.server.base_url, width=1440)
-    talk = stand.talk(session_id="strip-1")
-    talk.say("one", max_tokens=4)
-    for fault in ("status_500", "not_json"):
-        assert talk.chat([*talk.messages, user("x")], sim={"fault": fault}).status_code >= 500
-    page = watched.open()
-    page.wait_for_selector("#fleet >> text=paused:")
-    page.wait_for_selector("#fleet .errors >> text=upstream_invalid")
-    expect(page.locator("#fleet .figure:has-text('Engine p50')")).to_contain_text("ms")
-    for width in (1440, 1200, 768):
-        page.set_viewport_size({"width": width, "height": 900})
-        assert width == 768 or len(set(tops(page, "#fleet > *"))) == 1, width
-        cut = page.eval_on_selector_all(
-            "#fleet > *", "parts => parts.filter((one) => one.scrollWidth > one.clientWidth).length"
-        )
-        assert cut == 0, width
-
-
-def test_the_forms_are_folded_on_a_phone(watch: Watch, page_stand: PageStand) -> None:
-    page = watch(page_stand.stand.server.base_url, width=390).open()
+def test_what_is_needed_is_in_sight_on_a_phone(watch: Watch, page_stand: PageStand) -> None:
+    """Names while a list is scrolled sideways; forms are folded; what is copied, and where one is, scroll in a line."""
+    watched = watch(page_stand.stand.server.base_url, width=390)
+    for width in (390, 768):
+        watched.page.set_viewport_size({"width": width, "height": 844})
+        for place in ("#/groups", "#/"):
+            page = watched.open(place)
+            name = page.locator(f"{ROWS} th a").first
+            expect(name).to_be_in_viewport()
+            scroller = page.locator("main .table-scroll")
+            assert scroller.evaluate("one => { one.scrollLeft = 300; return one.scrollLeft }") > 0
+            expect(name).to_be_in_viewport()
+            cell = page.locator(f"{ROWS} th").first.bounding_box()
+            assert cell is not None
+            assert cell["width"] >= 100
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.reload()
     field = page.locator("input[name=q]")
     expect(field).to_be_hidden()
     page.keyboard.press("/")
     expect(field).to_be_focused()
     page.keyboard.type("gsm8k-00")
-    expect(page.locator("main tbody tr[data-key]")).to_have_count(1)
-
-
-def test_what_is_copied_and_where_one_is_are_lines_that_scroll_on_a_phone(watch: Watch, page_stand: PageStand) -> None:
-    page = watch(page_stand.stand.server.base_url, width=390).open("#/session/deep-research-5")
+    expect(page.locator(ROWS)).to_have_count(1)
+    watched.go(TREE)
     page.locator(".sessiondetails > summary").click()
     last = page.get_by_role("button", name="Copy note as curl")
     last.wait_for()
     assert len(set(tops(page, "[aria-label=Session] .switches button"))) == 1
     last.scroll_into_view_if_needed()
     expect(last).to_be_in_viewport(ratio=0.9)
-    page = watch(page_stand.stand.server.base_url, width=390).open("#/checkpoints")
+    watched.go("#/checkpoints")
     expect(page.locator("nav a[aria-current]")).to_be_in_viewport(ratio=0.9)
 
 
-@pytest.mark.parametrize(
-    ("place", "title"),
-    [
+def test_the_strip_is_one_line_while_an_adapter_is_paused(watch: Watch, page_stand: PageStand) -> None:
+    talk = page_stand.stand.talk()
+    talk.say("one", sim=AT_ONCE)
+    for fault in ("status_500", "not_json"):
+        assert talk.chat([*talk.messages, user("x")], sim={"fault": fault}).status_code >= 500
+    page = watch(page_stand.stand.server.base_url, width=1440).open()
+    page.wait_for_selector("#fleet >> text=paused:")
+    page.wait_for_selector("#fleet .errors >> text=upstream_invalid")
+    expect(page.locator("#fleet .figure:has-text('Engine p50')")).to_contain_text("ms")
+    for width in (1440, 1200, 768):
+        page.set_viewport_size({"width": width, "height": 900})
+        assert width == 768 or len(set(tops(page, "#fleet > *"))) == 1, width
+        is_cut = "parts => parts.filter((one) => one.scrollWidth > one.clientWidth).length"
+        assert page.eval_on_selector_all("#fleet > *", is_cut) == 0, width
+
+
+def test_an_address_without_anything_says_so(watch: Watch, page_stand: PageStand) -> None:
+    """A session is shown as soon as it exists."""
+    watched = watch(page_stand.stand.server.base_url)
+    watched.expected = ("404 (Not Found)",)
+    page = watched.open()
+    for place, title in (
         ("#/session/nobody", "There is no session “nobody”."),
         ("#/group/nobody", "There is no group “nobody”."),
         ("#/checkpoint/nobody", "There is no checkpoint “nobody”."),
         ("#/nowhere/at/all", "There is no view at #/nowhere/at/all"),
-    ],
-)
-def test_an_address_without_anything_says_so(watch: Watch, page_stand: PageStand, place: str, title: str) -> None:
-    watched = watch(page_stand.stand.server.base_url)
-    watched.expected = ("404 (Not Found)",)
-    page = watched.open(place)
-    expect(page.locator("main > .message strong")).to_have_text(title)
-    assert page.locator("main > *").count() == 1
-    page.locator("main > .message a").first.click()
-    page.wait_for_selector("main tbody tr[data-key]")
-
-
-def test_a_session_is_shown_as_soon_as_it_exists(watch: Watch, page_stand: PageStand) -> None:
-    watched = watch(page_stand.stand.server.base_url)
-    watched.expected = ("404 (Not Found)",)
-    page = watched.open("#/session/expected-soon")
+    ):
+        watched.go(place)
+        expect(page.locator("main > .message strong")).to_have_text(title)
+        assert page.locator("main > *").count() == 1
+        page.locator("main > .message a").first.click()
+        page.wait_for_selector(ROWS)
+    watched.go("#/session/expected-soon")
     expect(page.locator("main > .message")).to_contain_text("There is no session")
     page_stand.stand.talk(session_id="expected-soon")
     expect(page.locator("main h1")).to_have_text("expected-soon")
 
 
-def test_a_branch_without_a_row_can_be_chosen_too(watch: Watch, page_stand: PageStand) -> None:
-    watched = watch(page_stand.stand.server.base_url)
-    talk = page_stand.stand.talk(session_id="two-segments", on_divergence="segment", rollback_window=1)
-    talk.say("one", max_tokens=4)
-    talk.messages = []
-    talk.say("begin anew", max_tokens=4)
-    talk.messages = []
-    talk.say("and again", max_tokens=4)
-    page = watched.open(f"#/session/{talk.id}?tab=tokens")
-    page.wait_for_selector(".tokens .tok")
-    every = page.get_by_label("branch", exact=True).locator("option").all_inner_texts()
-    assert [one.split(":")[0] for one in every] == ["0", "1", "2"]
-    page.get_by_label("branch", exact=True).select_option("1")
-    page.wait_for_selector(".tokens .turnmark:has-text('turn 2')")
+def test_the_page_of_the_routes_sends_requests_and_has_no_barrier(watch: Watch, page_stand: PageStand) -> None:
+    watched = watch(page_stand.stand.server.base_url, width=1440)
+    page = watched.page
+    reply = page.goto(f"{watched.base_url}/docs")
+    assert reply is not None
+    policy = reply.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; connect-src 'self'; ")
+    assert "unsafe" not in policy
+    page.locator("details[data-words]").first.wait_for()
+    page.get_by_label("Filter").focus()
+    page.keyboard.type("post /sessions create")
+    for key in ("Tab", "Tab", "Enter"):
+        page.keyboard.press(key)
+    page.get_by_role("button", name="Send").first.click()
+    page.get_by_text('"base_url":').wait_for()
+    page.get_by_text("Errors", exact=True).first.click()
+    for width, scheme in ((1440, "light"), (1440, "dark"), (390, "light"), (390, "dark")):
+        page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
+        page.set_viewport_size({"width": width, "height": 844})
+        assert barriers(page, of_colours=scheme == "dark") == []
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
 
-
-def test_a_view_that_is_left_leaves_nothing_behind(watch: Watch, page_stand: PageStand) -> None:
-    """The nodes that the browser keeps, after a visit of all views and after two more."""
-    watched = watch(page_stand.stand.server.base_url)
-    page = watched.open()
-    inspector = page.context.new_cdp_session(page)
-    inspector.send("Performance.enable")
-
-    def nodes() -> int:
-        watched.go("#/nowhere")
-        page.locator("main > .message").wait_for()
-        inspector.send("HeapProfiler.collectGarbage")
-        metrics = inspector.send("Performance.getMetrics")["metrics"]
-        return int(next(one["value"] for one in metrics if one["name"] == "Nodes"))
-
-    kept = []
-    for visits in (1, 2):
-        for _ in range(visits):
-            for place, ready in VIEWS.items():
-                watched.go(place)
-                page.locator(ready).first.wait_for()
-        kept.append(nodes())
-    assert kept[1] < kept[0] + 150, kept
+    talk = page_stand.stand.talk()
+    page.get_by_label("Filter").fill("reward put")
+    route = page.locator("details[data-words]:visible")
+    route.get_by_text("PUT /sessions/{session_id}/reward").click()
+    route.get_by_label("session_id").fill(talk.id)
+    route.get_by_label("Body").fill('{"reward": 0.25}')
+    route.get_by_role("button", name="Send").click()
+    route.get_by_text(f'{{"session_id":"{talk.id}","seq":2}}').wait_for()
+    assert talk.state()["metadata"]["reward"] == 0.25

@@ -1,4 +1,4 @@
-"""Agent programs as they are, against Turnlog: what they sample is in the log and in the loss, once.
+"""Agent programs with a base URL and a token, against Turnlog: what they sample is in the log and in the loss, once.
 
 Beside plain tasks: calls, sub-agents, a compaction, engines that fail, and a server that is killed in the middle.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from integration.guarded import ADMIN, ENVIRONMENT, bearer
 from integration.stand import Stand, Talk, standing
 
 from e2e.programs import PROGRAMS, RUN_S, Call, Place, Program
@@ -22,6 +23,7 @@ TASK = "Task: count"
 LIBRARIES = ("anthropic", "anthropic, streamed", "openai-agents", "openai-agents, by id")
 ALL_BUT_ONE = tuple(name for name in PROGRAMS if name != "anthropic")
 """`test_restarts` kills the server for that one, `test_odd_engines` lets it call twice at once."""
+STEPS = 4
 
 
 class Said(NamedTuple):
@@ -56,6 +58,14 @@ def one_call(program: Program, latency_s: float = 0.0) -> Sequence[Said]:
 def two_calls(program: Program) -> Sequence[Said]:
     calls = [program.shell(f"echo {word}-$((1+1))") for word in ("one", "two")]
     return Said(TASK, "Let me see. ", calls), Said("two-2", "Done.")
+
+
+def several_steps(program: Program, latency_s: float = 0.0) -> Sequence[Said]:
+    """Each result asks for the next call."""
+    asked = (TASK, *(f"step-{step}" for step in range(1, STEPS)))
+    calls = [[program.shell(f"echo step-$(({step} + 1))")] for step in range(STEPS)]
+    said = (Said(when, "Next. ", shell, latency_s) for when, shell in zip(asked, calls, strict=True))
+    return *said, Said(f"step-{STEPS}", "Done.")
 
 
 def compaction(program: Program) -> Sequence[Said]:
@@ -127,12 +137,14 @@ CASES: Mapping[str, Case] = {
     **{f"engine: {fault}": Case(one_call, fault=fault) for fault in ("status_500", "status_503", "status_529")},
     "engine: reset": Case(one_call, fault="reset", programs=tuple(PROGRAMS)),
     "kill -9 of the server": Case(lambda program: one_call(program, 1.5), fault="kill", programs=ALL_BUT_ONE),
+    "kill -9 after steps": Case(lambda program: several_steps(program, 1.5), fault="kill", killed_in=3),
 }
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    with standing(tmp_path_factory.mktemp("programs"), "--seed", "5") as made:
+    with standing(tmp_path_factory.mktemp("programs"), "--seed", "5", environment=ENVIRONMENT) as made:
+        made.http.headers.update(bearer(ADMIN))
         yield made
 
 
@@ -146,8 +158,9 @@ def test_what_a_program_sampled_is_in_the_loss_once(server: Stand, tmp_path: Pat
         plan(server, said)
     if wanted.fault not in ("", "kill"):
         server.sim.post("/sim/faults", json={"fault": wanted.fault}).raise_for_status()
-    talk = server.talk(**ran.session)
-    place = Place(f"{server.base_url}{talk.path}", tmp_path)
+    created = server.http.post("/sessions", json=ran.session).json()
+    talk = server.known(created["session_id"])
+    place = Place(f"{server.base_url}{talk.path}", tmp_path, created["token"])
     for start, task in ((ran.start, wanted.task), *((ran.goes_on, task) for task in wanted.later)):
         assert start is not None
         process = start(place, task, wanted.more)
@@ -177,28 +190,6 @@ def until_over(process: subprocess.Popen[str], server: Stand, killed: Talk | Non
     finally:
         process.kill()
     return output
-
-
-RUNS = 12
-
-
-@pytest.mark.parametrize("program", AGENTS)
-def test_calls_of_any_kind_fork_nothing(server: Stand, tmp_path: Path, program: str) -> None:
-    """The engine calls whatever tools a program offers, with arguments of all kinds, which programs change in their
-    own ways before they send them back."""
-    server.sim.post("/sim/reset").raise_for_status()
-    talks = [server.talk() for _ in range(RUNS)]
-    for number, talk in enumerate(talks):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        process = PROGRAMS[program].start(Place(f"{server.base_url}{talk.path}", folder), f"Do {number}", {})
-        process.communicate(timeout=RUN_S)
-    branches = Counter(branch["cause"] for talk in talks for branch in talk.tree()["branches"])
-    rows = [row for talk in talks for row in talk.rows()]
-    loss = sum(sum(row["loss_mask"]) for row in rows)
-    expected = ("start", "agent", *PROGRAMS[program].causes)
-    false_forks = sum(count for cause, count in branches.items() if cause not in expected)
-    assert (false_forks, loss) == (0, server.stats()["sampled_tokens"]), branches
 
 
 def plan(server: Stand, said: Said, count: int = 9) -> None:

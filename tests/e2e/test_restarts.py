@@ -18,7 +18,7 @@ from ops.simulator.process import SimulatorProcess
 
 pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
-KILLS = 3
+KILLS = 2
 LATENCY_MS = "300"
 
 

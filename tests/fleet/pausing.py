@@ -48,6 +48,13 @@ class Client:
         self.socket.close()
 
 
+def elsewhere(api: Api, talk: Talk) -> Talk:
+    """The same conversation at another process."""
+    found = api.known(talk.id)
+    found.messages = list(talk.messages)
+    return found
+
+
 def new_name() -> str:
     """An adapter that no other test on the same database has."""
     return f"lora-{uuid.uuid4().hex[:8]}"

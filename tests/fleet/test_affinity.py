@@ -30,13 +30,6 @@ def engines_of(talk: Talk) -> list[str]:
     return [event["engine"] for event in talk.committed()]
 
 
-def at(api: Api, talk: Talk) -> Talk:
-    """The same conversation at another process."""
-    found = api.known(talk.id)
-    found.messages = list(talk.messages)
-    return found
-
-
 def held(fleet: Fleet, api: Api) -> tuple[Talk, Future[httpx.Response]]:
     """A session whose first turn is in flight, and stays so until the session is closed."""
     talk = api.talk()

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 from fault.table import Tally
-from helpers.databases import Postgres
 from integration.stand import Talk, error_of, until, user
 
-from fleet.stands import Api, Engine, Fleet, fleet_of
-from fleet.test_affinity import at, bound, engines_of
+from fleet.pausing import elsewhere
+from fleet.stands import Api, Engine, Fleet
+from fleet.test_affinity import bound, engines_of
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
@@ -74,32 +73,20 @@ class Pool:
             self.everywhere(engine.url, state="serving", health="healthy", weight_version="default")
 
 
-@pytest.fixture(scope="module")
-def shared_pool(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    with postgres.database() as url, fleet_of(tmp_path_factory.mktemp("pool"), url) as made:
-        yield Pool(made)
-        for engine in made.engines:
-            engine.process.stop()
-
-
 @pytest.fixture
-def pool(shared_pool: Pool) -> Pool:
-    shared_pool.heal()
-    return shared_pool
+def pool(holding: Fleet) -> Pool:
+    made = Pool(holding)
+    made.heal()
+    return made
 
 
-def test_engines_of_the_settings_are_listed(pool: Pool) -> None:
-    listed = pool.apis[1].http.get("/engines").json()["engines"]
-    assert {one["url"] for one in listed} == {engine.url for engine in pool.engines}
+def test_engines_of_the_settings_are_listed(fleet: Fleet) -> None:
+    listed = fleet.apis[1].http.get("/engines").json()["engines"]
+    assert {one["url"] for one in listed} == {engine.url for engine in fleet.engines}
+    expected = {"source": "settings", "state": "serving", "health": "healthy", "dialect": "sglang", "in_flight": 0}
+    expected |= dict.fromkeys(("last_error", "sessions", "weight_version_regressed"))
     for one in listed:
-        assert (one["source"], one["state"], one["health"], one["dialect"]) == (
-            "settings",
-            "serving",
-            "healthy",
-            "sglang",
-        )
-        assert (one["in_flight"], one["last_error"], one["sessions"]) == (0, None, None)
-        assert (one["weight_version"], one["weight_version_regressed"]) == ("default", None)
+        assert {name: one[name] for name in expected} == expected
 
 
 def test_an_engine_that_is_added_at_one_process_serves_at_the_other(pool: Pool) -> None:
@@ -125,7 +112,7 @@ def test_an_engine_that_is_added_at_one_process_serves_at_the_other(pool: Pool) 
 
         assert second.http.delete("/engines", params={"url": url}).status_code == 204
         pool.everywhere(url, state=None)
-        at(first, talk).say("And now?")
+        elsewhere(first, talk).say("And now?")
         assert bound(talk)[1][1] == "listed"
         gone = first.http.request("DELETE", "/engines", json={"url": url})
         assert error_of(gone) == (404, "not_found")
@@ -148,7 +135,7 @@ def test_a_turn_in_flight_ends_where_it_is_and_the_next_goes_elsewhere(pool: Poo
     assert not turn.done()
     reply: httpx.Response = turn.result()
     assert reply.status_code == 200, reply.text
-    moved = at(second, talk)
+    moved = elsewhere(second, talk)
     moved.messages = [*messages, reply.json()["choices"][0]["message"]]
     moved.say("And the next?")
     assert engines_of(moved) == [leaving.url, leaving.url, pool.other(leaving).url]
@@ -168,7 +155,7 @@ def test_a_dead_engines_sessions_go_on_elsewhere_with_all_they_had(pool: Pool, t
     tally.tried += 1
 
     new = user("Are you still there?")
-    moved = at(second, talk)
+    moved = elsewhere(second, talk)
     moved.add(new)
     assert bound(moved)[1] == (pool.other(dying).url, "dead")
     (asked,) = pool.other(dying).chats(talk.id)
@@ -181,7 +168,7 @@ def test_a_dead_engines_sessions_go_on_elsewhere_with_all_they_had(pool: Pool, t
     pool.everywhere(dying.url, health="dead")
     assert "cannot be connected to" in (pool.shown(dying.url) or {})["last_error"]
     until(lambda: first.http.get("/ready").is_success)
-    at(first, moved).say("And at the other process?")
+    elsewhere(first, moved).say("And at the other process?")
     assert engines_of(moved)[2:] == [pool.other(dying).url] * 2
 
     port = int(dying.url.rpartition(":")[2])
@@ -220,7 +207,7 @@ def test_without_an_engine_there_is_no_chat(pool: Pool) -> None:
         assert first.http.delete("/engines", params={"url": engine.url}).status_code == 204
     pool.everywhere(pool.engines[0].url, state=None)
     pool.everywhere(pool.engines[1].url, state=None)
-    assert error_of(at(second, talk).chat([user("Hello")])) == (503, "no_upstream")
+    assert error_of(elsewhere(second, talk).chat([user("Hello")])) == (503, "no_upstream")
     assert second.http.get("/ready").status_code == 503
     assert talk.types() == ["SessionCreated"]
 
@@ -260,37 +247,25 @@ def test_weights_that_go_backwards_are_flagged_once(pool: Pool) -> None:
     assert regressed() == [None, None]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"url": ""},
-        {"url": 8},
-        {"url": "127.0.0.1:30000"},
-        {"url": "http://user:secret@engine:30000"},
-        {"url": "http://engine:30000?x=1"},
-        {"url": "http://engine:99999999"},
-        {"url": "http://engine\x00:30000"},
-        {"url": "http://" + "e" * 3000},
-        {"url": "http://engine:30000", "state": "removed"},
-        {"url": "http://engine:30000", "state": None},
-        {"url": "http://engine:30000", "weight": 2},
-    ],
-)
-def test_what_is_no_engine_is_refused(fleet: Fleet, body: dict[str, Any]) -> None:
+BAD_ENGINES: list[dict[str, Any]] = [
+    {},
+    *({"url": url} for url in ("", 8, "127.0.0.1:30000", "http://user:secret@engine:30000", "http://engine:30000?x=1")),
+    *({"url": url} for url in ("http://engine:99999999", "http://engine\x00:30000", "http://" + "e" * 3000)),
+    *({"url": "http://engine:30000", **more} for more in ({"state": "removed"}, {"state": None}, {"weight": 2})),
+]
+
+
+def test_what_is_no_engine_is_refused_and_a_delete_names_one(fleet: Fleet) -> None:
     http = fleet.apis[0].http
     before = http.get("/engines").json()
-    refused = http.post("/engines", json=body)
-    assert error_of(refused) == (400, "invalid_request")
-    assert "secret" not in refused.text
-    if set(body) == {"url"}:
-        assert error_of(http.request("DELETE", "/engines", json=body))[0] == 400
+    for body in BAD_ENGINES:
+        refused = http.post("/engines", json=body)
+        assert error_of(refused) == (400, "invalid_request"), body
+        assert "secret" not in refused.text
+        if set(body) == {"url"}:
+            assert error_of(http.request("DELETE", "/engines", json=body))[0] == 400
     after = http.get("/engines").json()
     assert [one["url"] for one in after["engines"]] == [one["url"] for one in before["engines"]]
-
-
-def test_a_delete_names_one_engine(fleet: Fleet) -> None:
-    http = fleet.apis[0].http
     assert error_of(http.delete("/engines")) == (400, "invalid_request")
     both = http.request("DELETE", "/engines", params={"url": "http://a"}, json={"url": "http://b"})
     assert error_of(both) == (400, "invalid_request")

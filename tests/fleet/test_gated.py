@@ -11,47 +11,19 @@ from typing import Any
 
 import httpx
 import pytest
-from integration.stand import Stand, Talk, error_of, serving, until, user
+from integration.stand import Stand, Talk, error_of, standing, until, user
 
 from fleet.pausing import Client, finish, new_name
-from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
 
-MODES = ["finish", "abort_after:15"]
-"""Whatever `TURNLOG_ON_DISCONNECT` says, a turn that waits for a gate does not wait for a client that is gone."""
-
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[SimulatorProcess]:
-    with SimulatorProcess("--seed", "5") as made:
+def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+    """`TURNLOG_ON_DISCONNECT` is `finish`, but a turn at a gate does not wait for a client that is gone."""
+    environment = {"TURNLOG_STREAM_KEEPALIVE_S": "0.1", "TURNLOG_ENGINE_SESSIONS": "all"}
+    with standing(tmp_path_factory.mktemp("gated"), "--seed", "5", environment=environment) as made:
         yield made
-
-
-def _standing(tmp_path_factory: pytest.TempPathFactory, engine: SimulatorProcess, mode: str) -> Iterator[Stand]:
-    environment = {
-        "TURNLOG_STREAM_KEEPALIVE_S": "0.1",
-        "TURNLOG_ON_DISCONNECT": mode,
-        "TURNLOG_ENGINE_SESSIONS": "all",
-    }
-    with serving(tmp_path_factory.mktemp("gated"), engine.base_url, environment=environment) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def finishing(tmp_path_factory: pytest.TempPathFactory, engine: SimulatorProcess) -> Iterator[Stand]:
-    yield from _standing(tmp_path_factory, engine, MODES[0])
-
-
-@pytest.fixture(scope="module")
-def aborting(tmp_path_factory: pytest.TempPathFactory, engine: SimulatorProcess) -> Iterator[Stand]:
-    yield from _standing(tmp_path_factory, engine, MODES[1])
-
-
-@pytest.fixture(params=["finishing", "aborting"])
-def either(request: pytest.FixtureRequest) -> Stand:
-    stand: Stand = request.getfixturevalue(request.param)
-    return stand
 
 
 class Gate:
@@ -85,11 +57,11 @@ class Gate:
 RETRY = "x-stainless-retry-count: 1"
 
 
-def test_a_stream_is_kept_alive_while_it_waits(finishing: Stand) -> None:
-    gate = Gate(finishing)
+def test_a_stream_is_kept_alive_while_it_waits(stand: Stand) -> None:
+    gate = Gate(stand)
     talk = gate.talk()
     body = {"messages": [user("Hello")], "stream": True}
-    with finishing.http.stream("POST", talk.chat_path, json=body) as response:
+    with stand.http.stream("POST", talk.chat_path, json=body) as response:
         pieces = response.iter_raw()
         assert [next(pieces) for _ in range(3)] == [b": keep-alive\n\n"] * 3
         gate.tell("resume")
@@ -98,22 +70,22 @@ def test_a_stream_is_kept_alive_while_it_waits(finishing: Stand) -> None:
     assert len(talk.committed()) == 1
 
 
-def test_a_gate_that_is_shut_while_a_turn_is_made_ready_holds_it_all_the_same(finishing: Stand) -> None:
+def test_a_gate_that_is_shut_while_a_turn_is_made_ready_holds_it_all_the_same(stand: Stand) -> None:
     """It passed the gate and has its claim, but the engine is still opening a session for it."""
-    gate = Gate(finishing)
+    gate = Gate(stand)
     gate.tell("resume")
     talk = gate.talk()
-    assert finishing.sim.post("/sim/behaviour", json={"sessions_delay_s": 1.5}).status_code == 200
+    assert stand.sim.post("/sim/behaviour", json={"sessions_delay_s": 1.5}).status_code == 200
     control = {"session_control": {"session_id": talk.id, "action": "open"}}
-    turn = finishing.meanwhile(talk.chat, [user("Hello")], nvext=control)
-    until(lambda: _opened(finishing, talk))
+    turn = stand.meanwhile(talk.chat, [user("Hello")], nvext=control)
+    until(lambda: _opened(stand, talk))
     gate.tell("pause")
     assert talk.generations() == 0, "the test was too late"
     gate.until_held(1)
     assert talk.generations() == 0
     gate.tell("resume")
     assert finish(turn.result()) == "stop"
-    assert finishing.sim.post("/sim/behaviour", json={"sessions_delay_s": 0.0}).status_code == 200
+    assert stand.sim.post("/sim/behaviour", json={"sessions_delay_s": 0.0}).status_code == 200
 
 
 def _opened(stand: Stand, talk: Talk) -> bool:
@@ -122,32 +94,32 @@ def _opened(stand: Stand, talk: Talk) -> bool:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_goes_while_the_gate_is_shut_is_let_go_at_once(either: Stand, stream: bool) -> None:
-    gate = Gate(either)
+def test_who_goes_while_the_gate_is_shut_is_let_go_at_once(stand: Stand, stream: bool) -> None:
+    gate = Gate(stand)
     talk = gate.talk()
-    client = Client(talk, either.server.base_url, stream=stream)
+    client = Client(talk, stand.server.base_url, stream=stream)
     gate.until_held(1)
     client.leave()
     gate.until_held(0)
-    assert either.http.get("/health").json()["in_flight"] == 0
+    assert stand.http.get("/health").json()["in_flight"] == 0
     gate.tell("resume")
     finish(talk.chat([user("Is anybody there?")]))
     assert talk.types() == ["SessionCreated", "TurnOpened", "AffinityBound", "TurnCommitted"]
     assert talk.generations() == 1
 
 
-def test_who_goes_while_uploading_to_a_shut_gate_makes_no_call(finishing: Stand) -> None:
-    gate = Gate(finishing)
+def test_who_goes_while_uploading_to_a_shut_gate_makes_no_call(stand: Stand) -> None:
+    gate = Gate(stand)
     talk = gate.talk()
-    Client(talk, finishing.server.base_url, upto=20).leave()
+    Client(talk, stand.server.base_url, upto=20).leave()
     gate.tell("resume")
     finish(talk.chat([user("Hello")]))
     assert talk.types().count("TurnOpened") == 1
     assert talk.generations() == 1
 
 
-def test_a_turn_that_a_retry_has_joined_waits_on_for_it(either: Stand) -> None:
-    gate = Gate(either)
+def test_a_turn_that_a_retry_has_joined_waits_on_for_it(stand: Stand) -> None:
+    gate = Gate(stand)
     talk = gate.talk()
     first, second, third = waiting(gate, talk, 3)
     first.leave()
@@ -170,8 +142,8 @@ def waiting(gate: Gate, talk: Talk, count: int) -> list[Client]:
     return clients
 
 
-def test_turns_pass_in_the_order_in_which_they_came(finishing: Stand) -> None:
-    gate = Gate(finishing)
+def test_turns_pass_in_the_order_in_which_they_came(stand: Stand) -> None:
+    gate = Gate(stand)
     talks = [gate.talk() for _ in range(12)]
     turns = [gate.speaking(talk, place) for place, talk in enumerate(talks, 1)]
     gate.tell("resume")
@@ -180,31 +152,21 @@ def test_turns_pass_in_the_order_in_which_they_came(finishing: Stand) -> None:
     assert opened == sorted(opened)
 
 
-def test_a_turn_of_another_adapter_passes_while_hundreds_wait(finishing: Stand) -> None:
-    gate = Gate(finishing)
-    clients = [Client(gate.talk(), finishing.server.base_url) for _ in range(200)]
+def test_a_turn_of_another_adapter_passes_while_hundreds_wait(stand: Stand) -> None:
+    gate = Gate(stand)
+    clients = [Client(gate.talk(), stand.server.base_url) for _ in range(200)]
     gate.until_held(len(clients))
-    finish(finishing.talk().chat([user("Hello")]))
-    finish(finishing.talk(adapter=new_name()).chat([user("Hello")]))
+    finish(stand.talk().chat([user("Hello")]))
+    finish(stand.talk(adapter=new_name()).chat([user("Hello")]))
     gate.tell("resume")
     for client in clients:
         client.until(b"HTTP/1.1 200")
         client.leave()
 
 
-def test_a_session_whose_turn_waits_is_not_idle(engine: SimulatorProcess, tmp_path: Path) -> None:
-    with serving(tmp_path, engine.base_url, environment={"TURNLOG_IDLE_CLOSE_S": "0.2"}) as stand:
-        gate = Gate(stand)
-        talk = gate.talk()
-        turn = gate.speaking(talk)
-        time.sleep(1.5)
-        gate.tell("resume")
-        assert finish(turn.result()) == "stop"
-
-
-def test_a_server_that_is_told_to_stop_lets_all_go(engine: SimulatorProcess, tmp_path: Path) -> None:
+def test_a_server_that_is_told_to_stop_lets_all_go(tmp_path: Path) -> None:
     """503 with Retry-After for turns, an answer for who asks whether it is paused; no claim is left behind."""
-    with serving(tmp_path, engine.base_url) as stand:
+    with standing(tmp_path) as stand:
         gate = Gate(stand)
         body = {"lora_name": gate.name, "timeout_s": 60}
         asking = stand.meanwhile(stand.http.post, "/skyrl/v1/wait_lora_unpaused", json=body)

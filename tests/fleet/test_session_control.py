@@ -10,40 +10,15 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.databases import Postgres
 from integration.stand import Talk, error_of, until, user
 
-from fleet.stands import Api, Engine, Fleet, fleet_of
+from fleet.pausing import elsewhere
+from fleet.stands import Api, Engine, Fleet
 from ops.simulator.process import SimulatorProcess
 
 OPEN, CLOSE = "/open_session", "/close_session"
 
-LEASE_S = 3
-LEAVES_S = 0.3
-"""After how long a turn whose client has gone is cut off."""
-
 PATIENCE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def holding_fleet(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    environment = {
-        "TURNLOG_ENGINE_SESSIONS": "all",
-        "TURNLOG_LEASE_S": str(LEASE_S),
-        "TURNLOG_ON_DISCONNECT": f"abort_after:{LEAVES_S}",
-    }
-    folder = tmp_path_factory.mktemp("holding")
-    with postgres.database() as url, fleet_of(folder, url, environment=environment) as made:
-        yield made
-        for engine in made.engines:  # also those that came back
-            engine.process.stop()
-
-
-@pytest.fixture
-def holding(holding_fleet: Fleet) -> Fleet:
-    """Two processes that may have both engines hold sessions."""
-    holding_fleet.reset()
-    return holding_fleet
 
 
 class Named:
@@ -95,12 +70,6 @@ class Named:
         return found
 
 
-def elsewhere(api: Api, talk: Talk) -> Talk:
-    found = api.known(talk.id)
-    found.messages = talk.messages
-    return found
-
-
 def bindings(talk: Talk) -> list[tuple[str, str | None, str | None]]:
     return [
         (event["engine"], event.get("cause"), event.get("control"))
@@ -131,14 +100,6 @@ def killed(fleet: Fleet, url: str) -> Iterator[None]:
 def shown(api: Api, url: str) -> dict[str, Any]:
     found: dict[str, Any] = next(one for one in api.http.get("/engines").json()["engines"] if one["url"] == url)
     return found
-
-
-def test_ordinary_requests_send_no_session_calls(holding: Fleet) -> None:
-    talk = holding.apis[0].talk()
-    talk.say("Hello", nvext={"priority": 3})
-    elsewhere(holding.apis[1], talk).say("And then?", nvext={"priority": 3})
-    assert [one["body"]["nvext"] for _, one in holding.chats(talk.id)] == [{"priority": 3}] * 2
-    assert [engine.seen(path) for engine in holding.engines for path in (OPEN, CLOSE)] == [[]] * 4
 
 
 def test_open_comes_before_the_first_turn_and_later_turns_go_there(holding: Fleet) -> None:
@@ -249,32 +210,6 @@ def test_a_closed_session_takes_its_engines_session_with_it(holding: Fleet) -> N
     assert first.http.delete(other.path).status_code == 204
     assert error_of(turn.result()) == (404, "session_closed")
     running.closed()
-
-
-def test_an_engine_without_sessions_is_asked_once_and_again_after_its_restart(holding: Fleet) -> None:
-    api, engine = holding.apis[0], holding.engines[0]
-    engine.sim.post("/sim/behaviour", json={"sessions": "missing"})
-
-    def there() -> tuple[Named, Talk]:
-        """A name that is bound to this engine."""
-        while True:
-            name, talk = Named(holding), api.talk()
-            if name.say(talk, "open") == engine.url:
-                return name, talk
-
-    (first, talk), (second, _) = there(), there()
-    assert (first.paths(), second.paths()) == ([OPEN], [])
-    assert holding.processes.servers[0].log_path.read_text().count(f"{engine.url} cannot hold sessions") == 1
-    assert shown(api, engine.url)["sessions"] is False
-    assert first.say(talk) == engine.url
-    assert first.say(talk, "close") == engine.url
-    assert first.paths() == [OPEN]
-    with killed(holding, engine.url):
-        second.say(api.talk())
-    until(lambda: shown(api, engine.url)["sessions"] is None, PATIENCE_S)
-    again, _ = there()
-    assert again.paths() == [OPEN]
-    assert shown(api, engine.url)["sessions"] is True
 
 
 def test_what_an_engine_still_has_of_the_name_is_opened_anew(holding: Fleet) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 
 import httpx
 import pytest
@@ -11,19 +12,6 @@ from integration.stand import Talk, error_of, until, user
 from fleet.stands import Fleet
 
 RETRY = {"x-stainless-retry-count": "1"}
-
-
-def test_a_session_keeps_its_engine_at_both_processes(fleet: Fleet) -> None:
-    first, second = fleet.apis
-    talk = first.talk()
-    talk.say("Hello")
-    other = second.known(talk.id)
-    other.messages = talk.messages
-    other.say("And then?")
-    engines = {url for url, _ in fleet.chats(talk.id)}
-    assert len(engines) == 1
-    bound = [event for event in talk.events() if event["type"] == "AffinityBound"]
-    assert [event["engine"] for event in bound] == list(engines)
 
 
 # what one process has acknowledged, the other refuses to nobody
@@ -130,8 +118,7 @@ NEGATIVES: dict[Case, str] = {
 }
 
 
-@pytest.mark.parametrize("history", ["linear", "tree"])
-@pytest.mark.parametrize("case", NEGATIVES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(("case", "history"), zip(NEGATIVES, cycle(("linear", "tree"))))
 def test_no_process_refuses_what_another_has_acknowledged(fleet: Fleet, case: Case, history: str) -> None:
     first, second = fleet.apis
     there = first.talk(NEGATIVES[case], history=history)
