@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import random
 import struct
 import tracemalloc
@@ -76,14 +75,6 @@ def test_a_small_turn_has_one_frame(exchange: Exchange) -> None:
 def test_tokens_that_are_not_where_they_belong(frame: bytes | None) -> None:
     with pytest.raises(CorruptContent):
         unpack_tokens(None, frame)
-
-
-@pytest.mark.parametrize("exchange", [EXCHANGE, LARGE])
-def test_what_was_said_is_unpacked_alone(exchange: Exchange) -> None:
-    frame = pack(exchange)
-    assert unpack(frame, Exchange) == exchange
-    assert unpack_messages(frame) == Messages(exchange.messages, exchange.message)
-    assert (frame[:1] == APART) == (exchange is LARGE)
 
 
 def test_a_reply_that_is_packed_apart_is_not_looked_at_for_what_was_said() -> None:
@@ -165,35 +156,6 @@ def test_a_frame_without_a_size_is_refused() -> None:
 def test_content_of_another_kind(raw: bytes) -> None:
     with pytest.raises(CorruptContent):
         unpack(compress(raw), StoredTokens)
-
-
-@pytest.mark.parametrize(
-    ("text", "cut"),
-    [
-        (b"[1,2,3]", True),
-        (b"[1, 2, 3]", True),
-        (b"[0,2147483647]", True),
-        (b"[1]", False),
-        (b"[]", False),
-        (b"[1, 2,3]", False),
-        (b"[1,2, 3]", False),
-        (b"[ 1,2]", False),
-        (b"[1,2 ]", False),
-        (b"[1 ,2]", False),
-        (b"[1,  2]", False),
-        (b"[1,\n2]", False),
-        (b"[1,\t2, 3 ]", False),
-        (b"[1, 2,3 ]", False),
-        (b"[-0,2]", False),
-    ],
-)
-def test_what_is_cut_can_be_written_again(text: bytes, cut: bool) -> None:
-    body = b'{"a":' + text + b',"prompt":' + text + b',"z":1}'
-    ids = json.loads(text)
-    exchange = without_ids(body, text, len(ids))
-    assert (exchange.prompt_ids_at is not None) == cut
-    assert (len(exchange.reply) < len(body)) == cut
-    assert paste(exchange, memoryview(int32(ids)).cast("i"), {}) == body
 
 
 SPACE = st.sampled_from(["", "", "", " ", "  ", "\n", "\t"])

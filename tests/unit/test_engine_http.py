@@ -387,18 +387,6 @@ async def test_idle_connections_are_closed_and_the_timer_ends_with_them(
     assert client._connections.open == set()
 
 
-async def test_a_reply_may_come_before_the_request_is_sent(engine: Engine, client: EngineClient) -> None:
-    async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 413 X\r\ncontent-length: 2\r\n\r\n{}")
-        await reader.read()
-
-    engine.way = way
-    reply = await post(client, engine, bytes(64 << 20))
-    assert reply.status == 413
-    await engine.ended.wait()
-
-
 async def test_a_long_reply_may_come_before_the_request_is_sent(engine: Engine, client: EngineClient) -> None:
     """It is more than is read ahead, and the engine takes nothing before all of it is taken."""
     size = http.READ_AHEAD + (400 << 10)
@@ -519,18 +507,6 @@ async def test_what_may_not_be_sent_leaves_its_connection_for_others(engine: Eng
         await post(client, engine, may_send=lambda: False)
     assert (await post(client, engine, may_send=lambda: True)).status == 200
     assert len(engine.connections) == len(engine.asked) == 1
-
-
-@pytest.mark.parametrize("begun", [b"", OK, SOUND[:-1]], ids=["nothing", "half a head", "half a body"])
-async def test_an_answer_that_takes_too_long_is_told(
-    engine: Engine, begun: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http, "SWEEP_S", 0.01)
-    client = EngineClient(connect_timeout_s=5, timeout_s=0.05, max_bytes=1 << 20)
-    engine.replies = [begun]
-    with pytest.raises(TimedOut):
-        await post(client, engine)
-    await client.close()
 
 
 @pytest.mark.parametrize("value", ["a\r\nx: y", "a\nb", "a\rb", "a\0b"])

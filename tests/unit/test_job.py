@@ -117,42 +117,6 @@ def test_both_kinds(order: tuple[str, str]) -> None:
     assert pasted(done, ("indexer_topk",)) == body.replace(TEXT.encode(), b"null")
 
 
-LURES = [
-    "routed_experts",
-    '"routed_experts": "AAAA"',
-    '"routed_experts":[[1,2]]',
-    "@turnlog:0@",
-    '"@turnlog:0@"',
-    "\\",
-    '\\"routed_experts\\": "',
-    TEXT,
-    "[1, 2, 3]",
-]
-
-
-@pytest.mark.parametrize("text", LURES)
-@pytest.mark.parametrize("place", [CONTENT, "choices.0.message.reasoning_content", "metadata.note", "model"])
-@pytest.mark.parametrize("name", ["base64", "compact", "escaped"])
-def test_a_text_that_looks_like_a_payload(text: str, place: str, name: str) -> None:
-    body = sglang(SPELLINGS[name], {place: text})
-    done = done_of(body)
-    check(body, done, routed_experts=SPELLINGS[name])
-    assert json.loads(done.message) == json.loads(body)["choices"][0]["message"]
-
-
-@pytest.mark.parametrize("value", ["AAAA", [[9, 9]] * 4, None, 7, {"routed_experts": "A"}, "@turnlog:0@"])
-@pytest.mark.parametrize("place", ["metadata", "choices.0.message.extra", "usage"])
-@pytest.mark.parametrize("text", [TEXT, LISTS])
-def test_the_key_in_another_object_is_no_payload(place: str, value: Any, text: str) -> None:
-    body = sglang(text, {place: {"routed_experts": value, "completion_tokens": 2}})
-    check(body, done_of(body), routed_experts=text)
-
-
-def test_before_the_payload_in_another_object() -> None:
-    body = b'{"other":{"routed_experts":"AAAA"},' + sglang()[1:]
-    check(body, done_of(body), routed_experts=TEXT)
-
-
 @pytest.mark.parametrize("name", SPELLINGS)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_payload_that_stands_in_sglext_too_is_stored_once(name: str, first: bool) -> None:
@@ -164,12 +128,6 @@ def test_a_payload_that_stands_in_sglext_too_is_stored_once(name: str, first: bo
     assert (len(done.places), len(done.payloads)) == (2, 1)
     if name not in ("escaped", "uneven"):
         assert len(exchange_of(done).reply) < len(body) - 2 * len(text) + 10
-
-
-@pytest.mark.parametrize("value", [None, [], 7, "x", {}])
-def test_another_extension_is_no_payload(value: Any) -> None:
-    body = sglang(TEXT, {"sglext": value})
-    check(body, done_of(body), routed_experts=TEXT)
 
 
 def test_a_payload_in_sglext_alone_is_one() -> None:
@@ -198,10 +156,6 @@ def test_a_reply_without_a_payload_is_kept_as_before(body: bytes) -> None:
     done, bare = done_of(body), done_of(body, PayloadSpec("routed_experts"))
     assert done == bare
     check(body, done)
-
-
-def test_what_an_engine_does_not_have_is_not_missed() -> None:
-    assert done_of(body_of("vllm"), PayloadSpec("indexer_topk", required=True)).payloads == []
 
 
 def test_a_reply_of_no_tokens_needs_no_payload() -> None:

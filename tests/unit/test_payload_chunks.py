@@ -11,8 +11,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from app.domain.events import ChunkRef
 from app.domain.session import Payload
@@ -166,23 +164,6 @@ def test_equal_rows_are_one_chunk_whatever_stands_beside_them() -> None:
     assert kept.rows().dtype == np.int32
     narrow = kept.turn(rows[:1000])
     assert (narrow.shared, narrow.new, kept.rows().dtype) == (1, [], np.dtype(np.uint8))
-
-
-@settings(max_examples=30)
-@given(st.lists(st.sampled_from([5, 255, 256, 40_000, 70_000, -1]), min_size=2, max_size=8))
-def test_a_chunks_hash_says_no_more_than_its_rows(highest: list[int]) -> None:
-    """Rows brought by one long payload are known again when they come turn by turn, and the other way round."""
-    rows = np.concatenate([np.full((400, 64), high) for high in highest])
-    kept = Kept()
-    for stop in range(400, len(rows) + 1, 400):
-        kept.turn(rows[:stop])
-    brought = {(new.chunk.start, new.chunk.rows): new.chunk for new in kept.chunks}
-    for (start, count), chunk in brought.items():
-        alone, _ = payloads.read(text_of(rows[start : start + count]), PayloadSpec(KIND), 0, count + 1, npy=False)
-        [new] = alone.new
-        assert (new.chunk.hash, new.chunk.dtype) == (chunk.hash, chunk.dtype)
-    again = kept.turn(rows)
-    assert (again.shared, again.new) == (len(brought), [])
 
 
 @pytest.mark.parametrize("patches", [False, True])
