@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -162,18 +161,6 @@ def test_a_tokenizer_that_is_none(clean_environment: Environment, tmp_path: Path
     clean_environment(DATABASE_URL=url, TOKENIZER=str(tmp_path))
     [what] = of(examined(code=1), "tokenizer", "problem")
     assert "no tokenizer can be loaded" in what
-
-
-@pytest.mark.parametrize("package", ["jinja2", "transformers"])
-def test_a_tokenizer_without_its_packages(
-    clean_environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("app.tito.")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, package, None)
-    clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{tmp_path / 'turnlog.db'}", TOKENIZER=str(tmp_path))
-    [what] = of(examined(code=1), "tokenizer", "problem")
-    assert f"TURNLOG_TOKENIZER needs the package {package}" in what
 
 
 SOUND = postgres.PostgresFacts(160004, False, "UTF8", "on", "on", 0, 0, 97, 5, 1 << 20, 0.0)

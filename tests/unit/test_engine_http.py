@@ -41,20 +41,27 @@ pytestmark = pytest.mark.anyio
 PATH = "/v1/chat/completions"
 OK = b"HTTP/1.1 200 OK\r\n"
 SOUND = OK + b"content-length: 2\r\n\r\n{}"
+OTHER = OK + b"content-length: 3\r\n\r\n[2]"
 CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
+LARGE = bytes(64 << 20)
+Way = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Engine:
-    """Reads requests; sends the next of `replies` to each, or whatever `way` does. Notes the bytes of all requests."""
+    """Reads requests; sends the next of `replies` to each, or whatever `way` does. Notes the bytes of all requests.
+
+    It has its own client, which waits 20 s for a reply unless a test makes it wait for less.
+    """
 
     def __init__(self) -> None:
         self.replies: list[bytes] = []
         self.closes = False
-        self.way: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]] | None = None
+        self.way: Way | None = None
         self.asked: list[bytes] = []
         self.connections: list[asyncio.StreamWriter] = []
         self.ended = asyncio.Event()
         self.url = ""
+        self.client = EngineClient(connect_timeout_s=5, timeout_s=20, max_bytes=1 << 24)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections.append(writer)
@@ -77,6 +84,18 @@ class Engine:
         self.asked.append(head + await reader.readexactly(sizes[0] if sizes else 0))
         return head
 
+    async def post(self, *replies: bytes, body: bytes = b"{}", **more: Any) -> EngineReply:
+        """The reply to a request, after which `replies` are what is left to send."""
+        self.replies += replies
+        headers, grow = more.pop("headers", []), more.pop("grow", lambda size: None)
+        return await self.client.post(self.url + PATH, body, headers, grow, **more)
+
+    async def said(self, *replies: bytes, **more: Any) -> bytes:
+        return (await self.post(*replies, **more)).body.joined()
+
+    async def get(self, path: str = "/health", url: str = "") -> EngineReply:
+        return await self.client.get((url or self.url) + path, [])
+
 
 @pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
@@ -90,22 +109,26 @@ async def engine() -> AsyncIterator[Engine]:
     server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
     made.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     yield made
+    await made.client.close()
     server.close()
     for writer in made.connections:
         writer.close()
-    for _ in range(5):
-        await asyncio.sleep(0)
+    await rounds(5)
 
 
 @pytest.fixture
-async def client() -> AsyncIterator[EngineClient]:
-    made = EngineClient(connect_timeout_s=5, timeout_s=20, max_bytes=1 << 24)
-    yield made
-    await made.close()
+async def impatient(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """The engine, whose client waits a tenth of a second."""
+    monkeypatch.setattr(http, "SWEEP_S", 0.01)
+    await engine.client.close()
+    engine.client = EngineClient(connect_timeout_s=0.05, timeout_s=0.1, max_bytes=1 << 20)
+    return engine
 
 
-def post(client: EngineClient, engine: Engine, body: bytes = b"{}", **more: Any) -> Awaitable[EngineReply]:
-    return client.post(engine.url + PATH, body, more.pop("headers", []), more.pop("grow", lambda size: None), **more)
+async def rounds(count: int) -> None:
+    """The event loop comes round so often."""
+    for _ in range(count):
+        await asyncio.sleep(0)
 
 
 BODIES = {
@@ -120,7 +143,7 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 @pytest.mark.parametrize("step", [1, 1 << 20], ids=["byte by byte", "at once"])
-async def test_a_body_is_read_however_it_is_framed(engine: Engine, client: EngineClient, name: str, step: int) -> None:
+async def test_a_body_is_read_however_it_is_framed(engine: Engine, name: str, step: int) -> None:
     async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await engine.read(reader)
         for at in range(0, len(BODIES[name]), step):
@@ -129,7 +152,7 @@ async def test_a_body_is_read_however_it_is_framed(engine: Engine, client: Engin
             await asyncio.sleep(0)
 
     engine.way, engine.closes = way, True
-    reply = await post(client, engine)
+    reply = await engine.post()
     assert (reply.status, reply.body.joined()) == (200, b"[1,2,3]")
     assert "x-trailer" not in dict(reply.headers)
 
@@ -165,15 +188,20 @@ BROKEN = {
     "half of the chunks": CHUNKED + b"2\r\n{}\r\n",
     "nothing": b"",
 }
+CODINGS = (b"gzip, chunked", b"chunked, gzip", b"gzip", b"chunked\r\ntransfer-encoding: chunked")
+REFUSED = [
+    *((reply, Lost) for reply in BROKEN.values()),
+    *((CHUNKED.replace(b"chunked", coding) + b"2\r\n{}\r\n0\r\n\r\n", Unreadable) for coding in CODINGS),
+]
 
 
-@pytest.mark.parametrize("name", BROKEN)
-async def test_a_reply_that_is_not_whole_or_can_be_read_in_two_ways_is_lost(
-    engine: Engine, client: EngineClient, name: str
+@pytest.mark.parametrize(("reply", "error"), REFUSED, ids=[*BROKEN, *map(str, CODINGS)])
+async def test_a_reply_that_is_not_whole_or_can_be_read_in_two_ways_is_none(
+    engine: Engine, reply: bytes, error: type[Exception]
 ) -> None:
-    engine.replies, engine.closes = [BROKEN[name]], True
-    with pytest.raises(Lost):
-        await post(client, engine)
+    engine.closes = True
+    with pytest.raises(error):
+        await engine.post(reply)
 
 
 ENDLESS = {
@@ -186,10 +214,8 @@ ENDLESS = {
 }
 
 
-@pytest.mark.parametrize("name", ENDLESS)
-async def test_what_has_no_end_but_is_no_body_is_cut_off(engine: Engine, client: EngineClient, name: str) -> None:
-    first, again = ENDLESS[name]
-
+@pytest.mark.parametrize(("first", "again"), ENDLESS.values(), ids=ENDLESS)
+async def test_what_has_no_end_but_is_no_body_is_cut_off(engine: Engine, first: bytes, again: bytes) -> None:
     async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await engine.read(reader)
         writer.write(first)
@@ -199,60 +225,35 @@ async def test_what_has_no_end_but_is_no_body_is_cut_off(engine: Engine, client:
 
     engine.way = way
     with pytest.raises(Lost):
-        await post(client, engine)
+        await engine.post()
     await engine.ended.wait()
 
 
-@pytest.mark.parametrize(
-    "first", [b"", OK + b"x: ", CHUNKED + b"2;", OK + b"content-length: 99999\r\n\r\n", OK + b"\r\n"]
-)
-async def test_a_reply_that_drips_is_late_all_the_same(
-    engine: Engine, first: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http, "SWEEP_S", 0.01)
-    client = EngineClient(connect_timeout_s=5, timeout_s=0.1, max_bytes=1 << 20)
+BEGUN = [b"", OK + b"x: ", CHUNKED + b"2;", OK + b"content-length: 99999\r\n\r\n", OK + b"\r\n"]
 
+
+@pytest.mark.parametrize("drips", [True, False])
+@pytest.mark.parametrize("first", BEGUN)
+async def test_a_reply_that_drips_or_stops_is_late(impatient: Engine, first: bytes, drips: bool) -> None:
     async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await engine.read(reader)
+        await impatient.read(reader)
         writer.write(first)
-        while not reader.at_eof():
+        while drips and not reader.at_eof():
             writer.write(b"x" if first else b"HTTP/1.1 100 Continue\r\n\r\n")
             await writer.drain()
             await asyncio.sleep(0.01)
 
-    engine.way = way
+    impatient.way = way
     with pytest.raises(TimedOut):
-        await post(client, engine)
-    await client.close()
+        await impatient.post()
 
 
-@pytest.mark.parametrize(
-    "coding", [b"gzip, chunked", b"chunked, gzip", b"gzip", b"chunked\r\ntransfer-encoding: chunked"]
-)
-async def test_a_transfer_encoding_but_chunked_is_refused(engine: Engine, client: EngineClient, coding: bytes) -> None:
-    head = b"\r\ntransfer-encoding: " + coding + b"\r\n\r\n"
-    engine.replies, engine.closes = [b"HTTP/1.1 200 OK" + head + b"2\r\n{}\r\n0\r\n\r\n"], True
-    with pytest.raises(Unreadable):
-        await post(client, engine)
-
-
-async def test_an_error_is_told_although_its_encoding_cannot_be_read(engine: Engine, client: EngineClient) -> None:
-    engine.replies = [b"HTTP/1.1 503 X\r\nretry-after: 3\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n"]
-    reply = await post(client, engine)
+async def test_an_error_is_told_although_its_encoding_cannot_be_read(engine: Engine) -> None:
+    reply = await engine.post(b"HTTP/1.1 503 X\r\nretry-after: 3\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n")
     assert (reply.status, dict(reply.headers)["retry-after"]) == (503, "3")
 
 
-async def test_a_switch_of_protocols_is_a_reply_and_the_end_of_the_connection(
-    engine: Engine, client: EngineClient
-) -> None:
-    engine.replies = [b"HTTP/1.1 101 X\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nbytes", SOUND]
-    assert (await post(client, engine)).status == 101
-    engine.replies = [SOUND]
-    assert (await post(client, engine)).status == 200
-    assert len(engine.connections) == 2
-
-
-async def test_a_connection_that_was_reset_ends_no_body(engine: Engine, client: EngineClient) -> None:
+async def test_a_connection_that_was_reset_ends_no_body(engine: Engine) -> None:
     """What has no length ends with its connection, but not with a reset."""
 
     async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -264,60 +265,53 @@ async def test_a_connection_that_was_reset_ends_no_body(engine: Engine, client: 
 
     engine.way, engine.closes = way, True
     with pytest.raises(Lost):
-        await post(client, engine)
+        await engine.post()
 
 
-async def test_a_connection_is_used_again_for_one_request_at_a_time(engine: Engine, client: EngineClient) -> None:
-    engine.replies = [SOUND] * 4
+async def test_a_connection_is_used_again_for_one_request_at_a_time(engine: Engine) -> None:
+    engine.replies = [SOUND] * 6
     for _ in range(3):
-        await post(client, engine)
+        await engine.post()
     assert len(engine.connections) == 1
-    engine.way = lambda reader, writer: asyncio.sleep(0)
-    engine.replies += [SOUND] * 2
-    await asyncio.gather(post(client, engine), post(client, engine))
+    await asyncio.gather(engine.post(), engine.post())
     assert len(engine.connections) == 2
 
 
 @pytest.mark.parametrize(
-    ("reply", "headers"),
+    ("reply", "headers", "body"),
     [
-        (SOUND, [ONCE]),
-        (SOUND.replace(b"OK\r\n", b"OK\r\nconnection: close\r\n"), []),
-        (b"HTTP/1.0" + SOUND[8:], []),
-        (SOUND + SOUND, []),
-        (SOUND + b"HTTP/1.1 2", []),
-        (SOUND + b'{"more": 1}', []),
+        (SOUND, [ONCE], b"{}"),
+        (SOUND.replace(b"OK\r\n", b"OK\r\nconnection: close\r\n"), [], b"{}"),
+        (b"HTTP/1.0" + SOUND[8:], [], b"{}"),
+        (SOUND + SOUND, [], b"{}"),
+        (SOUND + b"HTTP/1.1 2", [], b"{}"),
+        (SOUND + b'{"more": 1}', [], b"{}"),
+        (b"HTTP/1.1 101 X\r\nconnection: upgrade\r\nupgrade: x\r\n\r\nbytes", [], b""),
     ],
-    ids=["once", "close", "HTTP/1.0", "two replies", "half of a second", "more"],
+    ids=["once", "close", "HTTP/1.0", "two replies", "half of a second", "more", "another protocol"],
 )
 async def test_a_connection_is_not_used_again(
-    engine: Engine, client: EngineClient, reply: bytes, headers: list[tuple[str, str]]
+    engine: Engine, reply: bytes, headers: list[tuple[str, str]], body: bytes
 ) -> None:
-    engine.replies = [reply]
-    assert (await post(client, engine, headers=headers)).body.joined() == b"{}"
-    engine.replies = [OK + b"content-length: 3\r\n\r\n[2]"]
-    assert (await post(client, engine)).body.joined() == b"[2]"
+    assert await engine.said(reply, headers=headers) == body
+    assert await engine.said(OTHER) == b"[2]"
     assert len(engine.connections) == 2
 
 
-async def test_what_comes_while_nobody_asks_is_nobodys(engine: Engine, client: EngineClient) -> None:
+async def test_what_comes_while_nobody_asks_is_nobodys(engine: Engine) -> None:
     """Whether the loop has read it already, or it still is with the kernel."""
     engine.replies = [SOUND] * 4
     for turns in (0, 20):
-        await post(client, engine)
-        engine.connections[-1].transport.write(OK + b"content-length: 3\r\n\r\n[1]")
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        assert (await post(client, engine)).body.joined() == b"{}"
+        await engine.post()
+        engine.connections[-1].transport.write(OTHER)
+        await rounds(turns)
+        assert await engine.said() == b"{}"
     assert len(engine.connections) == 3
 
 
-async def test_an_engine_that_speaks_first_is_not_asked(engine: Engine, client: EngineClient) -> None:
+async def test_an_engine_that_speaks_first_is_not_asked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(SOUND)
-
-    engine.way, engine.replies = way, [SOUND]
-    original = http.Connections._connected
 
     async def slow(self: http.Connections, origin: http.Origin) -> socket.socket:
         sock = await original(self, origin)
@@ -325,44 +319,44 @@ async def test_an_engine_that_speaks_first_is_not_asked(engine: Engine, client: 
             await asyncio.sleep(0)
         return sock
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(http.Connections, "_connected", slow)
-        with pytest.raises(NotSent):
-            await post(client, engine)
+    engine.way, original = way, http.Connections._connected
+    monkeypatch.setattr(http.Connections, "_connected", slow)
+    with pytest.raises(NotSent):
+        await engine.post(SOUND)
     assert engine.asked == []
 
 
-async def test_a_get_is_repeated_if_the_engine_has_closed_its_connection_and_a_post_is_not(
-    engine: Engine, client: EngineClient
-) -> None:
+async def test_a_get_is_repeated_if_the_engine_has_closed_its_connection_and_a_post_is_not(engine: Engine) -> None:
     async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await engine.read(reader)
         writer.write(SOUND)
         await engine.read(reader)
 
     engine.way, engine.closes = way, True
-    assert (await post(client, engine)).status == 200
+    assert (await engine.post()).status == 200
     with pytest.raises(Lost):
-        await post(client, engine)
-    assert (await client.get(engine.url + "/health", [])).status == 200
-    assert (await client.get(engine.url + "/health", [])).status == 200
-    assert len(engine.asked) == 5
-    assert len(engine.connections) == 3
+        await engine.post()
+    assert [(await engine.get()).status for _ in range(2)] == [200, 200]
+    assert (len(engine.asked), len(engine.connections)) == (5, 3)
 
 
-async def test_a_connection_is_not_used_that_was_idle_for_long(
-    engine: Engine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+async def test_idle_connections_are_not_used_for_long_and_closed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.replies = [SOUND]
-    await post(client, engine)
+    """And the timer ends with them."""
+    await engine.post(SOUND)
     monkeypatch.setattr(http, "KEEPALIVE_S", 0.0)
-    engine.replies = [SOUND]
-    await post(client, engine)
+    monkeypatch.setattr(http, "SWEEP_S", 0.01)
+    engine.ended.clear()
+    await engine.post(SOUND)
     assert len(engine.connections) == 2
+    while engine.client._connections.open:
+        await asyncio.sleep(0.001)
+    await engine.ended.wait()
 
 
 async def test_a_connection_that_was_just_made_is_not_swept_away(
-    engine: Engine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though the timer runs before the request that asked for it."""
     original = http.Connections.opened
@@ -372,34 +366,10 @@ async def test_a_connection_that_was_just_made_is_not_swept_away(
         self._sweep()
 
     monkeypatch.setattr(http.Connections, "opened", opened)
-    engine.replies = [SOUND]
-    assert (await post(client, engine)).status == 200
+    assert (await engine.post(SOUND)).status == 200
 
 
-async def test_idle_connections_are_closed_and_the_timer_ends_with_them(
-    engine: Engine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http, "KEEPALIVE_S", 0.0)
-    monkeypatch.setattr(http, "SWEEP_S", 0.01)
-    engine.replies = [SOUND]
-    await post(client, engine)
-    await engine.ended.wait()
-    assert client._connections.open == set()
-
-
-async def test_a_reply_may_come_before_the_request_is_sent(engine: Engine, client: EngineClient) -> None:
-    async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 413 X\r\ncontent-length: 2\r\n\r\n{}")
-        await reader.read()
-
-    engine.way = way
-    reply = await post(client, engine, bytes(64 << 20))
-    assert reply.status == 413
-    await engine.ended.wait()
-
-
-async def test_a_long_reply_may_come_before_the_request_is_sent(engine: Engine, client: EngineClient) -> None:
+async def test_a_long_reply_may_come_before_the_request_is_sent(engine: Engine) -> None:
     """It is more than is read ahead, and the engine takes nothing before all of it is taken."""
     size = http.READ_AHEAD + (400 << 10)
 
@@ -410,101 +380,84 @@ async def test_a_long_reply_may_come_before_the_request_is_sent(engine: Engine, 
         await engine.ended.wait()
 
     engine.way = way
-    reply = await post(client, engine, bytes(64 << 20))
+    reply = await engine.post(body=LARGE)
     assert (reply.status, reply.body.size) == (413, size)
-    assert client._connections._idle == {}
+    assert engine.client._connections._idle == {}
     engine.ended.set()
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_a_request_that_nobody_reads_ends(engine: Engine, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "SWEEP_S", 0.01)
-    client = EngineClient(connect_timeout_s=5, timeout_s=20 if ends else 0.1, max_bytes=1 << 20)
-
+async def test_a_request_that_nobody_reads_ends(impatient: Engine, ends: bool) -> None:
     async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.transport.pause_reading()
         if ends:
             writer.write_eof()
-        await engine.ended.wait()
+        await impatient.ended.wait()
 
-    engine.way = way
+    impatient.way = way
+    if ends:
+        await impatient.client.close()
+        impatient.client = EngineClient(connect_timeout_s=5, timeout_s=20, max_bytes=1 << 20)
     with pytest.raises(Lost if ends else TimedOut):
-        await post(client, engine, bytes(64 << 20))
-    engine.ended.set()
-    await client.close()
+        await impatient.post(body=LARGE)
+    impatient.ended.set()
 
 
 @pytest.mark.parametrize("status", [b"204", b"304"])
-async def test_a_status_without_a_body_has_none(engine: Engine, client: EngineClient, status: bytes) -> None:
-    engine.replies = [b"HTTP/1.1 %b X\r\ncontent-length: 5\r\n\r\n" % status, SOUND]
-    assert (await post(client, engine)).body.joined() == b""
-    assert (await post(client, engine)).body.joined() == b"{}"
+async def test_a_status_without_a_body_has_none(engine: Engine, status: bytes) -> None:
+    assert await engine.said(b"HTTP/1.1 %b X\r\ncontent-length: 5\r\n\r\n" % status, SOUND) == b""
+    assert await engine.said() == b"{}"
     assert len(engine.connections) == 1
 
 
 @pytest.mark.parametrize("turns", [0, 20], ids=["only the kernel knows", "the loop knows"])
-async def test_a_connection_that_ended_while_it_was_idle_is_not_used(
-    engine: Engine, client: EngineClient, turns: int
-) -> None:
-    engine.replies = [SOUND]
-    await post(client, engine)
+async def test_a_connection_that_ended_while_it_was_idle_is_not_used(engine: Engine, turns: int) -> None:
+    await engine.post(SOUND)
     with socket.socket(fileno=os.dup(engine.connections[-1].get_extra_info("socket").fileno())) as sock:
         sock.shutdown(socket.SHUT_WR)
-    engine.replies = [SOUND]
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    assert (await post(client, engine)).body.joined() == b"{}"
+    await rounds(turns)
+    assert await engine.said(SOUND) == b"{}"
     assert len(engine.connections) == 2
 
 
-async def test_a_long_request_is_sent_whole_and_its_connection_used_again(engine: Engine, client: EngineClient) -> None:
+async def test_a_long_request_is_sent_whole_and_its_connection_used_again(engine: Engine) -> None:
     engine.replies = [SOUND, SOUND]
     parts = [b"[", bytes(3 << 20), memoryview(b"x" * 100), b"]"]
-    reply = await client.post(engine.url + PATH, parts, [], lambda size: None)
-    assert reply.status == 200
+    assert (await engine.client.post(engine.url + PATH, parts, [], lambda size: None)).status == 200
     assert engine.asked[0].endswith(b"\r\n\r\n" + b"".join(parts))
-    await post(client, engine)
+    await engine.post()
     assert len(engine.connections) == 1
 
 
 @pytest.mark.parametrize("size", [1 << 20, 6 << 20], ids=["in pieces", "in a map"])
-async def test_a_long_reply_is_read_whole(engine: Engine, client: EngineClient, size: int) -> None:
-    body = bytes(range(256)) * (size // 256)
-    engine.replies = [OK + b"content-length: %d\r\n\r\n" % size + body, SOUND]
-    grown: list[int] = []
-    assert (await post(client, engine, grow=grown.append)).body.joined() == body
+async def test_a_long_reply_is_read_whole(engine: Engine, size: int) -> None:
+    body, grown = bytes(range(256)) * (size // 256), list[int]()
+    assert await engine.said(OK + b"content-length: %d\r\n\r\n" % size + body, SOUND, grow=grown.append) == body
     assert grown == [size]
-    await post(client, engine)
+    await engine.post()
     assert len(engine.connections) == 1
 
 
-async def test_nothing_is_read_ahead_of_what_there_is_room_for(engine: Engine, client: EngineClient) -> None:
-    class Full(Exception):
-        pass
-
+async def test_nothing_is_read_ahead_of_what_there_is_room_for(engine: Engine) -> None:
     def grow(size: int) -> None:
-        raise Full
+        raise MemoryError
 
-    engine.replies = [OK + b"content-length: %d\r\n\r\n" % (8 << 20) + bytes(8 << 20)]
-    with pytest.raises(Full):
-        await post(client, engine, grow=grow)
+    with pytest.raises(MemoryError):
+        await engine.post(OK + b"content-length: %d\r\n\r\n" % (8 << 20) + bytes(8 << 20), grow=grow)
     await engine.ended.wait()
 
 
-async def test_a_reply_that_is_too_large_ends_its_connection(engine: Engine, client: EngineClient) -> None:
-    engine.replies = [OK + b"content-length: %d\r\n\r\n" % (1 << 25) + SOUND]
+async def test_a_reply_that_is_too_large_ends_its_connection(engine: Engine) -> None:
     with pytest.raises(TooLarge):
-        await post(client, engine)
+        await engine.post(OK + b"content-length: %d\r\n\r\n" % (1 << 25) + SOUND)
     await engine.ended.wait()
-    engine.replies = [OK + b"content-length: 3\r\n\r\n[2]"]
-    assert (await post(client, engine)).body.joined() == b"[2]"
+    assert await engine.said(OTHER) == b"[2]"
     assert len(engine.connections) == 2
 
 
-async def test_a_request_that_is_cancelled_ends_its_connection(engine: Engine, client: EngineClient) -> None:
-    engine.replies = [b""]
-    asking = asyncio.ensure_future(post(client, engine))
+async def test_a_request_that_is_cancelled_ends_its_connection(engine: Engine) -> None:
+    asking = asyncio.ensure_future(engine.post(b""))
     while not engine.asked:
         await asyncio.sleep(0)
     asking.cancel()
@@ -513,67 +466,51 @@ async def test_a_request_that_is_cancelled_ends_its_connection(engine: Engine, c
         await asking
 
 
-async def test_what_may_not_be_sent_leaves_its_connection_for_others(engine: Engine, client: EngineClient) -> None:
-    engine.replies = [SOUND]
+async def test_what_may_not_be_sent_leaves_its_connection_for_others(engine: Engine) -> None:
     with pytest.raises(Withheld):
-        await post(client, engine, may_send=lambda: False)
-    assert (await post(client, engine, may_send=lambda: True)).status == 200
+        await engine.post(SOUND, may_send=lambda: False)
+    assert (await engine.post(may_send=lambda: True)).status == 200
     assert len(engine.connections) == len(engine.asked) == 1
 
 
-@pytest.mark.parametrize("begun", [b"", OK, SOUND[:-1]], ids=["nothing", "half a head", "half a body"])
-async def test_an_answer_that_takes_too_long_is_told(
-    engine: Engine, begun: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http, "SWEEP_S", 0.01)
-    client = EngineClient(connect_timeout_s=5, timeout_s=0.05, max_bytes=1 << 20)
-    engine.replies = [begun]
-    with pytest.raises(TimedOut):
-        await post(client, engine)
-    await client.close()
-
-
 @pytest.mark.parametrize("value", ["a\r\nx: y", "a\nb", "a\rb", "a\0b"])
-async def test_no_header_holds_another(engine: Engine, client: EngineClient, value: str) -> None:
+async def test_no_header_holds_another(engine: Engine, value: str) -> None:
     with pytest.raises(ValueError, match="line break"):
-        await post(client, engine, headers=[("x-request-id", value)])
+        await engine.post(headers=[("x-request-id", value)])
     assert engine.connections == []
 
 
-async def test_headers_are_latin_1_in_both_directions(engine: Engine, client: EngineClient) -> None:
-    engine.replies = [OK + b"X-Odd:\tcaf\xe9 \r\nx-odd: 2\r\nx-empty:\r\ncontent-length: 0\r\n\r\n"]
-    reply = await post(client, engine, headers=[("x-request-id", "caf\xe9")])
+async def test_headers_are_latin_1_in_both_directions_and_a_path_is_ascii(engine: Engine) -> None:
+    head = OK + b"X-Odd:\tcaf\xe9 \r\nx-odd: 2\r\nx-empty:\r\ncontent-length: 0\r\n\r\n"
+    reply = await engine.post(head, SOUND, headers=[("x-request-id", "caf\xe9")])
     assert reply.headers == [("x-odd", "caf\xe9"), ("x-odd", "2"), ("x-empty", ""), ("content-length", "0")]
     head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: %b\r\nx-request-id: caf\xe9\r\ncontent-length: 2\r\n\r\n{}"
     assert engine.asked == [head % engine.url.removeprefix("http://").encode()]
+    await engine.get("/caf\xe9 1%20/server_info?config_format=json")
+    assert engine.asked[1].startswith(b"GET /caf%C3%A9%201%20/server_info?config_format=json HTTP/1.1\r\n")
 
 
 @pytest.mark.parametrize("url", ["ftp://a", "http://", "http://a:b", "http://a\nb", "http://" + "a" * 70, "//a", "a"])
-async def test_a_url_that_is_malformed_is_not_asked(client: EngineClient, url: str) -> None:
+async def test_a_url_that_is_malformed_is_not_asked(engine: Engine, url: str) -> None:
     with pytest.raises(NotSent):
-        await client.get(url + "/health", [])
+        await engine.get(url=url)
 
 
-async def test_a_path_is_sent_as_ascii(engine: Engine, client: EngineClient) -> None:
-    engine.replies = [SOUND]
-    await client.get(engine.url + "/caf\xe9 1%20/server_info?config_format=json", [])
-    assert engine.asked[0].startswith(b"GET /caf%C3%A9%201%20/server_info?config_format=json HTTP/1.1\r\n")
-
-
-async def test_all_addresses_of_a_name_are_tried(
-    engine: Engine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+async def test_all_addresses_of_a_name_are_tried_and_looked_up_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One refuses, one never answers, the last is the engine's."""
-    port = int(engine.url.rpartition(":")[2])
-    loop = asyncio.get_running_loop()
-    places = [("127.0.0.1", 1), ("silent", 0), ("127.0.0.1", port)]
-    connecting = loop.sock_connect
-
-    looking_up = loop.getaddrinfo
+    """One refuses, one never answers, the last is the engine's. A look-up that failed is forgotten."""
+    port, loop = int(engine.url.rpartition(":")[2]), asyncio.get_running_loop()
+    places, names = [("127.0.0.1", 1), ("silent", 0), ("127.0.0.1", port)], list[str]()
+    connecting, looking_up = loop.sock_connect, loop.getaddrinfo
 
     async def addresses(host: str, port: int, **kind: Any) -> list[Any]:
         if not host.endswith(".example"):
             return await looking_up(host, port, **kind)  # uvloop does so where it connects
+        names.append(host)
+        if len(names) == 1:
+            raise socket.gaierror
+        await asyncio.sleep(0)
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", place) for place in places]
 
     async def connect(sock: socket.socket, place: Any) -> None:
@@ -584,43 +521,20 @@ async def test_all_addresses_of_a_name_are_tried(
     monkeypatch.setattr(loop, "getaddrinfo", addresses)
     monkeypatch.setattr(loop, "sock_connect", connect)
     monkeypatch.setattr(http, "NEXT_ADDRESS_S", 0.01)
-    engine.replies = [SOUND]
-    assert (await client.get("http://engines.example:9/health", [])).status == 200
-    assert b"host: engines.example:9\r\n" in engine.asked[0]
-    del places[1:]
+    url = "http://engines.example:9"
     with pytest.raises(NotSent):
-        await client.get("http://others.example/health", [])
-
-
-async def test_connections_share_one_look_up_and_forget_one_that_failed(
-    engine: Engine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = asyncio.get_running_loop()
-    looking_up = loop.getaddrinfo
-    asked: list[str] = []
-
-    async def addresses(host: str, port: int, **kind: Any) -> list[Any]:
-        if host != "engines.example":
-            return await looking_up(host, port, **kind)
-        asked.append(host)
-        if len(asked) == 1:
-            raise socket.gaierror
-        await asyncio.sleep(0)
-        return await looking_up("127.0.0.1", port, **kind)
-
-    monkeypatch.setattr(loop, "getaddrinfo", addresses)
-    url = engine.url.replace("127.0.0.1", "engines.example") + "/health"
-    with pytest.raises(NotSent):
-        await client.get(url, [])
+        await engine.get(url=url)
     engine.replies = [SOUND] * 8
-    waiting = [asyncio.ensure_future(client.get(url, [])) for _ in range(4)]
+    waiting = [asyncio.ensure_future(engine.get(url=url)) for _ in range(4)]
     await asyncio.sleep(0)
     waiting[0].cancel()
-    assert [type(reply) for reply in await asyncio.gather(*waiting, return_exceptions=True)] == [
-        asyncio.CancelledError,
-        *[EngineReply] * 3,
-    ]
-    assert len(asked) == 2
+    found = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(one) for one in found] == [asyncio.CancelledError, *[EngineReply] * 3]
+    assert b"host: engines.example:9\r\n" in engine.asked[0]
+    assert len(names) == 2
+    del places[1:]
+    with pytest.raises(NotSent):
+        await engine.get(url="http://others.example")
 
 
 def descriptors() -> int:
@@ -635,8 +549,7 @@ async def test_a_connection_that_is_not_made_leaves_no_descriptor(
 ) -> None:
     """The engine takes the connection and says nothing of TLS; without TLS it is never connected."""
     client = EngineClient(connect_timeout_s=20 if is_cancelled else 0.05, timeout_s=20, max_bytes=1 << 20)
-    loop = asyncio.get_running_loop()
-    trying = asyncio.Event()
+    loop, trying = asyncio.get_running_loop(), asyncio.Event()
     connecting = loop.sock_connect
 
     async def connect(sock: socket.socket, place: Any) -> None:
@@ -651,8 +564,7 @@ async def test_a_connection_that_is_not_made_leaves_no_descriptor(
     asking = asyncio.ensure_future(client.get(engine.url.replace("http", scheme) + "/health", []))
     await trying.wait()
     if is_cancelled:
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await rounds(5)
         asking.cancel()
     with pytest.raises(asyncio.CancelledError if is_cancelled else NotSent):
         await asking
@@ -660,92 +572,79 @@ async def test_a_connection_that_is_not_made_leaves_no_descriptor(
         writer.close()
     if scheme == "https":
         await engine.ended.wait()
-    for _ in range(20):
-        await asyncio.sleep(0)
+    await rounds(20)
     assert descriptors() <= before
     assert client._connections.open == set()
     await client.close()
 
 
-async def test_a_client_that_was_closed_connects_no_more(
-    engine: Engine, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("meanwhile", "is_sent"),
+    [("the client is closed", False), ("nothing comes", False), ("this process stands still", True)],
+)
+async def test_a_connection_that_comes_too_late_is_not_sent_on(
+    impatient: Engine, meanwhile: str, is_sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Unless it was this process that did not run."""
     loop = asyncio.get_running_loop()
     connecting = loop.sock_connect
 
     async def connect(sock: socket.socket, place: Any) -> None:
-        await client.close()
+        if meanwhile == "nothing comes":
+            await asyncio.Event().wait()
+        if meanwhile == "the client is closed":
+            await impatient.client.close()
+        else:
+            time.sleep(0.06)
         await connecting(sock, place)
 
     monkeypatch.setattr(loop, "sock_connect", connect)
-    with pytest.raises(NotSent):
-        await post(client, engine)
-    assert engine.asked == []
-
-
-@pytest.mark.parametrize("stood_still", [False, True])
-async def test_a_connection_that_takes_too_long_is_not_sent(
-    engine: Engine, stood_still: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless it was this process that did not run meanwhile."""
-    monkeypatch.setattr(http, "SWEEP_S", 0.01)
-    client = EngineClient(connect_timeout_s=0.05, timeout_s=5, max_bytes=1 << 20)
-    loop = asyncio.get_running_loop()
-    connecting = loop.sock_connect
-
-    async def connect(sock: socket.socket, place: Any) -> None:
-        if stood_still:
-            time.sleep(0.1)
-            await connecting(sock, place)
-        else:
-            await asyncio.Event().wait()
-
-    monkeypatch.setattr(loop, "sock_connect", connect)
-    engine.replies = [SOUND]
-    with contextlib.nullcontext() if stood_still else pytest.raises(NotSent):
-        await post(client, engine)
-    await client.close()
+    with contextlib.nullcontext() if is_sent else pytest.raises(NotSent):
+        await impatient.post(SOUND)
+    assert len(impatient.asked) == is_sent
 
 
 class Unread:
-    """Takes a stream that nobody waits for; notes how often it got a piece."""
+    """Takes a stream that nobody waits for; notes how large the pieces were."""
 
     is_live = False
 
     def __init__(self) -> None:
-        self.pieces = 0
+        self.sizes: list[int] = []
 
     def feed(self, piece: bytes) -> None:
-        self.pieces += 1
+        self.sizes.append(len(piece))
 
     def reply(self) -> bytes:
         return b"{}"
 
 
-@pytest.mark.parametrize("coding", ["identity", "gzip"])
-async def test_what_has_come_of_a_stream_is_read_at_once(engine: Engine, client: EngineClient, coding: str) -> None:
+STREAM = OK + b"content-type: text/event-stream\r\n"
+
+
+@pytest.mark.parametrize("coding", [b"identity", b"gzip"])
+async def test_what_has_come_of_a_stream_is_read_at_once(engine: Engine, coding: bytes) -> None:
     """Each reading rests a while: chunks that came together are not read one after the other."""
-    event = b"data: x\n\n"
-    if coding == "gzip":
+    event = b"data: x\n\n" * 100
+    if coding == b"gzip":
         packing = zlib.compressobj(wbits=31)
-        event = packing.compress(event * 200) + packing.flush()
-    chunks = [b"%x\r\n%b\r\n" % (1, event[at : at + 1]) for at in range(len(event))] * (1 if coding == "gzip" else 100)
+        event = packing.compress(event * 2) + packing.flush()
+    chunks = b"".join(b"%x\r\n%b\r\n" % (1, event[at : at + 1]) for at in range(len(event)))
+    has_read, stream = asyncio.Event(), Unread()
 
     async def way(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await engine.read(reader)
-        head = OK + b"content-type: text/event-stream\r\ncontent-encoding: %b\r\n" % coding.encode()
-        writer.write(head + b"transfer-encoding: chunked\r\n\r\n" + b"".join(chunks))
+        writer.write(STREAM + b"content-encoding: %b\r\ntransfer-encoding: chunked\r\n\r\n" % coding + chunks)
         await has_read.wait()
         writer.write(b"0\r\n\r\n")
 
-    has_read = asyncio.Event()
-    engine.way, stream = way, Unread()
-    asked = asyncio.ensure_future(post(client, engine, stream=stream))
-    while not stream.pieces:
+    engine.way = way
+    asked = asyncio.ensure_future(engine.said(stream=stream))
+    while not stream.sizes:
         await asyncio.sleep(0)
     has_read.set()
-    assert (await asked).body.joined() == b"{}"
-    assert stream.pieces < 10
+    assert await asked == b"{}"
+    assert len(stream.sizes) < 10
 
 
 class Live(Unread):
@@ -755,7 +654,6 @@ class Live(Unread):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: list[int] = []
         self.ticks: list[int] = []
         self.now = 0
 
@@ -765,16 +663,14 @@ class Live(Unread):
             await asyncio.sleep(0)
 
     def feed(self, piece: bytes) -> None:
-        self.sizes.append(len(piece))
+        super().feed(piece)
         self.ticks.append(self.now)
 
 
-async def test_a_flood_is_read_in_slices_and_others_go_on_between_them(engine: Engine, client: EngineClient) -> None:
-    body = b": alive\n\n" * 100_000
-    engine.replies = [OK + b"content-type: text/event-stream\r\ncontent-length: %d\r\n\r\n" % len(body) + body]
-    stream = Live()
+async def test_a_flood_is_read_in_slices_and_others_go_on_between_them(engine: Engine) -> None:
+    body, stream = b": alive\n\n" * 100_000, Live()
     ticking = asyncio.ensure_future(stream.tick())
-    assert (await post(client, engine, stream=stream)).body.joined() == b"{}"
+    assert await engine.said(STREAM + b"content-length: %d\r\n\r\n" % len(body) + body, stream=stream) == b"{}"
     ticking.cancel()
     assert sum(stream.sizes) == len(body)
     assert max(stream.sizes) <= SLICE
@@ -795,32 +691,31 @@ def test_a_stream_takes_its_share_of_the_event_loop_and_saves_nothing_up() -> No
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="makes the certificate")
-async def test_tls_is_checked(tmp_path: Path, client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificate = tmp_path / "localhost.pem"
-    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+async def test_tls_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, engine = tmp_path / "localhost.pem", Engine()
     kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    name = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
     made = ["-keyout", str(certificate), "-out", str(tmp_path / "certificate")]
     subprocess.run(["openssl", "req", "-x509", *kind, *name, *made], check=True, capture_output=True)
     certificate.write_bytes(certificate.read_bytes() + (tmp_path / "certificate").read_bytes())
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
-    engine = Engine()
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0, ssl=context)
-    url = f"https://localhost:{server.sockets[0].getsockname()[1]}/health"
+    engine.url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
     with pytest.raises(NotSent):
-        await client.get(url, [])
+        await engine.get()
+    await engine.client.close()
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    trusting = EngineClient(connect_timeout_s=5, timeout_s=20, max_bytes=1 << 20)
+    engine.client, long = EngineClient(connect_timeout_s=5, timeout_s=20, max_bytes=1 << 20), bytes(3 << 20)
     engine.replies = [SOUND, OK + b"content-length: %d\r\n\r\n" % (1 << 20) + bytes(1 << 20), OK + b"\r\n{}"]
     engine.closes = True
-    assert (await trusting.get(url, [])).status == 200
-    assert (await trusting.get(url, [])).body.size == 1 << 20
-    long = bytes(3 << 20)
-    assert (await trusting.post(url.replace("/health", PATH), long, [])).body.joined() == b"{}"
+    assert (await engine.get()).status == 200
+    assert (await engine.get()).body.size == 1 << 20
+    assert await engine.said(body=long) == b"{}"
     assert engine.asked[2].endswith(b"\r\n\r\n" + long)
     assert len(engine.asked) == 3
     with pytest.raises(NotSent):
-        await trusting.get(url.replace("localhost", "127.0.0.1"), [])
-    await trusting.close()
+        await engine.get(url=engine.url.replace("localhost", "127.0.0.1"))
+    await engine.client.close()
     server.close()
     await asyncio.sleep(0.01)

@@ -239,14 +239,6 @@ def test_raw_json_is_read_as_json(format: str) -> None:
     assert extra == {"a": [1, {"b": None}]}
 
 
-def test_row_groups_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parquet, "GROUP", 10_000)
-    rows = [{"tokens": np.arange(500, dtype=np.int32)} for _ in range(12)]
-    file = pq.ParquetFile(io.BytesIO(written("parquet", rows, {"tokens": "[int32]"})))
-    groups = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-    assert groups == [4, 4, 4]
-
-
 def test_a_narrower_column_refuses_what_it_cannot_hold() -> None:
     narrow: Columns = {"ids": "[uint8]"}
     (found,) = read("parquet", written("parquet", [{"ids": np.array([255], np.int64)}], narrow))

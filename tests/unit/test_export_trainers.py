@@ -100,28 +100,6 @@ class TestVerl:
         _, returns = compute_gae_advantage_return(scores, torch.zeros(2, 3), mask, torch.tensor(1.0), torch.tensor(1.0))
         assert returns.tolist() == [[1.0, 0.75, 0.75], [0.0, -0.25, -0.25]]
 
-    def test_a_batch_grouped_by_uid(self, format: str) -> None:
-        """verl's own GRPO over a batch of rows: advantages where the model sampled, relative to the group."""
-        import torch
-        from verl import DataProto
-        from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
-
-        both = [rows(TWO_TURNS, session_id=name, reward=reward)[0] for name, reward in [("s", 1.0), ("t", 0.0)]]
-        found = exported(format, "verl", both)
-        columns: JSON = {
-            "responses": torch.tensor([row["response_ids"] for row in found]),
-            "response_mask": torch.tensor([row["response_mask"] for row in found]),
-            "uid": np.array([row["uid"] for row in found], object),
-        }
-        data = DataProto.from_single_dict(columns)
-        assert data.non_tensor_batch["uid"].tolist() == ["g", "g"]
-        scores = torch.zeros(2, 3)
-        scores[:, -1] = torch.tensor([row["reward_score"] for row in found])
-        advantages, _ = compute_grpo_outcome_advantage(
-            scores, data.batch["response_mask"], data.non_tensor_batch["uid"]
-        )
-        assert torch.sign(advantages).tolist() == [[1.0, 0.0, 1.0], [-1.0, 0.0, -1.0]]
-
 
 @pytest.mark.parametrize("format", ["ndjson", "parquet"])
 class TestSkyrl:

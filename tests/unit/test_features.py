@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple, cast
@@ -106,12 +105,6 @@ def test_what_is_said_of_a_table_is_there(table: str) -> None:
 
 def test_each_folder_is_in_the_composition_and_may_be_named() -> None:
     assert set(chosen(Settings(features=FEATURES))) == set(FEATURES) == FOLDERS
-
-
-def test_a_feature_says_what_it_adds() -> None:
-    for feature in composition.FEATURES:
-        assert inspect.getdoc(feature)
-        assert callable(feature.add_to)
 
 
 def test_all_is_each_but_what_changes_others_routes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from app.domain.events import (
     TurnCommitted,
 )
 from app.domain.groups import oldest_version
-from app.domain.rules import Plan, TreeIndex
 from app.domain.samples import TurnTokens
 from app.domain.session import Session, fold
 from app.errors import NotFound
@@ -156,14 +155,6 @@ def talked(count: int, window: int = 1) -> Book:
         book.turn(history, reply, retry_key=f"{number:032}", versions=[(str(number), 0, 1)])
         history += [reply, user(str(number))]
     return book
-
-
-def test_a_forks_next_turn_continues_its_parents_messages_and_tokens() -> None:
-    book = talked(3)
-    _, session = forked(book, 2)
-    request = book.incoming([*book.made[2].history, user("else")])
-    assert request.join(session, TreeIndex(session.turns), None) == Plan(2, 4)
-    assert session.turn(2).tokens_hash == book.session.turn(2).tokens_hash
 
 
 def test_keys_of_requests_stay_with_the_source() -> None:

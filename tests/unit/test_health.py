@@ -225,26 +225,6 @@ async def test_ready_asks_the_engines_of_which_nothing_is_known() -> None:
         assert not await found.watch.any_alive()
 
 
-async def test_looks_are_spread_and_never_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "CHECK_INTERVAL_S", 0.6)
-    async with watched({"/model_info": (200, INFO), "/health": (200, b"")}) as found:
-        started: list[tuple[float, str]] = []
-        loop = asyncio.get_running_loop()
-        look_at = found.watch.check
-
-        def noted(url: str) -> asyncio.Task[None]:
-            started.append((loop.time(), url))
-            return look_at(url)
-
-        monkeypatch.setattr(found.watch, "check", noted)
-        found.engines.serve([EngineListed(f"{found.engine.url}/{number}") for number in range(6)])
-        found.watch.start()
-        while len(started) < 6:
-            await asyncio.sleep(0.01)
-        assert len({url for _, url in started[:6]}) == 6
-        assert started[5][0] - started[0][0] > 0.4
-
-
 async def test_a_turn_that_is_refused_has_the_engine_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "CHECK_INTERVAL_S", 60.0)
     monkeypatch.setattr(health, "RECHECK_S", 0.6)

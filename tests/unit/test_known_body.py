@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from typing import Any
 
@@ -133,14 +132,6 @@ def test_a_continued_body_is_read_as_a_new_one(name: str) -> None:
     assert told(body, continued) == told(body, None)
 
 
-def test_places_are_looked_for_only_where_a_body_does_not_go_on_from_all_messages() -> None:
-    known = known_after(body_of(), body_of(MORE[:4]))
-    whole, cut = continued_of(known, body_of(MORE)), continued_of(known, body_of(MESSAGES[:2]))
-    assert whole is not None
-    assert cut is not None
-    assert [whole.layout.has_places, cut.layout.has_places] == [False, True]
-
-
 def test_values_are_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was checked in earlier requests counts towards the limit of all messages."""
     known, body = known_after(body_of()), body_of(MORE)
@@ -202,22 +193,6 @@ FRONT_PIECES = [
 def test_whatever_stands_before(pieces: list[str], messages: list[dict[str, Any]]) -> None:
     body = body_of(messages, "{" + "".join(pieces))
     assert told(body, continued_of(known_after(body_of()), body)) == told(body, None)
-
-
-def test_fields_before_the_messages_may_change_each_time() -> None:
-    """As a seed does; the hash goes on from the last body where its front is the same again."""
-    bodies = [
-        body_of([*MESSAGES, *MORE[3:] * turn], f'{{"seed":{seed},') for turn, seed in enumerate([7, 12345, 12345, 1])
-    ]
-    known = KnownBodies()
-    for turn, body in enumerate(bodies, 1):
-        continued = continued_of(known, body)
-        assert (continued is None) == (turn == 1)
-        assert told(body, continued) == told(body, None)
-        layout = parse_chat(body, False, continued).layout
-        assert layout is not None
-        keep(known, layout, turn, hashlib.sha256())
-        assert len(known.continued(body, "chat").known.head) == known.size - 16 * layout.count  # type: ignore[union-attr]
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,15 +277,3 @@ def test_a_known_history_is_hashed_as_an_unknown_one(history: Any) -> None:
         assert request.layout is not None
         keep(known, request.layout, committed.turn, incoming.prefix_hasher())
     assert whole >= 5
-
-
-def test_the_messages_of_a_continued_body_are_a_sequence() -> None:
-    body = body_of(MORE)
-    continued = continued_of(known_after(body_of()), body)
-    assert continued is not None
-    own = [bytes(raw) for raw in parse_chat(body).messages]
-    for start, stop in itertools.product(range(-6, 7), repeat=2):
-        assert [bytes(raw) for raw in continued.messages[start:stop]] == own[start:stop]
-    assert [bytes(continued.messages[place]) for place in range(-5, 5)] == own * 2
-    with pytest.raises(IndexError):
-        continued.messages[5]

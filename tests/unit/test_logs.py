@@ -138,12 +138,6 @@ def test_no_foreign_message_is_in_a_line(error: BaseException, form: str) -> Non
     assert CANARY not in lines.text
 
 
-def test_what_says_nothing_of_content_is_shown(lines: Lines) -> None:
-    for error in (FileNotFoundError(2, "No such file", "/var/x"), TypeError("f() takes no arguments")):
-        lines.of("turnlog").error("a fault", exc_info=raised(error))
-        assert lines.last["exception"].endswith(f"{type(error).__name__}: {error}")
-
-
 def test_a_library_s_line_ends_where_it_begins_to_quote(lines: Lines) -> None:
     message = f"Task exception was never retrieved\nfuture: <Task exception=ValueError('{CANARY}')>"
     lines.of("asyncio").error(message, exc_info=raised(ValueError(CANARY)))

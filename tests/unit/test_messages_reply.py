@@ -233,11 +233,6 @@ def test_stop_reasons(choice: dict[str, Any], expected: list[str | None]) -> Non
     assert [message["stop_reason"], message["stop_sequence"]] == expected
 
 
-def test_a_legal_empty_reply_has_no_content() -> None:
-    body = body_of("sglang", {"choices.0.message.content": None})
-    assert streamed(committed(body)).content == whole(committed(body)).content == []
-
-
 def test_cached_tokens_are_sglangs_own_count() -> None:
     body = body_of("sglang", {"choices.0.meta_info.cached_tokens": 2})
     usage = whole(committed(body)).usage

@@ -137,21 +137,6 @@ def test_entries_of_two_items_or_more(entry: str) -> None:
     assert array("i", parse_reply(body, "auto").output_ids).tolist() == [4]
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"role": "assistant", "content": ""},
-        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": {}}]},
-        {"role": "assistant", "content": None, "reasoning_content": "hm"},
-        {"role": "assistant", "tool_calls": [{"id": "c"}]},
-        {"role": "assistant", "content": "x", "tool_calls": None, "reasoning_content": None},
-    ],
-)
-@pytest.mark.parametrize("shape", CHATS)
-def test_messages_that_are_fine(message: dict[str, Any], shape: str) -> None:
-    assert json.loads(sound(shape, {MESSAGE: message}).message) == message
-
-
 def test_nesting_up_to_the_limit_is_fine() -> None:
     """The value is in the root, the list of choices and the choice: 97 levels are left of 100."""
     assert sound("sglang", {f"{CHOICE}.extra": Text("[" * 97 + "]" * 97)})

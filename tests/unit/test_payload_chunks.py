@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 from itertools import pairwise
 from typing import Any
@@ -11,8 +12,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from app.domain.events import ChunkRef
 from app.domain.session import Payload
@@ -70,43 +69,31 @@ class Kept:
         assert ends[-1] == self.stop
 
 
-def test_a_longer_payload_shares_what_it_repeats() -> None:
-    kept, rows = Kept(), table(3000, 64)
-    kept.turn(rows[:1000])
-    before = list(kept.chunks)
-    longer = kept.turn(rows[:2000])
-    assert (longer.start, longer.stop, longer.shared) == (0, 2000, len(before))
-    assert [new.chunk.start for new in longer.new] == [1000]
-    again = kept.turn(rows[:2000])
-    assert (again.shared, again.new) == (2, [])
-
-
-def test_a_shorter_payload_shares_the_chunks_that_it_fills() -> None:
-    kept, rows = Kept(), table(2000, 64)
-    kept.turn(rows[:1000])
-    kept.turn(rows)
-    shorter = kept.turn(rows[:1500])
-    assert (shorter.shared, [(new.chunk.start, new.chunk.rows) for new in shorter.new]) == (1, [(1000, 500)])
-
-
-@pytest.mark.parametrize("row", [0, 999])
-def test_rows_that_were_routed_anew_are_not_shared(row: int) -> None:
-    kept, rows = Kept(), table(2000, 64)
-    kept.turn(rows[:1000])
-    changed = rows.copy()
-    changed[row, 5] += 1
-    stored = kept.turn(changed)
-    assert (stored.shared, sum(new.chunk.rows for new in stored.new)) == (0, 2000)
-
-
-def test_a_change_in_the_middle_leaves_what_is_before_it_shared() -> None:
+@pytest.mark.parametrize(
+    ("stops", "changed", "shared", "new"),
+    [
+        ((1000, 2000), None, 1, [(1000, 1000)]),
+        ((1000, 2000, 2000), None, 2, []),
+        ((1000, 2000, 1500), None, 1, [(1000, 500)]),
+        ((1000, 2000), 0, 0, [(0, 2000)]),
+        ((1000, 2000), 999, 0, [(0, 2000)]),
+        ((1000, 2000, 3000, 4000), 1500, 1, [(1000, 3000)]),
+    ],
+    ids=["longer", "again", "shorter", "another first row", "another last row", "another row in the middle"],
+)
+def test_a_payload_shares_the_chunks_that_it_repeats(
+    stops: tuple[int, ...], changed: int | None, shared: int, new: list[tuple[int, int]]
+) -> None:
+    """Turns of so many rows, in the last of which a row was routed anew: the chunks before it are shared."""
     kept, rows = Kept(), table(4000, 64)
-    for stop in (1000, 2000, 3000):
+    for stop in stops[:-1]:
         kept.turn(rows[:stop])
-    changed = rows.copy()
-    changed[1500, 0] += 1
-    stored = kept.turn(changed)
-    assert (stored.shared, stored.new[0].chunk.start) == (1, 1000)
+    if changed is not None:
+        rows = rows.copy()
+        rows[changed, 5] += 1
+    stored = kept.turn(rows[: stops[-1]])
+    assert (stored.start, stored.stop, stored.shared) == (0, stops[-1], shared)
+    assert [(one.chunk.start, one.chunk.rows) for one in stored.new] == new
 
 
 @pytest.mark.parametrize("start", [0, 1000])
@@ -127,30 +114,20 @@ def test_rows_that_were_left_out_as_known_follow_the_parents() -> None:
     patch = kept.turn(rows[1000:], start=1000)
     assert (patch.start, patch.stop, patch.sent, patch.shared) == (0, 2000, 1000, 1)
     assert kept.rows().tolist() == rows.tolist()
+    nothing, _ = payloads.read(
+        memoryview(b'""'), PayloadSpec(KIND, start=2000, parent=kept.parent), 2001, 2001, npy=False
+    )
+    assert (nothing.start, nothing.stop, nothing.shared, nothing.new) == (0, 2000, len(kept.chunks), [])
 
 
-@pytest.mark.parametrize("start", [1, 999, 1001])
-def test_a_patch_that_does_not_begin_where_the_parent_ends_stands_alone(start: int) -> None:
+@pytest.mark.parametrize(("known", "start"), [(0, 1), (0, 999), (0, 1001), (500, 0)])
+def test_a_patch_that_does_not_begin_where_the_parent_ends_stands_alone(known: int, start: int) -> None:
+    """Nor is a parent compared that begins later."""
     kept, rows = Kept(), table(1000, 64)
-    kept.turn(rows)
+    kept.turn(rows[known:], start=known)
     want = PayloadSpec(KIND, start=start, parent=kept.parent)
     stored, _ = payloads.read(text_of(rows), want, start + 1, start + 1001, npy=False)
     assert (stored.start, stored.sent, stored.shared, stored.new[0].chunk.start) == (start, start, 0, start)
-
-
-def test_a_patch_of_no_rows_keeps_the_parents() -> None:
-    kept, rows = Kept(), table(1000, 64)
-    kept.turn(rows)
-    want = PayloadSpec(KIND, start=1000, parent=kept.parent)
-    stored, _ = payloads.read(memoryview(b'""'), want, 1001, 1001, npy=False)
-    assert (stored.start, stored.stop, stored.shared, stored.new) == (0, 1000, len(kept.chunks), [])
-
-
-def test_a_parent_that_begins_later_is_not_compared() -> None:
-    kept, rows = Kept(), table(1000, 64)
-    kept.turn(rows[500:], start=500)
-    stored = kept.turn(rows)
-    assert (stored.start, stored.shared) == (0, 0)
 
 
 def test_equal_rows_are_one_chunk_whatever_stands_beside_them() -> None:
@@ -166,23 +143,6 @@ def test_equal_rows_are_one_chunk_whatever_stands_beside_them() -> None:
     assert kept.rows().dtype == np.int32
     narrow = kept.turn(rows[:1000])
     assert (narrow.shared, narrow.new, kept.rows().dtype) == (1, [], np.dtype(np.uint8))
-
-
-@settings(max_examples=30)
-@given(st.lists(st.sampled_from([5, 255, 256, 40_000, 70_000, -1]), min_size=2, max_size=8))
-def test_a_chunks_hash_says_no_more_than_its_rows(highest: list[int]) -> None:
-    """Rows brought by one long payload are known again when they come turn by turn, and the other way round."""
-    rows = np.concatenate([np.full((400, 64), high) for high in highest])
-    kept = Kept()
-    for stop in range(400, len(rows) + 1, 400):
-        kept.turn(rows[:stop])
-    brought = {(new.chunk.start, new.chunk.rows): new.chunk for new in kept.chunks}
-    for (start, count), chunk in brought.items():
-        alone, _ = payloads.read(text_of(rows[start : start + count]), PayloadSpec(KIND), 0, count + 1, npy=False)
-        [new] = alone.new
-        assert (new.chunk.hash, new.chunk.dtype) == (chunk.hash, chunk.dtype)
-    again = kept.turn(rows)
-    assert (again.shared, again.new) == (len(brought), [])
 
 
 @pytest.mark.parametrize("patches", [False, True])
@@ -203,35 +163,21 @@ def test_many_short_turns_are_few_chunks_and_written_a_few_times(patches: bool) 
     assert kept.most <= 2 * raw // MERGE_BYTES + doublings + 1
 
 
-def test_turns_larger_than_a_joined_chunk_are_written_once() -> None:
+def test_what_is_large_is_written_once_and_split() -> None:
+    """Neither turns that are larger than a joined chunk are written again, nor a large turn behind a small one."""
     step = MERGE_BYTES // 64 + 1
-    rows = table(12 * step, 64)
-    kept = Kept()
+    kept, rows = Kept(), table(12 * step, 64)
     for stop in range(step, len(rows) + 1, step):
         kept.turn(rows[:stop])
     assert (kept.written, len(kept.chunks)) == (rows.size, 12)
-
-
-def test_a_small_turn_behind_a_large_one_does_not_write_it_again() -> None:
     kept, rows = Kept(), table(20_010, 64)
     kept.turn(rows[:20_000])
     written = kept.written
     kept.turn(rows)
     assert kept.written - written == 10 * 64
-
-
-def test_a_large_payload_is_split() -> None:
-    width = 1000
-    rows = table(2 * (CHUNK_BYTES // width) + 7, width)
-    kept = Kept()
-    stored = kept.turn(rows)
-    assert [new.chunk.size for new in stored.new] == [CHUNK_BYTES // width * width] * 2 + [7 * width]
-
-
-def test_a_row_larger_than_a_chunk_is_a_chunk() -> None:
-    rows = table(3, CHUNK_BYTES + 5)
-    kept = Kept()
-    assert [new.chunk.rows for new in kept.turn(rows).new] == [1, 1, 1]
+    stored = Kept().turn(table(2 * (CHUNK_BYTES // 1000) + 7, 1000))
+    assert [new.chunk.size for new in stored.new] == [CHUNK_BYTES // 1000 * 1000] * 2 + [7000]
+    assert [new.chunk.rows for new in Kept().turn(table(3, CHUNK_BYTES + 5)).new] == [1, 1, 1]
 
 
 def one() -> NewChunk:
@@ -239,36 +185,24 @@ def one() -> NewChunk:
     return new
 
 
-@pytest.mark.parametrize("frame", [None, b"", b"x", codec.compress(b""), codec.compress(bytes(800))])
-def test_a_frame_that_is_not_what_was_stored_is_found(frame: bytes | None) -> None:
-    with pytest.raises(CorruptContent):
-        payloads.load(one().chunk, frame)
-
-
-def test_a_frame_cannot_be_damaged_unseen() -> None:
+def test_what_is_not_what_was_stored_is_found() -> None:
+    """Another frame, a damaged one, a chunk of another size, and one that would unpack to too much."""
     new = one()
+    for frame in (None, b"", b"x", codec.compress(b""), codec.compress(bytes(800))):
+        with pytest.raises(CorruptContent):
+            payloads.load(new.chunk, frame)
+    for size in (0, 799, 801):
+        with pytest.raises(CorruptContent):
+            payloads.load(msgspec.structs.replace(new.chunk, size=size), new.frame)
+    with pytest.raises(CorruptContent, match="declares"):
+        payloads.load(Chunk(0, 1, "uint8", 800, "0" * 32), codec.compress(bytes(64 << 20)))
     good = payloads.load(new.chunk, new.frame).tolist()
     for at in range(len(new.frame)):
-        damaged = bytearray(new.frame)
-        damaged[at] ^= 0x20
-        try:
-            found = payloads.load(new.chunk, bytes(damaged))
-        except CorruptContent:
-            continue
-        assert found.tolist() == good
-
-
-@pytest.mark.parametrize("size", [0, 799, 801])
-def test_a_chunk_of_another_size_is_found(size: int) -> None:
-    new = one()
-    with pytest.raises(CorruptContent):
-        payloads.load(msgspec.structs.replace(new.chunk, size=size), new.frame)
-
-
-def test_a_chunk_that_unpacks_to_too_much_is_not_unpacked() -> None:
-    bomb = codec.compress(bytes(64 << 20))
-    with pytest.raises(CorruptContent, match="declares"):
-        payloads.load(Chunk(0, 1, "uint8", 800, "0" * 32), bomb)
+        with contextlib.suppress(CorruptContent):
+            assert (
+                payloads.load(new.chunk, new.frame[:at] + bytes([new.frame[at] ^ 0x20]) + new.frame[at + 1 :]).tolist()
+                == good
+            )
 
 
 def test_masks_of_tokens_that_a_prompt_trims_are_those_that_follow() -> None:

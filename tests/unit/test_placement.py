@@ -43,14 +43,14 @@ class Others:
 class Placed:
     """A placement over three engines, at a time of the test's choosing."""
 
-    def __init__(self, *parents: Session, **settings: Any) -> None:
+    def __init__(self, *parents: Session, ttl_s: float | None = TTL_S, **settings: Any) -> None:
         self.now = 1000.0
         self.engines = Engines(None)  # type: ignore[arg-type]
         self.engines.serve([EngineListed(url) for url in (A, B, C)])
         self._placement = Placement(
             self.engines,
             Others(*parents),  # type: ignore[arg-type]
-            Settings(affinity_ttl_s=TTL_S, **settings),
+            Settings(affinity_ttl_s=ttl_s, **settings),
             lambda: self.now,
         )
 
@@ -70,65 +70,48 @@ async def test_the_first_turn_binds() -> None:
     assert await placed.bound(session()) == AffinityBound(B)
 
 
-async def test_a_bound_session_stays_and_says_nothing() -> None:
-    placed = Placed()
+@pytest.mark.parametrize(
+    ("affinity", "ttl_s", "idle_s", "stays"),
+    [
+        (Affinity(A), TTL_S, 0.0, True),
+        (Affinity(A), TTL_S, TTL_S, True),
+        (Affinity(A), TTL_S, TTL_S + 1, False),
+        (Affinity(A), None, 1e9, True),
+        (Affinity(A, "of a client"), TTL_S, 1e6, True),
+    ],
+)
+async def test_a_bound_session_stays_and_says_nothing_for_its_time_to_live(
+    affinity: Affinity, ttl_s: float | None, idle_s: float, stays: bool
+) -> None:
+    """Which counts from the last use, and not for what a client controls."""
+    placed, of = Placed(ttl_s=ttl_s), session(affinity=affinity)
     placed.engines.members[A].in_flight = 99
-    assert (await placed.place(session(affinity=Affinity(A)))).order.first == A
-    assert await placed.bound(session(affinity=Affinity(A))) is None
+    assert ((await placed.place(of, idle_s)).order.first == A) is stays
+    moved = await placed.bound(of, idle_s=idle_s)
+    assert (moved is None) is stays
+    assert moved is None or (moved.engine in (B, C), moved.cause) == (True, "expired")
+    assert await placed.bound(of, A, idle_s=idle_s) is None
 
 
-async def test_the_time_to_live_counts_from_the_last_use() -> None:
-    placed = Placed()
-    placed.engines.members[A].in_flight = 99
-    of = session(affinity=Affinity(A))
-    assert (await placed.place(of, TTL_S)).order.first == A
-    moved = await placed.bound(of, idle_s=TTL_S + 1)
-    assert moved is not None
-    assert (moved.engine in (B, C), moved.cause) == (True, "expired")
-    assert await placed.bound(of, A, idle_s=TTL_S + 1) is None
-
-
-async def test_a_binding_for_ever_does_not_expire() -> None:
-    placed = Placed()
-    placed._placement = Placement(placed.engines, Others(), Settings(affinity_ttl_s=None), lambda: placed.now)  # type: ignore[arg-type]
-    assert (await placed.place(session(affinity=Affinity(A)), 1e9)).order.first == A
-
-
-async def test_an_affinity_that_a_client_controls_does_not_expire_here() -> None:
-    placed = Placed()
-    of = session(affinity=Affinity(A, "dynamo-1"))
-    assert (await placed.place(of, 1e6)).order.first == A
-    placed.engines.members[A].health = "dead"
-    moved = await placed.bound(of, idle_s=1e6)
-    assert moved is not None
-    assert (moved.cause, moved.control) == ("dead", "dynamo-1")
-
-
+@pytest.mark.parametrize("control", [None, "dynamo-1"])
 @pytest.mark.parametrize("cause", ["listed", "draining", "dead"])
-async def test_why_a_session_leaves_its_engine(cause: str) -> None:
-    placed = Placed()
+async def test_why_a_session_leaves_its_engine(cause: str, control: str | None) -> None:
+    placed, of = Placed(), session(affinity=Affinity(A, control))
     if cause == "listed":
         placed.engines.serve([EngineListed(B), EngineListed(C)])
     elif cause == "draining":
         placed.engines.serve([EngineListed(A, "draining"), EngineListed(B), EngineListed(C)])
     else:
         placed.engines.members[A].health = "dead"
-    of = session(affinity=Affinity(A))
     moved = await placed.bound(of)
     assert moved is not None
-    assert (moved.engine in (B, C), moved.cause) == (True, cause)
-
-
-async def test_an_engine_that_refuses_during_the_turn_is_dead() -> None:
-    placed = Placed()
-    of = session(affinity=Affinity(A))
-    assert await placed.bound(of, B) == AffinityBound(B, "dead")
+    assert (moved.engine in (B, C), moved.cause, moved.control) == (True, cause, control)
 
 
 async def test_the_cause_is_that_of_the_time_of_placing() -> None:
-    """What an operator does while the engine works was not the reason."""
-    placed = Placed()
-    of = session(affinity=Affinity(A))
+    """What an operator does while the engine works was not the reason; an engine that refuses during the turn is."""
+    placed, of = Placed(), session(affinity=Affinity(A))
+    assert await placed.bound(of, B) == AffinityBound(B, "dead")
     placed.engines.members[A].health = "dead"
     place = await placed.place(of)
     placed.engines.serve([EngineListed(B), EngineListed(C)])
@@ -136,27 +119,21 @@ async def test_the_cause_is_that_of_the_time_of_placing() -> None:
 
 
 async def test_the_last_engine_is_better_than_none_and_keeps_its_sessions() -> None:
-    placed = Placed()
+    placed, of = Placed(), session(affinity=Affinity(A))
     placed.engines.serve([EngineListed(A, "draining")])
-    of = session(affinity=Affinity(A))
     assert list((await placed.place(of)).order) == [A]
     assert await placed.bound(of) is None
 
 
 @pytest.mark.parametrize("placement", ["least_loaded", "hash"])
-async def test_a_sub_agent_begins_where_its_parent_is(placement: str) -> None:
+async def test_a_sub_agent_begins_where_its_parent_is_and_stays_where_it_is(placement: str) -> None:
     placed = Placed(session("parent", Affinity(C)), placement=placement)
     placed.engines.members[C].in_flight = 99
     of = session("child", parent="parent")
     assert await placed.bound(of) == AffinityBound(C)
+    assert (await placed.place(session("child", Affinity(B), parent="parent"))).order.first == B
     placed.engines.members[C].health = "dead"
     assert list((await placed.place(of)).order)[-1] == C
-
-
-async def test_later_turns_of_a_sub_agent_stay_where_they_are() -> None:
-    placed = Placed(session("parent", Affinity(C)))
-    of = session("child", Affinity(B), parent="parent")
-    assert (await placed.place(of)).order.first == B
 
 
 @pytest.mark.parametrize("parent", ["unbound", "never-seen", "damaged!"])

@@ -207,17 +207,6 @@ def test_rows_are_cut_out_of_the_usual_reply(shape: str, ids: list[int], at_hand
 
 
 @pytest.mark.parametrize("shape", CHATS)
-def test_rows_before_the_prompts_ids(shape: str) -> None:
-    fields = json.loads(with_rows(shape, LONG))
-    for name, value in fields["choices"][0].items():
-        if name in ("meta_info", "prompt_token_ids"):
-            fields["choices"][0] = {name: value, **fields["choices"][0]}
-    fields["choices"][0] = dict(reversed(fields["choices"][0].items()))
-    body = json.dumps(dict(reversed(fields.items())), separators=COMPACT, ensure_ascii=False).encode()
-    assert is_read(body, ASKED)
-
-
-@pytest.mark.parametrize("shape", CHATS)
 @pytest.mark.parametrize("start", [1, 2])
 @pytest.mark.parametrize("before", [[], [1, 2, 3]])
 def test_rows_after_those_that_are_known(shape: str, start: int, before: list[int]) -> None:
@@ -231,12 +220,6 @@ def test_rows_after_those_that_are_known(shape: str, start: int, before: list[in
     read, whole = job.work(asked, memoryview(body)), job.read_whole(asked, body)[0]
     assert content_of(read) == content_of(whole)
     assert read.payloads[0].shared == (1 if before else 0)
-
-
-@pytest.mark.parametrize("shape", CHATS)
-@pytest.mark.parametrize("rows", ["", "A", "AAAA", "AAA=", "A\\nAA", "é", "AA==AAAA", None, [1], [[1]] * 3, 3])
-def test_rows_that_are_none(shape: str, rows: Any) -> None:
-    assert not is_read(with_rows(shape, [1, 2, 3], {f"{META[shape]}.routed_experts": rows}), ASKED)
 
 
 @pytest.mark.parametrize("shape", CHATS)

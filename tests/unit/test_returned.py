@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,10 +12,9 @@ from hypothesis import strategies as st
 from making import SESSION, Book, assistant, user
 from tables import rows
 
-from app.domain.canonical import REASONING_TAGS, canonical_hash, without_reasoning
+from app.domain.canonical import REASONING_TAGS, without_reasoning
 from app.domain.events import History, Matcher
-from app.domain.history import RequestHistory
-from app.domain.rules import EMPTY_REPLY, Plan, TreeIndex
+from app.domain.rules import Plan, TreeIndex
 from app.domain.session import fold
 from app.errors import HistoryMismatch
 
@@ -39,20 +37,6 @@ TEXTS: list[tuple[str, Any, Any]] = [
 @pytest.mark.parametrize(("content", "bare"), [t[1:] for t in TEXTS], ids=[t[0] for t in TEXTS])
 def test_leading_reasoning_is_left_out_of_content(content: Any, bare: Any) -> None:
     assert without_reasoning({"role": "assistant", "content": content})["content"] == bare
-
-
-@pytest.mark.parametrize("content", [t[1] for t in TEXTS if isinstance(t[1], str)])
-def test_a_reply_is_hashed_with_and_without_its_reasoning(content: str) -> None:
-    message = {"role": "assistant", "content": content}
-    bare = without_reasoning(message)
-    bare_hash = None if bare is message else canonical_hash(bare, "tolerant")
-    hashes = RequestHistory([], "tolerant").reply_hashes(json.dumps(message).encode())
-    assert hashes == (canonical_hash(message, "tolerant"), None, bare_hash)
-
-
-def test_an_empty_reply_has_its_own_hash() -> None:
-    for content in ({}, {"content": None}, {"content": " "}, {"content": [], "reasoning_content": "hm"}):
-        assert canonical_hash({"role": "assistant", **content}, "tolerant") == EMPTY_REPLY
 
 
 RETURNS: list[tuple[str, Message, Message]] = rows("returned_returns")

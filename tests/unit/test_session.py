@@ -41,18 +41,6 @@ def test_an_empty_log_is_no_session() -> None:
     assert fold(SESSION, []) is None
 
 
-def test_a_turn_leaves_what_later_turns_need() -> None:
-    book = two_turns()
-    leaf = book.session.leaf
-    assert leaf is not None
-    assert (leaf.number, leaf.parent, leaf.segment) == (2, 1, 0)
-    assert (leaf.base_messages, leaf.message_count, leaf.base_tokens, leaf.token_count) == (2, 4, 2, 5)
-    assert leaf.seq == book.session.version == len(book.events)
-    assert book.session.turn(1).retry_key == "k1"
-    assert [turn.number for turn in book.session.message_chain(2)] == [1, 2]
-    assert [turn.number for turn in book.session.token_chain(2)] == [1, 2]
-
-
 def test_an_open_turn_carries_its_fence_and_ends_in_each_way() -> None:
     book = two_turns()
     messages = [*book.made[2].history, user("c")]
@@ -64,13 +52,6 @@ def test_an_open_turn_carries_its_fence_and_ends_in_each_way() -> None:
     book.add(TurnAbandoned(3, fence, "shutdown"))
     book.reject(messages)
     assert (book.session.open_turn, len(book.session.turns)) == (None, 2)
-
-
-def test_a_rollback_takes_the_turn_off_the_path_but_not_out_of_the_log() -> None:
-    book = two_turns()
-    book.turn([user("a"), assistant("x"), user("c")], assistant("z"))
-    assert (book.session.path, len(book.session.turns)) == ((1, 3), 3)
-    assert [turn.number for turn in book.session.message_chain(3)] == [1, 3]
 
 
 def test_rewards_replace_earlier_ones_of_the_same_turn() -> None:

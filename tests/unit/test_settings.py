@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from ipaddress import ip_network
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tables import rows
@@ -21,34 +23,33 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_setting_has_a_default_that_works() -> None:
     assert load_settings() == Settings()
-    assert Settings().abort_after_s is None
 
 
-def test_upstreams_are_split_and_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TURNLOG_UPSTREAMS", " http://a:1/ ,http://b:2/v1,, ")
-    assert load_settings().upstreams == ("http://a:1", "http://b:2")
-
-
-def test_engines_with_sessions_are_all_or_base_urls(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_settings().engine_sessions == ()
-    monkeypatch.setenv("TURNLOG_ENGINE_SESSIONS", " all ")
-    assert load_settings().engine_sessions == ("all",)
-    monkeypatch.setenv("TURNLOG_ENGINE_SESSIONS", "http://a:1/v1, http://b:2/")
-    assert load_settings().engine_sessions == ("http://a:1", "http://b:2")
-
-
-def test_what_becomes_of_an_aborted_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_settings().abort_policy == "return"
-    monkeypatch.setenv("TURNLOG_TOKENIZER", "folder")
-    assert load_settings().abort_policy == "continue"
-    monkeypatch.setenv("TURNLOG_ON_ABORT", "fail")
-    assert load_settings().abort_policy == "fail"
-
-
-def test_a_binding_may_last_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load_settings().affinity_ttl_s == 3600
-    monkeypatch.setenv("TURNLOG_AFFINITY_TTL_S", "off")
-    assert load_settings().affinity_ttl_s is None
+@pytest.mark.parametrize(
+    ("given", "name", "read"),
+    [
+        ({}, "abort_after_s", None),
+        ({"ON_DISCONNECT": "abort_after:2.5"}, "abort_after_s", 2.5),
+        ({"UPSTREAMS": " http://a:1/ ,http://b:2/v1,, "}, "upstreams", ("http://a:1", "http://b:2")),
+        ({}, "engine_sessions", ()),
+        ({"ENGINE_SESSIONS": " all "}, "engine_sessions", ("all",)),
+        ({"ENGINE_SESSIONS": "http://a:1/v1, http://b:2/"}, "engine_sessions", ("http://a:1", "http://b:2")),
+        ({}, "abort_policy", "return"),
+        ({"TOKENIZER": "folder"}, "abort_policy", "continue"),
+        ({"TOKENIZER": "folder", "ON_ABORT": "fail"}, "abort_policy", "fail"),
+        ({}, "affinity_ttl_s", 3600),
+        ({"AFFINITY_TTL_S": "off"}, "affinity_ttl_s", None),
+        (
+            {"TRUSTED_NETWORKS": "10.0.0.0/8, fd00::/8,192.0.2.7"},
+            "trusted_networks",
+            (ip_network("10.0.0.0/8"), ip_network("fd00::/8"), ip_network("192.0.2.7/32")),
+        ),
+    ],
+)
+def test_what_is_read_of_a_value(monkeypatch: pytest.MonkeyPatch, given: dict[str, str], name: str, read: Any) -> None:
+    for variable, value in given.items():
+        monkeypatch.setenv(PREFIX + variable, value)
+    assert getattr(load_settings(), name) == read
 
 
 BAD = rows("settings_refused")
@@ -184,17 +185,9 @@ def test_off_is_for_limits_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_mistakes_are_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {
-        "WORKERS": "many",
-        "LEASE_S": "0",
-        "REPLAY": "experts,index",
-        "MOE_TOPK": "8",
-        "TOKENIZER": "folder",
-        "UPSTREAM_DIALECT": "vllm",
-        "ADMIN_TOKEN": "sesame,,",
-        "DATABSE_URL": "postgresql+asyncpg://user:sesame@host/db",
-        "CRASH_POINT": "nowhere",
-    }
+    given = {"WORKERS": "many", "LEASE_S": "0", "REPLAY": "experts,index", "MOE_TOPK": "8", "TOKENIZER": "folder"}
+    given |= {"UPSTREAM_DIALECT": "vllm", "ADMIN_TOKEN": "sesame,,", "CRASH_POINT": "nowhere"}
+    given |= {"DATABSE_URL": "postgresql+asyncpg://user:sesame@host/db"}
     for name, value in given.items():
         monkeypatch.setenv(f"TURNLOG_{name}", value)
     with pytest.raises(StartupError) as caught:
@@ -219,13 +212,8 @@ def test_a_mistake_elsewhere_is_not_in_the_way_of_who_needs_few(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     wanted = Settings(lease_s=9)
-    for name, value in {
-        "WORKERS": "many",
-        "UPSTREAM": "http://a",
-        "X": "y",
-        "CRASH_POINT": "z",
-        "LEASE_S": "9",
-    }.items():
+    given = {"WORKERS": "many", "UPSTREAM": "http://a", "X": "y", "CRASH_POINT": "z", "LEASE_S": "9"}
+    for name, value in given.items():
         monkeypatch.setenv(f"TURNLOG_{name}", value)
     assert load_settings("database_url", "lease_s") == wanted
     assert caplog.text == ""
@@ -243,16 +231,6 @@ MISSPELT = {
     "MOE_TOP_K": "MOE_TOPK",
     "MAX_REQUESTS_BYTES": "MAX_REQUEST_BYTES",
 }
-
-
-@pytest.mark.parametrize(("name", "meant"), MISSPELT.items())
-def test_a_misspelt_name_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, meant: str) -> None:
-    monkeypatch.setenv(f"TURNLOG_{name}", "sesame")
-    with pytest.raises(StartupError) as caught:
-        load_settings()
-    assert str(caught.value) == f"TURNLOG_{name} is not a setting: did you mean TURNLOG_{meant}?"
-
-
 NEAREST = dict.fromkeys(("HOST", "IMAGE", "DATA_DIR")) | {
     "UI_TOKEN": "TOKEN",
     "UPSTREAM_URL": "UPSTREAMS",
@@ -260,38 +238,32 @@ NEAREST = dict.fromkeys(("HOST", "IMAGE", "DATA_DIR")) | {
 }
 
 
-@pytest.mark.parametrize(("name", "nearest"), NEAREST.items())
-def test_an_unknown_name_is_one_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, nearest: str | None
+@pytest.mark.parametrize("name", [*MISSPELT, *NEAREST])
+def test_a_misspelt_name_is_refused_and_an_unknown_one_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     monkeypatch.setenv(f"TURNLOG_{name}", "sesame")
+    if name in MISSPELT:
+        with pytest.raises(StartupError) as caught:
+            load_settings()
+        assert str(caught.value) == f"TURNLOG_{name} is not a setting: did you mean TURNLOG_{MISSPELT[name]}?"
+        return
     assert load_settings() == Settings()
-    hint = "" if nearest is None else f"; the nearest is TURNLOG_{nearest}"
+    hint = "" if NEAREST[name] is None else f"; the nearest is TURNLOG_{NEAREST[name]}"
     assert caplog.messages == [f"TURNLOG_{name} is not a setting of this version and is ignored{hint}"]
-
-
-def kubernetes(service: str, port: int) -> dict[str, str]:
-    """What a pod gets for each service of its namespace."""
-    name, address = service.upper().replace("-", "_"), f"10.0.0.1:{port}"
-    return {
-        f"{name}_SERVICE_HOST": "10.0.0.1",
-        f"{name}_SERVICE_PORT": str(port),
-        f"{name}_SERVICE_PORT_HTTP": str(port),
-        f"{name}_PORT": f"tcp://{address}",
-        f"{name}_PORT_{port}_TCP": f"tcp://{address}",
-        f"{name}_PORT_{port}_TCP_PROTO": "tcp",
-        f"{name}_PORT_{port}_TCP_PORT": str(port),
-        f"{name}_PORT_{port}_TCP_ADDR": "10.0.0.1",
-        f"{name}_PORT_{port}_UDP": f"udp://{address}",
-    }
 
 
 @pytest.mark.parametrize("service", ["turnlog", "turnlog-upstream", "turnlog-workers", "turnlog-url", "turnlog-db-1"])
 def test_what_a_cluster_injects_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, service: str
 ) -> None:
-    for name, value in kubernetes(service, 8000).items():
-        monkeypatch.setenv(name, value)
+    """What a pod of Kubernetes gets for each service of its namespace."""
+    name, address = service.upper().replace("-", "_"), "10.0.0.1:8000"
+    injected = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "8000", "SERVICE_PORT_HTTP": "8000"}
+    injected |= {"PORT": f"tcp://{address}", "PORT_8000_TCP": f"tcp://{address}", "PORT_8000_UDP": f"udp://{address}"}
+    injected |= {"PORT_8000_TCP_PROTO": "tcp", "PORT_8000_TCP_PORT": "8000", "PORT_8000_TCP_ADDR": "10.0.0.1"}
+    for variable, value in injected.items():
+        monkeypatch.setenv(f"{name}_{variable}", value)
     assert load_settings() == Settings()
     assert caplog.text == ""
 
@@ -299,16 +271,6 @@ def test_what_a_cluster_injects_is_left_alone(
 def test_no_setting_looks_like_what_a_cluster_injects() -> None:
     known = {PREFIX + name.upper() for name in Settings.model_fields} | CLIENT_VARIABLES
     assert not [name for name in known if "_PORT" in name or "_SERVICE_" in name]
-
-
-def test_networks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TURNLOG_TRUSTED_NETWORKS", "10.0.0.0/8, fd00::/8,192.0.2.7")
-    assert [str(network) for network in load_settings().trusted_networks] == ["10.0.0.0/8", "fd00::/8", "192.0.2.7/32"]
-
-
-def test_on_disconnect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TURNLOG_ON_DISCONNECT", "abort_after:2.5")
-    assert load_settings().abort_after_s == 2.5
 
 
 def test_a_file_holds_settings_and_a_variable_takes_precedence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

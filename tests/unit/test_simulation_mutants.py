@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -58,6 +59,48 @@ Patch = pytest.MonkeyPatch
 Mutant = Callable[[Patch], None]
 
 
+async def nothing(*_: Any) -> None:
+    return
+
+
+def acknowledged(operation: Acknowledge, tx: Tx) -> Acknowledged:
+    """It is answered, and not written."""
+    return Acknowledged(list(operation.group_ids), [], [], [])
+
+
+REPLACED: tuple[tuple[Theme, str, Any, str, Any], ...] = (
+    ("fights", "a_commit_does_not_wait_for_the_disk", Commit, "durable", False),
+    ("fights", "keys_are_forgotten", Retries, "repeated", nothing),
+    ("fights", "the_socket_is_not_looked_at", Wire, "is_gone", lambda self: False),
+    ("fights", "late_attempts_are_new_requests", Retries, "_absorbing", nothing),
+    ("fights", "claims_of_nobody_stay", Claims, "_look_for_lost", nothing),
+    ("fights", "the_dead_keep_their_claims", log_turns, "abandon", lambda *_: Appended(())),
+    ("fights", "the_cache_is_not_refreshed", SessionCache, "current", SessionCache.get),
+    ("fights", "a_gate_holds_nobody", Gates, "is_open", lambda self, turn: True),
+    ("fights", "a_turn_waits_with_its_claim", Turns, "_wait_at_gate", nothing),
+    ("fights", "a_lease_never_ends", Pauses, "_is_due", lambda self, gate: False),
+    ("fights", "a_close_ends_no_name", SessionControls, "session_closed", lambda self, session_id, ended: None),
+    ("fights", "retries_are_told_to_come_again", Retries, "joinable", lambda self, entry, flights, turn: None),
+    ("streams", "staged_tokens_are_anybodys", staging, "_request_hash", lambda turn, call: ""),
+    ("streams", "a_finish_ends_a_name_for_good", Session, "has_next", False),
+    ("features", "what_an_open_turn_continues_is_dropped", retention, "_pinned", lambda session, upto: set()),
+    ("features", "a_dead_restore_is_left", Checkpoints, "_take_over", nothing),
+    ("features", "an_acknowledgement_is_lost", Acknowledge, "apply", acknowledged),
+    ("features", "superseded_turns_stay", branches, "superseded", lambda session: set()),
+)
+"""Mutants that replace one attribute, by the theme of the schedules in which each is looked for."""
+
+
+def of(theme: Theme) -> Callable[[Any], Mutant]:
+    """A mutant that is made by code, and its theme."""
+
+    def marked(mutant: Any) -> Mutant:
+        mutant.theme = theme
+        return mutant
+
+    return marked
+
+
 def _forges(patch: Patch, kinds: Any, changed: Callable[[Tx, Any], Any]) -> None:
     """Operations of these kinds are applied as `changed` makes them."""
     plain = writer.apply_all
@@ -76,11 +119,13 @@ def _held_by_somebody(tx: Tx, operation: Commit | Release) -> Commit | Release |
     return None
 
 
+@of("fights")
 def the_fence_is_not_looked_at(patch: Patch) -> None:
     """A commit or a release ends whatever turn is open, or none."""
     _forges(patch, Commit | Release, lambda tx, operation: _held_by_somebody(tx, operation) or operation)
 
 
+@of("fights")
 def the_claim_goes_before_the_commit(patch: Patch) -> None:
     """The claim is let go of as soon as the engine has answered, and the commit does without."""
     plain = Claims.commit
@@ -112,6 +157,7 @@ def _claimed_again(tx: Tx, operation: Commit) -> Commit:
     return operation
 
 
+@of("fights")
 def the_cached_version_is_trusted(patch: Patch) -> None:
     """A claim takes the session at whatever version it is."""
     _forges(patch, Claim, lambda tx, claim: msgspec.structs.replace(claim, known=_newest(tx, claim)))
@@ -123,10 +169,7 @@ def _newest(tx: Tx, operation: Claim | Commit) -> Known:
     return operation.known if head is None or last is None else Known(head[0], last[0], head[4])
 
 
-def a_commit_does_not_wait_for_the_disk(patch: Patch) -> None:
-    patch.setattr(Commit, "durable", False)
-
-
+@of("fights")
 def a_commit_that_failed_counts(patch: Patch) -> None:
     plain = Claims.commit
 
@@ -138,15 +181,7 @@ def a_commit_that_failed_counts(patch: Patch) -> None:
     patch.setattr(Claims, "commit", commit)
 
 
-def keys_are_forgotten(patch: Patch) -> None:
-    """A retry is not known again once its turn has been committed."""
-
-    async def repeated(self: Retries, entry: CacheEntry, placed: Placed) -> None:
-        return None
-
-    patch.setattr(Retries, "repeated", repeated)
-
-
+@of("fights")
 def any_retry_joins(patch: Patch) -> None:
     """A marked retry joins the turn in flight, whichever request that is of."""
     plain = Retries.joinable
@@ -160,20 +195,7 @@ def any_retry_joins(patch: Patch) -> None:
     patch.setattr(Retries, "joinable", joinable)
 
 
-def the_socket_is_not_looked_at(patch: Patch) -> None:
-    """That a client has gone is known only once its connection's end has been read."""
-    patch.setattr(Wire, "is_gone", lambda self: False)
-
-
-def late_attempts_are_new_requests(patch: Patch) -> None:
-    """An attempt that comes behind its retry's commit generates."""
-
-    async def absorbing(self: Retries, entry: CacheEntry, placed: Placed) -> None:
-        return None
-
-    patch.setattr(Retries, "_absorbing", absorbing)
-
-
+@of("fights")
 def resets_are_not_seen(patch: Patch) -> None:
     """A reply is delivered once the kernel has it."""
     plain = Retries.record_delivery
@@ -185,24 +207,13 @@ def resets_are_not_seen(patch: Patch) -> None:
     patch.setattr(Retries, "record_delivery", record_delivery)
 
 
+@of("fights")
 def a_commit_is_not_decided_again(patch: Patch) -> None:
     """The events of a tree's turn are those for the state that its process knew."""
     _forges(patch, Commit, lambda tx, commit: msgspec.structs.replace(commit, known=_newest(tx, commit)))
 
 
-def claims_of_nobody_stay(patch: Patch) -> None:
-    """Claims whose answers were lost are not looked for."""
-
-    async def nothing(self: Claims) -> None:
-        return
-
-    patch.setattr(Claims, "_look_for_lost", nothing)
-
-
-def what_an_open_turn_continues_is_dropped(patch: Patch) -> None:
-    patch.setattr(retention, "_pinned", lambda session, upto: set())
-
-
+@of("fights")
 def a_close_leaves_the_turn_open(patch: Patch) -> None:
     def apply(self: Close, tx: Tx) -> Any:
         row = tx.one(sql.close_head, {"sid": self.session_id, "at": self.at})
@@ -214,15 +225,7 @@ def a_close_leaves_the_turn_open(patch: Patch) -> None:
     patch.setattr(Close, "apply", apply)
 
 
-def the_dead_keep_their_claims(patch: Patch) -> None:
-    patch.setattr(log_turns, "abandon", lambda tx, session_id, at, holders, reason: Appended(()))
-
-
-def the_cache_is_not_refreshed(patch: Patch) -> None:
-    """What other processes have written is not read."""
-    patch.setattr(SessionCache, "current", SessionCache.get)
-
-
+@of("fights")
 def the_cache_skips_events(patch: Patch) -> None:
     """Events that do not follow are passed over, and the entry is kept."""
     plain = CacheEntry.advance
@@ -233,19 +236,7 @@ def the_cache_skips_events(patch: Patch) -> None:
     patch.setattr(CacheEntry, "advance", advance)
 
 
-def a_gate_holds_nobody(patch: Patch) -> None:
-    patch.setattr(Gates, "is_open", lambda self, turn: True)
-
-
-def a_turn_waits_with_its_claim(patch: Patch) -> None:
-    """The gate is looked at behind the claim alone."""
-
-    async def pass_by(self: Turns, *arguments: Any) -> None:
-        return
-
-    patch.setattr(Turns, "_wait_at_gate", pass_by)
-
-
+@of("fights")
 def a_pause_is_known_where_it_was_ordered(patch: Patch) -> None:
     """What other processes have written to the fleet's log is read when this one writes, and not before."""
 
@@ -256,6 +247,7 @@ def a_pause_is_known_where_it_was_ordered(patch: Patch) -> None:
     patch.setattr(FleetState, "is_fresh", True)
 
 
+@of("fights")
 def an_append_does_not_look(patch: Patch) -> None:
     """An event is written behind whatever is there, though it was decided from something older."""
     plain = AppendFleet.apply
@@ -267,10 +259,7 @@ def an_append_does_not_look(patch: Patch) -> None:
     patch.setattr(AppendFleet, "apply", apply)
 
 
-def a_lease_never_ends(patch: Patch) -> None:
-    patch.setattr(Pauses, "_is_due", lambda self, gate: False)
-
-
+@of("streams")
 def a_session_moves_without_a_word(patch: Patch) -> None:
     """Only the first binding is written."""
     plain = Placement.binding
@@ -281,11 +270,7 @@ def a_session_moves_without_a_word(patch: Patch) -> None:
     patch.setattr(Placement, "binding", binding)
 
 
-def a_close_ends_no_name(patch: Patch) -> None:
-    """Nobody tells session control that a session was closed."""
-    patch.setattr(SessionControls, "session_closed", lambda self, session_id, ended: None)
-
-
+@of("fights")
 def the_dead_keep_their_names(patch: Patch) -> None:
     """What a process was opening or closing when it died stays so."""
 
@@ -295,6 +280,7 @@ def the_dead_keep_their_names(patch: Patch) -> None:
     patch.setattr(AffinityRow, "may_be_ended", may_be_ended)
 
 
+@of("fights")
 def a_name_is_bound_to_nothing(patch: Patch) -> None:
     """A turn goes where it would without its name."""
 
@@ -304,6 +290,7 @@ def a_name_is_bound_to_nothing(patch: Patch) -> None:
     patch.setattr(ControlledTurn, "place", place)
 
 
+@of("fights")
 def an_engine_is_not_told(patch: Patch) -> None:
     """A name is ended in the store alone."""
 
@@ -313,15 +300,7 @@ def an_engine_is_not_told(patch: Patch) -> None:
     patch.setattr(SessionControls, "close_at_engine", tell)
 
 
-def a_dead_restore_is_left(patch: Patch) -> None:
-    """Who finds the turns held by a dead process leaves them so."""
-
-    async def take_over(self: Checkpoints) -> None:
-        return
-
-    patch.setattr(Checkpoints, "_take_over", take_over)
-
-
+@of("features")
 def a_restore_forgets_a_session(patch: Patch) -> None:
     """Of the sessions that have changed, the first is left as it is."""
     plain = checkpoints.to_restore
@@ -332,6 +311,7 @@ def a_restore_forgets_a_session(patch: Patch) -> None:
     patch.setattr(checkpoints, "to_restore", to_restore)
 
 
+@of("fights")
 def valid_turns_are_refused(patch: Patch) -> None:
     """One in twelve histories that fit is told that it does not."""
     plain, looked = history._join_linear, itertools.count(1)
@@ -344,6 +324,7 @@ def valid_turns_are_refused(patch: Patch) -> None:
     patch.setattr(history, "_join_linear", join)
 
 
+@of("fights")
 def the_window_is_a_turn_too_wide(patch: Patch) -> None:
     plain = history._refusal
 
@@ -355,11 +336,7 @@ def the_window_is_a_turn_too_wide(patch: Patch) -> None:
     patch.setattr(history, "_refusal", refusal)
 
 
-def retries_are_told_to_come_again(patch: Patch) -> None:
-    """A retry does not join the turn in flight."""
-    patch.setattr(Retries, "joinable", lambda self, entry, flights, turn: None)
-
-
+@of("fights")
 def turns_hang_at_the_root(patch: Patch) -> None:
     """One in five turns of a tree that continue another one begins a conversation."""
     plain, joined = history._join_tree, itertools.count(1)
@@ -371,6 +348,7 @@ def turns_hang_at_the_root(patch: Patch) -> None:
     patch.setattr(history, "_join_tree", join)
 
 
+@of("features")
 def turns_in_flight_use_nothing(patch: Patch) -> None:
     """A claim looks at what is committed alone."""
     plain = budget_operations.allowance
@@ -382,16 +360,7 @@ def turns_in_flight_use_nothing(patch: Patch) -> None:
     patch.setattr(budget_operations, "allowance", allowance)
 
 
-def an_acknowledgement_is_lost(patch: Patch) -> None:
-    """It is answered, and not written."""
-    patch.setattr(Acknowledge, "apply", lambda self, tx: Acknowledged(list(self.group_ids), [], [], []))
-
-
-def staged_tokens_are_anybodys(patch: Patch) -> None:
-    """A turn goes on from what any request has left in its session."""
-    patch.setattr(staging, "_request_hash", lambda turn: "")
-
-
+@of("streams")
 def a_part_ends_a_token_early(patch: Patch) -> None:
     plain = Continuation.parts
 
@@ -405,6 +374,7 @@ def a_part_ends_a_token_early(patch: Patch) -> None:
     patch.setattr(Continuation, "parts", parts)
 
 
+@of("streams")
 def a_stream_ends_before_its_commit(patch: Patch) -> None:
     plain = ClientStream._send_deltas
 
@@ -415,10 +385,7 @@ def a_stream_ends_before_its_commit(patch: Patch) -> None:
     patch.setattr(ClientStream, "_send_deltas", send_deltas)
 
 
-def a_finish_ends_a_name_for_good(patch: Patch) -> None:
-    patch.setattr(Session, "has_next", False)
-
-
+@of("streams")
 def a_wait_counts_before_it_began(patch: Patch) -> None:
     """Whether a session was finished before a request came is not looked up before the request waits at a gate."""
 
@@ -430,6 +397,7 @@ def a_wait_counts_before_it_began(patch: Patch) -> None:
     patch.setattr(Turns, "_wait_at_gate", wait_at_gate)
 
 
+@of("features")
 def payloads_leave_a_window_early(patch: Patch) -> None:
     plain = retention._behind_window
 
@@ -440,6 +408,7 @@ def payloads_leave_a_window_early(patch: Patch) -> None:
     patch.setattr(retention, "_behind_window", behind_window)
 
 
+@of("features")
 def a_budget_drops_everything(patch: Patch) -> None:
     """Once payloads are over it."""
     plain = retention._over_budget
@@ -450,76 +419,19 @@ def a_budget_drops_everything(patch: Patch) -> None:
     patch.setattr(retention, "_over_budget", over_budget)
 
 
+@of("features")
 def a_request_joins_the_first_turn_that_fits(patch: Patch) -> None:
     plain = RequestHistory.histories
     patch.setattr(RequestHistory, "histories", lambda self, index: reversed([*plain(self, index)]))
 
 
+@of("features")
 def masks_are_shifted(patch: Patch) -> None:
     plain = samples._mask
     patch.setattr(samples, "_mask", lambda *of: np.roll(plain(*of), 1))
 
 
-def superseded_turns_stay(patch: Patch) -> None:
-    patch.setattr(branches, "superseded", lambda session: set())
-
-
-MUTANTS: Mapping[Theme, tuple[Mutant, ...]] = {
-    "fights": (
-        the_cached_version_is_trusted,
-        a_commit_that_failed_counts,
-        any_retry_joins,
-        the_socket_is_not_looked_at,
-        late_attempts_are_new_requests,
-        resets_are_not_seen,
-        a_commit_is_not_decided_again,
-        claims_of_nobody_stay,
-        the_dead_keep_their_claims,
-        the_cache_skips_events,
-        the_cache_is_not_refreshed,
-        a_close_leaves_the_turn_open,
-        keys_are_forgotten,
-        the_fence_is_not_looked_at,
-        the_claim_goes_before_the_commit,
-        a_commit_does_not_wait_for_the_disk,
-        an_append_does_not_look,
-        a_gate_holds_nobody,
-        a_turn_waits_with_its_claim,
-        a_pause_is_known_where_it_was_ordered,
-        a_lease_never_ends,
-        a_close_ends_no_name,
-        the_dead_keep_their_names,
-        a_name_is_bound_to_nothing,
-        an_engine_is_not_told,
-        valid_turns_are_refused,
-        the_window_is_a_turn_too_wide,
-        retries_are_told_to_come_again,
-        turns_hang_at_the_root,
-    ),
-    "streams": (
-        a_session_moves_without_a_word,
-        staged_tokens_are_anybodys,
-        a_part_ends_a_token_early,
-        a_stream_ends_before_its_commit,
-        a_finish_ends_a_name_for_good,
-        a_wait_counts_before_it_began,
-    ),
-    "features": (
-        what_an_open_turn_continues_is_dropped,
-        a_dead_restore_is_left,
-        a_restore_forgets_a_session,
-        turns_in_flight_use_nothing,
-        an_acknowledgement_is_lost,
-        payloads_leave_a_window_early,
-        a_budget_drops_everything,
-        a_request_joins_the_first_turn_that_fits,
-        masks_are_shifted,
-        superseded_turns_stay,
-    ),
-}
-"""By the theme of the schedules in which each is looked for."""
-
-QUICK = {the_cached_version_is_trusted, a_commit_that_failed_counts, any_retry_joins}
+QUICK = {"the_cached_version_is_trusted", "a_commit_that_failed_counts", "any_retry_joins"}
 """Found within a second or two; the others are left to the untimed lane."""
 
 MOST = 80
@@ -527,10 +439,14 @@ MOST = 80
 
 
 def _params() -> Iterator[Any]:
-    for theme, mutants in MUTANTS.items():
-        for mutant in mutants:
-            marks = () if mutant in QUICK else (pytest.mark.untimed,)
-            yield pytest.param(theme, mutant, marks=marks, id=mutant.__name__)
+    replaced = [(theme, name, partial(_replace, *attribute)) for theme, name, *attribute in REPLACED]
+    made = [(one.theme, one.__name__, one) for one in globals().values() if hasattr(one, "theme")]
+    for theme, name, mutant in (*replaced, *made):
+        yield pytest.param(theme, mutant, marks=() if name in QUICK else (pytest.mark.untimed,), id=name)
+
+
+def _replace(owner: Any, name: str, value: Any, patch: Patch) -> None:
+    patch.setattr(owner, name, value)
 
 
 @pytest.fixture(scope="module")

@@ -163,23 +163,6 @@ def test_a_message_that_moves_into_the_history_is_no_extension(tmp_path: Path) -
     assert "secret" not in str(error.value)
 
 
-LATE_TOOLS = CALLS.replace("{% if tools %}{{ tools[0].function.name }}{% endif %}", "").replace(
-    "<|im_start|>{{ m.role }}",
-    "{% if tools and loop.last %}{{ tools[0].function.name }}{% endif %}<|im_start|>{{ m.role }}",
-)
-
-
-def test_tools_that_move_with_the_last_message_are_no_extension(tmp_path: Path) -> None:
-    prompts = load(tmp_path, LATE_TOOLS)
-    assert (
-        prompts.findings.refused["an answer with tools"]
-        == "the chat template renders the messages before these otherwise"
-    )
-    with pytest.raises(NotAnExtension, match="an answer with tools"):
-        after(prompts, [5], [{"role": "user", "content": "c"}], TOOLS)
-    assert after(prompts, [5], [{"role": "user", "content": "c"}]).trim == 0
-
-
 class Clock:
     """Stands where `transformers` asks for the date."""
 
@@ -222,19 +205,6 @@ def test_a_second_round_of_results_opens_no_block(tmp_path_factory: pytest.TempP
     assert prompts.decode(first.ids).startswith("<｜tool▁outputs▁begin｜>")
     second = prompts.after(last, [*asked, CALLING, *RESULTS], CALLING, RESULTS, None, {})
     assert prompts.decode(second.ids).startswith("<｜tool▁output▁begin｜>")
-
-
-def test_a_system_message_that_moves_with_the_last_question_is_refused_by_name(tmp_path: Path) -> None:
-    """Mistral-Nemo shows the system message in the last question."""
-    moved = BARE.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}").replace(
-        "{{ m.content }}",
-        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}{{ m.content }}",
-    )
-    prompts = load(tmp_path, moved)
-    with pytest.raises(NotAnExtension, match=r"an answer after a system message: .* the messages before these"):
-        after(prompts, [5], [{"role": "user", "content": "c"}])
-    ask = [{"role": "user", "content": "a"}]
-    assert prompts.after(5, ask, {"role": "assistant", "content": "b"}, ask, None, {}).trim == 0
 
 
 @needs_templates

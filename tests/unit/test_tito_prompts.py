@@ -24,9 +24,7 @@ ALL = (*CHATML, "glm-4.5", "llama3")
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 TOOL_LESS = ("llama3",)
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Look at it."}]
-CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
 LONE: str = json.loads('"\\ud800"')
-RESULT = {"role": "tool", "tool_call_id": "c", "content": "  it\n\n is there \n"}
 
 
 @pytest.fixture(params=ALL)
@@ -79,20 +77,6 @@ def test_a_replys_beginning_is_cut_as_transformers_cuts_it_or_refused(
     assert ids.tolist() == tokenizer.apply_chat_template(
         begun, continue_final_message=True, tokenize=True, return_dict=False, **pinned
     )
-
-
-@pytest.mark.parametrize("text", ["Yes.", " Yes ", "Yes\n", "Yes \n\n", "é🙂", "1000"])
-@pytest.mark.parametrize("new", ["No.", "\n No", " \n", "é\u0301", "10"])
-def test_no_boundary_merges_whatever_stands_at_it(
-    tmp_path_factory: pytest.TempPathFactory, text: str, new: str
-) -> None:
-    """This template shows a message as it is, so that the whole can be encoded at once and compared."""
-    prompts = load_prompts(tmp_path_factory, "qwen3-2507")
-    before = prompts.first(QUESTION, None, {})
-    stored = before + prompts._encode(text + "<|im_end|>")
-    more = after(prompts, stored, [{"role": "user", "content": new}])
-    whole = [*QUESTION, {"role": "assistant", "content": text}, {"role": "user", "content": new}]
-    assert stored + more.ids == prompts.first(whole, None, {})
 
 
 def test_template_arguments_reach_the_new_part(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -172,16 +156,6 @@ def test_errors_hold_no_content(tmp_path_factory: pytest.TempPathFactory) -> Non
         small.rewrites_history({}, {"reasoning_effort": "secret"}, None)
 
 
-def test_an_effort_of_none_ends_the_thinking_and_another_begins_it(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Qwen3.5's template does not think unless it is told to."""
-    prompts = load_prompts(tmp_path_factory, "qwen3.5-nothink")
-    silent, thinking = (prompts.first(QUESTION, None, {"enable_thinking": on}) for on in (False, True))
-    assert silent != thinking
-    for effort, made in (("none", silent), ("low", thinking), (None, silent)):
-        for dialect in ("sglang", "vllm"):
-            assert prompts.first(QUESTION, None, prompts.arguments({}, effort, None, dialect), dialect) == made
-
-
 def test_sglang_makes_a_question_of_a_last_answer_and_vllm_does_not(tmp_path_factory: pytest.TempPathFactory) -> None:
     prompts = qwen3(tmp_path_factory)
     answer = {"role": "assistant", "content": "I would", "reasoning_content": "Hm."}
@@ -215,12 +189,6 @@ def test_two_threads_get_what_one_gets(prompts: Prompts, family: str) -> None:
     alone = [work(number) for number in range(60)]
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(60))) == alone
-
-
-def test_what_is_no_tokenizer_stops_the_start_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="no tokenizer can be loaded") as error:
-        Prompts.load(str(tmp_path))
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("package", ["transformers", "jinja2"])
