@@ -18,7 +18,7 @@ from integration.interrupting import (
 )
 from integration.places import Places
 from integration.stand import WEATHER, Stand, error_of, standing, until
-from integration.tito import ids_in, output_of, require_consistent
+from integration.tito import ids_in, output_of
 
 COMPLETIONS = "/v1/completions"
 NINE = {"max_tokens": 16, "sim": {"completion_tokens": 9, "reasoning": False}}
@@ -163,34 +163,6 @@ def test_a_completion_goes_on_by_its_ids(
     assert as_said(joined) == as_said(uncut(stand, other, path=other.path + COMPLETIONS, **body))
 
 
-def test_a_stop_string_across_the_seam_ends_the_reply_there(tito: Stand) -> None:
-    body = {"stop": ["never", " more th"], "sim": {"text": "we have more than that here"}}
-    talk = tito.talk()
-    response = interrupted(tito, talk, [3], **body)
-    choice = response.json()["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"], choice["matched_stop"]) == (
-        "we have",
-        "stop",
-        " more th",
-    )
-    assert [part[1:] for part in talk.committed()[0]["parts"]] == [[0, 3], [3, 4]]
-    talk.messages = [ASKED, choice["message"]]
-    talk.say("On")
-    require_consistent(tito, talk)
-    assert as_said(response) == as_said(uncut(tito, tito.talk(), **body))
-
-
-def test_a_spent_budget_is_a_length_without_a_call(continuing: Stand) -> None:
-    talk = continuing.talk()
-    body = {"max_tokens": 16, "sim": {"completion_tokens": 40, "reasoning": False}}
-    response = interrupted(continuing, talk, [16], **body)
-    assert budgets(continuing, talk) == [16]
-    [turn] = talk.committed()
-    assert (turn["finish_reason"], turn["output_tokens"], turn.get("parts")) == ("length", 16, None)
-    assert [row["status"] for row in talk.rows()] == ["truncated"]
-    assert as_said(response) == as_said(uncut(continuing, continuing.talk(), **body))
-
-
 def test_an_abort_that_no_gate_explains_is_returned_at_once(continuing: Stand) -> None:
     talk = continuing.talk()
     response = talk.say("Hello", sim={"fault": "abort"})
@@ -231,19 +203,6 @@ def test_what_a_grammar_holds_cannot_be_continued(replaying: Stand, body: dict[s
     assert talk.generations() == 1
 
 
-def test_what_an_engine_does_not_see_beside_ids_cannot_be_continued(replaying: Stand) -> None:
-    """SGLang leaves images out where it gets ids (0.5.23, serving_chat: `input_ids`)."""
-    talk = replaying.talk()
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    seen = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}
-    response = interrupted(replaying, talk, [5], messages=[seen], **NINE)
-    assert response.json()["choices"][0]["finish_reason"] == "abort"
-    assert talk.generations() == 1
-    said = {"role": "user", "content": [{"type": "text", "text": "And this?"}]}
-    response = interrupted(replaying, replaying.talk(), [5], messages=[said], **NINE)
-    assert len(output_of(response.json())) == 9
-
-
 @pytest.mark.parametrize("tito", ["vllm"], indirect=True)
 @pytest.mark.parametrize("body", [NINE, THINKING, CALLING, WIDE])
 def test_a_chat_of_vllm_is_continued(vllm_stand: Stand, tito: Stand, body: dict[str, Any]) -> None:
@@ -260,13 +219,6 @@ def test_a_chat_of_vllm_is_continued(vllm_stand: Stand, tito: Stand, body: dict[
         assert as_said(response) == as_said(uncut(stand, stand.talk(), **body))
 
 
-def test_an_engine_that_still_ends_generations_is_asked_again(tito: Stand) -> None:
-    talk = tito.talk()
-    response = interrupted(tito, talk, [5], meanwhile=lambda _: order(tito, "abort", count=3, tokens=0), **NINE)
-    assert budgets(tito, talk) == [16, 11, 11, 11, 11]
-    assert as_said(response) == as_said(uncut(tito, tito.talk(), **NINE))
-
-
 def test_an_engine_that_goes_on_ending_generations_is_not_asked_for_ever(tito: Stand) -> None:
     talk = tito.talk()
     response = interrupted(tito, talk, [5], meanwhile=lambda _: order(tito, "abort", count=30, tokens=0), **NINE)
@@ -274,15 +226,6 @@ def test_an_engine_that_goes_on_ending_generations_is_not_asked_for_ever(tito: S
     assert response.json()["choices"][0]["finish_reason"] == "abort"
     [turn] = talk.committed()
     assert (turn["finish_reason"], turn["output_tokens"]) == ("abort", 5)
-
-
-def test_a_driver_that_ends_the_rest_gets_what_there_is(tito: Stand) -> None:
-    talk = tito.talk()
-    response = interrupted(tito, talk, [5], meanwhile=lambda _: order(tito, "abort", tokens=2), **NINE)
-    assert budgets(tito, talk) == [16, 11]
-    assert response.json()["choices"][0]["finish_reason"] == "abort"
-    [turn] = talk.committed()
-    assert [part[1:] for part in turn["parts"]] == [[0, 5], [5, 7]]
 
 
 def test_tokens_have_the_weight_version_that_they_were_sampled_under(tito: Stand) -> None:
@@ -303,17 +246,6 @@ def test_tokens_have_the_weight_version_that_they_were_sampled_under(tito: Stand
     sampled = before["output_tokens"] + 9
     assert [names[at] for at in row["weight_versions"] if at >= 0] == ["default"] * (sampled - 4) + ["v2"] * 4
     assert (row["status"], sum(row["loss_mask"])) == ("completed", sampled)
-
-
-def test_a_clients_own_ids_are_continued(replaying: Stand) -> None:
-    assert replaying.sim.post("/sim/reset").status_code == 200
-    given = replaying.talk()
-    ids = given.say("Hello").json()["choices"][0]["prompt_token_ids"]
-    talk = replaying.talk()
-    response = interrupted(replaying, talk, [5], input_ids=ids, **NINE)
-    _, second = replaying.engine_requests(talk.id)
-    assert second["body"]["input_ids"] == ids + output_of(response.json())[:5]
-    assert len(output_of(response.json())) == 9
 
 
 def test_a_streaming_client_gets_the_joined_reply(tito: Stand) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from integration.cli import complaint, run
-from integration.stand import Stand, error_of, until
-from turnlog import AsyncTurnlog, Turnlog
+from integration.stand import Stand, error_of
+from turnlog import Turnlog
 
 Line = dict[str, Any]
 
@@ -95,16 +95,6 @@ def test_the_client_follows_and_goes_on(stand: Stand) -> None:
         assert left.position is not None
 
 
-@pytest.mark.anyio
-async def test_the_async_client_reads_them(stand: Stand) -> None:
-    async with AsyncTurnlog(stand.server.base_url) as client:
-        before = client.events(after="end")
-        assert [line async for line in before] == []
-        session = await client.create_session()
-        found = [line async for line in client.events(after=before.position or "", follow=True, limit=1)]
-    assert [line["session_id"] for line in found] == [session.id]
-
-
 def test_the_command_line_prints_them(stand: Stand, clean_environment: Callable[..., None]) -> None:
     clean_environment(URL=stand.server.base_url)
     before = end(stand)
@@ -123,16 +113,3 @@ def test_the_command_line_prints_them(stand: Stand, clean_environment: Callable[
     assert len(run("tail", "--after", before, "--limit", "2", "--json").stdout.splitlines()) == 2
     assert "are only for the events of all sessions" in complaint("tail", talk.id, "--type", "TurnCommitted", code=2)
     assert "expected the number" in complaint("tail", talk.id, "--after", "x", code=2)
-
-
-def test_a_reader_that_leaves_is_forgotten(stand: Stand) -> None:
-    def readers() -> float:
-        values = stand.http.get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in values if line.startswith("turnlog_event_readers"))
-
-    until(lambda: readers() == 0)
-    with stand.http.stream("GET", "/events", params={"follow": "true", "after": "end"}) as reply:
-        received = reply.iter_lines()  # kept: the connection ends with it
-        assert "position" in next(received)
-        assert readers() == 1
-    until(lambda: readers() == 0)

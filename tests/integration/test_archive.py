@@ -188,22 +188,6 @@ def test_what_stays(own: Stand, tmp_path: Path) -> None:
     assert error_of(own.http.get(late.path)) == (404, "session_archived")
 
 
-def test_followers_and_cursors_go_on(own: Stand, tmp_path: Path) -> None:
-    first = ended(own)
-    lines = own.http.get("/events").text.splitlines()
-    position = json.loads(lines[-1])["position"]
-    assert archived(own, tmp_path)["archived"] == 1
-    own.server.stop()
-    own.server.start()
-    second = own.talk()
-    second.say("Later")
-    answered = own.http.get("/events", params={"after": position})
-    assert answered.status_code == 200, answered.text
-    assert {one.get("session_id") for one in map(json.loads, answered.text.splitlines())} == {second.id}
-    assert [row["session_id"] for row in own.rows()] == [second.id]
-    assert first.id != second.id
-
-
 def test_steps_and_rows_for_other_tools(own: Stand, tmp_path: Path) -> None:
     talks = [ended(own) for _ in range(3)]
     rows = {row["session_id"]: row for row in own.rows()}

@@ -93,16 +93,6 @@ def test_the_last_turn_ends_as_length(stand: Stand) -> None:
     assert "limit" not in own.rows()[0]  # its client's own
 
 
-def test_what_was_rolled_back_was_sampled(stand: Stand) -> None:
-    talk = stand.talk(limits={"tokens": 30, "turns": 3})
-    talk.say("One", **of_length(10))
-    del talk.messages[:]
-    assert talk.say("One", **of_length(10, temperature=0.5)).headers["x-turnlog-rolled-back"] == "1"
-    told = budget(talk)
-    assert (told["used"]["tokens"], told["used"]["turns"]) == (20, 2)
-    assert told["left"] == {"tokens": 10, "turns": 1}
-
-
 def test_turns_are_counted(stand: Stand) -> None:
     talk = stand.talk(history="tree", limits={"turns": 2})
     talk.say("One")
@@ -175,20 +165,6 @@ def test_time_ends_a_generation(places: Places, dialect: str) -> None:
         assert stand.stats()["in_flight"] == 0
 
 
-@pytest.mark.parametrize("protocol", ["messages", "responses"])
-def test_each_protocol_has_its_own_shape(stand: Stand, protocol: str) -> None:
-    talk = stand.talk(protocol, limits={"tokens": 5}, on_limit="length")
-    cut = talk.say("One", **({"max_tokens": 50} if protocol == "messages" else {"max_output_tokens": 50}))
-    assert (cut.json().get("stop_reason") or cut.json()["status"]) in ("max_tokens", "incomplete")
-    refused = talk.chat([*talk.messages, user("Two")])
-    assert refused.status_code == 409
-    assert refused.headers["x-should-retry"] == "false"
-    if protocol == "messages":
-        assert refused.json()["type"] == "error"
-    else:
-        assert refused.json()["error"]["code"] == "over_budget"
-
-
 def test_an_engine_without_room_for_all_that_is_left(stand: Stand) -> None:
     talk = stand.talk(limits={"tokens": 100_000})
     for _ in range(3):
@@ -218,27 +194,6 @@ def test_a_rollout_and_one_of_its_sessions_have_limits(stand: Stand) -> None:
     over(late.chat([*late.messages, user("Three")]))
 
 
-def test_an_agents_session_has_the_limits_of_its_parent(stand: Stand) -> None:
-    root = stand.talk(history="linear", limits={"tokens": 8, "per": "session"}, on_limit="length")
-    headers = {"x-turnlog-session-id": root.id, "x-turnlog-agent-id": "helper"}
-    body = {"model": "m", "messages": [user("One")], **of_length(20)}
-    reply = stand.http.post("/v1/chat/completions", json=body, headers=headers)
-    assert reply.json()["usage"]["completion_tokens"] == 8
-    assert budget(root)["left"] == {"tokens": 8}
-    assert budget(stand.known(f"{root.id}:helper"))["left"] == {"tokens": 0}
-
-
-def test_a_fork_begins_anew_and_keeps_the_limits(stand: Stand) -> None:
-    talk = stand.talk(limits={"tokens": 10}, on_limit="length")
-    talk.say("One", **of_length(10))
-    made = stand.http.post(f"/sessions/{talk.id}/fork", json={"turn": 1}).json()["sessions"][0]
-    fork = stand.known(made["session_id"])
-    fork.messages = list(talk.messages)
-    fork.say("Two", **of_length(7))
-    assert budget(fork)["left"] == {"tokens": 3}
-    over(talk.chat([*talk.messages, user("Two")]))
-
-
 @pytest.mark.parametrize(
     ("limits", "named"),
     [
@@ -255,15 +210,6 @@ def test_a_bad_limit_is_named(stand: Stand, limits: Any, named: str) -> None:
     response = stand.http.post("/sessions", json={"limits": limits})
     assert error_of(response) == (400, "invalid_request")
     assert response.json()["error"]["message"].startswith(f"{named}:")
-
-
-def test_bad_parameters_of_a_session_with_limits(stand: Stand) -> None:
-    talk = stand.talk(limits={"tokens": 9})
-    for given in (0, "5", 1.5, True):
-        assert error_of(talk.chat([user("One")], max_tokens=given))[0] == 400
-    assert talk.generations() == 0
-    parent = stand.http.post("/sessions", json={"limits": {"turns": 1, "per": "rollout"}, "parent_session_id": "p"})
-    assert parent.json()["error"]["message"].startswith("limits.per:")
 
 
 def test_the_fleets_limits_are_those_of_sessions_that_give_none(places: Places, sglang: SimulatorProcess) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,7 +13,6 @@ import pytest
 from integration.places import Places
 from integration.routing import BOTH, EXPERTS, problems
 from integration.stand import Stand, Talk, error_of, serving, until
-from integration.test_calls import ask, calling, ids_of, results, with_arguments
 from ops.simulator.process import SimulatorProcess
 
 VOLATILE = ("cursor", "as_of_seq")
@@ -126,18 +124,6 @@ def test_a_session_is_again_what_it_was_and_goes_on_from_there(used: Stand, hist
     restore(used, back["before"])
     assert len(rows(early)[0]["turns"]) == 3
     delete(used, name, done["before"], back["before"])
-
-
-@pytest.mark.parametrize("history", ["linear", "tree"])
-def test_an_undone_reply_is_known_by_its_calls_however_they_are_spelled(used: Stand, history: str) -> None:
-    talk = said(used, "One", history=history)
-    name = make(used)
-    talk.messages = [*talk.messages, {"role": "user", "content": "Two"}]
-    [given] = ids_of("chat", ask(talk, calling('{"cmd": "echo', ids=[""])))
-    done = restore(used, name)
-    goes_on = [*with_arguments("chat", talk.messages, "{}"), *results("chat", [given])]
-    assert error_of(talk.chat(goes_on)) == (409, "restored")
-    delete(used, name, done["before"])
 
 
 def test_what_came_later_is_undone_and_comes_back(used: Stand) -> None:
@@ -357,41 +343,3 @@ def test_a_reader_of_all_events_goes_on_behind_its_position(used: Stand) -> None
     assert [one["type"] for one in found if "type" in one] == ["SessionRestored"] * 2
     assert used.http.get("/events").text.splitlines()[: len(seen)] == seen
     delete(used, name)
-
-
-def test_payloads_in_objects_are_kept(
-    sglang: SimulatorProcess, places: Places, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """A checkpoint keeps them against the window, and the janitor; with it they go."""
-    folder = tmp_path_factory.mktemp("objects")
-    kept = {"TURNLOG_PAYLOADS": f"file://{folder}", "TURNLOG_PAYLOADS_KEEP_S": "0", "TURNLOG_CLOSED_REPLAY_TTL_S": "0"}
-    large = {"experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1}}
-
-    def objects() -> list[Path]:
-        return [path for path in folder.rglob("*") if path.is_file() and path.parent != folder]
-
-    with serving(places.new("checkpoints-objects"), sglang.base_url, environment={**BOTH, **kept}) as stand:
-        talk = stand.talk()
-        for text in ("One", "Two"):
-            talk.say(text, sim=large)
-        before = rows(talk)
-        name = make(stand)
-        for text in ("Three", "Four", "Five"):
-            talk.say(text, sim=large)
-        stand.http.delete(talk.path)
-        other = stand.talk()
-        other.say("One", sim=large)
-        assert len(objects()) > 1
-        stand.http.delete(other.path)
-        until(lambda: other.rows(replay="true")[0]["tombstoned"])
-        restore(stand, name)
-        assert rows(talk) == before
-        assert stand.http.delete(talk.path).status_code == 204
-        assert rows(talk)[0][EXPERTS] == before[0][EXPERTS]
-        delete(stand, *(one["name"] for one in stand.http.get("/checkpoints").json()["checkpoints"]))
-        until(lambda: rows(talk)[0]["tombstoned"])
-        erase = {"erase": "true"}
-        for one in (talk, other):
-            until(lambda one=one: stand.http.delete(one.path, params=erase).status_code == 204)  # type: ignore[misc]
-        assert objects() == []
-        assert problems(stand) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -20,19 +19,14 @@ from ops.server import free_port
 from ops.simulator.process import SimulatorProcess
 from turnlog import (
     AsyncTurnlog,
-    Conflict,
     EnginesFailed,
-    Forbidden,
     InvalidRequest,
     Limits,
     NewSession,
     NotFound,
-    NotTurnlog,
     Session,
     SessionClosed,
     Turnlog,
-    Unauthorized,
-    Unreachable,
 )
 
 PATIENCE_S = 120.0
@@ -171,30 +165,6 @@ def test_closing_ends_with_the_context_also_after_an_exception(client: Turnlog) 
         session.set_reward(1.0)
 
 
-def test_a_named_session_is_the_same_one_again(client: Turnlog) -> None:
-    name = uuid.uuid4().hex
-    first = client.create_session(session_id=name, group_id="g")
-    assert client.create_session(session_id=name, group_id="g").id == first.id
-    with pytest.raises(Conflict, match="another body"):
-        client.create_session(session_id=name)
-    converse(client.attach(name), "Hello")
-    assert [one["turns"] for one in client.sessions(group_id="g") if one["session_id"] == name] == [1]
-    with pytest.raises(InvalidRequest, match="rollback_window"):
-        client.create_session(rollback_window=-1)
-    with pytest.raises(NotFound):
-        client.attach("never-seen").get()
-    with pytest.raises(ValueError, match="nan"):
-        first.set_reward(float("nan"))
-
-
-def test_wrong_addresses(stand: Stand) -> None:
-    with Turnlog(f"http://127.0.0.1:{free_port()}", retry_for_s=0.2) as client, pytest.raises(Unreachable):
-        client.create_session()
-    for wrong in (str(stand.sim.base_url), stand.server.base_url + "/v1"):
-        with Turnlog(wrong) as client, pytest.raises((NotTurnlog, NotFound)):
-            client.create_session()
-
-
 def test_an_export_that_breaks_off_loses_and_repeats_nothing(client: Turnlog, stand: Stand) -> None:
     group = uuid.uuid4().hex
     texts = ("Line\u2028ends\x85elsewhere", "Two")
@@ -292,20 +262,6 @@ def test_forks_begin_after_a_turn(client: Turnlog) -> None:
         session.fork(3)
 
 
-def test_the_tree_of_a_session_also_after_its_end(client: Turnlog) -> None:
-    session = client.create_session(history="tree")
-    messages = converse(session, "One", "Two")
-    with session, session.openai() as agent:
-        agent.chat.completions.create(model="simulator", messages=[*messages[:2], user("Else")])
-    found = session.tree()
-    assert [(turn["parent"], turn["cause"], turn["loss_branches"]) for turn in found["turns"]] == [
-        (0, "start", [0]),
-        (1, None, [0]),
-        (1, "fork", [1]),
-    ]
-    assert session.tree(branches="main", loss="every")["turns"][0]["loss_branches"] == [1]
-
-
 def test_gates(client: Turnlog) -> None:
     name = f"org/adapter\n{uuid.uuid4().hex}?#%2F\u2028/"
     assert client.pause_adapter(name, lease_s=60)["paused"]
@@ -350,45 +306,3 @@ def test_the_async_client(stand: Stand) -> None:
     made, listed, rows = asyncio.run(rollout())
     assert sorted(listed) == sorted(made)
     assert sorted(rows) == sorted(made[4:])
-
-
-def test_an_open_stream_ends_when_it_is_left(client: Turnlog) -> None:
-    session = client.create_session()
-    started = time.monotonic()
-    for event in session.events(follow=True):
-        assert event["type"] == "SessionCreated"
-        break
-    assert time.monotonic() - started < 30
-
-
-def test_tokens(sglang: SimulatorProcess, places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    admin = "an-admin-token-of-the-tests"
-    with serving(places.new("tokens"), sglang.base_url, environment={"TURNLOG_ADMIN_TOKEN": f"{admin},old"}) as stand:
-        base = stand.server.base_url
-        with Turnlog(base) as nobody, pytest.raises(Unauthorized):
-            nobody.create_session()
-        with Turnlog(base, token="guessed") as guesser, pytest.raises(Unauthorized) as caught:
-            guesser.create_session()
-        assert "guessed" not in str(caught.value)
-        monkeypatch.setenv("TURNLOG_ADMIN_TOKEN", f"{admin},old")
-        with Turnlog(base) as client:
-            session = client.create_session(session_id="mine")
-            other = client.create_session()
-            assert session.token is not None
-            assert session.token not in (admin, other.token)
-            assert client.create_session(session_id="mine").token == session.token
-            converse(session, "Hello")
-            assert len(list(client.export())) == 1
-            session.set_reward(1.0)
-        with Turnlog(base, token=session.token) as agent:
-            own = agent.attach("mine")
-            for judge in (lambda: own.set_reward(0.0), own.erase):
-                with pytest.raises(Forbidden):
-                    judge()
-            assert [sample.fields["reward"] for sample in own.samples().samples] == [1.0]
-            with pytest.raises(NotFound):
-                agent.attach(other.id).get()
-            with pytest.raises(Forbidden):
-                list(agent.export())
-            with pytest.raises(Forbidden):
-                agent.pause_fleet()

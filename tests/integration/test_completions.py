@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from integration.stand import FIRST_TURN, LATER_TURN, Stand, error_of, until, user
+from integration.stand import Stand, error_of, user
 from integration.tito import text_of
 from integration.writing import Writing
 
@@ -154,32 +154,6 @@ def test_a_prompt_nested_deep_is_400(stand: Stand, depth: int) -> None:
     assert error_of(stand.http.post(writing.url, content=body))[0] == 400
 
 
-@pytest.mark.parametrize("prompt", [["Once"], [[5, 6]]])
-def test_one_prompt_in_a_list_is_that_prompt(stand: Stand, prompt: Any) -> None:
-    writing = Writing(stand)
-    assert writing.ask(prompt, n=1, best_of=1, echo=False).status_code == 200
-    assert [body["prompt"] for body in writing.asked()] == prompt
-
-
-def test_logprobs_that_a_client_asks_for_are_asked_for(every: Stand) -> None:
-    writing = Writing(every)
-    writing.write("Once", logprobs=3)
-    writing.write(" more", logprobs=None)
-    assert [body["logprobs"] for body in writing.asked()] == [3, 0]
-
-
-def test_a_second_completion_at_once_is_busy_and_a_marked_one_joins(stand: Stand) -> None:
-    writing = Writing(stand)
-    key = {"idempotency-key": "k"}
-    slow = {"sim": {"latency_s": 1.0}}
-    call = stand.meanwhile(writing.ask, "Once", headers=key, **slow)
-    until(lambda: writing.asked())
-    assert error_of(writing.ask("Other")) == (409, "session_busy")
-    assert error_of(writing.chat([user("x")])) == (409, "session_busy")
-    assert writing.ask("Once", headers=key, **slow).content == call.result().content
-    assert len(writing.asked()) == 1
-
-
 def test_a_key_of_a_chat_with_the_same_body_is_no_retry_of_it(stand: Stand) -> None:
     talk = Writing(stand)
     body = json.dumps({"messages": [user("x")], "prompt": "x"})
@@ -211,15 +185,6 @@ def test_missing_prompt_ids_are_502_for_text_and_none_for_ids(every: Stand) -> N
     assert writing.state()["metadata"]["accumulated_token_ids"] == writing.ids
 
 
-def test_an_abort_is_a_state_of_its_own(every: Stand) -> None:
-    writing = Writing(every)
-    reply = writing.write("Once", max_tokens=40, sim={"fault": "abort"})
-    assert reply.json()["choices"][0]["finish_reason"] == "abort"
-    [row] = writing.rows()
-    assert row["status"] == "aborted"
-    writing.write(" more")
-
-
 def test_a_text_whose_tokens_drift_begins_a_segment_or_is_refused(stand: Stand) -> None:
     for policy in ("segment", "reject"):
         writing = Writing(stand, on_drift=policy)
@@ -232,16 +197,3 @@ def test_a_text_whose_tokens_drift_begins_a_segment_or_is_refused(stand: Stand) 
             continue
         assert error_of(response) == (500, "token_prefix_mismatch")
         assert len(writing.committed()) == 1
-
-
-def test_the_session_may_be_in_a_header(every: Stand) -> None:
-    talk = every.known(f"completion-by-header-{every.server.port}")
-    text = "Once"
-    for _ in range(2):
-        response = every.http.post(
-            "/v1/completions", json={"prompt": text, "max_tokens": 4}, headers={"x-session-id": talk.id}
-        )
-        assert response.status_code == 200, response.text
-        text += response.json()["choices"][0]["text"] + " and"
-    assert talk.types() == ["SessionCreated", *FIRST_TURN, *LATER_TURN]
-    assert error_of(every.http.post("/v1/completions", json={"prompt": text}))[0] == 400

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import uuid
 from typing import Any
@@ -79,30 +78,6 @@ def test_a_row_holds_every_token_in_step(stand: Stand) -> None:
     assert row["as_of_seq"] == talk.events()[-1]["seq"]
 
 
-def test_filters_choose_rows(stand: Stand) -> None:
-    group, talks = group_of(stand, 4)
-    talks[1].say("Cut", sim={"finish_reason": "length"})
-    talks[2].say("Stop", sim={"finish_reason": "abort"})
-    for reward, talk in enumerate(talks[:3]):
-        stand.http.put(f"{talk.path}/reward", json={"reward": reward})
-    stand.http.delete(talks[3].path)
-
-    def chosen(**query: Any) -> set[int]:
-        return {row["attempt"] for row in stand.rows(group_id=group, **query)}
-
-    assert chosen() == {0, 1, 2, 3}
-    assert chosen(status="completed") == {0, 3}
-    assert chosen(status="truncated") == {1}
-    assert chosen(status="aborted") == {2}
-    assert chosen(session_status="closed") == {3}
-    assert chosen(session_status="open") == {0, 1, 2}
-    assert chosen(min_reward=1) == {1, 2}
-    assert chosen(min_reward=1, max_reward=1) == {1}
-    assert chosen(session_id=talks[2].id) == {2}
-    assert chosen(since="2000-01-01T00:00:00Z", until=4_000_000_000) == {0, 1, 2, 3}
-    assert chosen(since="2090-01-01") == chosen(until=1) == set()
-
-
 @pytest.mark.parametrize("truncate", ["turn", "token"])
 @pytest.mark.parametrize("history", ["linear", "tree"])
 def test_explain_counts_the_sampled_tokens_that_are_cut(stand: Stand, truncate: str, history: str) -> None:
@@ -128,24 +103,6 @@ def test_explain_counts_the_sampled_tokens_that_are_cut(stand: Stand, truncate: 
     [line] = [row for row in explained if "cut_tokens" in row]
     assert line["turn"] == stored["turns"][2]["turn"]
     assert line["excluded"].startswith("max_seq_len: ")
-
-
-@pytest.mark.parametrize("shape", ["turnlog", "atropos"])
-def test_what_was_not_asked_for_is_not_left_out(stand: Stand, shape: str) -> None:
-    group, talks = group_of(stand, 2)
-    group_of(stand, 2)
-    stand.talk(parent_session_id=talks[0].id)
-    stand.talk()
-    asked = {"explain": True, "shape": shape, "min_reward": 1}
-    of_group = {row["session_id"] for row in stand.rows(group_id=group, **asked)}
-    assert {talk.id for talk in talks} <= of_group
-    assert all(stand.rows(group_id=group, session_id=one, **asked) for one in of_group), "each is of the group"
-    stand.http.delete(f"{talks[1].path}?erase=true").raise_for_status()
-    again = {row["session_id"]: row["excluded"] for row in stand.rows(group_id=group, **asked)}
-    assert again.keys() == of_group
-    assert again[talks[1].id] == "erased"
-    assert {row["session_id"] for row in talks[0].rows(**asked)} <= of_group
-    assert talks[0].rows(group_id="other", **asked) == []
 
 
 def test_the_same_cursor_gives_the_same_bytes_and_the_next_one_goes_on(stand: Stand) -> None:
@@ -198,15 +155,6 @@ def test_a_bad_parameter_is_400_and_says_what_is_accepted(
     assert error_of(response) == (400, "invalid_request")
     message = response.json()["error"]["message"]
     assert [part for part in told if part not in message] == [], message
-
-
-def test_a_cursor_of_another_epoch_is_refused(stand: Stand) -> None:
-    whole = stand.http.get("/export").headers["x-turnlog-cursor"]
-    fields = json.loads(base64.urlsafe_b64decode(whole + "=" * (-len(whole) % 4)))
-    other = base64.urlsafe_b64encode(json.dumps({**fields, "epoch": "other"}).encode()).decode()
-    response = stand.http.get("/export", params={"cursor": other})
-    assert error_of(response) == (400, "invalid_request")
-    assert "epoch" in response.json()["error"]["message"]
 
 
 def whole_group(stand: Stand, rewards: list[float | None]) -> tuple[str, list[Talk]]:

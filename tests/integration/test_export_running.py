@@ -191,18 +191,3 @@ def test_clients_that_go_away_leave_nothing_behind(large: Stand, query: str) -> 
     with Health(large) as health:
         assert read("ndjson", get(large, session_id="c7"))[0]["session_id"] == "c7"
         until(lambda: len(health.latencies) > 20)
-
-
-@pytest.mark.long
-def test_a_client_that_does_not_read_does_not_fill_the_servers_memory(large: Stand) -> None:
-    before = resident(large)
-    connections = [socket.create_connection(("127.0.0.1", large.server.port)) for _ in range(4)]
-    try:
-        for connection in connections:
-            connection.sendall(b"GET /export HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        with Health(large) as health:
-            until(lambda: len(health.latencies) > 200)
-        assert resident(large) < max(MEMORY, before + (100 << 20))
-    finally:
-        for connection in connections:
-            connection.close()

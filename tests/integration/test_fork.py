@@ -12,7 +12,6 @@ import pytest
 from integration.places import Places
 from integration.routing import BOTH, problems
 from integration.stand import WEATHER, Stand, Talk, error_of, serving
-from integration.tito import sent_ids
 from ops.simulator.process import SimulatorProcess
 from turnlog.client.samples import parse
 
@@ -137,17 +136,6 @@ def test_the_same_key_makes_the_same_sessions_once(used: Stand) -> None:
     assert error_of(ask(used, source, key=key, turn=1, metadata={"n": 1})) == (409, "session_closed")
 
 
-def test_a_marked_retry_is_of_the_forks_own_turns(used: Stand) -> None:
-    source = said(used, "One", "Two")
-    [fork] = forks(used, source, turn=2)
-    sent = {"tools": [WEATHER], "sim": {"tool_calls": False}, "headers": {"x-stainless-retry-count": "1"}}
-    assert "x-turnlog-replayed" in source.chat(source.messages[:-1], **sent).headers
-    again = fork.chat(source.messages[:-1], **sent)
-    assert "x-turnlog-replayed" not in again.headers
-    assert again.headers["x-turnlog-rolled-back"] == "1"
-    assert fork.chat(source.messages[:-1], **sent).content == again.content
-
-
 MASKS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     **dict.fromkeys(("slime", "miles"), lambda row: row["loss_mask"]),
     "verl": lambda row: row["response_mask"],
@@ -199,27 +187,3 @@ def test_what_cannot_be_forked_is_refused_and_nothing_is_made(used: Stand, body:
         == 1
     )
     assert error_of(ask(used, used.known("nobody"), turn=1)) == (404, "session_not_found")
-
-
-def test_with_ids_a_fork_continues_its_parents(tito: Stand) -> None:
-    source = said(tito, *FOUR)
-    whole = source.state()["metadata"]["accumulated_token_ids"]
-    [fork] = forks(tito, source, turn=2)
-    start = source.rows()[0]["turns"][1]["end"]
-    go_on(fork, source, 2, "Else")
-    [prompt] = sent_ids(tito, fork)
-    assert prompt[:start] == whole[:start]
-    assert fork.state()["metadata"]["tito_session_mismatch"] == []
-    [record] = fork.state()["records"][2:]
-    assert record["request"]["input_ids"] == prompt
-
-
-def test_the_page_says_where_a_session_was_forked_from(used: Stand) -> None:
-    source = said(used, "One")
-    [fork] = forks(used, source, turn=1)
-    views = [used.http.get(f"/ui/api/sessions/{talk.id}").json() for talk in (fork, source)]
-    assert [view["fork"] for view in views] == [
-        {"session": source.id, "turn": 1, "turns": 1, "loss": False},
-        None,
-    ]
-    assert [turn["opened_at"] for turn in views[0]["turns"]] == [None]

@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.streams import assembled
 
 from integration.places import Places
 from integration.stand import HOURS, SPOKEN, Stand, Talk, error_of, serving, standing, until, user
@@ -129,15 +128,6 @@ def test_a_parent_in_a_header_need_not_be_known(stand: Stand, named: str, parent
     assert stand.http.get(f"/sessions/{parent}").status_code == 404
 
 
-def test_an_agents_own_id_goes_with_any_session_header(apart: Stand) -> None:
-    stand, session = apart, fresh()
-    headers = {"session-id": session, "x-turnlog-agent-id": "reviewer"}
-    Agent(stand, **headers).say("Hello")
-    assert config(stand, f"{session}:reviewer")["parent"] == session
-    Agent(stand, **headers | {"x-turnlog-agent-id": "tester", "x-turnlog-parent-session-id": "elsewhere"}).say("Hello")
-    assert config(stand, f"{session}:tester")["parent"] == "elsewhere"
-
-
 def test_threads_of_codex(apart: Stand) -> None:
     stand, session = apart, fresh()
     Agent(stand, session_id=session, thread_id=session).say("Hello")
@@ -172,12 +162,6 @@ def test_a_child_takes_after_its_parent(stand: Stand) -> None:
     parent = stand.talk(**taken, group_id="task", history="linear")
     Agent(stand, x_turnlog_session_id=parent.id, x_turnlog_agent_id="sub").say("Hello")
     assert config(stand, f"{parent.id}:sub") == {**taken, "parent": parent.id}
-
-
-def test_a_session_is_not_its_own_parent(stand: Stand) -> None:
-    session = fresh()
-    Agent(stand, x_session_id=session, x_parent_session_id=session).say("Hello")
-    assert "parent" not in config(stand, session)
 
 
 def test_the_first_session_header_counts_and_its_own_relatives(stand: Stand) -> None:
@@ -307,17 +291,6 @@ def test_a_server_may_keep_what_diverges_in_sessions_that_do_not_say(keeping: St
     for agent in strict:
         assert agent.chat("One").status_code == 200
         assert error_of(agent.chat("Two")) == (400, "history_mismatch")
-
-
-def test_a_rollback_is_told_in_a_stream_whose_headers_have_gone_out(keeping: Stand) -> None:
-    talk = keeping.talk()
-    talk.say("Hello")
-    talk.say("More")
-    again = talk.chat(talk.messages[:3], stream=True, sim={"latency_s": 0.5})
-    assert "x-turnlog-rolled-back" not in again.headers
-    comments = [part for part in again.text.split("\n\n") if part.startswith(":")]
-    assert (comments[0], comments[-1]) == (": keep-alive", ": x-turnlog-rolled-back: 1")
-    assert assembled(again.text)["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("capture", ["", "/training-token-capture"])

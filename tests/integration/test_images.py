@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 from integration.places import Places
 from integration.routing import problems
 from integration.stand import SPOKEN, Stand, Talk, error_of, serving
-from integration.test_metrics_route import value
 from ops.simulator.process import SimulatorProcess
 
 PLAIN = {"tool_calls": False}
@@ -181,37 +179,6 @@ def test_forks_have_the_images_and_erasure_takes_them(sglang: SimulatorProcess, 
         [row] = fork.rows(images="inline")
         assert base64.b64decode(row["images"][0]["bytes"]) == PNG
         assert problems(stand) == []
-
-
-def test_what_a_turn_stores_counts_its_images_once(stand: Stand) -> None:
-    """Of random bytes, which no compression makes fewer."""
-    talk, data, counts = stand.talk(), random.Random(1).randbytes(100_000), []
-    for _ in range(2):
-        before = value(stand, "turnlog_turn_bytes_total", kind="stored")
-        talk.add(asks("chat", "What is it?", image("chat", data)), sim=PLAIN)
-        counts.append(value(stand, "turnlog_turn_bytes_total", kind="stored") - before)
-    assert counts[0] > len(data) > counts[1]
-
-
-def inline_row(talk: Talk) -> dict[str, Any]:
-    """The session's row with its images, without what says where in the log it was read."""
-    [row] = talk.rows(images="inline")
-    return {name: value for name, value in row.items() if name not in ("cursor", "as_of_seq")}
-
-
-def test_a_restored_checkpoint_has_the_images(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.add(asks("chat", "What is it?", image("chat", PNG)), sim=PLAIN)
-    before = inline_row(talk)
-    assert stand.http.post("/checkpoints", json={"name": "images"}).status_code == 200
-    talk.add(asks("chat", "And it?", image("chat", JPEG)), sim=PLAIN)
-    assert stand.http.post("/checkpoints/images/restore").status_code == 200
-    assert stand.http.delete("/checkpoints/images").status_code == 204
-    assert inline_row(talk) == before
-    talk.messages = talk.messages[:2]
-    talk.add(asks("chat", "Or it?", image("chat", JPEG), image("chat", PNG)), sim=PLAIN)
-    assert [base64.b64decode(one["bytes"]) for one in inline_row(talk)["images"]] == [PNG, JPEG, PNG]
-    assert [problem for problem in problems(stand) if problem.startswith(talk.id)] == []
 
 
 def test_with_a_tokenizer_a_turn_with_images_is_captured(tito: Stand) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -54,28 +53,6 @@ def test_a_servers_tool_is_left_out_of_the_prompt_and_told(stand: Stand, protoco
 
     forced = talk.chat([user("Hello")], tool_choice=FORCED[protocol], **fields)
     assert error_of(forced) == (400, "unsupported")
-
-
-def test_a_stream_that_has_begun_is_told_by_a_comment(stand: Stand, sglang: SimulatorProcess, places: Places) -> None:
-    environment = {"TURNLOG_STREAM_KEEPALIVE_S": "0.05"}
-    with checked(places.new("impatient"), sglang.base_url, environment=environment) as impatient:
-        talk = impatient.talk("responses")
-        response = talk.chat([user("Hello")], stream=True, tools=[SERVERS["responses"]], sim={"latency_s": 0.5})
-    assert TOLD not in response.headers
-    assert f": {TOLD}: server_tool:tools[0]\n" in response.text
-
-
-def test_details_of_images_that_engines_do_not_know_are_known_again_in_the_next_turn(stand: Stand) -> None:
-    picture = {"url": "data:image/png;base64,AAAA", "detail": "original"}
-    for size in (0, 40_000):
-        talk = stand.talk()
-        asked = [{"type": "text", "text": "x" * size + "See"}, {"type": "image_url", "image_url": picture}]
-        first = talk.add({"role": "user", "content": asked})
-        second = talk.say("And?")
-        assert [one.headers[TOLD] for one in (first, second)] == ["image_detail:messages[0].content[1]"] * 2
-        assert [event["parent"] for event in talk.committed()] == [0, 1]
-        for request in stand.engine_requests(talk.id):
-            assert json.dumps(request["body"]).count('"detail": "auto"') == 1
 
 
 def deaf(template: str) -> str:

@@ -16,7 +16,6 @@ from anthropic.lib.streaming import MessageStreamEvent
 from helpers.streams import is_final
 
 from integration.places import Places
-from integration.proxy import RecordingProxy
 from integration.stand import SPOKEN, Message, Stand, Talk, serving, tool_of, until, user
 from ops.simulator.process import SimulatorProcess
 
@@ -100,20 +99,6 @@ def first_delta(response: httpx.Response) -> Iterator[str]:
     return lines
 
 
-def test_a_stream_that_a_proxy_compressed_is_read(vllm: SimulatorProcess, places: Places) -> None:
-    environment = {"TURNLOG_UPSTREAM_DIALECT": "vllm"}
-    with (
-        RecordingProxy(vllm.base_url) as proxy,
-        serving(places.new("compressed"), proxy.base_url, engine_url=vllm.base_url, environment=environment) as stand,
-    ):
-        proxy.encoding = "gzip"
-        talk = stand.talk(stream_mode="live")
-        seen, streamed = by_package(talk, stand.base_url, sim={"text": "Hello there", "reasoning": False})
-        assert seen > 1
-        assert streamed["choices"][0]["message"]["content"] == "Hello there"
-        assert len(talk.committed()) == 1
-
-
 def test_deltas_come_before_the_commit_and_the_end_after_it(live: Stand) -> None:
     talks = [live.talk(protocol) for protocol in PROTOCOLS]
     with ExitStack() as stack:
@@ -144,17 +129,6 @@ def test_a_client_that_leaves_does_not_end_its_turn_and_gets_it_whole_later(live
         assert len(talk.committed()) == 1
 
 
-def test_a_client_that_does_not_read_holds_nothing_up(live: Stand) -> None:
-    talk = live.talk(stream_mode="live")
-    sim = {"completion_tokens": 30_000, "reasoning": False, "tool_calls": False}
-    with streaming(talk, live, sim=sim) as response:
-        until(talk.committed)
-        [message] = [record["response"]["choices"][0]["message"] for record in talk.state()["records"]]
-        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
-        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
-        assert "".join(delta.get("content") or "" for delta in deltas) == message["content"]
-
-
 BROKEN = {
     "reset": (200, "upstream_unreachable"),
     "truncated_json": (200, "upstream_unreachable"),
@@ -179,12 +153,6 @@ def test_a_broken_engine_stream_is_never_final(live: Stand, protocol: str, fault
         assert error["message"]
     end = talk.events()[-1]
     assert (broken.status_code, end["type"], end["reason"]) == (BROKEN[fault][0], "TurnRejected", BROKEN[fault][1])
-
-
-def test_an_engine_that_refuses_answers_as_without_a_stream(live: Stand) -> None:
-    for protocol in PROTOCOLS:
-        talk = live.talk(protocol, stream_mode="live")
-        assert talk.chat([user("Go")], stream=True, sim={"fault": "status_503"}).status_code == 503
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -222,16 +190,6 @@ def test_where_it_cannot_be_live_a_stream_is_whole(live: Stand, case: str) -> No
     assert (response.status_code, response.headers[MODE]) == (200, "whole")
     assert "stream" not in live.engine_requests(talk.id, path)[-1]["body"]
     assert len(talk.committed()) == 1
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_an_engine_is_asked_to_stream_once_it_is_known(
-    request: pytest.FixtureRequest, places: Places, engine: str
-) -> None:
-    with serving(places.new(f"auto-{engine}"), request.getfixturevalue(engine).base_url) as auto:
-        talk = auto.talk(stream_mode="live")
-        talk.chat([user("Go")])
-        assert talk.chat([user("Go")], stream=True).headers[MODE] == "live"
 
 
 def test_an_sglang_that_says_nothing_of_ids_in_streams_is_asked_for_a_whole_reply(places: Places) -> None:

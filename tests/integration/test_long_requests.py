@@ -81,25 +81,6 @@ def test_a_retry_is_known_by_its_canonical_body(stand: Stand) -> None:
     assert "x-turnlog-replayed" not in send(stand, talk, compact(asked, temperature=0.7, stop=["x"]), RETRY).headers
 
 
-def test_a_key_with_another_long_body_is_422(stand: Stand) -> None:
-    talk, messages = long_talk(stand)
-    asked, key = [*messages, user("last")], {"idempotency-key": "k"}
-    first = send(stand, talk, compact(asked), key)
-    assert send(stand, talk, compact(asked), key).content == first.content
-    assert error_of(send(stand, talk, compact([*messages, user("other")]), key)) == (422, "idempotency_mismatch")
-    assert error_of(send(stand, talk, compact(asked, temperature=0.5), key)) == (422, "idempotency_mismatch")
-
-
-def test_a_rollback_and_what_goes_back_too_far(stand: Stand) -> None:
-    talk, messages = long_talk(stand)
-    reply = send(stand, talk, compact([*messages[:-2], user("another")]))
-    assert (reply.status_code, reply.headers["x-turnlog-rolled-back"]) == (200, "1")
-    messages = [*messages[:-2], user("another"), replied(reply)]
-    assert error_of(send(stand, talk, compact([*messages[:3], user("far")]))) == (400, "rollback_too_deep")
-    assert error_of(send(stand, talk, compact([messages[0], user("?"), *messages[2:]]))) == (400, "history_mismatch")
-    replied(send(stand, talk, compact([*messages, user("on")])))
-
-
 REFUSED = {
     "no end": lambda body: body[:-1],
     "more behind the end": lambda body: body + b"}",

@@ -11,7 +11,7 @@ import pytest
 
 from integration.places import Places
 from integration.routing import problems
-from integration.stand import CHAT, Stand, error_of, serving, until, user
+from integration.stand import CHAT, Stand, error_of, serving, until
 from integration.test_archive import archived, imported
 from integration.test_checkpoints import make, restore
 from integration.test_names import TOLD, Named
@@ -116,21 +116,6 @@ def test_one_generation_is_erased(own: Stand, is_archived: bool, tmp_path: Path)
     assert named.chat("c").status_code == 200
     assert named.generations() == [(1, "erased", 1), (2, "erased", 1), (3, "open", 1)]
     assert named.events(1)[-1]["type"] == "SessionErased"
-
-
-def test_forks_have_no_name(own: Stand) -> None:
-    named = Named(own)
-    named.chat("a")
-    named.finish()
-    for generation, source in ((1, named.name), (2, named.chat("b").headers[TOLD])):
-        made = own.http.post(f"{named.path}/fork", params={"generation": generation}, json={"turn": 1}).json()
-        fork = own.known(made["sessions"][0]["session_id"])
-        shown = own.get(fork.path)["session"]
-        assert (shown["name"], shown["generation"]) == (None, None)
-        assert fork.events()[0]["fork"]["session"] == source
-        assert named.finish(fork.id)["name"] is None
-        assert error_of(fork.chat([user("More")])) == (404, "session_closed")
-    assert named.generations() == [(1, "closed", 1), (2, "open", 1)]
 
 
 @pytest.mark.parametrize("is_begun", [False, True])

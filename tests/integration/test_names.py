@@ -9,11 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.looking import change
 
 from integration.guarded import guarded_serving
 from integration.places import Places
-from integration.stand import CHAT, Stand, error_of, standing, user
+from integration.stand import CHAT, Stand, error_of, user
 from ops.simulator.process import SimulatorProcess
 
 TOLD = "x-turnlog-session-id"
@@ -125,29 +124,6 @@ def test_a_path_with_the_name_leads_to_the_newest_session(stand: Stand) -> None:
     assert named.generations() == [(1, "closed", 1), (2, "closed", 5)]
 
 
-def test_a_session_that_cannot_be_read_can_be_erased(places: Places) -> None:
-    with standing(places.new("names")) as stand:
-        named, made = Named(stand), stand.talk()
-        named.chat()
-        made.say("Hello")
-        stand.server.kill()
-        stand.server.start()
-        for path in (named.path, made.path):
-            session_id = path.rpartition("/")[2]
-            change(stand.url, "UPDATE events SET data = :junk WHERE session_id = :id", junk=b"{junk", id=session_id)
-            assert error_of(stand.http.get(path)) == (500, "session_unreadable")
-            assert stand.http.delete(path, params={"erase": "true"}).status_code == 204
-
-
-def test_no_path_begins_a_session(stand: Stand) -> None:
-    named = Named(stand)
-    named.chat()
-    named.finish()
-    assert error_of(named.chat(path=named.path + CHAT)) == (404, "session_closed")
-    assert error_of(stand.http.get(named.path)) == (404, "session_closed")
-    assert len(named.generations()) == 1
-
-
 @pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize("mark", ["idempotency-key", "x-stainless-retry-count", "request_id"])
 def test_a_retry_of_an_ended_generation_gets_its_reply(stand: Stand, mark: str, is_begun: bool) -> None:
@@ -217,18 +193,6 @@ def test_a_creation_begins_the_next_generation_too(stand: Stand) -> None:
     assert error_of(stand.http.post("/sessions", json={"session_id": named.name})) == (409, "session_exists")
     assert named.chat().headers[TOLD] == second["session_id"]
     assert stand.get(named.path)["session"]["group_id"] == "task"
-
-
-def test_agents_are_of_the_newest_generation(stand: Stand) -> None:
-    named = Named(stand)
-    linear = {"session_id": named.name, "history": "linear"}
-    for _ in range(2):
-        root = stand.http.post("/sessions", json=linear).json()["session_id"]
-        assert named.chat(headers={"x-turnlog-agent-id": "sub"}).status_code == 200
-        assert stand.known(f"{root}:sub").committed()
-        named.finish()
-    assert named.chat(headers={"x-turnlog-agent-id": "sub"}).status_code == 200
-    assert [number for number, _, _ in named.generations()] == [1, 2, 3]
 
 
 def test_a_token_is_that_of_one_generation(places: Places, sglang: SimulatorProcess) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from integration.places import Places
-from integration.routing import BOTH, EXPERTS, KINDS, POSITIONS, Recorded, Rows, Session, recorded, rows_in, session_of
-from integration.stand import WEATHER, Stand
+from integration.routing import BOTH, EXPERTS, KINDS, POSITIONS, Recorded, Rows, Session, recorded, rows_in
+from integration.stand import WEATHER
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
@@ -99,17 +99,6 @@ def first_row(body: bytes, row: Row) -> int:
     return len(row["tokens"]) - 1 - len(rows_sent(body))
 
 
-def test_without_asking_there_is_no_payload(line: Recorded) -> None:
-    talk = line.talk()
-    talk.say("One")
-    [row] = talk.rows()
-    assert not {*KINDS, "row_start", "tombstoned"} & set(row)
-    [asked] = exported(talk)
-    assert {name: value for name, value in asked.items() if name in row and name != "cursor"} == {
-        name: value for name, value in row.items() if name != "cursor"
-    }
-
-
 @pytest.mark.parametrize("window", [0, 1])
 def test_tombstones_change_no_exported_row(line: Recorded, window: int) -> None:
     window_of, all_of = twins(line, ["One", "Two", "Three", "Four"], rollback_window=window)
@@ -169,27 +158,6 @@ def test_where_the_prompt_drifted_the_row_start_tells(line: Recorded) -> None:
     assert second["row_start"] == fourth["sent"]
     patched = line.stand.server.environment.get("TURNLOG_REPLAY_INCREMENTAL") == "true"
     assert (second["row_start"] > 0) == patched
-
-
-def test_a_closed_session_is_exported_with_its_rows(line: Recorded) -> None:
-    talk = line.talk()
-    for text in ("One", "Two"):
-        talk.say(text)
-    before = payloads(exported(talk))
-    assert line.stand.http.delete(talk.path).status_code == 204
-    [row] = exported(talk)
-    assert row["final"] is True
-    assert payloads([row]) == before
-    line.stand.http.delete(talk.path, params={"erase": "true"})
-    assert exported(talk) == []
-
-
-def test_a_session_without_payloads_has_empty_fields(shared: Stand) -> None:
-    talk = session_of(shared)
-    talk.say("Hello")
-    [row] = exported(talk)
-    assert (row[EXPERTS], row["row_start"], row["rows"], row["dtype"], row["shape"]) == (None, None, 0, None, [])
-    assert (POSITIONS in row, row["tombstoned"]) == (False, [])
 
 
 def test_the_same_cursor_gives_the_same_rows_unless_they_were_tombstoned(line: Recorded) -> None:

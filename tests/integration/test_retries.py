@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import httpx
 import pytest
 
-from integration.stand import HOURS, Stand, error_of, until, user
+from integration.stand import Stand, error_of, until, user
 
 KEY = {"idempotency-key": "k-1"}
 RETRY = {"x-stainless-retry-count": "1"}
@@ -49,11 +49,6 @@ def test_a_key_with_another_body_is_422(stand: Stand) -> None:
     assert talk.generations() == 1
 
 
-def test_a_key_belongs_to_its_session(stand: Stand) -> None:
-    assert stand.talk().chat([user("Hello")], headers=KEY).status_code == 200
-    assert stand.talk().chat([user("Other")], headers=KEY).status_code == 200
-
-
 @pytest.mark.parametrize(("first", "again"), [(KEY, KEY), ({}, RETRY)])
 def test_a_marked_retry_joins_the_turn_in_flight(stand: Stand, first: dict[str, str], again: dict[str, str]) -> None:
     talk = stand.talk()
@@ -68,24 +63,6 @@ def test_a_marked_retry_joins_the_turn_in_flight(stand: Stand, first: dict[str, 
     assert [reply.status_code for reply in replies] == [200, 200, 200]
     assert len({reply.content for reply in replies}) == 1
     assert (talk.generations(), len(talk.committed())) == (1, 1)
-
-
-def test_the_key_of_the_turn_in_flight_with_another_body_is_422(stand: Stand) -> None:
-    talk = stand.talk()
-    call = stand.meanwhile(talk.chat, [user("Slow")], headers=KEY, sim={"latency_s": HOURS})
-    stand.until_generating(talk)
-    assert error_of(talk.chat([user("Other")], headers=KEY)) == (422, "idempotency_mismatch")
-    stand.end()
-    assert call.result().status_code == 200
-
-
-def test_a_retry_with_another_body_does_not_join(stand: Stand) -> None:
-    talk = stand.talk()
-    call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": HOURS})
-    stand.until_generating(talk)
-    assert error_of(talk.chat([user("Other")], headers=RETRY)) == (409, "session_busy")
-    stand.end()
-    assert call.result().status_code == 200
 
 
 def test_a_retry_of_a_stream_is_a_stream_of_the_same_turn(stand: Stand) -> None:

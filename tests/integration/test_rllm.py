@@ -16,7 +16,7 @@ import pytest
 from integration.guarded import bearer, guarded_serving
 from integration.places import Places
 from integration.routing import EXPERTS
-from integration.stand import CHAT, Stand, error_of, standing, user
+from integration.stand import CHAT, Stand, standing, user
 from ops.simulator.process import SimulatorProcess
 from turnlog import Turnlog
 
@@ -138,16 +138,6 @@ def test_a_name_comes_again_after_its_deletion(gateway: Stand) -> None:
     assert len(rows) == 6  # nothing is lost: exports still have what was deleted
 
 
-def test_the_first_request_makes_the_session_and_equal_requests_are_traces_of_their_own(gateway: Stand) -> None:
-    rollout = Rollout(gateway)
-    assert rollout.traces() == []
-    for _ in range(3):
-        rollout.messages.clear()
-        rollout.say("hi")
-    assert [of(trace) for trace in rollout.traces()] == [sampled(reply) for reply in rollout.replies]
-    assert rollout.create().status_code == 200  # as it is
-
-
 def test_a_sessions_parameters_override_those_of_the_request(gateway: Stand) -> None:
     rollout = Rollout(gateway)
     rollout.create()
@@ -247,20 +237,6 @@ def test_errors_have_the_gateways_shape(
 ) -> None:
     response = gateway.http.request(method, path, json=body)
     assert (response.status_code, list(response.json())) == (status, [field]), response.text
-
-
-def test_turnlogs_own_paths_stay_its_own(gateway: Stand) -> None:
-    rollout = Rollout(gateway)
-    rollout.say("hi")
-    for part in ("events", "tree", "state", "messages"):
-        assert gateway.http.get(f"{rollout.path}/{part}").status_code == 200
-    assert gateway.http.get("/sessions", params={"count": "true"}).json()["sessions"]
-    body = {"model": "simulator", "messages": rollout.messages}
-    missing = gateway.http.post(f"{rollout.path}{CHAT}", params={"generation": 2}, json=body)
-    assert error_of(missing) == (404, "session_not_found")
-    assert gateway.http.put(f"{rollout.path}/reward", json={"reward": 1}).status_code == 200
-    assert gateway.http.delete(f"{rollout.path}?erase=true").status_code == 204
-    assert rollout.traces() == []
 
 
 def test_experts_are_told_as_rllms_trainer_for_verl_reads_them(places: Places) -> None:

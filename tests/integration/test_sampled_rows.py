@@ -18,7 +18,6 @@ from integration.routing import (
     Rows,
     Session,
     asks_for_all,
-    fetch,
     is_of_the_decode,
     own_rows,
     payload_rows,
@@ -26,7 +25,7 @@ from integration.routing import (
     rows_in,
     session_of,
 )
-from integration.stand import Stand, error_of, until, user
+from integration.stand import Stand, error_of, user
 from integration.tito import checked
 from ops.simulator.process import SimulatorProcess
 
@@ -111,18 +110,6 @@ def test_sampled_rows_are_those_of_the_decode(line: Stand, history: str, seed: i
     assert problems(line) == []
 
 
-def test_stored_bytes_grow_with_the_tokens(line: Stand) -> None:
-    kept = {}
-    for retain in ("sampled", "all"):
-        player = Player(line, 5, history="linear", retain=retain)
-        for _ in range(24):
-            player.turn()
-        tokens = len(player.rows("newest")[0]["tokens"])
-        kept[retain] = player.live[-1] / tokens / ROW_BYTES
-        assert fetch(player.talk, 1).status_code == (410 if retain == "sampled" else 200)
-    assert kept["sampled"] <= WINDOW + 2 < 8 < kept["all"]
-
-
 def test_a_row_that_needs_a_tombstoned_one_is_left_out(line: Stand) -> None:
     player = Player(line, 7, history="linear")
     for _ in range(WINDOW + 1):
@@ -185,25 +172,6 @@ def test_what_else_a_session_can_do(kept: Stand, tmp_path: Path, done: Callable[
     assert row["routing_differs"] > 0
     assert is_of_the_decode(row, replies)
     assert problems(kept) == []
-
-
-def test_payloads_that_are_dropped_leave_no_sampled_rows(sglang: SimulatorProcess, places: Places) -> None:
-    """Those of the oldest turns for the budget of a session, and all of a closed one."""
-    environment = {"TURNLOG_MAX_REPLAY_BYTES": str(1 << 20), "TURNLOG_CLOSED_REPLAY_TTL_S": "0"}
-    with checked(places.new("dropped"), sglang.base_url, environment=environment) as stand:
-        talk = session_of(stand, retain="sampled", rollback_window=0)
-        for turn in range(1, 9):
-            talk.say(f"Turn {turn}", **asks_for_all(turn, **{**LARGE, "top_k": 64}))
-        gone = [event for event in talk.events() if event["type"] == "BlobsTombstoned"]
-        assert {event.get("reason", "window") for event in gone} == {"window", "budget"}
-        for routing, expected in (("sampled", ["tombstoned"]), ("newest", [None])):
-            rows = talk.rows(replay="true", routing=routing, explain="true")
-            assert [row.get("excluded") for row in rows] == expected
-        assert stand.http.delete(talk.path).status_code == 204
-        until(lambda: talk.events()[-1].get("reason") == "closed" and "BlobsTombstoned" in talk.types()[-1])
-        for routing in ("sampled", "newest"):
-            [row] = talk.rows(replay="true", routing=routing, explain="true")
-            assert row.get("excluded") == "tombstoned" if routing == "sampled" else row["tombstoned"]
 
 
 @pytest.mark.parametrize("replay", ["urls", "false"])

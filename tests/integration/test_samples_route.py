@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ from transformers import AutoTokenizer
 from integration.places import Places
 from integration.routing import BOTH
 from integration.stand import WEATHER, Stand, Talk, error_of, serving
-from integration.tito import ids_in, output_of
 from ops.simulator.process import SimulatorProcess
 
 DTYPES = {
@@ -129,12 +127,6 @@ def test_a_driver_may_bring_its_metadata_and_the_reward(routed: Stand) -> None:
     refused = routed.http.post(f"{talk.path}/samples", json={"reward": 1.0})
     assert error_of(refused) == (404, "session_closed")
     assert talk.events()[-1]["type"] == "SessionClosed", "nothing was assigned"
-
-
-def test_a_process_names_itself(routed: Stand) -> None:
-    first, second = (routed.http.get("/health").json()["session_server_instance_id"] for _ in range(2))
-    assert len(first) == 32
-    assert first == second
 
 
 def test_a_cut_slices_the_tails_rows(routed: Stand) -> None:
@@ -261,16 +253,6 @@ def test_a_completion_is_a_sample_too(stand: Stand, ids: bool) -> None:
     assert meta["samples"][0]["response"] == first.json()["choices"][0]["text"]
 
 
-@pytest.mark.parametrize("body", ["", "{}", '{"max_seq_len": null}', '{"max_seq_len": 1000000}'])
-def test_without_a_limit_there_is_everything(stand: Stand, body: str) -> None:
-    talk = stand.talk()
-    talk.say("Hello")
-    response = stand.http.post(f"{talk.path}/samples", content=body)
-    assert response.status_code == 200
-    [row] = talk.rows()
-    assert safetensors.numpy.load(response.content)["tokens.0"].tolist() == row["tokens"]
-
-
 def test_an_empty_session_has_no_records(stand: Stand) -> None:
     tensors, meta = post(stand, stand.talk())
     assert (tensors, meta["samples"], meta["empty_reason"]) == ({}, [], "no_records")
@@ -300,17 +282,6 @@ def test_a_bad_body_is_400_and_names_the_field(stand: Stand, body: str, told: st
     assert told in response.json()["error"]["message"]
 
 
-def test_closed_erased_and_unknown_sessions_are_404(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("Hello")
-    assert stand.http.delete(talk.path).status_code == 204
-    assert error_of(stand.http.post(f"{talk.path}/samples", json={})) == (404, "session_closed")
-    stand.http.delete(f"{talk.path}?erase=true")
-    assert error_of(stand.http.post(f"{talk.path}/samples", json={})) == (404, "session_closed")
-    unknown = stand.known("never-seen")
-    assert error_of(stand.http.post(f"{unknown.path}/samples", json={})) == (404, "session_not_found")
-
-
 def test_a_damaged_session_is_500_for_itself_alone(stand: Stand) -> None:
     broken, sound = stand.talk(), stand.talk()
     broken.say("Hello")
@@ -323,25 +294,3 @@ def test_a_damaged_session_is_500_for_itself_alone(stand: Stand) -> None:
     post(stand, sound)
     told = broken.rows(explain="true")
     assert [row["excluded"].split(":")[0] for row in told] == ["unreadable"]
-
-
-def test_a_look_at_a_session_while_it_talks_is_of_one_moment(tito: Stand) -> None:
-    """Its samples with their metadata, and its state."""
-    talk = tito.talk()
-    talk.say("Hello", max_tokens=4)
-    lengths = set()
-    with ThreadPoolExecutor(1) as thread:
-        for _ in range(3):
-            turns = thread.submit(lambda: [talk.say("On", max_tokens=4) for _ in range(12)])
-            while not turns.done():
-                tensors, meta = post(tito, talk)
-                beside = meta["session_metadata"]
-                assert beside["accumulated_token_ids"] == tensors["tokens.0"].tolist()
-                assert beside["tito_session_mismatch"] == []
-                state = talk.state()
-                last = state["records"][-1]
-                ids = ids_in(last["request"]) + output_of(last["response"])
-                assert state["metadata"]["accumulated_token_ids"] == ids
-                lengths.add(len(tensors["tokens.0"]))
-            turns.result()
-    assert len(lengths) > 3, "it was looked at while it talked"

@@ -120,41 +120,6 @@ def test_fields_narrow_a_search_and_stand_alone(searched: Stand) -> None:
         assert places_of(ask(searched, **parameters)) == wanted, parameters
 
 
-def test_an_odd_name_does_not_stop_the_index(searched: Stand) -> None:
-    """PostgreSQL's text holds no NUL: one such name had kept the index from everything behind it."""
-    word = uuid.uuid4().hex
-    call = {"id": "c1", "type": "function", "function": {"name": "lo\0ok", "arguments": "{}"}}
-    talk = searched.talk()
-    said = [user(word), {"role": "assistant", "content": None, "tool_calls": [call]}, user("and?")]
-    assert talk.chat(said).status_code == 200
-    assert places_of(current(searched, q=word)) == [(talk.id, 1, 0)]
-    assert places_of(ask(searched, tool="lo ok", session_id=talk.id)) == [(talk.id, 1, 1)]
-
-
-def test_metrics_tell_how_far_the_index_is(searched: Stand) -> None:
-    searched.talk().say("One turn")
-    until(lambda: "turnlog_search_behind_events 0.0" in searched.http.get("/metrics").text)
-    assert "turnlog_search_failures_total 0.0" in searched.http.get("/metrics").text
-
-
-def test_pages_continue_where_they_ended(searched: Stand) -> None:
-    word = f"heron{uuid.uuid4().hex[:8]}"
-    talks = [searched.talk() for _ in range(3)]
-    for number in range(4):
-        for talk in talks:
-            talk.say(f"{word} number {number}")
-    whole = places_of(current(searched, q=word, limit=100))
-    assert len(whole) == 12
-    found, cursor = [], None
-    while True:
-        page = ask(searched, q=word, limit=5, **({} if cursor is None else {"cursor": cursor}))
-        found += places_of(page)
-        cursor = page["next_cursor"]
-        if cursor is None:
-            break
-    assert found == whole
-
-
 def test_a_fork_adds_only_what_is_its_own(searched: Stand) -> None:
     word = f"lynx{uuid.uuid4().hex[:8]}"
     talk = searched.talk()

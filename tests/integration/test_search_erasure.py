@@ -13,7 +13,7 @@ from helpers.looking import value
 from app.crash_points import VARIABLE
 from integration.places import Places
 from integration.stand import Stand, serving, until
-from integration.test_search import ON, ask, current, places_of
+from integration.test_search import ON, ask, current
 from ops.simulator.process import SimulatorProcess
 
 
@@ -48,21 +48,6 @@ def test_words_of_an_erased_session_are_nowhere(searched: Stand) -> None:
     assert ask(searched, q=word)["hits"] == []
     assert current(searched, q=word)["hits"] == []
     assert len(current(searched, q="hello")["hits"]) == 5
-
-
-def test_an_erasure_while_the_index_is_filled_leaves_no_word(searched: Stand) -> None:
-    """Each session is erased as soon as it has turns, so that the follower has read some of them when they go."""
-    word = f"canary{uuid.uuid4().hex}"
-    for _ in range(10):
-        talk = searched.talk()
-        for number in range(3):
-            talk.say(f"{word} number {number}")
-        assert searched.http.delete(talk.path, params={"erase": True}).status_code == 204
-    kept = searched.talk()
-    kept.say(f"{word} that stays")
-    assert places_of(current(searched, q=word)) == [(kept.id, 1, 0)]
-    assert searched.http.delete(kept.path, params={"erase": True}).status_code == 204
-    assert words_left(searched, word) == []
 
 
 def test_a_crash_before_the_words_go_is_made_good(searched: Stand) -> None:

@@ -446,17 +446,6 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": "simulator", "messages": [user("Hello")], **fields}
 
 
-def test_the_token_of_a_closed_session_does_what_can_still_be_done(guarded: Guarded) -> None:
-    mine = guarded.client()
-    assert mine.chat_at(mine.chat_path).status_code == 200
-    assert mine.ask("DELETE", mine.path).status_code == 204
-    assert error_of(mine.ask("GET", mine.path)) == (404, "session_closed")
-    assert error_of(mine.chat_at(mine.chat_path)) == (404, "session_closed")
-    assert "SessionClosed" in mine.ask("GET", f"{mine.path}/events").text
-    assert error_of(mine.ask("GET", "/export", params={"session_id": mine.id})) == (403, "forbidden")
-    assert error_of(mine.ask("DELETE", mine.path)) == (404, "session_closed")
-
-
 def test_a_browser_signs_in_and_out(guarded: Guarded) -> None:
     with httpx.Client(base_url=guarded.stand.server.base_url, timeout=20) as browser:
         assert browser.get("/ui/api/me").status_code == 401

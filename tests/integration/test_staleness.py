@@ -12,10 +12,9 @@ import pytest
 from helpers.answering import Answer, Answering, Asked
 
 from integration.corpus import SINGLE, identity, parts
-from integration.interrupting import interrupted
 from integration.places import Places
 from integration.reading import differences, read
-from integration.stand import Stand, Talk, error_of, serving, until
+from integration.stand import Stand, Talk, serving, until
 from ops.simulator.process import SimulatorProcess
 
 
@@ -187,36 +186,6 @@ def test_where_nobody_knows_the_version_it_is_unknown(vllm: SimulatorProcess, pl
         assert [row["session_id"] for row in stand.rows(max_staleness=0)] == [adapted.id]
 
 
-def test_a_joined_turn_guesses_no_version(vllm: SimulatorProcess, places: Places) -> None:
-    """The adapter's weights were known before the pause, and are not any more behind it."""
-    with (
-        Unversioned(vllm.base_url) as between,
-        serving(places.new("guessed"), between.base_url, engine_url=vllm.base_url) as stand,
-    ):
-        assert stand.http.post("/adapters/math/resume", json={"version": "9"}).status_code == 200
-        talk = stand.talk(adapter="math", on_abort="continue")
-
-        def swap(number: int) -> None:
-            stand.http.post("/adapters/math/pause")
-            assert stand.http.post("/adapters/math/resume").status_code == 200
-
-        sim = {"completion_tokens": 9}
-        response = interrupted(
-            stand, talk, [5], meanwhile=swap, path=talk.path + "/v1/completions", prompt="Go on", sim=sim
-        )
-        assert response.status_code == 200, response.text
-        [event] = talk.committed()
-        assert event["dispatched"] == "9"
-        assert [tuple(span.values()) for span in event["weight_versions"]] == [("9", 0, 5), ("unknown", 5, 9)]
-
-
-@pytest.mark.parametrize(
-    "query", [{"max_staleness": -1}, {"max_staleness": "old"}, {"weight_version": 2**63}, {"weight_version": "base"}]
-)
-def test_a_bad_parameter_is_refused(stand: Stand, query: dict[str, Any]) -> None:
-    assert error_of(stand.http.get("/export", params=query)) == (400, "invalid_request")
-
-
 @pytest.mark.parametrize("format", ["ndjson", "parquet", "safetensors", "msgpack"])
 def test_a_row_says_whose_it_is_and_what_went_backwards(stand: Stand, format: str) -> None:
     parent = Weights(stand).talk("3")
@@ -231,19 +200,6 @@ def test_a_row_says_whose_it_is_and_what_went_backwards(stand: Stand, format: st
     assert all("dispatched" in turn for turn in turns)
     [told] = parent.rows()
     assert (told["parent_session_id"], told["adapter"], told["weight_version_regressed"]) == (None, None, False)
-
-
-def test_the_adapter_of_a_row_is_that_of_all_its_turns(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("One", lora_path="math")
-    [row] = talk.rows()
-    assert row["adapter"] == "math"
-    [shaped] = talk.rows(shape="miles")
-    assert shaped["adapter"] == "math"
-    talk.say("Two", lora_path="code")
-    [row] = talk.rows()
-    assert row["adapter"] is None
-    assert [turn["adapter"] for turn in row["turns"]] == ["math", "code"]
 
 
 def test_stale_tokens_leave_the_loss_or_are_told_in_every_format(weights: Weights) -> None:

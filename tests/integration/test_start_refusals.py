@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +22,6 @@ from app.main import create_app
 from app.services import Services
 from app.settings import Settings
 from app.store.database import sqlite_lock
-from app.store.opening import revision_head
 from integration.cli import started
 from ops.server import free_port
 
@@ -128,16 +126,6 @@ def test_an_empty_database_is_migrated_by_two_at_once(postgres: Postgres) -> Non
         ]
         said = [process.communicate(timeout=PATIENCE_S)[0] for process in both]
         assert [process.returncode for process in both] == [0, 0], said
-
-
-def test_a_store_of_another_version(sqlite_url: str, tmp_path: Path) -> None:
-    with closing(sqlite3.connect(make_url(sqlite_url).database or "")) as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
-        connection.commit()
-    for line in refusals(sqlite_url, tmp_path).values():
-        assert line.startswith(f"the database is at revision 9999, this version needs {revision_head()}")
-        assert "another version made it" in line
-        assert "upgrade head" not in line
 
 
 def test_a_store_that_somebody_serves(sqlite_url: str, tmp_path: Path) -> None:

@@ -131,15 +131,6 @@ def test_a_key_in_the_body_is_a_retrys(stand: Stand, route: str) -> None:
     assert error_of(client.send([5, 6], **{key: 7})) == (400, "invalid_request")
 
 
-def test_a_stream_is_one_event(stand: Stand, route: str) -> None:
-    client = Client(stand, route)
-    whole = client.send([5, 6], request_id="k", rid="k")
-    stream = client.send([5, 6], request_id="k", rid="k", stream=True)
-    assert stream.headers["content-type"].startswith("text/event-stream")
-    event, done, rest = stream.text.split("\n\n")
-    assert (json.loads(event.removeprefix("data: ")), done, rest) == (whole.json(), "data: [DONE]", "")
-
-
 def test_put_and_the_demo_servers_variant(every: Stand) -> None:
     client = Client(every, SGLANG)
     assert client.send([5, 6], method="PUT").status_code == 200
@@ -182,16 +173,6 @@ def test_what_is_refused(stand: Stand, route: str, fields: dict[str, Any], statu
     assert client.talk.committed() == []
 
 
-@pytest.mark.parametrize("header", ["x-session-id", "x-smg-routing-key"])
-def test_a_header_names_the_session(stand: Stand, route: str, header: str) -> None:
-    client = Client(stand, route)
-    talk = stand.known(f"ids-{header}-{route.count('/')}")
-    for ids in ([5], [6]):
-        response = stand.http.post(route, json=client.body(ids), headers={header: talk.id})
-        assert response.status_code == 200, response.text
-    assert [node["parent"] for node in talk.tree()["turns"]] == [0, 0]
-
-
 @pytest.mark.parametrize("name", ["sglang", "vllm"])
 def test_experts_are_the_engines_own(request: pytest.FixtureRequest, name: str, places: Places) -> None:
     """vLLM's clients read them in any reply that has them, SGLang's ask."""
@@ -205,20 +186,3 @@ def test_experts_are_the_engines_own(request: pytest.FixtureRequest, name: str, 
         assert client.send([5, 6], rid="one", return_routed_experts=True).content == asked.content
         meta = Client(made.stand, SGLANG).turn(5, 6)["meta_info"]
         assert EXPERTS not in meta
-
-
-def test_what_an_engine_reads_of_a_changes_query_reaches_it(vllm: SimulatorProcess, places: Places) -> None:
-    with recorded(places.new("query"), vllm.base_url, {}) as made:
-        response = made.stand.http.post("/reset_prefix_cache?reset_external=true&more=1")
-        assert response.status_code == 200, response.text
-        assert "/reset_prefix_cache?reset_external=true" in made.proxy.paths
-
-
-def test_other_tokens_are_told_where_the_request_asks_for_them(every: Stand) -> None:
-    client = Client(every, VLLM)
-    for wanted, least in ((None, 0), (0, 0), (2, 2)):
-        params = {"max_tokens": 4, "logprobs": wanted}
-        [choice] = client.send([5, 6], sampling_params=params).json()["choices"]
-        assert {len(entry["top_logprobs"]) >= least for entry in choice["logprobs"]["content"]} == {True}, wanted
-        if not least:
-            assert [entry["top_logprobs"] for entry in choice["logprobs"]["content"]] == [[]] * 4

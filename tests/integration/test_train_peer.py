@@ -8,7 +8,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from ops.bench.peers.protocol import NotInstalled
@@ -17,7 +16,7 @@ from ops.simulator.process import SimulatorProcess
 from ops.train import run, task
 from ops.train.audit import tally
 from ops.train.peer import GatewayGroups, GatewaySessions, group_of
-from ops.train.rollouts import Rollout, RolloutLost, lines
+from ops.train.rollouts import lines
 
 
 @pytest.fixture
@@ -29,43 +28,6 @@ def gateway(tmp_path: Path) -> Iterator[OwnProcess]:
             pytest.skip(str(error))
         with process:
             yield process
-
-
-def say(sessions: GatewaySessions, rollout: Rollout) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
-    reply = httpx.post(f"{sessions.base_url(rollout)}/chat/completions", json=body)
-    assert reply.status_code == 200, reply.text
-    rollout.replies.append(reply.json()["choices"][0]["message"])
-
-
-@pytest.mark.untimed
-def test_traces_become_rows_and_a_kill_loses_them(gateway: OwnProcess, tmp_path: Path) -> None:
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "newest").symlink_to("3")
-    with closing(GatewaySessions(gateway.base_url, tmp_path, 0)) as sessions:
-        played_and_killed(sessions, gateway, tmp_path)
-
-
-def played_and_killed(sessions: GatewaySessions, gateway: OwnProcess, folder: Path) -> None:
-    for attempt in range(task.ATTEMPTS):
-        rollout = sessions.begin(0, 2, attempt)
-        say(sessions, rollout)
-        say(sessions, rollout)
-        sessions.end(rollout, float(attempt))
-    with closing(GatewayGroups(gateway.base_url, folder)) as groups:
-        [group] = groups.ready(8, version=4)
-    assert (group["group_id"], group["staleness"], len(group["rows"])) == ("task-2", 1, 2 * task.ATTEMPTS)
-    for row in group["rows"]:
-        assert len(row["tokens"]) == len(row["loss_mask"]) == len(row["logprobs"])
-        assert sum(row["loss_mask"]) == 8
-    rollout = sessions.begin(0, 3, 0)
-    say(sessions, rollout)
-    gateway.kill()
-    gateway.start()
-    say(sessions, rollout)
-    with pytest.raises(RolloutLost, match="1 traces of 2 turns"):
-        sessions.end(rollout, 1.0)
-    assert sessions.progress(0) == ({(2, attempt) for attempt in range(task.ATTEMPTS)}, [])
 
 
 def attempt(number: int, reward: float, version: int = 0) -> dict[str, Any]:

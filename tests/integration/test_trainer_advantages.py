@@ -95,17 +95,6 @@ def test_rows_say_how_many_their_rollout_has(whole: Rollouts, split: Rollouts) -
     assert mean == statistics.mean(REWARDS)
 
 
-@pytest.mark.parametrize("query", [{"max_seq_len": "1", "truncate": "token"}, {"limit": "1"}, {"status": "truncated"}])
-def test_what_is_left_out_is_counted(stand: Stand, query: dict[str, str]) -> None:
-    talk = stand.talk(on_divergence="segment")
-    talk.say("Long", sim={"finish_reason": "length"})
-    talk.messages = []
-    talk.say("Another")
-    left = talk.rows(**query)
-    assert [row["rollout_rows"] for row in left] == [2] * len(left)
-    assert len(left) < 2
-
-
 def test_the_rows_of_a_rollouts_other_sessions_are_counted_as_of_the_export(stand: Stand) -> None:
     """Those of an agent with two segments, and of one without a turn; later ones are of the next export."""
     root = stand.talk()

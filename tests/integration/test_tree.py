@@ -140,28 +140,3 @@ def test_the_tree_says_what_an_export_makes_of_each_turn(stand: Stand) -> None:
     assert talk.tree(branches="main")["branches"][0]["reason"] == "not in branches=main"
     assert stand.http.delete(talk.path).status_code == 204
     assert call.result().status_code == 404
-
-
-def test_the_tree_of_a_linear_closed_or_erased_session(stand: Stand) -> None:
-    talk = stand.talk(history="linear", rollback_window=1)
-    talk.say("One")
-    kept = list(talk.messages)
-    talk.say("Two")
-    talk.messages = kept
-    talk.say("Other")
-    found = talk.tree()
-    assert (found["history"], found["main_branch"]) == ("linear", 1)
-    assert [(turn["parent"], turn["superseded"], turn["reason"]) for turn in found["turns"]] == [
-        (0, False, None),
-        (1, True, "rolled back"),
-        (1, False, None),
-    ]
-    assert [turn["loss_branches"] for turn in found["turns"]] == [[1], [], [1]]
-    assert [branch["reason"] for branch in found["branches"]] == ["rolled back", None]
-    assert stand.http.delete(talk.path).status_code == 204
-    assert talk.tree() == {**found, "status": "closed", "version": found["version"] + 1}
-    assert stand.http.delete(talk.path, params={"erase": True}).status_code == 204
-    erased = talk.tree()
-    assert [turn["reason"] for turn in (*erased["turns"], *erased["branches"])] == ["erased"] * 5
-    fork_of_none = stand.http.get("/sessions/nobody/tree")
-    assert (fork_of_none.status_code, fork_of_none.json()["error"]["code"]) == (404, "session_not_found")

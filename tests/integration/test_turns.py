@@ -20,13 +20,6 @@ def test_a_turn_commits_and_its_reply_is_the_engines(stand: Stand) -> None:
     assert talk.types() == ["SessionCreated", *FIRST_TURN]
 
 
-@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
-def test_a_body_is_json_whatever_its_content_type(stand: Stand, content_type: str | None) -> None:
-    body = json.dumps({"messages": [user("Hi")]})
-    headers = {"content-type": content_type} if content_type else {}
-    assert stand.http.post(stand.talk().chat_path, content=body, headers=headers).status_code == 200
-
-
 def deep(levels: int) -> str:
     return "[" * levels + "]" * levels
 
@@ -76,20 +69,6 @@ def test_not_found_comes_before_a_bad_body_before_busy_before_the_history(stand:
     assert error_of(talk.chat(mismatching)) == (400, "history_mismatch")
 
 
-def test_a_second_concurrent_chat_is_refused_at_once(stand: Stand) -> None:
-    talk = stand.talk()
-    call = stand.meanwhile(talk.say, "First", sim=SLOW)
-    stand.until_generating(talk)
-    busy = talk.chat([user("Second")])
-    assert not call.done()
-    assert error_of(busy) == (409, "session_busy")
-    assert busy.headers["x-should-retry"] == "false"
-    stand.end()
-    assert call.result().status_code == 200
-    assert stand.stats()["started"] == 1
-    assert len(talk.committed()) == 1
-
-
 def test_of_many_simultaneous_chats_one_runs(stand: Stand) -> None:
     talk = stand.talk()
     calls = [stand.meanwhile(talk.chat, [user(f"Number {n}")], sim=SLOW) for n in range(8)]
@@ -130,16 +109,6 @@ def test_delete_during_a_turn_tells_the_engine_to_abort(stand: Stand) -> None:
         return [one["body"]["rid"] for one in seen if one["path"] == "/abort_request"]
 
     until(lambda: rid in aborts(), 3)
-
-
-@pytest.mark.parametrize(("reason", "status"), [("abort", "aborted"), ("length", "truncated"), ("stop", "completed")])
-def test_a_finish_reason_is_kept_as_what_it_is(stand: Stand, reason: str, status: str) -> None:
-    talk = stand.talk()
-    response = talk.say("Hello", sim={"finish_reason": reason})
-    assert response.json()["choices"][0]["finish_reason"] == reason
-    assert talk.committed()[0]["finish_reason"] == reason
-    [row] = talk.rows()
-    assert (row["status"], row["turns"][0]["finish_reason"]) == (status, reason)
 
 
 def test_a_session_in_a_header_is_created_on_first_use(stand: Stand) -> None:

@@ -62,12 +62,6 @@ def test_nothing_else_is_served(stand: Stand) -> None:
         assert b"root:" not in reply
 
 
-def test_who_looks_need_not_sign_in_where_there_are_no_tokens(stand: Stand) -> None:
-    found = stand.http.get("/ui/api/me").json()
-    assert (found["signed_in"], found["auth"]) == (True, "none")
-    assert found["release"] == stand.http.get("/openapi.json").json()["info"]["version"]
-
-
 def test_the_page_only_reads(stand: Stand) -> None:
     for path in ("/ui", "/ui/api/overview", "/ui/api/sessions", "/ui/api/live", "/ui/api/exports"):
         for method in ("POST", "PUT", "DELETE", "PATCH"):

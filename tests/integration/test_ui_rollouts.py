@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from app.features.page.rollout_view import MAX_BYTES, MAX_STEPS
+from app.features.page.rollout_view import MAX_STEPS
 from app.features.page.summaries import MAX_SESSIONS
 from integration.stand import WEATHER, Stand, Talk, error_of, user
 
@@ -15,17 +15,6 @@ TEXT = {**NOW, "text": "the same"}
 
 def rollout(stand: Stand, session_id: str, **parameters: Any) -> dict[str, Any]:
     return dict(stand.get(f"/ui/api/sessions/{session_id}/rollout", **parameters))
-
-
-def test_marks_are_equal_as_long_as_the_messages_are(stand: Stand) -> None:
-    talks = [stand.talk(group_id="marks", attempt=number) for number in range(2)]
-    for talk in talks:
-        talk.say("one", sim=TEXT)
-        talk.say("two", sim={**NOW, "text": "still the same"})
-        talk.say("three", sim={**NOW, "text": f"from {talk.id}"})
-        talk.say("four", sim={**NOW, "text": "the same again"})
-    marks = [[turn["mark"] for turn in rollout(stand, talk.id)["marks"]] for talk in talks]
-    assert [one == other for one, other in zip(*marks, strict=True)] == [True, True, False, False]
 
 
 def test_marks_are_equal_whatever_ids_the_calls_have(stand: Stand) -> None:
@@ -81,41 +70,6 @@ def test_steps_are_the_turns_messages(stand: Stand) -> None:
     assert part["steps"] == whole["steps"][1:3]
     assert rollout(stand, talk.id)["steps"] == []
     assert rollout(stand, talk.id, start=99, limit=5)["steps"] == []
-
-
-def test_branches_are_named_and_each_can_be_read(stand: Stand) -> None:
-    talk = stand.talk(history="tree")
-    talk.say("one", sim=NOW)
-    history = list(talk.messages)
-    talk.say("two", sim=NOW)
-    talk.messages = history
-    talk.say("else", sim=NOW)
-    whole = rollout(stand, talk.id, limit=5)
-    assert whole["branches"] == [
-        {"branch": 0, "cause": "start", "step": 0},
-        {"branch": 1, "cause": "fork", "step": 1},
-    ]
-    assert [step["turn"] for step in whole["steps"]] == [1, 3]
-    assert [step["turn"] for step in rollout(stand, talk.id, branch=0, limit=5)["steps"]] == [1, 2]
-    for parameters, status in (({"branch": 7}, 404), ({"limit": MAX_STEPS + 1}, 400), ({"start": -1}, 400)):
-        response = stand.http.get(f"/ui/api/sessions/{talk.id}/rollout", params=parameters)
-        assert response.status_code == status, response.text
-    assert stand.http.get("/ui/api/sessions/nobody/rollout").json()["error"]["code"] == "session_not_found"
-
-
-def test_a_session_without_turns_an_erased_one_and_a_long_message(stand: Stand) -> None:
-    talk = stand.talk()
-    assert rollout(stand, talk.id, limit=5)["marks"] == []
-    talk.say("x" * (MAX_BYTES + 1), sim=NOW)
-    first, second = rollout(stand, talk.id, limit=5)["steps"][0]["messages"]
-    assert first["message"] is None
-    assert "bytes" in first["error"]
-    assert second["message"] is not None
-    assert stand.http.delete(talk.path, params={"erase": True}).status_code == 204
-    erased = rollout(stand, talk.id, limit=5)
-    assert [(turn["asked"], turn["actions"]) for turn in erased["marks"]] == [([], [])]
-    (step,) = erased["steps"]
-    assert [entry["message"] for entry in step["messages"]] == [None, None]
 
 
 def summary_of(stand: Stand, session_id: str) -> dict[str, Any]:

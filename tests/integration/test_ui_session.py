@@ -224,39 +224,6 @@ def test_the_outline_of_a_row(stand: Stand) -> None:
         assert told == (pytest.approx(expected, abs=1e-4) if logprobs else None)
 
 
-def test_the_engine_tells_the_texts_of_what_it_sampled(shared: Stand, walked: Talk, vllm_stand: Stand) -> None:
-    talk = vllm_stand.talk()
-    talk.say("Hello")
-    for stand, one in ((shared, walked), (vllm_stand, talk)):
-        found = get(stand, f"{one.id}/tokens")
-        last = found["turns"][-1]
-        told = found["texts"][last["output_start"] : last["end"]]
-        assert all(text is not None for text in told)
-        said = one.messages[-1]["content"].replace(" ", "")
-        assert said[:10] in "".join(told).replace(" ", "")
-        assert all(text is None for text in found["texts"][: found["turns"][0]["output_start"]])
-
-
-def test_a_tokenizer_tells_the_texts_of_all(tito: Stand) -> None:
-    talk = tito.talk()
-    talk.say("Hello there")
-    found = get(tito, f"{talk.id}/tokens")
-    assert len(found["texts"]) == len(found["tokens"])
-    assert "Hello there" in "".join(found["texts"])
-
-
-def test_a_new_branch_says_why_it_began(stand: Stand) -> None:
-    talk = stand.talk(on_divergence="segment", rollback_window=0)
-    talk.say("One")
-    talk.messages = []
-    talk.say("Something else")
-    found = get(stand, f"{talk.id}/tokens")
-    assert [(one["branch"], one["cause"]) for one in found["branches"]] == [(0, "start"), (1, "root")]
-    assert found["branch"] == 1
-    first = get(stand, f"{talk.id}/tokens", branch=0)
-    assert {token[7] for token in first["tokens"]} == {1}
-
-
 def test_a_branch_is_shown_by_its_number(stand: Stand) -> None:
     talk = stand.talk(history="tree")
     talk.say("One")
@@ -289,37 +256,6 @@ def test_a_branch_is_shown_by_its_number(stand: Stand) -> None:
         assert error_of(missing) == (404, "not_found")
 
 
-def test_a_turn_in_flight_and_one_that_was_closed_are_shown(stand: Stand) -> None:
-    talk = stand.talk()
-    slow = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 30.0})
-    stand.until_generating(talk)
-    found = get(stand, talk.id)
-    assert (found["state"], [one["turn"] for one in found["open_turns"]]) == ("running", [1])
-    assert found["open_turns"][0]["opened_at"] >= found["created_at"]
-    [row] = stand.http.get("/ui/api/sessions", params={"q": talk.id, "state": "running"}).json()["sessions"]
-    assert row["running_since"] == found["open_turns"][0]["opened_at"]
-    stand.http.delete(talk.path).raise_for_status()
-    assert error_of(slow.result()) == (404, "session_closed")
-    found = get(stand, talk.id)
-    assert (found["state"], found["open_turns"]) == ("closed", [])
-    assert [(one["kind"], one["reason"]) for one in found["failed"]] == [("abandoned", "session_closed")]
-
-
-def test_of_an_erased_session_there_is_its_skeleton(stand: Stand) -> None:
-    talk = stand.talk(metadata={"a": 1})
-    talk.say("One")
-    stand.http.delete(talk.path, params={"erase": True}).raise_for_status()
-    found = get(stand, talk.id)
-    assert (found["erased"], found["state"], found["metadata"], len(found["turns"])) == (True, "erased", None, 1)
-    said = get(stand, f"{talk.id}/conversation")
-    assert [one["message"] for one in said["messages"]] == [None, None]
-    assert all(one["error"] for one in said["messages"])
-    tokens = get(stand, f"{talk.id}/tokens")
-    assert tokens["error"]
-    assert tokens["tokens"] == []
-    assert tokens["branches"][0]["tokens"] > 0
-
-
 def test_what_is_damaged_is_named_and_the_rest_is_shown(stand: Stand) -> None:
     talk = stand.talk(metadata={"a": 1})
     for text in ("One", "Two", "Three"):
@@ -340,8 +276,3 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(stand: Stand) -> None:
     assert [turn["turn"] for turn in found["turns"]] == [1, 2]
     change(stand.url, f"UPDATE events SET data = :junk WHERE {where} AND seq = 1", junk=b"{junk")
     assert error_of(stand.http.get(f"/ui/api/sessions/{talk.id}")) == (500, "session_unreadable")
-
-
-def test_an_unknown_session_is_not_found(stand: Stand) -> None:
-    for path in ("nobody", "nobody/conversation", "nobody/tokens"):
-        assert error_of(stand.http.get(f"/ui/api/sessions/{path}")) == (404, "session_not_found")
