@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.streams import assembled
 
 from integration.interrupting import (
     ASKED,
     as_said,
     budgets,
-    generating,
     interrupted,
     uncut,
 )
 from integration.places import Places
-from integration.stand import WEATHER, Stand, error_of, standing, until
+from integration.stand import WEATHER, Stand, error_of, standing
 from integration.tito import ids_in, output_of
 
 COMPLETIONS = "/v1/completions"
@@ -124,28 +122,6 @@ def test_what_is_aborted_in_sglangs_waiting_queue_goes_on(replaying: Stand, at: 
     assert as_said(joined) == as_said(uncut(replaying, replaying.talk(), **asks, **THINKING))
 
 
-@pytest.mark.parametrize("path", [None, COMPLETIONS])
-def test_a_turn_that_has_not_begun_when_the_engine_aborts_is_an_abort_without_tokens(
-    stand: Stand, path: str | None
-) -> None:
-    talk = stand.talk(on_abort="return")
-    try:
-        assert stand.sim.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
-        body = {"prompt": "Hello", "logprobs": 0} if path else {"messages": [ASKED]}
-        turn = stand.meanwhile(
-            stand.http.post, talk.path + path if path else talk.chat_path, json={"model": "m", **body}
-        )
-        until(generating(stand))
-        assert stand.sim.post("/abort_request", json={"abort_all": True}).status_code == 200
-        reply = turn.result().json()
-    finally:
-        assert stand.sim.post("/continue_generation", json={}).status_code == 200
-    assert (reply["choices"][0]["finish_reason"], reply["usage"]["prompt_tokens"]) == ("abort", 0)
-    [committed] = talk.committed()
-    assert (committed["output_tokens"], committed["finish_reason"]) == (0, "abort")
-    assert committed["suffix_tokens"] > 0
-
-
 @pytest.mark.parametrize("engine", ["stand", "vllm_stand"])
 @pytest.mark.parametrize("body", [{}, {"max_tokens": 40, "stop": " more th"}], ids=["default budget", "stop"])
 def test_a_completion_goes_on_by_its_ids(
@@ -161,14 +137,6 @@ def test_a_completion_goes_on_by_its_ids(
     assert second["body"]["prompt"][-3:] == output_of(joined.json())[:3]
     other = stand.talk()
     assert as_said(joined) == as_said(uncut(stand, other, path=other.path + COMPLETIONS, **body))
-
-
-def test_an_abort_that_no_gate_explains_is_returned_at_once(continuing: Stand) -> None:
-    talk = continuing.talk()
-    response = talk.say("Hello", sim={"fault": "abort"})
-    assert response.json()["choices"][0]["finish_reason"] == "abort"
-    assert talk.generations() == 1
-    assert [row["status"] for row in talk.rows()] == ["aborted"]
 
 
 def test_a_session_may_have_its_aborts_returned(tito: Stand) -> None:
@@ -246,22 +214,3 @@ def test_tokens_have_the_weight_version_that_they_were_sampled_under(tito: Stand
     sampled = before["output_tokens"] + 9
     assert [names[at] for at in row["weight_versions"] if at >= 0] == ["default"] * (sampled - 4) + ["v2"] * 4
     assert (row["status"], sum(row["loss_mask"])) == ("completed", sampled)
-
-
-def test_a_streaming_client_gets_the_joined_reply(tito: Stand) -> None:
-    response = interrupted(tito, tito.talk(), [5], **NINE, stream=True)
-    assert assembled(response.text)["usage"]["completion_tokens"] == 9
-
-
-@pytest.mark.parametrize(
-    ("fault", "status", "code"), [("status_503", 503, None), ("nan_logprob", 502, "upstream_invalid")]
-)
-def test_a_later_part_that_fails_commits_nothing(tito: Stand, fault: str, status: int, code: str | None) -> None:
-    talk = tito.talk()
-    response = interrupted(tito, talk, [5], meanwhile=lambda _: order(tito, fault), **NINE)
-    assert response.status_code == status
-    if code is not None:
-        assert error_of(response) == (status, code)
-    assert talk.types()[-1] == "TurnRejected"
-    talk.say("Hello", **NINE)
-    assert len(talk.committed()) == 1

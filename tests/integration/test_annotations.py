@@ -62,32 +62,6 @@ def test_a_note_is_seen_wherever_its_session_is(stand: Stand) -> None:
     assert stand.get(f"{talk.path}/annotations")["annotations"] == []
 
 
-def test_values_are_read_back_and_stand_in_rows(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("One")
-    talk.say("Two")
-    nested = {"steps": [1, 2.5, {"ok": True, "why": None}], "ü": "é"}
-    assert talk.annotate("judge", nested, writer="grader-2").json()["turn"] is None
-    talk.annotate("score", 0.5, turn=2)
-    wrote = talk.annotate("score", False, turn=2, writer="ann").json()
-    said = stand.get(f"{talk.path}/turns/2/annotations/score")
-    assert (said["value"], said["writer"], said["seq"], said["turn"]) == (False, "ann", wrote["seq"], 2)
-    every = stand.get(f"{talk.path}/annotations")["annotations"]
-    assert [(one["turn"], one["name"], one["writer"]) for one in every] == [
-        (None, "judge", "grader-2"),
-        (2, "score", "ann"),
-    ]
-    assert stand.get(f"{talk.path}/turns/2/annotations")["annotations"] == every[1:]
-    [row] = talk.rows()
-    assert row["annotations"] == {"session": {"judge": nested}, "turns": {"2": {"score": False}}}
-    assert row["as_of_seq"] == wrote["seq"]
-    for _ in range(2):
-        assert stand.http.delete(f"{talk.path}/turns/2/annotations/score").status_code == 204
-        assert error_of(stand.http.get(f"{talk.path}/turns/2/annotations/score")) == (404, "not_found")
-    assert talk.rows()[0]["annotations"]["turns"] == {}
-    assert talk.types().count("AnnotationWritten") == 4, "what is not there is not removed"
-
-
 def test_columns_of_each_form_are_aligned_to_the_tokens_of_rows(stand: Stand) -> None:
     """Turns that branches share, columns over a part of the tokens, cut rows, and turns without any."""
     talk = stand.talk(history="tree")

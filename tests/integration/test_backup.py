@@ -87,26 +87,6 @@ def test_a_name_goes_on_from_where_a_copy_has_it(own: Stand, tmp_path: Path) -> 
     assert named.generations() == [(1, "closed", 1), (2, "closed", 2), (3, "open", 1)]
 
 
-def test_a_copy_does_not_mix_with_the_log_of_the_store_that_it_replaces(own: Stand, tmp_path: Path) -> None:
-    """The server was killed: what it wrote last is in its log of writes alone."""
-    talk = own.talk(session_id="early")
-    talk.say("Hello")
-    copy = tmp_path / "copy.db"
-    assert command(own, "backup", str(copy)).returncode == 0
-    copied = list(talk.messages)
-    talk.say("After the copy")
-    own.talk(session_id="late")
-    own.server.kill()
-    assert Path(f"{own.server.database_path}-wal").stat().st_size > 0
-    assert command(own, "restore", str(copy)).returncode == 0
-    assert asyncio.run(verify_url(url_of(own.server.database_path))).problems == []
-    own.server.start()
-    assert [one["session_id"] for one in own.http.get("/sessions").json()["sessions"]] == ["early"]
-    assert len(talk.committed()) == 1
-    talk.messages = copied
-    talk.say("Hello again")
-
-
 def test_what_cannot_be_copied_or_restored_is_said_in_a_line(own: Stand, tmp_path: Path) -> None:
     own.talk(session_id="kept").say("Hello")
     there = tmp_path / "there.db"

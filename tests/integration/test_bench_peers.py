@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ops.bench.peers.protocol import Record, by_mask
+from ops.bench.peers.protocol import Record
 from ops.bench.peers.survival import ODD, Audit, Turn, audit, outcome
 from ops.bench.peers.witness import Sampled
 from ops.server import ROOT
@@ -81,11 +81,3 @@ def test_what_a_kill_did_is_found(records: list[Record], expected: Audit) -> Non
 )
 def test_a_wrong_row_is_found(status: int, record: Record, expected: str) -> None:
     assert outcome(status, [record], [SAMPLED]) == expected
-
-
-@pytest.mark.parametrize("logprobs", [[0.0, -1.0, -2.0, 0.0, -3.0], [-1.0, -2.0, -3.0]])
-def test_a_masked_row_is_read(logprobs: list[float]) -> None:
-    assert by_mask([7, 1, 2, 8, 3], logprobs, [0, 1, 1, 0, 1]) == [
-        Record([1, 2], [-1.0, -2.0], [7]),
-        Record([3], [-3.0], [7, 1, 2, 8]),
-    ]

@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 import pytest
 
-from integration.interrupting import generating, latency
+from integration.interrupting import latency
 from integration.places import Places
-from integration.stand import HOURS, Stand, Talk, error_of, serving, standing, until, user
+from integration.stand import HOURS, Stand, Talk, error_of, serving, standing, user
 from ops.simulator.process import SimulatorProcess
 
 
@@ -93,27 +93,6 @@ def test_the_last_turn_ends_as_length(stand: Stand) -> None:
     assert "limit" not in own.rows()[0]  # its client's own
 
 
-def test_turns_are_counted(stand: Stand) -> None:
-    talk = stand.talk(history="tree", limits={"turns": 2})
-    talk.say("One")
-    latency(stand, HOURS)
-    held = stand.meanwhile(talk.chat, [*talk.messages, user("Two")], sim={"abort_at": [3]})
-    until(generating(stand))
-    busy = talk.chat([*talk.messages, user("Three")])
-    assert error_of(busy) == (409, "session_busy")
-    assert busy.headers["x-should-retry"] == "true"
-    latency(stand, 0)
-    stand.sim.post("/abort_request", json={"rid": "", "abort_all": True})
-    assert held.result().status_code == 200
-    over(talk.chat([*talk.messages, user("Three")]))
-    over(talk.chat([user("Zero")]))
-    # 409 comes before what needs the history, and 400 before it.
-    linear = stand.talk(history="linear", limits={"turns": 1})
-    linear.say("One")
-    over(linear.chat([user("Other"), {"role": "assistant", "content": "not said"}, user("Two")]))
-    assert error_of(linear.chat([*linear.messages, user("Two")], n=2))[0] == 400
-
-
 @pytest.mark.parametrize("on_limit", ["error", "length"])
 def test_the_context_is_cut_where_the_prompt_is_known(tito: Stand, on_limit: str) -> None:
     measured = tito.talk()
@@ -131,14 +110,6 @@ def test_the_context_is_cut_where_the_prompt_is_known(tito: Stand, on_limit: str
     assert talk.generations() == 1
     [row] = talk.rows()
     assert (row["limit"], len(row["tokens"])) == ("context", prompt + 6)
-
-
-def test_the_context_of_a_captured_turn_is_known_afterwards(stand: Stand) -> None:
-    talk = stand.talk(limits={"context": 8}, history="tree")
-    talk.say("One", **of_length(12))
-    over(talk.chat([*talk.messages, user("Two")]))
-    assert talk.rows()[0]["limit"] == "context"
-    assert talk.chat([user("A new beginning")]).status_code == 200
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm"])

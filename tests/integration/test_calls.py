@@ -234,20 +234,6 @@ def test_ids_are_known_in_every_protocol(stand: Stand, first: str, second: str) 
     assert [message["tool_call_id"] for message in sent if message["role"] == "tool"] == ["", "functions.Bash:0"]
 
 
-def test_ids_are_the_stored_ones_with_a_tokenizer(tito: Stand) -> None:
-    """Nothing drifts: the prompt is made of the sampled ids, whatever the client spells."""
-    for protocol in SPOKEN:
-        talk = tito.talk(protocol, history="tree")
-        talk.messages = [user("Go")]
-        first = ask(talk, calling('{"cmd": "echo', ids=["functions.Bash:0"]))
-        talk.messages = with_arguments(protocol, talk.messages, "{}")
-        talk.messages += results(protocol, ids_of(protocol, first))
-        ask(talk, PLAIN)
-        require_one_line(talk, 2)
-        assert [turn["cause"] for turn in talk.tree()["turns"]] == ["start", None]
-        assert [event.get("sent_ids") for event in talk.committed()] == [True, True]
-
-
 def test_a_reply_that_is_carried_into_another_conversation_is_known_there(stand: Stand) -> None:
     """After a compaction, and the engine is sent its own ids."""
     for protocol in SPOKEN:

@@ -103,19 +103,6 @@ def test_forks_are_made_and_shown(cli: Stand) -> None:
     assert "--metadata is not a JSON object" in complaint("fork", talk.id, "--turn", "1", "--metadata", "[]", code=2)
 
 
-def test_a_log_is_printed_for_people_and_for_machines(cli: Stand) -> None:
-    talk = cli.talk()
-    talk.say("Hello")
-    events = talk.events()
-    lines = run("tail", talk.id, "--json").stdout.splitlines()
-    assert [json.loads(line) for line in lines] == events
-    lines = run("tail", talk.id, "--after", "1").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == [str(event["seq"]) for event in events[1:]]
-    assert [line.split()[3] for line in lines] == [event["type"] for event in events[1:]]
-    assert "session_not_found" in complaint("tail", "never-seen")
-    assert "session_not_found" in complaint("tail", "-f", "never-seen")
-
-
 def test_a_groups_rewards(cli: Stand) -> None:
     group = f"g/{uuid.uuid4().hex}"
     for attempt in range(2):

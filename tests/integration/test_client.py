@@ -15,11 +15,9 @@ from integration.cutting import CuttingRelay
 from integration.places import Places
 from integration.proxy import RecordingProxy
 from integration.stand import Stand, serving, user
-from ops.server import free_port
 from ops.simulator.process import SimulatorProcess
 from turnlog import (
     AsyncTurnlog,
-    EnginesFailed,
     InvalidRequest,
     Limits,
     NewSession,
@@ -260,26 +258,6 @@ def test_forks_begin_after_a_turn(client: Turnlog) -> None:
     assert sample.arrays["loss_mask"].any()
     with pytest.raises(NotFound, match="turn 3 is not committed"):
         session.fork(3)
-
-
-def test_gates(client: Turnlog) -> None:
-    name = f"org/adapter\n{uuid.uuid4().hex}?#%2F\u2028/"
-    assert client.pause_adapter(name, lease_s=60)["paused"]
-    assert client.resume_adapter(name, version="7")["version"] == "7"
-    try:
-        assert client.pause_fleet(mode="in_place", lease_s=60)["mode"] == "in_place"
-    finally:
-        assert not client.resume_fleet()["paused"]
-
-
-def test_an_engine_that_does_not_hear_of_a_pause(places: Places) -> None:
-    with (
-        serving(places.new("deaf"), f"http://127.0.0.1:{free_port()}") as stand,
-        Turnlog(stand.server.base_url) as client,
-        pytest.raises(EnginesFailed) as caught,
-    ):
-        client.pause_fleet(lease_s=60)
-    assert (caught.value.body["paused"], len(caught.value.body["engines"])) == (True, 1)
 
 
 def test_the_async_client(stand: Stand) -> None:

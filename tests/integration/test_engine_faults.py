@@ -95,14 +95,6 @@ def test_an_engines_own_error_passes_and_commits_nothing(stand: Stand, fault: st
     talk.say("Hello")
 
 
-def test_a_lost_connection_is_unreachable_and_not_tried_again(stand: Stand) -> None:
-    talk = stand.talk()
-    response = talk.chat([user("Hello")], sim={"fault": "reset"})
-    assert error_of(response) == (502, "upstream_unreachable")
-    assert talk.generations() == 1
-    talk.say("Hello")
-
-
 def test_an_engine_that_never_answers_is_504(tight: Stand) -> None:
     talks = {tight.talk(): sim for sim in ({"fault": "never"}, {"latency_s": 30})}
     turns = [tight.meanwhile(talk.chat, [user("x")], sim=sim) for talk, sim in talks.items()]

@@ -188,28 +188,6 @@ def test_a_group_that_grows_is_given_again_whole_and_its_old_cursor_gives_the_ol
     assert sorted(rows[0]["scores"]) == [0.0, 0.5, 1.0]
 
 
-def test_two_groups_whose_sessions_alternate_are_each_given_once(stand: Stand) -> None:
-    mark = stand.http.get("/export").headers["x-turnlog-next-cursor"]
-    groups = [uuid.uuid4().hex for _ in range(3)]
-    expected: dict[str, set[str]] = {group: set() for group in groups}
-    for number in range(9):
-        talk = stand.talk(group_id=groups[number % 3])
-        talk.say("Hello")
-        stand.http.put(f"{talk.path}/reward", json={"reward": number})
-        expected[groups[number % 3]].add(talk.id)
-    empty = stand.talk(group_id=groups[0])
-    for explain in ("false", "true"):
-        query: dict[str, Any] = {"cursor": mark, "shape": "atropos", "explain": explain}
-        rows = stand.rows(**query)
-        assert members(rows) == [expected[group] for group in groups]
-        assert [row["session_id"] for row in rows if "excluded" in row] == [empty.id] * (explain == "true")
-        seen, query["limit"] = [], 1
-        while page := stand.rows(**query):
-            seen += page
-            query["cursor"] = page[-1]["cursor"]
-        assert [row.get("group_id") for row in seen] == [row.get("group_id") for row in rows]
-
-
 def test_one_session_of_a_group_asked_for_by_id_brings_its_group(stand: Stand) -> None:
     _, talks = whole_group(stand, [1.0, 0.0])
     for talk in talks:
@@ -229,24 +207,6 @@ def test_a_filter_that_leaves_out_a_part_of_a_group_leaves_out_the_group(stand: 
     assert (part["segment"], part["excluded"]) == (1, "status is truncated")
     later = stand.rows(**query, explain="true", cursor=part["cursor"])
     assert talk.id not in {one["session_id"] for one in later}
-
-
-def test_what_happened_since_a_cursor_is_said_as_the_contract_has_it(stand: Stand) -> None:
-    """A reward or a turn that came later is not in the rows of before; what was erased is gone, and explained."""
-    group, talks = group_of(stand, 3)
-    query = {"group_id": group, "explain": "true"}
-    first = stand.http.get("/export", params=query)
-    query["cursor"] = first.headers["x-turnlog-cursor"]
-    stand.http.put(f"{talks[0].path}/reward", json={"reward": 1})
-    talks[1].say("More")
-    assert stand.http.get("/export", params=query).content == first.content
-    stand.http.delete(f"{talks[2].path}?erase=true")
-    before, after = lines(first), lines(stand.http.get("/export", params=query))
-    assert [row for row in after if row["session_id"] != talks[2].id] == [
-        row for row in before if row["session_id"] != talks[2].id
-    ]
-    [told] = [row for row in after if row["session_id"] == talks[2].id]
-    assert told["excluded"] == "erased"
 
 
 def test_every_reason_of_the_filters(stand: Stand) -> None:

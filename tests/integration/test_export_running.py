@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ from helpers.looking import change, value
 from app.store.schema import blobs, events, sessions, turns
 from integration.places import Places
 from integration.reading import CONTAINERS, DOCUMENTS, read
-from integration.stand import Stand, serving, until
+from integration.stand import Stand, serving
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
@@ -28,10 +25,6 @@ SESSIONS = 2000
 TURNS = 5
 MEMORY = 450 << 20
 """Of the server, most of it SQLite's page cache: 64 MiB for each connection that an export has read through."""
-
-ABORTS = 20
-CONNECTIONS = 8
-"""Of the database, for reads; each has up to two files open."""
 
 
 @pytest.fixture
@@ -148,46 +141,3 @@ def test_an_export_of_many_sessions_lets_others_in_and_needs_little_memory(
     if shape == "verl":
         names = [read("ndjson", name.encode())[0]["session_id"] for name in names]
     assert names == ["one", *(f"c{number + 1}" for number in range(SESSIONS))]
-
-
-def open_files(stand: Stand) -> list[str]:
-    """What each descriptor of the server stands for."""
-    found = []
-    for entry in Path(f"/proc/{stand.server.pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            found.append(str(entry.readlink()))
-    return found
-
-
-def temporary(stand: Stand) -> list[str]:
-    """Files without a name."""
-    return [one for one in open_files(stand) if "/#" in one]
-
-
-def threads(stand: Stand) -> int:
-    return len(list(Path(f"/proc/{stand.server.pid}/task").iterdir()))
-
-
-def abort(stand: Stand, query: str, wait_s: float) -> None:
-    """Ask for an export and go away in the middle of it."""
-    with socket.create_connection(("127.0.0.1", stand.server.port)) as connection:
-        connection.sendall(f"GET /export?{query} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        time.sleep(wait_s)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("query", ["format=safetensors", "format=ndjson"])
-def test_clients_that_go_away_leave_nothing_behind(large: Stand, query: str) -> None:
-    before = len(open_files(large))
-    for number in range(ABORTS):
-        abort(large, query, 0.01 * (number % 10))
-    until(lambda: not temporary(large))
-    until(lambda: len(open_files(large)) <= before + 2 * CONNECTIONS)
-    running = threads(large)
-    for _ in range(ABORTS):
-        abort(large, query, 0.02)
-    until(lambda: not temporary(large) and len(open_files(large)) <= before + 2 * CONNECTIONS)
-    assert threads(large) <= running + 4
-    with Health(large) as health:
-        assert read("ndjson", get(large, session_id="c7"))[0]["session_id"] == "c7"
-        until(lambda: len(health.latencies) > 20)

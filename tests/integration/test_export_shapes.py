@@ -120,20 +120,6 @@ def advantages(corpus: Corpus) -> dict[str, float]:
     return dict(zip(rewards, (values - values.mean()) / (values.std(ddof=1) + 1e-6), strict=True))
 
 
-def test_the_advantage_is_normalised_once_a_rollout_and_the_same_in_all_its_rows(corpus: Corpus) -> None:
-    expected = advantages(corpus)
-    rows = [row for row in corpus.rows if "excluded" not in row]
-    for row in rows:
-        name = corpus.name_of(row["session_id"])
-        if name in expected:
-            assert row["advantage"] == pytest.approx(expected[name], rel=1e-12, abs=1e-12)
-        else:
-            assert row.get("advantage") is None
-    split = {row["advantage"] for row in rows if row["session_id"] == corpus.talks["split"].id}
-    assert len(split) == 1
-    assert [row["segment"] for row in rows if row["session_id"] == corpus.talks["split"].id] == [0, 1]
-
-
 def experts(row: Row) -> np.ndarray[Any, Any]:
     found = np.frombuffer(base64.b64decode(row["routed_experts"]), row["dtype"]).reshape(row["shape"])
     assert row["row_start"] == 0

@@ -108,22 +108,6 @@ def test_a_line_is_a_whole_group_with_its_rows(fresh: Stand) -> None:
             assert row[name] == exported[name], name
 
 
-def test_only_complete_groups_are_given(swept: Stand) -> None:
-    group = uuid.uuid4().hex
-    one, two = (swept.talk(group_id=group) for _ in range(2))
-    for talk in (one, two):
-        talk.say("Hello")
-    finish(one, swept, 1.0)
-    assert ids(ask(swept, "trainer")) == []
-    assert "1 of 2" in reasons(ask(swept, "trainer", explain=True))[group]
-    finish(two, swept, None)
-    assert ids(ask(swept, "trainer")) == []
-    swept.http.put(f"{two.path}/reward", json={"reward": 0})
-    assert "of 3 attempts" in reasons(ask(swept, "trainer", attempts=3, explain=True))[group]
-    assert ids(ask(swept, "trainer", attempts=3)) == []
-    assert ids(ask(swept, "trainer", attempts=2)) == [group]
-
-
 def test_what_is_not_acknowledged_in_time_goes_to_whoever_asks(swept: Stand) -> None:
     made = [a_group(swept) for _ in range(2)]
     assert ids(ask(swept, "dead", 2)) == made
@@ -151,17 +135,6 @@ def test_stale_groups_stay_and_are_explained(fresh: Stand) -> None:
     assert (line["group_id"], line["staleness"]) == (middle, 2)
     [line] = ask(fresh, "third", 9)
     assert (line["group_id"], line["staleness"]) == (old, 6)
-
-
-def test_other_shapes_are_given_whole(swept: Stand) -> None:
-    group = a_group(swept)
-    [line] = ask(swept, "trainer", shape="slime")
-    assert line["group_id"] == group
-    assert len(line["rows"]) == 2
-    assert all("response_length" in row and "messages" not in row for row in line["rows"])
-    [line] = ask(swept, "trainer", shape="atropos")
-    assert len(line["rows"]) == 1, "a row of this shape is a whole group"
-    assert len(line["rows"][0]["scores"]) == 2
 
 
 BAD_PARAMETERS = (

@@ -102,21 +102,6 @@ def test_a_row_that_only_repeats_is_in_no_trainers_file(used: Stand) -> None:
     assert not any(fork.rows()[0]["loss_mask"])
 
 
-def test_a_closed_session_is_forked_and_neither_takes_the_other_along(used: Stand) -> None:
-    source = said(used, "One", "Two")
-    rows = source.rows(replay="true")
-    assert used.http.delete(source.path).status_code == 204
-    first, second = forks(used, source, turn=2, count=2)
-    assert used.http.delete(first.path, params={"erase": "true"}).status_code == 204
-    assert source.rows(replay="true")[0]["tokens"] == rows[0]["tokens"]
-    assert used.http.delete(source.path, params={"erase": "true"}).status_code == 204
-    assert error_of(ask(used, source, turn=2)) == (404, "session_closed")
-    [own] = second.rows(replay="true")
-    assert (own["tokens"], own["routed_experts"]) == (rows[0]["tokens"], rows[0]["routed_experts"])
-    second.messages = source.messages
-    say(second, "Three")
-
-
 def test_the_same_key_makes_the_same_sessions_once(used: Stand) -> None:
     source = said(used, "One", "Two")
     key = uuid.uuid4().hex

@@ -149,29 +149,6 @@ def test_an_agent_whose_name_cannot_be_part_of_an_id_has_a_session_all_the_same(
     assert [turns(stand, one["session_id"]) for one in listed] == [1, 2]
 
 
-def test_a_child_takes_after_its_parent(stand: Stand) -> None:
-    taken = {
-        "adapter": "poet",
-        "on_abort": "fail",
-        "matcher": "strict",
-        "rollback_window": 3,
-        "on_divergence": "segment",
-        "retain": "sampled",
-        "on_limit": "length",
-    }
-    parent = stand.talk(**taken, group_id="task", history="linear")
-    Agent(stand, x_turnlog_session_id=parent.id, x_turnlog_agent_id="sub").say("Hello")
-    assert config(stand, f"{parent.id}:sub") == {**taken, "parent": parent.id}
-
-
-def test_the_first_session_header_counts_and_its_own_relatives(stand: Stand) -> None:
-    session, other = fresh(), fresh()
-    headers = {"x-session-id": session, "x-claude-code-session-id": other, "x-claude-code-agent-id": "one"}
-    Agent(stand, **headers, **{"x-dynamo-parent-session-id": other}).say("Hello")
-    assert "parent" not in config(stand, session)
-    assert stand.http.get(f"/sessions/{other}").status_code == 404
-
-
 @pytest.mark.parametrize("name", ["x-session-id", "x-parent-session-id"])
 def test_a_name_that_is_no_id_is_refused_by_its_header(stand: Stand, name: str) -> None:
     refused = Agent(stand, **{"x-session-id": fresh(), name: "a/b"}).chat("Hello")
@@ -307,11 +284,6 @@ def test_gyms_prefix_names_the_session(stand: Stand, capture: str) -> None:
     assert stand.http.get("/sessions/other").status_code == 404
     models = stand.http.get(f"/ng-rollout/{rollout}{capture}/v1/models")
     assert models.json() == stand.http.get("/v1/models").json()
-
-
-@pytest.mark.parametrize("path", ["/ng-rollout//v1/models", "/ng-rollout/-a/v1/models", "/ng-rollout/a/health"])
-def test_no_other_path_has_gyms_prefix(stand: Stand, path: str) -> None:
-    assert stand.http.get(path).status_code == 404
 
 
 def test_a_request_that_names_no_session_gets_one_of_its_own(sglang: SimulatorProcess, places: Places) -> None:

@@ -16,7 +16,7 @@ from anthropic.lib.streaming import MessageStreamEvent
 from helpers.streams import is_final
 
 from integration.places import Places
-from integration.stand import SPOKEN, Message, Stand, Talk, serving, tool_of, until, user
+from integration.stand import SPOKEN, Message, Stand, Talk, serving, tool_of, user
 from ops.simulator.process import SimulatorProcess
 
 MODE = "x-turnlog-stream-mode"
@@ -116,19 +116,6 @@ def test_deltas_come_before_the_commit_and_the_end_after_it(live: Stand) -> None
         assert [message["role"] for message in talk.rows()[0]["messages"]] == ["user", "assistant"]
 
 
-def test_a_client_that_leaves_does_not_end_its_turn_and_gets_it_whole_later(live: Stand) -> None:
-    talks = [live.talk(protocol, stream_mode="live") for protocol in PROTOCOLS]
-    for talk in talks:
-        with streaming(talk, live, sim=SLOW) as response:
-            first_delta(response)
-    for talk in talks:
-        until(talk.committed)
-        again = talk.chat([user("Go")], stream=True, sim=SLOW)
-        assert (again.headers["x-turnlog-replayed"], again.headers[MODE]) == ("true", "whole")
-        assert is_final(again.text)
-        assert len(talk.committed()) == 1
-
-
 BROKEN = {
     "reset": (200, "upstream_unreachable"),
     "truncated_json": (200, "upstream_unreachable"),
@@ -201,27 +188,6 @@ def test_an_sglang_that_says_nothing_of_ids_in_streams_is_asked_for_a_whole_repl
         assert (response.status_code, response.headers[MODE]) == (200, "whole")
         asked = older.engine_requests(talk.id, SPOKEN["chat"].path)[-1]["body"]
         assert ("stream" in asked, asked["return_meta_info"]) == (False, True)
-
-
-def test_a_live_turn_of_sglang_has_its_experts_and_the_version_that_the_engine_names(places: Places) -> None:
-    environment = {"TURNLOG_REPLAY": "routed_experts"}
-    with (
-        SimulatorProcess("--weight-version", "7") as engine,
-        serving(places.new("experts"), engine.base_url, environment=environment) as stand,
-    ):
-        whole_talk, talk = stand.talk(), stand.talk(stream_mode="live")
-        whole_talk.chat([user("Go")], temperature=0)
-        assert talk.chat([user("Go")], stream=True, temperature=0).headers[MODE] == "live"
-        first, second = (of.state()["records"][0] for of in (whole_talk, talk))
-        assert "return_meta_info" not in second["request"]
-        assert second["request"]["return_output_ids_in_sglext"] is True
-        [one_choice], [other_choice] = first["response"]["choices"], second["response"]["choices"]
-        assert one_choice["prompt_token_ids"] == other_choice["prompt_token_ids"]
-        assert plain(one_choice["message"]) == plain(other_choice["message"])
-        [one], [other] = (of.rows(replay="true") for of in (whole_talk, talk))
-        assert set(other["weight_versions"]) == {-1, 7}
-        for name in ("tokens", "logprobs", "weight_versions", "loss_mask", "routed_experts"):
-            assert one[name] == other[name], name
 
 
 def test_a_mode_that_is_none_is_refused(live: Stand) -> None:

@@ -11,7 +11,6 @@ import httpx
 import promql_parser
 import pytest
 import yaml
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from integration.places import Places
@@ -22,7 +21,6 @@ DEPLOY = ROOT / "ops" / "deploy"
 BY_PROMETHEUS = {"job", "instance"}
 """Labels that Prometheus adds."""
 
-SPOKEN = "canary-said-by-an-agent"
 KEY = {"idempotency-key": "canary-key-of-a-client"}
 
 Samples = dict[str, list[dict[str, str]]]
@@ -126,13 +124,6 @@ def test_the_store_the_engines_and_the_process_are_told_of(watched: Stand) -> No
     assert value(watched, "process_start_time_seconds") > 0
 
 
-def test_openmetrics_is_given_to_who_asks_for_it(watched: Stand) -> None:
-    response = scrape(watched, accept="application/openmetrics-text; version=1.0.0")
-    assert response.headers["content-type"].startswith("application/openmetrics-text")
-    assert "turnlog_turns" in {family.name for family in openmetrics(response.text)}
-    assert scrape(watched).headers["content-type"].startswith("text/plain")
-
-
 def test_a_failed_turn_is_one_line_with_its_request_and_session(watched: Stand) -> None:
     talk = watched.talk()
     response = talk.chat([user("x")], sim={"fault": "not_json"}, headers={"x-request-id": "rollout-7"})
@@ -142,18 +133,6 @@ def test_a_failed_turn_is_one_line_with_its_request_and_session(watched: Stand) 
     assert (line["session_id"], line["code"], line["stage"]) == (talk.id, "upstream_invalid", "validate")
     assert line["level"] == "info"
     assert line["duration_ms"] > 0
-
-
-def test_what_an_operator_changes_is_one_line(watched: Stand) -> None:
-    talk = watched.talk()
-    talk.say("Hello")
-    url = "http://127.0.0.1:9"
-    assert watched.http.post("/engines", json={"url": url, "state": "draining"}).status_code == 200
-    assert watched.http.delete("/engines", params={"url": url}).status_code == 204
-    assert watched.http.delete(talk.path, params={"erase": "true"}).status_code == 204
-    assert len([line for line in lines(watched, "fleet event") if url in line["event"]]) == 2
-    (erased,) = (line for line in lines(watched, "session erased") if line["session_id"] == talk.id)
-    assert erased["request_id"]
 
 
 @pytest.mark.parametrize(

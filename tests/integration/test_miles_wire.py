@@ -14,7 +14,7 @@ import safetensors.numpy
 from integration.interrupting import latency
 from integration.places import Places
 from integration.routing import BOTH
-from integration.stand import CHAT, HOURS, Stand, Talk, error_of, serving, user
+from integration.stand import HOURS, Stand, Talk, error_of, serving, user
 from ops.server import VERBATIM
 from ops.simulator.process import SimulatorProcess
 
@@ -306,12 +306,3 @@ def test_a_delete_closes_nothing_that_its_driver_has_not_seen(stand: Stand) -> N
         erased = stand.http.delete(f"{talk.path}?erase=true", headers={GENERATION: current})
         assert erased.status_code == 204
     assert error_of(stand.http.delete("/sessions/never-seen", headers={GENERATION: "1"})) == (404, "session_not_found")
-
-
-def test_a_chat_without_a_session_is_not_of_the_newer_wire(stand: Stand) -> None:
-    headers = {"x-dynamo-session-id": "agents", "x-dynamo-parent-session-id": stand.talk(evaluation=True).id}
-    body = {"model": "m", "messages": [user("Hello")], "input_ids": [1, 2]}
-    response = stand.http.post(CHAT, json=body, headers=headers)
-    assert error_of(response) == (400, "invalid_request"), "an agent's session is of its parent's wire"
-    del headers["x-dynamo-parent-session-id"]
-    assert stand.http.post(CHAT, json=body, headers={"x-dynamo-session-id": "alone"}).status_code == 200

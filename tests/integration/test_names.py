@@ -76,18 +76,6 @@ def test_a_finished_name_begins_another_session(stand: Stand) -> None:
     assert {json.loads(line).get("session_id", ids[2]) for line in lines.splitlines()} == {ids[2]}
 
 
-def test_any_other_close_is_for_good(stand: Stand) -> None:
-    named = Named(stand)
-    named.chat()
-    named.finish()
-    named.chat()
-    assert stand.http.delete(named.path).status_code == 204
-    assert named.finish()["generation"] == 2
-    assert error_of(named.chat()) == (404, "session_closed")
-    assert error_of(stand.http.post("/sessions", json={"session_id": named.name})) == (409, "session_closed")
-    assert [number for number, _, _ in named.generations()] == [1, 2]
-
-
 FORMS = ("{path}", "{path}/", "/{path}", "/sessions//{name}", "/sessions/%{hex}", "{path}?generation=2")
 """Spellings of a path below which a session's routes are."""
 
@@ -141,22 +129,6 @@ def test_a_retry_of_an_ended_generation_gets_its_reply(stand: Stand, mark: str, 
     assert named.generations() == [(1, "closed", 1), (2, "open", 1)][: 1 + is_begun]
 
 
-def test_what_says_nothing_of_an_ended_generation_is_the_next_ones(stand: Stand) -> None:
-    """The same body without a mark, a key that is new, and a marked retry of what the new one has tried itself."""
-    named = Named(stand)
-    named.chat(headers={"idempotency-key": "a"})
-    named.finish()
-    assert named.chat(headers={"x-parent-session-id": named.name}).headers["x-turnlog-turn"] == "1"
-    assert "parent" not in named.events(2)[0]["config"]
-    assert named.chat(headers={"idempotency-key": "b"}).status_code == 200
-    failed = {"model": "simulator", "messages": [user("Hello")], "sim": {"fault": "status_500"}}
-    headers = {"x-session-id": named.name, "idempotency-key": "c"}
-    assert stand.http.post(CHAT, json=failed, headers=headers).status_code == 500
-    assert stand.http.post(CHAT, json=failed, headers=headers).status_code == 500
-    assert error_of(named.chat("Other", headers={"idempotency-key": "a"})) == (422, "idempotency_mismatch")
-    assert named.generations() == [(1, "closed", 1), (2, "open", 2)]
-
-
 def test_a_turn_in_flight_ends_with_its_generation(stand: Stand) -> None:
     """Neither it nor its retry goes into the next one."""
     named = Named(stand)
@@ -169,17 +141,6 @@ def test_a_turn_in_flight_ends_with_its_generation(stand: Stand) -> None:
     assert {error_of(flight.result()), error_of(joined.result())} == {(404, "session_closed")}
     assert error_of(stand.http.post(CHAT, json=slow, headers=headers)) == (404, "session_closed")
     assert named.generations() == [(1, "closed", 0)]
-
-
-def test_a_name_that_no_session_has_is_ignored(stand: Stand) -> None:
-    named = Named(stand)
-    assert named.finish() == {"session_id": None, "name": named.name, "generation": None}
-    for query in ("", "?session_id=", "?session_id=a%2Fb", "?session_id=a&session_id=b"):
-        assert error_of(stand.http.post(f"/finish_session{query}")) == (400, "invalid_request")
-    made = stand.talk()
-    made.say("Hello")
-    assert named.finish(made.id) == {"session_id": made.id, "name": None, "generation": None}
-    assert error_of(made.chat([user("More")])) == (404, "session_closed")
 
 
 def test_a_creation_begins_the_next_generation_too(stand: Stand) -> None:

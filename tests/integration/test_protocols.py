@@ -131,20 +131,6 @@ def test_a_stream_is_kept_alive_and_ends_as_its_protocol_does(impatient: Stand, 
     assert at_once.status_code == 503
 
 
-@pytest.mark.parametrize("protocol", OTHERS)
-def test_a_retry_gets_the_same_reply_whole_or_as_a_stream(stand: Stand, protocol: str) -> None:
-    talk, key = stand.talk(protocol), {"idempotency-key": "k"}
-    first = talk.chat([user("One")], headers=key, sim={"reasoning": True})
-    again = talk.chat([user("One")], headers=key, sim={"reasoning": True})
-    assert again.json() == first.json()
-    assert again.headers["x-turnlog-replayed"] == "true"
-    stream = talk.chat([user("One")], headers=key, stream=True, sim={"reasoning": True})
-    assert stream.headers["x-turnlog-replayed"] == "true"
-    if protocol == "responses":
-        assert events_of(stream)[-1]["response"] == first.json()
-    assert len(talk.committed()) == 1
-
-
 PREFILL: dict[str, dict[str, Any]] = {
     "chat": {"continue_final_message": True, "add_generation_prompt": False},
     "messages": {},
@@ -216,17 +202,6 @@ def test_a_response_id_names_its_turn_also_after_a_restart(places: Places) -> No
         unknown = own.http.post(path, json={"model": "m", "input": "x", "previous_response_id": "resp_9_" + "0" * 24})
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "previous_response_not_found")
         assert other["id"] != second["id"]
-
-
-def test_what_a_client_proves_to_hold_decides_between_equal_turns(stand: Stand) -> None:
-    """Two siblings sampled the same text and thought differently: the signature tells which one goes on."""
-    talk = stand.talk("messages")
-    said = {"reasoning": True, "text": "Same", "tool_calls": False}
-    one, two = (talk.chat([user("Think")], sim=said).json()["content"] for _ in range(2))
-    for content, parent in ((one, 1), (two, 2), (one, 1)):
-        history = [user("Think"), {"role": "assistant", "content": content}, user("Go on")]
-        assert talk.chat(history, sim=PLAIN).status_code == 200
-        assert talk.committed()[-1]["parent"] == parent
 
 
 @pytest.mark.parametrize("protocol", OTHERS)

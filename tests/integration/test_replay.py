@@ -118,24 +118,6 @@ def test_a_payload_that_never_was_is_not_found(line: Recorded) -> None:
     assert error_of(fetch(talk, 1)) == (404, "session_closed")
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_rollback_keeps_the_rows_of_what_is_live(line: Recorded, window: int) -> None:
-    talk = line.talk(rollback_window=window)
-    say(line, talk, "One")
-    history = talk.messages
-    first = rows_in(line.sent)
-    for number in range(window):
-        say(line, talk, f"Two {number}")
-    talk.messages = history
-    instead = say(line, talk, "Instead")
-    newest = window + 2
-    assert np.array_equal(fetched(talk, newest).rows, rows_in(instead))
-    assert np.array_equal(fetched(talk, 1).rows, first)
-    for discarded in range(2, newest):
-        assert error_of(fetch(talk, discarded)) == (410, "payload_tombstoned")
-    assert problems(line.stand) == []
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_what_comes_unasked_is_kept(plain: Recorded, nested: bool) -> None:
     wish = {"experts": {"unasked": True, "nested": nested, "experts": 300}, "indexer_topk": {"nested": nested}}

@@ -115,13 +115,6 @@ def test_each_fold_is_what_the_server_reported_then(
         assert said() == []
 
 
-def test_the_state_is_readable(filled: str, said: Lines) -> None:
-    assert replay(["talked"]) == 0
-    lines = said()
-    assert len(lines) > 20
-    assert json.loads("".join(lines)) == replayed(said, "talked")
-
-
 def one_line(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
     assert replay(arguments) == code

@@ -149,17 +149,6 @@ def test_each_segment_has_its_own_rows(line: Recorded) -> None:
         assert payloads(exported(kept, max_seq_len=length)) == payloads(exported(complete, max_seq_len=length))
 
 
-def test_where_the_prompt_drifted_the_row_start_tells(line: Recorded) -> None:
-    """Asked for new rows only, an engine leaves out those of the other segment's tokens."""
-    talk = two_segments(line, "window")
-    first, second = exported(talk)
-    assert first["row_start"] == second[POSITIONS]["row_start"] == 0
-    fourth = talk.committed()[3]["payloads"][0]
-    assert second["row_start"] == fourth["sent"]
-    patched = line.stand.server.environment.get("TURNLOG_REPLAY_INCREMENTAL") == "true"
-    assert (second["row_start"] > 0) == patched
-
-
 def test_the_same_cursor_gives_the_same_rows_unless_they_were_tombstoned(line: Recorded) -> None:
     """Chunks that the newest turn shares are still there; those of its own are gone, and the row says so."""
     talk = line.talk(rollback_window=0)

@@ -31,15 +31,6 @@ def test_a_marked_retry_gets_the_committed_reply_to_the_byte(
     assert talk.types().count("ReplyRedelivered") == 1
 
 
-def test_an_unmarked_equal_body_generates_again(stand: Stand) -> None:
-    talk = stand.talk()
-    replies = [talk.chat([user("Hello")], headers=headers) for headers in ({}, {}, {"x-stainless-retry-count": "0"})]
-    assert [reply.status_code for reply in replies] == [200, 200, 200]
-    assert len({reply.content for reply in replies}) == 3
-    assert talk.generations() == 3
-    assert talk.types().count("RolledBack") == 2
-
-
 def test_a_key_with_another_body_is_422(stand: Stand) -> None:
     talk = stand.talk()
     assert talk.chat([user("Hello")], headers=KEY).status_code == 200
@@ -71,11 +62,3 @@ def test_a_retry_of_a_stream_is_a_stream_of_the_same_turn(stand: Stand) -> None:
     assert replies[0].content == replies[1].content
     assert replies[1].headers["content-type"].startswith("text/event-stream")
     assert talk.generations() == 1
-
-
-def test_an_empty_key_marks_nothing_and_a_long_one_does(stand: Stand) -> None:
-    for key, generations in (("", 2), ("x" * 2000, 1)):
-        talk = stand.talk()
-        for _ in range(2):
-            assert talk.chat([user("x")], headers={"idempotency-key": key}).status_code == 200
-        assert talk.generations() == generations

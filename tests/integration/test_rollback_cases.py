@@ -68,18 +68,6 @@ def test_a_history_that_stops_further_back_is_refused(talk: Talk, keep: int, new
     assert talk.state()["records"] == before
 
 
-@pytest.mark.parametrize("fault", ["status_503", "nan_logprob", "reset"])
-def test_a_retry_that_fails_does_not_lose_the_old_turn(talk: Talk, fault: str) -> None:
-    before = talk.state()["records"]
-    order = {"fault": fault, "at_byte": 20} if fault == "reset" else fault
-    for sent in ([*talk.messages[:4], user("Instead")], talk.messages[:5]):
-        assert talk.chat(sent, sim={**PLAIN, "fault": order}).status_code >= 500
-    assert talk.state()["records"] == before
-    assert "RolledBack" not in talk.types()
-    talk.say("Four", sim=PLAIN)
-    assert len(talk.committed()) == 4
-
-
 @pytest.mark.parametrize("place", ["first", "later"])
 def test_an_invalid_tool_call_that_a_harness_drops(either: Stand, place: str) -> None:
     """mini-swe-agent: the assistant message is left out, and the user reports an error in its place.

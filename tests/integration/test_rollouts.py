@@ -177,20 +177,6 @@ def test_a_filter_and_a_shape_of_groups_take_whole_rollouts(used: Stand) -> None
     assert sum(advantage for _, advantage in by_rollout) == pytest.approx(0.0)
 
 
-def test_a_root_without_turns_of_its_own_is_no_gap(used: Stand) -> None:
-    """As where a harness has a thread of its own for the main agent, and its driver made the session."""
-    group = uuid.uuid4().hex
-    root = used.talk(group_id=group)
-    by_header(used, {CODEX["session"]: root.id, CODEX["agent"]: "main"})
-    reward(used, root, 1.0)
-    close(used, root)
-    main = f"{root.id}:main"
-    [row] = used.rows(group_id=group, shape="atropos")
-    assert (row["session_ids"], row["scores"], row["group_id"]) == ([main], [1.0], group)
-    lines = handed_out(used, "trainer", shape="atropos")
-    assert [row["session_ids"] for line in lines if line["group_id"] == group for row in line["rows"]] == [[main]]
-
-
 def test_a_follower_hears_of_an_erasure_and_of_a_parent_that_is_created_later(stand: Stand) -> None:
     group, between, root = (uuid.uuid4().hex for _ in range(3))
     gone, child = stand.talk(group_id=group), stand.talk(parent_session_id=between)

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from helpers.looking import change
 from transformers import AutoTokenizer
 
 from integration.places import Places
@@ -129,33 +128,6 @@ def test_a_driver_may_bring_its_metadata_and_the_reward(routed: Stand) -> None:
     assert talk.events()[-1]["type"] == "SessionClosed", "nothing was assigned"
 
 
-def test_a_cut_slices_the_tails_rows(routed: Stand) -> None:
-    talk = with_tools(routed)
-    whole, _ = post(routed, talk)
-    [row] = talk.rows()
-    last = row["turns"][-1]["end"]
-    ends = {span["end"]: span["end"] for span in row["turns"]} | {last + 1: last}
-    for span in row["turns"][1:]:
-        # A prompt of which no output fits is left out with its turn; inside the output the cut is to the token.
-        ends |= {span["start"] + 1: span["start"], span["output_start"]: span["start"]}
-    for span in row["turns"]:
-        ends |= dict.fromkeys([span["output_start"] + 1], span["output_start"] + 1) | {span["end"] - 1: span["end"] - 1}
-    for length, end in ends.items():
-        tensors, meta = post(routed, talk, max_seq_len=length)
-        rows = talk.rows(max_seq_len=length, truncate="token", replay="true")
-        check(tensors, meta, rows)
-        assert [span["turn"] for span in rows[0]["turns"]] == [
-            s["turn"] for s in row["turns"] if s["output_start"] < end
-        ]
-        assert rows[0]["turns"][-1]["end"] == end
-        [sample] = meta["samples"]
-        assert sample["status"] == ("truncated" if end < last else "completed")
-        for name in ("tokens.0", "loss_mask.0", "rollout_log_probs.0"):
-            assert np.array_equal(tensors[name], whole[name][: len(whole[name]) - last + end])
-        for kind in ("rollout_routed_experts.0", "rollout_indexer_topk.0"):
-            assert np.array_equal(tensors[kind], whole[kind][: end - 1])
-
-
 def test_an_overlong_turn_is_cut_and_not_lost(stand: Stand) -> None:
     """As miles' drivers expect: without overlong answers training would be biased against them."""
     talk = stand.talk()
@@ -242,17 +214,6 @@ def test_the_response_is_decoded_where_there_is_a_tokenizer(tito: Stand, tokeniz
     assert meta["session_metadata"]["tito_session_mismatch"] == []
 
 
-@pytest.mark.parametrize("ids", [True, False])
-def test_a_completion_is_a_sample_too(stand: Stand, ids: bool) -> None:
-    talk = stand.talk()
-    body = {"model": "simulator", "prompt": [5, 6, 7] if ids else "Once upon", "max_tokens": 6}
-    first = stand.http.post(f"{talk.path}/v1/completions", json=body)
-    assert first.status_code == 200, first.text
-    tensors, meta = post(stand, talk)
-    check(tensors, meta, talk.rows())
-    assert meta["samples"][0]["response"] == first.json()["choices"][0]["text"]
-
-
 def test_an_empty_session_has_no_records(stand: Stand) -> None:
     tensors, meta = post(stand, stand.talk())
     assert (tensors, meta["samples"], meta["empty_reason"]) == ({}, [], "no_records")
@@ -280,17 +241,3 @@ def test_a_bad_body_is_400_and_names_the_field(stand: Stand, body: str, told: st
     response = stand.http.post(f"{talk.path}/samples", content=body)
     assert error_of(response) == (400, "invalid_request")
     assert told in response.json()["error"]["message"]
-
-
-def test_a_damaged_session_is_500_for_itself_alone(stand: Stand) -> None:
-    broken, sound = stand.talk(), stand.talk()
-    broken.say("Hello")
-    sound.say("Hello")
-    change(stand.url, "UPDATE turns SET tokens = :damaged WHERE session_id = :id", damaged=b"\0", id=broken.id)
-    response = stand.http.post(f"{broken.path}/samples", json={})
-    assert error_of(response) == (500, "session_unreadable")
-    assert "Hello" not in response.text
-    assert f"session {broken.id} cannot be read: " in stand.server.log_path.read_text()
-    post(stand, sound)
-    told = broken.rows(explain="true")
-    assert [row["excluded"].split(":")[0] for row in told] == ["unreadable"]

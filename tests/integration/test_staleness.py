@@ -14,7 +14,7 @@ from helpers.answering import Answer, Answering, Asked
 from integration.corpus import SINGLE, identity, parts
 from integration.places import Places
 from integration.reading import differences, read
-from integration.stand import Stand, Talk, serving, until
+from integration.stand import Stand, Talk, serving
 from ops.simulator.process import SimulatorProcess
 
 
@@ -141,24 +141,6 @@ def test_a_cursor_says_what_was_current(weights: Weights) -> None:
     assert reasons(following) == {second.id: "stale: 4 weight versions behind, max_staleness is 1"}
 
 
-def test_a_reply_that_says_no_version_has_the_one_it_was_dispatched_with(places: Places) -> None:
-    with (
-        SimulatorProcess("--weight-version", "5") as engine,
-        Unversioned(engine.base_url) as between,
-        serving(places.new("dispatched"), between.base_url) as stand,
-    ):
-        until(lambda: stand.http.get("/engines").json()["engines"][0]["weight_version"] == "5")
-        talk = stand.talk()
-        talk.say("Hello")
-        [event] = talk.committed()
-        tokens = event["output_tokens"]
-        assert event["dispatched"] == "5"
-        assert event["weight_versions"] == [{"version": "5", "start": 0, "end": tokens}]
-        [row] = talk.rows(max_staleness=0, weight_version=5)
-        assert set(row["weight_versions"]) == {-1, 5}
-        assert [turn["dispatched"] for turn in row["turns"]] == ["5"]
-
-
 def test_where_nobody_knows_the_version_it_is_unknown(vllm: SimulatorProcess, places: Places) -> None:
     """A vLLM outside its development mode has no route that says its version."""
     with Unversioned(vllm.base_url) as between, serving(places.new("unknown"), between.base_url) as stand:
@@ -184,22 +166,6 @@ def test_where_nobody_knows_the_version_it_is_unknown(vllm: SimulatorProcess, pl
         again = exported(stand, max_staleness=9, explain=True, cursor=first.headers["x-turnlog-cursor"])
         assert again.content == first.content, "the cursor knows that there was no number"
         assert [row["session_id"] for row in stand.rows(max_staleness=0)] == [adapted.id]
-
-
-@pytest.mark.parametrize("format", ["ndjson", "parquet", "safetensors", "msgpack"])
-def test_a_row_says_whose_it_is_and_what_went_backwards(stand: Stand, format: str) -> None:
-    parent = Weights(stand).talk("3")
-    body = {"parent_session_id": parent.id, "adapter": "math", "group_id": uuid.uuid4().hex}
-    child = Weights(stand).talk("3", "2", "2", **body)
-    response = exported(stand, format=format, session_id=child.id)
-    [row] = read(format, response.content)
-    turns = json.loads(row["turns"]) if isinstance(row["turns"], str) else row["turns"]
-    engine = stand.server.environment["TURNLOG_UPSTREAMS"]
-    assert (row["parent_session_id"], row["adapter"], row["weight_version_regressed"]) == (parent.id, "math", True)
-    assert [(turn["engine"], turn["adapter"], turn["parts"]) for turn in turns] == [(engine, "math", [])] * 3
-    assert all("dispatched" in turn for turn in turns)
-    [told] = parent.rows()
-    assert (told["parent_session_id"], told["adapter"], told["weight_version_regressed"]) == (None, None, False)
 
 
 def test_stale_tokens_leave_the_loss_or_are_told_in_every_format(weights: Weights) -> None:

@@ -140,21 +140,6 @@ def test_a_store_that_somebody_serves(sqlite_url: str, tmp_path: Path) -> None:
     assert f"(pid {os.getpid()}): stop it before changing its schema" in said["alembic"]
 
 
-@pytest.mark.long
-def test_what_to_do_about_an_old_schema_works_where_there_is_no_checkout(tmp_path: Path) -> None:
-    process = started("serve", "--no-migrate", "--port", "0", folder=tmp_path)
-    try:
-        _, said = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-    assert process.returncode == 3
-    [line] = [line for line in said.splitlines() if "the database is at revision none" in line]
-    assert "run `turnlog migrate`" in line
-    done = started("migrate", folder=tmp_path)
-    assert done.wait(PATIENCE_S) == 0, done.communicate()
-    done.communicate()
-
-
 def test_all_wrong_settings_are_told_at_once() -> None:
     wrong = {"TURNLOG_WORKERS": "many", "TURNLOG_LEASE_S": "0", "TURNLOG_UPSTREAM": "http://127.0.0.1:1"}
     expected = [

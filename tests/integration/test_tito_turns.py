@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from integration.stand import WEATHER, Message, Stand, error_of, user
+from integration.stand import WEATHER, Message, Stand, user
 from integration.tito import GENERATION, output_of, rendered, require_consistent, sent_ids, text_of
 
 BOTH = pytest.mark.parametrize("tito", ["sglang", "vllm"], indirect=True)
@@ -67,22 +67,6 @@ def test_reasoning_that_a_harness_drops_keeps_its_tokens(tito: Stand, matcher: s
     require_consistent(tito, talk)
 
 
-def test_assistant_messages_that_the_client_made_up_are_prompt(tito: Stand) -> None:
-    talk = tito.talk()
-    shots = [user("2+2?"), {"role": "assistant", "content": "4"}, user("3+3?")]
-    talk.add(*shots)
-    talk.add(user("Imagine"), {"role": "assistant", "content": "Imagined"}, user("Go on"))
-    prompts = sent_ids(tito, talk)
-    assert prompts == [rendered(talk.messages[:3]), rendered(talk.messages[:7])]
-    [row] = talk.rows()
-    assert [(span["output_start"], span["end"]) for span in row["turns"]] == [
-        (len(prompt), len(prompt) + event["output_tokens"])
-        for prompt, event in zip(prompts, talk.committed(), strict=True)
-    ]
-    assert sum(row["loss_mask"]) == sum(event["output_tokens"] for event in talk.committed())
-    require_consistent(tito, talk)
-
-
 @BOTH
 @pytest.mark.parametrize("reason", ["length", "abort"])
 def test_a_generation_that_was_cut_is_ended_by_the_next_prompt(tito: Stand, reason: str) -> None:
@@ -111,20 +95,6 @@ def test_other_tools_begin_a_segment_whose_prompt_shows_them(tito: Stand) -> Non
     assert prompts[3] == rendered(talk.messages[:7])
     causes = [(row["segment"], row["segment_cause"], [span["turn"] for span in row["turns"]]) for row in talk.rows()]
     assert causes == [(0, None, [1]), (1, "drift", [2, 3]), (2, "drift", [4])]
-    require_consistent(tito, talk)
-
-
-def test_other_tools_are_refused_where_drift_is(tito: Stand) -> None:
-    talk = tito.talk(on_drift="reject")
-    talk.say("Hello secret")
-    before = talk.state()
-    response = talk.chat([*talk.messages, user("Now with tools")], tools=[WEATHER])
-    assert error_of(response) == (500, "token_prefix_mismatch")
-    assert "secret" not in response.text
-    assert talk.types()[-2:] == ["TurnOpened", "TurnRejected"]
-    assert talk.state()["records"] == before["records"]
-    assert talk.generations() == 1
-    talk.say("Without")
     require_consistent(tito, talk)
 
 

@@ -119,27 +119,6 @@ def test_pinned_in_every_protocol(either: Stand, top: Callable[[Any], list[Pairs
         assert record["request"]["top_logprobs"] == 3
 
 
-@BOTH
-def test_a_response_shows_them(either: Stand, top: Callable[[Any], list[Pairs]]) -> None:
-    """The tokens of its text alone: not those of reasoning, nor the end token."""
-    talk = either.talk("responses")
-    asked = {"top_logprobs": 3, "include": ["message.output_text.logprobs"], "sim": {"reasoning": True}}
-    shown = talk.say("Hello", **asked).json()
-    [record] = talk.state()["records"]
-    [row] = talk.rows(top_k=3)
-    require_top(row, {1: top(record["response"])}, 3)
-    text = next(item for item in shown["output"] if item["type"] == "message")["content"][0]
-    assert b"".join(bytes(one["bytes"]) for one in text["logprobs"]).decode() == text["text"]
-    assert 0 < len(text["logprobs"]) < len(record["response"]["choices"][0]["logprobs"]["content"]) - 3
-    assert {len(one["top_logprobs"]) for one in text["logprobs"]} == {3}
-    assert shown["top_logprobs"] == 3
-    assert either.get(f"{talk.chat_path}/{shown['id']}")["output"] == shown["output"]
-    streamed = either.http.post(talk.chat_path, json=talk.body([user("Hi")], stream=True, **asked)).text
-    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
-    [done] = (event for event in events if event["type"] == "response.output_text.done")
-    assert b"".join(bytes(one["bytes"]) for one in done["logprobs"]).decode() == done["text"]
-
-
 def test_completions(vllm_stand: Stand, stand: Stand) -> None:
     """SGLang's name alternatives by their texts: nothing is kept."""
     for there, keeps in ((vllm_stand, True), (stand, False)):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import uuid
 import warnings
 from collections import Counter, defaultdict
@@ -80,19 +79,6 @@ def whole(stand: Stand) -> Rollouts:
 @pytest.fixture(scope="module")
 def split(stand: Stand) -> Rollouts:
     return Rollouts(stand, SPLIT)
-
-
-def test_rows_say_how_many_their_rollout_has(whole: Rollouts, split: Rollouts) -> None:
-    assert [row["rollout_rows"] for row in whole.rows("turnlog")] == [1] * 8
-    rows = split.rows("turnlog")
-    assert Counter(split.places[row["rollout_id"]] for row in rows) == {
-        place: 1 + (place in SPLIT) for place in split.places.values()
-    }
-    for row in rows:
-        number = 1 + (split.places[row["rollout_id"]] in SPLIT)
-        assert (row["rollout_rows"], row["rollout_weight"]) == (number, 1 / number)
-    mean = sum(row["rollout_weight"] * row["reward"] for row in rows) / sum(row["rollout_weight"] for row in rows)
-    assert mean == statistics.mean(REWARDS)
 
 
 def test_the_rows_of_a_rollouts_other_sessions_are_counted_as_of_the_export(stand: Stand) -> None:

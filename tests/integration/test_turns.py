@@ -96,21 +96,6 @@ def test_delete_during_a_turn_waits_for_nothing(stand: Stand) -> None:
     assert len(row["turns"]) == 1
 
 
-def test_delete_during_a_turn_tells_the_engine_to_abort(stand: Stand) -> None:
-    talk = stand.talk()
-    call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 15})
-    stand.until_generating(talk)
-    rid = stand.engine_requests(talk.id)[-1]["body"]["rid"]
-    stand.http.delete(talk.path)
-    assert call.result().status_code == 404
-
-    def aborts() -> list[str]:
-        seen = stand.sim.get("/sim/requests", params={"last": 50}).json()
-        return [one["body"]["rid"] for one in seen if one["path"] == "/abort_request"]
-
-    until(lambda: rid in aborts(), 3)
-
-
 def test_a_session_in_a_header_is_created_on_first_use(stand: Stand) -> None:
     names = (
         "x-turnlog-session-id",

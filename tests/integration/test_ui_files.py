@@ -38,13 +38,6 @@ def test_each_file_is_served_as_what_it_is(stand: Stand) -> None:
         assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", found.headers["etag"])
 
 
-def test_the_page_is_at_its_address_with_and_without_a_slash(stand: Stand) -> None:
-    page = stand.http.get("/ui")
-    assert page.content == (FOLDER / "index.html").read_bytes()
-    assert stand.http.get("/ui/").next_request is not None
-    assert str(stand.http.get("/ui/").next_request.url) == f"{stand.server.base_url}/ui"  # type: ignore[union-attr]
-
-
 ELSEWHERE = (
     *("../ui.py", "..%2fui.py", "%2e%2e/ui.py", "..%5cui.py", "/etc/passwd", "%2fetc%2fpasswd"),
     *("", "nothing.js", "app.js%00.html"),

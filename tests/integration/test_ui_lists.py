@@ -118,22 +118,6 @@ def test_a_preview_counts_what_the_export_gives(stand: Stand, asked: dict[str, A
     assert left_out
 
 
-def test_columns_of_metadata(stand: Stand) -> None:
-    """A key with dots is looked up as it is first, then as a path; what is too long is cut, what is none is missing."""
-    given = {"task": "math", "env": {"name": "web", "size": 3}, "a.b": True, "long": "x" * 500, "none": None}
-    stand.talk(session_id="columns-1", metadata=given)
-    stand.talk(session_id="columns-2")
-    gone = stand.talk(session_id="columns-3", metadata=given)
-    assert stand.http.delete(gone.path, params={"erase": True}).status_code == 204
-    columns = "task,env.name, env.size,a.b,long,none,env"
-    page = stand.get("/ui/api/sessions", q="columns-", columns=columns)
-    assert len(page["sessions"]) == 3
-    assert page["metadata"] == {
-        "columns-1": {"task": "math", "env.name": "web", "env.size": "3", "a.b": "true", "long": "x" * 200 + "…"}
-    }, "the first six columns"
-    assert stand.get("/ui/api/sessions", q="columns-")["metadata"] == {}
-
-
 def test_weight_versions_with_their_sessions_and_rewards(places: Places, sglang: SimulatorProcess) -> None:
     with serving(places.new("ui-versions"), sglang.base_url) as stand:
         for number, reward in enumerate((None, 0.5, 1.0)):

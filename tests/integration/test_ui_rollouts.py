@@ -17,19 +17,6 @@ def rollout(stand: Stand, session_id: str, **parameters: Any) -> dict[str, Any]:
     return dict(stand.get(f"/ui/api/sessions/{session_id}/rollout", **parameters))
 
 
-def test_marks_are_equal_whatever_ids_the_calls_have(stand: Stand) -> None:
-    calls = {**NOW, "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}]}
-    ids, marks = [], []
-    for number in range(2):
-        talk = stand.talk(group_id="call-ids", attempt=number)
-        called = talk.say("one", tools=[WEATHER], sim=calls).json()["choices"][0]["message"]
-        ids.append([call["id"] for call in called["tool_calls"]])
-        talk.add(*({"role": "tool", "tool_call_id": one, "content": "sunny"} for one in ids[-1]), sim=TEXT)
-        marks.append([turn["mark"] for turn in rollout(stand, talk.id)["marks"]])
-    assert ids[0] != ids[1]
-    assert marks[0] == marks[1]
-
-
 def test_a_turn_in_short_says_what_it_was_given_and_did(stand: Stand) -> None:
     """Two that are given different results differ before the reply, though that is the same."""
     calls = {**NOW, "text": "I look.", "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}]}
@@ -127,15 +114,3 @@ def test_a_summary_follows_its_session(stand: Stand) -> None:
     for wrong in ([], ["a b"], ["x"] * (MAX_SESSIONS + 1)):
         response = stand.http.get("/ui/api/summaries", params={"session_id": wrong})
         assert error_of(response) == (400, "invalid_request")
-
-
-def test_a_summary_after_a_restore_is_that_of_the_checkpoint(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("one", sim=TEXT)
-    before = summary_of(stand, talk.id)
-    assert stand.http.post("/checkpoints", json={"name": "summaries"}).status_code == 200
-    talk.say("two", sim={**NOW, "text": "later"})
-    assert summary_of(stand, talk.id)["turns"] == 2
-    assert stand.http.post("/checkpoints/summaries/restore").status_code == 200
-    after = summary_of(stand, talk.id)
-    assert {**after, "version": 0} == {**before, "version": 0}

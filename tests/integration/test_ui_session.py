@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -84,27 +83,6 @@ def test_every_moment_of_the_past_is_what_it_was(shared: Stand, walked: Talk) ->
     )
 
 
-def test_the_conversation_is_what_was_said_on_the_way_to_any_turn(shared: Stand, walked: Talk) -> None:
-    found = get(shared, f"{walked.id}/conversation")
-    assert found["turn"] == 4
-    assert [one["message"] for one in found["messages"]] == walked.messages
-    assert [one["index"] for one in found["messages"]] == [0, 1, 2, 3]
-    assert [one["turn"] for one in found["messages"]] == [1, 1, 4, 4]
-    assert [one["sampled"] for one in found["messages"]] == [False, True, False, True]
-    assert (found["omitted"], found["tools"], found["errors"]) == (0, None, {})
-    assert found["params"]["model"] == "simulator"
-    discarded = get(shared, f"{walked.id}/conversation", turn=2)
-    assert discarded["messages"][-1]["message"]["tool_calls"]
-    assert discarded["messages"][:2] == found["messages"][:2]
-    assert discarded["tools"] == [WEATHER]
-    early = get(shared, f"{walked.id}/conversation", seq=5)
-    assert early["turn"] == 1
-    assert error_of(shared.http.get(f"/ui/api/sessions/{walked.id}/conversation", params={"turn": 9})) == (
-        404,
-        "not_found",
-    )
-
-
 def test_the_actions_and_messages_of_turns(shared: Stand, walked: Talk) -> None:
     """Of discarded turns too; a long message is cut until all of it is asked for."""
     found = get(shared, f"{walked.id}/actions")
@@ -165,63 +143,6 @@ def test_tokens_are_those_of_the_export(shared: Stand, walked: Talk) -> None:
     sampled = get(shared, f"{walked.id}/tokens", start=5, limit=10**4, sampled=True)["tokens"]
     assert sampled == [token for token in found["tokens"] if token[0] >= 5 and token[2]]
     assert get(shared, f"{walked.id}/tokens", start=10**9)["tokens"] == []
-
-
-def test_columns_are_those_of_the_export(stand: Stand) -> None:
-    talk = stand.talk()
-    for text in ("One", "Two"):
-        talk.say(text, max_tokens=3)
-    assert get(stand, f"{talk.id}/tokens")["columns"] == {}
-    talk.column(1, "teacher", [-0.5, None, -0.25])
-    before = talk.events()[-1]["seq"]
-    talk.column(2, "labels", [7, 8, 9])
-    [row] = talk.rows(columns="teacher,labels")
-    found = get(stand, f"{talk.id}/tokens")
-    assert found["columns"] == {
-        name: [value if there else None for value, there in zip(row["columns"][name], mask, strict=True)]
-        for name, mask in row["column_masks"].items()
-    }
-    assert found["columns"]["labels"][-3:] == [7, 8, 9]
-    page = get(stand, f"{talk.id}/tokens", start=row["prompt_length"] + 1, limit=1)
-    assert page["columns"] == {"teacher": [None]}, "of the page's turns"
-    assert get(stand, f"{talk.id}/tokens", seq=before)["columns"].keys() == {"teacher"}
-    talk.column(1, "teacher", [1, 2, 3])
-    assert get(stand, f"{talk.id}/tokens", seq=before)["columns"] == {}, "replaced since"
-
-
-def test_the_outline_of_a_row(stand: Stand) -> None:
-    """Scales and the least likely tokens are those of the whole row, however little of it is asked for."""
-    talk = stand.talk()
-    talk.say("One", max_tokens=40, top_logprobs=4)
-    talk.say("Two", max_tokens=30)
-    talk.column(2, "advantage", [number / 8 for number in range(30)])
-    [row] = talk.rows(top_k=4, columns="advantage")
-    page = get(stand, f"{talk.id}/tokens", start=0, limit=3, sampled=True, outline=True)
-    assert [len(page[name]) for name in ("tokens", "texts")] == [3, 3]
-    found = page["outline"]
-    assert (found["sampled"], found["in_loss"]) == (70, 70)
-    scales = {scale["name"]: scale for scale in found["scales"]}
-    assert {name: sum(scale["counts"]) for name, scale in scales.items()} == {
-        "logprob": 70,
-        "entropy": 40,
-        "advantage": 30,
-    }
-    sampled = [at for at, there in enumerate(row["sampled_mask"]) if there]
-    assert scales["logprob"]["counts"][-1] == sum(row["logprobs"][at] >= math.log(0.9) for at in sampled)
-    assert scales["advantage"]["counts"] == [5, 4, 4, 4, 4, 4, 5]
-    assert [one["at"] for one in found["least"]] == sorted(sampled, key=lambda at: row["logprobs"][at])[:30]
-    whole = get(stand, f"{talk.id}/tokens")
-    for one in found["least"]:
-        texts = [text or "" for text in whole["texts"]]
-        around = (one["before"], one["text"], one["after"])
-        at = one["at"]
-        assert around == ("".join(texts[max(0, at - 12) : at]), texts[at], "".join(texts[at + 1 : at + 7]))
-        assert (one["turn"], one["id"]) == (whole["tokens"][at][7], row["tokens"][at])
-    for at, told in ((token[0], token[5]) for token in whole["tokens"]):
-        logprobs = [one for one in row["top_logprobs"][at] if one > -9999]
-        rest = max(1 - sum(map(math.exp, logprobs)), 1e-12)
-        expected = -sum(math.exp(one) * one for one in logprobs) - rest * math.log(rest)
-        assert told == (pytest.approx(expected, abs=1e-4) if logprobs else None)
 
 
 def test_a_branch_is_shown_by_its_number(stand: Stand) -> None:
