@@ -68,64 +68,35 @@ def test_the_same_prompt_again_is_a_retry_of_its_turn(every: Stand, kind: str) -
     assert rows[-1]["turns"][-1]["turn"] == 3
 
 
-@pytest.mark.parametrize("divergence", ["reject", "segment"])
-def test_chat_and_completion_do_not_continue_each_other(stand: Stand, divergence: str) -> None:
-    writing = Writing(stand, on_divergence=divergence)
-    writing.say("Hello")
-    reply = writing.ask("Hello")
-    chat = None
-    if divergence == "reject":
-        assert error_of(reply) == (400, "history_mismatch")
-        writing.say("On")
-        assert len(writing.committed()) == 2
-        other = Writing(stand)
-        other.write("Once")
-        assert error_of(other.chat([user("Once")])) == (400, "history_mismatch")
-        other.write(" more")
-        return
-    assert reply.status_code == 200
-    chat = writing.chat([user("Hello again")])
-    assert chat.status_code == 200
-    assert [row["segment_cause"] for row in writing.rows()] == [None, "divergence", "divergence"]
-    writing.messages = [user("Hello again"), chat.json()["choices"][0]["message"]]
-    writing.say("And on")
-    assert [len(row["turns"]) for row in writing.rows()] == [1, 1, 2]
-    assert [record["path"] for record in writing.state()["records"]] == [
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/chat/completions",
-    ]
+def test_chat_and_completion_do_not_continue_each_other(stand: Stand) -> None:
+    writing, other, segmented = Writing(stand), Writing(stand), Writing(stand, on_divergence="segment")
+    for one in (writing, segmented):
+        one.say("Hello")
+    assert error_of(writing.ask("Hello")) == (400, "history_mismatch")
+    writing.say("On")
+    other.write("Once")
+    assert error_of(other.chat([user("Once")])) == (400, "history_mismatch")
+    assert segmented.ask("Hello").status_code == 200
+    assert segmented.chat([user("Hello again")]).status_code == 200
+    assert [row["segment_cause"] for row in segmented.rows()] == [None, "divergence", "divergence"]
+    chat, completions = "/v1/chat/completions", "/v1/completions"
+    assert [record["path"] for record in segmented.state()["records"]] == [chat, completions, chat]
 
 
-@pytest.mark.parametrize(
-    ("fields", "code"),
-    [
-        ({"n": 2}, "unsupported"),
-        ({"best_of": 2}, "unsupported"),
-        ({"stream_mode": "later"}, "invalid_request"),
-        ({"echo": True}, "unsupported"),
-        ({"prompt": ["a", "b"]}, "unsupported"),
-        ({"prompt": [[1], [2]]}, "unsupported"),
-        ({"echo": "yes"}, "invalid_request"),
-        ({"prompt": None}, "invalid_request"),
-        ({"prompt": []}, "invalid_request"),
-        ({"prompt": [-1]}, "invalid_request"),
-        ({"prompt": [True]}, "invalid_request"),
-        ({"prompt": [1, "a"]}, "invalid_request"),
-        ({"prompt": [[[1]]]}, "invalid_request"),
-        ({"prompt": {}}, "invalid_request"),
-        ({"prompt": 5}, "invalid_request"),
-        ({"stream": "yes"}, "invalid_request"),
-    ],
-)
-def test_what_is_no_completion_is_400_and_never_reaches_the_engine(
-    stand: Stand, fields: dict[str, Any], code: str
-) -> None:
+def test_what_is_no_completion_is_400_and_never_reaches_the_engine(stand: Stand) -> None:
     writing = Writing(stand)
-    assert error_of(writing.ask(**{"prompt": "Once", **fields})) == (400, code)
-    assert writing.asked() == []
-    assert writing.types() == ["SessionCreated"]
+    prompts: tuple[Any, ...] = (None, [], [-1], [True], [1, "a"], [[[1]]], {}, 5)
+    invalid = (
+        *({"prompt": prompt} for prompt in prompts),
+        {"echo": "yes"},
+        {"stream": "yes"},
+        {"stream_mode": "later"},
+    )
+    unsupported = ({"n": 2}, {"best_of": 2}, {"echo": True}, {"prompt": ["a", "b"]}, {"prompt": [[1], [2]]})
+    for code, every in (("invalid_request", invalid), ("unsupported", unsupported)):
+        for fields in every:
+            assert error_of(writing.ask(**{"prompt": "Once", **fields})) == (400, code), fields
+    assert (writing.asked(), writing.types()) == ([], ["SessionCreated"])
 
 
 @pytest.mark.parametrize("depth", [3, 90, 700])

@@ -152,23 +152,10 @@ def test_every_shape_has_the_same_tokens_in_the_loss(used: Stand, parent_loss: b
     assert len(used.rows(group_id=group, format="messages")[0]["messages"]) == 6
 
 
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        ({}, 400),
-        ({"turn": 0}, 400),
-        ({"turn": 1, "count": 0}, 400),
-        ({"turn": 1, "count": 65}, 400),
-        ({"turn": 1, "session_id": "mine"}, 400),
-        ({"turn": 1, "metadata": {"n": "x" * 70_000}}, 400),
-        ({"turn": 2}, 404),
-    ],
-)
-def test_what_cannot_be_forked_is_refused_and_nothing_is_made(used: Stand, body: dict[str, Any], code: int) -> None:
-    source = said(used, "One", group_id=uuid.uuid4().hex)
-    assert ask(used, source, **body).status_code == code
-    assert (
-        len(used.http.get("/sessions", params={"group_id": source.state()["session"]["group_id"]}).json()["sessions"])
-        == 1
-    )
+def test_what_cannot_be_forked_is_refused_and_nothing_is_made(used: Stand) -> None:
+    source = said(used, "One", group_id=(group := uuid.uuid4().hex))
+    for more in ({"count": 0}, {"count": 65}, {"session_id": "mine"}, {"metadata": {"n": "x" * 70_000}}, {"turn": 0}):
+        assert ask(used, source, **{"turn": 1, **more}).status_code == 400
+    assert [ask(used, source, **body).status_code for body in ({}, {"turn": 2})] == [400, 404]
     assert error_of(ask(used, used.known("nobody"), turn=1)) == (404, "session_not_found")
+    assert len(used.get("/sessions", group_id=group)["sessions"]) == 1

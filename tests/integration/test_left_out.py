@@ -84,21 +84,16 @@ def test_a_message_that_the_template_renders_as_nothing_is_told(deaf_stand: Stan
     assert talk.add({"role": "system", "content": "Late"}, user("Still")).headers.get(TOLD) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("add_generation_prompt", [False, True, None]),
-        ("chat_template", ["{{ messages }}", None]),
-        ("documents", [[{"text": "x"}], [], None]),
-    ],
-)
-def test_another_prompt_is_refused_by_name_where_the_server_builds_it(
-    tito: Stand, name: str, values: list[Any]
-) -> None:
-    refused, *accepted = values
+def test_another_prompt_is_refused_by_name_where_the_server_builds_it(tito: Stand) -> None:
     talk = tito.talk()
-    response = talk.chat([user("Hello")], **{name: refused})
-    assert error_of(response) == (400, "unsupported")
-    assert response.json()["error"]["message"].startswith(name)
-    for value in accepted:
-        talk.say("Hello", **{name: value})
+    fields: dict[str, list[Any]] = {
+        "add_generation_prompt": [False, True, None],
+        "chat_template": ["{{ messages }}", None],
+        "documents": [[{"text": "x"}], [], None],
+    }
+    for name, (refused, *accepted) in fields.items():
+        response = talk.chat([user("Hello")], **{name: refused})
+        assert error_of(response) == (400, "unsupported")
+        assert response.json()["error"]["message"].startswith(name)
+        for value in accepted:
+            talk.say("Hello", **{name: value})

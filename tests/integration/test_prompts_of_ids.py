@@ -112,21 +112,16 @@ def test_what_a_request_does_not_name_is_what_its_route_takes(made: Recorded) ->
     assert of_tokens == {"logprobs": 0}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tools": [WEATHER], "tool_choice": "required"},
-        {"tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]},
-        {"response_format": {"type": "json_object"}},
-        {"logprobs": True, "top_logprobs": 2},
-        {"logit_bias": {"5": 1}},
-    ],
-)
-def test_what_only_a_chat_translates_stays_a_chat(made: Recorded, fields: dict[str, Any]) -> None:
-    talk = made.stand.talk()
-    talk.say("Hello", **fields)
-    [body] = asked_of(made.stand, CHAT)
-    assert body["kv_transfer_params"]["prompt_token_ids"]
+def test_what_only_a_chat_translates_stays_a_chat(made: Recorded) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    wishes: tuple[dict[str, Any], ...] = (
+        *({"tools": [WEATHER], "tool_choice": "required"}, {"tools": [strict]}, {"logit_bias": {"5": 1}}),
+        *({"response_format": {"type": "json_object"}}, {"logprobs": True, "top_logprobs": 2}),
+    )
+    for number, fields in enumerate(wishes, 1):
+        made.stand.talk().say("Hello", **fields)
+        *_, body = asked = asked_of(made.stand, CHAT)
+        assert (len(asked), bool(body["kv_transfer_params"]["prompt_token_ids"])) == (number, True)
     assert asked_of(made.stand) == []
 
 

@@ -7,6 +7,7 @@ import re
 import socket
 import uuid
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from app.api.creation import CreateSession
@@ -78,71 +79,34 @@ def test_a_session_reads_back_as_it_was_sent_and_received(stand: Stand) -> None:
     assert metadata["version"] == talk.events()[-1]["seq"]
 
 
-def test_a_session_reads_back_what_was_given_at_its_creation(stand: Stand) -> None:
-    parent = stand.talk()
-    given = {
-        "session_id": fresh(),
-        "group_id": "g8",
-        "attempt": 3,
-        "metadata": {"snapshot": "img-1", "big": 2**70, "nested": [{"é": None}], "small": 1e-300},
-        "rollback_window": 4,
-        "retain": "all",
-        "history": "linear",
-        "on_divergence": "segment",
-        "on_drift": "reject",
-        "matcher": "strict",
-        "adapter": "a1",
-        "on_abort": "fail",
-        "stream_mode": "live",
-        "params": {"temperature": 0.5, "stop": ["é"]},
-        "model": "simulator",
-        "params_mode": "refuse",
-        "evaluation": True,
-        "capture": "tokens",
-        "upstream": None,
-        "limits": {"turns": 5, "per": "session"},
-        "on_limit": "length",
-        "parent_session_id": parent.id,
-    }
-    talk = stand.talk(**given)
-    assert set(given) == set(CreateSession.model_fields) - {"temperature", "top_p", "top_k"}
-    session = talk.state()["session"]
-    assert (session.pop("budgets")[0]["limits"], session.pop("limit")) == (given["limits"], None)
-    assert session == {**given, "name": given["session_id"], "generation": 1, "note": None, "tags": []}
-    assert "snapshot" not in talk.state()["metadata"], "that is what is so now"
+GIVEN: dict[str, Any] = (
+    {"group_id": "g8", "attempt": 3, "rollback_window": 4, "retain": "all", "history": "linear"}
+    | {"metadata": {"snapshot": "img-1", "big": 2**70, "nested": [{"é": None}], "small": 1e-300}, "upstream": None}
+    | {"on_divergence": "segment", "on_drift": "reject", "matcher": "strict", "adapter": "a1", "on_abort": "fail"}
+    | {"stream_mode": "live", "params": {"temperature": 0.5, "stop": ["é"]}, "model": "simulator"}
+    | {"params_mode": "refuse", "evaluation": True, "capture": "tokens", "on_limit": "length"}
+    | {"limits": {"turns": 5, "per": "session"}, "parent_session_id": "another"}
+)
+DEFAULTS = (
+    dict.fromkeys(GIVEN)
+    | {"metadata": {}, "rollback_window": 1, "retain": "window", "on_divergence": "reject", "on_drift": "segment"}
+    | {"matcher": "tolerant", "stream_mode": "whole", "params_mode": "override", "capture": "tokens"}
+    | {"on_limit": "error"}
+)
 
 
-def test_a_session_reads_back_what_was_not_given_as_its_default(stand: Stand) -> None:
-    state = stand.talk(session_id=(name := fresh())).state()
-    assert (state["records"], state["metadata"]["accumulated_token_ids"]) == ([], [])
-    assert state["session"] == {
-        "session_id": name,
-        "name": name,
-        "generation": 1,
-        "group_id": None,
-        "attempt": None,
-        "metadata": {},
-        "rollback_window": 1,
-        "retain": "window",
-        "history": None,
-        "on_divergence": "reject",
-        "on_drift": "segment",
-        "matcher": "tolerant",
-        "adapter": None,
-        "on_abort": None,
-        "stream_mode": "whole",
-        "params": None,
-        "model": None,
-        "params_mode": "override",
-        "evaluation": None,
-        "capture": "tokens",
-        "upstream": None,
-        "limits": None,
-        "on_limit": "error",
-        "parent_session_id": None,
-        "note": None,
-        "tags": [],
-    }
+def test_a_session_reads_back_what_was_given_at_its_creation_and_else_defaults(stand: Stand) -> None:
+    assert {"session_id", *GIVEN} == set(CreateSession.model_fields) - {"temperature", "top_p", "top_k"}
+    for given, expected in ((GIVEN, GIVEN), ({}, DEFAULTS)):
+        talk = stand.talk(session_id=(name := fresh()), **given)
+        state = talk.state()
+        session = state["session"]
+        if given:
+            assert (session.pop("budgets")[0]["limits"], session.pop("limit")) == (given["limits"], None)
+        named = {"session_id": name, "name": name, "generation": 1}
+        assert session == {**named, **expected, "note": None, "tags": []}
+        assert (state["records"], state["metadata"]["accumulated_token_ids"]) == ([], [])
+        assert "snapshot" not in state["metadata"], "that is what is so now"
 
 
 def test_programs_may_probe_their_base_url(stand: Stand) -> None:
@@ -222,7 +186,9 @@ def test_erase_removes_the_content_from_every_file(stand: Stand) -> None:
 
 
 def test_health_ready_and_models(stand: Stand) -> None:
-    assert stand.http.get("/health").json()["status"] == "ok"
+    first, second = (stand.get("/health") for _ in range(2))
+    assert (first["status"], len(first["session_server_instance_id"])) == ("ok", 32)
+    assert first["session_server_instance_id"] == second["session_server_instance_id"]
     until(lambda: stand.http.get("/ready").is_success)
     direct = stand.sim.get("/v1/models").content
     assert stand.http.get("/v1/models").content == direct

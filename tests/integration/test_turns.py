@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from integration.stand import FIRST_TURN, HOURS, LATER_TURN, Stand, error_of, until, user
 
 SLOW = {"latency_s": HOURS}
@@ -20,35 +18,23 @@ def test_a_turn_commits_and_its_reply_is_the_engines(stand: Stand) -> None:
     assert talk.types() == ["SessionCreated", *FIRST_TURN]
 
 
-def deep(levels: int) -> str:
-    return "[" * levels + "]" * levels
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"[]",
-        b"{}",
-        b'{"messages": []}',
-        b'{"messages": [1]}',
-        b'{"messages": [{"role": "user", "content": "\xff"}]}',
-        b'{"messages": [{"role": "user", "content": "x"}], "n": 2}',
-        b'{"messages": [{"role": "user", "content": "x"}], "stream": 1}',
-        b'{"messages": [{"role": "user", "content": ' + deep(200).encode() + b"}]}",
-        b'{"messages": [{"role": "user", "content": "x"}], "extra": ' + deep(200).encode() + b"}",
-        b'{"messages": ' + deep(50_000).encode() + b"}",
-        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
-    ],
+DEEP = b"[" * 200 + b"]" * 200
+HI = b'{"role": "user", "content": "x"}'
+BAD_BODIES = (
+    *(b"", b"[]", b"{}", b'{"messages": []}', b'{"messages": [1]}', b'{"messages": ' + DEEP * 250 + b"}"),
+    b'{"messages": [{"role": "user", "content": "\xff"}]}',
+    *(b'{"messages": [%b], %b}' % (HI, more) for more in (b'"n": 2', b'"stream": 1', b'"extra": ' + DEEP)),
+    b'{"messages": [%b], "temperature": NaN}' % HI,
 )
-def test_a_bad_body_is_400_and_never_reaches_the_engine(stand: Stand, content: bytes) -> None:
+
+
+def test_a_bad_body_is_400_and_never_reaches_the_engine(stand: Stand) -> None:
     talk = stand.talk()
-    response = stand.http.post(talk.chat_path, content=content)
-    status, code = error_of(response)
-    assert (status, code in ("invalid_request", "unsupported")) == (400, True)
-    assert response.headers["x-should-retry"] == "false"
-    assert talk.generations() == 0
-    assert talk.types() == ["SessionCreated"]
+    for content in BAD_BODIES:
+        response = stand.http.post(talk.chat_path, content=content)
+        assert error_of(response) in ((400, "invalid_request"), (400, "unsupported")), content[:60]
+        assert response.headers["x-should-retry"] == "false"
+    assert (talk.generations(), talk.types()) == (0, ["SessionCreated"])
 
 
 def test_not_found_comes_before_a_bad_body_before_busy_before_the_history(stand: Stand) -> None:
