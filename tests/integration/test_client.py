@@ -178,18 +178,6 @@ def test_an_export_that_breaks_off_loses_and_repeats_nothing(client: Turnlog, st
         list(client.export(min_rewards=1))
 
 
-def test_the_training_feed(client: Turnlog) -> None:
-    group, consumer = f"task/{uuid.uuid4().hex}\n%41 ", uuid.uuid4().hex
-    sessions = [finished(client, group, reward, "Hello") for reward in (0.0, 1.0)]
-    found = {one["group_id"]: one for one in client.hand_out(consumer, size=1000, lease_s=60, attempts=2)}
-    assert sorted(row["session_id"] for row in found[group]["rows"]) == sorted(session.id for session in sessions)
-    assert found[group]["statistics"]["mean"] == 0.5
-    assert client.group(group)["complete"]
-    assert not any(one["group_id"] == group for one in client.hand_out(uuid.uuid4().hex, size=1000))
-    assert client.acknowledge(consumer, [group])["acknowledged"] == [group]
-    assert client.acknowledge(consumer, [group])["already"] == [group]
-
-
 def test_a_followed_log_goes_on_over_a_restart_and_over_broken_connections(
     sglang: SimulatorProcess, places: Places
 ) -> None:
@@ -231,23 +219,6 @@ def test_a_reply_that_was_lost_is_no_error(client: Turnlog, stand: Stand) -> Non
         assert relay.made == 2
     assert {one["session_id"] for one in client.sessions(group_id=tries)} == {one.id for one in forks}
     assert len(forks) == 3
-
-
-def test_forks_begin_after_a_turn(client: Turnlog) -> None:
-    session = client.create_session(metadata={"task": 1})
-    messages = converse(session, "One", "Two")
-    session.close()
-    first, second = session.fork(1, count=2, metadata={"snapshot": "s"}, key=(key := uuid.uuid4().hex))
-    assert [one.id for one in session.fork(1, metadata={"snapshot": "s"}, key=key)] == [first.id]
-    with second, second.openai() as agent:
-        agent.chat.completions.create(model="simulator", messages=[*messages[:2], user("Else")])
-    [row] = client.export(session_id=second.id)
-    assert (row["metadata"], len(row["turns"])) == ({"snapshot": "s"}, 2)
-    assert 0 < sum(row["loss_mask"]) < sum(row["sampled_mask"])
-    [sample] = session.fork(2, parent_loss=True)[0].samples().samples
-    assert sample.arrays["loss_mask"].any()
-    with pytest.raises(NotFound, match="turn 3 is not committed"):
-        session.fork(3)
 
 
 def test_the_async_client(stand: Stand) -> None:

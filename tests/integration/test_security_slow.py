@@ -189,41 +189,6 @@ async def test_a_body_that_does_not_come_in_time_is_408_and_the_end(
 
 
 @pytest.mark.threat("unfinished bodies fill the memory for bodies")
-async def test_who_holds_bodies_back_keeps_no_small_one_out_and_nobody_else(
-    monkeypatch: pytest.MonkeyPatch, application: Application, port: int
-) -> None:
-    """Half of the room at most, which was all of it."""
-    monkeypatch.setattr(request_memory, "SMALL", 20)
-    application.inflight = RequestMemory(4 * LARGEST, clock=lambda: 0.0)
-    head = BODY.replace(b"10", b"1000")
-    async with contextlib.AsyncExitStack() as stack:
-        held = []
-        for _ in range(5):
-            reader, writer = await stack.enter_async_context(connected(port))
-            writer.write(head + b"x" * 999)
-            await writer.drain()
-            held.append((reader, writer))
-        answers = [asyncio.create_task(reader.readuntil(b"}")) for reader, _ in held]
-        refused, _ = await asyncio.wait(answers, timeout=10, return_when=asyncio.FIRST_COMPLETED)
-        while len(refused) < 3:
-            more, _ = await asyncio.wait(set(answers) - refused, timeout=10, return_when=asyncio.FIRST_COMPLETED)
-            refused |= more
-        assert all(one.result().startswith(b"HTTP/1.1 503") for one in refused)
-        assert all(b"retry-after: 1" in one.result() for one in refused)
-        assert application.inflight.size == 2 * 999
-        reader, writer = await stack.enter_async_context(connected(port))
-        writer.write(BODY + b"1234567890")
-        assert (await reader.readuntil(b"1234567890")).startswith(b"HTTP/1.1 200")
-        for answer, (reader, writer) in zip(answers, held, strict=True):
-            if answer not in refused:
-                answer.cancel()
-                await asyncio.wait({answer})
-                writer.write(b"x")
-                assert (await reader.readuntil(b"x" * 1000)).startswith(b"HTTP/1.1 200")
-    assert application.inflight.size == 0
-
-
-@pytest.mark.threat("unfinished bodies fill the memory for bodies")
 async def test_who_holds_bodies_back_makes_room_for_others_of_the_same_address(
     monkeypatch: pytest.MonkeyPatch, application: Application, port: int
 ) -> None:

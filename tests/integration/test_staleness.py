@@ -9,31 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.answering import Answer, Answering, Asked
 
 from integration.corpus import SINGLE, identity, parts
 from integration.places import Places
 from integration.reading import differences, read
 from integration.stand import Stand, Talk, serving
 from ops.simulator.process import SimulatorProcess
-
-
-class Unversioned(Answering):
-    """An engine before which somebody cuts the weight versions out of the replies, and that has no route for them."""
-
-    def __init__(self, target: str) -> None:
-        super().__init__(self._passed)
-        self.cuts = True
-        self._target = target
-
-    def _passed(self, asked: Asked) -> Answer:
-        if asked.path == "/weight_info":
-            return Answer(status=404)
-        reply = httpx.request(asked.method, self._target + asked.path, content=asked.body, timeout=20)
-        content = reply.content
-        if self.cuts and "/completions" in asked.path:
-            content = json.dumps(without_versions(reply.json())).encode()
-        return Answer(content, [("Content-Type", reply.headers.get("content-type", "text/plain"))], reply.status_code)
 
 
 def without_versions(value: Any) -> Any:
@@ -139,33 +120,6 @@ def test_a_cursor_says_what_was_current(weights: Weights) -> None:
     following = lines(exported(stand, cursor=before.headers["x-turnlog-next-cursor"], **query))
     assert [row["session_id"] for row in following] == [third.id, second.id]
     assert reasons(following) == {second.id: "stale: 4 weight versions behind, max_staleness is 1"}
-
-
-def test_where_nobody_knows_the_version_it_is_unknown(vllm: SimulatorProcess, places: Places) -> None:
-    """A vLLM outside its development mode has no route that says its version."""
-    with Unversioned(vllm.base_url) as between, serving(places.new("unknown"), between.base_url) as stand:
-        talk = stand.talk()
-        for text in ("Hello", "And then?"):
-            talk.say(text)
-        assert [event.get("dispatched") for event in talk.committed()] == [None, None]
-        [row] = talk.rows()
-        assert row["weight_version_names"] == ["unknown"]
-        assert stand.http.get("/engines").json()["engines"][0]["weight_version"] is None
-
-        first = exported(stand, max_staleness=9, explain=True)
-        assert reasons(lines(first)) == {talk.id: "staleness unknown: no weight version is a number"}
-        told = stand.http.post("/adapters/math/resume", json={"version": "9"})
-        assert told.status_code == 200, told.text
-        adapted = stand.talk(adapter="math")
-        adapted.say("Hello")
-        [event] = adapted.committed()
-        assert (event["dispatched"], event["weight_versions"][0]["version"]) == ("9", "9"), "that of its adapter"
-
-        between.cuts = False
-        Weights(stand).talk("1")
-        again = exported(stand, max_staleness=9, explain=True, cursor=first.headers["x-turnlog-cursor"])
-        assert again.content == first.content, "the cursor knows that there was no number"
-        assert [row["session_id"] for row in stand.rows(max_staleness=0)] == [adapted.id]
 
 
 def test_stale_tokens_leave_the_loss_or_are_told_in_every_format(weights: Weights) -> None:

@@ -12,36 +12,19 @@ from integration.stand import Stand, error_of, serving
 from ops.simulator.process import SimulatorProcess
 
 
-def test_the_list_is_paged_and_refuses_what_it_does_not_know(stand: Stand) -> None:
-    group = uuid.uuid4().hex
-    talks = [stand.talk(group_id=group, attempt=number) for number in range(5)]
-    stand.http.put(f"{talks[3].path}/reward", json={"reward": 2.0}).raise_for_status()
-    found: list[str] = []
-    cursor: str | None = None
-    while True:
-        parameters = {} if cursor is None else {"cursor": cursor}
-        page = stand.get("/ui/api/sessions", group_id=group, limit=2, order="asc", **parameters)
-        assert (page["total"], page["total_is_exact"]) == (5, True)
-        found += [row["session_id"] for row in page["sessions"]]
-        cursor = page["next_cursor"]
-        if cursor is None:
-            break
-    assert found == [talk.id for talk in talks]
-    [rewarded] = stand.get("/ui/api/sessions", group_id=group, min_reward=1)["sessions"]
-    assert (rewarded["session_id"], rewarded["reward"], rewarded["attempt"]) == (talks[3].id, 2.0, 3)
-    for wrong in (
-        {"state": "odd"},
-        {"sort": "name"},
-        {"limit": 0},
-        {"limit": 501},
-        {"min_reward": "nan"},
-        {"q": "a b"},
-        {"cursor": "x"},
-        {"group_id": "a\0b"},
-        {"stuck_s": "-1"},
-    ):
-        refused = stand.http.get("/ui/api/sessions", params=wrong)
-        assert error_of(refused) == (400, "invalid_request"), wrong
+def test_the_list_refuses_what_it_does_not_know(stand: Stand) -> None:
+    wrong = {
+        "state": "odd",
+        "sort": "name",
+        "limit": 501,
+        "min_reward": "nan",
+        "q": "a b",
+        "cursor": "x",
+        "stuck_s": -1,
+    }
+    for name, value in wrong.items():
+        refused = stand.http.get("/ui/api/sessions", params={name: value})
+        assert error_of(refused) == (400, "invalid_request"), name
 
 
 def listed_groups(stand: Stand) -> Any:
