@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from integration.places import Places
-from integration.stand import SPOKEN, Message, Stand, Talk, standing, tool_of, user
+from integration.stand import SPOKEN, Message, Stand, Talk, tool_of, user
 
 PLAIN = {"tool_calls": False, "reasoning": False, "text": "Done."}
 IN_EACH_PROTOCOL = pytest.mark.parametrize(
@@ -115,13 +114,6 @@ def test_arguments_that_are_no_object_end_no_session(stand: Stand, protocol: str
             [call] = sent[1]["tool_calls"]
             assert call["function"]["arguments"] == SENT.get(arguments, "{}")
         assert all(turn["cause"] != "drift" for turn in talk.tree()["turns"][2:])
-
-
-@pytest.fixture(scope="module")
-def mortal(places: Places) -> Iterator[Stand]:
-    """A stand whose server a test kills."""
-    with standing(places.new("mortal"), "--seed", "21") as made:
-        yield made
 
 
 def test_both_kinds_are_known_after_a_kill(mortal: Stand) -> None:

@@ -12,10 +12,8 @@ import openai
 import pytest
 
 from integration.cutting import CuttingRelay
-from integration.places import Places
 from integration.proxy import RecordingProxy
-from integration.stand import Stand, serving, user
-from ops.simulator.process import SimulatorProcess
+from integration.stand import Stand, user
 from turnlog import (
     AsyncTurnlog,
     InvalidRequest,
@@ -178,21 +176,18 @@ def test_an_export_that_breaks_off_loses_and_repeats_nothing(client: Turnlog, st
         list(client.export(min_rewards=1))
 
 
-def test_a_followed_log_goes_on_over_a_restart_and_over_broken_connections(
-    sglang: SimulatorProcess, places: Places
-) -> None:
+def test_a_followed_log_goes_on_over_a_restart_and_over_broken_connections(mortal: Stand) -> None:
     with (
-        serving(places.new("client"), sglang.base_url) as stand,
-        Turnlog(stand.server.base_url, retry_for_s=PATIENCE_S) as client,
-        CuttingRelay(stand.server.port, 400, 300) as relay,
+        Turnlog(mortal.server.base_url, retry_for_s=PATIENCE_S) as client,
+        CuttingRelay(mortal.server.port, 400, 300) as relay,
         Turnlog(relay.base_url, retry_for_s=PATIENCE_S) as follower,
     ):
         session = client.create_session()
-        log = stand.meanwhile(list, follower.attach(session.id).events(follow=True))
+        log = mortal.meanwhile(list, follower.attach(session.id).events(follow=True))
         converse(session, "One")
-        stand.server.kill()
-        reward = stand.meanwhile(session.set_reward, 0.5)
-        stand.server.start()
+        mortal.server.kill()
+        reward = mortal.meanwhile(session.set_reward, 0.5)
+        mortal.server.start()
         assert reward.result() > 1
         converse(client.create_session(), "Another")
         session.erase()

@@ -36,13 +36,6 @@ def line(request: pytest.FixtureRequest, mode: Mode, sglang: SimulatorProcess, p
         yield made
 
 
-@pytest.fixture(scope="module")
-def npy(mode: Mode, vllm: SimulatorProcess, places: Places) -> Iterator[Recorded]:
-    environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_CLIENT_REPLY": mode}
-    with recorded(places.new("npy"), vllm.base_url, environment) as made:
-        yield made
-
-
 def given(mode: Mode, sent: bytes, asked: tuple[str, ...]) -> bytes:
     """What a client that asked for these kinds, and for all else but payloads, must be given of the engine's bytes."""
     return sent if mode == "verbatim" else without(sent, *(kind for kind in KINDS if kind not in asked))
@@ -99,13 +92,6 @@ def test_a_stream_shows_no_payload_and_the_turn_has_it(line: Recorded, mode: Mod
     assert assembled(response.text)["choices"][0]["message"]["content"] == message["content"]
     assert not [kind for kind in KINDS if kind in response.text]
     assert [one["kind"] for one in talk.committed()[0]["payloads"]] == [*KINDS]
-
-
-@pytest.fixture(scope="module")
-def bare(mode: Mode, sglang: SimulatorProcess, places: Places) -> Iterator[Recorded]:
-    """A server that asks for no payload."""
-    with recorded(places.new("bare"), sglang.base_url, {"TURNLOG_CLIENT_REPLY": mode}) as made:
-        yield made
 
 
 @pytest.fixture(scope="module", params=["sglang", "vllm"])

@@ -12,7 +12,6 @@ import pytest
 from helpers.looking import change
 
 from integration.places import Places
-from integration.routing import BOTH
 from integration.stand import Stand, Talk, error_of, serving
 from ops.simulator.process import SimulatorProcess
 
@@ -82,9 +81,9 @@ def expire(stand: Stand) -> None:
     change(stand.url, "UPDATE groups SET lease_until = lease_until - 100000")
 
 
-def test_a_line_is_a_whole_group_with_its_rows(fresh: Stand) -> None:
-    group = a_group(fresh, (0.0, 1.0, 1.0))
-    [line] = ask(fresh, "trainer", 4)
+def test_a_line_is_a_whole_group_with_its_rows(swept: Stand) -> None:
+    group = a_group(swept, (0.0, 1.0, 1.0))
+    [line] = ask(swept, "trainer", 4)
     assert line["group_id"] == group
     assert [one["attempt"] for one in line["attempts"]] == [0, 1, 2]
     assert [one["reward"] for one in line["attempts"]] == [0.0, 1.0, 1.0]
@@ -103,7 +102,7 @@ def test_a_line_is_a_whole_group_with_its_rows(fresh: Stand) -> None:
         assert row["group_id"] == group
         assert row["final"] is True
         assert row["advantage"] == pytest.approx((row["reward"] - 2 / 3) / (std + 1e-6))
-        [exported] = fresh.rows(session_id=row["session_id"], advantage="grpo")
+        [exported] = swept.rows(session_id=row["session_id"], advantage="grpo")
         for name in ("tokens", "logprobs", "loss_mask", "weight_versions", "messages", "advantage"):
             assert row[name] == exported[name], name
 
@@ -168,18 +167,3 @@ def test_what_is_wrong_in_a_request_is_named(stand: Stand) -> None:
     for response, named in refused:
         assert error_of(response) == (400, "invalid_request"), named
         assert named in response.json()["error"]["message"]
-
-
-@pytest.fixture
-def retaining(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
-    with serving(
-        places.new("retaining"),
-        sglang.base_url,
-        environment={
-            **BOTH,
-            "TURNLOG_RETAIN_UNTIL_ACK": "true",
-            "TURNLOG_CLOSED_REPLAY_TTL_S": "0",
-            "TURNLOG_CLOSED_TTL_S": "1",
-        },
-    ) as made:
-        yield made

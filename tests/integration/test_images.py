@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 
-from integration.places import Places
 from integration.routing import problems
-from integration.stand import SPOKEN, Stand, Talk, error_of, serving
-from ops.simulator.process import SimulatorProcess
+from integration.stand import SPOKEN, Stand, Talk, error_of
 
 PLAIN = {"tool_calls": False}
 
@@ -58,49 +56,44 @@ def images_in(messages: Sequence[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("protocol", list(SPOKEN))
-def test_an_image_is_stored_once_and_sent_with_every_turn(
-    sglang: SimulatorProcess, places: Places, protocol: str
-) -> None:
+def test_an_image_is_stored_once_and_sent_with_every_turn(mortal: Stand, protocol: str) -> None:
     """Over a `kill -9`, after which the history comes from the store."""
-    with serving(places.new("images"), sglang.base_url) as stand:
-        talk = stand.talk(protocol)
-        talk.add(asks(protocol, "What is it?", image(protocol, PNG)), sim=PLAIN)
-        talk.say("And now?", sim=PLAIN)
-        stand.server.kill()
-        stand.server.start()
-        again, other = image(protocol, PNG), image(protocol, JPEG, "image/jpeg")
-        talk.add(asks(protocol, "The same, and another", again, other), sim=PLAIN)
-        first, second = url_of(PNG), url_of(JPEG, "image/jpeg")
-        assert [images_in(messages) for messages in sent(stand, talk)] == [[first], [first], [first, first, second]]
-        records = talk.state()["records"]
-        assert [images_in(record["request"]["messages"]) for record in records] == [
-            [first],
-            [first],
-            [first, first, second],
-        ]
-        blobs = {
-            blob["hash"] for turn in talk.committed() for blob in turn.get("new_blobs", ()) if blob["kind"] == "image"
-        }
-        assert blobs == {sha256(PNG), sha256(JPEG)}
-        [row] = talk.rows()
-        assert [(one["sha256"], one["message"], one["turn"]) for one in row["images"]] == [
-            (sha256(PNG), 0, 1),
-            (sha256(PNG), 4, 3),
-            (sha256(JPEG), 4, 3),
-        ]
-        assert next((one["media_type"], one["size"], one["bytes"]) for one in row["images"]) == (
-            "image/png",
-            len(PNG),
-            None,
-        )
-        assert url_of(PNG)[30:] not in str(row["messages"])
-        [inline] = talk.rows(images="inline")
-        assert [base64.b64decode(one["bytes"]) for one in inline["images"]] == [PNG, PNG, JPEG]
-        assert images_in(inline["messages"]) == [first, first, second]
-        [none] = talk.rows(images="none")
-        assert "images" not in none
-        assert none["tokens"] == row["tokens"] == inline["tokens"]
-        assert problems(stand) == []
+    talk = mortal.talk(protocol)
+    talk.add(asks(protocol, "What is it?", image(protocol, PNG)), sim=PLAIN)
+    talk.say("And now?", sim=PLAIN)
+    mortal.server.kill()
+    mortal.server.start()
+    again, other = image(protocol, PNG), image(protocol, JPEG, "image/jpeg")
+    talk.add(asks(protocol, "The same, and another", again, other), sim=PLAIN)
+    first, second = url_of(PNG), url_of(JPEG, "image/jpeg")
+    assert [images_in(messages) for messages in sent(mortal, talk)] == [[first], [first], [first, first, second]]
+    records = talk.state()["records"]
+    assert [images_in(record["request"]["messages"]) for record in records] == [
+        [first],
+        [first],
+        [first, first, second],
+    ]
+    blobs = {blob["hash"] for turn in talk.committed() for blob in turn.get("new_blobs", ()) if blob["kind"] == "image"}
+    assert blobs == {sha256(PNG), sha256(JPEG)}
+    [row] = talk.rows()
+    assert [(one["sha256"], one["message"], one["turn"]) for one in row["images"]] == [
+        (sha256(PNG), 0, 1),
+        (sha256(PNG), 4, 3),
+        (sha256(JPEG), 4, 3),
+    ]
+    assert next((one["media_type"], one["size"], one["bytes"]) for one in row["images"]) == (
+        "image/png",
+        len(PNG),
+        None,
+    )
+    assert url_of(PNG)[30:] not in str(row["messages"])
+    [inline] = talk.rows(images="inline")
+    assert [base64.b64decode(one["bytes"]) for one in inline["images"]] == [PNG, PNG, JPEG]
+    assert images_in(inline["messages"]) == [first, first, second]
+    [none] = talk.rows(images="none")
+    assert "images" not in none
+    assert none["tokens"] == row["tokens"] == inline["tokens"]
+    assert problems(mortal) == []
 
 
 def test_an_image_is_read_by_its_hash(stand: Stand) -> None:
@@ -152,23 +145,22 @@ def test_no_client_can_write_a_reference(
     assert "turnlog_image" in response.json()["error"]["message"]
 
 
-def test_forks_have_the_images_and_erasure_takes_them(sglang: SimulatorProcess, places: Places) -> None:
-    with serving(places.new("images"), sglang.base_url) as stand:
-        talk = stand.talk()
-        talk.add(asks("chat", "What is it?", image("chat", PNG)), sim=PLAIN)
-        talk.add(asks("chat", "And it?", image("chat", JPEG)), sim=PLAIN)
-        made = stand.http.post(f"{talk.path}/fork", json={"turn": 1}).json()["sessions"]
-        fork = stand.known(made[0]["session_id"])
-        assert stand.http.get(f"{fork.path}/images/{sha256(PNG)}").content == PNG
-        assert stand.http.get(f"{fork.path}/images/{sha256(JPEG)}").status_code == 404
-        assert stand.http.delete(talk.path, params={"erase": "true"}).status_code == 204
-        assert stand.http.get(f"{talk.path}/images/{sha256(PNG)}").status_code == 404
-        fork.messages = talk.messages[:2]
-        fork.say("On", sim=PLAIN)
-        assert images_in(sent(stand, fork)[-1]) == [url_of(PNG)]
-        [row] = fork.rows(images="inline")
-        assert base64.b64decode(row["images"][0]["bytes"]) == PNG
-        assert problems(stand) == []
+def test_forks_have_the_images_and_erasure_takes_them(mortal: Stand) -> None:
+    talk = mortal.talk()
+    talk.add(asks("chat", "What is it?", image("chat", PNG)), sim=PLAIN)
+    talk.add(asks("chat", "And it?", image("chat", JPEG)), sim=PLAIN)
+    made = mortal.http.post(f"{talk.path}/fork", json={"turn": 1}).json()["sessions"]
+    fork = mortal.known(made[0]["session_id"])
+    assert mortal.http.get(f"{fork.path}/images/{sha256(PNG)}").content == PNG
+    assert mortal.http.get(f"{fork.path}/images/{sha256(JPEG)}").status_code == 404
+    assert mortal.http.delete(talk.path, params={"erase": "true"}).status_code == 204
+    assert mortal.http.get(f"{talk.path}/images/{sha256(PNG)}").status_code == 404
+    fork.messages = talk.messages[:2]
+    fork.say("On", sim=PLAIN)
+    assert images_in(sent(mortal, fork)[-1]) == [url_of(PNG)]
+    [row] = fork.rows(images="inline")
+    assert base64.b64decode(row["images"][0]["bytes"]) == PNG
+    assert problems(mortal) == []
 
 
 def test_with_a_tokenizer_a_turn_with_images_is_captured(tito: Stand) -> None:

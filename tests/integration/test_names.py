@@ -10,10 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from integration.guarded import guarded_serving
-from integration.places import Places
+from integration.guarded import Guarded
 from integration.stand import CHAT, Stand, error_of, user
-from ops.simulator.process import SimulatorProcess
 
 TOLD = "x-turnlog-session-id"
 
@@ -156,17 +154,16 @@ def test_a_creation_begins_the_next_generation_too(stand: Stand) -> None:
     assert stand.get(named.path)["session"]["group_id"] == "task"
 
 
-def test_a_token_is_that_of_one_generation(places: Places, sglang: SimulatorProcess) -> None:
+def test_a_token_is_that_of_one_generation(guarded: Guarded) -> None:
     """It stays with that one where the header has the name."""
-    with guarded_serving(places.new("names-guarded"), sglang.base_url) as guarded:
-        first = guarded.client(session_id="name")
-        assert guarded.admin.post("/finish_session?session_id=name").status_code == 200
-        second, named = guarded.client(session_id="name"), {"x-session-id": "name"}
-        said = second.ask("POST", "/v1/responses", json={"model": "m", "input": "Hello"}, headers=named)
-        assert (said.status_code, said.headers[TOLD]) == (200, second.id)
-        assert second.ask("GET", f"/v1/responses/{said.json()['id']}", headers=named).json() == said.json()
-        for path in (CHAT, f"/sessions/name{CHAT}", f"/sessions/name{CHAT}?generation=2"):
-            body = {"model": "simulator", "messages": [user("Hello")]}
-            assert error_of(first.ask("POST", path, json=body, headers=named)) == (404, "session_closed")
-        listed = guarded.admin.get("/sessions", params={"name": "name"}).json()["sessions"]
-        assert sorted((one["generation"], one["turns"]) for one in listed) == [(1, 0), (2, 1)]
+    first = guarded.client(session_id="name")
+    assert guarded.admin.post("/finish_session?session_id=name").status_code == 200
+    second, named = guarded.client(session_id="name"), {"x-session-id": "name"}
+    said = second.ask("POST", "/v1/responses", json={"model": "m", "input": "Hello"}, headers=named)
+    assert (said.status_code, said.headers[TOLD]) == (200, second.id)
+    assert second.ask("GET", f"/v1/responses/{said.json()['id']}", headers=named).json() == said.json()
+    for path in (CHAT, f"/sessions/name{CHAT}", f"/sessions/name{CHAT}?generation=2"):
+        body = {"model": "simulator", "messages": [user("Hello")]}
+        assert error_of(first.ask("POST", path, json=body, headers=named)) == (404, "session_closed")
+    listed = guarded.admin.get("/sessions", params={"name": "name"}).json()["sessions"]
+    assert sorted((one["generation"], one["turns"]) for one in listed) == [(1, 0), (2, 1)]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from integration.places import Places
-from integration.stand import Message, Stand, Talk, serving, standing, tool_of, user
+from integration.stand import Message, Stand, Talk, tool_of, user
 from integration.tito import require_consistent
-from ops.simulator.process import SimulatorProcess
 
 OTHERS = ("messages", "responses")
 PLAIN = {"tool_calls": False, "reasoning": False}
@@ -107,23 +104,16 @@ def test_errors_have_the_protocols_shape(stand: Stand) -> None:
     assert shape_of("messages", call.result()) == (404, "not_found_error", "session_closed")
 
 
-@pytest.fixture(scope="module")
-def impatient(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
-    environment = {"TURNLOG_STREAM_KEEPALIVE_S": "0.05"}
-    with serving(places.new("impatient"), sglang.base_url, environment=environment) as made:
-        yield made
-
-
 @pytest.mark.parametrize("protocol", OTHERS)
-def test_a_stream_is_kept_alive_and_ends_as_its_protocol_does(impatient: Stand, stand: Stand, protocol: str) -> None:
-    talk = impatient.talk(protocol)
+def test_a_stream_is_kept_alive_and_ends_as_its_protocol_does(tight: Stand, stand: Stand, protocol: str) -> None:
+    talk = tight.talk(protocol)
     last = {"messages": "message_stop", "responses": "response.completed"}[protocol]
     failed = {"messages": "error", "responses": "response.failed"}[protocol]
     alive = {"messages": "event: ping", "responses": ": keep-alive"}[protocol]
-    whole = talk.chat([user("One")], stream=True, sim={**PLAIN, "latency_s": 0.3})
+    whole = talk.chat([user("One")], stream=True, sim={**PLAIN, "latency_s": 0.5})
     assert whole.text.startswith(alive)
     assert events_of(whole)[-1]["type"] == last
-    broken = talk.chat([user("Two")], stream=True, sim={"latency_s": 0.3, "fault": "status_503"})
+    broken = talk.chat([user("Two")], stream=True, sim={"latency_s": 0.5, "fault": "status_503"})
     assert (broken.status_code, broken.text.startswith(alive)) == (200, True)
     assert events_of(broken)[-1]["type"] == failed
     assert len(talk.committed()) == 1
@@ -182,26 +172,25 @@ def follow(talk: Talk, text: str, before: str | None, **fields: Any) -> dict[str
     return found
 
 
-def test_a_response_id_names_its_turn_also_after_a_restart(places: Places) -> None:
-    with standing(places.new("responses"), "--seed", "3") as own:
-        talk = own.talk("responses")
-        first = follow(talk, "One", None, instructions="Be brief")
-        second = follow(talk, "Two", first["id"], instructions="Be brief")
-        other = follow(talk, "Else", first["id"], instructions="Be long")
-        hidden = follow(talk, "Three", second["id"], instructions="Be brief", store=False)
-        own.server.kill()
-        own.server.start()
-        follow(talk, "Four", hidden["id"], instructions="Be brief")
-        assert [turn["parent"] for turn in talk.tree()["turns"]] == [0, 1, 0, 2, 4]
-        path = talk.chat_path
-        assert own.http.get(f"{path}/{second['id']}").json() == second
-        listed = own.http.get(f"{path}/{second['id']}/input_items", params={"order": "asc"}).json()
-        assert [item["role"] for item in listed["data"]] == ["user", "assistant", "user"]
-        for lost in (hidden["id"], "resp_1_" + "0" * 24, "resp_else"):
-            assert own.http.get(f"{path}/{lost}").status_code == 404
-        unknown = own.http.post(path, json={"model": "m", "input": "x", "previous_response_id": "resp_9_" + "0" * 24})
-        assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "previous_response_not_found")
-        assert other["id"] != second["id"]
+def test_a_response_id_names_its_turn_also_after_a_restart(mortal: Stand) -> None:
+    talk = mortal.talk("responses")
+    first = follow(talk, "One", None, instructions="Be brief")
+    second = follow(talk, "Two", first["id"], instructions="Be brief")
+    other = follow(talk, "Else", first["id"], instructions="Be long")
+    hidden = follow(talk, "Three", second["id"], instructions="Be brief", store=False)
+    mortal.server.kill()
+    mortal.server.start()
+    follow(talk, "Four", hidden["id"], instructions="Be brief")
+    assert [turn["parent"] for turn in talk.tree()["turns"]] == [0, 1, 0, 2, 4]
+    path = talk.chat_path
+    assert mortal.http.get(f"{path}/{second['id']}").json() == second
+    listed = mortal.http.get(f"{path}/{second['id']}/input_items", params={"order": "asc"}).json()
+    assert [item["role"] for item in listed["data"]] == ["user", "assistant", "user"]
+    for lost in (hidden["id"], "resp_1_" + "0" * 24, "resp_else"):
+        assert mortal.http.get(f"{path}/{lost}").status_code == 404
+    unknown = mortal.http.post(path, json={"model": "m", "input": "x", "previous_response_id": "resp_9_" + "0" * 24})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "previous_response_not_found")
+    assert other["id"] != second["id"]
 
 
 @pytest.mark.parametrize("protocol", OTHERS)

@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
-from integration.guarded import Guarded, guarded_serving
-from integration.places import Places
+from integration.guarded import Guarded
 from integration.stand import Stand, Talk, error_of, user
-from ops.simulator.process import SimulatorProcess
-
-
-@pytest.fixture(scope="module")
-def guarded(sglang: SimulatorProcess, places: Places) -> Iterator[Guarded]:
-    with guarded_serving(places.new("said"), sglang.base_url) as made:
-        yield made
 
 
 def pages(stand: Stand, talk: Talk, **parameters: Any) -> list[dict[str, Any]]:

@@ -1,14 +1,19 @@
-"""The search: what it finds, live, on both databases; and that it forgets what is erased."""
+"""The search: what it finds, live, on both databases, also after kills; and that words of an erased session are on no
+disk once the erasure is answered."""
 
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from helpers.looking import value
 
+from app.crash_points import VARIABLE
 from integration.cli import answer, complaint, run
 from integration.places import Places
 from integration.stand import Stand, Talk, error_of, serving, until, user
@@ -209,3 +214,72 @@ def test_where_it_is_off_the_command_says_so(stand: Stand, clean_environment: Ca
     """That nothing of it is loaded: test_otel.py."""
     clean_environment(URL=stand.server.base_url)
     assert "TURNLOG_FEATURES" in complaint("search", "word")
+
+
+def words_left(stand: Stand, word: str) -> list[str]:
+    """The files, or the table on PostgreSQL, that have the word. FTS5 stores one without the beginning that it shares
+    with the word before."""
+    if not stand.url.startswith("sqlite"):
+        rows = value(stand.url, f"SELECT count(*) FROM search_messages WHERE text LIKE '%{word}%'")
+        return ["search_messages"] if rows else []
+    path = Path(stand.server.database_path)
+    contents = {file.name: file.read_bytes() for file in path.parent.glob(f"{path.name}*")}
+    parts = [part.encode() for part in (word, word[10:], word[:20])]
+    return [name for name, content in contents.items() if any(part in content for part in parts)]
+
+
+def test_words_of_an_erased_session_are_nowhere(searched: Stand) -> None:
+    word, kept = f"canary{uuid.uuid4().hex}", f"kept{uuid.uuid4().hex}"
+    talk, other = searched.talk(), searched.talk()
+    for number in range(5):
+        talk.say(f"{word} number {number}", sim={"text": f"answer {word}{number}"})
+        other.say(f"{kept} {number}")
+    assert len(current(searched, q=word)["hits"]) == 5
+    assert words_left(searched, word) != []
+    assert searched.http.delete(talk.path, params={"erase": True}).status_code == 204
+    assert words_left(searched, word) == []
+    assert ask(searched, q=word)["hits"] == []
+    assert current(searched, q=word)["hits"] == []
+    assert len(current(searched, q=kept)["hits"]) == 5
+
+
+def test_a_crash_before_the_words_go_is_made_good(searched: Stand) -> None:
+    """Nobody asks again: the follower finds the erasure in the log."""
+    word = f"canary{uuid.uuid4().hex}"
+    talk = searched.talk()
+    talk.say(f"A {word}")
+    assert len(current(searched, q=word)["hits"]) == 1
+    searched.server.stop()
+    searched.server.environment[VARIABLE] = "after_erase"
+    searched.server.start()
+    with pytest.raises(httpx.TransportError):
+        searched.http.delete(talk.path, params={"erase": True})
+    assert words_left(searched, word) != []
+    searched.server.stop()
+    del searched.server.environment[VARIABLE]
+    searched.server.start()
+    until(lambda: searched.http.get("/search", params={"q": "a"}).json()["is_current"])
+    assert ask(searched, q=word)["hits"] == []
+    if searched.url.startswith("sqlite"):
+        assert f"{searched.server.database_path.name}.search" not in words_left(searched, word)
+    else:
+        assert words_left(searched, word) == []
+
+
+KILLS, TURNS = 3, 4
+
+
+def test_each_message_is_found_once_after_kills(searched: Stand) -> None:
+    """Whatever was half written."""
+    word = f"gnu{uuid.uuid4().hex[:8]}"
+    talks = [searched.talk() for _ in range(3)]
+    for kill in range(KILLS):
+        for _ in range(TURNS):
+            for talk in talks:
+                talk.say(f"{word} {kill}")
+        searched.server.kill()
+        searched.server.start()
+    places_found = places_of(current(searched, q=word, limit=100))
+    expected = Counter((talk.id, turn, 2 * (turn - 1)) for talk in talks for turn in range(1, KILLS * TURNS + 1))
+    assert Counter(places_found) == expected
+    assert len(ask(searched, q=f'"{word} 2"', limit=100)["hits"]) == len(talks) * TURNS

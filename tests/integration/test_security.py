@@ -25,12 +25,6 @@ CHAT = "/v1/chat/completions"
 GENERATING = [*registry.ROUTES]
 
 
-@pytest.fixture(scope="module")
-def guarded(sglang: SimulatorProcess, places: Places) -> Iterator[Guarded]:
-    with guarded_serving(places.new("guarded"), sglang.base_url) as made:
-        yield made
-
-
 def every_route() -> list[tuple[str, str]]:
     """Method and path of each route that the application has, with `{name}` for what varies."""
     app = create_app(Settings(workers=1))

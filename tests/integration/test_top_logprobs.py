@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,7 @@ from safetensors.numpy import load
 from integration.interrupting import interrupted, uncut
 from integration.places import Places
 from integration.stand import SPOKEN, Stand, error_of, user
-from integration.tito import checked
 from integration.writing import Writing
-from ops.simulator.process import SimulatorProcess
 
 K = 5
 Pairs = list[tuple[int, float]]
@@ -176,43 +174,17 @@ def test_what_is_refused(stand: Stand) -> None:
     assert error_of(response) == (400, "invalid_request")
 
 
-@pytest.fixture(scope="module")
-def joining(tokenizer: str, places: Places) -> Iterator[dict[str, Stand]]:
-    """Servers that go on with what a pause has aborted; one stages its turns."""
-    with (
-        SimulatorProcess("--seed", "11") as sglang,
-        SimulatorProcess("--seed", "12", "--dialect", "vllm") as vllm,
-        SimulatorProcess("--seed", "11", "--incremental-streaming-output") as native,
-        checked(places.new("top-sglang"), sglang.base_url, environment=_environment(tokenizer, "sglang")) as one,
-        checked(places.new("top-vllm"), vllm.base_url, environment=_environment(tokenizer, "vllm")) as two,
-        checked(
-            places.new("top-native"), native.base_url, environment=_environment(tokenizer, "sglang", "0.01")
-        ) as three,
-    ):
-        yield {"sglang": one, "vllm": two, "native": three}
-
-
-def _environment(tokenizer: str, dialect: str, stage: str = "0") -> dict[str, str]:
-    return {
-        "TURNLOG_TOKENIZER": tokenizer,
-        "TURNLOG_UPSTREAM_DIALECT": dialect,
-        "TURNLOG_STAGE_TOKENS_S": stage,
-        "TURNLOG_ON_ABORT": "continue",
-    }
-
-
 WHOLE: dict[str, Any] = {"max_tokens": 16, "temperature": 0, "sim": {"completion_tokens": 9, "reasoning": False}}
 
 
-@pytest.mark.parametrize(("engine", "top"), [("sglang", sglang_top), ("vllm", vllm_top)])
-def test_joined_generations(joining: dict[str, Stand], engine: str, top: Callable[[Any], list[Pairs]]) -> None:
+@pytest.mark.parametrize(("tito", "top"), [("sglang", sglang_top), ("vllm", vllm_top)], indirect=["tito"])
+def test_joined_generations(tito: Stand, top: Callable[[Any], list[Pairs]]) -> None:
     """As of a generation that was not interrupted."""
-    stand = joining[engine]
     rows = []
     for ask, more in ((interrupted, {"at": [3, 2]}), (uncut, {})):
-        talk = stand.talk()
+        talk = tito.talk(on_abort="continue")
         counted = {**WHOLE, "sim": {**WHOLE["sim"], "speculative": [2, 4, 3]}}
-        response = ask(stand, talk, **more, **counted, top_logprobs=K)  # type: ignore[operator]
+        response = ask(tito, talk, **more, **counted, top_logprobs=K)  # type: ignore[operator]
         assert response.status_code == 200, response.text
         [row] = talk.rows(top_k=K)
         require_top(row, {1: top(response.json())}, K)
@@ -221,5 +193,5 @@ def test_joined_generations(joining: dict[str, Stand], engine: str, top: Callabl
     assert len(talk.committed()[0]["parts"]) == 3
     assert joined["top_ids"] == whole["top_ids"]
     assert joined["top_logprobs"] == whole["top_logprobs"]
-    if engine == "sglang":
+    if top is sglang_top:
         assert talk.committed()[0]["speculative"] == {"verify_steps": 6, "draft_tokens": 12, "accepted_tokens": 9}

@@ -9,15 +9,13 @@ import asyncio
 import uuid
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from integration.places import Places
-from integration.stand import Stand, Talk, serving
-from ops.simulator.process import SimulatorProcess
+from integration.stand import Stand, Talk
 
 JSON = dict[str, Any]
 Place = tuple[int, int]
@@ -66,19 +64,13 @@ class Rollouts:
 
 
 @pytest.fixture(scope="module")
-def stand(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
-    with serving(places.new("advantages"), sglang.base_url) as made:
-        yield made
+def whole(shared: Stand) -> Rollouts:
+    return Rollouts(shared, {})
 
 
 @pytest.fixture(scope="module")
-def whole(stand: Stand) -> Rollouts:
-    return Rollouts(stand, {})
-
-
-@pytest.fixture(scope="module")
-def split(stand: Stand) -> Rollouts:
-    return Rollouts(stand, SPLIT)
+def split(shared: Stand) -> Rollouts:
+    return Rollouts(shared, SPLIT)
 
 
 def test_the_rows_of_a_rollouts_other_sessions_are_counted_as_of_the_export(stand: Stand) -> None:
