@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from integration.cli import complaint, run
-from integration.stand import Stand, error_of
+from integration.stand import Stand, error_of, until
 from turnlog import Turnlog
 
 Line = dict[str, Any]
@@ -103,3 +103,16 @@ def test_the_command_line_prints_them(stand: Stand, clean_environment: Callable[
     assert len(run("tail", "--after", before, "--limit", "2", "--json").stdout.splitlines()) == 2
     assert "are only for the events of all sessions" in complaint("tail", talk.id, "--type", "TurnCommitted", code=2)
     assert "expected the number" in complaint("tail", talk.id, "--after", "x", code=2)
+
+
+def test_a_reader_that_leaves_is_forgotten(stand: Stand) -> None:
+    def readers() -> float:
+        values = stand.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in values if line.startswith("turnlog_event_readers"))
+
+    until(lambda: readers() == 0)
+    with stand.http.stream("GET", "/events", params={"follow": "true", "after": "end"}) as reply:
+        received = reply.iter_lines()  # kept: the connection ends with it
+        assert "position" in next(received)
+        assert readers() == 1
+    until(lambda: readers() == 0)

@@ -206,3 +206,37 @@ def test_a_dump_of_postgresql_is_finished_by_the_command(
             assert [one["session_id"] for one in stand.rows(cursor=behind)] == ["new"]
         assert sql(restored, "SELECT max(id) FROM incarnations")[0][0] > newest + 1000
         assert asyncio.run(verify_url(restored)).problems == []
+
+
+def test_a_copy_does_not_mix_with_the_log_of_the_store_that_it_replaces(own: Stand, tmp_path: Path) -> None:
+    """The server was killed: what it wrote last is in its log of writes alone."""
+    talk = own.talk(session_id="early")
+    talk.say("Hello")
+    copy = tmp_path / "copy.db"
+    assert command(own, "backup", str(copy)).returncode == 0
+    copied = list(talk.messages)
+    talk.say("After the copy")
+    own.talk(session_id="late")
+    own.server.kill()
+    assert Path(f"{own.server.database_path}-wal").stat().st_size > 0
+    assert command(own, "restore", str(copy)).returncode == 0
+    assert asyncio.run(verify_url(url_of(own.server.database_path))).problems == []
+    own.server.start()
+    assert [one["session_id"] for one in own.http.get("/sessions").json()["sessions"]] == ["early"]
+    assert len(talk.committed()) == 1
+    talk.messages = copied
+    talk.say("Hello again")
+
+
+def test_a_restore_whose_place_was_left_half_changed_is_done_by_the_next(own: Stand, tmp_path: Path) -> None:
+    """As if it had been killed when the old store was away already, and its log of writes not yet."""
+    own.talk(session_id="early").say("Hello")
+    copy = tmp_path / "copy.db"
+    assert command(own, "backup", str(copy)).returncode == 0
+    own.talk(session_id="late")
+    own.server.kill()
+    os.rename(own.server.database_path, tmp_path / "away.db")
+    (own.server.database_path.parent / "turnlog.db.restoring").write_bytes(b"half a copy")
+    assert command(own, "restore", str(copy)).returncode == 0
+    own.server.start()
+    assert [one["session_id"] for one in own.http.get("/sessions").json()["sessions"]] == ["early"]

@@ -10,6 +10,9 @@ import pytest
 
 from integration.stand import SPOKEN, Message, Stand, Talk, tool_of, user
 
+HISTORIES = ("linear", "tree")
+
+
 PLAIN = {"tool_calls": False, "reasoning": False, "text": "Done."}
 IN_EACH_PROTOCOL = pytest.mark.parametrize(
     ("protocol", "history"), [("chat", "linear"), ("messages", "tree"), ("responses", "tree")]
@@ -261,3 +264,33 @@ def test_a_live_stream_has_the_ids_of_the_whole_reply(vllm_stand: Stand, ids: st
     require_one_line(talk, 2)
     sent = engine_messages(vllm_stand, talk)
     assert [one.get("tool_call_id") for one in sent if one["role"] == "tool"] == ODD_IDS[ids][0]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_litellm_spells_ids_with_underscores(stand: Stand, history: str) -> None:
+    talk = stand.talk(history=history)
+    talk.messages = [user("Go")]
+    for number in range(3):
+        ask(talk, calling("{}", ids=[f"functions.Bash:{number}"]))
+        [call] = talk.messages[-1]["tool_calls"]
+        assert call["id"] == f"functions.Bash:{number}"
+        call["id"] = f"functions_Bash_{number}"
+        talk.messages += results("chat", [f"functions_Bash_{number}"])
+    ask(talk, PLAIN)
+    require_one_line(talk, 4)
+    assert len(talk.rows()) == 1
+    sent = engine_messages(stand, talk)
+    assert [message["tool_call_id"] for message in sent if message["role"] == "tool"] == [
+        f"functions.Bash:{number}" for number in range(3)
+    ]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_langchain_puts_calls_that_it_cannot_read_behind_the_others(stand: Stand, history: str) -> None:
+    talk = stand.talk(history=history)
+    talk.messages = [user("Go")]
+    given = ids_of("chat", ask(talk, calling('{"cmd": "echo', "{}")))
+    talk.messages[-1]["tool_calls"].reverse()
+    talk.messages += results("chat", given)
+    ask(talk, PLAIN)
+    require_one_line(talk, 2)

@@ -95,3 +95,9 @@ def loaded(code: str, heavy: tuple[str, ...]) -> str:
     code = f"import atexit, sys\n{at_end}\n{code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     return done.stdout.splitlines()[-1]
+
+
+def test_completion_knows_the_commands(tmp_path: Path) -> None:
+    environment = {"_TURNLOG_COMPLETE": "complete_bash", "COMP_WORDS": "turnlog ba", "COMP_CWORD": "1"}
+    done = started(folder=tmp_path, environment=environment)
+    assert done.communicate(timeout=PATIENCE_S)[0].split() == ["backup"]

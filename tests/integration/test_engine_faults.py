@@ -18,6 +18,9 @@ from integration.tito import checked
 from ops.server import free_port
 from ops.simulator.process import SimulatorProcess
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
 MIB = 1 << 20
 STATUSES = {"status_500": 500, "status_503": 503, "status_429": 429, "status_400": 400}
 MALFORMED = {
@@ -183,3 +186,15 @@ def test_what_could_not_be_sent_back_is_not_committed(tmp_path: Path, largest: i
             else:
                 talk.messages = [user("Hello"), response.json()["choices"][0]["message"]]
                 talk.say("More")
+
+
+@pytest.mark.parametrize("fault", ["usage_prompt_tokens", "meta_prompt_tokens"])
+def test_the_prompts_tokens_are_not_counted_where_it_carries_an_image(dialect: tuple[str, Stand], fault: str) -> None:
+    _, stand = dialect
+    talk = stand.talk()
+    talk.add({"role": "user", "content": [{"type": "text", "text": "Look"}, IMAGE]}, sim={"fault": fault})
+    talk.say("And again", sim={"fault": fault})
+    assert len(talk.committed()) == 2
+    words = stand.talk()
+    text = {"role": "user", "content": [{"type": "text", "text": 'Look at the "image_url"'}]}
+    assert error_of(words.chat([text], sim={"fault": fault})) == (502, "upstream_invalid")

@@ -221,3 +221,27 @@ def test_every_reason_of_the_filters(stand: Stand) -> None:
     assert reasons(talks[1], status="aborted") == ["status is completed"]
     assert reasons(talks[1], max_seq_len=1) == ["no turn within max_seq_len"]
     assert reasons(talks[0], group_id=group) == [""]
+
+
+def test_filters_choose_rows(stand: Stand) -> None:
+    group, talks = group_of(stand, 4)
+    talks[1].say("Cut", sim={"finish_reason": "length"})
+    talks[2].say("Stop", sim={"finish_reason": "abort"})
+    for reward, talk in enumerate(talks[:3]):
+        stand.http.put(f"{talk.path}/reward", json={"reward": reward})
+    stand.http.delete(talks[3].path)
+
+    def chosen(**query: Any) -> set[int]:
+        return {row["attempt"] for row in stand.rows(group_id=group, **query)}
+
+    assert chosen() == {0, 1, 2, 3}
+    assert chosen(status="completed") == {0, 3}
+    assert chosen(status="truncated") == {1}
+    assert chosen(status="aborted") == {2}
+    assert chosen(session_status="closed") == {3}
+    assert chosen(session_status="open") == {0, 1, 2}
+    assert chosen(min_reward=1) == {1, 2}
+    assert chosen(min_reward=1, max_reward=1) == {1}
+    assert chosen(session_id=talks[2].id) == {2}
+    assert chosen(since="2000-01-01T00:00:00Z", until=4_000_000_000) == {0, 1, 2, 3}
+    assert chosen(since="2090-01-01") == chosen(until=1) == set()

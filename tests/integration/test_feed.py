@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from helpers.looking import change
+from helpers.looking import change, value
 
 from integration.places import Places
-from integration.stand import Stand, Talk, error_of, serving
+from integration.routing import BOTH, Session, problems, session_of
+from integration.stand import Stand, Talk, error_of, serving, until
 from ops.simulator.process import SimulatorProcess
 
 
@@ -136,6 +137,86 @@ def test_stale_groups_stay_and_are_explained(fresh: Stand) -> None:
     assert (line["group_id"], line["staleness"]) == (old, 6)
 
 
+def test_only_complete_groups_are_given(swept: Stand) -> None:
+    group = uuid.uuid4().hex
+    one, two = (swept.talk(group_id=group) for _ in range(2))
+    for talk in (one, two):
+        talk.say("Hello")
+    finish(one, swept, 1.0)
+    assert ids(ask(swept, "trainer")) == []
+    assert "1 of 2" in reasons(ask(swept, "trainer", explain=True))[group]
+    finish(two, swept, None)
+    assert ids(ask(swept, "trainer")) == []
+    swept.http.put(f"{two.path}/reward", json={"reward": 0})
+    assert "of 3 attempts" in reasons(ask(swept, "trainer", attempts=3, explain=True))[group]
+    assert ids(ask(swept, "trainer", attempts=3)) == []
+    assert ids(ask(swept, "trainer", attempts=2)) == [group]
+
+
+def test_an_erased_session_is_named_and_the_others_are_given(swept: Stand) -> None:
+    group = uuid.uuid4().hex
+    one, gone, empty = (swept.talk(group_id=group, attempt=number) for number in range(3))
+    for talk in (one, gone):
+        talk.say("Hello")
+    for reward, talk in enumerate((one, gone, empty)):
+        finish(talk, swept, float(reward))
+    assert swept.http.delete(gone.path, params={"erase": "true"}).status_code == 204
+    [line] = ask(swept, "trainer", attempts=3)
+    assert [row["session_id"] for row in line["rows"]] == [one.id]
+    assert {one["session_id"]: one["reason"] for one in line["excluded"]} == {
+        gone.id: "erased",
+        empty.id: "no committed turn",
+    }
+    assert line["statistics"]["count"] == 2
+
+
+def test_a_stale_group_is_given_with_what_its_request_asks_of_its_rows(fresh: Stand) -> None:
+    """Its stale tokens are out of the loss; branches, loss and rewards of turns are as in an export."""
+    a_group(fresh, version="9")
+    group = uuid.uuid4().hex
+    talk = fresh.talk(group_id=group, history="tree")
+    for beginning in ("One", "Two"):
+        talk.messages = []
+        talk.say(beginning, sim={"weight_version": "3"})
+    for turn, reward in ((1, 0.25), (2, -1.0)):
+        put = fresh.http.put(f"{talk.path}/reward", json={"reward": reward, "turn": turn})
+        assert put.status_code == 200, put.text
+    finish(talk, fresh, 1.0)
+    assert group not in ids(ask(fresh, "trainer", 9, max_staleness=2))
+    given = {line["group_id"]: line for line in ask(fresh, "mask", 9, max_staleness=2, stale="mask")}
+    assert given[group]["staleness"] == 6
+    for row in given[group]["rows"]:
+        assert (row["staleness"], row["stale_tokens"]) == (6, sum(row["sampled_mask"]))
+        assert not any(row["loss_mask"])
+    expire(fresh)
+    [line] = [
+        line
+        for line in ask(fresh, "turns", 9, shape="skyrl", rewards="turn", branches="main")
+        if line["group_id"] == group
+    ]
+    [row] = line["rows"]
+    assert len(row["rewards"]) == len(row["response_ids"])
+    assert [reward for reward in row["rewards"] if reward] == [1.0], "the last turn's own and the rest"
+
+
+def test_versions_that_are_no_numbers_have_no_staleness(swept: Stand) -> None:
+    group = a_group(swept, version="step-4")
+    [line] = ask(swept, "trainer", max_staleness=0, weight_version=100)
+    assert (line["group_id"], line["staleness"]) == (group, None)
+    assert "number" in line["staleness_unknown"]
+
+
+def test_rows_are_cut_as_in_an_export(swept: Stand) -> None:
+    a_group(swept)
+    [line] = ask(swept, "trainer", max_seq_len=1)
+    assert line["rows"] == []
+    assert [one["reason"] for one in line["excluded"]] == ["no turn within max_seq_len"] * 2
+    [line] = ask(swept, "trainer")
+    length = max(row["prompt_length"] for row in line["rows"]) + 1
+    [line] = ask(swept, "trainer", max_seq_len=length, truncate="token")
+    assert [(len(row["tokens"]), row["status"]) for row in line["rows"]] == [(length, "truncated")] * 2
+
+
 BAD_PARAMETERS = (
     *(({"consumer": name}, "consumer") for name in ("", "a b", "x" * 129, "a\n")),
     *(({"size": size}, "size") for size in (0, "many")),
@@ -167,3 +248,42 @@ def test_what_is_wrong_in_a_request_is_named(stand: Stand) -> None:
     for response, named in refused:
         assert error_of(response) == (400, "invalid_request"), named
         assert named in response.json()["error"]["message"]
+
+
+@pytest.fixture
+def retaining(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    with serving(
+        places.new("retaining"),
+        sglang.base_url,
+        environment={
+            **BOTH,
+            "TURNLOG_RETAIN_UNTIL_ACK": "true",
+            "TURNLOG_CLOSED_REPLAY_TTL_S": "0",
+            "TURNLOG_CLOSED_TTL_S": "1",
+        },
+    ) as made:
+        yield made
+
+
+def test_retention_waits_for_the_acknowledgement(retaining: Stand) -> None:
+    stand = retaining
+    waiting, alone = session_of(stand, group_id="g"), session_of(stand)
+    for talk in (waiting, alone):
+        talk.say("Hello")
+        finish(talk, stand, 1.0)
+    until(lambda: "SessionErased" in alone.types())
+    assert waiting.types()[-1] == "SessionClosed"
+    assert payload_bytes(waiting) > 0
+    [line] = ask(stand, "trainer")
+    assert [row["session_id"] for row in line["rows"]] == [waiting.id]
+    assert payload_bytes(waiting) > 0
+    ack(stand, "trainer", "g")
+    until(lambda: "BlobsTombstoned" in waiting.types())
+    until(lambda: "SessionErased" in waiting.types())
+    until(lambda: payload_bytes(waiting) == 0)
+    assert problems(stand) == []
+
+
+def payload_bytes(talk: Session) -> int:
+    query = "SELECT coalesce(sum(length(data)), 0) FROM chunks WHERE session_id = :id"
+    return int(value(talk.stand.url, query, id=talk.id))

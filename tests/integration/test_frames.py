@@ -15,7 +15,20 @@ import pytest
 from integration.stand import Stand
 from ops.server import ROOT
 from turnlog import AsyncTurnlog, Turnlog
+from turnlog.client import frames
 from turnlog.client.traces import write_traces
+
+
+def frame_of(package: str, rows: list[Any]) -> Any:
+    return getattr(frames, METHODS[package])(rows)
+
+
+VALUES: tuple[list[Any], ...] = (
+    *([[1], [2**40]], [[1, 0.5], []], [[], []], [[[1, 2], [3]], [[]], []], [None, [True, False]], [None, None]),
+    *([1, None], [1, 0.5], [1, [], {"a": "b"}], ["a", None], [["a"], []], [{"a": 1}, {"b": [1]}], [[1, None], [2]]),
+    *([[0.5, None], [2]], [[1, [2]], 3], [0, []], [[1], [[1]]], [True, 1], [2**62, -1]),
+)
+
 
 METHODS = {"pandas": "to_pandas", "polars": "to_polars", "datasets": "to_dataset"}
 
@@ -138,3 +151,29 @@ def test_traces_are_of_the_hub_s_format(client: Turnlog, group: str, tmp_path: P
         )
     ]
     assert [line["message"]["content"] for line in second[1:]] == [one["content"] for one in rows[1]["messages"]]
+
+
+def test_lists_have_types(client: Turnlog, group: str) -> None:
+    pandas, polars, datasets = map(pytest.importorskip, METHODS)
+    rows = list(client.export(group_id=group))
+    frame = frames.to_pandas(rows)
+    assert [array.dtype for array in frame["tokens"]] == [np.int32] * 2
+    assert [array.dtype for array in frame["logprobs"]] == [np.float64] * 2
+    assert isinstance(frame["messages"][0], list)
+    assert isinstance(frame["metadata"][1], dict)
+    assert isinstance(frame, pandas.DataFrame)
+    schema = frames.to_polars(rows).schema
+    assert (schema["tokens"], schema["logprobs"]) == (polars.List(polars.Int32), polars.List(polars.Float64))
+    features = frames.to_dataset(rows).features
+    assert features["tokens"] == datasets.List(datasets.Value("int32"))
+    assert features["logprobs"] == datasets.List(datasets.Value("float64"))
+    assert features["messages"] == datasets.Value("string")
+
+
+@pytest.mark.parametrize("package", METHODS)
+def test_any_values_come_back(package: str) -> None:
+    pytest.importorskip(package)
+    for values in VALUES:
+        made = read(package, frame_of(package, [{"id": str(n), "value": value} for n, value in enumerate(values)]))
+        found = [one["value"] for one in made]
+        assert all(same(one, value) or one == value for one, value in zip(found, values, strict=True)), values

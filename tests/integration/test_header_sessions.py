@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.streams import assembled
 
 from integration.places import Places
 from integration.stand import HOURS, SPOKEN, Stand, Talk, error_of, serving, until, user
@@ -313,3 +314,14 @@ def test_a_request_that_names_no_session_gets_one_of_its_own(odd: Stand) -> None
     assert turns(odd, made[0]) == 2
     url = odd.http.post("/sessions", json={"session_id": "known"}).json()["url"]
     assert url == "https://turnlog.example.org/below/sessions/known"
+
+
+def test_a_rollback_is_told_in_a_stream_whose_headers_have_gone_out(keeping: Stand) -> None:
+    talk = keeping.talk()
+    talk.say("Hello")
+    talk.say("More")
+    again = talk.chat(talk.messages[:3], stream=True, sim={"latency_s": 0.5})
+    assert "x-turnlog-rolled-back" not in again.headers
+    comments = [part for part in again.text.split("\n\n") if part.startswith(":")]
+    assert (comments[0], comments[-1]) == (": keep-alive", ": x-turnlog-rolled-back: 1")
+    assert assembled(again.text)["choices"][0]["finish_reason"] == "stop"

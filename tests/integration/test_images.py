@@ -197,3 +197,30 @@ def test_shapes_have_the_images_or_say_that_they_leave_them_out(stand: Stand, sh
         assert row["images_left_out"] == 1
         assert "images" not in row
         assert "multi_modal_data" not in row
+
+
+def test_an_image_by_url_stays_one(stand: Stand) -> None:
+    talk = stand.talk()
+    url = "http://127.0.0.1:1/a.png"
+    talk.add(asks("chat", "What is it?", {"type": "image_url", "image_url": {"url": url}}), sim=PLAIN)
+    assert images_in(sent(stand, talk)[0]) == [url]
+    [row] = talk.rows(images="inline")
+    [shown] = row["images"]
+    assert (shown["url"], shown["not_stored"], shown["sha256"]) == (url, True, None)
+
+
+def test_documents_have_the_images_inline(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.add(asks("chat", "What is it?", image("chat", PNG)), sim=PLAIN)
+    [row] = talk.rows(format="messages", images="inline")
+    assert images_in(row["messages"]) == [url_of(PNG)]
+    [row] = talk.rows(format="messages")
+    assert row["messages"][0]["content"][1]["sha256"] == sha256(PNG)
+    [row] = talk.rows(format="atif")
+    source = next(
+        part["source"]
+        for step in row["steps"]
+        for part in step["message"]
+        if isinstance(part, dict) and part["type"] == "image"
+    )
+    assert source == {"media_type": "image/png", "path": f"sha256:{sha256(PNG)}"}

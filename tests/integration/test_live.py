@@ -26,12 +26,12 @@ SLOW = {"latency_s": 3.0, "reasoning": False, "tool_calls": False}
 CALLS = [{"name": "look", "arguments": '{"at": 1e3,  "b":"ü"}'}, {"name": "look", "arguments": "{}"}]
 
 
-@pytest.fixture(scope="module", params=["vllm", "sglang"])
-def live(request: pytest.FixtureRequest, places: Places) -> Iterator[Stand]:
-    engine: SimulatorProcess = request.getfixturevalue(request.param)
-    environment = {"TURNLOG_UPSTREAM_DIALECT": request.param}
-    with serving(places.new(f"live-{request.param}"), engine.base_url, environment=environment) as made:
-        yield made
+@pytest.fixture(params=["vllm_stand", "stand"])
+def live(request: pytest.FixtureRequest, places: Places) -> Stand:
+    """A server that has come to know its engine's dialect, and asks it to stream."""
+    found: Stand = request.getfixturevalue(request.param)
+    found.talk().say("Hello")
+    return found
 
 
 def by_package(talk: Talk, url: str, **fields: Any) -> tuple[int, dict[str, Any]]:
@@ -195,3 +195,24 @@ def test_a_mode_that_is_none_is_refused(live: Stand) -> None:
     assert talk.chat([user("Go")], stream_mode="soon").status_code == 400
     assert live.http.post("/sessions", json={"stream_mode": "soon"}).status_code == 400
     assert live.talk(stream_mode="live").state()["session"]["stream_mode"] == "live"
+
+
+def test_a_live_turn_of_sglang_has_its_experts_and_the_version_that_the_engine_names(places: Places) -> None:
+    environment = {"TURNLOG_REPLAY": "routed_experts"}
+    with (
+        SimulatorProcess("--weight-version", "7") as engine,
+        serving(places.new("experts"), engine.base_url, environment=environment) as stand,
+    ):
+        whole_talk, talk = stand.talk(), stand.talk(stream_mode="live")
+        whole_talk.chat([user("Go")], temperature=0)
+        assert talk.chat([user("Go")], stream=True, temperature=0).headers[MODE] == "live"
+        first, second = (of.state()["records"][0] for of in (whole_talk, talk))
+        assert "return_meta_info" not in second["request"]
+        assert second["request"]["return_output_ids_in_sglext"] is True
+        [one_choice], [other_choice] = first["response"]["choices"], second["response"]["choices"]
+        assert one_choice["prompt_token_ids"] == other_choice["prompt_token_ids"]
+        assert plain(one_choice["message"]) == plain(other_choice["message"])
+        [one], [other] = (of.rows(replay="true") for of in (whole_talk, talk))
+        assert set(other["weight_versions"]) == {-1, 7}
+        for name in ("tokens", "logprobs", "weight_versions", "loss_mask", "routed_experts"):
+            assert one[name] == other[name], name

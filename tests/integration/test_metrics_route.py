@@ -212,3 +212,50 @@ def test_each_alert_says_what_it_is_and_where_to_read_on() -> None:
         path, _, anchor = rule["annotations"]["runbook"].partition("#")
         assert (path, anchor in anchors) == ("docs/runbook.md", True), anchor
         assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_turns_that_were_rolled_back_are_counted_once(watched: Stand) -> None:
+    before = value(watched, "turnlog_turns_rolled_back_total")
+    talk = watched.talk(rollback_window=2)
+    for text in ("One", "Two", "Three"):
+        talk.say(text)
+    sent = [*talk.messages[:2], user("Instead")]
+    told = [talk.chat(sent, headers=KEY).headers["x-turnlog-rolled-back"] for _ in range(2)]
+    assert (told, value(watched, "turnlog_turns_rolled_back_total")) == (["2", "2"], before + 2)
+
+
+def test_own_overhead_leaves_engine_and_gate_out(watched: Stand) -> None:
+    before = value(watched, "turnlog_turn_overhead_seconds_sum"), value(watched, "turnlog_turn_overhead_seconds_count")
+    elapsed = watched.talk().say("Hello", sim={"latency_s": 0.5}).elapsed.total_seconds()
+    assert value(watched, "turnlog_turn_overhead_seconds_count") == before[1] + 1
+    assert 0 < value(watched, "turnlog_turn_overhead_seconds_sum") - before[0] < elapsed - 0.5
+
+
+def test_exports_are_counted_when_they_have_been_read(watched: Stand) -> None:
+    before = [value(watched, f"turnlog_export_{what}_total") for what in ("rows", "bytes")]
+    watched.talk().say("Hello")
+    sent = watched.http.get("/export")
+    assert value(watched, "turnlog_export_rows_total") == before[0] + len(sent.text.splitlines())
+    assert value(watched, "turnlog_export_bytes_total") == before[1] + len(sent.content)
+    assert value(watched, "turnlog_exports_running") == 0
+
+
+def test_what_an_operator_changes_is_one_line(watched: Stand) -> None:
+    talk = watched.talk()
+    talk.say("Hello")
+    url = "http://127.0.0.1:9"
+    assert watched.http.post("/engines", json={"url": url, "state": "draining"}).status_code == 200
+    assert watched.http.delete("/engines", params={"url": url}).status_code == 204
+    assert watched.http.delete(talk.path, params={"erase": "true"}).status_code == 204
+    assert len([line for line in lines(watched, "fleet event") if url in line["event"]]) == 2
+    (erased,) = (line for line in lines(watched, "session erased") if line["session_id"] == talk.id)
+    assert erased["request_id"]
+
+
+def test_an_error_of_a_turn_is_counted_once(watched: Stand) -> None:
+    others = value(watched, "turnlog_request_errors_total", code="session_not_found")
+    turns = value(watched, "turnlog_turns_total", outcome="session_not_found")
+    response = watched.http.post("/sessions/none/v1/chat/completions", json={"messages": [user("Hello")]})
+    assert error_of(response) == (404, "session_not_found")
+    assert value(watched, "turnlog_turns_total", outcome="session_not_found") == turns + 1
+    assert value(watched, "turnlog_request_errors_total", code="session_not_found") == others

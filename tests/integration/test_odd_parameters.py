@@ -168,3 +168,13 @@ def test_a_reward_that_32_bits_cannot_hold_is_refused_by_name(stand: Stand) -> N
     assert stand.http.put(f"{talk.path}/reward", json={"reward": MAX_FLOAT32}).status_code == 200
     [row] = talk.rows(shape="areal")
     assert row["rewards"] == pytest.approx([MAX_FLOAT32])
+
+
+def test_what_is_kept_as_bytes_may_hold_a_nul(stand: Stand) -> None:
+    talk = stand.talk(metadata={NUL: NUL, "count": HUGE})
+    told = stand.http.put(f"{talk.path}/reward", json={"reward": 1, "components": {NUL: 1}})
+    assert told.status_code == 200, told.text
+    talk.say(NUL, model=NUL, sim={"weight_version": NUL})
+    assert talk.state()["session"]["metadata"] == {NUL: NUL, "count": HUGE}
+    (row,) = talk.rows()
+    assert (row["reward_components"], row["messages"][0]) == ({NUL: 1.0}, user(NUL))

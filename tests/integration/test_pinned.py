@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from integration.stand import SPOKEN, Stand, error_of, user
+from integration.stand import CHAT, SPOKEN, Stand, error_of, user
 from integration.writing import Writing
 
 PINS = {"temperature": 0.25, "top_k": 7, "max_tokens": 9, "stop": ["END"]}
@@ -61,3 +61,22 @@ def test_what_cannot_be_pinned_is_named(stand: Stand) -> None:
         response = stand.http.post("/sessions", json=body)
         assert error_of(response) == (400, "invalid_request")
         assert named in response.json()["error"]["message"]
+
+
+def test_a_pinned_null_leaves_a_parameter_out(stand: Stand) -> None:
+    talk = stand.talk(params={"top_p": None})
+    talk.say("Hello", top_p=0.5)
+    [asked] = stand.engine_requests(talk.id)
+    assert "top_p" not in asked["body"]
+
+
+def test_forks_and_agents_keep_what_was_pinned(stand: Stand) -> None:
+    talk = stand.talk(params={"temperature": 0.25})
+    talk.say("Hello")
+    [fork] = stand.http.post(f"{talk.path}/fork", json={"turn": 1}).json()["sessions"]
+    assert stand.known(fork["session_id"]).state()["session"]["params"] == {"temperature": 0.25}
+    headers = {"x-dynamo-session-id": f"{talk.id}-agent", "x-dynamo-parent-session-id": talk.id}
+    body = {"model": "m", "messages": [user("Hello")], "temperature": 1.0}
+    assert stand.http.post(CHAT, json=body, headers=headers).status_code == 200
+    [asked] = stand.engine_requests(f"{talk.id}-agent")
+    assert asked["body"]["temperature"] == 0.25

@@ -10,7 +10,7 @@ import pytest
 
 from integration.places import Places
 from integration.routing import EXPERTS, MASK, Recorded, recorded, sets_of
-from integration.stand import Stand, engine_requests
+from integration.stand import Stand, engine_requests, user
 from integration.test_token_routes import SGLANG, VLLM, Client
 from ops.simulator.process import SimulatorProcess
 
@@ -136,3 +136,11 @@ def test_an_engine_that_lost_the_route_unseen_is_asked_as_before(tokenizer: str,
             assert len(asked_of(found.stand, CHAT)) == 2
             [row] = talk.rows()
             assert row["turns"][-1]["turn"] == 3
+
+
+def test_a_request_that_is_forbidden_is_asked_twice(made: Recorded) -> None:
+    """A firewall before the engine may refuse one request, where the engine has the route."""
+    talk = made.stand.talk()
+    assert talk.chat([user("Hello")], sim={"fault": "status_403"}).status_code == 403
+    assert len(asked_of(made.stand)) == 2
+    assert talk.committed() == []

@@ -193,3 +193,14 @@ def test_postgresql_is_not_mended_while_a_process_may_live(
         server.kill()
     until(lambda: replay(["--heads", "--fix"]) == 0)
     assert replay(["--heads"]) == 0
+
+
+def test_a_head_without_a_log_is_reported_and_kept(filled: str, said: Lines) -> None:
+    execute(filled, "DELETE FROM events WHERE session_id = 'waiting'")
+    before = heads(filled)
+    for options in ([], ["--fix"]):
+        assert replay(["--heads", "--json", *options]) == 1
+        lines = [json.loads(line) for line in said()]
+        assert [line["place"] for line in lines] == ["sessions", "open_turns[2]"]
+        assert all(line["from_log"] is None and not line["fixed"] for line in lines)
+    assert heads(filled) == before

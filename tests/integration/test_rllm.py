@@ -16,7 +16,7 @@ import pytest
 from integration.guarded import bearer, guarded_serving
 from integration.places import Places
 from integration.routing import EXPERTS
-from integration.stand import CHAT, Stand, standing, user
+from integration.stand import CHAT, Stand, error_of, standing, user
 from ops.simulator.process import SimulatorProcess
 from turnlog import Turnlog
 
@@ -276,3 +276,27 @@ def test_a_sessions_token_reads_its_own_traces_alone(places: Places, sglang: Sim
         assert other.ask("GET", "/sessions/other/one/traces").json() == []
         assert httpx.get(f"{guarded.stand.base_url}/sessions/x/traces", headers=bearer("no")).status_code == 401
         assert mine.ask("DELETE", mine.path).json() == {"deleted": 1}
+
+
+def test_the_first_request_makes_the_session_and_equal_requests_are_traces_of_their_own(gateway: Stand) -> None:
+    rollout = Rollout(gateway)
+    assert rollout.traces() == []
+    for _ in range(3):
+        rollout.messages.clear()
+        rollout.say("hi")
+    assert [of(trace) for trace in rollout.traces()] == [sampled(reply) for reply in rollout.replies]
+    assert rollout.create().status_code == 200  # as it is
+
+
+def test_turnlogs_own_paths_stay_its_own(gateway: Stand) -> None:
+    rollout = Rollout(gateway)
+    rollout.say("hi")
+    for part in ("events", "tree", "state", "messages"):
+        assert gateway.http.get(f"{rollout.path}/{part}").status_code == 200
+    assert gateway.http.get("/sessions", params={"count": "true"}).json()["sessions"]
+    body = {"model": "simulator", "messages": rollout.messages}
+    missing = gateway.http.post(f"{rollout.path}{CHAT}", params={"generation": 2}, json=body)
+    assert error_of(missing) == (404, "session_not_found")
+    assert gateway.http.put(f"{rollout.path}/reward", json={"reward": 1}).status_code == 200
+    assert gateway.http.delete(f"{rollout.path}?erase=true").status_code == 204
+    assert rollout.traces() == []

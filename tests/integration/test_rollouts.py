@@ -201,3 +201,33 @@ def test_a_follower_hears_of_an_erasure_and_of_a_parent_that_is_created_later(st
         assert (row["session_id"], row["rollout_id"], row["group_id"]) == (child.id, rollout, group_id)
         assert child.types()[-1] == "RolloutJoined"
     assert news(cursor)[0] == []
+
+
+def test_a_parent_cannot_be_a_descendant(used: Stand) -> None:
+    name = uuid.uuid4().hex
+    child = used.talk(parent_session_id=name)
+    refused = used.http.post("/sessions", json={"session_id": name, "parent_session_id": child.id})
+    assert error_of(refused) == (400, "invalid_request")
+    assert child.id in refused.json()["error"]["message"]
+
+
+def test_a_childs_own_group_is_in_its_rows_and_counts_nowhere(used: Stand) -> None:
+    group, own = uuid.uuid4().hex, uuid.uuid4().hex
+    [root, _] = rollout(used, agents=("one",), group_id=group)
+    child = used.talk(parent_session_id=root.id, group_id=own)
+    child.say("Hello")
+    reward(used, root, 1.0)
+    close(used, root)
+    assert [(row["group_id"], row["rollout_id"]) for row in child.rows()] == [(own, root.id)]
+    assert (used.get(f"/groups/{group}")["complete"], len(used.get(f"/groups/{group}")["attempts"])) == (True, 1)
+    lines = handed_out(used, uuid.uuid4().hex)
+    given = {line["group_id"]: {row["session_id"] for row in line["rows"]} for line in lines}
+    assert child.id in given[group]
+    assert own not in given
+    reasons = {line["group_id"]: line["excluded"] for line in handed_out(used, "why", explain="true")}
+    assert reasons[own] == "it has no rollout: its sessions are children"
+    listed = used.http.get("/groups", params={"limit": 500}).json()["groups"]
+    assert {one["group_id"]: (one["sessions"], one["state"]) for one in listed if one["group_id"] in (group, own)} == {
+        group: (1, "acknowledged"),
+        own: (0, "open"),
+    }

@@ -123,6 +123,17 @@ def test_fields_narrow_a_search_and_stand_alone(searched: Stand) -> None:
         assert places_of(ask(searched, **parameters)) == wanted, parameters
 
 
+def test_a_fork_adds_only_what_is_its_own(searched: Stand) -> None:
+    word = f"lynx{uuid.uuid4().hex[:8]}"
+    talk = searched.talk()
+    talk.say(f"{word} one")
+    fork = searched.http.post(f"{talk.path}/fork", json={"turn": 1}).json()["sessions"][0]["session_id"]
+    own = searched.known(fork)
+    own.messages = talk.messages[:2]
+    own.say(f"{word} two")
+    assert places_of(current(searched, q=word)) == [(fork, 2, 2), (talk.id, 1, 0)]
+
+
 def test_a_restore_hides_what_it_undoes_and_shows_it_again(searched: Stand) -> None:
     word = f"moose{uuid.uuid4().hex[:8]}"
     talk = searched.talk()

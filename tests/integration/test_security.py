@@ -437,3 +437,29 @@ def test_both_kinds_of_token_rotate_and_a_root_path_changes_nothing(
         assert error_of(mine.ask("GET", other.path)) == (404, "session_not_found")
         assert error_of(mine.ask("GET", "/sessions")) == (403, "forbidden")
         assert rotated.stranger.get("/health").status_code == 200
+
+
+def test_agents_below_a_session_use_its_token(guarded: Guarded) -> None:
+    mine = guarded.client(history="linear")
+    agent = {"x-claude-code-session-id": mine.id, "x-claude-code-agent-id": "sub"}
+    deep = {**agent, "x-claude-code-agent-id": "deep", "x-claude-code-parent-agent-id": "sub"}
+    odd = {**agent, "x-claude-code-agent-id": "a b/c", "x-claude-code-parent-agent-id": "d e/f"}
+    plain = {"x-session-id": f"{mine.id}:plain"}
+    for headers in (agent, deep, odd, plain):
+        for _ in range(2):
+            assert mine.chat_at(CHAT, headers=headers, nvext={}).status_code == 200
+    listed = guarded.admin.get("/sessions", params={"limit": 4}).json()["sessions"]
+    parents = {one["session_id"]: guarded.events(one["session_id"]).splitlines()[0] for one in listed}
+    assert all(f'"parent":"{mine.id}' in created for created in parents.values())
+    assert {f"{mine.id}:sub", f"{mine.id}:deep", f"{mine.id}:plain"} < set(parents)
+
+
+def test_the_token_of_a_closed_session_does_what_can_still_be_done(guarded: Guarded) -> None:
+    mine = guarded.client()
+    assert mine.chat_at(mine.chat_path).status_code == 200
+    assert mine.ask("DELETE", mine.path).status_code == 204
+    assert error_of(mine.ask("GET", mine.path)) == (404, "session_closed")
+    assert error_of(mine.chat_at(mine.chat_path)) == (404, "session_closed")
+    assert "SessionClosed" in mine.ask("GET", f"{mine.path}/events").text
+    assert error_of(mine.ask("GET", "/export", params={"session_id": mine.id})) == (403, "forbidden")
+    assert error_of(mine.ask("DELETE", mine.path)) == (404, "session_closed")

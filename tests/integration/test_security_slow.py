@@ -423,3 +423,28 @@ async def test_a_connection_is_kept_longer_than_clients_keep_theirs(given: int, 
     config.load()
     protocol.bound_connections(LifespanOn(config).receive, ConnectionLimit(time.monotonic), 1)
     assert config.timeout_keep_alive == kept
+
+
+async def test_a_body_of_many_small_chunks_is_taken(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(protocol, "HEAD_BYTES", 50)
+    async with connected(port) as (reader, writer):
+        writer.write(CHUNKED % (b"echo", b"localhost"))
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+            writer.write(b"1\r\nx\r\n")
+        writer.write(b"0\r\n\r\n")
+        assert (await reader.readuntil(b"x" * 20)).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_reply_that_is_read_slowly_is_whole(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(protocol, "STALLED_S", 5.0)
+    async with connected(port) as (reader, writer):
+        writer.write(b"GET /much HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        await asyncio.sleep(0.2)
+        assert len(await to_the_end(reader)) > MUCH
+
+
+async def test_what_it_says_of_its_body_must_be_true(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(b"POST /echo HTTP/1.1\r\nHost: localhost\r\n" + UPGRADE + b"Transfer-Encoding: gzip\r\n\r\nGET")
+        assert (await to_the_end(reader)).startswith(b"HTTP/1.1 400")

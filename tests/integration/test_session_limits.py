@@ -81,3 +81,13 @@ def test_a_large_body_is_refused_before_it_is_read_as_json(stand: Stand, in_piec
         message = f"the body has more than {MOST_BODY} bytes" if in_pieces else sized
         assert refused.json()["error"]["message"] == message
     assert talk.types() == ["SessionCreated"]
+
+
+def test_a_body_may_be_longer_than_what_it_says(stand: Stand) -> None:
+    """Escapes and white space, within reason."""
+    talk = stand.talk()
+    components = b'{"%s": 0.5}' % (b"\\u00e9" * 30_000)
+    body = b'{"reward": 1, %s"components": %s}' % (b" " * 300_000, components)
+    assert len(body) > 7 * LIMIT
+    assert stand.http.put(f"{talk.path}/reward", content=body).status_code == 200
+    assert talk.events()[-1]["components"] == {"é" * 30_000: 0.5}

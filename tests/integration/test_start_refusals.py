@@ -174,3 +174,18 @@ def test_a_feature_that_cannot_start_ends_the_start(sqlite_url: str, monkeypatch
 
     asyncio.run(create_app(Settings(database_url=sqlite_url, workers=1))._live(receive, send))
     assert messages == [{"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"}]
+
+
+@pytest.mark.long
+def test_what_to_do_about_an_old_schema_works_where_there_is_no_checkout(tmp_path: Path) -> None:
+    process = started("serve", "--no-migrate", "--port", "0", folder=tmp_path)
+    try:
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 3
+    [line] = [line for line in said.splitlines() if "the database is at revision none" in line]
+    assert "run `turnlog migrate`" in line
+    done = started("migrate", folder=tmp_path)
+    assert done.wait(PATIENCE_S) == 0, done.communicate()
+    done.communicate()

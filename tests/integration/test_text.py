@@ -395,3 +395,11 @@ def test_without_its_upstream_a_session_stays_readable(vendor: SimulatorProcess,
             created = stand.http.post("/sessions", json={"capture": "text", "upstream": "judge", "model": "m"})
             assert created.status_code == 400
             verified(stand, [seen])
+
+
+def test_a_session_for_training_does_not_become_text(stand: Stand, vendor: SimulatorProcess) -> None:
+    """An engine that loses the ids is refused, also beside upstreams of text."""
+    before = len(asked(vendor.base_url))
+    talk = stand.talk()
+    assert error_of(talk.chat([user("Hello")], sim={"fault": "missing_meta_info"})) == (502, "upstream_invalid")
+    assert (talk.committed(), len(asked(vendor.base_url))) == ([], before)

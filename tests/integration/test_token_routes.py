@@ -186,3 +186,10 @@ def test_experts_are_the_engines_own(request: pytest.FixtureRequest, name: str, 
         assert client.send([5, 6], rid="one", return_routed_experts=True).content == asked.content
         meta = Client(made.stand, SGLANG).turn(5, 6)["meta_info"]
         assert EXPERTS not in meta
+
+
+def test_what_an_engine_reads_of_a_changes_query_reaches_it(vllm: SimulatorProcess, places: Places) -> None:
+    with recorded(places.new("query"), vllm.base_url, {}) as made:
+        response = made.stand.http.post("/reset_prefix_cache?reset_external=true&more=1")
+        assert response.status_code == 200, response.text
+        assert "/reset_prefix_cache?reset_external=true" in made.proxy.paths

@@ -172,6 +172,8 @@ def test_what_is_refused(stand: Stand) -> None:
     assert talk.generations() == 0
     response = stand.http.post(Writing(stand).url, json={"model": "m", "prompt": "Once", "logprobs": 21})
     assert error_of(response) == (400, "invalid_request")
+    talk.say("Hello", top_logprobs=2, return_flat_raw_output_top_logprobs=True)
+    assert stand.engine_requests(talk.id)[-1]["body"]["return_flat_raw_output_top_logprobs"] is False
 
 
 WHOLE: dict[str, Any] = {"max_tokens": 16, "temperature": 0, "sim": {"completion_tokens": 9, "reasoning": False}}

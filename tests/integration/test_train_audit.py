@@ -106,11 +106,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     return folder
 
 
-@pytest.fixture(scope="module")
-def evidence(folder: Path) -> Evidence:
-    return read(folder)[0]
-
-
 def test_a_whole_history_passes(folder: Path) -> None:
     result = audit(folder)
     assert result.violations == []

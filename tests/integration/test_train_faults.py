@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from ops.server import OwnProcess, ServerProcess
 from ops.simulator.process import SimulatorProcess
-from ops.train.faults import ENGINE, SERVER, TRAINER, ProcessEnded, Program, Schedule, Supervisor
+from ops.train.faults import ENGINE, SERVER, TRAINER, ProcessEnded, Program, Schedule, Supervisor, generated
 from ops.train.rollouts import lines
 
 FAST = Schedule(seed=1, every_s={SERVER: 1.0, ENGINE: 1.5, "agent": 0.5}, trainer_at=0.5)
@@ -73,3 +74,14 @@ def test_a_process_that_ends_by_itself_ends_the_run(tmp_path: Path) -> None:
         Supervisor(tmp_path, processes, 4, None).run()
     processes[ENGINE].kill()
     assert not (tmp_path / "kills.jsonl").exists()
+
+
+def test_the_engines_counter_is_summed_over_its_lines() -> None:
+    lines_of_engine = [
+        "# TYPE vllm:generation_tokens_total counter",
+        'vllm:generation_tokens_total{engine="0",model_name="tiny"} 12.0',
+        'vllm:generation_tokens_total{engine="1",model_name="tiny"} 1e+02',
+        'vllm:generation_tokens_created{engine="0"} 5.0',
+    ]
+    assert generated("\n".join(lines_of_engine)) == 112
+    assert json.dumps(generated("")) == "0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from integration.stand import FIRST_TURN, HOURS, LATER_TURN, Stand, error_of, until, user
+from integration.stand import CHAT, FIRST_TURN, HOURS, LATER_TURN, Stand, error_of, until, user
 
 SLOW = {"latency_s": HOURS}
 """A generation that ends when the test says so."""
@@ -125,3 +125,12 @@ def test_another_conversation_is_told_what_to_do_and_the_log_says_so_once(stand:
         assert "or a session for each conversation" in said
     logged = [json.loads(line) for line in stand.server.log_path.read_text().splitlines() if "history=" in line]
     assert [line["level"] for line in logged if "Create the session with" in line["event"]] == ["warning"]
+
+
+def test_a_body_is_json_whatever_its_content_type(stand: Stand) -> None:
+    for content_type in (None, "text/plain", "application/x-www-form-urlencoded"):
+        headers = {"content-type": content_type} if content_type else {}
+        made = stand.http.post("/sessions", content="{}", headers=headers).json()
+        path = f"/sessions/{made['session_id']}{CHAT}"
+        body = json.dumps({"messages": [user("Hi")]})
+        assert stand.http.post(path, content=body, headers=headers).status_code == 200

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from integration.places import Places
-from integration.stand import Stand, error_of, serving
+from integration.stand import Stand, error_of, serving, until
 from ops.simulator.process import SimulatorProcess
 
 
@@ -116,3 +116,37 @@ def test_weight_versions_with_their_sessions_and_rewards(places: Places, sglang:
             {"sessions": 1, "open": 0, "turns": 2, "rewarded": 1, "mean_reward": 1.0},
             {"sessions": 1, "open": 1, "turns": 1, "rewarded": 1, "mean_reward": 0.5},
         ]
+
+
+def test_a_turn_that_waits_at_a_gate_is_shown_as_such(stand: Stand) -> None:
+    talk = stand.talk(adapter="gated-one")
+    stand.http.post("/adapters/gated-one/pause", json={}).raise_for_status()
+    waiting = stand.meanwhile(talk.say, "Wait")
+    try:
+        until(lambda: stand.get("/ui/api/sessions", state="paused")["total"] == 1)
+        [row] = stand.get("/ui/api/sessions", state="paused")["sessions"]
+        assert (row["session_id"], row["state"], row["running_since"]) == (talk.id, "paused", None)
+        assert stand.get(f"/ui/api/sessions/{talk.id}")["state"] == "paused"
+        assert talk.id not in [row["session_id"] for row in stand.get("/ui/api/sessions", state="idle")["sessions"]]
+        until(lambda: stand.get("/ui/api/overview")["sessions"]["paused"] == 1)
+        assert "gated-one" in [one["name"] for one in stand.get("/ui/api/overview")["adapters"] if one["paused"]]
+    finally:
+        stand.http.post("/adapters/gated-one/resume").raise_for_status()
+    waiting.result()
+    assert stand.get("/ui/api/sessions", state="paused")["sessions"] == []
+
+
+def test_columns_of_metadata(stand: Stand) -> None:
+    """A key with dots is looked up as it is first, then as a path; what is too long is cut, what is none is missing."""
+    given = {"task": "math", "env": {"name": "web", "size": 3}, "a.b": True, "long": "x" * 500, "none": None}
+    stand.talk(session_id="columns-1", metadata=given)
+    stand.talk(session_id="columns-2")
+    gone = stand.talk(session_id="columns-3", metadata=given)
+    assert stand.http.delete(gone.path, params={"erase": True}).status_code == 204
+    columns = "task,env.name, env.size,a.b,long,none,env"
+    page = stand.get("/ui/api/sessions", q="columns-", columns=columns)
+    assert len(page["sessions"]) == 3
+    assert page["metadata"] == {
+        "columns-1": {"task": "math", "env.name": "web", "env.size": "3", "a.b": "true", "long": "x" * 200 + "…"}
+    }, "the first six columns"
+    assert stand.get("/ui/api/sessions", q="columns-")["metadata"] == {}

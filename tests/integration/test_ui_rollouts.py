@@ -109,3 +109,16 @@ def test_a_summary_follows_its_session(stand: Stand) -> None:
     for wrong in ([], ["a b"], ["x"] * (MAX_SESSIONS + 1)):
         response = stand.http.get("/ui/api/summaries", params={"session_id": wrong})
         assert error_of(response) == (400, "invalid_request")
+
+
+def test_marks_are_equal_whatever_ids_the_calls_have(stand: Stand) -> None:
+    calls = {**NOW, "calls": [{"name": "get_weather", "arguments": {"city": "Bonn"}}]}
+    ids, marks = [], []
+    for number in range(2):
+        talk = stand.talk(group_id="call-ids", attempt=number)
+        called = talk.say("one", tools=[WEATHER], sim=calls).json()["choices"][0]["message"]
+        ids.append([call["id"] for call in called["tool_calls"]])
+        talk.add(*({"role": "tool", "tool_call_id": one, "content": "sunny"} for one in ids[-1]), sim=TEXT)
+        marks.append([turn["mark"] for turn in rollout(stand, talk.id)["marks"]])
+    assert ids[0] != ids[1]
+    assert marks[0] == marks[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -197,3 +198,38 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(stand: Stand) -> None:
     assert [turn["turn"] for turn in found["turns"]] == [1, 2]
     change(stand.url, f"UPDATE events SET data = :junk WHERE {where} AND seq = 1", junk=b"{junk")
     assert error_of(stand.http.get(f"/ui/api/sessions/{talk.id}")) == (500, "session_unreadable")
+
+
+def test_the_outline_of_a_row(stand: Stand) -> None:
+    """Scales and the least likely tokens are those of the whole row, however little of it is asked for."""
+    talk = stand.talk()
+    talk.say("One", max_tokens=40, top_logprobs=4)
+    talk.say("Two", max_tokens=30)
+    talk.column(2, "advantage", [number / 8 for number in range(30)])
+    [row] = talk.rows(top_k=4, columns="advantage")
+    page = get(stand, f"{talk.id}/tokens", start=0, limit=3, sampled=True, outline=True)
+    assert [len(page[name]) for name in ("tokens", "texts")] == [3, 3]
+    found = page["outline"]
+    assert (found["sampled"], found["in_loss"]) == (70, 70)
+    scales = {scale["name"]: scale for scale in found["scales"]}
+    assert {name: sum(scale["counts"]) for name, scale in scales.items()} == {
+        "logprob": 70,
+        "entropy": 40,
+        "advantage": 30,
+    }
+    sampled = [at for at, there in enumerate(row["sampled_mask"]) if there]
+    assert scales["logprob"]["counts"][-1] == sum(row["logprobs"][at] >= math.log(0.9) for at in sampled)
+    assert scales["advantage"]["counts"] == [5, 4, 4, 4, 4, 4, 5]
+    assert [one["at"] for one in found["least"]] == sorted(sampled, key=lambda at: row["logprobs"][at])[:30]
+    whole = get(stand, f"{talk.id}/tokens")
+    for one in found["least"]:
+        texts = [text or "" for text in whole["texts"]]
+        around = (one["before"], one["text"], one["after"])
+        at = one["at"]
+        assert around == ("".join(texts[max(0, at - 12) : at]), texts[at], "".join(texts[at + 1 : at + 7]))
+        assert (one["turn"], one["id"]) == (whole["tokens"][at][7], row["tokens"][at])
+    for at, told in ((token[0], token[5]) for token in whole["tokens"]):
+        logprobs = [one for one in row["top_logprobs"][at] if one > -9999]
+        rest = max(1 - sum(map(math.exp, logprobs)), 1e-12)
+        expected = -sum(math.exp(one) * one for one in logprobs) - rest * math.log(rest)
+        assert told == (pytest.approx(expected, abs=1e-4) if logprobs else None)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from integration.interrupting import latency, paused
+from integration.interrupting import generating, latency, paused
 from integration.places import Places
 from integration.stand import HOURS, Stand, Talk, standing, until, user
 from integration.tito import output_of
@@ -116,3 +116,20 @@ def test_a_trainer_names_the_version_of_an_engine_that_cannot_say(engine: Stand)
     talk.say("What now?")
     assert [turn.get("dispatched") for turn in talk.committed()] == ["43", "43", "44", None]
     assert engine.http.get("/fleet").json()["weight_version"] is None
+
+
+def test_an_engine_without_the_route_is_named(engine: Stand) -> None:
+    engine.sim.post("/sim/behaviour", json={"dev_mode": False})
+    writing = Writing(engine, adapter="math")
+    latency(engine, HOURS)
+    turn = engine.meanwhile(engine.http.post, writing.url, json=COMPLETION)
+    until(generating(engine))
+    failed = told(engine, "/adapters/math/pause", 502)
+    [one] = failed["engines"].values()
+    assert (failed["error"]["code"], failed["paused"], one["ok"]) == ("engines_failed", True, False)
+    assert "VLLM_SERVER_DEV_MODE=1" in one["error"]
+    engine.sim.post("/sim/behaviour", json={"dev_mode": True})
+    assert told(engine, "/adapters/math/pause")["count"] == 1
+    latency(engine, 0.0)
+    told(engine, "/adapters/math/resume")
+    assert turn.result().status_code == 200

@@ -143,3 +143,14 @@ def test_an_error_after_a_comment_is_an_event(tight: Stand, fault: str) -> None:
     assert expected in (body["error"]["code"], body["error"]["message"])
     assert talk.committed() == []
     talk.say("x")
+
+
+def test_the_engine_is_asked_for_what_is_needed_whatever_the_client_wishes(stand: Stand) -> None:
+    talk = stand.talk()
+    wishes = {"logprobs": False, "top_logprobs": None, "return_meta_info": False, "return_token_ids": False}
+    talk.say("Hello", **wishes, stream=False, n=1, temperature=0.25, seed=5, my_field={"deep": [1, None]})
+    sent = stand.engine_requests(talk.id)[-1]["body"]
+    assert sent["logprobs"] is sent["return_meta_info"] is sent["return_prompt_token_ids"] is True
+    assert not sent.get("stream")
+    assert (sent["temperature"], sent["seed"], sent["my_field"]) == (0.25, 5, {"deep": [1, None]})
+    assert sent["messages"] == [user("Hello")]
