@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,23 +53,21 @@ def large(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
 
 
 @contextlib.contextmanager
-def others_are_let_in(stand: Stand, count: int) -> Iterator[None]:
-    """While this goes on, `/health` is answered so many times and more."""
-    answered, ended = 0, False
+def asking_for_health(stand: Stand) -> Iterator[list[bytes]]:
+    """Asks again and again; what has been answered so far."""
+    answers: list[bytes] = []
+    ended = threading.Event()
 
     def ask() -> None:
-        nonlocal answered
         with httpx.Client(base_url=stand.server.base_url, timeout=30) as client:
-            while not ended:
-                assert client.get("/health").json()["status"] == "ok"
-                answered += 1
+            while not ended.is_set():
+                answers.append(client.get("/health").raise_for_status().content)
 
     asking = stand.meanwhile(ask)
     try:
-        yield
-        until(lambda: answered > count or asking.done(), 10)
+        yield answers
     finally:
-        ended = True
+        ended.set()
     asking.result(60)
 
 
@@ -86,13 +85,13 @@ FORMS = [*((format, "turnlog") for format in (*CONTAINERS, *DOCUMENTS)), ("parqu
 def test_an_export_of_many_sessions_lets_others_in_and_needs_little_memory(
     large: Stand, format: str, shape: str
 ) -> None:
-    highest, pieces = 0, []
-    with others_are_let_in(large, 10):
-        with large.http.stream("GET", "/export", params={"format": format, "shape": shape}) as response:
-            assert response.status_code == 200
-            for piece in response.iter_bytes():
-                pieces.append(piece)
-                highest = max(highest, resident(large))
+    highest, pieces, query = 0, [], {"format": format, "shape": shape}
+    with asking_for_health(large) as answers, large.http.stream("GET", "/export", params=query) as response:
+        assert response.status_code == 200
+        for piece in response.iter_bytes():
+            pieces.append(piece)
+            highest = max(highest, resident(large))
+        assert len(answers) > 10
     assert highest < MEMORY
     rows = read(format, b"".join(pieces))
     if shape == "verl":
@@ -136,7 +135,8 @@ def test_clients_that_go_away_leave_nothing_behind(large: Stand, query: str) -> 
     leave(large, query, lambda _: 0.02)
     until(is_clean)
     assert threads(large) <= running + 4
-    with others_are_let_in(large, 20):
+    with asking_for_health(large) as answers:
+        until(lambda: len(answers) > 20)
         assert [row["session_id"] for row in large.rows(session_id="c7")] == ["c7"]
 
 
@@ -146,6 +146,6 @@ def test_a_client_that_does_not_read_does_not_fill_the_servers_memory(large: Sta
         for _ in range(4):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", large.server.port)))
             connection.sendall(b"GET /export HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        with others_are_let_in(large, 200):
-            pass
+        with asking_for_health(large) as answers:
+            until(lambda: len(answers) > 200)
         assert resident(large) < max(MEMORY, before + (100 << 20))
