@@ -1,4 +1,4 @@
-"""The benchmark of session servers: a short run of it, and that its comparison of records finds what is wrong."""
+"""The benchmark of session servers: a short run of it."""
 
 from __future__ import annotations
 
