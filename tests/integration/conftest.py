@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from integration.filled import fill, opened
+from integration.guarded import Guarded, guarded_serving
 from integration.places import DATABASES, Places
 from integration.stand import Stand, serving, standing
 from integration.tito import checked, tokenizer_folder
@@ -22,7 +23,6 @@ ON_BOTH = frozenset(
         "test_odd_parameters",
         "test_rollouts",
         "test_search",
-        "test_search_erasure",
         "test_sessions",
         "test_webhooks",
     }
@@ -120,6 +120,19 @@ def tito(request: pytest.FixtureRequest, places: Places) -> Stand:
     shared: Stand = request.getfixturevalue("shared_vllm_tito" if is_vllm else "shared_tito")
     assert shared.sim.post("/sim/reset").status_code == 200
     return shared
+
+
+@pytest.fixture(scope="session")
+def mortal(places: Places) -> Iterator[Stand]:
+    """A server that tests kill and start again; its store must be sound in the end."""
+    with SimulatorProcess("--seed", "21") as engine, checked(places.new("mortal"), engine.base_url) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def guarded(sglang: SimulatorProcess, places: Places) -> Iterator[Guarded]:
+    with guarded_serving(places.new("guarded"), sglang.base_url) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

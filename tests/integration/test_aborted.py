@@ -6,19 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers.streams import assembled
 
 from integration.interrupting import (
     ASKED,
     as_said,
     budgets,
-    generating,
     interrupted,
     uncut,
 )
 from integration.places import Places
-from integration.stand import WEATHER, Stand, error_of, standing, until
-from integration.tito import ids_in, output_of, require_consistent
+from integration.stand import WEATHER, Stand, error_of, standing
+from integration.tito import ids_in, output_of
 
 COMPLETIONS = "/v1/completions"
 NINE = {"max_tokens": 16, "sim": {"completion_tokens": 9, "reasoning": False}}
@@ -124,28 +122,6 @@ def test_what_is_aborted_in_sglangs_waiting_queue_goes_on(replaying: Stand, at: 
     assert as_said(joined) == as_said(uncut(replaying, replaying.talk(), **asks, **THINKING))
 
 
-@pytest.mark.parametrize("path", [None, COMPLETIONS])
-def test_a_turn_that_has_not_begun_when_the_engine_aborts_is_an_abort_without_tokens(
-    stand: Stand, path: str | None
-) -> None:
-    talk = stand.talk(on_abort="return")
-    try:
-        assert stand.sim.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
-        body = {"prompt": "Hello", "logprobs": 0} if path else {"messages": [ASKED]}
-        turn = stand.meanwhile(
-            stand.http.post, talk.path + path if path else talk.chat_path, json={"model": "m", **body}
-        )
-        until(generating(stand))
-        assert stand.sim.post("/abort_request", json={"abort_all": True}).status_code == 200
-        reply = turn.result().json()
-    finally:
-        assert stand.sim.post("/continue_generation", json={}).status_code == 200
-    assert (reply["choices"][0]["finish_reason"], reply["usage"]["prompt_tokens"]) == ("abort", 0)
-    [committed] = talk.committed()
-    assert (committed["output_tokens"], committed["finish_reason"]) == (0, "abort")
-    assert committed["suffix_tokens"] > 0
-
-
 @pytest.mark.parametrize("engine", ["stand", "vllm_stand"])
 @pytest.mark.parametrize("body", [{}, {"max_tokens": 40, "stop": " more th"}], ids=["default budget", "stop"])
 def test_a_completion_goes_on_by_its_ids(
@@ -161,42 +137,6 @@ def test_a_completion_goes_on_by_its_ids(
     assert second["body"]["prompt"][-3:] == output_of(joined.json())[:3]
     other = stand.talk()
     assert as_said(joined) == as_said(uncut(stand, other, path=other.path + COMPLETIONS, **body))
-
-
-def test_a_stop_string_across_the_seam_ends_the_reply_there(tito: Stand) -> None:
-    body = {"stop": ["never", " more th"], "sim": {"text": "we have more than that here"}}
-    talk = tito.talk()
-    response = interrupted(tito, talk, [3], **body)
-    choice = response.json()["choices"][0]
-    assert (choice["message"]["content"], choice["finish_reason"], choice["matched_stop"]) == (
-        "we have",
-        "stop",
-        " more th",
-    )
-    assert [part[1:] for part in talk.committed()[0]["parts"]] == [[0, 3], [3, 4]]
-    talk.messages = [ASKED, choice["message"]]
-    talk.say("On")
-    require_consistent(tito, talk)
-    assert as_said(response) == as_said(uncut(tito, tito.talk(), **body))
-
-
-def test_a_spent_budget_is_a_length_without_a_call(continuing: Stand) -> None:
-    talk = continuing.talk()
-    body = {"max_tokens": 16, "sim": {"completion_tokens": 40, "reasoning": False}}
-    response = interrupted(continuing, talk, [16], **body)
-    assert budgets(continuing, talk) == [16]
-    [turn] = talk.committed()
-    assert (turn["finish_reason"], turn["output_tokens"], turn.get("parts")) == ("length", 16, None)
-    assert [row["status"] for row in talk.rows()] == ["truncated"]
-    assert as_said(response) == as_said(uncut(continuing, continuing.talk(), **body))
-
-
-def test_an_abort_that_no_gate_explains_is_returned_at_once(continuing: Stand) -> None:
-    talk = continuing.talk()
-    response = talk.say("Hello", sim={"fault": "abort"})
-    assert response.json()["choices"][0]["finish_reason"] == "abort"
-    assert talk.generations() == 1
-    assert [row["status"] for row in talk.rows()] == ["aborted"]
 
 
 def test_a_session_may_have_its_aborts_returned(tito: Stand) -> None:
@@ -231,19 +171,6 @@ def test_what_a_grammar_holds_cannot_be_continued(replaying: Stand, body: dict[s
     assert talk.generations() == 1
 
 
-def test_what_an_engine_does_not_see_beside_ids_cannot_be_continued(replaying: Stand) -> None:
-    """SGLang leaves images out where it gets ids (0.5.23, serving_chat: `input_ids`)."""
-    talk = replaying.talk()
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    seen = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}
-    response = interrupted(replaying, talk, [5], messages=[seen], **NINE)
-    assert response.json()["choices"][0]["finish_reason"] == "abort"
-    assert talk.generations() == 1
-    said = {"role": "user", "content": [{"type": "text", "text": "And this?"}]}
-    response = interrupted(replaying, replaying.talk(), [5], messages=[said], **NINE)
-    assert len(output_of(response.json())) == 9
-
-
 @pytest.mark.parametrize("tito", ["vllm"], indirect=True)
 @pytest.mark.parametrize("body", [NINE, THINKING, CALLING, WIDE])
 def test_a_chat_of_vllm_is_continued(vllm_stand: Stand, tito: Stand, body: dict[str, Any]) -> None:
@@ -260,13 +187,6 @@ def test_a_chat_of_vllm_is_continued(vllm_stand: Stand, tito: Stand, body: dict[
         assert as_said(response) == as_said(uncut(stand, stand.talk(), **body))
 
 
-def test_an_engine_that_still_ends_generations_is_asked_again(tito: Stand) -> None:
-    talk = tito.talk()
-    response = interrupted(tito, talk, [5], meanwhile=lambda _: order(tito, "abort", count=3, tokens=0), **NINE)
-    assert budgets(tito, talk) == [16, 11, 11, 11, 11]
-    assert as_said(response) == as_said(uncut(tito, tito.talk(), **NINE))
-
-
 def test_an_engine_that_goes_on_ending_generations_is_not_asked_for_ever(tito: Stand) -> None:
     talk = tito.talk()
     response = interrupted(tito, talk, [5], meanwhile=lambda _: order(tito, "abort", count=30, tokens=0), **NINE)
@@ -274,15 +194,6 @@ def test_an_engine_that_goes_on_ending_generations_is_not_asked_for_ever(tito: S
     assert response.json()["choices"][0]["finish_reason"] == "abort"
     [turn] = talk.committed()
     assert (turn["finish_reason"], turn["output_tokens"]) == ("abort", 5)
-
-
-def test_a_driver_that_ends_the_rest_gets_what_there_is(tito: Stand) -> None:
-    talk = tito.talk()
-    response = interrupted(tito, talk, [5], meanwhile=lambda _: order(tito, "abort", tokens=2), **NINE)
-    assert budgets(tito, talk) == [16, 11]
-    assert response.json()["choices"][0]["finish_reason"] == "abort"
-    [turn] = talk.committed()
-    assert [part[1:] for part in turn["parts"]] == [[0, 5], [5, 7]]
 
 
 def test_tokens_have_the_weight_version_that_they_were_sampled_under(tito: Stand) -> None:
@@ -303,33 +214,3 @@ def test_tokens_have_the_weight_version_that_they_were_sampled_under(tito: Stand
     sampled = before["output_tokens"] + 9
     assert [names[at] for at in row["weight_versions"] if at >= 0] == ["default"] * (sampled - 4) + ["v2"] * 4
     assert (row["status"], sum(row["loss_mask"])) == ("completed", sampled)
-
-
-def test_a_clients_own_ids_are_continued(replaying: Stand) -> None:
-    assert replaying.sim.post("/sim/reset").status_code == 200
-    given = replaying.talk()
-    ids = given.say("Hello").json()["choices"][0]["prompt_token_ids"]
-    talk = replaying.talk()
-    response = interrupted(replaying, talk, [5], input_ids=ids, **NINE)
-    _, second = replaying.engine_requests(talk.id)
-    assert second["body"]["input_ids"] == ids + output_of(response.json())[:5]
-    assert len(output_of(response.json())) == 9
-
-
-def test_a_streaming_client_gets_the_joined_reply(tito: Stand) -> None:
-    response = interrupted(tito, tito.talk(), [5], **NINE, stream=True)
-    assert assembled(response.text)["usage"]["completion_tokens"] == 9
-
-
-@pytest.mark.parametrize(
-    ("fault", "status", "code"), [("status_503", 503, None), ("nan_logprob", 502, "upstream_invalid")]
-)
-def test_a_later_part_that_fails_commits_nothing(tito: Stand, fault: str, status: int, code: str | None) -> None:
-    talk = tito.talk()
-    response = interrupted(tito, talk, [5], meanwhile=lambda _: order(tito, fault), **NINE)
-    assert response.status_code == status
-    if code is not None:
-        assert error_of(response) == (status, code)
-    assert talk.types()[-1] == "TurnRejected"
-    talk.say("Hello", **NINE)
-    assert len(talk.committed()) == 1

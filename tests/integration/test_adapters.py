@@ -56,49 +56,32 @@ def test_a_completion_that_goes_on_after_an_abort_keeps_its_adapter(adapted: Sta
     assert [part[1:] for part in writing.committed()[0]["parts"]] == [[0, 4], [4, 9]]
 
 
-@pytest.mark.parametrize(
-    ("own", "fields", "served"),
-    [
-        (None, {}, None),
-        (None, {"lora_path": None}, None),
-        (None, {"lora_path": "math"}, "math"),
-        (None, {"lora_path": "math", "model": "code"}, "math"),
-        (None, {"model": "code"}, "code"),
-        (None, {"lora_path": "", "model": "code"}, "code"),
-        ("math", {"lora_path": "math"}, "math"),
-        ("math", {"model": "math"}, "math"),
-        ("math", {"model": "anything"}, "math"),
-        ("math", {"model": "simulator:unheard-of"}, "math"),
-        ("math", {"lora_path": ""}, "math"),
-        ("code", {"model": "code", "lora_path": "code"}, "code"),
-    ],
+SERVED: tuple[tuple[str | None, dict[str, Any], str | None], ...] = (
+    *((None, {}, None), (None, {"lora_path": None}, None), (None, {"lora_path": "math"}, "math")),
+    *((None, {"lora_path": "math", "model": "code"}, "math"), (None, {"model": "code"}, "code")),
+    *((None, {"lora_path": "", "model": "code"}, "code"), ("math", {"lora_path": "math"}, "math")),
+    *(("math", {"model": name}, "math") for name in ("math", "anything", "simulator:unheard-of")),
+    *(("math", {"lora_path": ""}, "math"), ("code", {"model": "code", "lora_path": "code"}, "code")),
 )
-def test_the_adapter_of_a_turn_is_what_the_engine_serves(
-    adapted: Stand, own: str | None, fields: dict[str, Any], served: str | None
-) -> None:
-    talk = adapted.talk(adapter=own)
-    talk.say("One", **fields)
-    [asked] = adapted.engine_requests(talk.id)
-    assert asked["adapter"] == served
-    [row] = talk.rows()
-    assert (row["adapter"], row["turns"][0]["adapter"]) == (served, served)
-    assert [record["request"] for record in talk.state()["records"]] == [asked["body"]]
+"""The session's adapter, what a request names, and which the engine serves."""
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"lora_path": "code"},
-        {"lora_path": "unheard-of"},
-        {"lora_path": ["math"]},
-        {"model": "code"},
-        {"model": "simulator:code"},
-        {"lora_path": "math", "model": "code"},
-    ],
-)
-def test_another_adapter_than_the_sessions_is_refused(adapted: Stand, fields: dict[str, Any]) -> None:
+def test_the_adapter_of_a_turn_is_what_the_engine_serves(adapted: Stand) -> None:
+    for own, fields, served in SERVED:
+        talk = adapted.talk(adapter=own)
+        talk.say("One", **fields)
+        [asked] = adapted.engine_requests(talk.id)
+        [row] = talk.rows()
+        assert [asked["adapter"], row["adapter"], row["turns"][0]["adapter"]] == [served] * 3, (own, fields)
+        assert [record["request"] for record in talk.state()["records"]] == [asked["body"]]
+
+
+def test_another_adapter_than_the_sessions_is_refused(adapted: Stand) -> None:
     talk = adapted.talk(adapter="math")
-    response = talk.chat([{"role": "user", "content": "One"}], **fields)
-    assert error_of(response) == (400, "invalid_request")
-    assert adapted.engine_requests(talk.id) == []
-    assert talk.types() == ["SessionCreated"]
+    wishes: tuple[dict[str, Any], ...] = (
+        *({"lora_path": name} for name in ("code", "unheard-of", ["math"])),
+        *({"model": "code"}, {"model": "simulator:code"}, {"lora_path": "math", "model": "code"}),
+    )
+    for fields in wishes:
+        assert error_of(talk.chat([{"role": "user", "content": "One"}], **fields)) == (400, "invalid_request")
+    assert (adapted.engine_requests(talk.id), talk.types()) == ([], ["SessionCreated"])

@@ -9,12 +9,11 @@ from typing import Any
 
 import httpx
 import numpy as np
-import pyarrow.parquet as parquet
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
 from app.features.annotations.bodies import NPY, SAFETENSORS
 from app.features.annotations.rules import MAX_NOTE, MAX_TAGS, MAX_VALUE
-from integration.stand import Stand, Talk, error_of
+from integration.stand import Stand, error_of
 
 THREE: dict[str, Any] = {"completion_tokens": 3}
 
@@ -63,32 +62,6 @@ def test_a_note_is_seen_wherever_its_session_is(stand: Stand) -> None:
     assert stand.get(f"{talk.path}/annotations")["annotations"] == []
 
 
-def test_values_are_read_back_and_stand_in_rows(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("One")
-    talk.say("Two")
-    nested = {"steps": [1, 2.5, {"ok": True, "why": None}], "ü": "é"}
-    assert talk.annotate("judge", nested, writer="grader-2").json()["turn"] is None
-    talk.annotate("score", 0.5, turn=2)
-    wrote = talk.annotate("score", False, turn=2, writer="ann").json()
-    said = stand.get(f"{talk.path}/turns/2/annotations/score")
-    assert (said["value"], said["writer"], said["seq"], said["turn"]) == (False, "ann", wrote["seq"], 2)
-    every = stand.get(f"{talk.path}/annotations")["annotations"]
-    assert [(one["turn"], one["name"], one["writer"]) for one in every] == [
-        (None, "judge", "grader-2"),
-        (2, "score", "ann"),
-    ]
-    assert stand.get(f"{talk.path}/turns/2/annotations")["annotations"] == every[1:]
-    [row] = talk.rows()
-    assert row["annotations"] == {"session": {"judge": nested}, "turns": {"2": {"score": False}}}
-    assert row["as_of_seq"] == wrote["seq"]
-    for _ in range(2):
-        assert stand.http.delete(f"{talk.path}/turns/2/annotations/score").status_code == 204
-        assert error_of(stand.http.get(f"{talk.path}/turns/2/annotations/score")) == (404, "not_found")
-    assert talk.rows()[0]["annotations"]["turns"] == {}
-    assert talk.types().count("AnnotationWritten") == 4, "what is not there is not removed"
-
-
 def test_columns_of_each_form_are_aligned_to_the_tokens_of_rows(stand: Stand) -> None:
     """Turns that branches share, columns over a part of the tokens, cut rows, and turns without any."""
     talk = stand.talk(history="tree")
@@ -118,34 +91,11 @@ def test_columns_of_each_form_are_aligned_to_the_tokens_of_rows(stand: Stand) ->
     assert right["column_masks"]["labels"][-3:] == [1, 0, 1]
     cut, _ = talk.rows(columns="teacher", max_seq_len=first + 3 + second + 1, truncate="token")
     assert cut["columns"]["teacher"] == left["columns"]["teacher"][:-2]
-    _same_in_all_containers(stand, talk, [left, right])
     trl, _ = talk.rows(columns="teacher", shape="trl")
     assert trl["columns"]["teacher"] == left["columns"]["teacher"]
     for wrong in ({"shape": "atropos"}, {"format": "atif"}, {"columns": "a b"}):
         reply = stand.http.get("/export", params={"session_id": talk.id, "columns": "teacher", **wrong})
         assert error_of(reply) == (400, "invalid_request")
-
-
-def _same_in_all_containers(stand: Stand, talk: Talk, rows: list[dict[str, Any]]) -> None:
-    def export(format: str) -> bytes:
-        given = {"session_id": talk.id, "columns": "teacher,labels,nothing", "format": format}
-        reply = stand.http.get("/export", params=given)
-        assert reply.status_code == 200, reply.text
-        return reply.content
-
-    table = parquet.read_table(io.BytesIO(export("parquet"))).to_pylist()
-    assert [row["column_masks"] for row in table] == [row["column_masks"] for row in rows]
-    for row, other in zip(rows, table, strict=True):
-        for name, values in row["columns"].items():
-            assert values is None or np.float32(other["columns"][name]).tolist() == np.float32(values).tolist()
-    tensors = load(export("safetensors"))
-    assert tensors["columns.labels.1"].dtype == np.int32
-    for at, row in enumerate(rows):
-        for name, values in row["columns"].items():
-            found = tensors.get(f"columns.{name}.{at}")
-            assert (None if found is None else found.tolist()) == (
-                None if values is None else np.array(values, found.dtype if found is not None else None).tolist()
-            )
 
 
 DEEP = "[" * 70 + "]" * 70

@@ -188,22 +188,6 @@ def test_what_stays(own: Stand, tmp_path: Path) -> None:
     assert error_of(own.http.get(late.path)) == (404, "session_archived")
 
 
-def test_followers_and_cursors_go_on(own: Stand, tmp_path: Path) -> None:
-    first = ended(own)
-    lines = own.http.get("/events").text.splitlines()
-    position = json.loads(lines[-1])["position"]
-    assert archived(own, tmp_path)["archived"] == 1
-    own.server.stop()
-    own.server.start()
-    second = own.talk()
-    second.say("Later")
-    answered = own.http.get("/events", params={"after": position})
-    assert answered.status_code == 200, answered.text
-    assert {one.get("session_id") for one in map(json.loads, answered.text.splitlines())} == {second.id}
-    assert [row["session_id"] for row in own.rows()] == [second.id]
-    assert first.id != second.id
-
-
 def test_steps_and_rows_for_other_tools(own: Stand, tmp_path: Path) -> None:
     talks = [ended(own) for _ in range(3)]
     rows = {row["session_id"]: row for row in own.rows()}
@@ -282,32 +266,6 @@ def test_an_erased_session_is_refused_and_its_neighbour_comes_back(own: Stand, t
     assert refused(own, moved.as_uri()) == {"imported": 1, "there": 0, "refused": {erased.id}}
 
 
-def test_followers_learn_of_the_erasure_of_an_archived_session(own: Stand, tmp_path: Path) -> None:
-    talks = rollout(own)
-    reward(own, talks[0], 1.0, components={"secret": 1.0})
-    close(own, talks[0])
-    neighbour = ended(own)
-    cursor = own.http.get("/export", params={"explain": "true"}).headers["x-turnlog-next-cursor"]
-    position = json.loads(own.http.get("/events").text.splitlines()[-1])["position"]
-    archived(own, tmp_path)
-    until(lambda: own.http.delete(talks[0].path, params={"erase": "true"}).status_code == 204)
-    erased = {talk.id for talk in talks}
-
-    def events() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in own.http.get("/events", params={"after": position}).text.splitlines()]
-
-    def told() -> set[str]:
-        return {line["session_id"] for line in events() if line.get("type") == "SessionErased"}
-
-    until(lambda: told() == erased)  # An event is read once no older transaction runs.
-    lines = events()
-    assert "secret" not in str(lines)
-    window = own.http.get("/export", params={"explain": "true", "cursor": cursor}).text.splitlines()
-    assert {one["session_id"]: one["excluded"] for one in map(json.loads, window)} == dict.fromkeys(erased, "erased")
-    assert talks[0].events()[-1]["type"] == "SessionErased"
-    assert error_of(own.http.get(neighbour.path)) == (404, "session_archived")
-
-
 DAMAGE = (
     "update blobs set data = X'00' where kind = 'metadata' and session_id = ?",
     "update turns set exchange = X'00' where session_id = ?",
@@ -338,33 +296,27 @@ def test_a_requests_folder_lies_below_the_file_root(sglang: SimulatorProcess, pl
     root.mkdir()
     (root / "link").symlink_to("/etc")
     (root / "turnlog-1-0.parquet").symlink_to("/etc/passwd")
+
+    def refuses(stand: Stand, url: str, *words: str) -> None:
+        bodies = (
+            ("/archives", {"to": url, "older_than_s": 0}),
+            ("/archives/import", {"file": f"{url}/turnlog-1-0.parquet"}),
+        )
+        for path, body in bodies:
+            answer = stand.http.post(path, json=body)
+            assert error_of(answer) == (400, "invalid_request"), url
+            assert any(word in answer.text for word in words)
+
     environment = {**SETTINGS, "TURNLOG_FILE_ROOT": str(root)}
     with serving(places.new("rooted"), sglang.base_url, environment=environment) as stand:
         ended(stand)
         for folder in OUTSIDE:
-            url = "file://" + folder.format(root=root)
-            bodies: list[tuple[str, dict[str, Any]]] = [
-                ("/archives", {"to": url, "older_than_s": 0}),
-                ("/archives/import", {"file": f"{url}/turnlog-1-0.parquet"}),
-            ]
-            for path, body in bodies:
-                answer = stand.http.post(path, json=body)
-                assert error_of(answer) == (400, "invalid_request"), url
-                assert "TURNLOG_FILE_ROOT" in answer.text or "path" in answer.text
-        assert (
-            error_of(stand.http.post("/archives/import", json={"file": f"file://{root}/turnlog-1-0.parquet"}))[0] == 400
-        )
-        step = archived(stand, root / "inside")
-        assert imported(stand, step["file"])["imported"] == 1
+            refuses(stand, "file://" + folder.format(root=root), "TURNLOG_FILE_ROOT", "path")
+        linked = stand.http.post("/archives/import", json={"file": f"file://{root}/turnlog-1-0.parquet"})
+        assert error_of(linked)[0] == 400
+        assert imported(stand, archived(stand, root / "inside")["file"])["imported"] == 1
     with serving(places.new("rootless"), sglang.base_url, environment={**SETTINGS, "TURNLOG_FILE_ROOT": ""}) as stand:
-        bodies = [
-            ("/archives", {"to": root.as_uri(), "older_than_s": 0}),
-            ("/archives/import", {"file": f"{root.as_uri()}/x"}),
-        ]
-        for path, body in bodies:
-            answer = stand.http.post(path, json=body)
-            assert error_of(answer) == (400, "invalid_request")
-            assert "TURNLOG_FILE_ROOT" in answer.text
+        refuses(stand, root.as_uri(), "TURNLOG_FILE_ROOT")
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -441,15 +393,10 @@ def test_a_file_that_unpacks_to_too_much_is_refused_before_it_is(own: Stand, tmp
     assert error_of(own.http.post("/archives/import", json={"file": file.as_uri()})) == (400, "invalid_request")
 
 
-LEAVING: tuple[CrashPoint, ...] = (
-    "before_archive_put",
-    "after_archive_put",
-    "in_archive",
-    "after_archived",
-    "in_content_dropped",
+POINTS: tuple[CrashPoint, ...] = (
+    *("before_archive_put", "after_archive_put", "in_archive", "after_archived", "in_content_dropped"),
+    *("in_import", "after_imported", "after_erasing_begun", "after_archive_rewritten", "after_archive_deleted"),
 )
-RETURNING: tuple[CrashPoint, ...] = ("in_import", "after_imported")
-ERASING: tuple[CrashPoint, ...] = ("after_erasing_begun", "after_archive_rewritten", "after_archive_deleted")
 
 
 @contextlib.contextmanager
@@ -466,50 +413,40 @@ def killed_at(stand: Stand, point: CrashPoint) -> Iterator[None]:
 
 
 @pytest.mark.long
-@in_turn(LEAVING)
-def test_kill_9_while_sessions_leave(own: Stand, tmp_path: Path, point: CrashPoint) -> None:
+@in_turn(POINTS)
+def test_kill_9(own: Stand, tmp_path: Path, point: CrashPoint) -> None:
+    """While sessions leave, while they return, or while one that left is erased."""
     talks = [ended(own), ended(own, turns=10 * DROPPED_AT_ONCE // 8), ended(own)]
     before, counts = exported(own), [len(talk.committed()) for talk in talks]
-    with killed_at(own, point):
-        archived(own, tmp_path)
-    there = exported(own)
-    assert there.items() <= before.items()
-    step = archived(own, tmp_path)
-    for file in sorted(tmp_path.iterdir()):
-        refused(own, file.as_uri())
-    assert step["archived"] == len(there)
-    assert exported(own) == before
-    assert [len(talk.committed()) for talk in talks] == counts
-
-
-@pytest.mark.long
-@in_turn(RETURNING)
-def test_kill_9_while_sessions_return(own: Stand, tmp_path: Path, point: CrashPoint) -> None:
-    for _ in range(3):
-        ended(own)
-    before = exported(own)
-    file = archived(own, tmp_path)["file"]
-    with killed_at(own, point):
-        imported(own, file)
-    told = imported(own, file)
-    assert told["imported"] + told["there"] == 3
-    assert told["there"] == (1 if point == "after_imported" else 0)
-    assert exported(own) == before
-
-
-@pytest.mark.long
-@in_turn(ERASING)
-def test_kill_9_while_an_archived_session_is_erased(own: Stand, tmp_path: Path, point: CrashPoint) -> None:
-    kept, erased = ended(own), ended(own)
-    archived(own, tmp_path)
+    at = POINTS.index(point)
+    file = "" if at < 5 else archived(own, tmp_path)["file"]
+    erasing = {"url": talks[0].path, "params": {"erase": "true"}}
     with killed_at(own, point):
         for _ in range(100):
-            own.http.delete(erased.path, params={"erase": "true"})
-    until(lambda: own.http.delete(erased.path, params={"erase": "true"}).status_code == 204)
-    assert all(erased.id.encode() not in file.read_bytes() for file in tmp_path.iterdir())
-    assert error_of(own.http.get(kept.path)) == (404, "session_archived")
-    [file] = tmp_path.iterdir()
-    assert imported(own, file.as_uri()) == {"imported": 1, "there": 0}
+            if at < 5:
+                archived(own, tmp_path)
+            elif at < 7:
+                imported(own, file)
+            else:
+                own.http.delete(**erasing)
+    if at >= 7:
+        until(lambda: own.http.delete(**erasing).status_code == 204)
+        assert all(talks[0].id.encode() not in one.read_bytes() for one in tmp_path.iterdir())
+        assert error_of(own.http.get(talks[1].path)) == (404, "session_archived")
+        [left] = tmp_path.iterdir()
+        assert imported(own, left.as_uri()) == {"imported": 2, "there": 0}
+        return
+    if at < 5:
+        there = exported(own)
+        assert there.items() <= before.items()
+        assert archived(own, tmp_path)["archived"] == len(there)
+        for one in sorted(tmp_path.iterdir()):
+            refused(own, one.as_uri())
+    else:
+        told = imported(own, file)
+        assert (told["imported"], told["there"]) == ((2, 1) if point == "after_imported" else (3, 0))
+    assert exported(own) == before
+    assert [len(talk.committed()) for talk in talks] == counts
 
 
 def test_the_commands(own: Stand, tmp_path: Path, clean_environment: Any) -> None:

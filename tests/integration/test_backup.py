@@ -87,65 +87,6 @@ def test_a_name_goes_on_from_where_a_copy_has_it(own: Stand, tmp_path: Path) -> 
     assert named.generations() == [(1, "closed", 1), (2, "closed", 2), (3, "open", 1)]
 
 
-def test_a_gate_that_a_copy_brings_back_ends_with_its_lease(own: Stand, tmp_path: Path) -> None:
-    """Leases are by the clock: one of long ago is over, one that is not can be ended as ever."""
-
-    def gate(name: str) -> dict[str, Any]:
-        found: dict[str, Any] = own.http.get(f"/adapters/{name}").json()
-        return found
-
-    for name, lease_s in (("over", 1), ("still", 600)):
-        assert own.http.post(f"/adapters/{name}/pause", json={"lease_s": lease_s}).status_code == 200
-    copy = tmp_path / "copy.db"
-    assert command(own, "backup", str(copy)).returncode == 0
-    assert own.http.post("/adapters/still/resume").status_code == 200
-    until(lambda: not gate("over")["paused"])
-    own.server.kill()
-    assert command(own, "restore", str(copy)).returncode == 0
-    own.server.start()
-    until(lambda: not gate("over")["paused"])
-    own.talk(adapter="over").say("Hello")
-    assert gate("still")["paused"]
-    assert gate("still")["lease_left_s"] < 600
-    assert own.http.post("/adapters/still/resume").status_code == 200
-    own.talk(adapter="still").say("Hello")
-    assert asyncio.run(checked(url_of(own.server.database_path), [])).problems == []
-
-
-def test_a_copy_does_not_mix_with_the_log_of_the_store_that_it_replaces(own: Stand, tmp_path: Path) -> None:
-    """The server was killed: what it wrote last is in its log of writes alone."""
-    talk = own.talk(session_id="early")
-    talk.say("Hello")
-    copy = tmp_path / "copy.db"
-    assert command(own, "backup", str(copy)).returncode == 0
-    copied = list(talk.messages)
-    talk.say("After the copy")
-    own.talk(session_id="late")
-    own.server.kill()
-    assert Path(f"{own.server.database_path}-wal").stat().st_size > 0
-    assert command(own, "restore", str(copy)).returncode == 0
-    assert asyncio.run(verify_url(url_of(own.server.database_path))).problems == []
-    own.server.start()
-    assert [one["session_id"] for one in own.http.get("/sessions").json()["sessions"]] == ["early"]
-    assert len(talk.committed()) == 1
-    talk.messages = copied
-    talk.say("Hello again")
-
-
-def test_a_restore_whose_place_was_left_half_changed_is_done_by_the_next(own: Stand, tmp_path: Path) -> None:
-    """As if it had been killed when the old store was away already, and its log of writes not yet."""
-    own.talk(session_id="early").say("Hello")
-    copy = tmp_path / "copy.db"
-    assert command(own, "backup", str(copy)).returncode == 0
-    own.talk(session_id="late")
-    own.server.kill()
-    os.rename(own.server.database_path, tmp_path / "away.db")
-    (own.server.database_path.parent / "turnlog.db.restoring").write_bytes(b"half a copy")
-    assert command(own, "restore", str(copy)).returncode == 0
-    own.server.start()
-    assert [one["session_id"] for one in own.http.get("/sessions").json()["sessions"]] == ["early"]
-
-
 def test_what_cannot_be_copied_or_restored_is_said_in_a_line(own: Stand, tmp_path: Path) -> None:
     own.talk(session_id="kept").say("Hello")
     there = tmp_path / "there.db"
@@ -265,3 +206,37 @@ def test_a_dump_of_postgresql_is_finished_by_the_command(
             assert [one["session_id"] for one in stand.rows(cursor=behind)] == ["new"]
         assert sql(restored, "SELECT max(id) FROM incarnations")[0][0] > newest + 1000
         assert asyncio.run(verify_url(restored)).problems == []
+
+
+def test_a_copy_does_not_mix_with_the_log_of_the_store_that_it_replaces(own: Stand, tmp_path: Path) -> None:
+    """The server was killed: what it wrote last is in its log of writes alone."""
+    talk = own.talk(session_id="early")
+    talk.say("Hello")
+    copy = tmp_path / "copy.db"
+    assert command(own, "backup", str(copy)).returncode == 0
+    copied = list(talk.messages)
+    talk.say("After the copy")
+    own.talk(session_id="late")
+    own.server.kill()
+    assert Path(f"{own.server.database_path}-wal").stat().st_size > 0
+    assert command(own, "restore", str(copy)).returncode == 0
+    assert asyncio.run(verify_url(url_of(own.server.database_path))).problems == []
+    own.server.start()
+    assert [one["session_id"] for one in own.http.get("/sessions").json()["sessions"]] == ["early"]
+    assert len(talk.committed()) == 1
+    talk.messages = copied
+    talk.say("Hello again")
+
+
+def test_a_restore_whose_place_was_left_half_changed_is_done_by_the_next(own: Stand, tmp_path: Path) -> None:
+    """As if it had been killed when the old store was away already, and its log of writes not yet."""
+    own.talk(session_id="early").say("Hello")
+    copy = tmp_path / "copy.db"
+    assert command(own, "backup", str(copy)).returncode == 0
+    own.talk(session_id="late")
+    own.server.kill()
+    os.rename(own.server.database_path, tmp_path / "away.db")
+    (own.server.database_path.parent / "turnlog.db.restoring").write_bytes(b"half a copy")
+    assert command(own, "restore", str(copy)).returncode == 0
+    own.server.start()
+    assert [one["session_id"] for one in own.http.get("/sessions").json()["sessions"]] == ["early"]

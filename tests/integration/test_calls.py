@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from integration.places import Places
-from integration.stand import SPOKEN, Message, Stand, Talk, error_of, standing, tool_of, user
+from integration.stand import SPOKEN, Message, Stand, Talk, tool_of, user
+
+HISTORIES = ("linear", "tree")
+
 
 PLAIN = {"tool_calls": False, "reasoning": False, "text": "Done."}
-HISTORIES = ("linear", "tree")
 IN_EACH_PROTOCOL = pytest.mark.parametrize(
     ("protocol", "history"), [("chat", "linear"), ("messages", "tree"), ("responses", "tree")]
 )
@@ -118,13 +119,6 @@ def test_arguments_that_are_no_object_end_no_session(stand: Stand, protocol: str
         assert all(turn["cause"] != "drift" for turn in talk.tree()["turns"][2:])
 
 
-@pytest.fixture(scope="module")
-def mortal(places: Places) -> Iterator[Stand]:
-    """A stand whose server a test kills."""
-    with standing(places.new("mortal"), "--seed", "21") as made:
-        yield made
-
-
 def test_both_kinds_are_known_after_a_kill(mortal: Stand) -> None:
     """And a reply that is given again behind it has the ids that it had."""
     talks = [mortal.talk(protocol, history="linear" if protocol == "chat" else "tree") for protocol in SPOKEN]
@@ -205,25 +199,6 @@ def test_a_client_gets_ids_that_it_can_use_and_the_engine_its_own(
 ALPHABET = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 
 
-@pytest.mark.parametrize("history", HISTORIES)
-def test_litellm_spells_ids_with_underscores(stand: Stand, history: str) -> None:
-    talk = stand.talk(history=history)
-    talk.messages = [user("Go")]
-    for number in range(3):
-        ask(talk, calling("{}", ids=[f"functions.Bash:{number}"]))
-        [call] = talk.messages[-1]["tool_calls"]
-        assert call["id"] == f"functions.Bash:{number}"
-        call["id"] = f"functions_Bash_{number}"
-        talk.messages += results("chat", [f"functions_Bash_{number}"])
-    ask(talk, PLAIN)
-    require_one_line(talk, 4)
-    assert len(talk.rows()) == 1
-    sent = engine_messages(stand, talk)
-    assert [message["tool_call_id"] for message in sent if message["role"] == "tool"] == [
-        f"functions.Bash:{number}" for number in range(3)
-    ]
-
-
 @pytest.mark.parametrize("second", SPOKEN)
 @pytest.mark.parametrize("first", SPOKEN)
 def test_ids_are_known_in_every_protocol(stand: Stand, first: str, second: str) -> None:
@@ -254,62 +229,6 @@ def test_ids_are_known_in_every_protocol(stand: Stand, first: str, second: str) 
     assert [message["tool_call_id"] for message in sent if message["role"] == "tool"] == ["", "functions.Bash:0"]
 
 
-@pytest.mark.parametrize("history", HISTORIES)
-def test_what_matches_several_replies_alike_joins_none_of_them(stand: Stand, history: str) -> None:
-    """Two replies to one input differ only in arguments that the client does not return."""
-    talk = stand.talk(history=history)
-    sims = [calling(text, ids=["functions.Bash:0"]) for text in ('{"cmd": "one', '{"cmd": "two')]
-    for sim in sims:
-        assert talk.chat([user("Go")], tools=tools("chat"), sim=sim).status_code == 200
-    call = {"id": "functions.Bash:0", "type": "function", "function": {"name": "Bash", "arguments": "{}"}}
-    body = [user("Go"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-    body += results("chat", ["functions.Bash:0"])
-    response = talk.chat(body, tools=tools("chat"), sim=PLAIN)
-    if history == "linear":
-        assert error_of(response) == (400, "history_mismatch")
-    else:
-        assert talk.committed()[-1]["parent"] == 0
-
-
-def test_the_agent_or_a_result_tells_which_reply_is_meant(stand: Stand) -> None:
-    talk = stand.talk(history="tree")
-    path = "/v1/chat/completions"
-    by_agent = {name: {"x-turnlog-session-id": talk.id, "x-turnlog-agent-id": name} for name in ("a", "b")}
-
-    def turn(messages: list[Message], sim: dict[str, Any], agent: str) -> None:
-        body = talk.body(messages, tools=tools("chat"), sim=sim)
-        response = stand.http.post(path, json=body, headers=by_agent[agent])
-        assert response.status_code == 200, response.text
-
-    for agent, text in (("a", "one"), ("b", "two")):
-        turn([user("Go")], calling('{"cmd": "' + text, ids=["functions.Bash:0"]), agent)
-    call = {"id": "functions.Bash:0", "type": "function", "function": {"name": "Bash", "arguments": "{}"}}
-    begun = [user("Go"), {"role": "assistant", "content": "", "tool_calls": [call]}]
-    for agent in ("a", "b"):
-        turn([*begun, *results("chat", ["functions.Bash:0"], [agent])], PLAIN, agent)
-    assert [event["parent"] for event in talk.committed()] == [0, 0, 1, 2]
-    turn(
-        [*begun, *results("chat", ["functions.Bash:0"], ["b"]), {"role": "assistant", "content": "Done."}, user("On")],
-        PLAIN,
-        "a",
-    )
-    assert talk.committed()[-1]["parent"] == 4
-
-
-def test_ids_are_the_stored_ones_with_a_tokenizer(tito: Stand) -> None:
-    """Nothing drifts: the prompt is made of the sampled ids, whatever the client spells."""
-    for protocol in SPOKEN:
-        talk = tito.talk(protocol, history="tree")
-        talk.messages = [user("Go")]
-        first = ask(talk, calling('{"cmd": "echo', ids=["functions.Bash:0"]))
-        talk.messages = with_arguments(protocol, talk.messages, "{}")
-        talk.messages += results(protocol, ids_of(protocol, first))
-        ask(talk, PLAIN)
-        require_one_line(talk, 2)
-        assert [turn["cause"] for turn in talk.tree()["turns"]] == ["start", None]
-        assert [event.get("sent_ids") for event in talk.committed()] == [True, True]
-
-
 def test_a_reply_that_is_carried_into_another_conversation_is_known_there(stand: Stand) -> None:
     """After a compaction, and the engine is sent its own ids."""
     for protocol in SPOKEN:
@@ -326,17 +245,6 @@ def test_a_reply_that_is_carried_into_another_conversation_is_known_there(stand:
         ]
         [call, result] = [message for message in engine_messages(stand, talk) if message["role"] != "user"]
         assert (call["tool_calls"][0]["id"], result["tool_call_id"]) == ("", "")
-
-
-@pytest.mark.parametrize("history", HISTORIES)
-def test_langchain_puts_calls_that_it_cannot_read_behind_the_others(stand: Stand, history: str) -> None:
-    talk = stand.talk(history=history)
-    talk.messages = [user("Go")]
-    given = ids_of("chat", ask(talk, calling('{"cmd": "echo', "{}")))
-    talk.messages[-1]["tool_calls"].reverse()
-    talk.messages += results("chat", given)
-    ask(talk, PLAIN)
-    require_one_line(talk, 2)
 
 
 @pytest.mark.parametrize("ids", ["empty", "a number", "repeated in a reply"])
@@ -358,13 +266,31 @@ def test_a_live_stream_has_the_ids_of_the_whole_reply(vllm_stand: Stand, ids: st
     assert [one.get("tool_call_id") for one in sent if one["role"] == "tool"] == ODD_IDS[ids][0]
 
 
-def test_a_fork_goes_on_with_the_ids_that_its_source_gave(stand: Stand) -> None:
-    talk = stand.talk("messages")
+@pytest.mark.parametrize("history", HISTORIES)
+def test_litellm_spells_ids_with_underscores(stand: Stand, history: str) -> None:
+    talk = stand.talk(history=history)
     talk.messages = [user("Go")]
-    given = ids_of("messages", ask(talk, calling('{"cmd": "echo', ids=[""])))
-    forked = stand.http.post(f"{talk.path}/fork", json={"turn": 1}).json()
-    [name] = forked["sessions"] if "sessions" in forked else [forked["session_id"]]
-    other = stand.known(name if isinstance(name, str) else name["session_id"], "messages")
-    other.messages = [*talk.messages, *results("messages", given)]
-    ask(other, PLAIN)
-    require_one_line(other, 2)
+    for number in range(3):
+        ask(talk, calling("{}", ids=[f"functions.Bash:{number}"]))
+        [call] = talk.messages[-1]["tool_calls"]
+        assert call["id"] == f"functions.Bash:{number}"
+        call["id"] = f"functions_Bash_{number}"
+        talk.messages += results("chat", [f"functions_Bash_{number}"])
+    ask(talk, PLAIN)
+    require_one_line(talk, 4)
+    assert len(talk.rows()) == 1
+    sent = engine_messages(stand, talk)
+    assert [message["tool_call_id"] for message in sent if message["role"] == "tool"] == [
+        f"functions.Bash:{number}" for number in range(3)
+    ]
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_langchain_puts_calls_that_it_cannot_read_behind_the_others(stand: Stand, history: str) -> None:
+    talk = stand.talk(history=history)
+    talk.messages = [user("Go")]
+    given = ids_of("chat", ask(talk, calling('{"cmd": "echo', "{}")))
+    talk.messages[-1]["tool_calls"].reverse()
+    talk.messages += results("chat", given)
+    ask(talk, PLAIN)
+    require_one_line(talk, 2)

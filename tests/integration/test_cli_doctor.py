@@ -5,13 +5,12 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 from sqlalchemy.engine import make_url
 
-from integration.cli import answer, complaint, run
-from integration.stand import Stand, serving, until
+from integration.cli import answer, run
+from integration.stand import Stand, until
 from ops.simulator.process import SimulatorProcess
 
 Environment = Callable[..., None]
@@ -52,19 +51,6 @@ def test_the_engines_of_a_running_server_are_those_it_has(stand: Stand, clean_en
     ]
 
 
-def test_engines_that_a_server_does_not_tell_are_not_called_missing(
-    sglang: SimulatorProcess, tmp_path: Path, clean_environment: Environment
-) -> None:
-    with serving(tmp_path, sglang.base_url, environment={"TURNLOG_ADMIN_TOKEN": "a" * 20 + "dmin-token"}) as made:
-        clean_environment(DATABASE_URL=made.url, URL=made.server.base_url)
-        until(lambda: made.http.get("/ready").status_code == 200)
-        findings = answer("doctor", code=1)["findings"]
-        assert whats(findings, "server", "problem")[0].startswith("it refuses what an admin may: 401")
-        assert complaint("sessions").endswith("; set TURNLOG_TOKEN, or give --token")
-        assert whats(findings, "engines", "problem") == []
-        assert whats(findings, "engines", "warning") == ["none is set here, and the server does not tell its own"]
-
-
 def test_an_engine_that_is_not_what_a_turn_needs(
     stand: Stand, tokenizer: str, clean_environment: Environment, sqlite_url: str
 ) -> None:
@@ -82,12 +68,6 @@ def test_an_engine_that_is_not_what_a_turn_needs(
         assert stand.sim.post("/sim/faults", json={"fault": fault}).status_code == 200
         [what] = whats(answer("doctor", code=1)["findings"], "engine", "problem")
         assert what.startswith(words)
-
-
-def test_something_else_at_the_address(stand: Stand, clean_environment: Environment, sqlite_url: str) -> None:
-    clean_environment(DATABASE_URL=sqlite_url, URL=str(stand.sim.base_url), UPSTREAMS=str(stand.sim.base_url))
-    [what] = whats(answer("doctor", "--no-generate", code=1)["findings"], "server", "problem")
-    assert "is not Turnlog" in what or "is this Turnlog's address?" in what
 
 
 def test_another_turnlog_is_no_engine(stand: Stand, clean_environment: Environment, sqlite_url: str) -> None:

@@ -115,21 +115,6 @@ def _without_cursor(line: bytes) -> dict[str, Any]:
     return row
 
 
-def test_rows_that_have_come_are_not_asked_for_again(cli: Filled, tmp_path: Path) -> None:
-    """They stay as they are, even where they are not what the server would give."""
-    file, partial = tmp_path / "rows", tmp_path / "rows.partial"
-    whole = cli.whole()
-    with CuttingRelay(cli.stand.server.port, HEAD + 2 * len(whole) // 3) as relay:
-        complaint("export", file, "--group", cli.group, "--url", relay.base_url)
-        came = partial.read_bytes().split(b"\n")
-        assert 2 < len(came) < whole.count(b"\n") + 1
-        partial.write_bytes(b"\n".join([b'{"marked": true}', *came[1:]]))
-        run("export", file, "--group", cli.group, "--url", relay.base_url)
-    marked, *rows = [json.loads(line) for line in file.read_bytes().splitlines()]
-    assert marked == {"marked": True}
-    assert [row["session_id"] for row in rows] == [json.loads(row)["session_id"] for row in whole.splitlines()[1:]]
-
-
 def test_a_reward_between_two_runs_begins_the_file_anew(cli: Filled, tmp_path: Path) -> None:
     """Of a format whose rows cannot be told apart: what has come is not what would come now."""
     group = uuid.uuid4().hex
@@ -172,16 +157,6 @@ def test_what_cannot_begin_leaves_nothing(cli: Filled, tmp_path: Path) -> None:
     assert "invalid_request" in complaint("export", tmp_path / "rows", "--cursor", "nonsense")
     assert list(tmp_path.iterdir()) == []
     assert "nowhere" in complaint("export", tmp_path / "nowhere" / "rows")
-
-
-def test_a_cursor_goes_on_with_what_has_changed_since(cli: Filled, tmp_path: Path) -> None:
-    first = answer("export", tmp_path / "first", "--group", cli.group)
-    talk = cli.stand.talk(group_id=cli.group)
-    talk.say("Later")
-    second = answer("export", tmp_path / "second", "--group", cli.group, "--cursor", first["next_cursor"])
-    assert second["rows"] == 1
-    assert json.loads((tmp_path / "second").read_bytes())["session_id"] == talk.id
-    cli.stand.http.delete(talk.path, params={"erase": "true"})
 
 
 @pytest.mark.parametrize("file", [(), ("-",)])

@@ -86,12 +86,6 @@ def test_an_output_that_cannot_hold_every_character_ends_no_command(
     assert json.loads(output.read())["config"]["group_id"] == group
 
 
-def test_what_matches_nothing_says_so(cli: Stand) -> None:
-    nobody = uuid.uuid4().hex
-    for command, noun in (("sessions", "session"), ("export", "row"), ("tail", "event")):
-        assert run(command, "--group", nobody).stderr.startswith(f"turnlog: no {noun} matches")
-
-
 def test_forks_are_made_and_shown(cli: Stand) -> None:
     talk = cli.talk()
     talk.say("One")
@@ -107,29 +101,6 @@ def test_forks_are_made_and_shown(cli: Stand) -> None:
     assert f"forked from {talk.id} after turn 1: its turns are context" in shown
     assert "not_found" in complaint("fork", talk.id, "--turn", "2")
     assert "--metadata is not a JSON object" in complaint("fork", talk.id, "--turn", "1", "--metadata", "[]", code=2)
-
-
-def test_a_refused_turn_is_among_the_failed(cli: Stand) -> None:
-    talk = cli.talk()
-    assert cli.sim.post("/sim/faults", json={"fault": "not_json"}).status_code == 200
-    assert talk.chat([user("Hello")]).status_code == 502
-    [failed] = answer("show", talk.id)["failed"]
-    assert (failed["kind"], failed["turn"], failed["reason"]) == ("rejected", 1, "upstream_invalid")
-    lines = run("show", talk.id).stdout.splitlines()
-    assert lines[lines.index("failed turns") + 2].split()[:2] == ["1", str(failed["fence"])]
-
-
-def test_a_log_is_printed_for_people_and_for_machines(cli: Stand) -> None:
-    talk = cli.talk()
-    talk.say("Hello")
-    events = talk.events()
-    lines = run("tail", talk.id, "--json").stdout.splitlines()
-    assert [json.loads(line) for line in lines] == events
-    lines = run("tail", talk.id, "--after", "1").stdout.splitlines()
-    assert [line.split()[0] for line in lines] == [str(event["seq"]) for event in events[1:]]
-    assert [line.split()[3] for line in lines] == [event["type"] for event in events[1:]]
-    assert "session_not_found" in complaint("tail", "never-seen")
-    assert "session_not_found" in complaint("tail", "-f", "never-seen")
 
 
 def test_a_groups_rewards(cli: Stand) -> None:
@@ -170,19 +141,6 @@ def test_an_adapter_and_the_fleet_are_paused_and_go_on(cli: Stand) -> None:
         assert [line.split()[1] for line in lines[3:]] == ["yes"]
     finally:
         assert run("resume", "--fleet").stdout.splitlines()[0] == "the fleet: open"
-
-
-def test_an_engine_that_does_not_take_an_order_is_told_and_fails_the_command(cli: Stand) -> None:
-    dead = "http://127.0.0.1:9"
-    run("engines", "add", dead)
-    try:
-        result = run("pause", "--fleet", code=1)
-        assert any(line.split()[:2] == [dead, "no"] for line in result.stdout.splitlines())
-        assert result.stderr.startswith("turnlog: 502 engines_failed: ")
-        assert answer("resume", "--fleet", code=1)["engines"][dead]["ok"] is False
-    finally:
-        run("engines", "remove", dead)
-        run("resume", "--fleet")
 
 
 def test_a_tree_is_drawn(cli: Stand) -> None:

@@ -6,21 +6,19 @@ import fcntl
 import json
 import os
 import pty
-import select
 import signal
 import struct
 import termios
 import uuid
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from integration.cli import answer, complaint, run, started
 from integration.interrupting import latency
-from integration.stand import HOURS, WEATHER, Stand, Talk, serving, until, user
-from ops.simulator.process import SimulatorProcess
+from integration.stand import HOURS, WEATHER, Stand, Talk, user
 
 PATIENCE_S = 60
 LONG = "\n".join(f"line {number}" for number in range(1, 31))
@@ -30,13 +28,6 @@ LONG = "\n".join(f"line {number}" for number in range(1, 31))
 def cli(stand: Stand, clean_environment: Callable[..., None]) -> Stand:
     clean_environment(URL=stand.server.base_url)
     return stand
-
-
-@pytest.fixture(scope="module")
-def own(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
-    """A server that a test may stop."""
-    with serving(tmp_path_factory.mktemp("read"), sglang.base_url) as made:
-        yield made
 
 
 def journey(stand: Stand) -> Talk:
@@ -157,30 +148,3 @@ def test_sessions_in_flight_are_watched_on_a_terminal(cli: Stand, tmp_path: Path
     assert (watching.returncode, complaints) == (130, "")
     assert cli.http.delete(talk.path).status_code == 204
     assert turn.result().status_code == 404
-
-
-@pytest.mark.long
-def test_reading_and_watching_go_on_over_a_kill(own: Stand, tmp_path: Path) -> None:
-    talk = own.talk(group_id="watched")
-    talk.say("Before", sim={"text": "First."})
-    url = ("--url", own.server.base_url)
-    reader = started("read", "-f", talk.id, *url, folder=tmp_path)
-    watcher = started("watch", "--group", "watched", *url, folder=tmp_path)
-    assert reader.stdout is not None
-    assert watcher.stdout is not None
-    while "First." not in reader.stdout.readline():
-        pass
-    # it is told what happens from when it has begun
-    until(lambda: own.talk(group_id="watched") and select.select([watcher.stdout], [], [], 0.05)[0])
-    own.server.kill()
-    own.server.start()
-    talk.say("After", sim={"text": "Second."})
-    while "Second." not in reader.stdout.readline():
-        pass
-    while not (line := watcher.stdout.readline()).endswith(f"{talk.id}  turn 2 begins\n"):
-        assert line.endswith("created\n")
-    assert watcher.stdout.readline().split()[2:5] == [talk.id, "turn", "2"]
-    for process in (reader, watcher):
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 130

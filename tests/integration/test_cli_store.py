@@ -127,10 +127,3 @@ def test_a_damaged_store_is_not_well(talked: Path) -> None:
     [difference] = [json.loads(line) for line in run("replay", "--heads", "--fix", "--json").stdout.splitlines()]
     assert difference["fixed"] is True
     assert answer("verify")["problems"] == []
-
-
-def test_a_session_is_replayed(talked: Path) -> None:
-    assert [turn["turn"] for turn in answer("replay", "kept")["turns"]] == [1, 2]
-    assert [turn["turn"] for turn in answer("replay", "kept", "--at", "4")["turns"]] == [1]
-    assert "SessionCreated" in run("replay", "kept", "--events").stdout
-    assert complaint("replay", "never") == "replay: session never does not exist"

@@ -36,13 +36,6 @@ def line(request: pytest.FixtureRequest, mode: Mode, sglang: SimulatorProcess, p
         yield made
 
 
-@pytest.fixture(scope="module")
-def npy(mode: Mode, vllm: SimulatorProcess, places: Places) -> Iterator[Recorded]:
-    environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_CLIENT_REPLY": mode}
-    with recorded(places.new("npy"), vllm.base_url, environment) as made:
-        yield made
-
-
 def given(mode: Mode, sent: bytes, asked: tuple[str, ...]) -> bytes:
     """What a client that asked for these kinds, and for all else but payloads, must be given of the engine's bytes."""
     return sent if mode == "verbatim" else without(sent, *(kind for kind in KINDS if kind not in asked))
@@ -79,15 +72,6 @@ def _own(reply: httpx.Response) -> dict[str, str]:
     return {name: value for name, value in reply.headers.items() if name not in ("date", "x-turnlog-replayed")}
 
 
-@pytest.mark.parametrize("wish", [True, False])
-def test_a_npy_value_is_cut_out_alike(npy: Recorded, mode: Mode, wish: bool) -> None:
-    talk = npy.talk()
-    reply = talk.say("Hello", **ALL, return_routed_experts=wish)
-    assert reply.content == given(mode, npy.sent, (EXPERTS,) if wish else ())
-    again = talk.chat([user("Hello")], headers=RETRY, **ALL, return_routed_experts=wish)
-    assert again.content == reply.content
-
-
 def test_a_retry_of_an_older_turn_has_null_for_what_was_tombstoned(line: Recorded, mode: Mode) -> None:
     talk = line.talk(rollback_window=0)
     key, body = {"idempotency-key": "first"}, {**ALL, **{RETURN[kind]: True for kind in KINDS}}
@@ -99,14 +83,6 @@ def test_a_retry_of_an_older_turn_has_null_for_what_was_tombstoned(line: Recorde
     assert again.content == without(sent, *KINDS)
 
 
-def test_another_clients_wish_is_heard_on_its_own_retry(line: Recorded, mode: Mode) -> None:
-    """What is shown is settled by the request that is answered, and a wish is part of the body."""
-    talk = line.talk()
-    talk.say("One", headers={"idempotency-key": "k"}, return_routed_experts=True)
-    other = talk.chat([user("One")], headers={"idempotency-key": "k"})
-    assert other.status_code == 422
-
-
 def test_a_stream_shows_no_payload_and_the_turn_has_it(line: Recorded, mode: Mode) -> None:
     talk = line.talk()
     response = talk.chat([user("Hello")], stream=True)
@@ -116,34 +92,6 @@ def test_a_stream_shows_no_payload_and_the_turn_has_it(line: Recorded, mode: Mod
     assert assembled(response.text)["choices"][0]["message"]["content"] == message["content"]
     assert not [kind for kind in KINDS if kind in response.text]
     assert [one["kind"] for one in talk.committed()[0]["payloads"]] == [*KINDS]
-
-
-def test_large_values_are_cut_out_alike(line: Recorded, mode: Mode) -> None:
-    """Megabytes, over many pieces."""
-    wish = {"experts": {"layers": 40, "top_k": 8, "experts": 256}, "completion_tokens": 1200}
-    talk = line.talk()
-    body: dict[str, Any] = {**ALL, "sim": wish}
-    reply = talk.say("Hello", **body)
-    assert len(line.sent) > 2_000_000
-    assert reply.content == given(mode, line.sent, ())
-    assert talk.chat([user("Hello")], headers=RETRY, **body).content == reply.content
-
-
-@pytest.fixture(scope="module")
-def bare(mode: Mode, sglang: SimulatorProcess, places: Places) -> Iterator[Recorded]:
-    """A server that asks for no payload."""
-    with recorded(places.new("bare"), sglang.base_url, {"TURNLOG_CLIENT_REPLY": mode}) as made:
-        yield made
-
-
-def test_a_reply_without_payloads_is_the_engines_bytes(bare: Recorded) -> None:
-    assert bare.talk().say("Hello", **ALL).content == bare.sent
-
-
-def test_what_comes_unasked_is_not_shown(bare: Recorded, mode: Mode) -> None:
-    reply = bare.talk().say("Hello", **ALL, sim={"experts": {"unasked": True}, "indexer_topk": {}})
-    assert all(text_of(bare.sent, kind) for kind in KINDS)
-    assert reply.content == given(mode, bare.sent, ())
 
 
 @pytest.fixture(scope="module", params=["sglang", "vllm"])
@@ -193,18 +141,3 @@ def test_only_what_was_asked_for_is_given(
     assert talk.state()["records"][0]["response"] == json.loads(usual.sent)
     [row] = talk.rows()
     assert len([one for one in row["logprobs"] if one < 0]) == sum(row["sampled_mask"]) > 0
-
-
-@pytest.mark.parametrize("protocol", ["messages", "responses"])
-def test_other_protocols_have_their_counts_and_logprobs(usual: Recorded, protocol: str) -> None:
-    """They are rendered from what a client of a chat would have to ask for."""
-    talk = usual.stand.talk(protocol)
-    asked: dict[str, Any] = {"headers": {"idempotency-key": "k"}, "sim": {"text": "one two three", "reasoning": False}}
-    if protocol == "responses":
-        asked["include"] = ["message.output_text.logprobs"]
-    reply = talk.say("Hello", **asked)
-    again = talk.chat([user("Hello")], **asked)
-    assert (again.headers["x-turnlog-replayed"], again.content) == ("true", reply.content)
-    assert reply.json()["usage"]["output_tokens"] > 0
-    if protocol == "responses":
-        assert reply.json()["output"][0]["content"][0]["logprobs"]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from integration.stand import FIRST_TURN, LATER_TURN, Stand, error_of, until, user
+from integration.stand import Stand, error_of, user
 from integration.tito import text_of
 from integration.writing import Writing
 
@@ -40,24 +39,6 @@ def test_ids_are_continued_exactly(every: Stand) -> None:
     assert len([blob for event in writing.committed() for blob in event.get("new_blobs", ())]) == 1
 
 
-def test_a_record_is_what_was_sent_and_answered(every: Stand) -> None:
-    writing = Writing(every)
-    one = writing.write("Once", temperature=0.7)
-    two = writing.write(" more")
-    records = writing.state()["records"]
-    assert [record["path"] for record in records] == ["/v1/completions"] * 2
-    assert [record["response"] for record in records] == [one.json(), two.json()]
-    assert [record["request"] for record in records] == writing.asked()
-    sent = records[0]["request"]
-    assert (sent["temperature"], sent["logprobs"], sent["return_token_ids"], sent["model"]) == (
-        0.7,
-        0,
-        True,
-        "simulator",
-    )
-    assert "stream" not in sent
-
-
 def test_an_export_row_holds_text_as_messages_and_the_engines_tokens(every: Stand) -> None:
     writing = Writing(every)
     one = writing.write("Once", max_tokens=4)
@@ -87,64 +68,35 @@ def test_the_same_prompt_again_is_a_retry_of_its_turn(every: Stand, kind: str) -
     assert rows[-1]["turns"][-1]["turn"] == 3
 
 
-@pytest.mark.parametrize("divergence", ["reject", "segment"])
-def test_chat_and_completion_do_not_continue_each_other(stand: Stand, divergence: str) -> None:
-    writing = Writing(stand, on_divergence=divergence)
-    writing.say("Hello")
-    reply = writing.ask("Hello")
-    chat = None
-    if divergence == "reject":
-        assert error_of(reply) == (400, "history_mismatch")
-        writing.say("On")
-        assert len(writing.committed()) == 2
-        other = Writing(stand)
-        other.write("Once")
-        assert error_of(other.chat([user("Once")])) == (400, "history_mismatch")
-        other.write(" more")
-        return
-    assert reply.status_code == 200
-    chat = writing.chat([user("Hello again")])
-    assert chat.status_code == 200
-    assert [row["segment_cause"] for row in writing.rows()] == [None, "divergence", "divergence"]
-    writing.messages = [user("Hello again"), chat.json()["choices"][0]["message"]]
-    writing.say("And on")
-    assert [len(row["turns"]) for row in writing.rows()] == [1, 1, 2]
-    assert [record["path"] for record in writing.state()["records"]] == [
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/chat/completions",
-    ]
+def test_chat_and_completion_do_not_continue_each_other(stand: Stand) -> None:
+    writing, other, segmented = Writing(stand), Writing(stand), Writing(stand, on_divergence="segment")
+    for one in (writing, segmented):
+        one.say("Hello")
+    assert error_of(writing.ask("Hello")) == (400, "history_mismatch")
+    writing.say("On")
+    other.write("Once")
+    assert error_of(other.chat([user("Once")])) == (400, "history_mismatch")
+    assert segmented.ask("Hello").status_code == 200
+    assert segmented.chat([user("Hello again")]).status_code == 200
+    assert [row["segment_cause"] for row in segmented.rows()] == [None, "divergence", "divergence"]
+    chat, completions = "/v1/chat/completions", "/v1/completions"
+    assert [record["path"] for record in segmented.state()["records"]] == [chat, completions, chat]
 
 
-@pytest.mark.parametrize(
-    ("fields", "code"),
-    [
-        ({"n": 2}, "unsupported"),
-        ({"best_of": 2}, "unsupported"),
-        ({"stream_mode": "later"}, "invalid_request"),
-        ({"echo": True}, "unsupported"),
-        ({"prompt": ["a", "b"]}, "unsupported"),
-        ({"prompt": [[1], [2]]}, "unsupported"),
-        ({"echo": "yes"}, "invalid_request"),
-        ({"prompt": None}, "invalid_request"),
-        ({"prompt": []}, "invalid_request"),
-        ({"prompt": [-1]}, "invalid_request"),
-        ({"prompt": [True]}, "invalid_request"),
-        ({"prompt": [1, "a"]}, "invalid_request"),
-        ({"prompt": [[[1]]]}, "invalid_request"),
-        ({"prompt": {}}, "invalid_request"),
-        ({"prompt": 5}, "invalid_request"),
-        ({"stream": "yes"}, "invalid_request"),
-    ],
-)
-def test_what_is_no_completion_is_400_and_never_reaches_the_engine(
-    stand: Stand, fields: dict[str, Any], code: str
-) -> None:
+def test_what_is_no_completion_is_400_and_never_reaches_the_engine(stand: Stand) -> None:
     writing = Writing(stand)
-    assert error_of(writing.ask(**{"prompt": "Once", **fields})) == (400, code)
-    assert writing.asked() == []
-    assert writing.types() == ["SessionCreated"]
+    prompts: tuple[Any, ...] = (None, [], [-1], [True], [1, "a"], [[[1]]], {}, 5)
+    invalid = (
+        *({"prompt": prompt} for prompt in prompts),
+        {"echo": "yes"},
+        {"stream": "yes"},
+        {"stream_mode": "later"},
+    )
+    unsupported = ({"n": 2}, {"best_of": 2}, {"echo": True}, {"prompt": ["a", "b"]}, {"prompt": [[1], [2]]})
+    for code, every in (("invalid_request", invalid), ("unsupported", unsupported)):
+        for fields in every:
+            assert error_of(writing.ask(**{"prompt": "Once", **fields})) == (400, code), fields
+    assert (writing.asked(), writing.types()) == ([], ["SessionCreated"])
 
 
 @pytest.mark.parametrize("depth", [3, 90, 700])
@@ -152,44 +104,6 @@ def test_a_prompt_nested_deep_is_400(stand: Stand, depth: int) -> None:
     writing = Writing(stand)
     body = '{"prompt":' + "[" * depth + "1" + "]" * depth + "}"
     assert error_of(stand.http.post(writing.url, content=body))[0] == 400
-
-
-@pytest.mark.parametrize("prompt", [["Once"], [[5, 6]]])
-def test_one_prompt_in_a_list_is_that_prompt(stand: Stand, prompt: Any) -> None:
-    writing = Writing(stand)
-    assert writing.ask(prompt, n=1, best_of=1, echo=False).status_code == 200
-    assert [body["prompt"] for body in writing.asked()] == prompt
-
-
-def test_logprobs_that_a_client_asks_for_are_asked_for(every: Stand) -> None:
-    writing = Writing(every)
-    writing.write("Once", logprobs=3)
-    writing.write(" more", logprobs=None)
-    assert [body["logprobs"] for body in writing.asked()] == [3, 0]
-
-
-def test_a_second_completion_at_once_is_busy_and_a_marked_one_joins(stand: Stand) -> None:
-    writing = Writing(stand)
-    key = {"idempotency-key": "k"}
-    slow = {"sim": {"latency_s": 1.0}}
-    call = stand.meanwhile(writing.ask, "Once", headers=key, **slow)
-    until(lambda: writing.asked())
-    assert error_of(writing.ask("Other")) == (409, "session_busy")
-    assert error_of(writing.chat([user("x")])) == (409, "session_busy")
-    assert writing.ask("Once", headers=key, **slow).content == call.result().content
-    assert len(writing.asked()) == 1
-
-
-def test_a_key_of_a_chat_with_the_same_body_is_no_retry_of_it(stand: Stand) -> None:
-    talk = Writing(stand)
-    body = json.dumps({"messages": [user("x")], "prompt": "x"})
-    headers = {"idempotency-key": "k"}
-    chat = stand.http.post(talk.chat_path, content=body, headers=headers)
-    assert chat.status_code == 200
-    other = stand.http.post(talk.url, content=body, headers=headers)
-    assert error_of(other) == (422, "idempotency_mismatch")
-    marked = stand.http.post(talk.url, content=body, headers={"x-stainless-retry-count": "1"})
-    assert error_of(marked) == (400, "history_mismatch")
 
 
 @pytest.mark.parametrize("kind", ["text", "ids"])
@@ -211,15 +125,6 @@ def test_missing_prompt_ids_are_502_for_text_and_none_for_ids(every: Stand) -> N
     assert writing.state()["metadata"]["accumulated_token_ids"] == writing.ids
 
 
-def test_an_abort_is_a_state_of_its_own(every: Stand) -> None:
-    writing = Writing(every)
-    reply = writing.write("Once", max_tokens=40, sim={"fault": "abort"})
-    assert reply.json()["choices"][0]["finish_reason"] == "abort"
-    [row] = writing.rows()
-    assert row["status"] == "aborted"
-    writing.write(" more")
-
-
 def test_a_text_whose_tokens_drift_begins_a_segment_or_is_refused(stand: Stand) -> None:
     for policy in ("segment", "reject"):
         writing = Writing(stand, on_drift=policy)
@@ -232,16 +137,3 @@ def test_a_text_whose_tokens_drift_begins_a_segment_or_is_refused(stand: Stand) 
             continue
         assert error_of(response) == (500, "token_prefix_mismatch")
         assert len(writing.committed()) == 1
-
-
-def test_the_session_may_be_in_a_header(every: Stand) -> None:
-    talk = every.known(f"completion-by-header-{every.server.port}")
-    text = "Once"
-    for _ in range(2):
-        response = every.http.post(
-            "/v1/completions", json={"prompt": text, "max_tokens": 4}, headers={"x-session-id": talk.id}
-        )
-        assert response.status_code == 200, response.text
-        text += response.json()["choices"][0]["text"] + " and"
-    assert talk.types() == ["SessionCreated", *FIRST_TURN, *LATER_TURN]
-    assert error_of(every.http.post("/v1/completions", json={"prompt": text}))[0] == 400

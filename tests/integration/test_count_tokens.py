@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from integration.guarded import ADMIN, bearer, guarded_serving
+from integration.guarded import ADMIN, Guarded, bearer
 from integration.places import Places
 from integration.stand import Stand, error_of, serving, user
 from ops.simulator.process import SimulatorProcess
@@ -86,21 +86,20 @@ def test_only_what_makes_the_prompt_reaches_the_engine(stand: Stand) -> None:
     assert (sent["path"], set(sent["body"])) == (COUNT, set(BODY))
 
 
-def test_errors_below_a_protocols_route_have_its_shape(sglang: SimulatorProcess, places: Places) -> None:
-    with guarded_serving(places.new("shapes"), sglang.base_url) as guarded:
-        mine, admin = guarded.client(), bearer(ADMIN)
-        for method, path, headers, expected in (
-            ("POST", "/v1/messages", {}, (401, "unauthorized")),
-            ("POST", "/v1/messages", {**admin, "x-api-key": mine.token}, (401, "unauthorized")),
-            ("POST", "/v1/messages/batches", {"x-api-key": mine.token}, (403, "forbidden")),
-            ("POST", f"/sessions/nobody{COUNT}", {"x-api-key": mine.token}, (404, "session_not_found")),
-            ("GET", f"{mine.path}/v1/messages", {"x-api-key": mine.token}, (405, "method_not_allowed")),
-            ("POST", f"{mine.path}/v1/v1/messages", admin, (404, "not_found")),
-            ("POST", f"{mine.path}/v1/messages/batches", admin, (404, "not_found")),
-        ):
-            refused = guarded.stranger.request(method, path, headers=headers)
-            assert error_of(refused) == expected
-            reply = refused.json()
-            assert (reply["type"], reply["request_id"]) == ("error", refused.headers["x-request-id"])
-            assert refused.headers["request-id"] == refused.headers["x-request-id"]
-            assert ("does not end in it" in refused.text) == ("/v1/v1" in path)
+def test_errors_below_a_protocols_route_have_its_shape(guarded: Guarded) -> None:
+    mine, admin = guarded.client(), bearer(ADMIN)
+    for method, path, headers, expected in (
+        ("POST", "/v1/messages", {}, (401, "unauthorized")),
+        ("POST", "/v1/messages", {**admin, "x-api-key": mine.token}, (401, "unauthorized")),
+        ("POST", "/v1/messages/batches", {"x-api-key": mine.token}, (403, "forbidden")),
+        ("POST", f"/sessions/nobody{COUNT}", {"x-api-key": mine.token}, (404, "session_not_found")),
+        ("GET", f"{mine.path}/v1/messages", {"x-api-key": mine.token}, (405, "method_not_allowed")),
+        ("POST", f"{mine.path}/v1/v1/messages", admin, (404, "not_found")),
+        ("POST", f"{mine.path}/v1/messages/batches", admin, (404, "not_found")),
+    ):
+        refused = guarded.stranger.request(method, path, headers=headers)
+        assert error_of(refused) == expected
+        reply = refused.json()
+        assert (reply["type"], reply["request_id"]) == ("error", refused.headers["x-request-id"])
+        assert refused.headers["request-id"] == refused.headers["x-request-id"]
+        assert ("does not end in it" in refused.text) == ("/v1/v1" in path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import json
 import threading
 from typing import Any
@@ -28,9 +27,8 @@ from app.store.database import Database
 from app.store.dialect import StorePoints
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create
-from app.store.schema import blobs, events, sessions
+from app.store.schema import blobs, events
 from integration.reading import Row, read
-from integration.stand import Stand, error_of
 from workers import codec
 from workers.codec import Exchange, StoredTokens
 
@@ -43,9 +41,6 @@ HASH = codec.content_hash(
     codec.pack(Exchange(messages=[SAID], message=SAID, reply=SAID, headers=[])),
 )
 """Of what `Store.take_turn` stores: one prompt token and two sampled ones."""
-
-LAZY = [("ndjson", "prime-rl"), ("ndjson", "atropos"), ("messages", "turnlog"), ("atif", "turnlog")]
-"""Formats and shapes that look at a turn's parameters while a row is shaped."""
 
 
 async def add(
@@ -109,32 +104,6 @@ async def test_a_reward_that_cannot_be_read_leaves_out_its_session_alone(store: 
         lines = await handed_out(store, shape)
         assert (lines.keys(), len(lines["h"]["rows"])) == ({"g", "h"}, 1)
         assert "bad" in {one["session_id"] for one in lines["g"]["excluded"]}
-
-
-async def test_a_session_that_cannot_be_read_has_no_rows_in_its_rollout(store: Store) -> None:
-    for name in ("a", "bad", "c"):
-        await add(store, name)
-    await damage(store, sessions, sessions.c.session_id != "a", root_id="a")
-    await damage(store, events, events.c.session_id == "bad", events.c.type == "TurnCommitted", data=b"{")
-    rows = await rows_of(store, ExportQuery(explain=True))
-    assert excluded(rows).keys() == {"bad"}
-    assert {row["session_id"]: row["rollout_rows"] for row in rows if "excluded" not in row} == {"a": 2, "c": 2}
-
-
-@pytest.mark.parametrize("gone", [False, True], ids=["damaged", "gone"])
-async def test_a_blob_that_cannot_be_read_leaves_out_its_session_alone(store: Store, gone: bool) -> None:
-    await add(store, "bad", "g", 1.0)
-    await add(store, "good", "h", 0.0)
-    await damage(store, blobs, blobs.c.session_id == "bad", **({} if gone else {"data": b"\0"}))
-    for format, shape in LAZY:
-        rows = await rows_of(store, ExportQuery(format=format, shape=shape, explain=True, advantage="grpo"))
-        assert len(rows) == 2, (format, shape, rows)
-        assert excluded(rows).keys() == {"bad"}, (format, shape)
-        assert excluded(rows)["bad"].startswith("unreadable: ")
-    for shape in ("prime-rl", "atropos"):
-        lines = await handed_out(store, shape)
-        assert (lines["g"]["rows"], len(lines["h"]["rows"])) == ([], 1)
-        assert [one["session_id"] for one in lines["g"]["excluded"]] == ["bad"]
 
 
 FORMS = [
@@ -211,15 +180,6 @@ async def test_a_fault_that_nobody_has_thought_of_is_its_sessions_business(
     assert (told["session_id"], told["segment"]) == ("bad", 0)
 
 
-async def test_a_session_whose_head_is_gone_is_left_out_alone(sqlite_store: Store) -> None:
-    await add(sqlite_store, "bad")
-    await add(sqlite_store, "good", None, 1.0)
-    await damage(sqlite_store, sessions, sessions.c.session_id == "bad")
-    for shape in ("turnlog", "atropos"):
-        rows = await rows_of(sqlite_store, ExportQuery(shape=shape, explain=True))
-        assert (excluded(rows), len(rows)) == ({"bad": "unreadable: the log is empty"}, 2)
-
-
 async def test_a_stored_reward_beyond_32_bits_is_no_row_where_a_trainer_needs_them(sqlite_store: Store) -> None:
     await add(sqlite_store, "bad", "g", -1e39)
     await add(sqlite_store, "good", "h", 3e38)
@@ -244,16 +204,6 @@ async def test_a_segment_that_cannot_be_read_does_not_take_those_before_it(sqlit
     first, second = await rows_of(sqlite_store, ExportQuery(explain=True))
     assert (first["segment"], first["tokens"], first["final"]) == (0, [1, 2, 3], False)
     assert second["excluded"].startswith("unreadable: turn 2 has 1 + 2 tokens")
-
-
-async def test_a_segment_that_is_too_long_is_still_the_last(sqlite_store: Store) -> None:
-    await add(sqlite_store, "one")
-    await segment(sqlite_store, "one", suffix_tokens=50)
-    await sqlite_store.submit(reward("one", 1.0))
-    for shape, last in (("turnlog", "final"), ("skyrl", "is_last_step")):
-        row, missing = await rows_of(sqlite_store, ExportQuery(shape=shape, max_seq_len=10, explain=True))
-        assert row[last] is False, shape
-        assert missing["excluded"] == "no turn within max_seq_len"
 
 
 async def test_a_group_whose_last_session_is_erased_keeps_its_place_and_its_advantages(store: Store) -> None:
@@ -302,13 +252,3 @@ async def test_an_erase_between_two_statements_of_an_export_is_not_half_seen(pos
     assert head is not None
     assert head.status == "erased"
     assert excluded(await rows_of(postgres_store, ExportQuery(explain=True))) == {"one": "erased"}
-
-
-def test_a_forged_cursor_and_an_impossible_group_are_400(stand: Stand) -> None:
-    stand.talk().say("Hello")
-    cursor = stand.http.get("/export").headers["x-turnlog-cursor"]
-    fields = json.loads(base64.urlsafe_b64decode(cursor + "=="))
-    for change in ({"low": [0, 10**30]}, {"high": [2**70, 0]}, {"at": [-(2**63), -(2**63)], "given": 1}):
-        forged = base64.urlsafe_b64encode(json.dumps({**fields, **change}).encode()).decode()
-        assert error_of(stand.http.get("/export", params={"cursor": forged})) == (400, "invalid_request")
-    assert error_of(stand.http.get("/groups/%00")) == (400, "invalid_request")

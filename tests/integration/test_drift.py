@@ -100,17 +100,3 @@ def test_compaction_begins_a_segment_that_goes_on(segmented: Talk) -> None:
     assert sum(rows[1]["loss_mask"]) == sum(event["output_tokens"] for event in talk.committed()[3:])
     assert len(talk.state()["records"]) == 5
     assert "RolledBack" not in talk.types()
-
-
-def test_a_sub_agent_is_a_segment_and_so_is_coming_back_from_it(segmented: Talk) -> None:
-    talk = segmented
-    main = talk.messages
-    talk.messages = []
-    talk.add({"role": "system", "content": "You search"}, user("Find it"), sim=PLAIN)
-    talk.say("Look again", sim=PLAIN)
-    sub = talk.messages
-    talk.messages = main
-    talk.say("Found it", sim=PLAIN)
-    assert segments(talk) == [(0, None, [1, 2, 3]), (1, "divergence", [4, 5]), (2, "divergence", [6])]
-    assert [event["parent"] for event in talk.committed()] == [0, 1, 2, 3, 4, 5]
-    assert [row["messages"] for row in talk.rows()] == [main, sub, talk.messages]

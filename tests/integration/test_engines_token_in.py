@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from integration.interrupting import interrupted
 from integration.places import Places
 from integration.stand import CHAT, WEATHER, Stand, Talk, engine_requests, error_of, serving, standing, user
 from integration.tito import checked, ids_in, output_of
@@ -58,23 +57,6 @@ def test_a_clients_own_ids_are_refused_there(deaf: Stand) -> None:
     talk.say("Hello")
 
 
-def test_an_aborted_chat_is_returned_there(deaf: Stand) -> None:
-    talk = deaf.talk()
-    response = interrupted(deaf, talk, [5], max_tokens=16, sim={"completion_tokens": 9, "reasoning": False})
-    assert response.json()["choices"][0]["finish_reason"] == "abort"
-    assert talk.generations() == 1
-
-
-def test_a_server_without_a_tokenizer_finds_it_out_when_it_has_to_continue(places: Places) -> None:
-    with standing(places.new("late"), "--dialect", "vllm", DEAF) as stand:
-        talk = stand.talk(on_abort="continue")
-        response = interrupted(stand, talk, [5], max_tokens=16, sim={"completion_tokens": 9, "reasoning": False})
-        assert response.json()["choices"][0]["finish_reason"] == "abort"
-        assert (talk.generations(), len(probes(stand))) == (1, 1)
-        [turn] = talk.committed()
-        assert (turn["finish_reason"], turn["output_tokens"], turn.get("parts")) == ("abort", 5, None)
-
-
 def test_a_session_moves_between_engines_that_read_different_fields(
     sglang: SimulatorProcess, vllm: SimulatorProcess, places: Places, tokenizer: str
 ) -> None:
@@ -110,35 +92,6 @@ def test_an_engine_is_asked_again_after_a_restart(places: Places, tokenizer: str
                 talk.say("Hello", **THINKING)
                 assert token_ids(stand) == {url: found}
         assert [event.get("sent_ids", False) for event in talk.committed()] == [True, False, True]
-
-
-def test_an_engine_that_took_another_prompt_is_asked_again(places: Places, tokenizer: str) -> None:
-    with standing(places.new("other"), environment={"TURNLOG_TOKENIZER": tokenizer}) as stand:
-        talk = stand.talk()
-        refused = talk.chat([user("Hello")], sim={"fault": "other_prompt"})
-        assert error_of(refused) == (500, "token_prefix_mismatch")
-        talk.say("Hello")
-        talk.say("Again")
-        assert len(probes(stand)) == 2
-
-
-def test_many_first_turns_ask_once(places: Places, tokenizer: str) -> None:
-    with standing(places.new("many"), environment={"TURNLOG_TOKENIZER": tokenizer}) as stand:
-        talks = [stand.talk() for _ in range(8)]
-        for turn in [stand.meanwhile(talk.say, "Hello") for talk in talks]:
-            turn.result()
-        assert len(probes(stand)) == 1
-
-
-def test_an_error_of_the_engine_is_the_turns_and_tells_nothing(places: Places, tokenizer: str) -> None:
-    with standing(places.new("busy"), environment={"TURNLOG_TOKENIZER": tokenizer}) as stand:
-        talk = stand.talk()
-        assert stand.sim.post("/sim/faults", json={"fault": "status_429"}).status_code == 200
-        response = talk.chat([user("Hello")])
-        assert (response.status_code, response.headers["retry-after"]) == (429, "1")
-        assert (talk.types()[-1], set(token_ids(stand).values())) == ("TurnRejected", {None})
-        talk.say("Hello")
-        assert set(token_ids(stand).values()) == {"input_ids"}
 
 
 @pytest.mark.parametrize("tito", ["vllm"], indirect=True)

@@ -1,18 +1,16 @@
-"""Exports while sessions are written, of many sessions, and to clients that go away."""
+"""Exports of many sessions, and to clients that go away: others are let in, and little memory is needed."""
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 from helpers.looking import change, value
 
@@ -24,133 +22,84 @@ from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
 
-SESSIONS = 2000
-TURNS = 5
+SESSIONS, TURNS = 2000, 5
 MEMORY = 450 << 20
 """Of the server, most of it SQLite's page cache: 64 MiB for each connection that an export has read through."""
 
-ABORTS = 20
 CONNECTIONS = 8
 """Of the database, for reads; each has up to two files open."""
 
 
-@pytest.fixture
-def own(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
-    """A server of the test's own, so that its export holds nothing else."""
-    with serving(places.new("own"), sglang.base_url) as stand:
-        yield stand
-
-
 @pytest.fixture(scope="module")
 def large(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
-    """A server of many sessions: real ones, multiplied in the store."""
+    """A server of many sessions: real ones, multiplied in the store, each copy of a group of its own."""
     with serving(places.new("large"), sglang.base_url) as stand:
         talk = stand.talk(session_id="one", group_id="g")
         for number in range(TURNS):
             talk.say(f"Question {number}", sim={"completion_tokens": 400, "tool_calls": False})
         assert stand.http.put(f"{talk.path}/reward", json={"reward": 1}).status_code == 200
         stand.server.stop()
-        multiply(stand.url, "one", SESSIONS)
+        numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {SESSIONS}) "
+        last = value(stand.url, "SELECT max(position) FROM events")
+        made = {"session_id": "'c' || i", "group_id": "'g' || i", "name": "NULL"}
+        made["position"] = f"{last} + (i - 1) * {last} + seq"
+        for table in (sessions, events, turns, blobs):
+            names = [column.name for column in table.columns if column.name != "tx"]
+            values = ", ".join(made.get(name, name) for name in names)
+            query = f"INSERT INTO {table.name} ({', '.join(names)}) {numbers} SELECT {values} FROM {table.name}, n"
+            change(stand.url, f"{query} WHERE session_id = 'one'")
         stand.server.start()
         yield stand
 
 
-def multiply(url: str, session_id: str, count: int) -> None:
-    """Copies `c1`, `c2`, … behind all that there is, each of a group of its own."""
-    numbers = f"WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {count}) "
-    last = value(url, "SELECT max(position) FROM events")
-    own = value(url, "SELECT count(*) FROM events WHERE session_id = :id", id=session_id)
-    made = {
-        "session_id": "'c' || i",
-        "position": f"{last} + (i - 1) * {own} + seq",
-        "group_id": "'g' || i",
-        "name": "NULL",
-    }
-    for table in (sessions, events, turns, blobs):
-        names = [column.name for column in table.columns if column.name != "tx"]
-        values = ", ".join(made.get(name, name) for name in names)
-        query = f"INSERT INTO {table.name} ({', '.join(names)}) {numbers} SELECT {values} FROM {table.name}, n"
-        change(url, f"{query} WHERE session_id = :id", id=session_id)
+@contextlib.contextmanager
+def asking_for_health(stand: Stand) -> Iterator[list[bytes]]:
+    """Asks again and again; what has been answered so far."""
+    answers: list[bytes] = []
+    ended = threading.Event()
 
+    def ask() -> None:
+        with httpx.Client(base_url=stand.server.base_url, timeout=30) as client:
+            while not ended.is_set():
+                answers.append(client.get("/health").raise_for_status().content)
 
-def get(stand: Stand, **query: Any) -> bytes:
-    response = stand.http.get("/export", params=query)
-    assert response.status_code == 200, response.text
-    return response.content
-
-
-class Health:
-    """Asks `/health` again and again from a thread of its own, and keeps how long each answer took, in seconds."""
-
-    def __init__(self, stand: Stand) -> None:
-        self._stand = stand
-        self._stopped = threading.Event()
-        self.latencies: list[float] = []
-        self._run = stand.meanwhile(self._probe)
-
-    def _probe(self) -> None:
-        connection = http.client.HTTPConnection("127.0.0.1", self._stand.server.port, timeout=30)
-        with closing(connection):
-            while not self._stopped.is_set():
-                start = time.perf_counter()
-                connection.request("GET", "/health")
-                assert connection.getresponse().read().startswith(b'{"status":"ok"')
-                self.latencies.append(time.perf_counter() - start)
-                time.sleep(0.005)
-
-    def __enter__(self) -> Health:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._run.result(timeout=60)
+    asking = stand.meanwhile(ask)
+    try:
+        yield answers
+    finally:
+        ended.set()
+    asking.result(60)
 
 
 def resident(stand: Stand) -> int:
     """Bytes of the server's memory now."""
-    with open(f"/proc/{stand.server.pid}/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    pages = Path(f"/proc/{stand.server.pid}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("format", "shape"),
-    [
-        ("ndjson", "turnlog"),
-        ("parquet", "verl"),
-        *(
-            pytest.param(format, shape, marks=pytest.mark.untimed)
-            for format, shape in [*((one, "turnlog") for one in (*CONTAINERS[1:], *DOCUMENTS)), ("ndjson", "atropos")]
-        ),
-    ],
-)
+NAMES = ["one", *(f"c{number + 1}" for number in range(SESSIONS))]
+FORMS = [*((format, "turnlog") for format in (*CONTAINERS, *DOCUMENTS)), ("parquet", "verl"), ("ndjson", "atropos")]
+
+
+@pytest.mark.parametrize(("format", "shape"), FORMS)
 def test_an_export_of_many_sessions_lets_others_in_and_needs_little_memory(
     large: Stand, format: str, shape: str
 ) -> None:
-    highest = 0
-    size = 0
-    pieces = []
-    with Health(large) as health:
-        with large.http.stream("GET", "/export", params={"format": format, "shape": shape}) as response:
-            assert response.status_code == 200
-            for piece in response.iter_bytes():
-                pieces.append(piece)
-                size += len(piece)
-                highest = max(highest, resident(large))
-        probes = len(health.latencies)
-    assert probes > 10
+    highest, pieces, query = 0, [], {"format": format, "shape": shape}
+    with asking_for_health(large) as answers, large.http.stream("GET", "/export", params=query) as response:
+        assert response.status_code == 200
+        for piece in response.iter_bytes():
+            pieces.append(piece)
+            highest = max(highest, resident(large))
+        assert len(answers) > 10
     assert highest < MEMORY
     rows = read(format, b"".join(pieces))
-    if shape == "atropos":
-        assert [row["session_ids"] for row in rows] == [["one"], *([f"c{number + 1}"] for number in range(SESSIONS))]
-        return
-    names = [row["extra_fields"] if shape == "verl" else row["session_id"] for row in rows]
     if shape == "verl":
-        names = [read("ndjson", name.encode())[0]["session_id"] for name in names]
-    assert names == ["one", *(f"c{number + 1}" for number in range(SESSIONS))]
+        rows = [read("ndjson", row["extra_fields"].encode())[0] for row in rows]
+    assert [row["session_ids"][0] if shape == "atropos" else row["session_id"] for row in rows] == NAMES
 
 
-def open_files(stand: Stand) -> list[str]:
+def descriptors(stand: Stand) -> list[str]:
     """What each descriptor of the server stands for."""
     found = []
     for entry in Path(f"/proc/{stand.server.pid}/fd").iterdir():
@@ -159,50 +108,44 @@ def open_files(stand: Stand) -> list[str]:
     return found
 
 
-def temporary(stand: Stand) -> list[str]:
-    """Files without a name."""
-    return [one for one in open_files(stand) if "/#" in one]
-
-
 def threads(stand: Stand) -> int:
     return len(list(Path(f"/proc/{stand.server.pid}/task").iterdir()))
 
 
-def abort(stand: Stand, query: str, wait_s: float) -> None:
-    """Ask for an export and go away in the middle of it."""
-    with socket.create_connection(("127.0.0.1", stand.server.port)) as connection:
-        connection.sendall(f"GET /export?{query} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
-        time.sleep(wait_s)
+def leave(stand: Stand, query: str, wait: Callable[[int], float]) -> None:
+    """Ask for exports and go away in the middle of them."""
+    for number in range(20):
+        with socket.create_connection(("127.0.0.1", stand.server.port)) as connection:
+            connection.sendall(f"GET /export?{query} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            time.sleep(wait(number))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("query", ["format=safetensors", "format=ndjson"])
 def test_clients_that_go_away_leave_nothing_behind(large: Stand, query: str) -> None:
-    before = len(open_files(large))
-    for number in range(ABORTS):
-        abort(large, query, 0.01 * (number % 10))
-    until(lambda: not temporary(large))
-    until(lambda: len(open_files(large)) <= before + 2 * CONNECTIONS)
+    """No file without a name, no connection of the database, no thread."""
+    before = len(descriptors(large))
+
+    def is_clean() -> bool:
+        found = descriptors(large)
+        return len(found) <= before + 2 * CONNECTIONS and not [one for one in found if "/#" in one]
+
+    leave(large, query, lambda number: 0.01 * (number % 10))
+    until(is_clean)
     running = threads(large)
-    for _ in range(ABORTS):
-        abort(large, query, 0.02)
-    until(lambda: not temporary(large) and len(open_files(large)) <= before + 2 * CONNECTIONS)
+    leave(large, query, lambda _: 0.02)
+    until(is_clean)
     assert threads(large) <= running + 4
-    with Health(large) as health:
-        assert read("ndjson", get(large, session_id="c7"))[0]["session_id"] == "c7"
-        until(lambda: len(health.latencies) > 20)
+    with asking_for_health(large) as answers:
+        until(lambda: len(answers) > 20)
+        assert [row["session_id"] for row in large.rows(session_id="c7")] == ["c7"]
 
 
-@pytest.mark.long
 def test_a_client_that_does_not_read_does_not_fill_the_servers_memory(large: Stand) -> None:
     before = resident(large)
-    connections = [socket.create_connection(("127.0.0.1", large.server.port)) for _ in range(4)]
-    try:
-        for connection in connections:
+    with contextlib.ExitStack() as stack:
+        for _ in range(4):
+            connection = stack.enter_context(socket.create_connection(("127.0.0.1", large.server.port)))
             connection.sendall(b"GET /export HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        with Health(large) as health:
-            until(lambda: len(health.latencies) > 200)
+        with asking_for_health(large) as answers:
+            until(lambda: len(answers) > 200)
         assert resident(large) < max(MEMORY, before + (100 << 20))
-    finally:
-        for connection in connections:
-            connection.close()

@@ -120,39 +120,10 @@ def advantages(corpus: Corpus) -> dict[str, float]:
     return dict(zip(rewards, (values - values.mean()) / (values.std(ddof=1) + 1e-6), strict=True))
 
 
-def test_the_advantage_is_normalised_once_a_rollout_and_the_same_in_all_its_rows(corpus: Corpus) -> None:
-    expected = advantages(corpus)
-    rows = [row for row in corpus.rows if "excluded" not in row]
-    for row in rows:
-        name = corpus.name_of(row["session_id"])
-        if name in expected:
-            assert row["advantage"] == pytest.approx(expected[name], rel=1e-12, abs=1e-12)
-        else:
-            assert row.get("advantage") is None
-    split = {row["advantage"] for row in rows if row["session_id"] == corpus.talks["split"].id}
-    assert len(split) == 1
-    assert [row["segment"] for row in rows if row["session_id"] == corpus.talks["split"].id] == [0, 1]
-
-
 def experts(row: Row) -> np.ndarray[Any, Any]:
     found = np.frombuffer(base64.b64decode(row["routed_experts"]), row["dtype"]).reshape(row["shape"])
     assert row["row_start"] == 0
     return found
-
-
-def test_miles_has_the_positions_flat_where_their_dimensions_are_not_known(corpus: Corpus) -> None:
-    dimensions = {}
-    for row in corpus.given(shape="miles"):
-        known = row["metadata"]["turnlog"]
-        assert "indexer_topk_missing" not in known
-        positions = np.array(row["rollout_indexer_topk"])
-        dimensions[corpus.name_of(known["session_id"])] = positions.ndim
-        whole = corpus.turnlog(known["session_id"], known["segment"])["indexer_topk"]
-        raw = np.frombuffer(base64.b64decode(whole["data"]), whole["dtype"]).reshape(whole["shape"])
-        assert np.array_equal(positions, raw)
-        assert len(positions) == len(row["tokens"]) - 1
-    assert dimensions["split"] == dimensions["cut"] == dimensions["tools"] == 3
-    assert dimensions["last"] == 2
 
 
 @pytest.mark.parametrize("truncate", ["turn", "token"])
@@ -173,34 +144,6 @@ def test_max_seq_len_cuts_behind_a_turn_or_inside_one_in_every_shape(corpus: Cor
     assert np.array_equal(experts(whole), experts(first)[: end - 1])
     assert whole["weight_versions"] == first["weight_versions"][:end]
     assert corpus.get(shape=shape, truncate=truncate) == corpus.get(shape=shape)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_too_long_is_left_out_with_the_reason(corpus: Corpus, shape: str) -> None:
-    rows = corpus.read(shape=shape, max_seq_len=1)
-    assert {row.get("excluded") for row in rows} == {
-        "no turn within max_seq_len",
-        "no committed turn",
-        "erased",
-        "rolled back",
-    }
-    segments = {(row["session_id"], row["segment"]) for row in rows if row["excluded"] == "no turn within max_seq_len"}
-    live = {(row["session_id"], row["segment"]) for row in corpus.rows if "excluded" not in row}
-    assert segments == live
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("status", ["completed", "truncated", "aborted"])
-@pytest.mark.parametrize("shape", SINGLE)
-def test_the_status_filter_is_the_rows(corpus: Corpus, shape: str, status: str) -> None:
-    rows = corpus.given(shape=shape)
-    known = [identity(shape, row) for row in rows]
-    wanted = [(one["session_id"], one["segment"]) for one in known if one["status"] == status]
-    chosen = [identity(shape, row) for row in corpus.given(shape=shape, status=status)]
-    assert [(one["session_id"], one["segment"]) for one in chosen] == wanted
-    assert wanted
-    told = {row["excluded"] for row in corpus.left_out(shape=shape, status=status)}
-    assert {f"status is {one['status']}" for one in known if one["status"] != status} <= told
 
 
 @pytest.mark.long
@@ -253,23 +196,3 @@ def test_atropos_has_a_whole_group_at_the_place_of_its_last_session(corpus: Corp
         assert whole["advantages"][place] == [row["advantage"] if m else 0.0 for m in mask]
         assert (whole["scores"][place], whole["statuses"][place]) == (row["reward"], row["status"])
     assert corpus.left_out(shape="atropos") != []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("format", CONTAINERS)
-def test_an_empty_export_is_a_readable_file(corpus: Corpus, format: str) -> None:
-    for shape in SHAPES:
-        for explain in ("true", "false"):
-            query = {"format": format, "shape": shape, "session_id": "nobody", "explain": explain}
-            response = corpus.stand.http.get("/export", params=query)
-            assert response.status_code == 200
-            assert read(format, response.content) == []
-            assert "x-turnlog-next-cursor" in response.headers
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("format", [*CONTAINERS, *DOCUMENTS])
-def test_what_only_explain_would_give_is_an_empty_file(corpus: Corpus, format: str) -> None:
-    assert read(format, corpus.get(format=format, session_id=corpus.talks["empty"].id)) == []
-    [row] = read(format, corpus.get(format=format, session_id=corpus.talks["empty"].id, explain="true"))
-    assert row["excluded"] == "no committed turn"

@@ -16,7 +16,7 @@ from integration.stand import WEATHER, Stand, Talk, error_of, serving, user
 from integration.test_images import PNG, asks, image
 from ops.simulator.process import SimulatorProcess
 from tests.tools.digest.requests import Player, play
-from turnlog import Turnlog, attention_mask, attention_slices, pack_trees, unpack_tree
+from turnlog import attention_mask, attention_slices, pack_trees, unpack_tree
 
 TREES = 24
 PLAIN = {"tool_calls": False, "reasoning": False}
@@ -176,19 +176,6 @@ def test_packed_trees_see_what_rows_see(trees: Stand) -> None:
         for begin, end in zip(packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
             assert not mask[begin:end, :begin].any()
             assert packed.parents[begin] == -1
-
-
-def test_the_client_and_the_feed_give_it(trees: Stand) -> None:
-    with Turnlog(trees.base_url) as client:
-        assert list(client.export(shape="tree")) == exported(trees, shape="tree")
-    talk = trees.talk(group_id="done")
-    talk.say("Hello")
-    trees.http.put(f"{talk.path}/reward", json={"reward": 1})
-    trees.http.delete(talk.path)
-    response = trees.http.get("/export/groups", params={"consumer": "c", "shape": "tree", "size": 99})
-    groups = {group["group_id"]: group["rows"] for group in read("ndjson", response.content)}
-    [row] = unpack_tree(groups["done"][0])
-    assert row["messages"] == talk.messages
 
 
 @pytest.mark.parametrize(

@@ -113,31 +113,6 @@ def _tables_of(name: str) -> set[str]:
     return set(feature.schema.metadata.tables) if feature in TABLES else set()
 
 
-def test_without_gates_what_was_shut_is_open(tmp_path: Path, engine: str) -> None:
-    place = Place(tmp_path)
-    with place.database() as url:
-        server = ServerProcess(tmp_path, upstreams=[engine], database_url=url)
-        others = ",".join(name for name in FEATURES if name != "gates")
-        try:
-            with closing(Stand(server.start(), engine)) as api:
-                assert api.http.post("/fleet/pause").status_code == 200
-                assert api.http.post("/adapters/one/resume", json={"version": "7"}).status_code == 200
-            server.stop()
-            assert httpx.post(f"{engine}/continue_generation", json={}).status_code == 200
-            server.environment = {**server.environment, "TURNLOG_FEATURES": others}
-            with closing(Stand(server.start(), engine)) as api:
-                assert api.talk(session_id="free").say("Hello").status_code == 200
-                assert api.get("/ui/api/overview")["gate"]["paused"] is False
-                assert api.http.get("/fleet").status_code == 404
-            server.stop()
-            server.environment = {**server.environment, "TURNLOG_FEATURES": "all"}
-            with closing(Stand(server.start(), engine)) as api:
-                assert api.get("/fleet")["paused"] is False
-                assert api.get("/adapters/one")["version"] is None
-        finally:
-            server.stop()
-
-
 def test_a_feature_that_fails_after_a_commit_costs_no_reply(
     tmp_path: Path, engine: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -228,3 +203,28 @@ def test_an_unexpected_fault_of_a_route_ends_no_connection(
                     reply = connection.getresponse()
                     assert (reply.status, len(reply.read()) > 0) == (expected, True)
     assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["a fault"] * 3
+
+
+def test_without_gates_what_was_shut_is_open(tmp_path: Path, engine: str) -> None:
+    place = Place(tmp_path)
+    with place.database() as url:
+        server = ServerProcess(tmp_path, upstreams=[engine], database_url=url)
+        others = ",".join(name for name in FEATURES if name != "gates")
+        try:
+            with closing(Stand(server.start(), engine)) as api:
+                assert api.http.post("/fleet/pause").status_code == 200
+                assert api.http.post("/adapters/one/resume", json={"version": "7"}).status_code == 200
+            server.stop()
+            assert httpx.post(f"{engine}/continue_generation", json={}).status_code == 200
+            server.environment = {**server.environment, "TURNLOG_FEATURES": others}
+            with closing(Stand(server.start(), engine)) as api:
+                assert api.talk(session_id="free").say("Hello").status_code == 200
+                assert api.get("/ui/api/overview")["gate"]["paused"] is False
+                assert api.http.get("/fleet").status_code == 404
+            server.stop()
+            server.environment = {**server.environment, "TURNLOG_FEATURES": "all"}
+            with closing(Stand(server.start(), engine)) as api:
+                assert api.get("/fleet")["paused"] is False
+                assert api.get("/adapters/one")["version"] is None
+        finally:
+            server.stop()

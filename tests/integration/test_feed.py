@@ -82,9 +82,9 @@ def expire(stand: Stand) -> None:
     change(stand.url, "UPDATE groups SET lease_until = lease_until - 100000")
 
 
-def test_a_line_is_a_whole_group_with_its_rows(fresh: Stand) -> None:
-    group = a_group(fresh, (0.0, 1.0, 1.0))
-    [line] = ask(fresh, "trainer", 4)
+def test_a_line_is_a_whole_group_with_its_rows(swept: Stand) -> None:
+    group = a_group(swept, (0.0, 1.0, 1.0))
+    [line] = ask(swept, "trainer", 4)
     assert line["group_id"] == group
     assert [one["attempt"] for one in line["attempts"]] == [0, 1, 2]
     assert [one["reward"] for one in line["attempts"]] == [0.0, 1.0, 1.0]
@@ -103,25 +103,9 @@ def test_a_line_is_a_whole_group_with_its_rows(fresh: Stand) -> None:
         assert row["group_id"] == group
         assert row["final"] is True
         assert row["advantage"] == pytest.approx((row["reward"] - 2 / 3) / (std + 1e-6))
-        [exported] = fresh.rows(session_id=row["session_id"], advantage="grpo")
+        [exported] = swept.rows(session_id=row["session_id"], advantage="grpo")
         for name in ("tokens", "logprobs", "loss_mask", "weight_versions", "messages", "advantage"):
             assert row[name] == exported[name], name
-
-
-def test_only_complete_groups_are_given(swept: Stand) -> None:
-    group = uuid.uuid4().hex
-    one, two = (swept.talk(group_id=group) for _ in range(2))
-    for talk in (one, two):
-        talk.say("Hello")
-    finish(one, swept, 1.0)
-    assert ids(ask(swept, "trainer")) == []
-    assert "1 of 2" in reasons(ask(swept, "trainer", explain=True))[group]
-    finish(two, swept, None)
-    assert ids(ask(swept, "trainer")) == []
-    swept.http.put(f"{two.path}/reward", json={"reward": 0})
-    assert "of 3 attempts" in reasons(ask(swept, "trainer", attempts=3, explain=True))[group]
-    assert ids(ask(swept, "trainer", attempts=3)) == []
-    assert ids(ask(swept, "trainer", attempts=2)) == [group]
 
 
 def test_what_is_not_acknowledged_in_time_goes_to_whoever_asks(swept: Stand) -> None:
@@ -140,6 +124,35 @@ def test_what_is_not_acknowledged_in_time_goes_to_whoever_asks(swept: Stand) -> 
     }
 
 
+def test_stale_groups_stay_and_are_explained(fresh: Stand) -> None:
+    old, middle, new = (a_group(fresh, version=version) for version in ("3", "5", "9"))
+    found = ask(fresh, "trainer", 9, max_staleness=2, explain=True)
+    assert ids(found) == [new]
+    assert reasons(found).keys() == {old, middle}
+    assert all(reason.startswith("stale: ") for reason in reasons(found).values())
+    assert ids(ask(fresh, "other", 9, max_staleness=2)) == []
+    [line] = ask(fresh, "other", 9, max_staleness=2, weight_version=7)
+    assert (line["group_id"], line["staleness"]) == (middle, 2)
+    [line] = ask(fresh, "third", 9)
+    assert (line["group_id"], line["staleness"]) == (old, 6)
+
+
+def test_only_complete_groups_are_given(swept: Stand) -> None:
+    group = uuid.uuid4().hex
+    one, two = (swept.talk(group_id=group) for _ in range(2))
+    for talk in (one, two):
+        talk.say("Hello")
+    finish(one, swept, 1.0)
+    assert ids(ask(swept, "trainer")) == []
+    assert "1 of 2" in reasons(ask(swept, "trainer", explain=True))[group]
+    finish(two, swept, None)
+    assert ids(ask(swept, "trainer")) == []
+    swept.http.put(f"{two.path}/reward", json={"reward": 0})
+    assert "of 3 attempts" in reasons(ask(swept, "trainer", attempts=3, explain=True))[group]
+    assert ids(ask(swept, "trainer", attempts=3)) == []
+    assert ids(ask(swept, "trainer", attempts=2)) == [group]
+
+
 def test_an_erased_session_is_named_and_the_others_are_given(swept: Stand) -> None:
     group = uuid.uuid4().hex
     one, gone, empty = (swept.talk(group_id=group, attempt=number) for number in range(3))
@@ -155,19 +168,6 @@ def test_an_erased_session_is_named_and_the_others_are_given(swept: Stand) -> No
         empty.id: "no committed turn",
     }
     assert line["statistics"]["count"] == 2
-
-
-def test_stale_groups_stay_and_are_explained(fresh: Stand) -> None:
-    old, middle, new = (a_group(fresh, version=version) for version in ("3", "5", "9"))
-    found = ask(fresh, "trainer", 9, max_staleness=2, explain=True)
-    assert ids(found) == [new]
-    assert reasons(found).keys() == {old, middle}
-    assert all(reason.startswith("stale: ") for reason in reasons(found).values())
-    assert ids(ask(fresh, "other", 9, max_staleness=2)) == []
-    [line] = ask(fresh, "other", 9, max_staleness=2, weight_version=7)
-    assert (line["group_id"], line["staleness"]) == (middle, 2)
-    [line] = ask(fresh, "third", 9)
-    assert (line["group_id"], line["staleness"]) == (old, 6)
 
 
 def test_a_stale_group_is_given_with_what_its_request_asks_of_its_rows(fresh: Stand) -> None:
@@ -204,17 +204,6 @@ def test_versions_that_are_no_numbers_have_no_staleness(swept: Stand) -> None:
     [line] = ask(swept, "trainer", max_staleness=0, weight_version=100)
     assert (line["group_id"], line["staleness"]) == (group, None)
     assert "number" in line["staleness_unknown"]
-
-
-def test_other_shapes_are_given_whole(swept: Stand) -> None:
-    group = a_group(swept)
-    [line] = ask(swept, "trainer", shape="slime")
-    assert line["group_id"] == group
-    assert len(line["rows"]) == 2
-    assert all("response_length" in row and "messages" not in row for row in line["rows"])
-    [line] = ask(swept, "trainer", shape="atropos")
-    assert len(line["rows"]) == 1, "a row of this shape is a whole group"
-    assert len(line["rows"][0]["scores"]) == 2
 
 
 def test_rows_are_cut_as_in_an_export(swept: Stand) -> None:
@@ -259,10 +248,6 @@ def test_what_is_wrong_in_a_request_is_named(stand: Stand) -> None:
     for response, named in refused:
         assert error_of(response) == (400, "invalid_request"), named
         assert named in response.json()["error"]["message"]
-
-
-def test_an_empty_acknowledgement_acknowledges_nothing(stand: Stand) -> None:
-    assert ack(stand, "c") == {"acknowledged": [], "already": [], "not_leased": [], "unknown": []}
 
 
 @pytest.fixture

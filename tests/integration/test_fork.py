@@ -12,7 +12,6 @@ import pytest
 from integration.places import Places
 from integration.routing import BOTH, problems
 from integration.stand import WEATHER, Stand, Talk, error_of, serving
-from integration.tito import sent_ids
 from ops.simulator.process import SimulatorProcess
 from turnlog.client.samples import parse
 
@@ -103,21 +102,6 @@ def test_a_row_that_only_repeats_is_in_no_trainers_file(used: Stand) -> None:
     assert not any(fork.rows()[0]["loss_mask"])
 
 
-def test_a_closed_session_is_forked_and_neither_takes_the_other_along(used: Stand) -> None:
-    source = said(used, "One", "Two")
-    rows = source.rows(replay="true")
-    assert used.http.delete(source.path).status_code == 204
-    first, second = forks(used, source, turn=2, count=2)
-    assert used.http.delete(first.path, params={"erase": "true"}).status_code == 204
-    assert source.rows(replay="true")[0]["tokens"] == rows[0]["tokens"]
-    assert used.http.delete(source.path, params={"erase": "true"}).status_code == 204
-    assert error_of(ask(used, source, turn=2)) == (404, "session_closed")
-    [own] = second.rows(replay="true")
-    assert (own["tokens"], own["routed_experts"]) == (rows[0]["tokens"], rows[0]["routed_experts"])
-    second.messages = source.messages
-    say(second, "Three")
-
-
 def test_the_same_key_makes_the_same_sessions_once(used: Stand) -> None:
     source = said(used, "One", "Two")
     key = uuid.uuid4().hex
@@ -135,17 +119,6 @@ def test_the_same_key_makes_the_same_sessions_once(used: Stand) -> None:
     ended = first.json()["sessions"][0]["session_id"]
     assert used.http.delete(f"/sessions/{ended}").status_code == 204
     assert error_of(ask(used, source, key=key, turn=1, metadata={"n": 1})) == (409, "session_closed")
-
-
-def test_a_marked_retry_is_of_the_forks_own_turns(used: Stand) -> None:
-    source = said(used, "One", "Two")
-    [fork] = forks(used, source, turn=2)
-    sent = {"tools": [WEATHER], "sim": {"tool_calls": False}, "headers": {"x-stainless-retry-count": "1"}}
-    assert "x-turnlog-replayed" in source.chat(source.messages[:-1], **sent).headers
-    again = fork.chat(source.messages[:-1], **sent)
-    assert "x-turnlog-replayed" not in again.headers
-    assert again.headers["x-turnlog-rolled-back"] == "1"
-    assert fork.chat(source.messages[:-1], **sent).content == again.content
 
 
 MASKS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
@@ -179,47 +152,10 @@ def test_every_shape_has_the_same_tokens_in_the_loss(used: Stand, parent_loss: b
     assert len(used.rows(group_id=group, format="messages")[0]["messages"]) == 6
 
 
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        ({}, 400),
-        ({"turn": 0}, 400),
-        ({"turn": 1, "count": 0}, 400),
-        ({"turn": 1, "count": 65}, 400),
-        ({"turn": 1, "session_id": "mine"}, 400),
-        ({"turn": 1, "metadata": {"n": "x" * 70_000}}, 400),
-        ({"turn": 2}, 404),
-    ],
-)
-def test_what_cannot_be_forked_is_refused_and_nothing_is_made(used: Stand, body: dict[str, Any], code: int) -> None:
-    source = said(used, "One", group_id=uuid.uuid4().hex)
-    assert ask(used, source, **body).status_code == code
-    assert (
-        len(used.http.get("/sessions", params={"group_id": source.state()["session"]["group_id"]}).json()["sessions"])
-        == 1
-    )
+def test_what_cannot_be_forked_is_refused_and_nothing_is_made(used: Stand) -> None:
+    source = said(used, "One", group_id=(group := uuid.uuid4().hex))
+    for more in ({"count": 0}, {"count": 65}, {"session_id": "mine"}, {"metadata": {"n": "x" * 70_000}}, {"turn": 0}):
+        assert ask(used, source, **{"turn": 1, **more}).status_code == 400
+    assert [ask(used, source, **body).status_code for body in ({}, {"turn": 2})] == [400, 404]
     assert error_of(ask(used, used.known("nobody"), turn=1)) == (404, "session_not_found")
-
-
-def test_with_ids_a_fork_continues_its_parents(tito: Stand) -> None:
-    source = said(tito, *FOUR)
-    whole = source.state()["metadata"]["accumulated_token_ids"]
-    [fork] = forks(tito, source, turn=2)
-    start = source.rows()[0]["turns"][1]["end"]
-    go_on(fork, source, 2, "Else")
-    [prompt] = sent_ids(tito, fork)
-    assert prompt[:start] == whole[:start]
-    assert fork.state()["metadata"]["tito_session_mismatch"] == []
-    [record] = fork.state()["records"][2:]
-    assert record["request"]["input_ids"] == prompt
-
-
-def test_the_page_says_where_a_session_was_forked_from(used: Stand) -> None:
-    source = said(used, "One")
-    [fork] = forks(used, source, turn=1)
-    views = [used.http.get(f"/ui/api/sessions/{talk.id}").json() for talk in (fork, source)]
-    assert [view["fork"] for view in views] == [
-        {"session": source.id, "turn": 1, "turns": 1, "loss": False},
-        None,
-    ]
-    assert [turn["opened_at"] for turn in views[0]["turns"]] == [None]
+    assert len(used.get("/sessions", group_id=group)["sessions"]) == 1

@@ -18,6 +18,18 @@ from turnlog import AsyncTurnlog, Turnlog
 from turnlog.client import frames
 from turnlog.client.traces import write_traces
 
+
+def frame_of(package: str, rows: list[Any]) -> Any:
+    return getattr(frames, METHODS[package])(rows)
+
+
+VALUES: tuple[list[Any], ...] = (
+    *([[1], [2**40]], [[1, 0.5], []], [[], []], [[[1, 2], [3]], [[]], []], [None, [True, False]], [None, None]),
+    *([1, None], [1, 0.5], [1, [], {"a": "b"}], ["a", None], [["a"], []], [{"a": 1}, {"b": [1]}], [[1, None], [2]]),
+    *([[0.5, None], [2]], [[1, [2]], 3], [0, []], [[1], [[1]]], [True, 1], [2**62, -1]),
+)
+
+
 METHODS = {"pandas": "to_pandas", "polars": "to_polars", "datasets": "to_dataset"}
 
 
@@ -40,10 +52,6 @@ def group(shared: Stand) -> str:
 def client(stand: Stand) -> Iterator[Turnlog]:
     with Turnlog(stand.server.base_url) as made:
         yield made
-
-
-def frame_of(package: str, rows: list[Any]) -> Any:
-    return getattr(frames, METHODS[package])(rows)
 
 
 def read(package: str, frame: Any) -> list[dict[str, Any]]:
@@ -88,45 +96,6 @@ def same(made: Any, value: Any) -> bool:
     return bool(made == value)
 
 
-def test_lists_have_types(client: Turnlog, group: str) -> None:
-    pandas, polars, datasets = map(pytest.importorskip, METHODS)
-    rows = list(client.export(group_id=group))
-    frame = frames.to_pandas(rows)
-    assert [array.dtype for array in frame["tokens"]] == [np.int32] * 2
-    assert [array.dtype for array in frame["logprobs"]] == [np.float64] * 2
-    assert isinstance(frame["messages"][0], list)
-    assert isinstance(frame["metadata"][1], dict)
-    assert isinstance(frame, pandas.DataFrame)
-    schema = frames.to_polars(rows).schema
-    assert (schema["tokens"], schema["logprobs"]) == (polars.List(polars.Int32), polars.List(polars.Float64))
-    features = frames.to_dataset(rows).features
-    assert features["tokens"] == datasets.List(datasets.Value("int32"))
-    assert features["logprobs"] == datasets.List(datasets.Value("float64"))
-    assert features["messages"] == datasets.Value("string")
-
-
-VALUES: tuple[list[Any], ...] = (
-    *([[1], [2**40]], [[1, 0.5], []], [[], []], [[[1, 2], [3]], [[]], []], [None, [True, False]], [None, None]),
-    *([1, None], [1, 0.5], [1, [], {"a": "b"}], ["a", None], [["a"], []], [{"a": 1}, {"b": [1]}], [[1, None], [2]]),
-    *([[0.5, None], [2]], [[1, [2]], 3], [0, []], [[1], [[1]]], [True, 1], [2**62, -1]),
-)
-
-
-@pytest.mark.parametrize("package", METHODS)
-def test_any_values_come_back(package: str) -> None:
-    pytest.importorskip(package)
-    for values in VALUES:
-        made = read(package, frame_of(package, [{"id": str(n), "value": value} for n, value in enumerate(values)]))
-        found = [one["value"] for one in made]
-        assert all(same(one, value) or one == value for one, value in zip(found, values, strict=True)), values
-
-
-@pytest.mark.parametrize("package", METHODS)
-def test_no_rows_are_an_empty_frame(package: str, client: Turnlog) -> None:
-    pytest.importorskip(package)
-    assert len(getattr(client.export(group_id="nobody"), METHODS[package])()) == 0
-
-
 def test_a_missing_package_is_named_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     async def asynchronously(method: str) -> None:
         async with AsyncTurnlog("http://127.0.0.1:9") as client:
@@ -141,16 +110,6 @@ def test_a_missing_package_is_named_before_anything_is_sent(monkeypatch: pytest.
             getattr(client.export(), method)()
         with pytest.raises(ModuleNotFoundError, match=rf"{method}\(\) needs {package}"):
             asyncio.run(asynchronously(method))
-
-
-def test_the_async_client_too(stand: Stand, group: str) -> None:
-    pytest.importorskip("pandas")
-
-    async def rewards() -> list[float]:
-        async with AsyncTurnlog(stand.server.base_url) as client:
-            return list((await client.export(group_id=group).to_pandas())["reward"])
-
-    assert asyncio.run(rewards())[0] == 1.0
 
 
 def test_the_notebook_runs(stand: Stand, group: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,3 +151,29 @@ def test_traces_are_of_the_hub_s_format(client: Turnlog, group: str, tmp_path: P
         )
     ]
     assert [line["message"]["content"] for line in second[1:]] == [one["content"] for one in rows[1]["messages"]]
+
+
+def test_lists_have_types(client: Turnlog, group: str) -> None:
+    pandas, polars, datasets = map(pytest.importorskip, METHODS)
+    rows = list(client.export(group_id=group))
+    frame = frames.to_pandas(rows)
+    assert [array.dtype for array in frame["tokens"]] == [np.int32] * 2
+    assert [array.dtype for array in frame["logprobs"]] == [np.float64] * 2
+    assert isinstance(frame["messages"][0], list)
+    assert isinstance(frame["metadata"][1], dict)
+    assert isinstance(frame, pandas.DataFrame)
+    schema = frames.to_polars(rows).schema
+    assert (schema["tokens"], schema["logprobs"]) == (polars.List(polars.Int32), polars.List(polars.Float64))
+    features = frames.to_dataset(rows).features
+    assert features["tokens"] == datasets.List(datasets.Value("int32"))
+    assert features["logprobs"] == datasets.List(datasets.Value("float64"))
+    assert features["messages"] == datasets.Value("string")
+
+
+@pytest.mark.parametrize("package", METHODS)
+def test_any_values_come_back(package: str) -> None:
+    pytest.importorskip(package)
+    for values in VALUES:
+        made = read(package, frame_of(package, [{"id": str(n), "value": value} for n, value in enumerate(values)]))
+        found = [one["value"] for one in made]
+        assert all(same(one, value) or one == value for one, value in zip(found, values, strict=True)), values

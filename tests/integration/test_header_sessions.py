@@ -13,10 +13,11 @@ import pytest
 from helpers.streams import assembled
 
 from integration.places import Places
-from integration.stand import HOURS, SPOKEN, Stand, Talk, error_of, serving, standing, until, user
+from integration.stand import HOURS, SPOKEN, Stand, Talk, error_of, serving, until, user
 from ops.simulator.process import SimulatorProcess
 
 TOLD = "x-turnlog-session-id"
+KEY, USER = "prompt_cache_key", "metadata.user_id"
 
 
 class Agent:
@@ -87,14 +88,32 @@ def test_an_agent_is_a_branch_or_has_a_session_of_its_own(
     assert [(row["rollout_id"], len(row["turns"])) for row in rows] == [(session, 2)] * 2
 
 
-APART = ({"TURNLOG_AGENTS": "sessions"}, {"TURNLOG_HISTORY": "linear"})
-"""Settings with which each agent has a session of its own."""
-
-
-@pytest.fixture(scope="module", params=APART, ids=lambda environment: "-".join(*environment.items()))
-def apart(request: pytest.FixtureRequest, places: Places) -> Iterator[Stand]:
-    with standing(places.new("apart"), environment=request.param) as made:
+@pytest.fixture(scope="module")
+def odd(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    """A server whose agents have sessions of their own, and that knows sessions by a request's body, or makes them."""
+    environment = {
+        "TURNLOG_AGENTS": "sessions",
+        "TURNLOG_SESSION_FROM_BODY": f"{KEY}, {USER}",
+        "TURNLOG_WITHOUT_SESSION": "record",
+        "TURNLOG_PUBLIC_URL": "https://turnlog.example.org/below/",
+    }
+    with serving(places.new("odd"), sglang.base_url, environment=environment) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def keeping(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    """A server whose sessions are linear and begin a segment where a request diverges, unless they say otherwise."""
+    environment = {"TURNLOG_HISTORY": "linear", "TURNLOG_ON_DIVERGENCE": "segment"}
+    with serving(places.new("keeping"), sglang.base_url, environment=environment) as made:
+        yield made
+
+
+@pytest.fixture(params=["odd", "keeping"])
+def apart(request: pytest.FixtureRequest, places: Places) -> Stand:
+    """A server with whose settings each agent has a session of its own."""
+    found: Stand = request.getfixturevalue(request.param)
+    return found
 
 
 def test_agents_that_share_a_session_work_side_by_side(apart: Stand) -> None:
@@ -129,15 +148,6 @@ def test_a_parent_in_a_header_need_not_be_known(stand: Stand, named: str, parent
     assert stand.http.get(f"/sessions/{parent}").status_code == 404
 
 
-def test_an_agents_own_id_goes_with_any_session_header(apart: Stand) -> None:
-    stand, session = apart, fresh()
-    headers = {"session-id": session, "x-turnlog-agent-id": "reviewer"}
-    Agent(stand, **headers).say("Hello")
-    assert config(stand, f"{session}:reviewer")["parent"] == session
-    Agent(stand, **headers | {"x-turnlog-agent-id": "tester", "x-turnlog-parent-session-id": "elsewhere"}).say("Hello")
-    assert config(stand, f"{session}:tester")["parent"] == "elsewhere"
-
-
 def test_threads_of_codex(apart: Stand) -> None:
     stand, session = apart, fresh()
     Agent(stand, session_id=session, thread_id=session).say("Hello")
@@ -157,35 +167,6 @@ def test_an_agent_whose_name_cannot_be_part_of_an_id_has_a_session_all_the_same(
     listed = stand.http.get("/sessions", params={"limit": 2}).json()["sessions"]
     assert {one["session_id"].rpartition(":")[0] for one in listed} == {session}
     assert [turns(stand, one["session_id"]) for one in listed] == [1, 2]
-
-
-def test_a_child_takes_after_its_parent(stand: Stand) -> None:
-    taken = {
-        "adapter": "poet",
-        "on_abort": "fail",
-        "matcher": "strict",
-        "rollback_window": 3,
-        "on_divergence": "segment",
-        "retain": "sampled",
-        "on_limit": "length",
-    }
-    parent = stand.talk(**taken, group_id="task", history="linear")
-    Agent(stand, x_turnlog_session_id=parent.id, x_turnlog_agent_id="sub").say("Hello")
-    assert config(stand, f"{parent.id}:sub") == {**taken, "parent": parent.id}
-
-
-def test_a_session_is_not_its_own_parent(stand: Stand) -> None:
-    session = fresh()
-    Agent(stand, x_session_id=session, x_parent_session_id=session).say("Hello")
-    assert "parent" not in config(stand, session)
-
-
-def test_the_first_session_header_counts_and_its_own_relatives(stand: Stand) -> None:
-    session, other = fresh(), fresh()
-    headers = {"x-session-id": session, "x-claude-code-session-id": other, "x-claude-code-agent-id": "one"}
-    Agent(stand, **headers, **{"x-dynamo-parent-session-id": other}).say("Hello")
-    assert "parent" not in config(stand, session)
-    assert stand.http.get(f"/sessions/{other}").status_code == 404
 
 
 @pytest.mark.parametrize("name", ["x-session-id", "x-parent-session-id"])
@@ -224,43 +205,31 @@ def test_what_cannot_be_told_apart_is_refused_with_a_word_on_what_to_send(stand:
     assert "x-turnlog-agent-id" not in in_path.text
 
 
-KEY, USER = "prompt_cache_key", "metadata.user_id"
-
-
-@pytest.fixture(scope="module")
-def by_body(places: Places) -> Iterator[Stand]:
-    with standing(places.new("by_body"), environment={"TURNLOG_SESSION_FROM_BODY": f"{KEY}, {USER}"}) as made:
-        yield made
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({KEY: "{id}"}, "{id}"),
-        ({"metadata": {"user_id": "{id}"}}, "{id}"),
-        ({"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": "{id}"})}}, "{id}"),
-        ({"metadata": {"user_id": json.dumps({"device_id": "{id}"})}}, None),
-        ({KEY: "{id}", "metadata": {"user_id": "another"}}, "{id}"),
-        ({KEY: 7, "metadata": {"user_id": "{id}"}}, "{id}"),
-        ({KEY: "a/b {id}"}, None),
-        ({KEY: "{id}" * 5}, None),
-    ],
+NAMED: tuple[tuple[dict[str, Any], str | None], ...] = (
+    *(({KEY: "{id}"}, "{id}"), ({"metadata": {"user_id": "{id}"}}, "{id}"), ({KEY: "a/b {id}"}, None)),
+    ({"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": "{id}"})}}, "{id}"),
+    ({"metadata": {"user_id": json.dumps({"device_id": "{id}"})}}, None),
+    ({KEY: "{id}", "metadata": {"user_id": "another"}}, "{id}"),
+    *(({KEY: 7, "metadata": {"user_id": "{id}"}}, "{id}"), ({KEY: "{id}" * 5}, None)),
 )
+
+
+@pytest.mark.parametrize(("fields", "named"), NAMED)
 def test_a_field_of_the_body_names_the_session_if_a_setting_says_so(
-    stand: Stand, by_body: Stand, fields: dict[str, Any], named: str | None
+    stand: Stand, odd: Stand, fields: dict[str, Any], named: str | None
 ) -> None:
     """A name that is no id is hashed."""
     session = fresh()
     sent = json.loads(json.dumps(fields).replace("{id}", session))
-    agent = Agent(by_body)
+    agent = Agent(odd)
     agent.say("Hello", **sent)
     agent.say("More", **sent)
-    found = by_body.http.get("/sessions", params={"limit": 1}).json()["sessions"][0]["session_id"]
-    assert turns(by_body, found) == 2
+    found = odd.http.get("/sessions", params={"limit": 1}).json()["sessions"][0]["session_id"]
+    assert turns(odd, found) == 2
     assert re.fullmatch("[0-9a-f]{32}" if named is None else session, found)
-    assert config(by_body, found)["history"] == "tree"
+    assert config(odd, found)["history"] == "tree"
     agent.say("And elsewhere", {"x-session-id": f"{session}-header"}, **sent)
-    assert turns(by_body, f"{session}-header") == 1
+    assert turns(odd, f"{session}-header") == 1
     assert error_of(Agent(stand).chat("Hello", **sent)) == (400, "invalid_request")
 
 
@@ -282,14 +251,6 @@ def test_a_final_turn_closes_its_session_after_the_reply(stand: Stand, stream: b
     assert len(talk.committed()) == 2
 
 
-@pytest.fixture(scope="module")
-def keeping(places: Places) -> Iterator[Stand]:
-    """A server whose sessions are linear and begin a segment where a request diverges, unless they say otherwise."""
-    linear = {"TURNLOG_HISTORY": "linear", "TURNLOG_ON_DIVERGENCE": "segment"}
-    with standing(places.new("keeping"), environment={**linear, "TURNLOG_STREAM_KEEPALIVE_S": "0.05"}) as made:
-        yield made
-
-
 def test_a_server_may_keep_what_diverges_in_sessions_that_do_not_say(keeping: Stand) -> None:
     said, unsaid, named = keeping.talk(on_divergence="reject"), keeping.talk(), fresh()
     agents = {
@@ -309,17 +270,6 @@ def test_a_server_may_keep_what_diverges_in_sessions_that_do_not_say(keeping: St
         assert error_of(agent.chat("Two")) == (400, "history_mismatch")
 
 
-def test_a_rollback_is_told_in_a_stream_whose_headers_have_gone_out(keeping: Stand) -> None:
-    talk = keeping.talk()
-    talk.say("Hello")
-    talk.say("More")
-    again = talk.chat(talk.messages[:3], stream=True, sim={"latency_s": 0.5})
-    assert "x-turnlog-rolled-back" not in again.headers
-    comments = [part for part in again.text.split("\n\n") if part.startswith(":")]
-    assert (comments[0], comments[-1]) == (": keep-alive", ": x-turnlog-rolled-back: 1")
-    assert assembled(again.text)["choices"][0]["finish_reason"] == "stop"
-
-
 @pytest.mark.parametrize("capture", ["", "/training-token-capture"])
 def test_gyms_prefix_names_the_session(stand: Stand, capture: str) -> None:
     """Whatever session the harness names itself; its agents stay its agents."""
@@ -336,40 +286,42 @@ def test_gyms_prefix_names_the_session(stand: Stand, capture: str) -> None:
     assert models.json() == stand.http.get("/v1/models").json()
 
 
-@pytest.mark.parametrize("path", ["/ng-rollout//v1/models", "/ng-rollout/-a/v1/models", "/ng-rollout/a/health"])
-def test_no_other_path_has_gyms_prefix(stand: Stand, path: str) -> None:
-    assert stand.http.get(path).status_code == 404
+def test_a_request_that_names_no_session_gets_one_of_its_own(odd: Stand) -> None:
+    made = []
+    for protocol in (*SPOKEN, "completions"):
+        path = "/v1/completions" if protocol == "completions" else SPOKEN[protocol].path
+        body = {"model": "simulator", "prompt": "Hello"}
+        if protocol in SPOKEN:
+            body = odd.known("", protocol).body([user("Hello")])
+        for more in ({}, {"stream": True}):
+            reply = odd.http.post(path, json={**body, **more})
+            assert reply.status_code == 200, reply.text
+            made.append(reply.headers[TOLD])
+            assert turns(odd, made[-1]) == 1
+        key = {"idempotency-key": f"once-{protocol}"}
+        first, again = (odd.http.post(path, json=body, headers=key) for _ in range(2))
+        assert (again.content, again.headers[TOLD]) == (first.content, first.headers[TOLD])
+        assert again.headers["x-turnlog-replayed"] == "true"
+        made.append(first.headers[TOLD])
+        refused = odd.http.post(path, json={**body, "n": 2})
+        assert (refused.status_code, turns(odd, refused.headers[TOLD])) == (400, 0)
+    assert len(set(made)) == len(made)
+
+    agent, name = Agent(odd), fresh()
+    agent.say("Hello", {TOLD: name})
+    for session in (name, made[0]):
+        assert TOLD not in agent.chat("On", {TOLD: session}).headers
+    assert turns(odd, made[0]) == 2
+    url = odd.http.post("/sessions", json={"session_id": "known"}).json()["url"]
+    assert url == "https://turnlog.example.org/below/sessions/known"
 
 
-def test_a_request_that_names_no_session_gets_one_of_its_own(sglang: SimulatorProcess, places: Places) -> None:
-    environment = {"TURNLOG_WITHOUT_SESSION": "record", "TURNLOG_PUBLIC_URL": "https://turnlog.example.org/below/"}
-    with serving(places.new("unnamed"), sglang.base_url, environment=environment) as stand:
-        made = []
-        for protocol in (*SPOKEN, "completions"):
-            path = "/v1/completions" if protocol == "completions" else SPOKEN[protocol].path
-            body = {"model": "simulator", "prompt": "Hello"}
-            if protocol in SPOKEN:
-                body = stand.known("", protocol).body([user("Hello")])
-            for more in ({}, {"stream": True}):
-                reply = stand.http.post(path, json={**body, **more})
-                assert reply.status_code == 200, reply.text
-                made.append(reply.headers[TOLD])
-                assert turns(stand, made[-1]) == 1
-            key = {"idempotency-key": f"once-{protocol}"}
-            first, again = (stand.http.post(path, json=body, headers=key) for _ in range(2))
-            assert (again.content, again.headers[TOLD]) == (first.content, first.headers[TOLD])
-            assert again.headers["x-turnlog-replayed"] == "true"
-            made.append(first.headers[TOLD])
-            refused = stand.http.post(path, json={**body, "n": 2})
-            assert (refused.status_code, turns(stand, refused.headers[TOLD])) == (400, 0)
-        assert len(set(made)) == len(made)
-
-        agent = Agent(stand)
-        agent.say("Hello", {"x-turnlog-session-id": (name := fresh())})
-        named = agent.chat("On", {"x-turnlog-session-id": name})
-        assert TOLD not in named.headers
-        goes_on = agent.chat("On", {"x-turnlog-session-id": made[0]})
-        assert TOLD not in goes_on.headers
-        assert turns(stand, made[0]) == 2
-        url = stand.http.post("/sessions", json={"session_id": "known"}).json()["url"]
-        assert url == "https://turnlog.example.org/below/sessions/known"
+def test_a_rollback_is_told_in_a_stream_whose_headers_have_gone_out(keeping: Stand) -> None:
+    talk = keeping.talk()
+    talk.say("Hello")
+    talk.say("More")
+    again = talk.chat(talk.messages[:3], stream=True, sim={"latency_s": 0.5})
+    assert "x-turnlog-rolled-back" not in again.headers
+    comments = [part for part in again.text.split("\n\n") if part.startswith(":")]
+    assert (comments[0], comments[-1]) == (": keep-alive", ": x-turnlog-rolled-back: 1")
+    assert assembled(again.text)["choices"][0]["finish_reason"] == "stop"

@@ -5,17 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from integration.places import Places
 from integration.routing import problems
-from integration.stand import SPOKEN, Stand, Talk, error_of, serving
-from integration.test_metrics_route import value
-from ops.simulator.process import SimulatorProcess
+from integration.stand import SPOKEN, Stand, Talk, error_of
 
 PLAIN = {"tool_calls": False}
 
@@ -60,49 +56,44 @@ def images_in(messages: Sequence[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("protocol", list(SPOKEN))
-def test_an_image_is_stored_once_and_sent_with_every_turn(
-    sglang: SimulatorProcess, places: Places, protocol: str
-) -> None:
+def test_an_image_is_stored_once_and_sent_with_every_turn(mortal: Stand, protocol: str) -> None:
     """Over a `kill -9`, after which the history comes from the store."""
-    with serving(places.new("images"), sglang.base_url) as stand:
-        talk = stand.talk(protocol)
-        talk.add(asks(protocol, "What is it?", image(protocol, PNG)), sim=PLAIN)
-        talk.say("And now?", sim=PLAIN)
-        stand.server.kill()
-        stand.server.start()
-        again, other = image(protocol, PNG), image(protocol, JPEG, "image/jpeg")
-        talk.add(asks(protocol, "The same, and another", again, other), sim=PLAIN)
-        first, second = url_of(PNG), url_of(JPEG, "image/jpeg")
-        assert [images_in(messages) for messages in sent(stand, talk)] == [[first], [first], [first, first, second]]
-        records = talk.state()["records"]
-        assert [images_in(record["request"]["messages"]) for record in records] == [
-            [first],
-            [first],
-            [first, first, second],
-        ]
-        blobs = {
-            blob["hash"] for turn in talk.committed() for blob in turn.get("new_blobs", ()) if blob["kind"] == "image"
-        }
-        assert blobs == {sha256(PNG), sha256(JPEG)}
-        [row] = talk.rows()
-        assert [(one["sha256"], one["message"], one["turn"]) for one in row["images"]] == [
-            (sha256(PNG), 0, 1),
-            (sha256(PNG), 4, 3),
-            (sha256(JPEG), 4, 3),
-        ]
-        assert next((one["media_type"], one["size"], one["bytes"]) for one in row["images"]) == (
-            "image/png",
-            len(PNG),
-            None,
-        )
-        assert url_of(PNG)[30:] not in str(row["messages"])
-        [inline] = talk.rows(images="inline")
-        assert [base64.b64decode(one["bytes"]) for one in inline["images"]] == [PNG, PNG, JPEG]
-        assert images_in(inline["messages"]) == [first, first, second]
-        [none] = talk.rows(images="none")
-        assert "images" not in none
-        assert none["tokens"] == row["tokens"] == inline["tokens"]
-        assert problems(stand) == []
+    talk = mortal.talk(protocol)
+    talk.add(asks(protocol, "What is it?", image(protocol, PNG)), sim=PLAIN)
+    talk.say("And now?", sim=PLAIN)
+    mortal.server.kill()
+    mortal.server.start()
+    again, other = image(protocol, PNG), image(protocol, JPEG, "image/jpeg")
+    talk.add(asks(protocol, "The same, and another", again, other), sim=PLAIN)
+    first, second = url_of(PNG), url_of(JPEG, "image/jpeg")
+    assert [images_in(messages) for messages in sent(mortal, talk)] == [[first], [first], [first, first, second]]
+    records = talk.state()["records"]
+    assert [images_in(record["request"]["messages"]) for record in records] == [
+        [first],
+        [first],
+        [first, first, second],
+    ]
+    blobs = {blob["hash"] for turn in talk.committed() for blob in turn.get("new_blobs", ()) if blob["kind"] == "image"}
+    assert blobs == {sha256(PNG), sha256(JPEG)}
+    [row] = talk.rows()
+    assert [(one["sha256"], one["message"], one["turn"]) for one in row["images"]] == [
+        (sha256(PNG), 0, 1),
+        (sha256(PNG), 4, 3),
+        (sha256(JPEG), 4, 3),
+    ]
+    assert next((one["media_type"], one["size"], one["bytes"]) for one in row["images"]) == (
+        "image/png",
+        len(PNG),
+        None,
+    )
+    assert url_of(PNG)[30:] not in str(row["messages"])
+    [inline] = talk.rows(images="inline")
+    assert [base64.b64decode(one["bytes"]) for one in inline["images"]] == [PNG, PNG, JPEG]
+    assert images_in(inline["messages"]) == [first, first, second]
+    [none] = talk.rows(images="none")
+    assert "images" not in none
+    assert none["tokens"] == row["tokens"] == inline["tokens"]
+    assert problems(mortal) == []
 
 
 def test_an_image_is_read_by_its_hash(stand: Stand) -> None:
@@ -139,16 +130,6 @@ def test_images_are_equal_by_bytes_and_media_type(stand: Stand, first: str, seco
     assert response.status_code == (200 if equal else 400), response.text
 
 
-def test_an_image_by_url_stays_one(stand: Stand) -> None:
-    talk = stand.talk()
-    url = "http://127.0.0.1:1/a.png"
-    talk.add(asks("chat", "What is it?", {"type": "image_url", "image_url": {"url": url}}), sim=PLAIN)
-    assert images_in(sent(stand, talk)[0]) == [url]
-    [row] = talk.rows(images="inline")
-    [shown] = row["images"]
-    assert (shown["url"], shown["not_stored"], shown["sha256"]) == (url, True, None)
-
-
 @pytest.mark.parametrize("kind", ["turnlog_image", "turnlog\\u005fimage"])
 @pytest.mark.parametrize("beside", [[], [image("chat", PNG)]])
 @pytest.mark.parametrize("url", [{}, {"image_url": None}])
@@ -164,54 +145,22 @@ def test_no_client_can_write_a_reference(
     assert "turnlog_image" in response.json()["error"]["message"]
 
 
-def test_forks_have_the_images_and_erasure_takes_them(sglang: SimulatorProcess, places: Places) -> None:
-    with serving(places.new("images"), sglang.base_url) as stand:
-        talk = stand.talk()
-        talk.add(asks("chat", "What is it?", image("chat", PNG)), sim=PLAIN)
-        talk.add(asks("chat", "And it?", image("chat", JPEG)), sim=PLAIN)
-        made = stand.http.post(f"{talk.path}/fork", json={"turn": 1}).json()["sessions"]
-        fork = stand.known(made[0]["session_id"])
-        assert stand.http.get(f"{fork.path}/images/{sha256(PNG)}").content == PNG
-        assert stand.http.get(f"{fork.path}/images/{sha256(JPEG)}").status_code == 404
-        assert stand.http.delete(talk.path, params={"erase": "true"}).status_code == 204
-        assert stand.http.get(f"{talk.path}/images/{sha256(PNG)}").status_code == 404
-        fork.messages = talk.messages[:2]
-        fork.say("On", sim=PLAIN)
-        assert images_in(sent(stand, fork)[-1]) == [url_of(PNG)]
-        [row] = fork.rows(images="inline")
-        assert base64.b64decode(row["images"][0]["bytes"]) == PNG
-        assert problems(stand) == []
-
-
-def test_what_a_turn_stores_counts_its_images_once(stand: Stand) -> None:
-    """Of random bytes, which no compression makes fewer."""
-    talk, data, counts = stand.talk(), random.Random(1).randbytes(100_000), []
-    for _ in range(2):
-        before = value(stand, "turnlog_turn_bytes_total", kind="stored")
-        talk.add(asks("chat", "What is it?", image("chat", data)), sim=PLAIN)
-        counts.append(value(stand, "turnlog_turn_bytes_total", kind="stored") - before)
-    assert counts[0] > len(data) > counts[1]
-
-
-def inline_row(talk: Talk) -> dict[str, Any]:
-    """The session's row with its images, without what says where in the log it was read."""
-    [row] = talk.rows(images="inline")
-    return {name: value for name, value in row.items() if name not in ("cursor", "as_of_seq")}
-
-
-def test_a_restored_checkpoint_has_the_images(stand: Stand) -> None:
-    talk = stand.talk()
+def test_forks_have_the_images_and_erasure_takes_them(mortal: Stand) -> None:
+    talk = mortal.talk()
     talk.add(asks("chat", "What is it?", image("chat", PNG)), sim=PLAIN)
-    before = inline_row(talk)
-    assert stand.http.post("/checkpoints", json={"name": "images"}).status_code == 200
     talk.add(asks("chat", "And it?", image("chat", JPEG)), sim=PLAIN)
-    assert stand.http.post("/checkpoints/images/restore").status_code == 200
-    assert stand.http.delete("/checkpoints/images").status_code == 204
-    assert inline_row(talk) == before
-    talk.messages = talk.messages[:2]
-    talk.add(asks("chat", "Or it?", image("chat", JPEG), image("chat", PNG)), sim=PLAIN)
-    assert [base64.b64decode(one["bytes"]) for one in inline_row(talk)["images"]] == [PNG, JPEG, PNG]
-    assert [problem for problem in problems(stand) if problem.startswith(talk.id)] == []
+    made = mortal.http.post(f"{talk.path}/fork", json={"turn": 1}).json()["sessions"]
+    fork = mortal.known(made[0]["session_id"])
+    assert mortal.http.get(f"{fork.path}/images/{sha256(PNG)}").content == PNG
+    assert mortal.http.get(f"{fork.path}/images/{sha256(JPEG)}").status_code == 404
+    assert mortal.http.delete(talk.path, params={"erase": "true"}).status_code == 204
+    assert mortal.http.get(f"{talk.path}/images/{sha256(PNG)}").status_code == 404
+    fork.messages = talk.messages[:2]
+    fork.say("On", sim=PLAIN)
+    assert images_in(sent(mortal, fork)[-1]) == [url_of(PNG)]
+    [row] = fork.rows(images="inline")
+    assert base64.b64decode(row["images"][0]["bytes"]) == PNG
+    assert problems(mortal) == []
 
 
 def test_with_a_tokenizer_a_turn_with_images_is_captured(tito: Stand) -> None:
@@ -248,6 +197,16 @@ def test_shapes_have_the_images_or_say_that_they_leave_them_out(stand: Stand, sh
         assert row["images_left_out"] == 1
         assert "images" not in row
         assert "multi_modal_data" not in row
+
+
+def test_an_image_by_url_stays_one(stand: Stand) -> None:
+    talk = stand.talk()
+    url = "http://127.0.0.1:1/a.png"
+    talk.add(asks("chat", "What is it?", {"type": "image_url", "image_url": {"url": url}}), sim=PLAIN)
+    assert images_in(sent(stand, talk)[0]) == [url]
+    [row] = talk.rows(images="inline")
+    [shown] = row["images"]
+    assert (shown["url"], shown["not_stored"], shown["sha256"]) == (url, True, None)
 
 
 def test_documents_have_the_images_inline(stand: Stand) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +55,6 @@ def test_a_servers_tool_is_left_out_of_the_prompt_and_told(stand: Stand, protoco
     assert error_of(forced) == (400, "unsupported")
 
 
-def test_a_stream_that_has_begun_is_told_by_a_comment(stand: Stand, sglang: SimulatorProcess, places: Places) -> None:
-    environment = {"TURNLOG_STREAM_KEEPALIVE_S": "0.05"}
-    with checked(places.new("impatient"), sglang.base_url, environment=environment) as impatient:
-        talk = impatient.talk("responses")
-        response = talk.chat([user("Hello")], stream=True, tools=[SERVERS["responses"]], sim={"latency_s": 0.5})
-    assert TOLD not in response.headers
-    assert f": {TOLD}: server_tool:tools[0]\n" in response.text
-
-
-def test_details_of_images_that_engines_do_not_know_are_known_again_in_the_next_turn(stand: Stand) -> None:
-    picture = {"url": "data:image/png;base64,AAAA", "detail": "original"}
-    for size in (0, 40_000):
-        talk = stand.talk()
-        asked = [{"type": "text", "text": "x" * size + "See"}, {"type": "image_url", "image_url": picture}]
-        first = talk.add({"role": "user", "content": asked})
-        second = talk.say("And?")
-        assert [one.headers[TOLD] for one in (first, second)] == ["image_detail:messages[0].content[1]"] * 2
-        assert [event["parent"] for event in talk.committed()] == [0, 1]
-        for request in stand.engine_requests(talk.id):
-            assert json.dumps(request["body"]).count('"detail": "auto"') == 1
-
-
 def deaf(template: str) -> str:
     """Renders no message of a developer."""
     old = "{%- for message in messages -%}"
@@ -107,21 +84,16 @@ def test_a_message_that_the_template_renders_as_nothing_is_told(deaf_stand: Stan
     assert talk.add({"role": "system", "content": "Late"}, user("Still")).headers.get(TOLD) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("add_generation_prompt", [False, True, None]),
-        ("chat_template", ["{{ messages }}", None]),
-        ("documents", [[{"text": "x"}], [], None]),
-    ],
-)
-def test_another_prompt_is_refused_by_name_where_the_server_builds_it(
-    tito: Stand, name: str, values: list[Any]
-) -> None:
-    refused, *accepted = values
+def test_another_prompt_is_refused_by_name_where_the_server_builds_it(tito: Stand) -> None:
     talk = tito.talk()
-    response = talk.chat([user("Hello")], **{name: refused})
-    assert error_of(response) == (400, "unsupported")
-    assert response.json()["error"]["message"].startswith(name)
-    for value in accepted:
-        talk.say("Hello", **{name: value})
+    fields: dict[str, list[Any]] = {
+        "add_generation_prompt": [False, True, None],
+        "chat_template": ["{{ messages }}", None],
+        "documents": [[{"text": "x"}], [], None],
+    }
+    for name, (refused, *accepted) in fields.items():
+        response = talk.chat([user("Hello")], **{name: refused})
+        assert error_of(response) == (400, "unsupported")
+        assert response.json()["error"]["message"].startswith(name)
+        for value in accepted:
+            talk.say("Hello", **{name: value})

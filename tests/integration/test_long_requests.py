@@ -14,7 +14,6 @@ from app.domain.known_body import LONG_BODY
 from integration.stand import Stand, Talk, error_of, user
 
 LONG = "a long [task], {with} signs; " * (LONG_BODY // 20)
-RETRY = {"x-stainless-retry-count": "1"}
 
 
 def send(
@@ -62,42 +61,6 @@ def test_turns_whose_history_is_known(stand: Stand, history: str) -> None:
     rows = talk.rows()
     assert len(rows[-1]["messages"]) == len(asked) + 1
     assert sum(sum(row["loss_mask"]) for row in rows) == sum(turn["output_tokens"] for turn in talk.committed())
-
-
-def test_a_retry_is_known_by_its_canonical_body(stand: Stand) -> None:
-    talk, messages = long_talk(stand)
-    asked = [*messages, user("last")]
-    first = send(stand, talk, compact(asked, temperature=0.5, stop=["x"]))
-    again = [
-        compact(asked, temperature=0.5, stop=["x"]),
-        compact(asked, stop=["x"], temperature=0.5),
-        json.dumps({"stop": ["x"], "messages": asked, "model": "m", "temperature": 0.5}, indent=1),
-        compact([*messages, {"content": " last ", "role": "user"}], temperature=0.5, stop=["x"]),
-    ]
-    for body in again:
-        reply = send(stand, talk, body, RETRY)
-        assert (reply.status_code, reply.content) == (200, first.content)
-        assert reply.headers["x-turnlog-replayed"] == "true"
-    assert "x-turnlog-replayed" not in send(stand, talk, compact(asked, temperature=0.7, stop=["x"]), RETRY).headers
-
-
-def test_a_key_with_another_long_body_is_422(stand: Stand) -> None:
-    talk, messages = long_talk(stand)
-    asked, key = [*messages, user("last")], {"idempotency-key": "k"}
-    first = send(stand, talk, compact(asked), key)
-    assert send(stand, talk, compact(asked), key).content == first.content
-    assert error_of(send(stand, talk, compact([*messages, user("other")]), key)) == (422, "idempotency_mismatch")
-    assert error_of(send(stand, talk, compact(asked, temperature=0.5), key)) == (422, "idempotency_mismatch")
-
-
-def test_a_rollback_and_what_goes_back_too_far(stand: Stand) -> None:
-    talk, messages = long_talk(stand)
-    reply = send(stand, talk, compact([*messages[:-2], user("another")]))
-    assert (reply.status_code, reply.headers["x-turnlog-rolled-back"]) == (200, "1")
-    messages = [*messages[:-2], user("another"), replied(reply)]
-    assert error_of(send(stand, talk, compact([*messages[:3], user("far")]))) == (400, "rollback_too_deep")
-    assert error_of(send(stand, talk, compact([messages[0], user("?"), *messages[2:]]))) == (400, "history_mismatch")
-    replied(send(stand, talk, compact([*messages, user("on")])))
 
 
 REFUSED = {

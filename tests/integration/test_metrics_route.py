@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import promql_parser
 import pytest
 import yaml
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from integration.places import Places
@@ -22,10 +21,7 @@ DEPLOY = ROOT / "ops" / "deploy"
 BY_PROMETHEUS = {"job", "instance"}
 """Labels that Prometheus adds."""
 
-SPOKEN = "canary-said-by-an-agent"
-ANSWERED = "canary-generated-by-an-engine"
 KEY = {"idempotency-key": "canary-key-of-a-client"}
-MODEL = "canary-model"
 
 Samples = dict[str, list[dict[str, str]]]
 """The labels of each sample, by its name."""
@@ -86,16 +82,6 @@ def test_each_way_in_which_a_turn_ends_is_counted_once(watched: Stand) -> None:
     }
 
 
-def test_turns_that_were_rolled_back_are_counted_once(watched: Stand) -> None:
-    before = value(watched, "turnlog_turns_rolled_back_total")
-    talk = watched.talk(rollback_window=2)
-    for text in ("One", "Two", "Three"):
-        talk.say(text)
-    sent = [*talk.messages[:2], user("Instead")]
-    told = [talk.chat(sent, headers=KEY).headers["x-turnlog-rolled-back"] for _ in range(2)]
-    assert (told, value(watched, "turnlog_turns_rolled_back_total")) == (["2", "2"], before + 2)
-
-
 def test_the_stages_are_what_the_log_says_and_add_up_to_what_the_client_waited(watched: Stand) -> None:
     def spent(stage: str) -> float:
         return value(watched, "turnlog_turn_stage_seconds_sum", stage=stage)
@@ -120,13 +106,6 @@ def test_the_stages_are_what_the_log_says_and_add_up_to_what_the_client_waited(w
     assert sum(timing.values()) / 1e6 < response.elapsed.total_seconds()
 
 
-def test_own_overhead_leaves_engine_and_gate_out(watched: Stand) -> None:
-    before = value(watched, "turnlog_turn_overhead_seconds_sum"), value(watched, "turnlog_turn_overhead_seconds_count")
-    elapsed = watched.talk().say("Hello", sim={"latency_s": 0.5}).elapsed.total_seconds()
-    assert value(watched, "turnlog_turn_overhead_seconds_count") == before[1] + 1
-    assert 0 < value(watched, "turnlog_turn_overhead_seconds_sum") - before[0] < elapsed - 0.5
-
-
 def test_the_store_the_engines_and_the_process_are_told_of(watched: Stand) -> None:
     talk = watched.talk()
     before = value(watched, "turnlog_events_total", type="TurnCommitted")
@@ -145,38 +124,6 @@ def test_the_store_the_engines_and_the_process_are_told_of(watched: Stand) -> No
     assert value(watched, "process_start_time_seconds") > 0
 
 
-def test_exports_are_counted_when_they_have_been_read(watched: Stand) -> None:
-    before = [value(watched, f"turnlog_export_{what}_total") for what in ("rows", "bytes")]
-    watched.talk().say("Hello")
-    sent = watched.http.get("/export")
-    assert value(watched, "turnlog_export_rows_total") == before[0] + len(sent.text.splitlines())
-    assert value(watched, "turnlog_export_bytes_total") == before[1] + len(sent.content)
-    assert value(watched, "turnlog_exports_running") == 0
-
-
-def test_openmetrics_is_given_to_who_asks_for_it(watched: Stand) -> None:
-    response = scrape(watched, accept="application/openmetrics-text; version=1.0.0")
-    assert response.headers["content-type"].startswith("application/openmetrics-text")
-    assert "turnlog_turns" in {family.name for family in openmetrics(response.text)}
-    assert scrape(watched).headers["content-type"].startswith("text/plain")
-
-
-def test_what_agents_and_engines_say_and_clients_choose_is_in_no_metric_and_no_log(watched: Stand) -> None:
-    talk = watched.talk(group_id="canary-group", adapter="canary-adapter")
-    sim = {"text": ANSWERED}
-    assert talk.say(SPOKEN, model=MODEL, sim=sim, headers=KEY).status_code == 200
-    assert watched.sim.post("/sim/faults", json={"fault": "status_500", "message": ANSWERED}).status_code == 200
-    refused = talk.chat([user(SPOKEN)], model=MODEL)
-    assert (refused.status_code, ANSWERED in refused.text) == (500, True)
-    assert talk.chat([user(SPOKEN)], model=MODEL, sim={**sim, "fault": "bool_id"}).status_code == 502
-    assert watched.http.post(talk.chat_path, content=f'{{"messages": "{SPOKEN}'.encode()).status_code == 400
-    metrics, log = scrape(watched).text, watched.server.log_path.read_text()
-    assert "canary" not in metrics
-    assert talk.id not in metrics
-    assert "canary" not in log
-    assert "Traceback" not in log
-
-
 def test_a_failed_turn_is_one_line_with_its_request_and_session(watched: Stand) -> None:
     talk = watched.talk()
     response = talk.chat([user("x")], sim={"fault": "not_json"}, headers={"x-request-id": "rollout-7"})
@@ -188,55 +135,18 @@ def test_a_failed_turn_is_one_line_with_its_request_and_session(watched: Stand) 
     assert line["duration_ms"] > 0
 
 
-def test_a_good_turn_is_no_line_and_has_a_name_too(watched: Stand) -> None:
-    before = watched.server.log_path.read_text()
-    response = watched.talk().say("Hello")
-    assert re.fullmatch(r"[0-9a-f]+-[0-9a-f]+", response.headers["x-request-id"])
-    assert watched.server.log_path.read_text() == before
-
-
-def test_what_an_operator_changes_is_one_line(watched: Stand) -> None:
-    talk = watched.talk()
-    talk.say("Hello")
-    url = "http://127.0.0.1:9"
-    assert watched.http.post("/engines", json={"url": url, "state": "draining"}).status_code == 200
-    assert watched.http.delete("/engines", params={"url": url}).status_code == 204
-    assert watched.http.delete(talk.path, params={"erase": "true"}).status_code == 204
-    assert len([line for line in lines(watched, "fleet event") if url in line["event"]]) == 2
-    (erased,) = (line for line in lines(watched, "session erased") if line["session_id"] == talk.id)
-    assert erased["request_id"]
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "host", "code"),
-    [
+def test_an_error_of_what_is_no_turn_is_counted_by_its_code(watched: Stand) -> None:
+    for method, path, host, code in (
         ("GET", "/sessions", "evil", "forbidden"),
         ("POST", "/sessions/x/v1/chat/completions", "evil", "forbidden"),
         ("GET", "/sessions/none", "localhost", "session_not_found"),
         ("GET", "/sessions?limit=0", "localhost", "invalid_request"),
-        ("GET", "/nothing", "localhost", "not_found"),
         ("PUT", "/metrics", "localhost", "method_not_allowed"),
         ("GET", "/" + "x" * 20_000, "localhost", "target_too_long"),
-    ],
-)
-def test_an_error_of_what_is_no_turn_is_counted_by_its_code(
-    watched: Stand, method: str, path: str, host: str, code: str
-) -> None:
-    def counted() -> float:
-        return value(watched, "turnlog_request_errors_total", code=code)
-
-    before = counted()
-    assert error_of(watched.http.request(method, path, headers={"host": host}))[1] == code
-    assert counted() == before + 1
-
-
-def test_an_error_of_a_turn_is_counted_once(watched: Stand) -> None:
-    others = value(watched, "turnlog_request_errors_total", code="session_not_found")
-    turns = value(watched, "turnlog_turns_total", outcome="session_not_found")
-    response = watched.http.post("/sessions/none/v1/chat/completions", json={"messages": [user("Hello")]})
-    assert error_of(response) == (404, "session_not_found")
-    assert value(watched, "turnlog_turns_total", outcome="session_not_found") == turns + 1
-    assert value(watched, "turnlog_request_errors_total", code="session_not_found") == others
+    ):
+        before = value(watched, "turnlog_request_errors_total", code=code)
+        assert error_of(watched.http.request(method, path, headers={"host": host}))[1] == code
+        assert value(watched, "turnlog_request_errors_total", code=code) == before + 1
 
 
 def expressions() -> list[tuple[str, str]]:
@@ -251,50 +161,22 @@ def expressions() -> list[tuple[str, str]]:
     return found
 
 
-def selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
-    """Every selector in a parsed expression."""
-    match node:
-        case promql_parser.VectorSelector():
-            yield node
-        case promql_parser.MatrixSelector():
-            yield node.vector_selector
-        case promql_parser.Call():
-            for argument in node.args:
-                yield from selectors(argument)
-        case promql_parser.BinaryExpr():
-            yield from selectors(node.lhs)
-            yield from selectors(node.rhs)
-        case promql_parser.AggregateExpr() | promql_parser.ParenExpr() | promql_parser.UnaryExpr():
-            yield from selectors(node.expr)
-        case promql_parser.SubqueryExpr():
-            yield from selectors(node.expr)
-        case promql_parser.NumberLiteral() | promql_parser.StringLiteral():
-            return
-        case _:
-            raise AssertionError(f"a kind of expression that this test does not look into: {type(node)}")
+def selectors(text: str) -> list[tuple[str, list[tuple[str, str, str]]]]:
+    """The name of each series that an expression selects, and its labels with their operators and values."""
+    found = re.findall(r"\b((?:turnlog|process)_\w+)(?:\{([^}]*)\})?", text)
+    return [(name, re.findall(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"', within)) for name, within in found]
 
 
-def missing(selector: promql_parser.VectorSelector, samples: Samples) -> Iterator[str]:
+def missing(name: str, labels: list[tuple[str, str, str]], samples: Samples) -> Iterator[str]:
     """What a selector names and the server does not have."""
-    if selector.name not in samples:
-        yield selector.name
+    if name not in samples:
+        yield name
         return
-    for matcher in selector.matchers.matchers:
-        if matcher.name in BY_PROMETHEUS:
-            continue
-        values = {labels.get(matcher.name) for labels in samples[selector.name]}
+    for label, operator, wanted in labels:
+        there = {of.get(label) for of in samples[name]}
         # Each of the alternatives must be there, or one of them is misspelt.
-        wanted = (
-            matcher.value.split("|")
-            if matcher.op in (promql_parser.MatchOp.Re, promql_parser.MatchOp.NotRe)
-            else [matcher.value]
-        )
-        yield from (f"{selector.name}{{{matcher.name}={one}}}" for one in wanted if one not in values)
-
-
-def labels_by(node: Any) -> Sequence[str]:
-    found = re.findall(r"\bby \(([^)]*)\)", str(node))
-    return [label.strip() for group in found for label in group.split(",") if label.strip()]
+        every = wanted.split("|") if "~" in operator else [wanted]
+        yield from (f"{name}{{{label}={one}}}" for one in every if label not in BY_PROMETHEUS and one not in there)
 
 
 def test_alerts_and_dashboard_parse_and_name_what_there_is(watched: Stand) -> None:
@@ -306,13 +188,14 @@ def test_alerts_and_dashboard_parse_and_name_what_there_is(watched: Stand) -> No
             samples.setdefault(sample.name, []).append(sample.labels)
     used = set()
     for who, text in expressions():
-        parsed = promql_parser.parse(text)
-        found = list(selectors(parsed))
-        used |= {selector.name for selector in found}
+        promql_parser.parse(text)
+        found = selectors(text)
+        used |= {name for name, _ in found}
         assert found, who
-        assert [one for selector in found for one in missing(selector, samples)] == [], who
-        known = {label for selector in found for labels in samples.get(selector.name, ()) for label in labels}
-        assert set(labels_by(parsed)) <= known | BY_PROMETHEUS, who
+        assert [one for name, labels in found for one in missing(name, labels, samples)] == [], who
+        known = {label for name, _ in found for labels in samples.get(name, ()) for label in labels}
+        grouped = {one.strip() for by in re.findall(r"\bby \(([^)]*)\)", text) for one in by.split(",")}
+        assert grouped <= known | BY_PROMETHEUS, who
     families = {re.sub("_(bucket|count|sum)$", "", name) for name in samples if name.startswith("turnlog_")}
     shown = {re.sub("_(bucket|count|sum)$", "", name) for name in used}
     assert families == shown & families, f"nobody looks at {families - shown}"
@@ -329,3 +212,50 @@ def test_each_alert_says_what_it_is_and_where_to_read_on() -> None:
         path, _, anchor = rule["annotations"]["runbook"].partition("#")
         assert (path, anchor in anchors) == ("docs/runbook.md", True), anchor
         assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+def test_turns_that_were_rolled_back_are_counted_once(watched: Stand) -> None:
+    before = value(watched, "turnlog_turns_rolled_back_total")
+    talk = watched.talk(rollback_window=2)
+    for text in ("One", "Two", "Three"):
+        talk.say(text)
+    sent = [*talk.messages[:2], user("Instead")]
+    told = [talk.chat(sent, headers=KEY).headers["x-turnlog-rolled-back"] for _ in range(2)]
+    assert (told, value(watched, "turnlog_turns_rolled_back_total")) == (["2", "2"], before + 2)
+
+
+def test_own_overhead_leaves_engine_and_gate_out(watched: Stand) -> None:
+    before = value(watched, "turnlog_turn_overhead_seconds_sum"), value(watched, "turnlog_turn_overhead_seconds_count")
+    elapsed = watched.talk().say("Hello", sim={"latency_s": 0.5}).elapsed.total_seconds()
+    assert value(watched, "turnlog_turn_overhead_seconds_count") == before[1] + 1
+    assert 0 < value(watched, "turnlog_turn_overhead_seconds_sum") - before[0] < elapsed - 0.5
+
+
+def test_exports_are_counted_when_they_have_been_read(watched: Stand) -> None:
+    before = [value(watched, f"turnlog_export_{what}_total") for what in ("rows", "bytes")]
+    watched.talk().say("Hello")
+    sent = watched.http.get("/export")
+    assert value(watched, "turnlog_export_rows_total") == before[0] + len(sent.text.splitlines())
+    assert value(watched, "turnlog_export_bytes_total") == before[1] + len(sent.content)
+    assert value(watched, "turnlog_exports_running") == 0
+
+
+def test_what_an_operator_changes_is_one_line(watched: Stand) -> None:
+    talk = watched.talk()
+    talk.say("Hello")
+    url = "http://127.0.0.1:9"
+    assert watched.http.post("/engines", json={"url": url, "state": "draining"}).status_code == 200
+    assert watched.http.delete("/engines", params={"url": url}).status_code == 204
+    assert watched.http.delete(talk.path, params={"erase": "true"}).status_code == 204
+    assert len([line for line in lines(watched, "fleet event") if url in line["event"]]) == 2
+    (erased,) = (line for line in lines(watched, "session erased") if line["session_id"] == talk.id)
+    assert erased["request_id"]
+
+
+def test_an_error_of_a_turn_is_counted_once(watched: Stand) -> None:
+    others = value(watched, "turnlog_request_errors_total", code="session_not_found")
+    turns = value(watched, "turnlog_turns_total", outcome="session_not_found")
+    response = watched.http.post("/sessions/none/v1/chat/completions", json={"messages": [user("Hello")]})
+    assert error_of(response) == (404, "session_not_found")
+    assert value(watched, "turnlog_turns_total", outcome="session_not_found") == turns + 1
+    assert value(watched, "turnlog_request_errors_total", code="session_not_found") == others

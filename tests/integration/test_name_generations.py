@@ -11,9 +11,8 @@ import pytest
 
 from integration.places import Places
 from integration.routing import problems
-from integration.stand import CHAT, Stand, error_of, serving, until, user
+from integration.stand import CHAT, Stand, error_of, serving, until
 from integration.test_archive import archived, imported
-from integration.test_checkpoints import make, restore
 from integration.test_names import TOLD, Named
 from ops.simulator.process import SimulatorProcess
 
@@ -73,31 +72,6 @@ def test_a_name_goes_on_behind_generations_that_left(own: Stand, tmp_path: Path)
     assert named.generations() == [(1, "closed", 1), (2, "closed", 1), (3, "closed", 1), (4, "open", 1)]
 
 
-@pytest.mark.parametrize("finish_later", [False, True])
-def test_a_name_goes_on_from_where_a_restore_left_it(own: Stand, finish_later: bool) -> None:
-    """The second generation is undone, then the finish of the first. No number and no id comes again."""
-    named = Named(own)
-    named.chat("a")
-    before_finish = make(own)
-    named.finish()
-    after_finish = make(own)
-    second = named.chat("b", headers={"idempotency-key": "b"}).headers[TOLD]
-    if finish_later:
-        named.finish()
-    restore(own, after_finish)
-    assert named.generations() == [(1, "closed", 1), (2, "undone", 0)]
-    third = named.chat("b", headers={"idempotency-key": "b"})
-    assert (third.status_code, third.headers.get("x-turnlog-replayed")) == (200, None)
-    assert third.headers[TOLD] not in (named.name, second)
-    assert own.get(named.path)["session_id"] == third.headers[TOLD]
-    restore(own, before_finish)
-    assert named.generations() == [(1, "open", 1), (2, "undone", 0), (3, "undone", 0)]
-    assert TOLD not in named.chat("c").headers
-    assert named.finish() == {"session_id": named.name, "name": named.name, "generation": 1}
-    named.chat("d")
-    assert named.generations() == [(1, "closed", 2), (2, "undone", 0), (3, "undone", 0), (4, "open", 1)]
-
-
 @pytest.mark.parametrize("is_archived", [False, True])
 def test_one_generation_is_erased(own: Stand, is_archived: bool, tmp_path: Path) -> None:
     """The others stay, and the name goes on, also behind an erased one that was the newest."""
@@ -116,21 +90,6 @@ def test_one_generation_is_erased(own: Stand, is_archived: bool, tmp_path: Path)
     assert named.chat("c").status_code == 200
     assert named.generations() == [(1, "erased", 1), (2, "erased", 1), (3, "open", 1)]
     assert named.events(1)[-1]["type"] == "SessionErased"
-
-
-def test_forks_have_no_name(own: Stand) -> None:
-    named = Named(own)
-    named.chat("a")
-    named.finish()
-    for generation, source in ((1, named.name), (2, named.chat("b").headers[TOLD])):
-        made = own.http.post(f"{named.path}/fork", params={"generation": generation}, json={"turn": 1}).json()
-        fork = own.known(made["sessions"][0]["session_id"])
-        shown = own.get(fork.path)["session"]
-        assert (shown["name"], shown["generation"]) == (None, None)
-        assert fork.events()[0]["fork"]["session"] == source
-        assert named.finish(fork.id)["name"] is None
-        assert error_of(fork.chat([user("More")])) == (404, "session_closed")
-    assert named.generations() == [(1, "closed", 1), (2, "open", 1)]
 
 
 @pytest.mark.parametrize("is_begun", [False, True])

@@ -9,12 +9,9 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.looking import change
 
-from integration.guarded import guarded_serving
-from integration.places import Places
-from integration.stand import CHAT, Stand, error_of, standing, user
-from ops.simulator.process import SimulatorProcess
+from integration.guarded import Guarded
+from integration.stand import CHAT, Stand, error_of, user
 
 TOLD = "x-turnlog-session-id"
 
@@ -77,18 +74,6 @@ def test_a_finished_name_begins_another_session(stand: Stand) -> None:
     assert {json.loads(line).get("session_id", ids[2]) for line in lines.splitlines()} == {ids[2]}
 
 
-def test_any_other_close_is_for_good(stand: Stand) -> None:
-    named = Named(stand)
-    named.chat()
-    named.finish()
-    named.chat()
-    assert stand.http.delete(named.path).status_code == 204
-    assert named.finish()["generation"] == 2
-    assert error_of(named.chat()) == (404, "session_closed")
-    assert error_of(stand.http.post("/sessions", json={"session_id": named.name})) == (409, "session_closed")
-    assert [number for number, _, _ in named.generations()] == [1, 2]
-
-
 FORMS = ("{path}", "{path}/", "/{path}", "/sessions//{name}", "/sessions/%{hex}", "{path}?generation=2")
 """Spellings of a path below which a session's routes are."""
 
@@ -125,29 +110,6 @@ def test_a_path_with_the_name_leads_to_the_newest_session(stand: Stand) -> None:
     assert named.generations() == [(1, "closed", 1), (2, "closed", 5)]
 
 
-def test_a_session_that_cannot_be_read_can_be_erased(places: Places) -> None:
-    with standing(places.new("names")) as stand:
-        named, made = Named(stand), stand.talk()
-        named.chat()
-        made.say("Hello")
-        stand.server.kill()
-        stand.server.start()
-        for path in (named.path, made.path):
-            session_id = path.rpartition("/")[2]
-            change(stand.url, "UPDATE events SET data = :junk WHERE session_id = :id", junk=b"{junk", id=session_id)
-            assert error_of(stand.http.get(path)) == (500, "session_unreadable")
-            assert stand.http.delete(path, params={"erase": "true"}).status_code == 204
-
-
-def test_no_path_begins_a_session(stand: Stand) -> None:
-    named = Named(stand)
-    named.chat()
-    named.finish()
-    assert error_of(named.chat(path=named.path + CHAT)) == (404, "session_closed")
-    assert error_of(stand.http.get(named.path)) == (404, "session_closed")
-    assert len(named.generations()) == 1
-
-
 @pytest.mark.parametrize("is_begun", [False, True])
 @pytest.mark.parametrize("mark", ["idempotency-key", "x-stainless-retry-count", "request_id"])
 def test_a_retry_of_an_ended_generation_gets_its_reply(stand: Stand, mark: str, is_begun: bool) -> None:
@@ -165,22 +127,6 @@ def test_a_retry_of_an_ended_generation_gets_its_reply(stand: Stand, mark: str, 
     assert named.generations() == [(1, "closed", 1), (2, "open", 1)][: 1 + is_begun]
 
 
-def test_what_says_nothing_of_an_ended_generation_is_the_next_ones(stand: Stand) -> None:
-    """The same body without a mark, a key that is new, and a marked retry of what the new one has tried itself."""
-    named = Named(stand)
-    named.chat(headers={"idempotency-key": "a"})
-    named.finish()
-    assert named.chat(headers={"x-parent-session-id": named.name}).headers["x-turnlog-turn"] == "1"
-    assert "parent" not in named.events(2)[0]["config"]
-    assert named.chat(headers={"idempotency-key": "b"}).status_code == 200
-    failed = {"model": "simulator", "messages": [user("Hello")], "sim": {"fault": "status_500"}}
-    headers = {"x-session-id": named.name, "idempotency-key": "c"}
-    assert stand.http.post(CHAT, json=failed, headers=headers).status_code == 500
-    assert stand.http.post(CHAT, json=failed, headers=headers).status_code == 500
-    assert error_of(named.chat("Other", headers={"idempotency-key": "a"})) == (422, "idempotency_mismatch")
-    assert named.generations() == [(1, "closed", 1), (2, "open", 2)]
-
-
 def test_a_turn_in_flight_ends_with_its_generation(stand: Stand) -> None:
     """Neither it nor its retry goes into the next one."""
     named = Named(stand)
@@ -193,17 +139,6 @@ def test_a_turn_in_flight_ends_with_its_generation(stand: Stand) -> None:
     assert {error_of(flight.result()), error_of(joined.result())} == {(404, "session_closed")}
     assert error_of(stand.http.post(CHAT, json=slow, headers=headers)) == (404, "session_closed")
     assert named.generations() == [(1, "closed", 0)]
-
-
-def test_a_name_that_no_session_has_is_ignored(stand: Stand) -> None:
-    named = Named(stand)
-    assert named.finish() == {"session_id": None, "name": named.name, "generation": None}
-    for query in ("", "?session_id=", "?session_id=a%2Fb", "?session_id=a&session_id=b"):
-        assert error_of(stand.http.post(f"/finish_session{query}")) == (400, "invalid_request")
-    made = stand.talk()
-    made.say("Hello")
-    assert named.finish(made.id) == {"session_id": made.id, "name": None, "generation": None}
-    assert error_of(made.chat([user("More")])) == (404, "session_closed")
 
 
 def test_a_creation_begins_the_next_generation_too(stand: Stand) -> None:
@@ -219,29 +154,16 @@ def test_a_creation_begins_the_next_generation_too(stand: Stand) -> None:
     assert stand.get(named.path)["session"]["group_id"] == "task"
 
 
-def test_agents_are_of_the_newest_generation(stand: Stand) -> None:
-    named = Named(stand)
-    linear = {"session_id": named.name, "history": "linear"}
-    for _ in range(2):
-        root = stand.http.post("/sessions", json=linear).json()["session_id"]
-        assert named.chat(headers={"x-turnlog-agent-id": "sub"}).status_code == 200
-        assert stand.known(f"{root}:sub").committed()
-        named.finish()
-    assert named.chat(headers={"x-turnlog-agent-id": "sub"}).status_code == 200
-    assert [number for number, _, _ in named.generations()] == [1, 2, 3]
-
-
-def test_a_token_is_that_of_one_generation(places: Places, sglang: SimulatorProcess) -> None:
+def test_a_token_is_that_of_one_generation(guarded: Guarded) -> None:
     """It stays with that one where the header has the name."""
-    with guarded_serving(places.new("names-guarded"), sglang.base_url) as guarded:
-        first = guarded.client(session_id="name")
-        assert guarded.admin.post("/finish_session?session_id=name").status_code == 200
-        second, named = guarded.client(session_id="name"), {"x-session-id": "name"}
-        said = second.ask("POST", "/v1/responses", json={"model": "m", "input": "Hello"}, headers=named)
-        assert (said.status_code, said.headers[TOLD]) == (200, second.id)
-        assert second.ask("GET", f"/v1/responses/{said.json()['id']}", headers=named).json() == said.json()
-        for path in (CHAT, f"/sessions/name{CHAT}", f"/sessions/name{CHAT}?generation=2"):
-            body = {"model": "simulator", "messages": [user("Hello")]}
-            assert error_of(first.ask("POST", path, json=body, headers=named)) == (404, "session_closed")
-        listed = guarded.admin.get("/sessions", params={"name": "name"}).json()["sessions"]
-        assert sorted((one["generation"], one["turns"]) for one in listed) == [(1, 0), (2, 1)]
+    first = guarded.client(session_id="name")
+    assert guarded.admin.post("/finish_session?session_id=name").status_code == 200
+    second, named = guarded.client(session_id="name"), {"x-session-id": "name"}
+    said = second.ask("POST", "/v1/responses", json={"model": "m", "input": "Hello"}, headers=named)
+    assert (said.status_code, said.headers[TOLD]) == (200, second.id)
+    assert second.ask("GET", f"/v1/responses/{said.json()['id']}", headers=named).json() == said.json()
+    for path in (CHAT, f"/sessions/name{CHAT}", f"/sessions/name{CHAT}?generation=2"):
+        body = {"model": "simulator", "messages": [user("Hello")]}
+        assert error_of(first.ask("POST", path, json=body, headers=named)) == (404, "session_closed")
+    listed = guarded.admin.get("/sessions", params={"name": "name"}).json()["sessions"]
+    assert sorted((one["generation"], one["turns"]) for one in listed) == [(1, 0), (2, 1)]

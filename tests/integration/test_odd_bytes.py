@@ -11,15 +11,6 @@ import zstandard
 
 from integration.stand import SPOKEN, Stand, error_of, user
 
-
-def test_a_pretty_printed_request_gives_one_line_in_the_export(stand: Stand) -> None:
-    talk = stand.talk()
-    body = json.dumps({"messages": [user("Hello")], "tools": []}, indent=2).replace("\n", "\r\n")
-    assert stand.http.post(talk.chat_path, content=body).status_code == 200
-    (row,) = talk.rows()
-    assert row["messages"][0] == user("Hello")
-
-
 MARK = b"\xef\xbb\xbf"
 
 
@@ -55,64 +46,6 @@ def test_half_a_character_is_read_as_the_replacement_character(stand: Stand, pro
     sent = json.dumps(stand.engine_requests(tree.id, **route)[-1]["body"])
     assert r"a\ufffd b" in sent
     assert r"\ud83d" not in sent
-
-
-def test_half_a_character_in_a_calls_arguments_and_in_keys(stand: Stand) -> None:
-    """The arguments are JSON in a text of JSON. What the client writes differently the next time is the same call."""
-    talk = stand.talk(history="tree")
-    spellings = (r'{"k\ud83d":"\ud83d"}', r'{"k\ufffd": "\ufffd"}')
-    calls = [
-        {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
-        for arguments in spellings
-    ]
-    told, parents = [], []
-    history = [{"role": "tool", "tool_call_id": "c1", "content": "Seen"}]
-    for call in calls:
-        messages = [user("Go"), {"role": "assistant", "content": None, "tool_calls": [call]}, *history]
-        reply = talk.chat(messages, sim={"tool_calls": False}, **{"x\ufffd": 1})
-        assert reply.status_code == 200, reply.text
-        told.append(reply.headers.get("x-turnlog-left-out"))
-        parents.append(talk.committed()[-1]["parent"])
-        history = [*history, reply.json()["choices"][0]["message"], user("On")]
-    assert (told, parents) == (["surrogate:messages[1]", None], [0, 1])
-    for request in stand.engine_requests(talk.id):
-        [sent] = request["body"]["messages"][1]["tool_calls"]
-        assert json.loads(sent["function"]["arguments"]) == {"k\ufffd": "\ufffd"}
-
-
-def test_half_a_character_on_every_other_route(stand: Stand) -> None:
-    made = stand.http.post("/sessions", content=with_half({"metadata": {"name": "a\ufffd b"}}))
-    talk = stand.known(made.json()["session_id"])
-    talk.say("Hello")
-    for method, path, body in (
-        ("PUT", f"{talk.path}/reward", {"reward": 1, "components": {"\ufffd": 1}}),
-        ("PUT", f"{talk.path}/annotations/note", {"value": "a\ufffd b"}),
-        ("POST", f"{talk.path}/samples", {"max_seq_len": None}),
-    ):
-        assert stand.http.request(method, path, content=with_half(body)).status_code == 200, path
-    state = talk.state()
-    assert state["session"]["metadata"] == {"name": "a\ufffd b"}
-    assert stand.get(f"{talk.path}/annotations/note")["value"] == "a\ufffd b"
-    count = {"model": "simulator", "messages": [user("a\ufffd b")]}
-    counted = [
-        stand.http.post("/v1/messages/count_tokens", content=content).json()
-        for content in (with_half(count), json.dumps(count).encode())
-    ]
-    assert counted[0] == counted[1]
-
-
-def test_bytes_that_are_no_text_are_refused(stand: Stand) -> None:
-    talk = stand.talk()
-    body = json.dumps(talk.body([user("@")])).encode().replace(b"@", b"\xed\xa0\xbd")
-    assert error_of(stand.http.post(talk.chat_path, content=body)) == (400, "invalid_request")
-
-
-@pytest.mark.parametrize("count", ["9" * 5000, "²", "-1", "one", ""])
-def test_a_strange_retry_count_is_no_fault_of_ours(stand: Stand, count: str) -> None:
-    talk = stand.talk()
-    headers = {"x-stainless-retry-count": count.encode()}
-    response = stand.http.post(talk.chat_path, json={"messages": [user("Hello")]}, headers=headers)
-    assert response.status_code == 200, response.text
 
 
 def test_the_limit_on_bodies_holds_on_every_route(tight: Stand) -> None:

@@ -62,14 +62,6 @@ def test_an_integer_that_no_database_holds_is_refused_by_name(stand: Stand) -> N
     assert [one for one in wrong if one is not None] == []
 
 
-def test_the_largest_integer_is_taken(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("Hello")
-    for name in ("limit", "max_seq_len"):
-        assert len(talk.rows(**{name: MAX_INTEGER})) == 1
-    assert stand.http.get(f"{talk.path}/events", params={"after": MAX_INTEGER}).text == ""
-
-
 def test_a_text_with_a_nul_is_refused_by_name(stand: Stand) -> None:
     talk = stand.talk()
     asked = list(parameters(stand, "string"))
@@ -107,14 +99,6 @@ def test_a_cursor_that_no_list_gave_is_refused(stand: Stand, path: str) -> None:
     texts = ["ä", "a", base64.urlsafe_b64encode(NUL.encode()).decode(), *map(cursor, FORGED.get(path, ()))]
     wrong = [refused(stand, "GET", path, "cursor", {"cursor": text}) for text in texts]
     assert [one for one in wrong if one is not None] == []
-
-
-def test_a_cursor_at_the_end_of_all_integers_has_nothing_behind_it(stand: Stand) -> None:
-    stand.talk().say("Hello")
-    given = stand.http.get("/export").headers["x-turnlog-cursor"]
-    place = json.loads(base64.urlsafe_b64decode(given + "=="))
-    last = [MAX_INTEGER, MAX_INTEGER]
-    assert stand.rows(cursor=cursor({**place, "low": last, "high": last, "at": last})) == []
 
 
 BODIES: tuple[tuple[str, str, str, object], ...] = (
@@ -170,13 +154,6 @@ def test_a_number_that_no_row_holds_is_refused_by_name(stand: Stand, route: str)
     assert (row["sampling"][0]["temperature"], row["sampling"][0]["top_k"]) == (1e308, 2**64 - 1)
 
 
-def test_a_pinned_number_that_no_row_holds_is_refused_by_name(stand: Stand) -> None:
-    for number in UNHELD[:-1]:
-        for place, name in (('{"top_k": %s}', "params.top_k"), ('{"x": [{"y": %s}]}', "params.x.0.y")):
-            reply = stand.http.post("/sessions", content=f'{{"params": {place % number}}}')
-            assert (reply.status_code, name in reply.text) == (400, True), reply.text
-
-
 def test_a_reward_that_32_bits_cannot_hold_is_refused_by_name(stand: Stand) -> None:
     """Trainers keep rewards as float32: the number would be infinite there."""
     talk = stand.talk()
@@ -191,13 +168,6 @@ def test_a_reward_that_32_bits_cannot_hold_is_refused_by_name(stand: Stand) -> N
     assert stand.http.put(f"{talk.path}/reward", json={"reward": MAX_FLOAT32}).status_code == 200
     [row] = talk.rows(shape="areal")
     assert row["rewards"] == pytest.approx([MAX_FLOAT32])
-
-
-def test_a_drivers_metadata_may_hold_any_number(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("Hello")
-    reply = stand.http.post(f"{talk.path}/samples", json={"metadata": {"count": HUGE}})
-    assert (reply.status_code, str(HUGE).encode() in reply.content) == (200, True)
 
 
 def test_what_is_kept_as_bytes_may_hold_a_nul(stand: Stand) -> None:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 
 from integration.places import Places
@@ -27,7 +26,6 @@ PROBED = re.compile(r"/|/(docs|ui|health|ready|metrics).*|/sessions/{session_id}
 """Have a HEAD, which the document leaves out: it is the GET without its body."""
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
-LONG_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +56,6 @@ def test_replies_are_what_the_document_says(guarded: Stand, tmp_path: Path) -> N
     conform(guarded, tmp_path, "--phases", "examples")
 
 
-@pytest.mark.untimed
-def test_replies_are_what_the_document_says_for_long(guarded: Stand, tmp_path: Path) -> None:
-    options = ("--max-examples", "40", "--max-time", str(LONG_S), "--continue-on-failure")
-    conform(guarded, tmp_path, *options)
-
-
 def test_every_path_says_which_methods_it_has(guarded: Stand) -> None:
     paths = guarded.http.get("/openapi.json").json()["paths"]
     assert len(paths) > 30
@@ -80,7 +72,3 @@ def test_every_path_says_which_methods_it_has(guarded: Stand) -> None:
             reply = guarded.http.request(method, path.replace("{", "").replace("}", ""))
             assert reply.status_code == 405, (method, path, reply.status_code)
             assert documented <= set(reply.headers["allow"].split(", ")) <= documented | {"HEAD"}, (method, path)
-
-
-def test_the_document_is_the_admins(guarded: Stand) -> None:
-    assert httpx.get(f"{guarded.server.base_url}/openapi.json").status_code == 401

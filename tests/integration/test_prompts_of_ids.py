@@ -112,21 +112,16 @@ def test_what_a_request_does_not_name_is_what_its_route_takes(made: Recorded) ->
     assert of_tokens == {"logprobs": 0}
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tools": [WEATHER], "tool_choice": "required"},
-        {"tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]},
-        {"response_format": {"type": "json_object"}},
-        {"logprobs": True, "top_logprobs": 2},
-        {"logit_bias": {"5": 1}},
-    ],
-)
-def test_what_only_a_chat_translates_stays_a_chat(made: Recorded, fields: dict[str, Any]) -> None:
-    talk = made.stand.talk()
-    talk.say("Hello", **fields)
-    [body] = asked_of(made.stand, CHAT)
-    assert body["kv_transfer_params"]["prompt_token_ids"]
+def test_what_only_a_chat_translates_stays_a_chat(made: Recorded) -> None:
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    wishes: tuple[dict[str, Any], ...] = (
+        *({"tools": [WEATHER], "tool_choice": "required"}, {"tools": [strict]}, {"logit_bias": {"5": 1}}),
+        *({"response_format": {"type": "json_object"}}, {"logprobs": True, "top_logprobs": 2}),
+    )
+    for number, fields in enumerate(wishes, 1):
+        made.stand.talk().say("Hello", **fields)
+        *_, body = asked = asked_of(made.stand, CHAT)
+        assert (len(asked), bool(body["kv_transfer_params"]["prompt_token_ids"])) == (number, True)
     assert asked_of(made.stand) == []
 
 
@@ -149,53 +144,3 @@ def test_a_request_that_is_forbidden_is_asked_twice(made: Recorded) -> None:
     assert talk.chat([user("Hello")], sim={"fault": "status_403"}).status_code == 403
     assert len(asked_of(made.stand)) == 2
     assert talk.committed() == []
-
-
-def test_errors_and_aborts_are_the_engines(made: Recorded) -> None:
-    client = Client(made.stand, VLLM)
-    refused = client.send([5, 6], sampling_params={"max_tokens": 0})
-    assert (refused.status_code, refused.json()["error"]["message"]) == (400, "max_tokens must be at least 1, got 0.")
-    assert client.talk.committed() == []
-    reply = client.send([5, 6], sim={"finish_reason": "abort"}).json()
-    assert reply["choices"][0]["finish_reason"] == "abort"
-    [row] = client.talk.rows()
-    assert row["status"] == "aborted"
-
-
-@pytest.mark.parametrize("fault", ["status_500", "not_json"])
-def test_a_fault_commits_nothing_and_its_retry_succeeds(made: Recorded, fault: str) -> None:
-    talk = made.stand.talk()
-    failed = talk.chat([user("Hello")], sim={"fault": fault})
-    assert failed.status_code in (500, 502)
-    assert talk.committed() == []
-    talk.say("Hello")
-
-
-def test_an_engine_that_parses_nothing_there_gets_chats_and_completions_of_ids(tokenizer: str, places: Places) -> None:
-    """vLLM 0.32 has texts alone."""
-    for engine in engine_of("--silent-versions"):
-        environment = {"TURNLOG_TOKENIZER": tokenizer}
-        with recorded(places.new("ids"), engine.base_url, environment) as found:
-            client, talk = Client(found.stand, VLLM), found.stand.talk()
-            assert client.send([5, 6]).status_code == 200
-            talk.say("Hello")
-            assert len(asked_of(found.stand)) == len(asked_of(found.stand, CHAT)) == 1
-
-
-@pytest.mark.long
-def test_no_turn_is_lost_or_doubled_by_a_kill(engine: SimulatorProcess, tokenizer: str, places: Places) -> None:
-    with recorded(places.new("ids"), engine.base_url, {"TURNLOG_TOKENIZER": tokenizer}) as found:
-        stand = found.stand
-        client = Client(stand, VLLM)
-        for number in range(3):
-            prompt = [*client.ids, 5 + number]
-            first = client.send(prompt, request_id=f"n{number}")
-            assert first.status_code == 200
-            stand.server.kill()
-            stand.server.start()
-            again = client.send(prompt, request_id=f"n{number}")
-            assert (again.content, again.headers["x-turnlog-replayed"]) == (first.content, "true")
-            client.ids = prompt + first.json()["choices"][0]["token_ids"]
-        [row] = client.talk.rows()
-        assert row["tokens"] == client.ids
-        assert len(asked_of(stand)) == 3

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.answering import Answer, Answering
-from helpers.replies import sglang as sglang_reply
-from helpers.replies import vllm as vllm_reply
 
 from integration.places import Places
 from integration.routing import (
     BOTH,
     EXPERTS,
     KINDS,
-    POSITIONS,
     Recorded,
     Rows,
     Session,
@@ -28,10 +24,9 @@ from integration.routing import (
     problems,
     recorded,
     rows_in,
-    session_of,
     tokens_in,
 )
-from integration.stand import WEATHER, error_of, serving, user
+from integration.stand import WEATHER, error_of, serving
 from ops.simulator.process import SimulatorProcess
 
 POOL = {"TURNLOG_INLINE_MAX_BYTES": "0", "TURNLOG_WORKERS": "1"}
@@ -123,24 +118,6 @@ def test_a_payload_that_never_was_is_not_found(line: Recorded) -> None:
     assert error_of(fetch(talk, 1)) == (404, "session_closed")
 
 
-@pytest.mark.parametrize("window", [1, 2])
-def test_a_rollback_keeps_the_rows_of_what_is_live(line: Recorded, window: int) -> None:
-    talk = line.talk(rollback_window=window)
-    say(line, talk, "One")
-    history = talk.messages
-    first = rows_in(line.sent)
-    for number in range(window):
-        say(line, talk, f"Two {number}")
-    talk.messages = history
-    instead = say(line, talk, "Instead")
-    newest = window + 2
-    assert np.array_equal(fetched(talk, newest).rows, rows_in(instead))
-    assert np.array_equal(fetched(talk, 1).rows, first)
-    for discarded in range(2, newest):
-        assert error_of(fetch(talk, discarded)) == (410, "payload_tombstoned")
-    assert problems(line.stand) == []
-
-
 @pytest.mark.parametrize("nested", [False, True])
 def test_what_comes_unasked_is_kept(plain: Recorded, nested: bool) -> None:
     wish = {"experts": {"unasked": True, "nested": nested, "experts": 300}, "indexer_topk": {"nested": nested}}
@@ -154,45 +131,6 @@ def test_what_comes_unasked_is_kept(plain: Recorded, nested: bool) -> None:
     say(plain, talk, "Two")
     assert np.array_equal(fetched(talk, 1).rows, rows_in(body))
     assert error_of(fetch(talk, 2))[0] == 404
-
-
-@pytest.mark.parametrize(
-    ("reply", "kinds", "missing"),
-    [(sglang_reply(), [POSITIONS], POSITIONS), (vllm_reply(), [POSITIONS], None)],
-)
-def test_a_payload_that_was_asked_for_must_come(
-    reply: Any, kinds: Sequence[str], missing: str | None, places: Places
-) -> None:
-    """But vLLM has no positions to give. Every rule of a payload: unit/malformed_payloads.py."""
-    environment = {"TURNLOG_REPLAY": ",".join(kinds)}
-    body = json.dumps(reply).encode()
-    with (
-        Answering(lambda asked: Answer(body)) as engine,
-        serving(places.new("silent"), engine.base_url, environment=environment) as made,
-    ):
-        talk = session_of(made)
-        response = talk.chat([user("Hello")])
-        if missing is None:
-            assert response.status_code == 200
-            return
-        assert error_of(response) == (502, "upstream_invalid")
-        assert f"{missing} was asked for" in response.json()["error"]["message"]
-
-
-@pytest.mark.parametrize(("layers", "top_k", "status"), [(2, 4, 200), (4, 3, 502)])
-def test_a_row_must_be_of_the_shape_that_is_known(
-    layers: int, top_k: int, status: int, sglang: SimulatorProcess, places: Places
-) -> None:
-    """Base64 has no shape of its own: only the number of ids in a row can be wrong."""
-    environment = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_MOE_LAYERS": str(layers), "TURNLOG_MOE_TOPK": str(top_k)}
-    with recorded(places.new("shape"), sglang.base_url, environment) as line:
-        talk = line.talk()
-        response = talk.chat([user("Hello")])
-        if status == 502:
-            assert error_of(response) == (502, "upstream_invalid")
-            assert talk.types()[-1] == "TurnRejected"
-            return
-        assert fetched(talk, 1).shape == [tokens_in(line.sent) - 1, layers, top_k]
 
 
 def patch_in(body: bytes) -> Rows:
@@ -255,17 +193,6 @@ def test_a_prompt_shorter_than_what_is_known_is_asked_for_again(patches: Recorde
     assert np.array_equal(found.rows, rows_in(body))
     assert len(talk.committed()) == 2
     assert problems(patches.stand) == []
-
-
-def test_rows_that_were_tombstoned_are_asked_for_again(patches: Recorded) -> None:
-    """A session whose parent's rows are gone gets all of them anew."""
-    talk = patches.talk(rollback_window=0)
-    say(patches, talk, "One")
-    say(patches, talk, "Two")
-    assert first_row(patches, talk) is not None
-    assert error_of(fetch(talk, 1))[0] == 410
-    assert fetched(talk, 2).start == 0
-    assert fetched(talk, 2).shape[0] == tokens_in(patches.sent) - 1
 
 
 def test_completions_have_routed_experts_and_no_indexer(sglang: SimulatorProcess, places: Places) -> None:

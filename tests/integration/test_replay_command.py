@@ -115,28 +115,6 @@ def test_each_fold_is_what_the_server_reported_then(
         assert said() == []
 
 
-def test_payloads_that_are_kept_are_listed(said: Lines, tmp_path: Path, clean_environment: Environment) -> None:
-    environment = {"TURNLOG_REPLAY": "routed_experts"}
-    with standing(tmp_path / "stand", environment=environment) as stand:
-        clean_environment(DATABASE_URL=stand.server.environment["TURNLOG_DATABASE_URL"])
-        talk = stand.talk()
-        for text in ("one", "two", "three"):
-            talk.say(text)
-        state = replayed(said, talk.id)
-        assert [(kept["turn"], kept["kind"]) for kept in state["payloads"]] == [
-            (2, "routed_experts"),
-            (3, "routed_experts"),
-        ]
-        assert [kept["stop"] for kept in state["payloads"]] == [turn["tokens"] - 1 for turn in state["turns"][1:]]
-
-
-def test_the_state_is_readable(filled: str, said: Lines) -> None:
-    assert replay(["talked"]) == 0
-    lines = said()
-    assert len(lines) > 20
-    assert json.loads("".join(lines)) == replayed(said, "talked")
-
-
 def one_line(arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
     assert replay(arguments) == code
@@ -169,11 +147,6 @@ def test_a_log_is_folded_up_to_its_damage(filled: str, said: Lines, capsys: pyte
 )
 def test_wrong_usage(arguments: list[str]) -> None:
     assert replay(arguments) == 2
-
-
-def test_other_settings_are_not_in_the_way(filled: str, clean_environment: Environment, said: Lines) -> None:
-    clean_environment(DATABASE_URL=filled, WORKERS="none", TOKENIZER="somewhere", LEASE_S="0")
-    assert replayed(said, "Created")["version"] == 1
 
 
 def test_a_store_that_cannot_be_looked_at(

@@ -82,22 +82,12 @@ def test_wrong_bytes_are_not_given(stand: Stand) -> None:
             fetch_payload({**links, "chunks": [{**chunk, **change}]})
 
 
-@pytest.mark.parametrize(
-    ("parameters", "named"),
-    [
-        ({"shape": "slime"}, "shape=turnlog"),
-        ({"format": "safetensors"}, "ndjson, msgpack, parquet"),
-        ({"url_s": 0}, "url_s"),
-        ({"url_s": 8 * 86400}, "url_s"),
-    ],
-)
-def test_what_has_no_place_for_them(stand: Stand, parameters: dict[str, Any], named: str) -> None:
-    response = stand.http.get("/export", params={"replay": "urls", **parameters})
-    assert response.status_code == 400
-    assert named in response.json()["error"]["message"]
-
-
-def test_only_a_bucket_has_urls(shared: Stand) -> None:
-    response = shared.http.get("/export", params={"replay": "urls"})
-    assert response.status_code == 400
-    assert "TURNLOG_PAYLOADS" in response.json()["error"]["message"]
+def test_what_has_no_place_for_them_and_a_server_without_a_bucket(stand: Stand, shared: Stand) -> None:
+    for where, parameters, named in (
+        (stand, {"shape": "slime"}, "shape=turnlog"),
+        (stand, {"format": "safetensors"}, "ndjson, msgpack, parquet"),
+        *((stand, {"url_s": seconds}, "url_s") for seconds in (0, 8 * 86400)),
+        (shared, {}, "TURNLOG_PAYLOADS"),
+    ):
+        response = where.http.get("/export", params={"replay": "urls", **parameters})
+        assert (response.status_code, named in response.json()["error"]["message"]) == (400, True)

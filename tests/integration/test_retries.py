@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import httpx
 import pytest
 
-from integration.stand import HOURS, Stand, error_of, until, user
+from integration.stand import Stand, error_of, until, user
 
 KEY = {"idempotency-key": "k-1"}
 RETRY = {"x-stainless-retry-count": "1"}
@@ -31,15 +31,6 @@ def test_a_marked_retry_gets_the_committed_reply_to_the_byte(
     assert talk.types().count("ReplyRedelivered") == 1
 
 
-def test_an_unmarked_equal_body_generates_again(stand: Stand) -> None:
-    talk = stand.talk()
-    replies = [talk.chat([user("Hello")], headers=headers) for headers in ({}, {}, {"x-stainless-retry-count": "0"})]
-    assert [reply.status_code for reply in replies] == [200, 200, 200]
-    assert len({reply.content for reply in replies}) == 3
-    assert talk.generations() == 3
-    assert talk.types().count("RolledBack") == 2
-
-
 def test_a_key_with_another_body_is_422(stand: Stand) -> None:
     talk = stand.talk()
     assert talk.chat([user("Hello")], headers=KEY).status_code == 200
@@ -47,11 +38,6 @@ def test_a_key_with_another_body_is_422(stand: Stand) -> None:
     assert error_of(response) == (422, "idempotency_mismatch")
     assert response.headers["x-should-retry"] == "false"
     assert talk.generations() == 1
-
-
-def test_a_key_belongs_to_its_session(stand: Stand) -> None:
-    assert stand.talk().chat([user("Hello")], headers=KEY).status_code == 200
-    assert stand.talk().chat([user("Other")], headers=KEY).status_code == 200
 
 
 @pytest.mark.parametrize(("first", "again"), [(KEY, KEY), ({}, RETRY)])
@@ -70,35 +56,9 @@ def test_a_marked_retry_joins_the_turn_in_flight(stand: Stand, first: dict[str, 
     assert (talk.generations(), len(talk.committed())) == (1, 1)
 
 
-def test_the_key_of_the_turn_in_flight_with_another_body_is_422(stand: Stand) -> None:
-    talk = stand.talk()
-    call = stand.meanwhile(talk.chat, [user("Slow")], headers=KEY, sim={"latency_s": HOURS})
-    stand.until_generating(talk)
-    assert error_of(talk.chat([user("Other")], headers=KEY)) == (422, "idempotency_mismatch")
-    stand.end()
-    assert call.result().status_code == 200
-
-
-def test_a_retry_with_another_body_does_not_join(stand: Stand) -> None:
-    talk = stand.talk()
-    call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": HOURS})
-    stand.until_generating(talk)
-    assert error_of(talk.chat([user("Other")], headers=RETRY)) == (409, "session_busy")
-    stand.end()
-    assert call.result().status_code == 200
-
-
 def test_a_retry_of_a_stream_is_a_stream_of_the_same_turn(stand: Stand) -> None:
     talk = stand.talk()
     replies = [talk.chat([user("Hello")], headers=KEY, stream=True) for _ in range(2)]
     assert replies[0].content == replies[1].content
     assert replies[1].headers["content-type"].startswith("text/event-stream")
     assert talk.generations() == 1
-
-
-def test_an_empty_key_marks_nothing_and_a_long_one_does(stand: Stand) -> None:
-    for key, generations in (("", 2), ("x" * 2000, 1)):
-        talk = stand.talk()
-        for _ in range(2):
-            assert talk.chat([user("x")], headers={"idempotency-key": key}).status_code == 200
-        assert talk.generations() == generations

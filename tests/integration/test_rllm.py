@@ -27,7 +27,8 @@ SLASHES = "harbor/hello world:0"
 
 @pytest.fixture(scope="module")
 def gateway(places: Places) -> Iterator[Stand]:
-    with standing(places.new("rllm"), "--seed", "21", environment=ON) as made:
+    replay = {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}
+    with standing(places.new("rllm"), "--seed", "21", environment=ON | replay) as made:
         yield made
 
 
@@ -138,16 +139,6 @@ def test_a_name_comes_again_after_its_deletion(gateway: Stand) -> None:
     assert len(rows) == 6  # nothing is lost: exports still have what was deleted
 
 
-def test_the_first_request_makes_the_session_and_equal_requests_are_traces_of_their_own(gateway: Stand) -> None:
-    rollout = Rollout(gateway)
-    assert rollout.traces() == []
-    for _ in range(3):
-        rollout.messages.clear()
-        rollout.say("hi")
-    assert [of(trace) for trace in rollout.traces()] == [sampled(reply) for reply in rollout.replies]
-    assert rollout.create().status_code == 200  # as it is
-
-
 def test_a_sessions_parameters_override_those_of_the_request(gateway: Stand) -> None:
     rollout = Rollout(gateway)
     rollout.create()
@@ -219,62 +210,39 @@ def test_workers_are_the_engines(gateway: Stand) -> None:
     assert gateway.get("/health")["status"] == "ok"
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body", "status", "field"),
-    [
-        ("GET", "/sessions/none", None, 404, "error"),
-        ("GET", "/sessions/none/at:all", None, 404, "error"),
-        ("GET", "/traces/none", None, 404, "error"),
-        ("GET", "/traces/none.1", None, 404, "error"),
-        ("GET", "/sessions/none/traces?since=soon", None, 422, "detail"),
-        ("GET", "/sessions?limit=few", None, 422, "detail"),
-        ("POST", "/sessions", {"session_id": 7}, 400, "error"),
-        ("POST", "/sessions", {"sampling_params": {"messages": []}}, 400, "error"),
-        ("POST", "/sessions", {"sampling_params": {"model": 7}}, 400, "error"),
-        ("POST", "/sessions", {"sampling_params": {"seed": 2**80}}, 400, "error"),
-        ("POST", "/sessions", {"unknown": 1}, 400, "error"),
-        ("POST", "/sessions/batch_delete", {"session_ids": "all"}, 400, "error"),
-        ("POST", "/admin/workers", {}, 400, "error"),
-        ("POST", "/admin/workers", {"url": "http://127.0.0.1:9", "api_path": "/v2"}, 400, "error"),
-        ("DELETE", "/admin/workers/none", None, 404, "error"),
-        ("POST", "/admin/weight_version", {}, 400, "error"),
-        ("POST", "/admin/weight_version", {"weight_version": "abc"}, 400, "error"),
-        ("POST", "/admin/weight_version", {"weight_version": -1}, 400, "error"),
-    ],
-)
-def test_errors_have_the_gateways_shape(
-    gateway: Stand, method: str, path: str, body: Any, status: int, field: str
-) -> None:
-    response = gateway.http.request(method, path, json=body)
-    assert (response.status_code, list(response.json())) == (status, [field]), response.text
+ERRORS: list[tuple[str, str, Any, int, str]] = [
+    *(("GET", path, None, 404, "error") for path in ("/sessions/none", "/sessions/none/at:all", "/traces/none.1")),
+    *(("GET", path, None, 422, "detail") for path in ("/sessions/none/traces?since=soon", "/sessions?limit=few")),
+    *(("POST", "/sessions", body, 400, "error") for body in ({"session_id": 7}, {"unknown": 1})),
+    *(
+        ("POST", "/sessions", {"sampling_params": {name: value}}, 400, "error")
+        for name, value in (("messages", []), ("model", 7), ("seed", 2**80))
+    ),
+    ("POST", "/sessions/batch_delete", {"session_ids": "all"}, 400, "error"),
+    *(("POST", "/admin/workers", body, 400, "error") for body in ({}, {"url": "http://h:9", "api_path": "/v2"})),
+    ("DELETE", "/admin/workers/none", None, 404, "error"),
+    *(
+        ("POST", "/admin/weight_version", body, 400, "error")
+        for body in ({}, {"weight_version": "abc"}, {"weight_version": -1})
+    ),
+]
 
 
-def test_turnlogs_own_paths_stay_its_own(gateway: Stand) -> None:
+def test_errors_have_the_gateways_shape(gateway: Stand) -> None:
+    for method, path, body, status, field in ERRORS:
+        response = gateway.http.request(method, path, json=body)
+        assert (response.status_code, list(response.json())) == (status, [field]), response.text
+
+
+def test_experts_are_told_as_rllms_trainer_for_verl_reads_them(gateway: Stand) -> None:
     rollout = Rollout(gateway)
     rollout.say("hi")
-    for part in ("events", "tree", "state", "messages"):
-        assert gateway.http.get(f"{rollout.path}/{part}").status_code == 200
-    assert gateway.http.get("/sessions", params={"count": "true"}).json()["sessions"]
-    body = {"model": "simulator", "messages": rollout.messages}
-    missing = gateway.http.post(f"{rollout.path}{CHAT}", params={"generation": 2}, json=body)
-    assert error_of(missing) == (404, "session_not_found")
-    assert gateway.http.put(f"{rollout.path}/reward", json={"reward": 1}).status_code == 200
-    assert gateway.http.delete(f"{rollout.path}?erase=true").status_code == 204
-    assert rollout.traces() == []
-
-
-def test_experts_are_told_as_rllms_trainer_for_verl_reads_them(places: Places) -> None:
-    environment = ON | {"TURNLOG_REPLAY": EXPERTS, "TURNLOG_MOE_LAYERS": "4", "TURNLOG_MOE_TOPK": "2"}
-    with standing(places.new("rllm-experts"), environment=environment) as stand:
-        rollout = Rollout(stand)
-        rollout.say("hi")
-        [trace] = rollout.traces()
-        header, text = trace["routing_matrices"]
-        told = json.loads(header)
-        experts = np.frombuffer(base64.b64decode(text), told["dtype"]).reshape(-1, *told["shape"])
-        stored = stand.http.get(f"{rollout.path}/turns/1/{EXPERTS}")
-        assert experts.tobytes() == stored.content
-        assert experts.shape == (sum(trace["token_counts"].values()) - 1, 4, 2)
+    [trace] = rollout.traces()
+    header, text = trace["routing_matrices"]
+    told = json.loads(header)
+    experts = np.frombuffer(base64.b64decode(text), told["dtype"]).reshape(-1, *told["shape"])
+    assert experts.tobytes() == gateway.http.get(f"{rollout.path}/turns/1/{EXPERTS}").content
+    assert experts.shape == (sum(trace["token_counts"].values()) - 1, 4, 2)
 
 
 @pytest.mark.threat("session token on an admin route")
@@ -308,3 +276,27 @@ def test_a_sessions_token_reads_its_own_traces_alone(places: Places, sglang: Sim
         assert other.ask("GET", "/sessions/other/one/traces").json() == []
         assert httpx.get(f"{guarded.stand.base_url}/sessions/x/traces", headers=bearer("no")).status_code == 401
         assert mine.ask("DELETE", mine.path).json() == {"deleted": 1}
+
+
+def test_the_first_request_makes_the_session_and_equal_requests_are_traces_of_their_own(gateway: Stand) -> None:
+    rollout = Rollout(gateway)
+    assert rollout.traces() == []
+    for _ in range(3):
+        rollout.messages.clear()
+        rollout.say("hi")
+    assert [of(trace) for trace in rollout.traces()] == [sampled(reply) for reply in rollout.replies]
+    assert rollout.create().status_code == 200  # as it is
+
+
+def test_turnlogs_own_paths_stay_its_own(gateway: Stand) -> None:
+    rollout = Rollout(gateway)
+    rollout.say("hi")
+    for part in ("events", "tree", "state", "messages"):
+        assert gateway.http.get(f"{rollout.path}/{part}").status_code == 200
+    assert gateway.http.get("/sessions", params={"count": "true"}).json()["sessions"]
+    body = {"model": "simulator", "messages": rollout.messages}
+    missing = gateway.http.post(f"{rollout.path}{CHAT}", params={"generation": 2}, json=body)
+    assert error_of(missing) == (404, "session_not_found")
+    assert gateway.http.put(f"{rollout.path}/reward", json={"reward": 1}).status_code == 200
+    assert gateway.http.delete(f"{rollout.path}?erase=true").status_code == 204
+    assert rollout.traces() == []

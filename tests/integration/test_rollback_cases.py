@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from integration.places import Places
-from integration.stand import HOURS, WEATHER, Message, Stand, Talk, error_of, user
+from integration.stand import WEATHER, Message, Stand, Talk, error_of, user
 
 PLAIN = {"tool_calls": False, "reasoning": False}
 ROLLED_BACK = "x-turnlog-rolled-back"
@@ -66,49 +66,6 @@ def test_a_history_that_stops_further_back_is_refused(talk: Talk, keep: int, new
     assert error_of(response) == (400, code)
     assert response.headers["x-should-retry"] == "false"
     assert talk.state()["records"] == before
-
-
-@pytest.mark.parametrize(("marked", "stream"), [(False, True), (True, False)])
-def test_a_rollback_is_told_with_its_turn_and_with_its_turn_given_again(
-    either: Stand, marked: bool, stream: bool
-) -> None:
-    talk = either.talk(rollback_window=2)
-    headers = {"idempotency-key": "k"} if marked else {"x-stainless-retry-count": "1"}
-    for text in ("One", "Two", "Three"):
-        assert ROLLED_BACK not in talk.say(text, sim=PLAIN).headers
-    sent = [*talk.messages[:2], user("Instead")]
-    told = [talk.chat(sent, headers=headers, sim=PLAIN, stream=stream).headers for _ in range(2)]
-    assert [head.get("x-turnlog-replayed") for head in told] == [None, "true"]
-    assert [head.get(ROLLED_BACK) for head in told] == ["2", "2"]
-    assert path(talk) == [1, 4]
-
-
-@pytest.mark.parametrize("fault", ["status_503", "nan_logprob", "reset"])
-def test_a_retry_that_fails_does_not_lose_the_old_turn(talk: Talk, fault: str) -> None:
-    before = talk.state()["records"]
-    order = {"fault": fault, "at_byte": 20} if fault == "reset" else fault
-    for sent in ([*talk.messages[:4], user("Instead")], talk.messages[:5]):
-        assert talk.chat(sent, sim={**PLAIN, "fault": order}).status_code >= 500
-    assert talk.state()["records"] == before
-    assert "RolledBack" not in talk.types()
-    talk.say("Four", sim=PLAIN)
-    assert len(talk.committed()) == 4
-
-
-def test_a_rollback_while_a_turn_is_in_flight_is_busy_and_never_later(either: Stand) -> None:
-    talk = either.talk()
-    for text in ("One", "Two"):
-        talk.say(text, sim=PLAIN)
-    call = either.meanwhile(talk.say, "Three", sim={**PLAIN, "latency_s": HOURS})
-    either.until_generating(talk, 3)
-    busy = talk.chat([*talk.messages[:2], user("Instead of two")], sim=PLAIN)
-    assert error_of(busy) == (409, "session_busy")
-    assert busy.headers["x-should-retry"] == "false"
-    either.end()
-    assert call.result().status_code == 200
-    again = talk.chat([*talk.messages[:2], user("Instead of two")], sim=PLAIN)
-    assert error_of(again) == (400, "rollback_too_deep"), "what was one turn back is two by now"
-    assert path(talk) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("place", ["first", "later"])

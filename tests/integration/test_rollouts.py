@@ -13,7 +13,7 @@ from helpers.looking import value
 
 from integration.places import Places
 from integration.routing import problems
-from integration.stand import Stand, Talk, error_of, serving, until, user
+from integration.stand import Stand, Talk, error_of, serving, user
 from ops.simulator.process import SimulatorProcess
 
 CLAUDE_CODE = {"session": "x-claude-code-session-id", "agent": "x-claude-code-agent-id"}
@@ -110,14 +110,6 @@ def test_closing_a_root_closes_its_rollout_and_cuts_its_turns(used: Stand) -> No
     assert [event["reason"] for event in deep.events() if event["type"] == "TurnAbandoned"] == ["session_closed"]
 
 
-def test_a_childs_close_is_its_own(used: Stand) -> None:
-    root, one, two = rollout(used)
-    close(used, one)
-    assert "SessionClosed" not in [*root.types(), *two.types()]
-    root.messages = []
-    root.say("I am None")
-
-
 def test_nothing_begins_in_a_rollout_that_is_closed(used: Stand) -> None:
     root, one, _ = rollout(used)
     close(used, root)
@@ -128,14 +120,6 @@ def test_nothing_begins_in_a_rollout_that_is_closed(used: Stand) -> None:
     body = {"model": "simulator", "messages": [user("Late")]}
     assert error_of(used.http.post("/v1/chat/completions", json=body, headers=late)) == (404, "session_closed")
     assert error_of(used.http.get(f"/sessions/{root.id}:late/events")) == (404, "session_not_found")
-
-
-def test_a_parent_cannot_be_a_descendant(used: Stand) -> None:
-    name = uuid.uuid4().hex
-    child = used.talk(parent_session_id=name)
-    refused = used.http.post("/sessions", json={"session_id": name, "parent_session_id": child.id})
-    assert error_of(refused) == (400, "invalid_request")
-    assert child.id in refused.json()["error"]["message"]
 
 
 def test_the_roots_reward_stands_in_all_rows_before_a_childs_own(used: Stand) -> None:
@@ -155,19 +139,6 @@ def test_the_roots_reward_stands_in_all_rows_before_a_childs_own(used: Stand) ->
     assert len(one.rows(min_reward=1.0)) == 1
 
 
-def test_a_later_reward_makes_every_row_of_the_rollout_appear_anew(used: Stand) -> None:
-    root, one, two = rollout(used)
-    close(used, root)
-    before = {talk.id: talk.rows()[0] for talk in (root, one, two)}
-    first = used.http.get("/export")
-    reward(used, root, 1.0)
-    then = used.rows(cursor=first.headers["x-turnlog-next-cursor"])
-    assert {row["session_id"]: row["reward"] for row in then} == dict.fromkeys(before, 1.0)
-    assert all(row["as_of_seq"] > before[row["session_id"]]["as_of_seq"] for row in then)
-    again = used.rows(cursor=first.headers["x-turnlog-cursor"])
-    assert [row["reward"] for row in again if row["session_id"] in before] == [None] * 3
-
-
 def test_erasing_a_root_erases_its_rollout(used: Stand) -> None:
     root, one, two = rollout(used, group_id=uuid.uuid4().hex)
     other = rollout(used)
@@ -179,18 +150,6 @@ def test_erasing_a_root_erases_its_rollout(used: Stand) -> None:
     assert [len(talk.rows()) for talk in other] == [1, 1, 1]
     assert used.http.delete(other[1].path, params={"erase": "true"}).status_code == 204
     assert [len(talk.rows()) for talk in other] == [1, 0, 1]
-
-
-def test_a_final_turn_of_the_root_ends_the_rollout(used: Stand) -> None:
-    root, one, _ = rollout(used, CODEX)
-    body = {"model": "simulator", "messages": [user("Bye")]}
-    headers = {CODEX["session"]: root.id, "x-dynamo-session-final": "true"}
-    history = root.state()["records"][0]
-    said = [*history["request"]["messages"], history["response"]["choices"][0]["message"]]
-    body["messages"] = [*said, user("Bye")]
-    assert used.http.post("/v1/chat/completions", json=body, headers=headers).status_code == 200
-    until(lambda: one.types()[-1] == "SessionClosed")
-    assert root.types()[-1] == "SessionClosed"
 
 
 def test_a_filter_and_a_shape_of_groups_take_whole_rollouts(used: Stand) -> None:
@@ -218,42 +177,6 @@ def test_a_filter_and_a_shape_of_groups_take_whole_rollouts(used: Stand) -> None
     assert sum(advantage for _, advantage in by_rollout) == pytest.approx(0.0)
 
 
-def test_a_root_without_turns_of_its_own_is_no_gap(used: Stand) -> None:
-    """As where a harness has a thread of its own for the main agent, and its driver made the session."""
-    group = uuid.uuid4().hex
-    root = used.talk(group_id=group)
-    by_header(used, {CODEX["session"]: root.id, CODEX["agent"]: "main"})
-    reward(used, root, 1.0)
-    close(used, root)
-    main = f"{root.id}:main"
-    [row] = used.rows(group_id=group, shape="atropos")
-    assert (row["session_ids"], row["scores"], row["group_id"]) == ([main], [1.0], group)
-    lines = handed_out(used, "trainer", shape="atropos")
-    assert [row["session_ids"] for line in lines if line["group_id"] == group for row in line["rows"]] == [[main]]
-
-
-def test_a_childs_own_group_is_in_its_rows_and_counts_nowhere(used: Stand) -> None:
-    group, own = uuid.uuid4().hex, uuid.uuid4().hex
-    [root, _] = rollout(used, agents=("one",), group_id=group)
-    child = used.talk(parent_session_id=root.id, group_id=own)
-    child.say("Hello")
-    reward(used, root, 1.0)
-    close(used, root)
-    assert [(row["group_id"], row["rollout_id"]) for row in child.rows()] == [(own, root.id)]
-    assert (used.get(f"/groups/{group}")["complete"], len(used.get(f"/groups/{group}")["attempts"])) == (True, 1)
-    lines = handed_out(used, uuid.uuid4().hex)
-    given = {line["group_id"]: {row["session_id"] for row in line["rows"]} for line in lines}
-    assert child.id in given[group]
-    assert own not in given
-    reasons = {line["group_id"]: line["excluded"] for line in handed_out(used, "why", explain="true")}
-    assert reasons[own] == "it has no rollout: its sessions are children"
-    listed = used.http.get("/groups", params={"limit": 500}).json()["groups"]
-    assert {one["group_id"]: (one["sessions"], one["state"]) for one in listed if one["group_id"] in (group, own)} == {
-        group: (1, "acknowledged"),
-        own: (0, "open"),
-    }
-
-
 def test_a_follower_hears_of_an_erasure_and_of_a_parent_that_is_created_later(stand: Stand) -> None:
     group, between, root = (uuid.uuid4().hex for _ in range(3))
     gone, child = stand.talk(group_id=group), stand.talk(parent_session_id=between)
@@ -278,3 +201,33 @@ def test_a_follower_hears_of_an_erasure_and_of_a_parent_that_is_created_later(st
         assert (row["session_id"], row["rollout_id"], row["group_id"]) == (child.id, rollout, group_id)
         assert child.types()[-1] == "RolloutJoined"
     assert news(cursor)[0] == []
+
+
+def test_a_parent_cannot_be_a_descendant(used: Stand) -> None:
+    name = uuid.uuid4().hex
+    child = used.talk(parent_session_id=name)
+    refused = used.http.post("/sessions", json={"session_id": name, "parent_session_id": child.id})
+    assert error_of(refused) == (400, "invalid_request")
+    assert child.id in refused.json()["error"]["message"]
+
+
+def test_a_childs_own_group_is_in_its_rows_and_counts_nowhere(used: Stand) -> None:
+    group, own = uuid.uuid4().hex, uuid.uuid4().hex
+    [root, _] = rollout(used, agents=("one",), group_id=group)
+    child = used.talk(parent_session_id=root.id, group_id=own)
+    child.say("Hello")
+    reward(used, root, 1.0)
+    close(used, root)
+    assert [(row["group_id"], row["rollout_id"]) for row in child.rows()] == [(own, root.id)]
+    assert (used.get(f"/groups/{group}")["complete"], len(used.get(f"/groups/{group}")["attempts"])) == (True, 1)
+    lines = handed_out(used, uuid.uuid4().hex)
+    given = {line["group_id"]: {row["session_id"] for row in line["rows"]} for line in lines}
+    assert child.id in given[group]
+    assert own not in given
+    reasons = {line["group_id"]: line["excluded"] for line in handed_out(used, "why", explain="true")}
+    assert reasons[own] == "it has no rollout: its sessions are children"
+    listed = used.http.get("/groups", params={"limit": 500}).json()["groups"]
+    assert {one["group_id"]: (one["sessions"], one["state"]) for one in listed if one["group_id"] in (group, own)} == {
+        group: (1, "acknowledged"),
+        own: (0, "open"),
+    }

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -17,16 +15,13 @@ from integration.routing import (
     EXPERTS,
     Rows,
     Session,
-    asks_for_all,
-    fetch,
-    is_of_the_decode,
     own_rows,
     payload_rows,
     problems,
     rows_in,
     session_of,
 )
-from integration.stand import Stand, error_of, until, user
+from integration.stand import Stand, error_of, user
 from integration.tito import checked
 from ops.simulator.process import SimulatorProcess
 
@@ -34,8 +29,6 @@ pytestmark = pytest.mark.long
 
 ROW_BYTES = 8
 WINDOW = 1
-LARGE = {"layers": 48, "top_k": 8, "experts": 2**31 - 1}
-"""Experts whose chunks are objects, where there is a bucket."""
 
 
 @pytest.fixture(scope="module")
@@ -111,18 +104,6 @@ def test_sampled_rows_are_those_of_the_decode(line: Stand, history: str, seed: i
     assert problems(line) == []
 
 
-def test_stored_bytes_grow_with_the_tokens(line: Stand) -> None:
-    kept = {}
-    for retain in ("sampled", "all"):
-        player = Player(line, 5, history="linear", retain=retain)
-        for _ in range(24):
-            player.turn()
-        tokens = len(player.rows("newest")[0]["tokens"])
-        kept[retain] = player.live[-1] / tokens / ROW_BYTES
-        assert fetch(player.talk, 1).status_code == (410 if retain == "sampled" else 200)
-    assert kept["sampled"] <= WINDOW + 2 < 8 < kept["all"]
-
-
 def test_a_row_that_needs_a_tombstoned_one_is_left_out(line: Stand) -> None:
     player = Player(line, 7, history="linear")
     for _ in range(WINDOW + 1):
@@ -133,77 +114,6 @@ def test_a_row_that_needs_a_tombstoned_one_is_left_out(line: Stand) -> None:
     [left_out] = player.rows("sampled")
     assert left_out["excluded"] == "tombstoned"
     assert len(player.rows("newest")) == 1
-
-
-def taken_back(stand: Stand, talk: Session, folder: Path) -> str:
-    """A restored checkpoint, behind which the window had moved on."""
-    assert stand.http.post("/checkpoints", json={"name": talk.id}).status_code == 200
-    for number in range(3, 6):
-        talk.say("Later", **asks_for_all(number, **LARGE))
-    assert stand.http.post(f"/checkpoints/{talk.id}/restore").status_code == 200
-    assert stand.http.delete(f"/checkpoints/{talk.id}").status_code == 204
-    return talk.id
-
-
-def returned(stand: Stand, talk: Session, folder: Path) -> str:
-    """From an archive."""
-    assert stand.http.put(f"{talk.path}/reward", json={"reward": 1}).status_code == 200
-    assert stand.http.delete(talk.path).status_code == 204
-    step = stand.http.post("/archives", json={"to": folder.as_uri(), "older_than_s": 0}).json()
-    assert step["archived"] == 1
-    assert stand.http.post("/archives/import", json={"file": step["file"]}).json()["imported"] == 1
-    return talk.id
-
-
-def forked(stand: Stand, talk: Session, folder: Path) -> str:
-    reply = stand.http.post(f"{talk.path}/fork", json={"turn": 4, "parent_loss": True})
-    found: str = reply.json()["sessions"][0]["session_id"]
-    return found
-
-
-@pytest.fixture(scope="module", params=["database", "objects"])
-def kept(
-    request: pytest.FixtureRequest, sglang: SimulatorProcess, places: Places, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stand]:
-    """A server whose payloads are in its database, or in a bucket."""
-    environment = {"TURNLOG_PAYLOADS_KEEP_S": "0", "TURNLOG_FILE_ROOT": tempfile.gettempdir()}
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "objects":
-            environment["TURNLOG_PAYLOADS"] = tmp_path_factory.mktemp("bucket").as_uri()
-            patch.setenv("TURNLOG_PAYLOADS", environment["TURNLOG_PAYLOADS"])  # for what checks the store
-        with checked(places.new("retained"), sglang.base_url, environment=environment) as made:
-            yield made
-
-
-@pytest.mark.parametrize("done", [taken_back, returned, forked])
-def test_what_else_a_session_can_do(kept: Stand, tmp_path: Path, done: Callable[[Stand, Session, Path], str]) -> None:
-    """All three kinds stay those of the decode, and go on from there."""
-    talk = session_of(kept, retain="sampled", rollback_window=0)
-    replies = [talk.say(f"Turn {turn}", **asks_for_all(turn, **LARGE)) for turn in range(1, 5)]
-    name = done(kept, talk, tmp_path)
-    [row] = kept.rows(session_id=name, replay="true", routing="sampled")
-    assert row["routing_differs"] > 0
-    assert is_of_the_decode(row, replies)
-    assert problems(kept) == []
-
-
-def test_payloads_that_are_dropped_leave_no_sampled_rows(sglang: SimulatorProcess, places: Places) -> None:
-    """Those of the oldest turns for the budget of a session, and all of a closed one."""
-    environment = {"TURNLOG_MAX_REPLAY_BYTES": str(1 << 20), "TURNLOG_CLOSED_REPLAY_TTL_S": "0"}
-    with checked(places.new("dropped"), sglang.base_url, environment=environment) as stand:
-        talk = session_of(stand, retain="sampled", rollback_window=0)
-        for turn in range(1, 9):
-            talk.say(f"Turn {turn}", **asks_for_all(turn, **{**LARGE, "top_k": 64}))
-        gone = [event for event in talk.events() if event["type"] == "BlobsTombstoned"]
-        assert {event.get("reason", "window") for event in gone} == {"window", "budget"}
-        for routing, expected in (("sampled", ["tombstoned"]), ("newest", [None])):
-            rows = talk.rows(replay="true", routing=routing, explain="true")
-            assert [row.get("excluded") for row in rows] == expected
-        assert stand.http.delete(talk.path).status_code == 204
-        until(lambda: talk.events()[-1].get("reason") == "closed" and "BlobsTombstoned" in talk.types()[-1])
-        for routing in ("sampled", "newest"):
-            [row] = talk.rows(replay="true", routing=routing, explain="true")
-            assert row.get("excluded") == "tombstoned" if routing == "sampled" else row["tombstoned"]
 
 
 @pytest.mark.parametrize("replay", ["urls", "false"])

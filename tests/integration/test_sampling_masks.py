@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from integration.places import Places
 from integration.routing import MASK, Session, Sets, fetch, problems, session_of, sets_in, sets_of, split
-from integration.stand import Stand, user
+from integration.stand import Stand
 from integration.tito import checked
 from ops.simulator.process import SimulatorProcess
 
@@ -85,16 +85,6 @@ def test_each_token_has_the_ids_that_it_was_drawn_from(line: Stand) -> None:
         query = {"session_id": talk.id, "replay": "true", "shape": shape, "format": "parquet"}
         assert pq.read_table(io.BytesIO(line.http.get("/export", params=query).content)).num_rows == 1
     assert problems(line) == []
-
-
-def test_a_reply_is_given_again_to_the_byte(line: Stand) -> None:
-    talk = session_of(line)
-    for asked in (ASKED, {"top_k": 8}):
-        body = {"headers": {"idempotency-key": f"{len(asked)}"}, "sim": PLAIN, **asked}
-        first, again = (talk.chat([user(f"Hello {len(asked)}")], **body) for _ in range(2))
-        assert again.headers["x-turnlog-replayed"] == "true"
-        assert first.content == again.content
-        talk = session_of(line)
 
 
 def test_what_is_cut_and_what_is_gone_is_said(line: Stand) -> None:

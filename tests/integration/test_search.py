@@ -1,16 +1,19 @@
-"""The search: what it finds, live, on both databases; and that it forgets what is erased."""
+"""The search: what it finds, live, on both databases, also after kills; and that words of an erased session are on no
+disk once the erasure is answered."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from helpers.looking import value
 
+from app.crash_points import VARIABLE
 from integration.cli import answer, complaint, run
 from integration.places import Places
 from integration.stand import Stand, Talk, error_of, serving, until, user
@@ -120,41 +123,6 @@ def test_fields_narrow_a_search_and_stand_alone(searched: Stand) -> None:
         assert places_of(ask(searched, **parameters)) == wanted, parameters
 
 
-def test_an_odd_name_does_not_stop_the_index(searched: Stand) -> None:
-    """PostgreSQL's text holds no NUL: one such name had kept the index from everything behind it."""
-    word = uuid.uuid4().hex
-    call = {"id": "c1", "type": "function", "function": {"name": "lo\0ok", "arguments": "{}"}}
-    talk = searched.talk()
-    said = [user(word), {"role": "assistant", "content": None, "tool_calls": [call]}, user("and?")]
-    assert talk.chat(said).status_code == 200
-    assert places_of(current(searched, q=word)) == [(talk.id, 1, 0)]
-    assert places_of(ask(searched, tool="lo ok", session_id=talk.id)) == [(talk.id, 1, 1)]
-
-
-def test_metrics_tell_how_far_the_index_is(searched: Stand) -> None:
-    searched.talk().say("One turn")
-    until(lambda: "turnlog_search_behind_events 0.0" in searched.http.get("/metrics").text)
-    assert "turnlog_search_failures_total 0.0" in searched.http.get("/metrics").text
-
-
-def test_pages_continue_where_they_ended(searched: Stand) -> None:
-    word = f"heron{uuid.uuid4().hex[:8]}"
-    talks = [searched.talk() for _ in range(3)]
-    for number in range(4):
-        for talk in talks:
-            talk.say(f"{word} number {number}")
-    whole = places_of(current(searched, q=word, limit=100))
-    assert len(whole) == 12
-    found, cursor = [], None
-    while True:
-        page = ask(searched, q=word, limit=5, **({} if cursor is None else {"cursor": cursor}))
-        found += places_of(page)
-        cursor = page["next_cursor"]
-        if cursor is None:
-            break
-    assert found == whole
-
-
 def test_a_fork_adds_only_what_is_its_own(searched: Stand) -> None:
     word = f"lynx{uuid.uuid4().hex[:8]}"
     talk = searched.talk()
@@ -253,12 +221,76 @@ def test_the_client_and_the_command_line_give_every_page(
     assert searched.get(f"{talk.path}/turns/2/annotations/judge")["value"] == 0.5
 
 
-def test_where_it_is_off_nothing_of_it_is_loaded(
-    stand: Stand, clean_environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TURNLOG_FEATURES", raising=False)
-    look = "import sys, app.main; print([name for name in sys.modules if name.startswith('app.features.search.')])"
-    loaded = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True)
-    assert loaded.stdout == "[]\n"
+def test_where_it_is_off_the_command_says_so(stand: Stand, clean_environment: Callable[..., None]) -> None:
+    """That nothing of it is loaded: test_otel.py."""
     clean_environment(URL=stand.server.base_url)
     assert "TURNLOG_FEATURES" in complaint("search", "word")
+
+
+def words_left(stand: Stand, word: str) -> list[str]:
+    """The files, or the table on PostgreSQL, that have the word. FTS5 stores one without the beginning that it shares
+    with the word before."""
+    if not stand.url.startswith("sqlite"):
+        rows = value(stand.url, f"SELECT count(*) FROM search_messages WHERE text LIKE '%{word}%'")
+        return ["search_messages"] if rows else []
+    path = Path(stand.server.database_path)
+    contents = {file.name: file.read_bytes() for file in path.parent.glob(f"{path.name}*")}
+    parts = [part.encode() for part in (word, word[10:], word[:20])]
+    return [name for name, content in contents.items() if any(part in content for part in parts)]
+
+
+def test_words_of_an_erased_session_are_nowhere(searched: Stand) -> None:
+    word, kept = f"canary{uuid.uuid4().hex}", f"kept{uuid.uuid4().hex}"
+    talk, other = searched.talk(), searched.talk()
+    for number in range(5):
+        talk.say(f"{word} number {number}", sim={"text": f"answer {word}{number}"})
+        other.say(f"{kept} {number}")
+    assert len(current(searched, q=word)["hits"]) == 5
+    assert words_left(searched, word) != []
+    assert searched.http.delete(talk.path, params={"erase": True}).status_code == 204
+    assert words_left(searched, word) == []
+    assert ask(searched, q=word)["hits"] == []
+    assert current(searched, q=word)["hits"] == []
+    assert len(current(searched, q=kept)["hits"]) == 5
+
+
+def test_a_crash_before_the_words_go_is_made_good(searched: Stand) -> None:
+    """Nobody asks again: the follower finds the erasure in the log."""
+    word = f"canary{uuid.uuid4().hex}"
+    talk = searched.talk()
+    talk.say(f"A {word}")
+    assert len(current(searched, q=word)["hits"]) == 1
+    searched.server.stop()
+    searched.server.environment[VARIABLE] = "after_erase"
+    searched.server.start()
+    with pytest.raises(httpx.TransportError):
+        searched.http.delete(talk.path, params={"erase": True})
+    assert words_left(searched, word) != []
+    searched.server.stop()
+    del searched.server.environment[VARIABLE]
+    searched.server.start()
+    until(lambda: searched.http.get("/search", params={"q": "a"}).json()["is_current"])
+    assert ask(searched, q=word)["hits"] == []
+    if searched.url.startswith("sqlite"):
+        assert f"{searched.server.database_path.name}.search" not in words_left(searched, word)
+    else:
+        assert words_left(searched, word) == []
+
+
+KILLS, TURNS = 3, 4
+
+
+def test_each_message_is_found_once_after_kills(searched: Stand) -> None:
+    """Whatever was half written."""
+    word = f"gnu{uuid.uuid4().hex[:8]}"
+    talks = [searched.talk() for _ in range(3)]
+    for kill in range(KILLS):
+        for _ in range(TURNS):
+            for talk in talks:
+                talk.say(f"{word} {kill}")
+        searched.server.kill()
+        searched.server.start()
+    places_found = places_of(current(searched, q=word, limit=100))
+    expected = Counter((talk.id, turn, 2 * (turn - 1)) for talk in talks for turn in range(1, KILLS * TURNS + 1))
+    assert Counter(places_found) == expected
+    assert len(ask(searched, q=f'"{word} 2"', limit=100)["hits"]) == len(talks) * TURNS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,12 +23,6 @@ from ops.simulator.process import SimulatorProcess
 
 CHAT = "/v1/chat/completions"
 GENERATING = [*registry.ROUTES]
-
-
-@pytest.fixture(scope="module")
-def guarded(sglang: SimulatorProcess, places: Places) -> Iterator[Guarded]:
-    with guarded_serving(places.new("guarded"), sglang.base_url) as made:
-        yield made
 
 
 def every_route() -> list[tuple[str, str]]:
@@ -159,59 +153,47 @@ def test_an_operator_may_let_a_sessions_token_judge(lenient: Guarded) -> None:
     assert mine.ask("DELETE", f"{mine.path}?erase=true").status_code == 204
 
 
-def test_each_fork_has_a_token_of_its_own(guarded: Guarded) -> None:
-    source = guarded.client()
-    assert source.chat_at(source.chat_path).status_code == 200
-    made = guarded.admin.post(f"{source.path}/fork", json={"turn": 1, "count": 2}).json()["sessions"]
-    assert [one["token"].startswith(f"tls.{one['session_id']}.") for one in made] == [True, True]
-    for one in made:
-        asked = [
-            guarded.stranger.get(f"/sessions/{name}", headers=bearer(one["token"])).status_code
-            for name in (one["session_id"], source.id)
-        ]
-        assert asked == [200, 404]
-
-
-def test_the_token_comes_with_the_session_each_time(guarded: Guarded) -> None:
+def test_a_token_comes_with_its_session_each_time_and_each_fork_has_its_own(guarded: Guarded) -> None:
     name = uuid.uuid4().hex
     first, again = (guarded.admin.post("/sessions", json={"session_id": name}).json() for _ in range(2))
     assert first == again
     assert first["token"].startswith(f"tls.{name}.")
-    listed = guarded.admin.get("/sessions").text + guarded.events(name)
-    assert first["token"].rpartition(".")[2] not in listed
+    assert first["token"].rpartition(".")[2] not in guarded.admin.get("/sessions").text + guarded.events(name)
+    source = guarded.client()
+    assert source.chat_at(source.chat_path).status_code == 200
+    for one in guarded.admin.post(f"{source.path}/fork", json={"turn": 1, "count": 2}).json()["sessions"]:
+        assert one["token"].startswith(f"tls.{one['session_id']}.")
+        ask = [(one["session_id"], 200), (source.id, 404)]
+        for session_id, status in ask:
+            reply = guarded.stranger.get(f"/sessions/{session_id}", headers=bearer(one["token"]))
+            assert reply.status_code == status
 
 
 SUBROUTES = [
-    *(
-        ("GET", rest)
-        for rest in ("", "/events", "/v1/models", "/turns/1/routed_experts", "/rejected/1", "/events?follow=true")
-    ),
+    *(("GET", rest) for rest in ("", "/events", "/v1/models", "/turns/1/routed_experts", "/rejected/1")),
+    *(("GET", "/events?follow=true"), ("PUT", "/reward"), ("DELETE", ""), ("DELETE", "?erase=true")),
     *(("POST", rest) for rest in (CHAT, "/v1/completions", "/samples")),
-    *(("PUT", "/reward"), ("DELETE", ""), ("DELETE", "?erase=true")),
 ]
 
 
 @pytest.mark.threat("probing for sessions")
 def test_another_session_looks_like_none_whatever_became_of_it(guarded: Guarded) -> None:
-    mine = guarded.client()
-    names = [f"open-{uuid.uuid4().hex[:8]}", f"shut-{uuid.uuid4().hex[:8]}", f"gone-{uuid.uuid4().hex[:8]}"]
-    for name in names:
+    mine, mark = guarded.client(), uuid.uuid4().hex[:8]
+    names = [f"{kind}-{mark}" for kind in ("open", "shut", "gone", "none")]
+    for name in names[:3]:
         guarded.client(session_id=name).chat_at(f"/sessions/{name}{CHAT}")
     assert guarded.admin.delete(f"/sessions/{names[1]}").status_code == 204
     assert guarded.admin.delete(f"/sessions/{names[2]}?erase=true").status_code == 204
-    names.append(f"none-{uuid.uuid4().hex[:8]}")
+
+    def as_none(ask: Callable[[str], httpx.Response]) -> None:
+        [(status, _, _)] = {appearance(ask(name), name) for name in names}
+        assert status == 404
+
     for method, rest in SUBROUTES:
-        seen = {appearance(mine.ask(method, f"/sessions/{name}{rest}", json={}), name) for name in names}
-        assert len(seen) == 1, (method, rest)
-        [(status, _, _)] = seen
-        assert status == 404
+        as_none(lambda name, method=method, rest=rest: mine.ask(method, f"/sessions/{name}{rest}", json={}))  # type: ignore[misc]
     for header in ("x-session-id", "x-turnlog-session-id"):
-        seen = {appearance(mine.chat_at(CHAT, headers={header: name}), name) for name in names}
-        assert len(seen) == 1
-        [(status, _, _)] = seen
-        assert status == 404
-    seen = {appearance(mine.chat_at(f"/ng-rollout/{name}{CHAT}"), name) for name in names}
-    assert [status for status, _, _ in seen] == [404]
+        as_none(lambda name, header=header: mine.chat_at(CHAT, headers={header: name}))  # type: ignore[misc]
+    as_none(lambda name: mine.chat_at(f"/ng-rollout/{name}{CHAT}"))
     assert mine.chat_at(f"/ng-rollout/{mine.id}{CHAT}").status_code == 200
     assert error_of(guarded.admin.get(f"/sessions/{names[3]}")) == (404, "session_not_found")
 
@@ -221,63 +203,35 @@ def appearance(reply: httpx.Response, name: str) -> tuple[int, tuple[tuple[str, 
     return reply.status_code, headers, reply.text.replace(name, "NAME")
 
 
+SPELLINGS = r"""
+    /sessions/{a}/../{b} /sessions/{a}/%2e%2e/{b} /sessions/{a}%2f..%2f{b} /sessions/{a}%2F%2E%2E%2F{b} //sessions/{b}
+    /sessions//{b} /./sessions/{b} /sessions/{b}/ /sessions/{b}// /%2fsessions/{b} /sessions/{b}%00 /sessions/{b}%0a
+    /sessions/{b};{a} /sessions/{b}%3f{a} /sessions/{b}#{a} /sessions/{a}/..%2f..%2fsessions/{b} /%73essions/{b}
+    http://127.0.0.1/sessions/{b} /SESSIONS/{b} /sessions/{a}\..\{b} /sessions/{a}%5c..%5c{b} /ui/../sessions/{b}
+    /sessions/%2e%2e/sessions/{b} /ui/static/../../sessions/{b} /ui/static/%2e%2e/%2e%2e/sessions/{b}
+    /health/../sessions/{b} /sessions/{b}%2fevents /sessions/{a}/v1/../../{b} /groups/../sessions/{b}
+    /v1/models/../../sessions/{b}
+"""
+
+
 @pytest.mark.threat("path confusion between guard and router")
 def test_no_spelling_of_a_path_leads_to_another_session(guarded: Guarded) -> None:
     mine, other = guarded.client(), guarded.client()
-    secret = uuid.uuid4().hex
+    secret, port = uuid.uuid4().hex, guarded.stand.server.port
     assert other.chat_at(other.chat_path, secret).status_code == 200
     before = guarded.events(other.id)
-    a, b = mine.id, other.id
-    paths = [
-        *(
-            f"/sessions/{a}/../{b}",
-            f"/sessions/{a}/%2e%2e/{b}",
-            f"/sessions/{a}%2f..%2f{b}",
-            f"/sessions/{a}%2F%2E%2E%2F{b}",
-        ),
-        *(
-            f"//sessions/{b}",
-            f"/sessions//{b}",
-            f"/./sessions/{b}",
-            f"/sessions/{b}/",
-            f"/sessions/{b}//",
-            f"/%2fsessions/{b}",
-        ),
-        *(f"/sessions/{b}%00", f"/sessions/{b}%0a", f"/sessions/{b};{a}", f"/sessions/{b}%3f{a}", f"/sessions/{b}#{a}"),
-        *(
-            f"/sessions/{a}/..%2f..%2fsessions/{b}",
-            f"http://127.0.0.1/sessions/{b}",
-            f"/%73essions/{b}",
-            f"/SESSIONS/{b}",
-        ),
-        *(
-            f"/sessions/{a}\\..\\{b}",
-            f"/sessions/{a}%5c..%5c{b}",
-            f"/sessions/%2e%2e/sessions/{b}",
-            f"/ui/../sessions/{b}",
-        ),
-        *(f"/ui/static/../../sessions/{b}", f"/ui/static/%2e%2e/%2e%2e/sessions/{b}", f"/health/../sessions/{b}"),
-        *(
-            f"/sessions/{b}%2fevents",
-            f"/sessions/{a}/v1/../../{b}",
-            f"/groups/../sessions/{b}",
-            f"/v1/models/../../sessions/{b}",
-        ),
-    ]
     host, token = "Host: turnlog", f"Authorization: Bearer {mine.token}"
-    for path in paths:
+    for path in SPELLINGS.format(a=mine.id, b=other.id).split():
         for method in ("GET", "DELETE", "HEAD"):
             for rest in ("", "/events", "/v1/models"):
-                status, came = raw(guarded.stand.server.port, f"{method} {path}{rest} HTTP/1.1", host, token)
+                status, came = raw(port, f"{method} {path}{rest} HTTP/1.1", host, token)
                 assert 300 <= status < 500, (method, path, rest, came)
                 assert secret.encode() not in came
-        status, came = raw(
-            guarded.stand.server.port, f"POST {path}{CHAT} HTTP/1.1", host, token, "Content-Length: 2", body=b"{}"
-        )
+        status, came = raw(port, f"POST {path}{CHAT} HTTP/1.1", host, token, "Content-Length: 2", body=b"{}")
         assert 400 <= status < 500, (path, came)
-        status, _ = raw(guarded.stand.server.port, f"GET {path} HTTP/1.1", host)
+        status, _ = raw(port, f"GET {path} HTTP/1.1", host)
         assert status in (400, 401, 404) or path.startswith("/ui/static"), path
-    assert guarded.events(b) == before
+    assert guarded.events(other.id) == before
 
 
 @pytest.mark.threat("session token on another session")
@@ -310,21 +264,6 @@ def test_a_token_alone_names_its_session(guarded: Guarded) -> None:
     assert error_of(guarded.admin.post(CHAT, json=body())) == (400, "invalid_request")
 
 
-def test_agents_below_a_session_use_its_token(guarded: Guarded) -> None:
-    mine = guarded.client(history="linear")
-    agent = {"x-claude-code-session-id": mine.id, "x-claude-code-agent-id": "sub"}
-    deep = {**agent, "x-claude-code-agent-id": "deep", "x-claude-code-parent-agent-id": "sub"}
-    odd = {**agent, "x-claude-code-agent-id": "a b/c", "x-claude-code-parent-agent-id": "d e/f"}
-    plain = {"x-session-id": f"{mine.id}:plain"}
-    for headers in (agent, deep, odd, plain):
-        for _ in range(2):
-            assert mine.chat_at(CHAT, headers=headers, nvext={}).status_code == 200
-    listed = guarded.admin.get("/sessions", params={"limit": 4}).json()["sessions"]
-    parents = {one["session_id"]: guarded.events(one["session_id"]).splitlines()[0] for one in listed}
-    assert all(f'"parent":"{mine.id}' in created for created in parents.values())
-    assert {f"{mine.id}:sub", f"{mine.id}:deep", f"{mine.id}:plain"} < set(parents)
-
-
 @pytest.mark.threat("session token on another session")
 def test_a_session_that_only_has_the_name_of_an_agent_is_another(guarded: Guarded) -> None:
     mine = guarded.client()
@@ -355,24 +294,32 @@ def test_session_control_is_for_the_own_session(guarded: Guarded, action: str | 
 
 
 @pytest.mark.threat("session token steers another session's engine")
+@pytest.mark.threat("session token sets operator-only fields")
 @pytest.mark.parametrize(
     "fields",
     [
-        {"session_params": {"id": "another"}},
-        {"session_params": {}},
-        {"session_id": "another"},
+        *({"session_params": {"id": "another"}}, {"session_params": {}}, {"session_id": "another"}),
         {"bootstrap_host": "10.0.0.1", "bootstrap_port": 1},
-        {"kv_transfer_params": {"remote_host": "10.0.0.1"}},
-        {"custom_logit_processor": "code"},
+        *({"kv_transfer_params": {"remote_host": "10.0.0.1"}}, {"custom_logit_processor": "code"}),
+        *({"chat_template": "{{ messages }}"}, {"extra_args": {"a": 1}}, {"logits_processors": ["module.function"]}),
+        *({"priority": -1}, {"prompt_embeds": "AAAA"}, {"vllm_xargs": {"a": 1}}),
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_what_reaches_beyond_the_session_is_for_the_admin(guarded: Guarded, fields: dict[str, Any]) -> None:
-    mine = guarded.client()
-    assert error_of(mine.chat_at(mine.chat_path, **fields)) == (403, "forbidden")
+def test_what_only_an_operator_decides_is_for_the_admin(
+    guarded: Guarded, lenient: Guarded, fields: dict[str, Any]
+) -> None:
+    """What reaches beyond the session, and what the engine does for all; an operator may allow a field."""
+    mine, allowed, [name, *_] = guarded.client(), lenient.client(), fields
+    for path, headers in ((mine.chat_path, {}), (CHAT, {"x-session-id": mine.id})):
+        refused = mine.chat_at(path, headers=headers, **fields)
+        assert error_of(refused) == (403, "forbidden")
+        assert name in refused.json()["error"]["message"]
     assert guarded.stand.engine_requests(mine.id) == []
-    assert mine.chat_at(mine.chat_path, session_id=mine.id, session_params=None).status_code == 200
+    assert mine.chat_at(mine.chat_path, **{name: mine.id if name == "session_id" else None}).status_code == 200
     assert guarded.admin.post(mine.chat_path, json=body(**fields)).status_code == 200
+    status = 200 if name in ("priority", "extra_args") else 403
+    assert allowed.chat_at(allowed.chat_path, **fields).status_code == status
 
 
 @pytest.fixture(scope="module")
@@ -381,33 +328,6 @@ def lenient(sglang: SimulatorProcess, places: Places) -> Iterator[Guarded]:
     settings = {"TURNLOG_SESSION_PARAMS": "priority, extra_args", "TURNLOG_SESSION_REWARDS": "allow", **agents}
     with guarded_serving(places.new("lenient"), sglang.base_url, environment=settings) as made:
         yield made
-
-
-OF_THE_ENGINE = {
-    "chat_template": "{{ messages }}",
-    "extra_args": {"a": 1},
-    "logits_processors": ["module.function"],
-    "priority": -1,
-    "prompt_embeds": "AAAA",
-    "vllm_xargs": {"a": 1},
-}
-
-
-@pytest.mark.threat("session token sets operator-only fields")
-@pytest.mark.parametrize("name", OF_THE_ENGINE)
-def test_what_only_an_operator_decides_is_for_the_admin(guarded: Guarded, lenient: Guarded, name: str) -> None:
-    fields = {name: OF_THE_ENGINE[name]}
-    mine = guarded.client()
-    for path, headers in ((mine.chat_path, {}), (CHAT, {"x-session-id": mine.id})):
-        refused = mine.chat_at(path, headers=headers, **fields)
-        assert error_of(refused) == (403, "forbidden")
-        assert name in refused.json()["error"]["message"]
-    assert guarded.stand.engine_requests(mine.id) == []
-    assert mine.chat_at(mine.chat_path, **{name: None}).status_code == 200
-    assert guarded.admin.post(mine.chat_path, json=body(**fields)).status_code == 200
-    allowed = lenient.client()
-    status = 200 if name in ("priority", "extra_args") else 403
-    assert allowed.chat_at(allowed.chat_path, **fields).status_code == status
 
 
 @pytest.mark.threat("session token creates unlimited sessions")
@@ -446,47 +366,34 @@ def body(**fields: Any) -> dict[str, Any]:
     return {"model": "simulator", "messages": [user("Hello")], **fields}
 
 
-def test_the_token_of_a_closed_session_does_what_can_still_be_done(guarded: Guarded) -> None:
-    mine = guarded.client()
-    assert mine.chat_at(mine.chat_path).status_code == 200
-    assert mine.ask("DELETE", mine.path).status_code == 204
-    assert error_of(mine.ask("GET", mine.path)) == (404, "session_closed")
-    assert error_of(mine.chat_at(mine.chat_path)) == (404, "session_closed")
-    assert "SessionClosed" in mine.ask("GET", f"{mine.path}/events").text
-    assert error_of(mine.ask("GET", "/export", params={"session_id": mine.id})) == (403, "forbidden")
-    assert error_of(mine.ask("DELETE", mine.path)) == (404, "session_closed")
-
-
 def test_a_browser_signs_in_and_out(guarded: Guarded) -> None:
+    note, marks = f"{guarded.client().path}/annotations/note", {"x-turnlog-page": "1", "sec-fetch-site": "same-origin"}
     with httpx.Client(base_url=guarded.stand.server.base_url, timeout=20) as browser:
-        assert browser.get("/ui/api/me").status_code == 401
-        assert error_of(browser.post("/ui/sign-in", json={"token": "wrong"})) == (401, "unauthorized")
-        assert error_of(browser.post("/ui/sign-in", json={"token": 1})) == (400, "invalid_request")
-        assert error_of(browser.post("/ui/sign-in", json={"token": "x" * 5000})) == (413, "request_too_large")
+        for token, expected in (
+            *(("wrong", (401, "unauthorized")), (1, (400, "invalid_request"))),
+            ("x" * 5000, (413, "request_too_large")),
+        ):
+            assert error_of(browser.post("/ui/sign-in", json={"token": token})) == expected
         assert not browser.cookies
+        assert browser.get("/ui/api/me").status_code == 401
         for token in (ADMIN, ADMIN_BEFORE):
-            reply = browser.post(
-                "/ui/sign-in", json={"token": token}, headers={"origin": str(browser.base_url).rstrip("/")}
-            )
-            assert reply.status_code == 200
+            origin = {"origin": str(browser.base_url).rstrip("/")}
+            reply = browser.post("/ui/sign-in", json={"token": token}, headers=origin)
             [cookie] = reply.headers.get_list("set-cookie")
             name, _, attributes = cookie.partition(";")
-            assert token not in name
+            assert (reply.status_code, token in name) == (200, False)
             assert {"HttpOnly", "Path=/", "Max-Age=43200"} <= {part.strip() for part in attributes.split(";")}
             assert "samesite=strict" in attributes.lower()
             assert "secure" not in attributes.lower()
-            assert browser.get("/ui/api/me").status_code == 200
-            assert browser.get("/sessions").status_code == 200
+            assert [browser.get(path).status_code for path in ("/ui/api/me", "/sessions")] == [200, 200]
             assert error_of(browser.post("/sessions", json={})) == (401, "unauthorized")
-            assert error_of(browser.get("/sessions", headers={"sec-fetch-site": "cross-site"})) == (401, "unauthorized")
-            session = guarded.client().id
-            marks = {"x-turnlog-page": "1", "sec-fetch-site": "same-origin"}
+            assert browser.get("/sessions", headers={"sec-fetch-site": "cross-site"}).status_code == 401
             for without in (None, *marks):
                 headers = {name: value for name, value in marks.items() if name != without}
-                reply = browser.put(f"/sessions/{session}/annotations/note", json={"value": "seen"}, headers=headers)
-                assert reply.status_code == (200 if without is None else 401)
+                written = browser.put(note, json={"value": "seen"}, headers=headers)
+                assert written.status_code == (200 if without is None else 401)
             asked = {"origin": "https://evil.example", "access-control-request-method": "PUT"}
-            preflight = browser.options(f"/sessions/{session}/annotations/note", headers=asked)
+            preflight = browser.options(note, headers=asked)
             assert not preflight.is_success
             assert not any(name.startswith("access-control") for name in preflight.headers)
             assert browser.post("/ui/sign-out").status_code == 200
@@ -530,3 +437,29 @@ def test_both_kinds_of_token_rotate_and_a_root_path_changes_nothing(
         assert error_of(mine.ask("GET", other.path)) == (404, "session_not_found")
         assert error_of(mine.ask("GET", "/sessions")) == (403, "forbidden")
         assert rotated.stranger.get("/health").status_code == 200
+
+
+def test_agents_below_a_session_use_its_token(guarded: Guarded) -> None:
+    mine = guarded.client(history="linear")
+    agent = {"x-claude-code-session-id": mine.id, "x-claude-code-agent-id": "sub"}
+    deep = {**agent, "x-claude-code-agent-id": "deep", "x-claude-code-parent-agent-id": "sub"}
+    odd = {**agent, "x-claude-code-agent-id": "a b/c", "x-claude-code-parent-agent-id": "d e/f"}
+    plain = {"x-session-id": f"{mine.id}:plain"}
+    for headers in (agent, deep, odd, plain):
+        for _ in range(2):
+            assert mine.chat_at(CHAT, headers=headers, nvext={}).status_code == 200
+    listed = guarded.admin.get("/sessions", params={"limit": 4}).json()["sessions"]
+    parents = {one["session_id"]: guarded.events(one["session_id"]).splitlines()[0] for one in listed}
+    assert all(f'"parent":"{mine.id}' in created for created in parents.values())
+    assert {f"{mine.id}:sub", f"{mine.id}:deep", f"{mine.id}:plain"} < set(parents)
+
+
+def test_the_token_of_a_closed_session_does_what_can_still_be_done(guarded: Guarded) -> None:
+    mine = guarded.client()
+    assert mine.chat_at(mine.chat_path).status_code == 200
+    assert mine.ask("DELETE", mine.path).status_code == 204
+    assert error_of(mine.ask("GET", mine.path)) == (404, "session_closed")
+    assert error_of(mine.chat_at(mine.chat_path)) == (404, "session_closed")
+    assert "SessionClosed" in mine.ask("GET", f"{mine.path}/events").text
+    assert error_of(mine.ask("GET", "/export", params={"session_id": mine.id})) == (403, "forbidden")
+    assert error_of(mine.ask("DELETE", mine.path)) == (404, "session_closed")

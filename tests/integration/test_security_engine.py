@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import json
 import re
 import sys
 import tracemalloc
@@ -22,7 +21,6 @@ from integration.stand import Stand, serving, user
 OK = b"HTTP/1.1 200 OK\r\n"
 MIB = 1 << 20
 BOMB = gzip.compress(bytes(64 * MIB))
-ERROR = b"HTTP/1.1 429 Slow\r\nretry-after: 17\r\ncontent-type: text/plain\r\ncontent-length: 2\r\n"
 
 Way = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
@@ -47,14 +45,6 @@ async def many_headers(writer: asyncio.StreamWriter) -> None:
 
 async def a_bomb(writer: asyncio.StreamWriter) -> None:
     writer.write(OK + b"content-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(BOMB) + BOMB)
-
-
-async def damaged(writer: asyncio.StreamWriter) -> None:
-    writer.write(ERROR + b"content-encoding: gzip\r\n\r\n{}")
-
-
-async def unknown(writer: asyncio.StreamWriter) -> None:
-    writer.write(ERROR + b"content-encoding: br\r\n\r\n{}")
 
 
 async def much(writer: asyncio.StreamWriter) -> None:
@@ -86,7 +76,7 @@ async def control_characters(writer: asyncio.StreamWriter) -> None:
 WAYS: dict[str, Way] = {
     way.__name__: way
     for way in (
-        *(endless_headers, one_endless_header, many_headers, a_bomb, damaged, unknown, much, announced, elsewhere),
+        *(endless_headers, one_endless_header, many_headers, a_bomb, much, announced, elsewhere),
         *(a_page, control_characters),
     )
 }
@@ -142,18 +132,6 @@ async def test_an_engines_reply_has_limits(engine: Engine, client: EngineClient,
     finally:
         tracemalloc.stop()
     assert peak < 4 * SMALL
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("way", ["damaged", "unknown"])
-async def test_an_error_that_cannot_be_unpacked_keeps_its_status(
-    engine: Engine, client: EngineClient, way: str
-) -> None:
-    reply = await client.get(f"{engine.url}/{way}/health", [])
-    assert reply.status == 429
-    assert dict(to_client(reply.headers)) == {"retry-after": "17", "content-type": "application/json"}
-    said = json.loads(reply.body.joined())["error"]["message"]
-    assert said.endswith({"damaged": "are damaged", "unknown": "its content-encoding is br"}[way])
 
 
 @pytest.mark.anyio

@@ -27,7 +27,6 @@ from app.errors import AppError, BodyGivenUp
 from app.process import Capacity, ConnectionLimit
 from app.request_memory import RequestMemory
 from app.tokens import Tokens
-from ops.server import KeptServer, ServerProcess
 
 pytestmark = pytest.mark.anyio
 
@@ -157,73 +156,36 @@ async def test_a_head_that_is_done_may_wait_for_its_reply(
         assert (await to_the_end(reader)).startswith(b"HTTP/1.1 408")
 
 
+TIMES: dict[str, tuple[dict[str, float], bytes, bytes]] = {
+    "not begun": ({"IDLE_S": 0.2}, BODY, b""),
+    "begun": ({"IDLE_S": 0.2}, BODY + b"12345", b""),
+    "drips": ({"BODY_S": 0.5}, BODY.replace(b"10", b"900"), b"x" * 900),
+    "too slow, though much came at once": (
+        {"IDLE_S": 0.4, "IDLE_BYTES": 400},
+        BODY.replace(b"10", b"1000") + b"x" * 900,
+        b"x" * 99,
+    ),
+}
+"""By what a body does: limits, what comes of it at once, and what drips."""
+
+
 @pytest.mark.threat("slow request body")
-@pytest.mark.parametrize("begun", [b"", b"12345"], ids=["not begun", "begun"])
-async def test_a_body_that_stops_is_408_and_the_end(monkeypatch: pytest.MonkeyPatch, port: int, begun: bytes) -> None:
-    monkeypatch.setattr(limits, "IDLE_S", 0.2)
+@pytest.mark.threat("unfinished bodies fill the memory for bodies")
+@pytest.mark.parametrize("case", TIMES)
+async def test_a_body_that_does_not_come_in_time_is_408_and_the_end(
+    monkeypatch: pytest.MonkeyPatch, port: int, case: str
+) -> None:
+    most, at_once, dripping = TIMES[case]
+    for name, value in most.items():
+        monkeypatch.setattr(limits, name, value)
     async with connected(port) as (reader, writer):
-        writer.write(BODY + begun)
-        reply = await to_the_end(reader)
+        writer.write(at_once)
+        came = asyncio.create_task(to_the_end(reader))
+        await drip(writer, dripping, came)
+        reply = await came
     assert reply.startswith(b"HTTP/1.1 408")
     assert b'"request_timeout"' in reply
     assert b"connection: close" in reply
-
-
-@pytest.mark.threat("slow request body")
-async def test_a_body_that_drips_has_its_time_too(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    monkeypatch.setattr(limits, "BODY_S", 0.5)
-    async with connected(port) as (reader, writer):
-        writer.write(BODY.replace(b"10", b"900"))
-        came = asyncio.create_task(to_the_end(reader))
-        await drip(writer, b"x" * 900, came)
-        assert (await came).startswith(b"HTTP/1.1 408")
-
-
-@pytest.mark.threat("unfinished bodies fill the memory for bodies")
-async def test_a_body_that_comes_too_slowly_is_408(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    """However much of it had come at once, and however long all of it may take."""
-    monkeypatch.setattr(limits, "IDLE_S", 0.4)
-    monkeypatch.setattr(limits, "IDLE_BYTES", 400)
-    async with connected(port) as (reader, writer):
-        writer.write(BODY.replace(b"10", b"1000") + b"x" * 900)
-        came = asyncio.create_task(to_the_end(reader))
-        await drip(writer, b"x" * 99, came)
-        assert (await came).startswith(b"HTTP/1.1 408")
-
-
-@pytest.mark.threat("unfinished bodies fill the memory for bodies")
-async def test_who_holds_bodies_back_keeps_no_small_one_out_and_nobody_else(
-    monkeypatch: pytest.MonkeyPatch, application: Application, port: int
-) -> None:
-    """Half of the room at most, which was all of it."""
-    monkeypatch.setattr(request_memory, "SMALL", 20)
-    application.inflight = RequestMemory(4 * LARGEST, clock=lambda: 0.0)
-    head = BODY.replace(b"10", b"1000")
-    async with contextlib.AsyncExitStack() as stack:
-        held = []
-        for _ in range(5):
-            reader, writer = await stack.enter_async_context(connected(port))
-            writer.write(head + b"x" * 999)
-            await writer.drain()
-            held.append((reader, writer))
-        answers = [asyncio.create_task(reader.readuntil(b"}")) for reader, _ in held]
-        refused, _ = await asyncio.wait(answers, timeout=10, return_when=asyncio.FIRST_COMPLETED)
-        while len(refused) < 3:
-            more, _ = await asyncio.wait(set(answers) - refused, timeout=10, return_when=asyncio.FIRST_COMPLETED)
-            refused |= more
-        assert all(one.result().startswith(b"HTTP/1.1 503") for one in refused)
-        assert all(b"retry-after: 1" in one.result() for one in refused)
-        assert application.inflight.size == 2 * 999
-        reader, writer = await stack.enter_async_context(connected(port))
-        writer.write(BODY + b"1234567890")
-        assert (await reader.readuntil(b"1234567890")).startswith(b"HTTP/1.1 200")
-        for answer, (reader, writer) in zip(answers, held, strict=True):
-            if answer not in refused:
-                answer.cancel()
-                await asyncio.wait({answer})
-                writer.write(b"x")
-                assert (await reader.readuntil(b"x" * 1000)).startswith(b"HTTP/1.1 200")
-    assert application.inflight.size == 0
 
 
 @pytest.mark.threat("unfinished bodies fill the memory for bodies")
@@ -381,17 +343,6 @@ async def test_nor_does_what_stands_behind_or_within_a_body(port: int, host: byt
         assert b"ok" not in await asyncio.wait_for(came, 5)
 
 
-async def test_a_body_of_many_small_chunks_is_taken(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    monkeypatch.setattr(protocol, "HEAD_BYTES", 50)
-    async with connected(port) as (reader, writer):
-        writer.write(CHUNKED % (b"echo", b"localhost"))
-        for _ in range(20):
-            await asyncio.sleep(0.01)
-            writer.write(b"1\r\nx\r\n")
-        writer.write(b"0\r\n\r\n")
-        assert (await reader.readuntil(b"x" * 20)).startswith(b"HTTP/1.1 200")
-
-
 @pytest.mark.threat("missing token")
 async def test_a_trailer_is_no_header(application: Application, port: int) -> None:
     """A proxy that looks at headers, and takes some away, may pass trailers on as they are."""
@@ -419,14 +370,6 @@ async def test_a_reply_that_nobody_reads_is_let_go(
             while piece := await asyncio.get_running_loop().sock_recv(client, 1 << 20):
                 came += len(piece)
         assert came < MUCH
-
-
-async def test_a_reply_that_is_read_slowly_is_whole(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
-    monkeypatch.setattr(protocol, "STALLED_S", 5.0)
-    async with connected(port) as (reader, writer):
-        writer.write(b"GET /much HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-        await asyncio.sleep(0.2)
-        assert len(await to_the_end(reader)) > MUCH
 
 
 @pytest.mark.threat("remote access without a token")
@@ -473,12 +416,6 @@ async def test_the_body_of_a_request_that_asks_for_an_upgrade_is_its_body(
     assert application.asked == ["/echo"] * 2 + ["/health"] * 3
 
 
-async def test_what_it_says_of_its_body_must_be_true(port: int) -> None:
-    async with connected(port) as (reader, writer):
-        writer.write(b"POST /echo HTTP/1.1\r\nHost: localhost\r\n" + UPGRADE + b"Transfer-Encoding: gzip\r\n\r\nGET")
-        assert (await to_the_end(reader)).startswith(b"HTTP/1.1 400")
-
-
 @pytest.mark.parametrize(("given", "kept"), [(5, 75), (7, 7)], ids=["uvicorn's default", "an operator's own"])
 async def test_a_connection_is_kept_longer_than_clients_keep_theirs(given: int, kept: int) -> None:
     """uvicorn's five seconds are those of the SDKs' pools: one sends while the other hangs up."""
@@ -488,16 +425,26 @@ async def test_a_connection_is_kept_longer_than_clients_keep_theirs(given: int, 
     assert config.timeout_keep_alive == kept
 
 
-@pytest.mark.untimed
-@pytest.mark.parametrize("kind", [ServerProcess, KeptServer])
-async def test_a_connection_that_rested_is_used_again(
-    kind: type[ServerProcess], sqlite_url: str, tmp_path: Path
-) -> None:
-    with kind(tmp_path, database_url=sqlite_url) as server:
-        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        for rest_s in (0, 6, 20):
-            await asyncio.sleep(rest_s)
-            writer.write(WHOLE)
-            assert await reader.readuntil(b"\r\n\r\n")
-            await reader.readuntil(b"}}")
-        writer.close()
+async def test_a_body_of_many_small_chunks_is_taken(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(protocol, "HEAD_BYTES", 50)
+    async with connected(port) as (reader, writer):
+        writer.write(CHUNKED % (b"echo", b"localhost"))
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+            writer.write(b"1\r\nx\r\n")
+        writer.write(b"0\r\n\r\n")
+        assert (await reader.readuntil(b"x" * 20)).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_reply_that_is_read_slowly_is_whole(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    monkeypatch.setattr(protocol, "STALLED_S", 5.0)
+    async with connected(port) as (reader, writer):
+        writer.write(b"GET /much HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        await asyncio.sleep(0.2)
+        assert len(await to_the_end(reader)) > MUCH
+
+
+async def test_what_it_says_of_its_body_must_be_true(port: int) -> None:
+    async with connected(port) as (reader, writer):
+        writer.write(b"POST /echo HTTP/1.1\r\nHost: localhost\r\n" + UPGRADE + b"Transfer-Encoding: gzip\r\n\r\nGET")
+        assert (await to_the_end(reader)).startswith(b"HTTP/1.1 400")

@@ -79,18 +79,6 @@ def test_filters_and_orders(stand: Stand, group: Group) -> None:
             assert group.numbers(every(stand, **mine, **asked)) == wanted, asked
 
 
-def test_a_row_has_what_it_always_had_and_more(stand: Stand, group: Group) -> None:
-    [row] = stand.get("/sessions", group_id=group.name, attempt=0)["sessions"]
-    head = ["session_id", "version", "status", "turns", "group_id", "reward", "created_at", "updated_at"]
-    assert list(row)[: len(head)] == head
-    assert (row["status"], row["state"], row["turns"], row["reward"], row["attempt"]) == ("open", "idle", 2, 0.0, 0)
-    assert row["engine"] == str(stand.sim.base_url).rstrip("/")
-    assert row["running_since"] is None
-    assert "total" not in stand.get("/sessions", group_id=group.name)
-    counted = stand.get("/sessions", group_id=group.name, count="true", limit=2)
-    assert (counted["total"], counted["total_is_exact"]) == (5, True)
-
-
 def test_a_cursor_is_of_one_order(stand: Stand, group: Group) -> None:
     cursor = stand.get("/sessions", group_id=group.name, limit=2)["next_cursor"]
     other = stand.get("/sessions", group_id=group.name, limit=2, sort="turns")["next_cursor"]
@@ -122,13 +110,3 @@ def test_a_session_after_any_event(stand: Stand) -> None:
     first = stand.get(f"{talk.path}/state", seq=talk.types().index("TurnCommitted") + 1)
     assert (first["status"], len(first["turns"]), first["last_seq"]) == ("open", 1, state["seq"])
     assert error_of(stand.http.get("/sessions/never-seen/state")) == (404, "session_not_found")
-
-
-def test_a_metadata_filter_sees_forks_and_no_erased_session(stand: Stand) -> None:
-    mark = uuid.uuid4().hex
-    talk = stand.talk(metadata={"mark": mark})
-    talk.say("One")
-    [fork] = stand.http.post(f"{talk.path}/fork", json={"turn": 1}).json()["sessions"]
-    assert every(stand, metadata=f"mark={mark}") == [fork["session_id"], talk.id]
-    stand.http.delete(talk.path, params={"erase": "true"}).raise_for_status()
-    assert every(stand, metadata=f"mark={mark}") == [fork["session_id"]]

@@ -9,32 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.answering import Answer, Answering, Asked
 
 from integration.corpus import SINGLE, identity, parts
-from integration.interrupting import interrupted
 from integration.places import Places
 from integration.reading import differences, read
-from integration.stand import Stand, Talk, error_of, serving, until
+from integration.stand import Stand, Talk, serving
 from ops.simulator.process import SimulatorProcess
-
-
-class Unversioned(Answering):
-    """An engine before which somebody cuts the weight versions out of the replies, and that has no route for them."""
-
-    def __init__(self, target: str) -> None:
-        super().__init__(self._passed)
-        self.cuts = True
-        self._target = target
-
-    def _passed(self, asked: Asked) -> Answer:
-        if asked.path == "/weight_info":
-            return Answer(status=404)
-        reply = httpx.request(asked.method, self._target + asked.path, content=asked.body, timeout=20)
-        content = reply.content
-        if self.cuts and "/completions" in asked.path:
-            content = json.dumps(without_versions(reply.json())).encode()
-        return Answer(content, [("Content-Type", reply.headers.get("content-type", "text/plain"))], reply.status_code)
 
 
 def without_versions(value: Any) -> Any:
@@ -140,110 +120,6 @@ def test_a_cursor_says_what_was_current(weights: Weights) -> None:
     following = lines(exported(stand, cursor=before.headers["x-turnlog-next-cursor"], **query))
     assert [row["session_id"] for row in following] == [third.id, second.id]
     assert reasons(following) == {second.id: "stale: 4 weight versions behind, max_staleness is 1"}
-
-
-def test_a_reply_that_says_no_version_has_the_one_it_was_dispatched_with(places: Places) -> None:
-    with (
-        SimulatorProcess("--weight-version", "5") as engine,
-        Unversioned(engine.base_url) as between,
-        serving(places.new("dispatched"), between.base_url) as stand,
-    ):
-        until(lambda: stand.http.get("/engines").json()["engines"][0]["weight_version"] == "5")
-        talk = stand.talk()
-        talk.say("Hello")
-        [event] = talk.committed()
-        tokens = event["output_tokens"]
-        assert event["dispatched"] == "5"
-        assert event["weight_versions"] == [{"version": "5", "start": 0, "end": tokens}]
-        [row] = talk.rows(max_staleness=0, weight_version=5)
-        assert set(row["weight_versions"]) == {-1, 5}
-        assert [turn["dispatched"] for turn in row["turns"]] == ["5"]
-
-
-def test_where_nobody_knows_the_version_it_is_unknown(vllm: SimulatorProcess, places: Places) -> None:
-    """A vLLM outside its development mode has no route that says its version."""
-    with Unversioned(vllm.base_url) as between, serving(places.new("unknown"), between.base_url) as stand:
-        talk = stand.talk()
-        for text in ("Hello", "And then?"):
-            talk.say(text)
-        assert [event.get("dispatched") for event in talk.committed()] == [None, None]
-        [row] = talk.rows()
-        assert row["weight_version_names"] == ["unknown"]
-        assert stand.http.get("/engines").json()["engines"][0]["weight_version"] is None
-
-        first = exported(stand, max_staleness=9, explain=True)
-        assert reasons(lines(first)) == {talk.id: "staleness unknown: no weight version is a number"}
-        told = stand.http.post("/adapters/math/resume", json={"version": "9"})
-        assert told.status_code == 200, told.text
-        adapted = stand.talk(adapter="math")
-        adapted.say("Hello")
-        [event] = adapted.committed()
-        assert (event["dispatched"], event["weight_versions"][0]["version"]) == ("9", "9"), "that of its adapter"
-
-        between.cuts = False
-        Weights(stand).talk("1")
-        again = exported(stand, max_staleness=9, explain=True, cursor=first.headers["x-turnlog-cursor"])
-        assert again.content == first.content, "the cursor knows that there was no number"
-        assert [row["session_id"] for row in stand.rows(max_staleness=0)] == [adapted.id]
-
-
-def test_a_joined_turn_guesses_no_version(vllm: SimulatorProcess, places: Places) -> None:
-    """The adapter's weights were known before the pause, and are not any more behind it."""
-    with (
-        Unversioned(vllm.base_url) as between,
-        serving(places.new("guessed"), between.base_url, engine_url=vllm.base_url) as stand,
-    ):
-        assert stand.http.post("/adapters/math/resume", json={"version": "9"}).status_code == 200
-        talk = stand.talk(adapter="math", on_abort="continue")
-
-        def swap(number: int) -> None:
-            stand.http.post("/adapters/math/pause")
-            assert stand.http.post("/adapters/math/resume").status_code == 200
-
-        sim = {"completion_tokens": 9}
-        response = interrupted(
-            stand, talk, [5], meanwhile=swap, path=talk.path + "/v1/completions", prompt="Go on", sim=sim
-        )
-        assert response.status_code == 200, response.text
-        [event] = talk.committed()
-        assert event["dispatched"] == "9"
-        assert [tuple(span.values()) for span in event["weight_versions"]] == [("9", 0, 5), ("unknown", 5, 9)]
-
-
-@pytest.mark.parametrize(
-    "query", [{"max_staleness": -1}, {"max_staleness": "old"}, {"weight_version": 2**63}, {"weight_version": "base"}]
-)
-def test_a_bad_parameter_is_refused(stand: Stand, query: dict[str, Any]) -> None:
-    assert error_of(stand.http.get("/export", params=query)) == (400, "invalid_request")
-
-
-@pytest.mark.parametrize("format", ["ndjson", "parquet", "safetensors", "msgpack"])
-def test_a_row_says_whose_it_is_and_what_went_backwards(stand: Stand, format: str) -> None:
-    parent = Weights(stand).talk("3")
-    body = {"parent_session_id": parent.id, "adapter": "math", "group_id": uuid.uuid4().hex}
-    child = Weights(stand).talk("3", "2", "2", **body)
-    response = exported(stand, format=format, session_id=child.id)
-    [row] = read(format, response.content)
-    turns = json.loads(row["turns"]) if isinstance(row["turns"], str) else row["turns"]
-    engine = stand.server.environment["TURNLOG_UPSTREAMS"]
-    assert (row["parent_session_id"], row["adapter"], row["weight_version_regressed"]) == (parent.id, "math", True)
-    assert [(turn["engine"], turn["adapter"], turn["parts"]) for turn in turns] == [(engine, "math", [])] * 3
-    assert all("dispatched" in turn for turn in turns)
-    [told] = parent.rows()
-    assert (told["parent_session_id"], told["adapter"], told["weight_version_regressed"]) == (None, None, False)
-
-
-def test_the_adapter_of_a_row_is_that_of_all_its_turns(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("One", lora_path="math")
-    [row] = talk.rows()
-    assert row["adapter"] == "math"
-    [shaped] = talk.rows(shape="miles")
-    assert shaped["adapter"] == "math"
-    talk.say("Two", lora_path="code")
-    [row] = talk.rows()
-    assert row["adapter"] is None
-    assert [turn["adapter"] for turn in row["turns"]] == ["math", "code"]
 
 
 def test_stale_tokens_leave_the_loss_or_are_told_in_every_format(weights: Weights) -> None:

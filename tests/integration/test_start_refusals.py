@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +22,6 @@ from app.main import create_app
 from app.services import Services
 from app.settings import Settings
 from app.store.database import sqlite_lock
-from app.store.opening import revision_head
 from integration.cli import started
 from ops.server import free_port
 
@@ -130,16 +128,6 @@ def test_an_empty_database_is_migrated_by_two_at_once(postgres: Postgres) -> Non
         assert [process.returncode for process in both] == [0, 0], said
 
 
-def test_a_store_of_another_version(sqlite_url: str, tmp_path: Path) -> None:
-    with closing(sqlite3.connect(make_url(sqlite_url).database or "")) as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
-        connection.commit()
-    for line in refusals(sqlite_url, tmp_path).values():
-        assert line.startswith(f"the database is at revision 9999, this version needs {revision_head()}")
-        assert "another version made it" in line
-        assert "upgrade head" not in line
-
-
 def test_a_store_that_somebody_serves(sqlite_url: str, tmp_path: Path) -> None:
     lock = sqlite_lock(sqlite_url)
     assert lock is not None
@@ -150,21 +138,6 @@ def test_a_store_that_somebody_serves(sqlite_url: str, tmp_path: Path) -> None:
         assert said[name].startswith(f"another process (pid {os.getpid()}) serves {file}: ")
         assert "TURNLOG_DATABASE_URL" in said[name]
     assert f"(pid {os.getpid()}): stop it before changing its schema" in said["alembic"]
-
-
-@pytest.mark.long
-def test_what_to_do_about_an_old_schema_works_where_there_is_no_checkout(tmp_path: Path) -> None:
-    process = started("serve", "--no-migrate", "--port", "0", folder=tmp_path)
-    try:
-        _, said = process.communicate(timeout=PATIENCE_S)
-    finally:
-        process.kill()
-    assert process.returncode == 3
-    [line] = [line for line in said.splitlines() if "the database is at revision none" in line]
-    assert "run `turnlog migrate`" in line
-    done = started("migrate", folder=tmp_path)
-    assert done.wait(PATIENCE_S) == 0, done.communicate()
-    done.communicate()
 
 
 def test_all_wrong_settings_are_told_at_once() -> None:
@@ -201,3 +174,18 @@ def test_a_feature_that_cannot_start_ends_the_start(sqlite_url: str, monkeypatch
 
     asyncio.run(create_app(Settings(database_url=sqlite_url, workers=1))._live(receive, send))
     assert messages == [{"type": "lifespan.startup.failed", "message": "turnlog: start-up failed"}]
+
+
+@pytest.mark.long
+def test_what_to_do_about_an_old_schema_works_where_there_is_no_checkout(tmp_path: Path) -> None:
+    process = started("serve", "--no-migrate", "--port", "0", folder=tmp_path)
+    try:
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 3
+    [line] = [line for line in said.splitlines() if "the database is at revision none" in line]
+    assert "run `turnlog migrate`" in line
+    done = started("migrate", folder=tmp_path)
+    assert done.wait(PATIENCE_S) == 0, done.communicate()
+    done.communicate()

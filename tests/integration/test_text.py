@@ -342,15 +342,6 @@ def test_a_vendor_that_fails(stand: Stand, protocol: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["chat", "messages", "responses"])
-def test_a_content_in_parts_of_text_is_text(stand: Stand, protocol: str) -> None:
-    talk = judge(stand, protocol)
-    reply = talk.say("Hello", sim={"fault": "content_parts", "text": "Well then", "reasoning": False})
-    assert "Well then" in reply.text
-    talk.say("And?", sim={"text": "So", "reasoning": False})
-    assert messages_of(talk) == [["Hello", "Well then", "And?", "So"]]
-
-
-@pytest.mark.parametrize("protocol", ["chat", "messages", "responses"])
 def test_a_key_that_is_a_word_is_hidden_in_errors_alone(stand: Stand, protocol: str) -> None:
     talk = judge(stand, protocol, upstream="local")
     text = "As Expected"
@@ -382,14 +373,6 @@ def test_a_wrong_session_is_refused(stand: Stand) -> None:
         assert (reply.status_code, told in reply.text) == (status, True), (body, reply.text)
 
 
-def test_a_session_for_training_does_not_become_text(stand: Stand, vendor: SimulatorProcess) -> None:
-    """An engine that loses the ids is refused, also beside upstreams of text."""
-    before = len(asked(vendor.base_url))
-    talk = stand.talk()
-    assert error_of(talk.chat([user("Hello")], sim={"fault": "missing_meta_info"})) == (502, "upstream_invalid")
-    assert (talk.committed(), len(asked(vendor.base_url))) == ([], before)
-
-
 def test_without_its_upstream_a_session_stays_readable(vendor: SimulatorProcess, places: Places) -> None:
     place = places.new("upstream-gone")
     environment = {"TURNLOG_TEXT_UPSTREAMS": json.dumps({"judge": {"url": vendor.base_url, "key": KEY, "model": "m"}})}
@@ -412,3 +395,11 @@ def test_without_its_upstream_a_session_stays_readable(vendor: SimulatorProcess,
             created = stand.http.post("/sessions", json={"capture": "text", "upstream": "judge", "model": "m"})
             assert created.status_code == 400
             verified(stand, [seen])
+
+
+def test_a_session_for_training_does_not_become_text(stand: Stand, vendor: SimulatorProcess) -> None:
+    """An engine that loses the ids is refused, also beside upstreams of text."""
+    before = len(asked(vendor.base_url))
+    talk = stand.talk()
+    assert error_of(talk.chat([user("Hello")], sim={"fault": "missing_meta_info"})) == (502, "upstream_invalid")
+    assert (talk.committed(), len(asked(vendor.base_url))) == ([], before)

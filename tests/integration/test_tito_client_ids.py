@@ -41,15 +41,6 @@ def test_many_turns_with_ids_of_their_own_store_their_parameters_once(either: St
     require_consistent(either, talk)
 
 
-@pytest.mark.parametrize(("cut", "more"), [(1, [0, 5]), (3, [])])
-def test_ids_that_do_not_continue_the_stored_ones_begin_a_segment(either: Stand, cut: int, more: list[int]) -> None:
-    talk = either.talk()
-    ids = send(talk, [1, 2, 3], "One")
-    send(talk, [*ids[:-cut], *more], "Two")
-    assert [(row["segment"], row["segment_cause"]) for row in talk.rows()] == [(0, None), (1, "drift")]
-    require_consistent(either, talk)
-
-
 @pytest.mark.parametrize("at", [0, -1])
 def test_ids_that_drift_are_refused_where_drift_is_with_the_position(either: Stand, at: int) -> None:
     talk = either.talk(on_drift="reject")
@@ -63,17 +54,6 @@ def test_ids_that_drift_are_refused_where_drift_is_with_the_position(either: Sta
     assert talk.types()[-2:] == ["TurnOpened", "TurnRejected"]
     assert talk.state()["records"] == before
     send(talk, [*ids, 5], "Two")
-    require_consistent(either, talk)
-
-
-def test_a_rollback_with_ids_continues_the_turn_before(either: Stand) -> None:
-    talk = either.talk()
-    first = send(talk, [1, 2, 3], "One")
-    send(talk, [*first, 4], "Two")
-    talk.messages = talk.messages[:2]
-    send(talk, [*first, 5], "Instead")
-    assert talk.types()[-2:] == ["RolledBack", "TurnCommitted"]
-    assert len(talk.rows()) == 1
     require_consistent(either, talk)
 
 
@@ -102,12 +82,3 @@ def test_ids_that_are_none_are_400_and_open_nothing(either: Stand) -> None:
         assert error_of(response) == (400, "invalid_request"), ids
         assert "input_ids" in response.json()["error"]["message"]
     assert talk.types() == ["SessionCreated"]
-
-
-def test_white_space_between_ids_is_none_of_them_and_null_is_no_ids(either: Stand) -> None:
-    either.talk().say("Hello", input_ids=None)
-    talk = either.talk()
-    body = f'{{"messages":{json.dumps([user("x")])},"max_tokens":4,"input_ids":[ 5 ,\n\t6 ]}}'
-    assert either.http.post(talk.chat_path, content=body).status_code == 200
-    assert talk.state()["metadata"]["accumulated_token_ids"][:2] == [5, 6]
-    require_consistent(either, talk)

@@ -16,22 +16,10 @@ from helpers.replies import sglang as sglang_reply
 from helpers.tokenizers import needs_templates, tokenizer_folder
 
 from integration.places import Places
-from integration.stand import HOURS, Message, Stand, Talk, error_of, serving, until, user
-from integration.tito import checked, output_of, require_consistent
-from integration.tito import tokenizer_folder as simulators
-from ops.server import ServerDidNotStart, ServerProcess
-from ops.simulator.process import SimulatorProcess
+from integration.stand import HOURS, Message, Stand, Talk, error_of, serving, user
+from integration.tito import output_of
 from workers import codec
 from workers.codec import StoredTokens
-
-CLOSED = "http://127.0.0.1:9"
-
-NO_OPENING = (
-    "{{- '<|endoftext|>' -}}{%- for message in messages -%}{%- if message.role == 'user' -%}"
-    "{{- '<|im_start|>' + message.content + '\\n' -}}{%- elif message.role == 'assistant' -%}"
-    "{{- message.content + '<|im_end|>' -}}{%- endif -%}{%- endfor -%}"
-)
-"""As Mistral's: an answer follows what the user said at once."""
 
 
 class Engine(Answering):
@@ -148,23 +136,6 @@ def test_a_stored_token_that_has_changed_is_no_beginning_of_a_prompt(glm: Glm, m
 
 
 @needs_templates
-def test_a_token_of_the_prompt_is_never_trimmed(glm: Glm) -> None:
-    """A client's own prompt ends with a role token and nothing is sampled: what follows begins a segment."""
-    talk = glm.stand.talk()
-    glm.engine.output = []
-    first = talk.chat([user("Hello")], input_ids=[5, 6, glm.ids["<|observation|>"]])
-    assert first.status_code == 200, first.text
-    talk.messages = [user("Hello"), first.json()["choices"][0]["message"]]
-    glm.engine.reset()
-    talk.say("On")
-    first_turn, second_turn = talk.committed()
-    assert (second_turn["segment"], second_turn["segment_cause"], second_turn["base_tokens"]) == (1, "drift", 0)
-    assert [len(row["tokens"]) for row in talk.rows()] == [3, second_turn["suffix_tokens"] + 2]
-    assert first_turn["suffix_tokens"] == 3
-    assert glm.stand.http.post(f"{talk.path}/samples").status_code == 200
-
-
-@needs_templates
 @pytest.mark.parametrize("path", ["", "/samples"])
 def test_a_session_whose_tokens_are_damaged_is_an_error_and_no_torn_body(glm: Glm, path: str) -> None:
     """The first record could have been sent."""
@@ -174,18 +145,6 @@ def test_a_session_whose_tokens_are_damaged_is_an_error_and_no_torn_body(glm: Gl
     glm.change_tokens(talk, 2, lambda tokens: b"\0")
     response = glm.stand.http.request("POST" if path else "GET", talk.path + path)
     assert error_of(response) == (500, "session_unreadable")
-
-
-def test_a_template_whose_answers_have_no_opening(sglang: SimulatorProcess, tmp_path: Path, places: Places) -> None:
-    pytest.importorskip("transformers")
-    folder = simulators(tmp_path / "tokenizer", lambda template: NO_OPENING)
-    with checked(places.new("server"), sglang.base_url, environment={"TURNLOG_TOKENIZER": str(folder)}) as stand:
-        talk = stand.talk()
-        for text in ("One", "Two"):
-            talk.say(text, sim={"tool_calls": False, "reasoning": False}, max_tokens=6)
-        assert talk.committed()[1]["base_tokens"] > 0
-        require_consistent(stand, talk)
-        assert stand.http.post(f"{talk.path}/samples").status_code == 200
 
 
 SHAPELESS: list[dict[str, Any]] = [
@@ -211,24 +170,3 @@ def test_what_cannot_be_rendered_is_400_before_anything_is_claimed(tito: Stand) 
     for fields in SHAPELESS:
         assert talk.chat([user("x")], **fields).status_code == 400, fields
     assert talk.events() == after
-
-
-def test_a_short_turn_does_not_wait_for_long_prompts(tito: Stand) -> None:
-    small = tito.talk()
-    small.say("Hello")
-    text = " ".join(f"word{number}" for number in range(150_000))
-    long = [tito.talk() for _ in range(4)]
-    calls = [tito.meanwhile(talk.chat, [user(text)], max_tokens=2) for talk in long]
-    until(lambda: all("TurnOpened" in talk.types() for talk in long))
-    small.say("On")
-    asked = sum(talk.generations() for talk in long)
-    for talk in long:
-        assert tito.http.delete(talk.path).status_code == 204
-    assert asked < 2, "it came behind long prompts"
-    assert {call.result().status_code for call in calls} <= {200, 404}
-
-
-def test_a_family_that_there_is_not_stops_the_start_without_a_tokenizer_too(tmp_path: Path) -> None:
-    server = ServerProcess(tmp_path, upstreams=(CLOSED,), environment={"TURNLOG_TITO_FAMILY": "nonsense"}).migrate()
-    with pytest.raises(ServerDidNotStart, match="TURNLOG_TITO_FAMILY='nonsense': expected auto"):
-        server.start()

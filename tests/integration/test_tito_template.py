@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from integration.places import Places
-from integration.stand import Stand, Talk, error_of, until, user
+from integration.stand import Stand, error_of, until, user
 from integration.tito import GENERATION, checked, require_consistent, sent_ids, text_of, tokenizer_folder
 from ops.simulator.process import SimulatorProcess
 
@@ -48,11 +46,6 @@ def moody(template: str) -> str:
     kept = "{%- if message.reasoning_content and (loop.last or not clear_thinking) -%}"
     template = replaced(template, "{%- if message.reasoning_content -%}", kept)
     return _OPENING + template + _ENDING
-
-
-def trimming(template: str) -> str:
-    """Renders what the policy said without the space around it."""
-    return replaced(template, "set content = text(message.content)", "set content = text(message.content) | trim")
 
 
 @pytest.fixture(scope="module")
@@ -97,28 +90,6 @@ def test_an_argument_that_would_rewrite_history_is_400(stand: Stand) -> None:
     require_consistent(stand, talk)
 
 
-def test_the_same_argument_from_the_first_turn_on_is_honoured(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("Hello", chat_template_kwargs={"loud": True})
-    talk.say("again", chat_template_kwargs={"loud": True})
-    one, two = sent_ids(stand, talk)
-    assert "user\nHELLO<|im_end|>" in text_of(one)
-    assert "user\nAGAIN<|im_end|>" in text_of(two)
-    assert error_of(talk.chat([*talk.messages, user("on")])) == (400, "invalid_request")
-    assert talk.state()["metadata"]["tito_session_mismatch"] == []
-    require_consistent(stand, talk)
-
-
-def test_a_rollback_of_the_first_turn_may_choose_again(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("Hello")
-    talk.messages = []
-    talk.say("Hello", chat_template_kwargs={"loud": True})
-    assert talk.types()[-2:] == ["RolledBack", "TurnCommitted"]
-    assert "HELLO" in text_of(sent_ids(stand, talk)[-1])
-    require_consistent(stand, talk)
-
-
 @pytest.mark.parametrize("arguments", [{"tokenize": True}, {"clear_thinking": True}, [], "x"])
 def test_arguments_that_are_not_a_clients_are_400(stand: Stand, arguments: Any) -> None:
     talk = stand.talk()
@@ -126,12 +97,6 @@ def test_arguments_that_are_not_a_clients_are_400(stand: Stand, arguments: Any) 
     assert talk.generations() == 0
     talk.say("Hello", chat_template_kwargs=None)
     talk.say("Hello", chat_template_kwargs={"clear_thinking": False})
-
-
-def test_a_number_that_is_none_is_400(stand: Stand) -> None:
-    talk = stand.talk()
-    body = '{"messages":[{"role":"user","content":"x"}],"chat_template_kwargs":{"a":1e999}}'
-    assert error_of(stand.http.post(talk.chat_path, content=body)) == (400, "invalid_request")
 
 
 def test_what_the_template_refuses_is_400_with_the_templates_words_alone(stand: Stand) -> None:
@@ -151,65 +116,6 @@ def test_what_the_template_refuses_is_400_with_the_templates_words_alone(stand: 
     assert talk.generations() == 1
     talk.say("On")
     require_consistent(stand, talk)
-
-
-def test_a_rollback_that_the_template_refuses_keeps_the_old_turn(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("One")
-    talk.say("Two")
-    before = talk.state()["records"]
-    assert error_of(talk.chat([*talk.messages[:2], user("unspeakable")])) == (400, "invalid_request")
-    assert talk.state()["records"] == before
-    assert "RolledBack" not in talk.types()
-    talk.say("Three")
-    require_consistent(stand, talk)
-
-
-def test_words_that_the_template_would_render_otherwise_are_told_and_kept(
-    sglang: SimulatorProcess, tmp_path: Path, places: Places
-) -> None:
-    environment = {"TURNLOG_TOKENIZER": str(tokenizer_folder(tmp_path / "tokenizer", trimming))}
-    with checked(places.new("stand"), sglang.base_url, environment=environment) as stand:
-        talk = stand.talk()
-        talk.say("Space", sim={"text": "  in front", "reasoning": False})
-        talk.say("On", sim={"text": "none", "reasoning": False})
-        [found] = talk.state()["metadata"]["tito_session_mismatch"]
-        assert (found["type"], found["expected_text"], found["actual_text"]) == (
-            "assistant_text",
-            "assistant\nin front",
-            "assistant\n  in front",
-        )
-        ids = talk.state()["metadata"]["accumulated_token_ids"]
-        start = found["actual_start"]
-        assert text_of(ids[start : start + found["actual_length"]]) == found["actual_text"]
-        require_consistent(stand, talk)
-
-
-def begin_slowly(stand: Stand, talk: Talk, **fields: Any) -> Future[httpx.Response]:
-    call: Future[httpx.Response] = stand.meanwhile(talk.chat, [user(SLOW)], **fields)
-    until(lambda: talk.types()[-1] == "TurnOpened")
-    return call
-
-
-@pytest.mark.parametrize("text", [SLOW, "straße and words " * 60_000], ids=["template", "tokenizer"])
-def test_others_are_answered_before_a_slow_prompt_is_made(stand: Stand, text: str) -> None:
-    """How soon: docs/benchmarks.md."""
-    talk = stand.talk()
-    call = stand.meanwhile(talk.chat, [user(text)])
-    until(lambda: talk.types()[-1] == "TurnOpened")
-    for _ in range(5):
-        assert stand.http.get("/health").status_code == 200
-    assert stand.engine_requests(talk.id) == [], "the prompt was made first"
-    assert call.result().status_code == 200
-
-
-def test_a_second_chat_meanwhile_is_busy_and_a_marked_one_joins(stand: Stand) -> None:
-    talk = stand.talk()
-    call = begin_slowly(stand, talk, headers={"idempotency-key": "k"})
-    assert error_of(talk.chat([user("Other")])) == (409, "session_busy")
-    joined = talk.chat([user(SLOW)], headers={"idempotency-key": "k"})
-    assert joined.content == call.result().content
-    assert (talk.generations(), len(talk.committed())) == (1, 1)
 
 
 def test_a_client_that_leaves_meanwhile_ends_the_turn_before_the_engine_hears_of_it(stand: Stand) -> None:

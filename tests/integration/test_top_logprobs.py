@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load
@@ -15,9 +13,7 @@ from safetensors.numpy import load
 from integration.interrupting import interrupted, uncut
 from integration.places import Places
 from integration.stand import SPOKEN, Stand, error_of, user
-from integration.tito import checked
 from integration.writing import Writing
-from ops.simulator.process import SimulatorProcess
 
 K = 5
 Pairs = list[tuple[int, float]]
@@ -108,38 +104,6 @@ def test_what_a_turn_asked_for_is_exported(either: Stand, top: Callable[[Any], l
     }
 
 
-def test_formats_and_shapes(stand: Stand) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    talk = stand.talk(group_id="top-formats")
-    talk.say("Hello", top_logprobs=K)
-    asked = {"session_id": talk.id, "top_k": 3}
-    [row] = talk.rows(top_k=3)
-    content = {name: stand.http.get("/export", params={**asked, "format": name}).content for name in FORMATS}
-    table = parquet.read_table(io.BytesIO(content["parquet"]))
-    tensors = load(content["safetensors"])
-    unpacked = msgspec.msgpack.decode(content["msgpack"])
-    for name, dtype in (("top_ids", "int32"), ("top_logprobs", "float32"), ("prompt_logprobs_mask", "uint8")):
-        values = np.array(row[name], dtype)
-        assert np.array_equal(np.array(table[name][0].as_py(), dtype), values)
-        assert np.array_equal(tensors[f"{name}.0"], values)
-        assert tensors[f"{name}.0"].dtype == dtype
-        one = unpacked[name]
-        assert np.array_equal(np.frombuffer(one["data"], one["dtype"]).reshape(one["shape"]), values)
-    plain = stand.http.get("/export", params={"session_id": talk.id, "format": "parquet"}).content
-    assert "top_ids" not in parquet.read_table(io.BytesIO(plain)).column_names
-    for wrong in ({"shape": "slime"}, {"format": "atif"}, {"top_k": 0}, {"top_k": 21}, {"top_k": "x"}):
-        assert stand.http.get("/export", params={**asked, **wrong}).status_code in (400, 422)
-    assert stand.http.delete(talk.path).status_code == 204
-    assert stand.http.put(f"{talk.path}/reward", json={"reward": 1}).status_code == 200
-    fed = stand.http.get("/export/groups", params={"consumer": "top", "top_k": 3, "size": 1000})
-    groups = {one["group_id"]: one for one in map(json.loads, fed.text.splitlines())}
-    [of_group] = groups["top-formats"]["rows"]
-    assert of_group["top_ids"] == row["top_ids"]
-
-
-FORMATS = ("parquet", "safetensors", "msgpack")
-
-
 @BOTH
 @pytest.mark.parametrize("protocol", SPOKEN)
 def test_pinned_in_every_protocol(either: Stand, top: Callable[[Any], list[Pairs]], protocol: str) -> None:
@@ -151,27 +115,6 @@ def test_pinned_in_every_protocol(either: Stand, top: Callable[[Any], list[Pairs
     require_top(row, {1: top(record["response"])}, 3)
     if protocol == "chat":
         assert record["request"]["top_logprobs"] == 3
-
-
-@BOTH
-def test_a_response_shows_them(either: Stand, top: Callable[[Any], list[Pairs]]) -> None:
-    """The tokens of its text alone: not those of reasoning, nor the end token."""
-    talk = either.talk("responses")
-    asked = {"top_logprobs": 3, "include": ["message.output_text.logprobs"], "sim": {"reasoning": True}}
-    shown = talk.say("Hello", **asked).json()
-    [record] = talk.state()["records"]
-    [row] = talk.rows(top_k=3)
-    require_top(row, {1: top(record["response"])}, 3)
-    text = next(item for item in shown["output"] if item["type"] == "message")["content"][0]
-    assert b"".join(bytes(one["bytes"]) for one in text["logprobs"]).decode() == text["text"]
-    assert 0 < len(text["logprobs"]) < len(record["response"]["choices"][0]["logprobs"]["content"]) - 3
-    assert {len(one["top_logprobs"]) for one in text["logprobs"]} == {3}
-    assert shown["top_logprobs"] == 3
-    assert either.get(f"{talk.chat_path}/{shown['id']}")["output"] == shown["output"]
-    streamed = either.http.post(talk.chat_path, json=talk.body([user("Hi")], stream=True, **asked)).text
-    events = [json.loads(line[6:]) for line in streamed.splitlines() if line.startswith("data: {")]
-    [done] = (event for event in events if event["type"] == "response.output_text.done")
-    assert b"".join(bytes(one["bytes"]) for one in done["logprobs"]).decode() == done["text"]
 
 
 def test_completions(vllm_stand: Stand, stand: Stand) -> None:
@@ -229,45 +172,21 @@ def test_what_is_refused(stand: Stand) -> None:
     assert talk.generations() == 0
     response = stand.http.post(Writing(stand).url, json={"model": "m", "prompt": "Once", "logprobs": 21})
     assert error_of(response) == (400, "invalid_request")
-
-
-@pytest.fixture(scope="module")
-def joining(tokenizer: str, places: Places) -> Iterator[dict[str, Stand]]:
-    """Servers that go on with what a pause has aborted; one stages its turns."""
-    with (
-        SimulatorProcess("--seed", "11") as sglang,
-        SimulatorProcess("--seed", "12", "--dialect", "vllm") as vllm,
-        SimulatorProcess("--seed", "11", "--incremental-streaming-output") as native,
-        checked(places.new("top-sglang"), sglang.base_url, environment=_environment(tokenizer, "sglang")) as one,
-        checked(places.new("top-vllm"), vllm.base_url, environment=_environment(tokenizer, "vllm")) as two,
-        checked(
-            places.new("top-native"), native.base_url, environment=_environment(tokenizer, "sglang", "0.01")
-        ) as three,
-    ):
-        yield {"sglang": one, "vllm": two, "native": three}
-
-
-def _environment(tokenizer: str, dialect: str, stage: str = "0") -> dict[str, str]:
-    return {
-        "TURNLOG_TOKENIZER": tokenizer,
-        "TURNLOG_UPSTREAM_DIALECT": dialect,
-        "TURNLOG_STAGE_TOKENS_S": stage,
-        "TURNLOG_ON_ABORT": "continue",
-    }
+    talk.say("Hello", top_logprobs=2, return_flat_raw_output_top_logprobs=True)
+    assert stand.engine_requests(talk.id)[-1]["body"]["return_flat_raw_output_top_logprobs"] is False
 
 
 WHOLE: dict[str, Any] = {"max_tokens": 16, "temperature": 0, "sim": {"completion_tokens": 9, "reasoning": False}}
 
 
-@pytest.mark.parametrize(("engine", "top"), [("sglang", sglang_top), ("vllm", vllm_top)])
-def test_joined_generations(joining: dict[str, Stand], engine: str, top: Callable[[Any], list[Pairs]]) -> None:
+@pytest.mark.parametrize(("tito", "top"), [("sglang", sglang_top), ("vllm", vllm_top)], indirect=["tito"])
+def test_joined_generations(tito: Stand, top: Callable[[Any], list[Pairs]]) -> None:
     """As of a generation that was not interrupted."""
-    stand = joining[engine]
     rows = []
     for ask, more in ((interrupted, {"at": [3, 2]}), (uncut, {})):
-        talk = stand.talk()
+        talk = tito.talk(on_abort="continue")
         counted = {**WHOLE, "sim": {**WHOLE["sim"], "speculative": [2, 4, 3]}}
-        response = ask(stand, talk, **more, **counted, top_logprobs=K)  # type: ignore[operator]
+        response = ask(tito, talk, **more, **counted, top_logprobs=K)  # type: ignore[operator]
         assert response.status_code == 200, response.text
         [row] = talk.rows(top_k=K)
         require_top(row, {1: top(response.json())}, K)
@@ -276,27 +195,5 @@ def test_joined_generations(joining: dict[str, Stand], engine: str, top: Callabl
     assert len(talk.committed()[0]["parts"]) == 3
     assert joined["top_ids"] == whole["top_ids"]
     assert joined["top_logprobs"] == whole["top_logprobs"]
-    if engine == "sglang":
+    if top is sglang_top:
         assert talk.committed()[0]["speculative"] == {"verify_steps": 6, "draft_tokens": 12, "accepted_tokens": 9}
-
-
-def test_the_prompt_of_joined_generations(joining: dict[str, Stand]) -> None:
-    """SGLang says it on the route for which it is staged; a chat has none. A joined turn's is its first part's."""
-    for name, is_known in (("native", True), ("vllm", True), ("sglang", False)):
-        stand = joining[name]
-        talk = stand.talk()
-        response = interrupted(stand, talk, [4], **WHOLE, prompt_logprobs=0)
-        assert response.status_code == 200, response.text
-        assert len(talk.committed()[0]["parts"]) == 2
-        [row] = talk.rows(top_k=1)
-        first = row["prompt_length"]
-        assert row["prompt_logprobs_mask"][:first] == [0, *[int(is_known)] * (first - 1)], name
-        assert all(value < 0 for value in row["prompt_logprobs"][1:first]) == is_known
-
-
-def test_malformed(stand: Stand) -> None:
-    """What was asked for and is not there is no reply; what was not asked for is nobody's business."""
-    talk = stand.talk()
-    response = talk.chat([user("Hello")], top_logprobs=2, return_flat_raw_output_top_logprobs=True)
-    assert response.status_code == 200
-    assert stand.engine_requests(talk.id)[-1]["body"]["return_flat_raw_output_top_logprobs"] is False

@@ -76,13 +76,6 @@ def test_a_process_that_ends_by_itself_ends_the_run(tmp_path: Path) -> None:
     assert not (tmp_path / "kills.jsonl").exists()
 
 
-def test_a_schedule_is_its_seeds() -> None:
-    first, same, other = (Schedule(seed).intervals("engine") for seed in (1, 1, 2))
-    drawn = [first() for _ in range(5)]
-    assert drawn == [same() for _ in range(5)] != [other() for _ in range(5)]
-    assert all(45.0 <= interval <= 75.0 for interval in drawn)
-
-
 def test_the_engines_counter_is_summed_over_its_lines() -> None:
     lines_of_engine = [
         "# TYPE vllm:generation_tokens_total counter",

@@ -6,19 +6,16 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import uuid
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from integration.places import Places
-from integration.stand import Stand, Talk, serving
-from ops.simulator.process import SimulatorProcess
+from integration.stand import Stand, Talk
 
 JSON = dict[str, Any]
 Place = tuple[int, int]
@@ -67,43 +64,13 @@ class Rollouts:
 
 
 @pytest.fixture(scope="module")
-def stand(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
-    with serving(places.new("advantages"), sglang.base_url) as made:
-        yield made
+def whole(shared: Stand) -> Rollouts:
+    return Rollouts(shared, {})
 
 
 @pytest.fixture(scope="module")
-def whole(stand: Stand) -> Rollouts:
-    return Rollouts(stand, {})
-
-
-@pytest.fixture(scope="module")
-def split(stand: Stand) -> Rollouts:
-    return Rollouts(stand, SPLIT)
-
-
-def test_rows_say_how_many_their_rollout_has(whole: Rollouts, split: Rollouts) -> None:
-    assert [row["rollout_rows"] for row in whole.rows("turnlog")] == [1] * 8
-    rows = split.rows("turnlog")
-    assert Counter(split.places[row["rollout_id"]] for row in rows) == {
-        place: 1 + (place in SPLIT) for place in split.places.values()
-    }
-    for row in rows:
-        number = 1 + (split.places[row["rollout_id"]] in SPLIT)
-        assert (row["rollout_rows"], row["rollout_weight"]) == (number, 1 / number)
-    mean = sum(row["rollout_weight"] * row["reward"] for row in rows) / sum(row["rollout_weight"] for row in rows)
-    assert mean == statistics.mean(REWARDS)
-
-
-@pytest.mark.parametrize("query", [{"max_seq_len": "1", "truncate": "token"}, {"limit": "1"}, {"status": "truncated"}])
-def test_what_is_left_out_is_counted(stand: Stand, query: dict[str, str]) -> None:
-    talk = stand.talk(on_divergence="segment")
-    talk.say("Long", sim={"finish_reason": "length"})
-    talk.messages = []
-    talk.say("Another")
-    left = talk.rows(**query)
-    assert [row["rollout_rows"] for row in left] == [2] * len(left)
-    assert len(left) < 2
+def split(shared: Stand) -> Rollouts:
+    return Rollouts(shared, SPLIT)
 
 
 def test_the_rows_of_a_rollouts_other_sessions_are_counted_as_of_the_export(stand: Stand) -> None:

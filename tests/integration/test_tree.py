@@ -88,80 +88,41 @@ def test_the_tree_says_what_an_export_makes_of_each_turn(stand: Stand) -> None:
     call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 60})
     stand.until_generating(talk, 8)
 
-    found = talk.tree()
-    events = talk.events()
+    found, events = talk.tree(), talk.events()
     assert (found["version"], found["history"], found["main_branch"]) == (len(events), "tree", 4)
-    *committed, in_flight = found["turns"]
-    assert [(turn["turn"], turn["parent"], turn["branch"], turn["cause"], turn["carries"]) for turn in committed] == [
-        (event["turn"], event["parent"], event["branch"], event.get("branch_cause"), event.get("carries"))
-        for event in talk.committed()
-    ]
-    for turn, event in zip(committed, talk.committed(), strict=True):
-        assert (turn["output_tokens"], turn["finish_reason"]) == (event["output_tokens"], event["finish_reason"])
+    *turns, in_flight = found["turns"]
+    for turn, event in zip(turns, talk.committed(), strict=True):
+        same = ("turn", "parent", "branch", "output_tokens", "finish_reason")
+        assert [turn[name] for name in same] == [event[name] for name in same]
+        assert (turn["cause"], turn["carries"]) == (event.get("branch_cause"), event.get("carries"))
         assert turn["tokens"] == event["base_tokens"] + event["suffix_tokens"] + event["output_tokens"]
         assert turn["messages"] == event["base_messages"] + event["new_messages"] + 1
-    assert [turn["weight_versions"] for turn in committed if turn["turn"] == child] == [["7", "8"]]
-    assert (in_flight["state"], in_flight["branch"], in_flight["exported"], in_flight["reason"]) == (
-        "open",
-        None,
-        False,
-        "in flight",
-    )
-    told = {turn["turn"]: (turn["loss_branches"], turn["superseded"], turn["reason"]) for turn in committed}
-    assert told == {
+    assert [turn["weight_versions"] for turn in turns if turn["turn"] == child] == [["7", "8"]]
+    waiting = [in_flight[name] for name in ("state", "branch", "exported", "reason")]
+    assert waiting == ["open", None, False, "in flight"]
+    assert {turn["turn"]: (turn["loss_branches"], turn["superseded"], turn["reason"]) for turn in turns} == {
         **dict.fromkeys((one, two), ([0], False, None)),
         fork: ([1], False, None),
         dropped: ([], True, "superseded"),
         **dict.fromkeys((kept, child), ([3], False, None)),
         carried: ([4], False, None),
     }
-    assert [(b["branch"], b["cause"], b["parent_branch"], b["fork_turn"], b["leaf"]) for b in found["branches"]] == [
-        (0, "start", None, None, two),
-        (1, "fork", 0, one, fork),
-        (2, "fork", 0, one, dropped),
-        (3, "retry", 0, one, child),
-        (4, "compaction", None, None, carried),
+    branches = [
+        tuple(b[name] for name in ("branch", "cause", "parent_branch", "fork_turn", "leaf", "turns", "reason"))
+        for b in found["branches"]
     ]
-    assert [(b["turns"], b["exported"], b["reason"]) for b in found["branches"]] == [
-        (2, True, None),
-        (1, True, None),
-        (1, False, "superseded"),
-        (2, True, None),
-        (1, True, None),
+    assert branches == [
+        (0, "start", None, None, two, 2, None),
+        (1, "fork", 0, one, fork, 1, None),
+        (2, "fork", 0, one, dropped, 1, "superseded"),
+        (3, "retry", 0, one, child, 2, None),
+        (4, "compaction", None, None, carried, 1, None),
     ]
-    rows = {row["branch"]: row for row in talk.rows()}
-    assert {b["branch"]: b["tokens"] for b in found["branches"] if b["exported"]} == {
-        branch: len(row["tokens"]) for branch, row in rows.items()
-    }
+    exported = {b["branch"]: b["tokens"] for b in found["branches"] if b["exported"]}
+    assert exported == {row["branch"]: len(row["tokens"]) for row in talk.rows()}
     for parameters in ({"loss": "every"}, {"branches": "main"}, {"branches": "all"}, {"branches": "longest"}):
         seen = {turn["turn"]: turn["loss_branches"] for turn in talk.tree(**parameters)["turns"]}
-        owned = owners(talk.rows(**parameters))
-        assert {turn: branches for turn, branches in seen.items() if branches} == owned, parameters
+        assert {turn: told for turn, told in seen.items() if told} == owners(talk.rows(**parameters)), parameters
     assert talk.tree(branches="main")["branches"][0]["reason"] == "not in branches=main"
     assert stand.http.delete(talk.path).status_code == 204
     assert call.result().status_code == 404
-
-
-def test_the_tree_of_a_linear_closed_or_erased_session(stand: Stand) -> None:
-    talk = stand.talk(history="linear", rollback_window=1)
-    talk.say("One")
-    kept = list(talk.messages)
-    talk.say("Two")
-    talk.messages = kept
-    talk.say("Other")
-    found = talk.tree()
-    assert (found["history"], found["main_branch"]) == ("linear", 1)
-    assert [(turn["parent"], turn["superseded"], turn["reason"]) for turn in found["turns"]] == [
-        (0, False, None),
-        (1, True, "rolled back"),
-        (1, False, None),
-    ]
-    assert [turn["loss_branches"] for turn in found["turns"]] == [[1], [], [1]]
-    assert [branch["reason"] for branch in found["branches"]] == ["rolled back", None]
-    assert stand.http.delete(talk.path).status_code == 204
-    assert talk.tree() == {**found, "status": "closed", "version": found["version"] + 1}
-    assert stand.http.delete(talk.path, params={"erase": True}).status_code == 204
-    erased = talk.tree()
-    assert [turn["reason"] for turn in (*erased["turns"], *erased["branches"])] == ["erased"] * 5
-    fork_of_none = stand.http.get("/sessions/nobody/tree")
-    assert (fork_of_none.status_code, fork_of_none.json()["error"]["code"]) == (404, "session_not_found")

@@ -38,13 +38,6 @@ def test_each_file_is_served_as_what_it_is(stand: Stand) -> None:
         assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", found.headers["etag"])
 
 
-def test_the_page_is_at_its_address_with_and_without_a_slash(stand: Stand) -> None:
-    page = stand.http.get("/ui")
-    assert page.content == (FOLDER / "index.html").read_bytes()
-    assert stand.http.get("/ui/").next_request is not None
-    assert str(stand.http.get("/ui/").next_request.url) == f"{stand.server.base_url}/ui"  # type: ignore[union-attr]
-
-
 ELSEWHERE = (
     *("../ui.py", "..%2fui.py", "%2e%2e/ui.py", "..%5cui.py", "/etc/passwd", "%2fetc%2fpasswd"),
     *("", "nothing.js", "app.js%00.html"),
@@ -60,12 +53,6 @@ def test_nothing_else_is_served(stand: Stand) -> None:
         assert status in (404, 400), name
         assert b"import" not in reply
         assert b"root:" not in reply
-
-
-def test_who_looks_need_not_sign_in_where_there_are_no_tokens(stand: Stand) -> None:
-    found = stand.http.get("/ui/api/me").json()
-    assert (found["signed_in"], found["auth"]) == (True, "none")
-    assert found["release"] == stand.http.get("/openapi.json").json()["info"]["version"]
 
 
 def test_the_page_only_reads(stand: Stand) -> None:

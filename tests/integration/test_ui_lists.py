@@ -2,95 +2,29 @@
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from integration.places import Places
-from integration.stand import Stand, error_of, serving, until, user
+from integration.stand import Stand, error_of, serving, until
 from ops.simulator.process import SimulatorProcess
 
 
-def test_the_overview_says_what_is_going_on(stand: Stand) -> None:
-    talk = stand.talk()
-    talk.say("Hello", sim={"weight_version": "123456"})
-    assert talk.chat([*talk.messages, user("Bad")], sim={"fault": "missing_meta_info"}).status_code == 502
-    slow = stand.meanwhile(talk.chat, [*talk.messages, user("Slow")], sim={"latency_s": 30.0})
-    stand.until_generating(talk, 3)
-
-    def now() -> dict[str, Any]:
-        return dict(stand.get("/ui/api/overview"))
-
-    until(lambda: stand.get("/ui/api/sessions", q=talk.id, state="running")["total"] == 1)
-    until(lambda: now()["sessions"]["running"] >= 1)
-    found = now()
-    assert found["weight_version"] >= 123456
-    assert found["sessions"]["idle"] <= found["sessions"]["open"] - 1
-    assert found["sessions"]["active"] >= 1
-    assert found["turns_per_s"] > 0
-    assert 0 < found["overhead_ms"]["p50"] <= found["overhead_ms"]["p99"]
-    assert found["engine_ms"]["p50"] > 0
-    assert found["errors"]["upstream_invalid"] >= 1
-    assert found["errors_total"]["upstream_invalid"] >= found["errors"]["upstream_invalid"]
-    assert found["engines"] == stand.http.get("/engines").json()["engines"]
-    assert found["gate"].keys() == stand.http.get("/fleet").json().keys()
-    assert found["database"]["bytes"] > 0
-    assert abs(found["at"] - time.time()) < 60
-    stand.http.delete(talk.path).raise_for_status()
-    slow.result()
-
-
-def test_a_turn_that_waits_at_a_gate_is_shown_as_such(stand: Stand) -> None:
-    talk = stand.talk(adapter="gated-one")
-    stand.http.post("/adapters/gated-one/pause", json={}).raise_for_status()
-    waiting = stand.meanwhile(talk.say, "Wait")
-    try:
-        until(lambda: stand.get("/ui/api/sessions", state="paused")["total"] == 1)
-        [row] = stand.get("/ui/api/sessions", state="paused")["sessions"]
-        assert (row["session_id"], row["state"], row["running_since"]) == (talk.id, "paused", None)
-        assert stand.get(f"/ui/api/sessions/{talk.id}")["state"] == "paused"
-        assert talk.id not in [row["session_id"] for row in stand.get("/ui/api/sessions", state="idle")["sessions"]]
-        until(lambda: stand.get("/ui/api/overview")["sessions"]["paused"] == 1)
-        assert "gated-one" in [one["name"] for one in stand.get("/ui/api/overview")["adapters"] if one["paused"]]
-    finally:
-        stand.http.post("/adapters/gated-one/resume").raise_for_status()
-    waiting.result()
-    assert stand.get("/ui/api/sessions", state="paused")["sessions"] == []
-
-
-def test_the_list_is_paged_and_refuses_what_it_does_not_know(stand: Stand) -> None:
-    group = uuid.uuid4().hex
-    talks = [stand.talk(group_id=group, attempt=number) for number in range(5)]
-    stand.http.put(f"{talks[3].path}/reward", json={"reward": 2.0}).raise_for_status()
-    found: list[str] = []
-    cursor: str | None = None
-    while True:
-        parameters = {} if cursor is None else {"cursor": cursor}
-        page = stand.get("/ui/api/sessions", group_id=group, limit=2, order="asc", **parameters)
-        assert (page["total"], page["total_is_exact"]) == (5, True)
-        found += [row["session_id"] for row in page["sessions"]]
-        cursor = page["next_cursor"]
-        if cursor is None:
-            break
-    assert found == [talk.id for talk in talks]
-    [rewarded] = stand.get("/ui/api/sessions", group_id=group, min_reward=1)["sessions"]
-    assert (rewarded["session_id"], rewarded["reward"], rewarded["attempt"]) == (talks[3].id, 2.0, 3)
-    for wrong in (
-        {"state": "odd"},
-        {"sort": "name"},
-        {"limit": 0},
-        {"limit": 501},
-        {"min_reward": "nan"},
-        {"q": "a b"},
-        {"cursor": "x"},
-        {"group_id": "a\0b"},
-        {"stuck_s": "-1"},
-    ):
-        refused = stand.http.get("/ui/api/sessions", params=wrong)
-        assert error_of(refused) == (400, "invalid_request"), wrong
+def test_the_list_refuses_what_it_does_not_know(stand: Stand) -> None:
+    wrong = {
+        "state": "odd",
+        "sort": "name",
+        "limit": 501,
+        "min_reward": "nan",
+        "q": "a b",
+        "cursor": "x",
+        "stuck_s": -1,
+    }
+    for name, value in wrong.items():
+        refused = stand.http.get("/ui/api/sessions", params={name: value})
+        assert error_of(refused) == (400, "invalid_request"), name
 
 
 def listed_groups(stand: Stand) -> Any:
@@ -167,28 +101,6 @@ def test_a_preview_counts_what_the_export_gives(stand: Stand, asked: dict[str, A
     assert left_out
 
 
-def test_a_parameter_that_an_export_does_not_have_is_refused(stand: Stand) -> None:
-    assert error_of(stand.http.get("/ui/api/exports", params={"min_rewards": 1})) == (400, "invalid_request")
-    assert error_of(stand.http.get("/ui/api/exports", params={"shape": "odd"})) == (400, "invalid_request")
-    assert error_of(stand.http.get("/ui/api/exports", params={"cursor": "x"})) == (400, "invalid_request")
-
-
-def test_columns_of_metadata(stand: Stand) -> None:
-    """A key with dots is looked up as it is first, then as a path; what is too long is cut, what is none is missing."""
-    given = {"task": "math", "env": {"name": "web", "size": 3}, "a.b": True, "long": "x" * 500, "none": None}
-    stand.talk(session_id="columns-1", metadata=given)
-    stand.talk(session_id="columns-2")
-    gone = stand.talk(session_id="columns-3", metadata=given)
-    assert stand.http.delete(gone.path, params={"erase": True}).status_code == 204
-    columns = "task,env.name, env.size,a.b,long,none,env"
-    page = stand.get("/ui/api/sessions", q="columns-", columns=columns)
-    assert len(page["sessions"]) == 3
-    assert page["metadata"] == {
-        "columns-1": {"task": "math", "env.name": "web", "env.size": "3", "a.b": "true", "long": "x" * 200 + "…"}
-    }, "the first six columns"
-    assert stand.get("/ui/api/sessions", q="columns-")["metadata"] == {}
-
-
 def test_weight_versions_with_their_sessions_and_rewards(places: Places, sglang: SimulatorProcess) -> None:
     with serving(places.new("ui-versions"), sglang.base_url) as stand:
         for number, reward in enumerate((None, 0.5, 1.0)):
@@ -206,44 +118,35 @@ def test_weight_versions_with_their_sessions_and_rewards(places: Places, sglang:
         ]
 
 
-@pytest.fixture(scope="module")
-def used(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
-    with serving(places.new("ui-checkpoints"), sglang.base_url) as made:
-        yield made
+def test_a_turn_that_waits_at_a_gate_is_shown_as_such(stand: Stand) -> None:
+    talk = stand.talk(adapter="gated-one")
+    stand.http.post("/adapters/gated-one/pause", json={}).raise_for_status()
+    waiting = stand.meanwhile(talk.say, "Wait")
+    try:
+        until(lambda: stand.get("/ui/api/sessions", state="paused")["total"] == 1)
+        [row] = stand.get("/ui/api/sessions", state="paused")["sessions"]
+        assert (row["session_id"], row["state"], row["running_since"]) == (talk.id, "paused", None)
+        assert stand.get(f"/ui/api/sessions/{talk.id}")["state"] == "paused"
+        assert talk.id not in [row["session_id"] for row in stand.get("/ui/api/sessions", state="idle")["sessions"]]
+        until(lambda: stand.get("/ui/api/overview")["sessions"]["paused"] == 1)
+        assert "gated-one" in [one["name"] for one in stand.get("/ui/api/overview")["adapters"] if one["paused"]]
+    finally:
+        stand.http.post("/adapters/gated-one/resume").raise_for_status()
+    waiting.result()
+    assert stand.get("/ui/api/sessions", state="paused")["sessions"] == []
 
 
-def test_a_checkpoint_shows_its_sessions_then_and_now(used: Stand) -> None:
-    name = uuid.uuid4().hex
-    talks = [used.talk(session_id=f"{name}-{number}", group_id=name) for number in range(5)]
-    for talk in talks:
-        talk.say("Before")
-    made = used.http.post("/checkpoints", json={"name": name}).json()
-    then = {talk.id: len(talk.types()) for talk in talks}
-    talks[1].say("After")
-    used.http.delete(talks[2].path).raise_for_status()
-    used.talk(session_id=f"{name}-9")
-    pages = [used.get(f"/ui/api/checkpoints/{name}", limit=2)]
-    while pages[-1]["cursor"] is not None:
-        pages.append(used.get(f"/ui/api/checkpoints/{name}", limit=2, cursor=pages[-1]["cursor"]))
-    found = [one for page in pages for one in page["sessions"]]
-    assert len(found) == made["sessions"]
-    mine = [one for one in found if one["session_id"].startswith(name)]
-    assert mine == [
-        {
-            "session_id": talk.id,
-            "seq": then[talk.id],
-            "version": len(talk.types()),
-            "status": "closed" if talk is talks[2] else "open",
-            "group_id": name,
-        }
-        for talk in talks
-    ]
-    assert pages[0]["checkpoint"] == {key: value for key, value in made.items() if key != "erased"}
-
-    second = uuid.uuid4().hex
-    used.http.post("/checkpoints", json={"name": second}).raise_for_status()
-    kept = [(one["name"], one["seq"]) for one in used.get(f"/ui/api/sessions/{talks[1].id}")["checkpoints"]]
-    assert kept == [(name, then[talks[1].id]), (second, len(talks[1].types()))]
-    assert used.http.delete(f"/checkpoints/{name}").status_code == 204
-    assert [one["name"] for one in used.get(f"/ui/api/sessions/{talks[1].id}")["checkpoints"]] == [second]
-    assert error_of(used.http.get(f"/ui/api/checkpoints/{name}")) == (404, "not_found")
+def test_columns_of_metadata(stand: Stand) -> None:
+    """A key with dots is looked up as it is first, then as a path; what is too long is cut, what is none is missing."""
+    given = {"task": "math", "env": {"name": "web", "size": 3}, "a.b": True, "long": "x" * 500, "none": None}
+    stand.talk(session_id="columns-1", metadata=given)
+    stand.talk(session_id="columns-2")
+    gone = stand.talk(session_id="columns-3", metadata=given)
+    assert stand.http.delete(gone.path, params={"erase": True}).status_code == 204
+    columns = "task,env.name, env.size,a.b,long,none,env"
+    page = stand.get("/ui/api/sessions", q="columns-", columns=columns)
+    assert len(page["sessions"]) == 3
+    assert page["metadata"] == {
+        "columns-1": {"task": "math", "env.name": "web", "env.size": "3", "a.b": "true", "long": "x" * 200 + "…"}
+    }, "the first six columns"
+    assert stand.get("/ui/api/sessions", q="columns-")["metadata"] == {}

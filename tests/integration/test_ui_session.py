@@ -84,27 +84,6 @@ def test_every_moment_of_the_past_is_what_it_was(shared: Stand, walked: Talk) ->
     )
 
 
-def test_the_conversation_is_what_was_said_on_the_way_to_any_turn(shared: Stand, walked: Talk) -> None:
-    found = get(shared, f"{walked.id}/conversation")
-    assert found["turn"] == 4
-    assert [one["message"] for one in found["messages"]] == walked.messages
-    assert [one["index"] for one in found["messages"]] == [0, 1, 2, 3]
-    assert [one["turn"] for one in found["messages"]] == [1, 1, 4, 4]
-    assert [one["sampled"] for one in found["messages"]] == [False, True, False, True]
-    assert (found["omitted"], found["tools"], found["errors"]) == (0, None, {})
-    assert found["params"]["model"] == "simulator"
-    discarded = get(shared, f"{walked.id}/conversation", turn=2)
-    assert discarded["messages"][-1]["message"]["tool_calls"]
-    assert discarded["messages"][:2] == found["messages"][:2]
-    assert discarded["tools"] == [WEATHER]
-    early = get(shared, f"{walked.id}/conversation", seq=5)
-    assert early["turn"] == 1
-    assert error_of(shared.http.get(f"/ui/api/sessions/{walked.id}/conversation", params={"turn": 9})) == (
-        404,
-        "not_found",
-    )
-
-
 def test_the_actions_and_messages_of_turns(shared: Stand, walked: Talk) -> None:
     """Of discarded turns too; a long message is cut until all of it is asked for."""
     found = get(shared, f"{walked.id}/actions")
@@ -167,26 +146,58 @@ def test_tokens_are_those_of_the_export(shared: Stand, walked: Talk) -> None:
     assert get(shared, f"{walked.id}/tokens", start=10**9)["tokens"] == []
 
 
-def test_columns_are_those_of_the_export(stand: Stand) -> None:
-    talk = stand.talk()
-    for text in ("One", "Two"):
-        talk.say(text, max_tokens=3)
-    assert get(stand, f"{talk.id}/tokens")["columns"] == {}
-    talk.column(1, "teacher", [-0.5, None, -0.25])
-    before = talk.events()[-1]["seq"]
-    talk.column(2, "labels", [7, 8, 9])
-    [row] = talk.rows(columns="teacher,labels")
-    found = get(stand, f"{talk.id}/tokens")
-    assert found["columns"] == {
-        name: [value if there else None for value, there in zip(row["columns"][name], mask, strict=True)]
-        for name, mask in row["column_masks"].items()
-    }
-    assert found["columns"]["labels"][-3:] == [7, 8, 9]
-    page = get(stand, f"{talk.id}/tokens", start=row["prompt_length"] + 1, limit=1)
-    assert page["columns"] == {"teacher": [None]}, "of the page's turns"
-    assert get(stand, f"{talk.id}/tokens", seq=before)["columns"].keys() == {"teacher"}
-    talk.column(1, "teacher", [1, 2, 3])
-    assert get(stand, f"{talk.id}/tokens", seq=before)["columns"] == {}, "replaced since"
+def test_a_branch_is_shown_by_its_number(stand: Stand) -> None:
+    talk = stand.talk(history="tree")
+    talk.say("One")
+    first = list(talk.messages)
+    talk.say("Two")
+    dropped = list(talk.messages)
+    for _ in range(2):
+        talk.messages = list(first)
+        talk.say("Else")
+    talk.say("On")
+    found = get(stand, talk.id)
+    told = talk.tree()
+    assert [branch.pop("title") for branch in told["branches"]] == ["One", "Else", "Else"]
+    assert [branch.pop("title") for branch in found["tree"]["branches"]] == [None] * 3
+    assert found["tree"] == told
+    assert [branch["reason"] for branch in found["tree"]["branches"]] == [None, "superseded", None]
+    assert get(stand, talk.id, seq=found["turns"][0]["seq"])["tree"] is None
+    assert [one["message"] for one in get(stand, f"{talk.id}/conversation", branch=0)["messages"]] == dropped
+    assert get(stand, f"{talk.id}/conversation", branch=2) == get(stand, f"{talk.id}/conversation", turn=5)
+    tokens = {branch: get(stand, f"{talk.id}/tokens", branch=branch) for branch in range(3)}
+    for page in tokens.values():
+        assert [(one["branch"], one["exported"]) for one in page["branches"]] == [(0, True), (1, False), (2, True)]
+    for row in talk.rows():
+        page = tokens[row["branch"]]["tokens"]
+        assert [[token[place] for token in page] for place in (1, 3)] == [row["tokens"], row["loss_mask"]]
+    assert any(token[2] for token in tokens[1]["tokens"])
+    assert not any(token[3] for token in tokens[1]["tokens"])
+    for view in ("conversation", "tokens"):
+        missing = stand.http.get(f"/ui/api/sessions/{talk.id}/{view}", params={"branch": 7})
+        assert error_of(missing) == (404, "not_found")
+
+
+def test_what_is_damaged_is_named_and_the_rest_is_shown(stand: Stand) -> None:
+    talk = stand.talk(metadata={"a": 1})
+    for text in ("One", "Two", "Three"):
+        talk.say(text)
+    last = talk.events()[-1]["seq"]
+    where = f"session_id = '{talk.id}'"
+    change(stand.url, f"UPDATE turns SET exchange = tokens, tokens = exchange WHERE {where} AND turn = 2")
+    change(stand.url, f"UPDATE blobs SET data = :junk WHERE {where} AND number = 0", junk=b"junk")
+    said = get(stand, f"{talk.id}/conversation")
+    assert [one["message"] is None for one in said["messages"]] == [False, False, True, True, False, False]
+    assert [bool(one.get("error")) for one in said["messages"]] == [False, False, True, True, False, False]
+    assert get(stand, f"{talk.id}/tokens")["error"]
+    assert [one["part"] for one in get(stand, talk.id)["problems"]] == ["metadata"]
+    change(stand.url, f"UPDATE events SET data = :junk WHERE {where} AND seq = {last}", junk=b"{junk")
+    found = get(stand, talk.id)
+    assert (found["seq"], found["last_seq"]) == (last - 1, last)
+    assert [one["part"] for one in found["problems"]] == ["log", "metadata"]
+    assert [turn["turn"] for turn in found["turns"]] == [1, 2]
+    change(stand.url, f"UPDATE events SET data = :junk WHERE {where} AND seq = 1", junk=b"{junk")
+    assert error_of(stand.http.get(f"/ui/api/sessions/{talk.id}")) == (500, "session_unreadable")
 
 
 def test_the_outline_of_a_row(stand: Stand) -> None:
@@ -222,126 +233,3 @@ def test_the_outline_of_a_row(stand: Stand) -> None:
         rest = max(1 - sum(map(math.exp, logprobs)), 1e-12)
         expected = -sum(math.exp(one) * one for one in logprobs) - rest * math.log(rest)
         assert told == (pytest.approx(expected, abs=1e-4) if logprobs else None)
-
-
-def test_the_engine_tells_the_texts_of_what_it_sampled(shared: Stand, walked: Talk, vllm_stand: Stand) -> None:
-    talk = vllm_stand.talk()
-    talk.say("Hello")
-    for stand, one in ((shared, walked), (vllm_stand, talk)):
-        found = get(stand, f"{one.id}/tokens")
-        last = found["turns"][-1]
-        told = found["texts"][last["output_start"] : last["end"]]
-        assert all(text is not None for text in told)
-        said = one.messages[-1]["content"].replace(" ", "")
-        assert said[:10] in "".join(told).replace(" ", "")
-        assert all(text is None for text in found["texts"][: found["turns"][0]["output_start"]])
-
-
-def test_a_tokenizer_tells_the_texts_of_all(tito: Stand) -> None:
-    talk = tito.talk()
-    talk.say("Hello there")
-    found = get(tito, f"{talk.id}/tokens")
-    assert len(found["texts"]) == len(found["tokens"])
-    assert "Hello there" in "".join(found["texts"])
-
-
-def test_a_new_branch_says_why_it_began(stand: Stand) -> None:
-    talk = stand.talk(on_divergence="segment", rollback_window=0)
-    talk.say("One")
-    talk.messages = []
-    talk.say("Something else")
-    found = get(stand, f"{talk.id}/tokens")
-    assert [(one["branch"], one["cause"]) for one in found["branches"]] == [(0, "start"), (1, "root")]
-    assert found["branch"] == 1
-    first = get(stand, f"{talk.id}/tokens", branch=0)
-    assert {token[7] for token in first["tokens"]} == {1}
-
-
-def test_a_branch_is_shown_by_its_number(stand: Stand) -> None:
-    talk = stand.talk(history="tree")
-    talk.say("One")
-    first = list(talk.messages)
-    talk.say("Two")
-    dropped = list(talk.messages)
-    for _ in range(2):
-        talk.messages = list(first)
-        talk.say("Else")
-    talk.say("On")
-    found = get(stand, talk.id)
-    told = talk.tree()
-    assert [branch.pop("title") for branch in told["branches"]] == ["One", "Else", "Else"]
-    assert [branch.pop("title") for branch in found["tree"]["branches"]] == [None] * 3
-    assert found["tree"] == told
-    assert [branch["reason"] for branch in found["tree"]["branches"]] == [None, "superseded", None]
-    assert get(stand, talk.id, seq=found["turns"][0]["seq"])["tree"] is None
-    assert [one["message"] for one in get(stand, f"{talk.id}/conversation", branch=0)["messages"]] == dropped
-    assert get(stand, f"{talk.id}/conversation", branch=2) == get(stand, f"{talk.id}/conversation", turn=5)
-    tokens = {branch: get(stand, f"{talk.id}/tokens", branch=branch) for branch in range(3)}
-    for page in tokens.values():
-        assert [(one["branch"], one["exported"]) for one in page["branches"]] == [(0, True), (1, False), (2, True)]
-    for row in talk.rows():
-        page = tokens[row["branch"]]["tokens"]
-        assert [[token[place] for token in page] for place in (1, 3)] == [row["tokens"], row["loss_mask"]]
-    assert any(token[2] for token in tokens[1]["tokens"])
-    assert not any(token[3] for token in tokens[1]["tokens"])
-    for view in ("conversation", "tokens"):
-        missing = stand.http.get(f"/ui/api/sessions/{talk.id}/{view}", params={"branch": 7})
-        assert error_of(missing) == (404, "not_found")
-
-
-def test_a_turn_in_flight_and_one_that_was_closed_are_shown(stand: Stand) -> None:
-    talk = stand.talk()
-    slow = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 30.0})
-    stand.until_generating(talk)
-    found = get(stand, talk.id)
-    assert (found["state"], [one["turn"] for one in found["open_turns"]]) == ("running", [1])
-    assert found["open_turns"][0]["opened_at"] >= found["created_at"]
-    [row] = stand.http.get("/ui/api/sessions", params={"q": talk.id, "state": "running"}).json()["sessions"]
-    assert row["running_since"] == found["open_turns"][0]["opened_at"]
-    stand.http.delete(talk.path).raise_for_status()
-    assert error_of(slow.result()) == (404, "session_closed")
-    found = get(stand, talk.id)
-    assert (found["state"], found["open_turns"]) == ("closed", [])
-    assert [(one["kind"], one["reason"]) for one in found["failed"]] == [("abandoned", "session_closed")]
-
-
-def test_of_an_erased_session_there_is_its_skeleton(stand: Stand) -> None:
-    talk = stand.talk(metadata={"a": 1})
-    talk.say("One")
-    stand.http.delete(talk.path, params={"erase": True}).raise_for_status()
-    found = get(stand, talk.id)
-    assert (found["erased"], found["state"], found["metadata"], len(found["turns"])) == (True, "erased", None, 1)
-    said = get(stand, f"{talk.id}/conversation")
-    assert [one["message"] for one in said["messages"]] == [None, None]
-    assert all(one["error"] for one in said["messages"])
-    tokens = get(stand, f"{talk.id}/tokens")
-    assert tokens["error"]
-    assert tokens["tokens"] == []
-    assert tokens["branches"][0]["tokens"] > 0
-
-
-def test_what_is_damaged_is_named_and_the_rest_is_shown(stand: Stand) -> None:
-    talk = stand.talk(metadata={"a": 1})
-    for text in ("One", "Two", "Three"):
-        talk.say(text)
-    last = talk.events()[-1]["seq"]
-    where = f"session_id = '{talk.id}'"
-    change(stand.url, f"UPDATE turns SET exchange = tokens, tokens = exchange WHERE {where} AND turn = 2")
-    change(stand.url, f"UPDATE blobs SET data = :junk WHERE {where} AND number = 0", junk=b"junk")
-    said = get(stand, f"{talk.id}/conversation")
-    assert [one["message"] is None for one in said["messages"]] == [False, False, True, True, False, False]
-    assert [bool(one.get("error")) for one in said["messages"]] == [False, False, True, True, False, False]
-    assert get(stand, f"{talk.id}/tokens")["error"]
-    assert [one["part"] for one in get(stand, talk.id)["problems"]] == ["metadata"]
-    change(stand.url, f"UPDATE events SET data = :junk WHERE {where} AND seq = {last}", junk=b"{junk")
-    found = get(stand, talk.id)
-    assert (found["seq"], found["last_seq"]) == (last - 1, last)
-    assert [one["part"] for one in found["problems"]] == ["log", "metadata"]
-    assert [turn["turn"] for turn in found["turns"]] == [1, 2]
-    change(stand.url, f"UPDATE events SET data = :junk WHERE {where} AND seq = 1", junk=b"{junk")
-    assert error_of(stand.http.get(f"/ui/api/sessions/{talk.id}")) == (500, "session_unreadable")
-
-
-def test_an_unknown_session_is_not_found(stand: Stand) -> None:
-    for path in ("nobody", "nobody/conversation", "nobody/tokens"):
-        assert error_of(stand.http.get(f"/ui/api/sessions/{path}")) == (404, "session_not_found")

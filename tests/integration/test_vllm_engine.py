@@ -5,12 +5,12 @@ Its replies name no version, as those of 0.32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from integration.interrupting import generating, interrupted, latency, paused
+from integration.interrupting import generating, latency, paused
 from integration.places import Places
 from integration.stand import HOURS, Stand, Talk, standing, until, user
 from integration.tito import output_of
@@ -88,23 +88,6 @@ def test_a_paused_adapters_generation_is_ended_and_goes_on(
     assert seen == found["aborted"] * 2, "both parts have the id by which they are aborted, whatever the client sent"
 
 
-def test_an_engine_without_the_route_is_named(engine: Stand) -> None:
-    engine.sim.post("/sim/behaviour", json={"dev_mode": False})
-    writing = Writing(engine, adapter="math")
-    latency(engine, HOURS)
-    turn = engine.meanwhile(engine.http.post, writing.url, json=COMPLETION)
-    until(generating(engine))
-    failed = told(engine, "/adapters/math/pause", 502)
-    [one] = failed["engines"].values()
-    assert (failed["error"]["code"], failed["paused"], one["ok"]) == ("engines_failed", True, False)
-    assert "VLLM_SERVER_DEV_MODE=1" in one["error"]
-    engine.sim.post("/sim/behaviour", json={"dev_mode": True})
-    assert told(engine, "/adapters/math/pause")["count"] == 1
-    latency(engine, 0.0)
-    told(engine, "/adapters/math/resume")
-    assert turn.result().status_code == 200
-
-
 def test_a_turn_has_the_version_that_the_engine_had_when_it_was_sent(engine: Stand) -> None:
     talk = engine.talk()
     talk.say("Hello")
@@ -113,16 +96,6 @@ def test_a_turn_has_the_version_that_the_engine_had_when_it_was_sent(engine: Sta
     talk.say("And then?")
     assert [turn["dispatched"] for turn in talk.committed()] == ["default", "41"]
     assert versions(talk) == ["default", "41"]
-
-
-def test_a_turn_across_an_update_has_both_versions(engine: Stand) -> None:
-    writing = Writing(engine)
-    swap: Callable[[int], None] = lambda number: updated(engine, "7")  # noqa: E731
-    assert interrupted(engine, writing, [5], meanwhile=swap, path=writing.url, **COMPLETION).status_code == 200
-    spans = [{"version": "default", "start": 0, "end": 5}, {"version": "7", "start": 5, "end": 9}]
-    [turn] = writing.committed()
-    assert (turn["weight_versions"], turn["dispatched"]) == (spans, "default")
-    assert versions(writing) == ["default", "7"]
 
 
 def test_a_trainer_names_the_version_of_an_engine_that_cannot_say(engine: Stand) -> None:
@@ -143,3 +116,20 @@ def test_a_trainer_names_the_version_of_an_engine_that_cannot_say(engine: Stand)
     talk.say("What now?")
     assert [turn.get("dispatched") for turn in talk.committed()] == ["43", "43", "44", None]
     assert engine.http.get("/fleet").json()["weight_version"] is None
+
+
+def test_an_engine_without_the_route_is_named(engine: Stand) -> None:
+    engine.sim.post("/sim/behaviour", json={"dev_mode": False})
+    writing = Writing(engine, adapter="math")
+    latency(engine, HOURS)
+    turn = engine.meanwhile(engine.http.post, writing.url, json=COMPLETION)
+    until(generating(engine))
+    failed = told(engine, "/adapters/math/pause", 502)
+    [one] = failed["engines"].values()
+    assert (failed["error"]["code"], failed["paused"], one["ok"]) == ("engines_failed", True, False)
+    assert "VLLM_SERVER_DEV_MODE=1" in one["error"]
+    engine.sim.post("/sim/behaviour", json={"dev_mode": True})
+    assert told(engine, "/adapters/math/pause")["count"] == 1
+    latency(engine, 0.0)
+    told(engine, "/adapters/math/resume")
+    assert turn.result().status_code == 200

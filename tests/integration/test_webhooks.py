@@ -8,11 +8,11 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from helpers.answering import Answer, Answering, Asked
 
 from app.crash_points import VARIABLE, CrashPoint
 from integration.places import Places, in_turn
@@ -25,58 +25,37 @@ SECRETS = [f"whsec_{base64.b64encode(bytes([number]) * 32).decode()}" for number
 CRASHES: tuple[CrashPoint, ...] = ("after_webhook_sent", "in_webhook_moved", "after_engine_died")
 
 
-class Post(NamedTuple):
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def id(self) -> str:
-        return self.headers["webhook-id"]
-
-    @property
-    def told(self) -> dict[str, Any]:
-        return dict(json.loads(self.body))
-
-
-class Receiver:
+class Receiver(Answering):
     """Answers with `status`; 0: not at all until it is closed."""
 
-    def __init__(self, status: int = 204, location: str | None = None) -> None:
-        self.status, self.posts = status, list[Post]()
+    def __init__(self, status: int = 204, location: str = "") -> None:
+        super().__init__(self._accept)
+        self.status, self.posts = status, list[Asked]()
+        self._headers = [("location", location)] if location else []
         self._closing = threading.Event()
-        receiver = self
+        self.url = f"{self.base_url}/hook?key=secret"
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["content-length"]))
-                receiver.posts.append(Post({name.lower(): value for name, value in self.headers.items()}, body))
-                if not receiver.status:
-                    receiver._closing.wait()
-                    return
-                self.send_response(receiver.status)
-                if location is not None:
-                    self.send_header("location", location)
-                self.end_headers()
-
-            def log_message(self, *_: object) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}/hook?key=secret"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+    def _accept(self, post: Asked) -> Answer:
+        self.posts.append(post)
+        if not self.status:
+            self._closing.wait()
+        return Answer(headers=self._headers, status=self.status or 204)
 
     def accepted(self, kind: str) -> list[dict[str, Any]]:
-        return [post.told["data"] for post in self.posts if post.told["type"] == kind]
+        told = [json.loads(post.body) for post in self.posts]
+        return [one["data"] for one in told if one["type"] == kind]
 
-    def close(self) -> None:
+    def ids(self) -> list[str | None]:
+        return [post.header("webhook-id") for post in self.posts]
+
+    def __exit__(self, *ended: object) -> None:
         self._closing.set()
-        self._server.shutdown()
-        self._server.server_close()
+        super().__exit__(*ended)
 
 
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
-    with contextlib.closing(Receiver()) as made:
+    with Receiver() as made:
         yield made
 
 
@@ -131,8 +110,8 @@ def finished(stand: Stand, group_id: str) -> str:
 
 def test_what_receivers_are_told(places: Places, sglang: SimulatorProcess, receiver: Receiver) -> None:
     with (
-        contextlib.closing(Receiver(0)) as slow,
-        contextlib.closing(Receiver(302, receiver.url)) as redirecting,
+        Receiver(0) as slow,
+        Receiver(302, receiver.url) as redirecting,
         serving(
             places,
             sglang,
@@ -161,7 +140,7 @@ def test_what_receivers_are_told(places: Places, sglang: SimulatorProcess, recei
         }
         finished(stand, group_id)
         until(lambda: len(receiver.accepted("group.complete")) == 2)
-        assert len({post.id for post in receiver.posts}) == len(receiver.posts) == 4
+        assert len(set(receiver.ids())) == len(receiver.posts) == 4
         until(lambda: slow.posts and redirecting.posts)  # neither has held up the first, nor a turn
         for post in receiver.posts:
             assert b"secret" not in post.body
@@ -174,12 +153,12 @@ def test_what_receivers_are_told(places: Places, sglang: SimulatorProcess, recei
         gone.exception()
 
 
-def verified(posts: list[Post]) -> None:
+def verified(posts: list[Asked]) -> None:
     """By the published library, with each of the secrets."""
     library = pytest.importorskip("standardwebhooks")
     for post in posts:
         for secret in SECRETS:
-            library.Webhook(secret).verify(post.body, post.headers)
+            library.Webhook(secret).verify(post.body, dict(post.headers))
 
 
 def test_what_was_committed_while_a_receiver_was_away_is_delivered(
@@ -195,12 +174,12 @@ def test_what_was_committed_while_a_receiver_was_away_is_delivered(
         for server in site.servers:
             server.kill()
         receiver.status = 204
-        refused = {post.id for post in receiver.posts}
+        refused = set(receiver.ids())
         receiver.posts.clear()
         with contextlib.closing(site.again()):
             until(lambda: len(receiver.posts) >= 3)
             assert {data["group_id"] for data in receiver.accepted("group.complete")} == set(groups)
-            assert refused <= {post.id for post in receiver.posts}
+            assert refused <= set(receiver.ids())
 
 
 @pytest.mark.long
@@ -216,7 +195,7 @@ def test_a_kill(places: Places, sglang: SimulatorProcess, receiver: Receiver, po
                 with contextlib.suppress(httpx.TransportError):  # it ends with the group's last event, or just before
                     finished(stand, "group")
             assert site.servers[0].wait() == -signal.SIGKILL
-        sent = [post.id for post in receiver.posts]
+        sent = receiver.ids()
         assert len(sent) == (0 if of_death else 1)
         with contextlib.closing(site.again(**more)) as stand:
             until(lambda: len(receiver.posts) > len(sent))
@@ -225,8 +204,8 @@ def test_a_kill(places: Places, sglang: SimulatorProcess, receiver: Receiver, po
             else:
                 finished(stand, "another")
                 until(lambda: len(receiver.accepted("group.complete")) == 3)
-                assert [post.id for post in receiver.posts][:2] == sent * 2
-                assert len({post.id for post in receiver.posts}) == 2
+                assert receiver.ids()[:2] == sent * 2
+                assert len(set(receiver.ids())) == 2
 
 
 def test_one_of_several_processes_sends(sglang: SimulatorProcess, places: Places, receiver: Receiver) -> None:
@@ -243,4 +222,4 @@ def test_one_of_several_processes_sends(sglang: SimulatorProcess, places: Places
         with contextlib.closing(Stand(site.servers[0], sglang.base_url)) as stand:
             finished(stand, "last")
         until(lambda: len(receiver.posts) >= 3)
-        assert len({post.id for post in receiver.posts}) == len(receiver.posts) == 3
+        assert len(set(receiver.ids())) == len(receiver.posts) == 3

@@ -12,7 +12,7 @@ from helpers.streams import assembled, calls_of
 from app.upstream.headers import ROUTING
 from integration.places import Places
 from integration.proxy import RecordingProxy
-from integration.stand import WEATHER, Stand, error_of, serving, user
+from integration.stand import WEATHER, Stand, serving, user
 from ops.simulator.process import SimulatorProcess
 
 CLIENT_HEADERS = {
@@ -91,17 +91,6 @@ def test_an_engines_refusal_passes_with_body_and_retry_after(proxied: Stand, pro
     assert response.headers["x-engine-id"] == "seven"
 
 
-def test_the_engine_is_asked_for_what_is_needed_whatever_the_client_wishes(stand: Stand) -> None:
-    talk = stand.talk()
-    wishes = {"logprobs": False, "top_logprobs": None, "return_meta_info": False, "return_token_ids": False}
-    talk.say("Hello", **wishes, stream=False, n=1, temperature=0.25, seed=5, my_field={"deep": [1, None]})
-    sent = stand.engine_requests(talk.id)[-1]["body"]
-    assert sent["logprobs"] is sent["return_meta_info"] is sent["return_prompt_token_ids"] is True
-    assert not sent.get("stream")
-    assert (sent["temperature"], sent["seed"], sent["my_field"]) == (0.25, 5, {"deep": [1, None]})
-    assert sent["messages"] == [user("Hello")]
-
-
 def events_of(response: httpx.Response) -> list[str]:
     assert response.headers["content-type"].startswith("text/event-stream")
     return [part for part in response.text.split("\n\n") if part]
@@ -131,16 +120,6 @@ def test_a_stream_is_the_committed_reply(stand: Stand) -> None:
     assert "RolledBack" not in talk.types()
 
 
-def test_a_stream_that_fails_early_keeps_its_status(stand: Stand) -> None:
-    talk = stand.talk()
-    response = talk.chat([user("x")], stream=True, sim={"fault": "status_503"})
-    assert response.status_code == 503
-    assert response.json()["message"] == "simulated overload"
-    assert error_of(talk.chat([user("x")], stream=True, sim={"fault": "not_json"})) == (502, "upstream_invalid")
-    assert error_of(talk.chat([], stream=True)) == (400, "invalid_request")
-    assert error_of(stand.known("nobody").chat([user("x")], stream=True)) == (404, "session_not_found")
-
-
 def test_a_slow_stream_is_kept_alive_by_comments(tight: Stand) -> None:
     talk = tight.talk()
     response = talk.chat([user("x")], stream=True, sim={"latency_s": 0.7})
@@ -164,3 +143,14 @@ def test_an_error_after_a_comment_is_an_event(tight: Stand, fault: str) -> None:
     assert expected in (body["error"]["code"], body["error"]["message"])
     assert talk.committed() == []
     talk.say("x")
+
+
+def test_the_engine_is_asked_for_what_is_needed_whatever_the_client_wishes(stand: Stand) -> None:
+    talk = stand.talk()
+    wishes = {"logprobs": False, "top_logprobs": None, "return_meta_info": False, "return_token_ids": False}
+    talk.say("Hello", **wishes, stream=False, n=1, temperature=0.25, seed=5, my_field={"deep": [1, None]})
+    sent = stand.engine_requests(talk.id)[-1]["body"]
+    assert sent["logprobs"] is sent["return_meta_info"] is sent["return_prompt_token_ids"] is True
+    assert not sent.get("stream")
+    assert (sent["temperature"], sent["seed"], sent["my_field"]) == (0.25, 5, {"deep": [1, None]})
+    assert sent["messages"] == [user("Hello")]
