@@ -336,7 +336,7 @@ def _committed(
     separator, known_text = None, None
     if prompt is not None and prompt.text and prompt.separator is not None and prompt.tokens > 1:
         # The first occurrence that no other edit touches: any of them can be restored.
-        start = scan.find(text, prompt.text)
+        start = scan.find(text, prompt.text) if cut_at is None or values else cut_at.start
         while start >= 0 and any(start < edit.end and start + len(prompt.text) > edit.start for edit in edits):
             start = scan.find(text, prompt.text, start + 1)
         if start >= 0:

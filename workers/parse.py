@@ -353,14 +353,14 @@ def _sglang(root: _Root, choice: _Choice, asked: Job, cut: Prompt | None, bulk: 
     top = None
     if asked.wish is not None:
         top = of_sglang_chat(object_at(choice.meta_info, where), where, prompt, count, asked.wish)
-    text = bytes(meta.output_token_logprobs)
-    # Triples that hold lists or objects are checked with the rest of the reply.
-    if text.count(b"[") == count + 1 and b"{" not in text:
-        bulk.append((_TRIPLES_KEY, meta.output_token_logprobs))
     if choice.logprobs != MISSING and is_object(choice.logprobs):
         content, entries = _content(choice)
         if entries is not None:
             bulk.append((_CONTENT_KEY, content))
+    text = bytes(meta.output_token_logprobs)
+    # Triples that hold lists or objects are checked with the rest of the reply.
+    if text.count(b"[") == count + 1 and b"{" not in text:
+        bulk.append((_TRIPLES_KEY, meta.output_token_logprobs))
     tokens = StoredTokens(prompt.suffix_ids, output, array("d", logprobs).tobytes(), top)
     return Parsed(reply, tokens, prompt, _payloads("sglang", root, meta), was_queued)
 

@@ -375,10 +375,13 @@ async def send_reply(
     for part in parts:
         size += len(part)
     body = b"".join(parts) if size <= SMALL_BODY else None
-    if head is not None and head.connection is not None and body is not None:
-        is_sent = head.connection.answer(head.scope, status, headers, body)
-        if is_sent:
-            return
+    if (
+        body is not None
+        and head is not None
+        and head.connection is not None
+        and head.connection.answer(head.scope, status, headers, body)
+    ):
+        return
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]
     raw.append((b"content-length", b"%d" % size))
     await send({"type": "http.response.start", "status": status, "headers": raw})

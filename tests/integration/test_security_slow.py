@@ -65,7 +65,7 @@ class Application:
             await self.released.wait()
         if scope["path"] == "/much":
             body = b"x" * MUCH
-        await send_reply(send, 200, [], body or b"")
+        await send_reply(send, 200, [], body or b"", head=head)
         self.sent_all = True
 
 
