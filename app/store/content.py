@@ -55,7 +55,8 @@ def load_tokens(connection: Connection, session_id: str, numbers: Sequence[int])
 
 def load_exchanges(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, Exchange]:
     """What went over the wire in some turns. Raises CorruptContent, also where the content is not there."""
-    return unpack_exchanges(load_frames(connection, session_id, numbers, tokens=False), numbers)
+    frames = load_frames(connection, session_id, numbers, tokens=False)
+    return _unpacked(frames, numbers, lambda _, exchange: codec.unpack(exchange, Exchange))
 
 
 def unpack_tokens(frames: Frames, numbers: Sequence[int]) -> dict[int, StoredTokens]:
@@ -71,11 +72,6 @@ def load_messages(connection: Connection, session_id: str, numbers: Sequence[int
 def unpack_messages(frames: Frames, numbers: Sequence[int]) -> dict[int, Messages]:
     """The messages of some turns. Raises CorruptContent, also where the content is not there."""
     return _unpacked(frames, numbers, lambda _, exchange: codec.unpack_messages(exchange))
-
-
-def unpack_exchanges(frames: Frames, numbers: Sequence[int]) -> dict[int, Exchange]:
-    """Raises CorruptContent, also where the content is not there."""
-    return _unpacked(frames, numbers, lambda _, exchange: codec.unpack(exchange, Exchange))
 
 
 def _unpacked(

@@ -72,7 +72,7 @@ class SqliteLock:
         self._lock_file = Path(f"{path.resolve()}.lock")
         self._create = create
         self._locked: list[LockedFile] = []
-        self.watched: list[LockedFile] = []
+        self._watched: list[LockedFile] = []
         """The files whose paths must go on leading to them; `LockedFile.lost` says why one does not."""
 
     def acquire(self) -> None:
@@ -81,16 +81,16 @@ class SqliteLock:
             _make(self._path.parent)
             if sys.platform == "linux" and file_system(self._lock_file.parent) not in REMOTE:
                 self._lock(self._path, create=self._create)
-                self.watched = list(self._locked)
+                self._watched = list(self._locked)
             else:
                 self._lock(self._lock_file, create=True)
-                self.watched = [*self._locked, *_current(self._path)]
+                self._watched = [*self._locked, *_current(self._path)]
         except BaseException:
             self.release()
             raise
 
     def release(self) -> None:
-        self.watched = []
+        self._watched = []
         while self._locked:
             handle = self._locked.pop().handle
             assert handle is not None
@@ -103,7 +103,7 @@ class SqliteLock:
 
         Costs some microseconds.
         """
-        for file in self.watched:
+        for file in self._watched:
             if (reason := file.lost()) is not None:
                 return reason
         return None

@@ -313,14 +313,8 @@ class SqliteWriter:
             raise
         try:
             # Writes to a file that was deleted or replaced would be lost with this process.
-            for file in self._lock.watched:
-                try:
-                    now = os.stat(file.path)
-                    is_there = (now.st_dev, now.st_ino) == file.identity
-                except (FileNotFoundError, NotADirectoryError):
-                    is_there = False
-                if not is_there and (reason := file.lost()) is not None:
-                    raise StoreLost(reason)
+            if (reason := self._lock.lost()) is not None:
+                raise StoreLost(reason)
             result = function(self._tx)
             began = time.perf_counter()
             connection.execute("COMMIT")

@@ -29,11 +29,14 @@ WHERE session_id = ?1 AND version = ?2 AND turns = ?3 AND open_turns < ?4 AND la
 """
 ADVANCE = """
 UPDATE sessions SET version = version + ?7, open_turns = open_turns - 1, turns = turns + 1, updated_at = ?8,
-    weight_version = CASE WHEN weight_version IS NULL OR weight_version < ?9 THEN ?9 ELSE weight_version END,
-    engine = ?10
+    engine = ?9
 WHERE session_id = ?1 AND version = ?2 AND turns = ?3
     -- `opened_at` tells claims under one fence apart: the fence of one that a crash has undone is given again.
     AND EXISTS (SELECT 1 FROM open_turns WHERE session_id = ?1 AND fence = ?4 AND incarnation = ?5 AND opened_at = ?6)
+"""
+WEIGH = """
+-- By itself: SQLite writes to the index of a column that an update names, also where the value stays.
+UPDATE sessions SET weight_version = ?2 WHERE session_id = ?1 AND (weight_version IS NULL OR weight_version < ?2)
 """
 OPEN = """
 INSERT INTO open_turns
@@ -121,9 +124,10 @@ class SqliteTx:
 
     def commit_turns(self, committed: Sequence[CommitRow], log: Sequence[LogRow]) -> Collection[str]:
         execute, many = self._cursor.execute, self._cursor.executemany
-        advanced = [one for one in committed if execute(ADVANCE, one[:10]).rowcount == 1]
+        advanced = [one for one in committed if execute(ADVANCE, (*one[:8], one.engine)).rowcount == 1]
         ids = {one.session_id for one in advanced}
         if advanced:
+            many(WEIGH, [(one.session_id, one.weight_version) for one in advanced if one.weight_version is not None])
             many(FREE, [(one.session_id, one.fence) for one in advanced])
             many(CONTENT, [(one.session_id, *one[10:]) for one in advanced])
             many(EVENT, [(*event, next(self.positions)) for event in log if event.session_id in ids])
