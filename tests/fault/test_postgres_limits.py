@@ -25,8 +25,8 @@ from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
 
-CLIENTS = 12
-WISH = {"latency_s": 0.02, "completion_tokens": 8}
+CLIENTS = 6
+WISH = {"latency_s": 0.05, "completion_tokens": 8}
 HELD_S = 2.0
 """How long a fault lasts; an event loop that waited for the database would stand still as long."""
 
@@ -157,7 +157,7 @@ def make_serializable(cluster: Cluster, address: Forwarder, agents: Agents[Agent
 def set_for_the_database(cluster: Cluster, agents: Agents[Agent], name: str, value: str) -> None:
     with altered(cluster, f"DATABASE turnlog SET {name} = {value}", f"DATABASE turnlog RESET {name}"):
         began = len(agents.acknowledged)
-        until(lambda: len(agents.acknowledged) > began + 60, 180)
+        until(lambda: len(agents.acknowledged) > began + 30, 180)
 
 
 Fault = Callable[[Cluster, Forwarder, Agents[Agent]], None]

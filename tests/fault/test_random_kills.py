@@ -116,17 +116,17 @@ class Kills(NamedTuple):
 
 
 TABLE = (
-    Kills("plain", lambda client: client.text({"completion_tokens": 11}), 2, 16),
-    Kills("plain", lambda client: client.text({"completion_tokens": 11}), 2, 16, processes=3),
+    Kills("plain", lambda client: client.text({"completion_tokens": 11}), 2, 10),
+    Kills("plain", lambda client: client.text({"completion_tokens": 11}), 2, 10, processes=3),
     Kills(
-        *("payloads", lambda client: client.text({"completion_tokens": 120, "experts": EXPERTS}), 2, 8),
+        *("payloads", lambda client: client.text({"completion_tokens": 120, "experts": EXPERTS}), 2, 6),
         environment={"TURNLOG_REPLAY": "routed_experts"},
     ),
-    Kills("tokens", of_ids, 2, 8),
+    Kills("tokens", of_ids, 2, 6),
     Kills(
-        "mid-stream", Streaming.stream, 2, 12, 1, Streaming, ("--dialect", "vllm"), {"TURNLOG_UPSTREAM_DIALECT": "vllm"}
+        "mid-stream", Streaming.stream, 2, 8, 1, Streaming, ("--dialect", "vllm"), {"TURNLOG_UPSTREAM_DIALECT": "vllm"}
     ),
-    Kills("staging", staged, 2, 12, engine=("--dialect", "vllm"), environment=STAGING),
+    Kills("staging", staged, 2, 8, engine=("--dialect", "vllm"), environment=STAGING),
 )
 
 
