@@ -121,11 +121,6 @@ def altered(cluster: Cluster, what: str, then: str) -> Iterator[None]:
 NO_CONNECTION = (f"ROLE {ROLE} CONNECTION LIMIT 0", f"ROLE {ROLE} CONNECTION LIMIT -1")
 
 
-def limit(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> None:
-    with altered(cluster, *NO_CONNECTION):
-        time.sleep(HELD_S)
-
-
 def make_read_only(cluster: Cluster, address: Forwarder, agents: Agents[Agent]) -> None:
     """As an operator makes a primary before a switch-over."""
     name = "default_transaction_read_only"
@@ -165,7 +160,6 @@ Fault = Callable[[Cluster, Forwarder, Agents[Agent]], None]
 FAULTS: dict[Fault, pytest.MarkDecorator] = {
     terminate: pytest.mark.fault(14, "Turnlog's connections to PostgreSQL terminated one by one under load"),
     occupy: pytest.mark.fault(14, "PostgreSQL refuses: too many connections"),
-    limit: pytest.mark.fault(14, "PostgreSQL refuses: the role's limit of connections"),
     make_read_only: pytest.mark.fault(14, "PostgreSQL refuses: read-only transactions"),
     fall_silent: pytest.mark.fault(14, "the network to PostgreSQL falls silent"),
     strand: pytest.mark.fault(14, "the network to PostgreSQL forgets its connections"),
