@@ -20,7 +20,7 @@ from ops.verify import Acknowledged
 PATIENCE_S = 90.0
 """How long one request is insisted on before the test fails."""
 
-PAUSE_S = 0.03
+PAUSE_S = 0.1
 """Between two tries: less than `Retry-After` asks for, so that a short test sees many answers."""
 
 Body = dict[str, Any]

@@ -22,7 +22,6 @@ from typing import Any
 import httpx
 import pytest
 from helpers.databases import Postgres, SqliteTemplate
-from integration.routing import asks_for_all, is_of_the_decode
 from integration.stand import Stand, Talk, until, user
 
 from app.crash_points import POINTS, VARIABLE, CrashPoint
@@ -174,45 +173,6 @@ def turn(site: Site, stand: Stand, case: Case, tally: Tally) -> Story:
         assert [token >= 0 for [token] in row["top_ids"]] == [mask == 1 for mask in row["sampled_mask"]]
 
 
-def sampled_rows(site: Site, stand: Stand, case: Case, tally: Tally) -> Story:
-    """Of a session that retains them the third turn's commit drops what the first one's payloads had but its own."""
-    key = {"idempotency-key": f"retained {case.point}"}
-    talk = stand.talk(retain="sampled", rollback_window=1)
-    replies = [site.say(talk, f"Turn {number}", **asks_for_all(number)) for number in (1, 2)]
-    sent = [*talk.messages, user("Turn 3")]
-    stand = yield lambda: talk.chat(sent, headers=key, **asks_for_all(3))
-    again = stand.known(talk.id)
-    replies.append(site.acknowledge(again, again.chat(sent, headers=key, **asks_for_all(3))))
-    assert ("x-turnlog-replayed" in replies[-1].headers) is case.landed
-    again.messages = [*sent, replies[-1].json()["choices"][0]["message"]]
-    replies.append(site.say(again, "Turn 4", **asks_for_all(4)))
-    assert again.generations() == 3 + case.generations
-    tally.doubled += len(again.committed()) - 4
-    assert [event["own"] for event in again.events() if event["type"] == "BlobsTombstoned"] == [[1], [2]]
-    [row] = again.rows(replay="true", routing="sampled")
-    assert row["routing_differs"] > 0
-    assert is_of_the_decode(row, replies)
-
-
-def limited_turn(site: Site, stand: Stand, case: Case, tally: Tally) -> Story:
-    """Of a rollout. What it had reserved is there for its retry and for the others of the rollout."""
-    key = {"idempotency-key": f"limited {case.point}"}
-    root = stand.talk(limits={"tokens": 20}, history="tree")
-    talk = stand.talk(parent_session_id=root.id, history="tree")
-    site.say(talk, "First", sim=BRIEF)
-    if case.fault:
-        assert stand.sim.post("/sim/faults", json={"fault": case.fault}).status_code == 200
-    sent = [*talk.messages, user("Second")]
-    stand = yield lambda: talk.chat(sent, headers=key, sim=BRIEF)
-    site.say(stand.known(root.id), "Another", sim=BRIEF)
-    again = stand.known(talk.id)
-    reply = site.acknowledge(again, again.chat(sent, headers=key, sim=BRIEF))
-    assert ("x-turnlog-replayed" in reply.headers) is case.landed
-    assert again.generations() == 1 + case.generations
-    [told] = again.state()["session"]["budgets"]
-    assert (told["used"]["tokens"], told["left"], told["in_flight"]["tokens"]) == (15, {"tokens": 5}, 0)
-
-
 def limit_reached(site: Site, stand: Stand, case: Case, tally: Tally) -> Story:
     talk = stand.talk(limits={"tokens": 8 if case.point == "in_spent" else 5})
     site.say(talk, "First", sim=BRIEF)
@@ -275,24 +235,6 @@ def word(site: Site, stand: Stand, case: Case, tally: Tally) -> Story:
     assert (row["final"], len(row["turns"]), again.types().count("SessionClosed")) == (closed, 1, closed)
     assert row["reward"] == (0.5 if what == "reward" else None)
     assert row["note"] == ("Seen" if what == "annotation" else None)
-
-
-def column(site: Site, stand: Stand, case: Case, tally: Tally) -> Story:
-    """The earlier column or the new one, whole; asked for again it is the new one."""
-    talk = stand.talk()
-    site.say(talk, "First", sim={"completion_tokens": 3})
-    path = f"{talk.path}/turns/1/annotations/values"
-    first, second = ({"values": [value, None, 2.5], "over": "output"} for value in (0.25, 0.5))
-    assert stand.http.put(path, json=first).status_code == 200
-    stand = yield lambda: stand.http.put(path, json=second)
-    there = second if case.point == "after_annotation" else first
-    assert stand.get(path)["values"] == there["values"]
-    for _ in range(2):
-        [row] = stand.rows(session_id=talk.id, columns="values")
-        assert row["columns"]["values"][-3:] == [there["values"][0], 0.0, 2.5]
-        assert row["column_masks"]["values"] == [0] * row["prompt_length"] + [1, 0, 1]
-        assert stand.http.put(path, json=second).status_code == 200
-        there = second
 
 
 def erasure(site: Site, stand: Stand, case: Case, tally: Tally) -> Story:
@@ -435,19 +377,12 @@ OTHERS = (
     Case(turn, "in_commit", 2, of_text=True),
     Case(turn, "after_commit", 2, 1, landed=True, of_text=True),
     Case(turn, "in_release", fault="not_json", of_text=True),
-    Case(sampled_rows, "in_commit", 3),
-    Case(sampled_rows, "after_commit", 3, 1, landed=True),
-    Case(limited_turn, "in_claim", 2, 1),
-    *(Case(limited_turn, point, 2) for point in ("after_engine", "in_spent")),
-    Case(limited_turn, "after_commit", 2, 1, landed=True),
-    Case(limited_turn, "in_release", fault="not_json"),
     Case(limit_reached, "in_spent", 2),
     Case(limit_reached, "in_limit_noted"),
     *(Case(creation, point, 2) for point in ("before_create", "in_create", "after_create")),
     *(Case(three_forks, point, 2) for point in ("in_fork", "after_fork")),
     *(Case(word, point) for point in ("in_reward", "after_reward", "after_annotation", "in_annotation")),
     *(Case(word, point) for point in ("in_finish", "after_finish", "in_close", "after_close")),
-    Case(column, "in_annotation", 2),
     *(Case(erasure, point) for point in ("in_close", "after_tombstones", "after_freed")),
     *(Case(erasure, point) for point in ("in_erase", "after_components", "after_erase")),
     *(Case(rollouts_close, point, restarts=True) for point in ("after_close", "after_child_closed")),

@@ -10,8 +10,8 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,8 +24,7 @@ from helpers.pages import NEEDED, PAGE_BYTES, How, Kept, Page, kept, lost, overw
 from helpers.store import Store, reward
 from integration.reading import CONTAINERS, DOCUMENTS, read
 from integration.routing import BOTH
-from integration.stand import Stand, error_of, serving, until, user
-from sqlalchemy import Connection
+from integration.stand import Stand, error_of, serving, user
 from sqlalchemy.exc import DBAPIError
 
 from app.errors import AppError, SessionUnreadable, StartupError, StoreDamaged, StoreUnavailable
@@ -40,7 +39,7 @@ from app.store.feed import Position, last_places
 from app.store.log import Appended
 from app.store.sessions import load_events, readable_ids
 from ops.simulator.process import SimulatorProcess
-from ops.verify import verify_url
+from ops.verify import Report, verify_url
 
 pytestmark = pytest.mark.long
 
@@ -67,15 +66,38 @@ class Whole:
     with_replay: dict[str, list[Row]]
 
 
-def exported(path: Path, **wanted: Any) -> list[Row]:
-    """All rows of an export by a server of its own, without what depends on when it was asked."""
+def looked(path: Path, look: Callable[[Database], Awaitable[T]]) -> T:
+    """What is found by a server of its own over the file."""
 
-    async def run() -> bytes:
+    async def run() -> T:
         async with database_at(f"sqlite+aiosqlite:///{path}") as database:
-            started = await Exporter(database, "test").start(ExportQuery(explain=True, **wanted), None)
-            return b"".join([piece async for piece in started.pieces])
+            return await look(database)
 
-    return read(wanted.get("format", "ndjson"), asyncio.run(run()))
+    return asyncio.run(run())
+
+
+def exported(path: Path, **wanted: Any) -> list[Row]:
+    """All rows of an export."""
+
+    async def run(database: Database) -> bytes:
+        started = await Exporter(database, "test").start(ExportQuery(explain=True, **wanted), None)
+        return b"".join([piece async for piece in started.pieces])
+
+    return read(wanted.get("format", "ndjson"), looked(path, run))
+
+
+def all_events(path: Path) -> list[Row]:
+    """The lines of `GET /events`."""
+
+    async def run(database: Database) -> bytes:
+        lines = await AllEvents(database, LogEnd(database)).start(EventQuery())
+        return b"".join([piece async for piece in lines])
+
+    return [json.loads(line) for line in looked(path, run).splitlines()]
+
+
+def problems(path: Path) -> Report:
+    return asyncio.run(verify_url(f"sqlite+aiosqlite:///{path}"))
 
 
 def without_cursor(row: Row) -> Row:
@@ -171,27 +193,20 @@ def damaged_list(whole: Whole, folder: Path, where: str, how: How) -> Damaged:
 
 def is_older(row: Row, now: Row) -> bool:
     """Is it the session's row, or what it was before its last events, which an index may have lost?"""
-    length = len(row["tokens"])
-    return (
-        row["tokens"] == now["tokens"][:length]
-        and row["logprobs"] == now["logprobs"][:length]
-        and row["loss_mask"] == now["loss_mask"][:length]
-        and row["turns"] == now["turns"][: len(row["turns"])]
-        and row["messages"] == now["messages"][: len(row["messages"])]
-        and row["reward"] in (now["reward"], None)
-        and row["metadata"] == now["metadata"]
-    )
+    begins = [
+        row[name] == now[name][: len(row[name])] for name in ("tokens", "logprobs", "loss_mask", "turns", "messages")
+    ]
+    return all(begins) and row["reward"] in (now["reward"], None) and row["metadata"] == now["metadata"]
 
 
 def found_otherwise(path: Path) -> bool:
     """Does verify find it, or SQLite's own check?"""
     try:
-        report = asyncio.run(verify_url(f"sqlite+aiosqlite:///{path}"))
         with closing(sqlite3.connect(path)) as database:
             sound = database.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        return bool(problems(path).problems) or not sound
     except (AppError, StartupError, DBAPIError, sqlite3.Error):
         return True
-    return bool(report.problems) or not sound
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +227,7 @@ def test_every_export_gives_the_others_and_verify_names_what_is_damaged(whole: W
         rows = exported(damaged.path, format=format)
         assert {row["session_id"] for row in rows if row.get("excluded") is not None} == damaged.lost, format
         assert {row["session_id"] for row in rows} == set(whole.session_ids)
-    url = f"sqlite+aiosqlite:///{damaged.path}"
-    report = asyncio.run(verify_url(url))
+    report, url = problems(damaged.path), f"sqlite+aiosqlite:///{damaged.path}"
     assert report.sessions == len(whole.session_ids)
     # SQLite reads zeros in the last page of a content: its session is then no unreadable one, but a problem.
     assert set(report.unreadable) <= damaged.lost_with_replay <= {problem.session_id for problem in report.problems}
@@ -245,7 +259,7 @@ def test_a_damaged_list_is_gone_around_and_changed_bytes_are_found(whole: Whole,
             assert is_older({**row, "reward": None}, before[0]), row
             assert found_otherwise(changed.path)
     if len(rows) < SESSIONS:
-        assert asyncio.run(verify_url(f"sqlite+aiosqlite:///{changed.path}")).problems
+        assert problems(changed.path).problems
 
 
 def test_rollouts_are_counted_without_the_list_of_their_sessions(whole: Whole, tmp_path: Path) -> None:
@@ -262,16 +276,6 @@ def test_rollouts_are_counted_without_the_list_of_their_sessions(whole: Whole, t
     assert [without_cursor(row) for row in exported(path)] == [without_cursor(row) for row in before]
 
 
-def looked(path: Path, read: Callable[[Connection], T]) -> T:
-    """What `read` finds in the file."""
-
-    async def look() -> T:
-        async with database_at(f"sqlite+aiosqlite:///{path}") as database:
-            return await database.read(read)
-
-    return asyncio.run(look())
-
-
 def test_a_key_that_leads_backwards_ends_no_walk_in_a_circle(
     whole: Whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,7 +288,7 @@ def test_a_key_that_leads_backwards_ends_no_walk_in_a_circle(
     path = tmp_path / "turnlog.db"
     path.write_bytes(content)
 
-    assert looked(path, readable_ids) == whole.session_ids
+    assert looked(path, lambda database: database.read(readable_ids)) == whole.session_ids
 
 
 @pytest.mark.parametrize("column", ["tx", "position"])
@@ -293,20 +297,10 @@ def test_a_place_that_is_no_number_is_its_sessions_business(whole: Whole, tmp_pa
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         connection.execute(f"UPDATE events SET {column} = x'00' WHERE session_id = 'session-003' AND seq = 1")
     upto, types = Position(0, 1 << 40), ("SessionCreated", "TurnCommitted")
-    places = looked(path, lambda connection: last_places(connection, whole.session_ids, upto, types))
+    read_places = partial(last_places, session_ids=whole.session_ids, upto=upto, types=types)
+    places = looked(path, lambda database: database.read(read_places))
     assert set(places) == set(whole.session_ids)
     assert max(places, key=places.__getitem__) == "session-003", "behind all others"
-
-
-def all_events(path: Path) -> list[Row]:
-    """The lines of `GET /events`, without the epoch in their positions."""
-
-    async def run() -> bytes:
-        async with database_at(f"sqlite+aiosqlite:///{path}") as database:
-            lines = await AllEvents(database, LogEnd(database)).start(EventQuery())
-            return b"".join([piece async for piece in lines])
-
-    return [json.loads(line) for line in asyncio.run(run()).splitlines()]
 
 
 @pytest.mark.parametrize("where", ["events", "ix_events_tx_position"])
@@ -339,23 +333,17 @@ def warnings_of(stand: Stand) -> list[str]:
     return [line for line in lines if "cannot be read" in line or "damaged" in line]
 
 
-@contextmanager
-def served(damaged: Damaged, engine: SimulatorProcess, **environment: str) -> Iterator[Stand]:
-    with serving(damaged.path.parent, engine.base_url, environment={**FORGETFUL, **environment}) as stand:
-        yield stand
-
-
-def turn(stand: Stand, session_id: str) -> httpx.Response:
-    """A turn that goes on where nobody knows how the session went: it may not fit, but it is not in the way."""
-    body = {"model": "simulator", "messages": [user("Anew")], "sim": BRIEF}
-    return stand.http.post(f"/sessions/{session_id}/v1/chat/completions", json=body)
-
-
 def answers_for(stand: Stand, session_id: str) -> list[httpx.Response]:
-    """What a client is told that asks for a session, for its turn and for its reward."""
+    """What a client is told that asks for a session, for a turn and for its reward."""
     path = f"/sessions/{session_id}"
-    reward = stand.http.put(f"{path}/reward", json={"reward": 1.0})
-    return [stand.http.get(path), stand.http.get(f"{path}/events"), turn(stand, session_id), reward]
+    body = {"model": "simulator", "messages": [user("Anew")], "sim": BRIEF}
+    return [
+        *(stand.http.get(path), stand.http.get(f"{path}/events")),
+        *(
+            stand.http.post(f"{path}/v1/chat/completions", json=body),
+            stand.http.put(f"{path}/reward", json={"reward": 1}),
+        ),
+    ]
 
 
 def unreadable_in_full(whole: Whole, damaged: Damaged) -> set[str]:
@@ -374,7 +362,7 @@ def test_a_server_answers_for_the_damaged_sessions_and_serves_the_others(
     damaged = Damaged(whole, tmp_path, [rng.choice(some).number for some in old], "zeros", rng)
     gone = unreadable_in_full(whole, damaged)
     assert gone
-    with served(damaged, engine, **TIDY) as stand:
+    with serving(damaged.path.parent, engine.base_url, environment={**FORGETFUL, **TIDY}) as stand:
         for session_id in sorted(gone)[:4]:
             for answer in answers_for(stand, session_id):
                 assert error_of(answer) == (500, "session_unreadable"), answer.text
@@ -389,7 +377,6 @@ def test_a_server_answers_for_the_damaged_sessions_and_serves_the_others(
         fresh = stand.talk(session_id="zz-fresh")
         fresh.say("Hello", sim=BRIEF)
         fresh.say("Still here?", sim=BRIEF)
-        until(lambda: len(stand.server.log_path.read_text()) > 0)
         told = warnings_of(stand)
         named = [name for name in whole.session_ids if any(f"session {name} cannot be read" in line for line in told)]
         assert gone <= set(named) <= damaged.lost_with_replay
@@ -408,7 +395,7 @@ def test_a_server_lives_with_a_damaged_list_and_hands_out_the_other_groups(
     whole: Whole, tmp_path: Path, engine: SimulatorProcess, where: str
 ) -> None:
     damaged = damaged_list(whole, tmp_path, where, "random")
-    with served(damaged, engine) as stand:
+    with serving(damaged.path.parent, engine.base_url, environment=FORGETFUL) as stand:
         rows = stand.rows(explain="true")
         assert {row["session_id"] for row in rows if "excluded" in row} == damaged.lost
         lists = ("/sessions?limit=500", "/ui/api/sessions?limit=200", "/ui/api/overview", "/groups")

@@ -32,8 +32,8 @@ LARGE: dict[str, Any] = {
 """More than half a MiB of ids that do not compress: written ahead of the commit, in a transaction of their own."""
 
 SMALL: dict[str, Any] = {"completion_tokens": 100, "tool_calls": False}
-CLIENTS = 5
-REFUSALS = 20
+CLIENTS = 4
+REFUSALS = 10
 """Requests that must have been refused before there is room again."""
 
 

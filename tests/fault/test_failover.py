@@ -43,8 +43,8 @@ def test_a_synchronous_standby_has_every_acknowledged_turn(
             primary.sql("ALTER SYSTEM SET synchronous_standby_names = 'standby'")
             primary.sql("SELECT pg_reload_conf()")
             until_following(primary, "sync")
-            with crowd(processes, 12, step) as agents:
-                until(lambda: len(agents.acknowledged) >= 60, 180)
+            with crowd(processes, 6, step) as agents:
+                until(lambda: len(agents.acknowledged) >= 30, 180)
                 primary.stop("immediate")
                 died = time.monotonic()
                 standby.promote()

@@ -21,10 +21,9 @@ from integration.stand import FIRST_TURN, LATER_TURN, Stand, Talk, error_of, unt
 from app.crash_points import VARIABLE, CrashPoint
 from fault.forking import ForkedServer
 from fault.table import Tally
-from fault.verified import acknowledgement, verified
+from fault.verified import acknowledgements, verified
 from ops.server import ServerDidNotStart
 from ops.simulator.process import SimulatorProcess
-from ops.verify import Acknowledged
 
 pytestmark = pytest.mark.long
 
@@ -73,10 +72,6 @@ def pair(tmp_path: Path, postgres_url: str, engine: SimulatorProcess) -> Pair:
     return Pair(tmp_path, postgres_url, engine)
 
 
-def acknowledged(talk: Talk, *replies: httpx.Response) -> list[Acknowledged]:
-    return [acknowledgement(talk.id, reply) for reply in replies]
-
-
 def begin(mine: Stand, first: str = "First") -> tuple[Talk, httpx.Response]:
     talk = mine.talk()
     return talk, talk.say(first)
@@ -116,7 +111,7 @@ def test_a_retry_takes_the_turn_over_and_the_late_owner_commits_nothing(pair: Pa
         assert talk.chat(sent, headers=KEY, sim=wish).content == reply.content
         talk.messages = [*sent, reply.json()["choices"][0]["message"]]
         third = talk.say("Third")
-        verified(pair.url, acknowledged(talk, first, reply, third), tally)
+        verified(pair.url, acknowledgements(talk, first, reply, third), tally)
 
 
 @pytest.mark.fault(9, TITLE)
@@ -154,7 +149,7 @@ def test_frozen_at_a_point_of_the_turn(pair: Pair, tally: Tally, point: CrashPoi
             assert call.result().content == reply.content
         tally.doubled += len(talk.committed()) - 2
         assert talk.chat(sent, headers=KEY, **fields).content == reply.content
-        done = [*acknowledged(talk, first, reply), *acknowledged(neighbour, *replies)]
+        done = [*acknowledgements(talk, first, reply), *acknowledgements(neighbour, *replies)]
         verified(pair.url, done, tally)
 
 
@@ -177,7 +172,7 @@ def test_frozen_for_long_inside_its_transaction(pair: Pair, tally: Tally) -> Non
         assert "x-turnlog-replayed" not in reply.headers
         assert error_of(late(mine, pair, call)) == (409, "claim_lost")
         tally.doubled += len(talk.committed()) - 2
-        verified(pair.url, acknowledged(talk, first, reply), tally)
+        verified(pair.url, acknowledgements(talk, first, reply), tally)
 
 
 @pytest.mark.fault(9, TITLE)
@@ -202,7 +197,7 @@ def test_the_only_process_keeps_its_store_while_it_is_frozen(
         tally.recovered(monotonic() - frozen)
         assert reply.status_code == 200
         tally.doubled += len(talk.committed()) - 2
-        verified(sqlite_url, acknowledged(talk, first, reply), tally)
+        verified(sqlite_url, acknowledgements(talk, first, reply), tally)
     finally:
         server.signal(signal.SIGCONT)
         stand.close()

@@ -100,7 +100,7 @@ def test_a_lock_that_outlasts_the_patience_is_503_and_leaves_no_claim(
             tally.tried += 1
             with all_locked(database_url):
                 began = time.monotonic()
-                until(lambda: agents.count(began, [503]) > 2 * CLIENTS, 60)
+                until(lambda: agents.count(began, [503]) > CLIENTS, 60)
             released = time.monotonic()
             until(lambda: agents.all_served(released), 60)
             tally.recovered(agents.recovery_s(released))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
 PATIENCE_S = 90.0
+KILLS = int(os.environ.get("KILLS", "2"))
 TURNS_A_KILL = 15
 """More than so many turns are acknowledged between two kills."""
 
@@ -103,11 +106,10 @@ def staged(client: Client) -> None:
 
 
 class Kills(NamedTuple):
-    """So many kills under clients that take such steps: of the only process on SQLite, or of some on PostgreSQL."""
+    """Kills under clients that take such steps: of the only process on SQLite, or of one of some on PostgreSQL."""
 
     mode: str
     step: Callable[[Any], object]
-    kills: int
     clients: int
     processes: int = 1
     kind: type[Client] = Client
@@ -116,17 +118,15 @@ class Kills(NamedTuple):
 
 
 TABLE = (
-    Kills("plain", lambda client: client.text({"completion_tokens": 11}), 2, 16),
-    Kills("plain", lambda client: client.text({"completion_tokens": 11}), 2, 16, processes=3),
+    Kills("plain", lambda client: client.text({"completion_tokens": 11}), 10),
+    Kills("plain", lambda client: client.text({"completion_tokens": 11}), 10, processes=3),
     Kills(
-        *("payloads", lambda client: client.text({"completion_tokens": 120, "experts": EXPERTS}), 2, 8),
+        *("payloads", lambda client: client.text({"completion_tokens": 120, "experts": EXPERTS}), 6),
         environment={"TURNLOG_REPLAY": "routed_experts"},
     ),
-    Kills("tokens", of_ids, 2, 8),
-    Kills(
-        "mid-stream", Streaming.stream, 2, 12, 1, Streaming, ("--dialect", "vllm"), {"TURNLOG_UPSTREAM_DIALECT": "vllm"}
-    ),
-    Kills("staging", staged, 2, 12, engine=("--dialect", "vllm"), environment=STAGING),
+    Kills("tokens", of_ids, 6),
+    Kills("mid-stream", Streaming.stream, 8, 1, Streaming, ("--dialect", "vllm"), {"TURNLOG_UPSTREAM_DIALECT": "vllm"}),
+    Kills("staging", staged, 8, engine=("--dialect", "vllm"), environment=STAGING),
 )
 
 
@@ -145,9 +145,11 @@ def test_no_turn_is_lost_or_taken_twice(
         serving(tmp_path, kills.processes, url, engine.base_url, kills.environment) as processes,
     ):
         with Agents(processes.urls, kills.clients, kills.step, kind=kills.kind) as agents:
-            for kill in range(kills.kills):
+            rng = random.Random(3)
+            for kill in range(KILLS):
                 before = len(agents.acknowledged)
                 until(lambda: len(agents.acknowledged) > before + TURNS_A_KILL, PATIENCE_S)  # noqa: B023
+                time.sleep(rng.uniform(0, 0.3))
                 server = processes.servers[kill % kills.processes]
                 server.kill()
                 killed = time.monotonic()

@@ -31,7 +31,7 @@ from turnlog import Turnlog
 
 pytestmark = pytest.mark.long
 
-CLIENTS, KILLS, TURNS_A_KILL = 8, 3, 30
+CLIENTS, KILLS, TURNS_A_KILL = 6, 2, 25
 LAST = "the-last-session"
 OF_THE_MOMENT = ("cursor", "as_of_seq", "rollout_rows", "rollout_weight")
 """Fields that other events, or other sessions of the rollout, may change. The last two follow from the rows."""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection
 
 import httpx
-from integration.stand import Stand
+from integration.stand import Stand, Talk
 
 from app.features.objects.bucket import open_bucket
 from app.settings import load_settings
@@ -25,6 +25,10 @@ ATTEMPTS = 5
 def acknowledgement(session_id: str, reply: httpx.Response) -> Acknowledged:
     """What a client knows by a 200 that is no stream."""
     return Acknowledged(session_id, int(reply.headers["x-turnlog-turn"]), hashlib.sha256(reply.content).hexdigest())
+
+
+def acknowledgements(talk: Talk, *replies: httpx.Response) -> list[Acknowledged]:
+    return [acknowledgement(talk.id, reply) for reply in replies]
 
 
 def verified(where: str | Stand, acknowledged: Collection[Acknowledged] = (), tally: Tally | None = None) -> Report:
