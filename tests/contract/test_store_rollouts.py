@@ -1,4 +1,4 @@
-"""Rollouts: which root a session has, what a group counts, what follows from a root's close and reward; on both."""
+"""Rollouts: which root a session has, and what a crash left of a root's close and reward; on both databases."""
 
 from __future__ import annotations
 
