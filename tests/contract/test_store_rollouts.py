@@ -51,7 +51,7 @@ async def test_a_line_has_one_root_in_whatever_order_it_is_created(store: Store)
             parent = LINE[name] and f"{LINE[name]}-{number}"
             assert isinstance(await store.submit(child(f"{name}-{number}", parent)), Appended)
         expected |= {f"{name}-{number}": LINE[name] and f"root-{number}" for name in LINE}
-        assert await roots(store) == expected
+    assert await roots(store) == expected
     assert (await verify(store.database)).problems == []
 
 
