@@ -1,4 +1,4 @@
-"""What others do while the store is taken back to a checkpoint, and an erasure that was cut short."""
+"""What others do while the store is taken back to a checkpoint, and an erasure beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The migration: the tables as the schema in code has them, on both databases, and who may run it."""
+"""The migration: the tables as the schema in code has them, on both databases, and stores of other versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Databases that cannot be served, connections that die, drivers' errors: the right error, never a guess."""
+"""Connections that die, drivers' errors: the right error, never a guess."""
 
 from __future__ import annotations
 

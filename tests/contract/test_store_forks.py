@@ -1,4 +1,4 @@
-"""A fork is written where its source is still what it was decided by; on both databases."""
+"""A fork has what its source has, and is written where that is still what it was decided by; on both databases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of commits: positions, the horizon, and paging through changed sessions."""
+"""The order of commits: positions, the horizon, and what is seen as of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts: which root a session has, what a group counts, what follows from a root's close and reward; on both."""
+"""Rollouts: which root a session has, and what a crash left of a root's close and reward; on both databases."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ async def test_a_line_has_one_root_in_whatever_order_it_is_created(store: Store)
         for name in order:
             parent = LINE[name] and f"{LINE[name]}-{number}"
             assert isinstance(await store.submit(child(f"{name}-{number}", parent)), Appended)
-            await roots(store)
         expected |= {f"{name}-{number}": LINE[name] and f"root-{number}" for name in LINE}
     assert await roots(store) == expected
     assert (await verify(store.database)).problems == []
