@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import random
-from array import array
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 from helpers.replies import parse_reply
 
 from ops.simulator.app import Simulator
 from ops.simulator.faults import FAULTS
-from ops.simulator.tokenizer import Tokenizer
 from ops.simulator.wire import Config, Dialect
-from workers.parse import PromptDiffers, Rejected, VersionSpan, token_text
+from workers.parse import PromptDiffers, Rejected, token_text
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SGLANG_ASKS = {"logprobs": True, "return_meta_info": True, "return_prompt_token_ids": True, "return_token_ids": True}
@@ -126,88 +121,6 @@ async def test_a_history_sent_back_is_a_token_prefix(simulator: Simulator, seed:
                 messages.append({"role": "tool", "tool_call_id": call["id"], "content": rng.choice(TEXTS)})
             if not message.get("tool_calls"):
                 messages += user(rng.choice(TEXTS))
-
-
-async def test_same_seed_same_answers() -> None:
-    async def answers(seed: int) -> list[Any]:
-        async with engine(seed=seed) as client:
-            found = []
-            for number in (1, 1, 2):
-                choice = choice_of(await ask(client, user(f"question {number}"), tools=TOOLS))
-                found.append([choice["message"], choice["meta_info"]["output_token_logprobs"]])
-            return found
-
-    one, again, other = await answers(1), await answers(1), await answers(2)
-    assert one == again != other
-    assert one[0] != one[1]
-    logprobs = [entry[0] for entry in one[0][1]]
-    assert all(-1e4 < value < 0 for value in logprobs)
-    assert len(set(logprobs)) == len(logprobs)
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer()
-
-
-async def complete(client: httpx.AsyncClient, prompt: Any = TEXT, **fields: Any) -> dict[str, Any]:
-    response = await client.post(COMPLETIONS, json={"prompt": prompt, **COMPLETION_ASKS, **fields})
-    assert response.status_code == 200, response.text
-    value: dict[str, Any] = response.json()
-    return value
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("form", ["text", "ids", "a list of one text", "a list of one prompt's ids"])
-async def test_a_prompt_is_text_or_ids(dialect: Dialect, form: str, tokenizer: Tokenizer) -> None:
-    ids = tokenizer.ids(TEXT) if "text" in form else [5, 2**31 - 1, 0, 7]
-    prompt: Any = {"text": TEXT, "ids": ids, "a list of one text": [TEXT]}.get(form, [ids])
-    async with engine(dialect) as client:
-        reply = await complete(client, prompt)
-        (choice,) = reply["choices"]
-        assert choice["prompt_token_ids"] == ids
-        assert len(choice["token_ids"]) == len(choice["logprobs"]["token_logprobs"]) == 16, "max_tokens is 16"
-        assert choice["finish_reason"] == "length"
-        assert tokenizer.decode(choice["token_ids"]) == choice["text"]
-        assert reply["object"] == "text_completion"
-        assert reply["usage"]["prompt_tokens"] == len(ids)
-        bare = (await client.post(COMPLETIONS, json={"prompt": prompt})).json()["choices"][0]
-        assert bare["logprobs"] is None
-        assert not bare.get("token_ids")
-        assert not bare.get("prompt_token_ids")
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-async def test_what_the_validator_reads(dialect: Dialect) -> None:
-    async with engine(dialect, weight_version="7", cache_report=True) as client:
-        for number in range(20):
-            ids = [*range(number + 1)]
-            body = {
-                "prompt": ids,
-                **COMPLETION_ASKS,
-                "max_tokens": 60,
-                "return_weight_versions": True,
-                "return_routed_experts": True,
-                "sim": {"weight_versions": ["7", "8"]},
-            }
-            response = await client.post(COMPLETIONS, json=body)
-            (choice,) = response.json()["choices"]
-            parsed = parse_reply(response.content, "auto", protocol="completions", sent=token_text(ids))
-            assert parsed.dialect == dialect
-            assert array("i", parsed.output_ids).tolist() == choice["token_ids"]
-            assert array("d", parsed.logprobs).tolist() == choice["logprobs"]["token_logprobs"]
-            assert json.loads(parsed.message) == choice["text"]
-            half = parsed.weight_versions[0].end
-            assert parsed.weight_versions == [
-                VersionSpan("7", 0, half),
-                VersionSpan("8", half, len(choice["token_ids"])),
-            ]
-            assert parsed.cached_tokens == number
-            ((kind, raw),) = parsed.payloads
-            data = base64.b64decode(json.loads(bytes(raw)))
-            rows = np.load(io.BytesIO(data)) if dialect == "vllm" else np.frombuffer(data, "<i4").reshape(-1, 4, 2)
-            assert kind == "routed_experts"
-            assert len(rows) == len(ids) + len(choice["token_ids"]) - 1
 
 
 PAYLOADS_OR_DELIVERY = {
