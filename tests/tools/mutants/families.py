@@ -54,7 +54,7 @@ _SEED = r"(?:^|schedule with )seed (\d+)"
 FAMILIES: dict[str, Family] = {
     "simulation": Family(_SIMULATION, 300.0, _SEED),
     "simulation-postgresql": Family((*_SIMULATION, "--store", "postgresql"), 900.0, _SEED),
-    "claims": _pytest("tests/unit/test_claims.py", 60.0, chosen=False),
+    "claim mutants": _pytest("tests/unit/test_claim_mutants.py", 60.0, chosen=False),
     "tree properties": _pytest("tests/unit/test_tree_properties.py", 120.0, chosen=False),
     "unit": _pytest("tests/unit/test_*.py", 120.0),
     "contract": _pytest("tests/contract/test_*.py", 240.0),
