@@ -2,9 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from app.domain.events import Timing
 from app.metrics import WINDOW_S, RecentTurnStats
-from app.turn.in_flight import Stages, TurnStage
 
 
 class Clock:
@@ -15,30 +13,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def test_time_counts_in_the_stage_that_the_turn_is_in_and_adds_up_where_it_is_twice() -> None:
-    clock = Clock()
-    stages = Stages(clock)
-    clock.now += 1
-    for stage, took in (
-        (TurnStage.PREPARE, 2),
-        (TurnStage.ENGINE, 30),
-        (TurnStage.VALIDATE, 4),
-        (TurnStage.GATE, 500),
-        (TurnStage.ENGINE, 60),
-        (TurnStage.VALIDATE, 8),
-        (TurnStage.COMMIT, 0.5),
-        (TurnStage.REPLY, 0.25),
-    ):
-        stages.marks.append((stage, stages.clock()))
-        clock.now += took
-    assert stages.seconds() == [500, 1, 2, 90, 12, 0.5, 0], "the reply has not ended"
-    stages.ended_at = stages.clock()
-    assert stages.seconds() == [500, 1, 2, 90, 12, 0.5, 0.25]
-    assert stages.timing() == Timing(
-        gate=500_000_000, claim=1_000_000, prepare=2_000_000, engine=90_000_000, validate=12_000_000
-    )
 
 
 def test_the_last_minute_has_a_rate_and_percentiles_within_a_slot() -> None:
