@@ -11,7 +11,7 @@ from making import Book, assistant, user
 from app.domain.branches import Branches, Loss, branch_rows
 from app.domain.events import TurnCommitted
 from app.domain.rules import Plan, superseded
-from app.domain.session import Turns, fold
+from app.domain.session import fold
 
 A, B, C, D = user("a"), user("b"), user("c"), user("d")
 X, Y, Z = assistant("x"), assistant("y"), assistant("z")
@@ -19,23 +19,6 @@ X, Y, Z = assistant("x"), assistant("y"), assistant("z")
 
 def tree(window: int = 1) -> Book:
     return Book(window, history="tree")
-
-
-def test_turns_share_a_list_until_two_follow_the_same() -> None:
-    book = tree()
-    for number in range(3):
-        book.turn([user(f"{number}")], X)
-    first, second, third = book.session.turns
-    third = msgspec.structs.replace(third, number=7)
-    begun = Turns([first])
-    one, other = begun.added(second), begun.added(third)
-    assert [[turn.number for turn in turns] for turns in (begun, one, other)] == [[1], [1, 2], [1, 7]]
-    assert (2 in begun, 2 in one, 2 in other, one.get(7), other[7]) == (False, True, False, None, third)
-    assert ([turn.number for turn in reversed(other)], other.newest, len(begun)) == ([7, 1], third, 1)
-    with pytest.raises(ValueError, match="twice"):
-        one.added(second)
-    with pytest.raises(KeyError):
-        begun[2]
 
 
 def grown() -> Book:
