@@ -29,7 +29,7 @@ def rows(section: str) -> dict[str, list[str]]:
 def missed(ran: Iterable[str]) -> Iterator[str]:
     """The rows of which none of these tests is one."""
     ids = set(ran)
-    functions = {name.rpartition("/")[2].partition("[")[0] for name in ids}
+    functions = {name.partition("[")[0].rpartition("/")[2] for name in ids}
     modules = {name.partition("::")[0] for name in functions}
     for section in SECTIONS:
         for row, tests in rows(section).items():
