@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from app.domain.events import Timing
 from app.metrics import WINDOW_S, RecentTurnStats
+from app.turn.in_flight import Stages
+from app.turn.in_flight import TurnStage as S
 
 
 class Clock:
@@ -13,6 +16,20 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
+
+
+def test_time_counts_in_the_stage_that_the_turn_is_in_and_adds_up_where_it_is_twice() -> None:
+    clock = Clock()
+    stages = Stages(clock)
+    clock.now += 1
+    spent = [(S.PREPARE, 2), (S.ENGINE, 30), (S.VALIDATE, 4), (S.GATE, 500), (S.ENGINE, 60), (S.VALIDATE, 8)]
+    for stage, took in (*spent, (S.COMMIT, 0.5), (S.REPLY, 0.25)):
+        stages.marks.append((stage, stages.clock()))
+        clock.now += took
+    assert stages.seconds() == [500, 1, 2, 90, 12, 0.5, 0], "the reply has not ended"
+    stages.ended_at = stages.clock()
+    assert stages.seconds() == [500, 1, 2, 90, 12, 0.5, 0.25]
+    assert stages.timing() == Timing(*(seconds * 1_000_000 for seconds in (500, 1, 2, 90, 12)))
 
 
 def test_the_last_minute_has_a_rate_and_percentiles_within_a_slot() -> None:
