@@ -218,3 +218,30 @@ async def test_the_engines_dialect_is_known_once_all_speak_the_same(client: Engi
     engines.members[A].is_refusing = True
     engines.members[A].answered()
     assert [*found, engines.dialect] == ["auto", "auto", "auto", "sglang", "auto"]
+
+
+async def test_an_abort_goes_to_the_engine_that_has_the_generation(client: EngineClient) -> None:
+    async with listening() as working, listening() as other:
+        other.go.set()
+        engines = over(client, working.url, other.url)
+        turn = asyncio.create_task(asked(engines, working.url, rid="turnlog-1"))
+        await working.heard.wait()
+        turn.cancel()
+        await asyncio.gather(turn, return_exceptions=True)
+        working.go.set()
+        await engines.abort("turnlog-1")
+        assert working.asked[1:] == [b'/abort_request {"rid":"turnlog-1","abort_all":false}']
+        assert other.asked == []
+        await engines.abort("turnlog-1")
+        assert [len(working.asked), len(other.asked)] == [3, 1]
+
+
+async def test_a_version_that_falls_is_told_each_time_it_is_seen(client: EngineClient) -> None:
+    engines = over(client, A)
+    told: list[bool] = []
+    for url, version, known in ((A, "5", None), (A, "4", "5"), (A, "4", "4"), (A, "5", "4"), ("http://b", "1", None)):
+        engines.seen(url, version, known, "sglang")
+        told.append(engines.regression.is_set())
+        engines.regression.clear()
+    assert told == [False, True, True, False, False]
+    assert engines.members[A].dialect == "sglang"

@@ -9,7 +9,8 @@ import pytest
 from helpers.gates import Passing
 from helpers.store import Store
 
-from app.domain.fleet import AdapterPaused, AdapterResumed, Placed
+from app.domain.fleet import AdapterPaused, AdapterResumed, FleetPaused, FleetResumed, Placed
+from app.errors import Overloaded
 from app.features.gates.gates import AT_ONCE, REST_S, Gates, Wait
 from app.fleet.state import FleetState
 
@@ -49,6 +50,18 @@ class Crowd:
     async def all(self) -> None:
         async with asyncio.timeout(20):
             await asyncio.gather(*self.tasks)
+
+
+async def test_they_pass_in_order_of_their_tickets_and_quickly(state: FleetState) -> None:
+    gates = Gates(state)
+    await shut(state)
+    crowd = Crowd(gates, 1000)
+    await asyncio.sleep(0)
+    assert gates.held() == {"lora": 1000}
+    await open_(state)
+    await crowd.all()
+    assert crowd.passed == sorted(crowd.passed)
+    assert gates.held().total() == 0
 
 
 async def test_who_comes_while_they_pass_stands_behind_them_and_holds_nobody_else_up(state: FleetState) -> None:
@@ -94,6 +107,64 @@ async def test_a_gate_that_is_shut_again_at_once_keeps_their_places(state: Fleet
     await crowd.all()
     await late.all()
     assert (crowd.passed, late.passed) == ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10])
+
+
+async def test_one_that_gives_up_leaves_the_others(state: FleetState) -> None:
+    gates = Gates(state)
+    await shut(state)
+    crowd = Crowd(gates, 3)
+    await asyncio.sleep(0)
+    crowd.tasks[1].cancel()
+    await asyncio.wait({crowd.tasks[1]})
+    assert gates.held() == {"lora": 2}
+    await open_(state)
+    await asyncio.gather(crowd.tasks[0], crowd.tasks[2])
+    assert len(crowd.passed) == 2
+
+
+async def test_each_waits_for_its_own_gate_and_the_fleets(state: FleetState) -> None:
+    gates = Gates(state)
+    await shut(state)
+    await state.append(lambda fleet: FleetPaused(1, 0.0), lease_s=600)
+    ours, others = Crowd(gates, 2), Crowd(gates, 2, "other")
+    await open_(state)
+    await asyncio.sleep(0)
+    assert gates.held() == {"lora": 2, "other": 2}
+    await shut(state)
+    await state.append(lambda fleet: FleetResumed(1))
+    await others.all()
+    assert gates.held() == {"lora": 2}
+    await open_(state)
+    await ours.all()
+
+
+async def test_a_server_that_stops_lets_go_of_all(state: FleetState) -> None:
+    gates = Gates(state)
+    await shut(state)
+    crowd = Crowd(gates, 3)
+    asking = asyncio.create_task(gates.opens("lora", 60))
+    await asyncio.sleep(0)
+    gates.stop()
+    found = await asyncio.gather(*crowd.tasks, return_exceptions=True)
+    assert [type(one) for one in found] == [Overloaded] * 3
+    assert await asking is False
+    with pytest.raises(Overloaded):
+        await gates.wait(Passing("lora"))
+    assert await gates.opens("lora", 60) is False
+    await gates.wait(Passing("other"))
+
+
+async def test_asking_for_an_adapter_goes_by_its_own_gate(state: FleetState) -> None:
+    gates = Gates(state)
+    await state.append(lambda fleet: FleetPaused(1, 0.0), lease_s=600)
+    assert await gates.opens("lora", 60) is True
+    await shut(state)
+    assert await gates.opens("lora", 0) is False
+    asking = [asyncio.create_task(gates.opens("lora", 60)) for _ in range(2)]
+    await asyncio.sleep(0)
+    await open_(state)
+    assert await asyncio.gather(*asking) == [True, True]
+    assert gates.held().total() == 0
 
 
 async def test_who_asks_for_an_adapter_waits_on_where_it_is_open_for_a_moment(state: FleetState) -> None:
