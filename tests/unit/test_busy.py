@@ -12,10 +12,11 @@ from typing import Any, cast
 import pytest
 from unit.making import SESSION, Book
 
-from app.errors import SessionBusy
+from app.errors import SessionBusy, StoreUnavailable
 from app.protocols.registry import PROTOCOLS
 from app.sessions.cache import CacheEntry
 from app.settings import Settings
+from app.store.log_sessions import Settled
 from app.turn.in_flight import InFlightTurn, Placed, Stages, Waiter
 from app.turn.points import TurnPoints
 from app.turn.retries import Retries
@@ -91,3 +92,23 @@ async def test_a_turn_begins_while_an_earlier_reply_is_looked_for(repeats: bool)
             task.cancel()
         await asyncio.gather(looking, waiting, return_exceptions=True)
     assert turns.in_flight == 0
+
+
+async def test_a_stored_reply_is_given_once_it_is_on_disk() -> None:
+    """On PostgreSQL another process's commit is visible before: what makes sure of it fails here."""
+
+    async def current(session_id: str) -> CacheEntry:
+        return CacheEntry(Book().session)
+
+    async def submit(operation: object) -> None:
+        assert operation == Settled(SESSION)
+        raise StoreUnavailable("the database is away")
+
+    turns = making(
+        cache=SimpleNamespace(current=current, database=SimpleNamespace(is_sqlite=False)),
+        writer=SimpleNamespace(submit=submit),
+    )
+    read, session = PROTOCOLS["chat"].parse(BODY, True, None), Book().session
+    placed = Placed(request("key", asyncio.Event()), read, 0, session, cast(Any, None))
+    with pytest.raises(StoreUnavailable):
+        await turns._stored_reply(placed, session, 1)
