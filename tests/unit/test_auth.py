@@ -375,13 +375,6 @@ def test_nothing_but_a_note_is_written_by_the_cookie() -> None:
     assert status(WITH_TOKEN, asked("/export/groups", "GET", page)) == 401
 
 
-def test_a_cookie_of_another_server_or_time_is_none() -> None:
-    other = Tokens(["another-admin-token"]).cookie_for(b"another-admin-token", NOW)
-    late = TOKENS.cookie_for(ADMIN.encode(), NOW - 13 * 3600)
-    for value in (other, late, "", ADMIN):
-        assert status(WITH_TOKEN, asked(headers=cookie(value))) == 401
-
-
 @pytest.mark.threat("cross-site sign-in or sign-out")
 @pytest.mark.parametrize("path", ["/ui/sign-in", "/ui/sign-out"])
 def test_signing_in_is_open_but_not_to_other_sites(path: str) -> None:

@@ -7,10 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from making import Book, user
 
 from app.domain.calls import given_ids, is_object, lenient_object, sampled_calls, sendable
-from app.domain.rules import Plan
 
 PROOF = "3_" + "ab" * 12
 HISTORY = [msgspec.Raw(b'{"role":"assistant","tool_calls":[{"id":"call_0"}]}')]
@@ -77,15 +75,3 @@ def test_what_is_no_call_stays(calls: str) -> None:
     raw = b'{"role":"assistant","tool_calls":%b}' % calls.encode()
     assert sendable(raw) == raw
     assert all(call.id in (None, "a") for call in sampled_calls(raw))
-
-
-def test_the_same_bytes_of_another_agent_are_compared_anew() -> None:
-    """Both agents' clients send `{}` for arguments that are no object, so that their requests begin alike."""
-    book = Book(history="tree")
-    go, result = user("Go"), {"role": "tool", "tool_call_id": "a", "content": "22"}
-    for agent_id, arguments in (("k", "[1]"), ("m", "[2]")):
-        book.turn([go], json.loads(message(("a", arguments))), agent_id=agent_id)
-    returned = [go, json.loads(message(("a", "{}"))), result]
-    book.turn(returned, {"role": "assistant", "content": "on"}, agent_id="k")
-    assert book.plan(returned, "m") == Plan(2, 2)
-    assert book.plan([*returned, user("And?")], "m") == Plan(2, 2)

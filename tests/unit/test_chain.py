@@ -9,30 +9,6 @@ from hypothesis import strategies as st
 from app.sessions.cache import PrefixBuffer
 
 
-def test_a_rollback_cuts_and_a_foreign_parent_empties() -> None:
-    transcript = PrefixBuffer()
-    transcript.extend(0, 1, b"a")
-    transcript.extend(1, 2, b"b")
-    assert (transcript.upto(1), transcript.upto(2), len(transcript.text)) == (b"a", b"a,b", 3)
-    transcript.extend(1, 3, b"c")
-    assert (transcript.upto(2), transcript.upto(3)) == (None, b"a,c")
-    transcript.extend(2, 4, b"d")
-    assert ([transcript.upto(n) for n in (1, 2, 3, 4)], len(transcript.text)) == ([None] * 4, 0)
-    transcript.extend(0, 5, b"e")
-    assert transcript.upto(5) == b"e"
-
-
-def test_a_trim_leaves_out_the_parents_last_items_and_its_end() -> None:
-    chain = PrefixBuffer()
-    chain.extend(0, 1, b"1,2,3")
-    chain.extend(1, 2, b"7,8", 1)
-    assert (chain.upto(1), chain.upto(2)) == (None, b"1,2,7,8")
-    chain.extend(2, 3, b"9", 4)
-    assert chain.upto(3) == b"9"
-    chain.extend(1, 4, b"5", 1)
-    assert (chain.upto(4), len(chain.text)) == (None, 0)
-
-
 @settings(max_examples=cases(300), deadline=None)
 @given(st.lists(st.integers(0, 8), max_size=8))
 def test_what_it_knows_is_right(parents: list[int]) -> None:

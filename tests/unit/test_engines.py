@@ -76,13 +76,6 @@ def over(client: EngineClient, *urls: str, placement: str = "least_loaded") -> E
     return made
 
 
-async def test_new_sessions_go_where_there_is_least_to_do(client: EngineClient) -> None:
-    engines = over(client, A, B, C)
-    for url, load in ((A, 3), (B, 1), (C, 2)):
-        engines.members[url].in_flight = load
-    assert list(engines.order("s")) == [B, C, A]
-
-
 async def test_equally_loaded_engines_are_shared_out_by_the_sessions_names(client: EngineClient) -> None:
     engines, reversed_ = over(client, A, B, C), over(client, C, B, A)
     first = Counter(engines.order(f"s{number}").first for number in range(600))
@@ -146,21 +139,6 @@ async def asked(engines: Engines, *order: str, rid: str = "", version: str | Non
     return answer.engine
 
 
-async def test_a_refused_connection_goes_on_to_the_next_engine(client: EngineClient) -> None:
-    holder = Listening()
-    gone = f"http://127.0.0.1:{reserve_port(holder)}"
-    async with listening() as engine:
-        engine.go.set()
-        engines = over(client, gone, engine.url)
-        engines.changed.clear()
-        assert await asked(engines, gone, engine.url) == engine.url
-        assert engines.changed.is_set()
-        assert [(one.url, one.is_refusing) for one in engines.members.values() if one.needs_check] == [(gone, True)]
-        with pytest.raises(UpstreamUnreachable):
-            await asked(engines, gone)
-    assert [member.in_flight for member in engines.members.values()] == [0, 0]
-
-
 async def test_a_lost_connection_goes_nowhere_else(client: EngineClient) -> None:
     """The engine may be generating."""
     async with listening(hangs_up=True) as first, listening() as second:
@@ -169,33 +147,6 @@ async def test_a_lost_connection_goes_nowhere_else(client: EngineClient) -> None
             await asked(engines, first.url, second.url)
     assert [(one.url, one.is_refusing) for one in engines.members.values() if one.needs_check] == [(first.url, False)]
     assert second.asked == []
-
-
-async def test_load_is_what_is_in_flight_now(client: EngineClient) -> None:
-    async with listening() as engine:
-        engines = over(client, engine.url)
-        turn = asyncio.create_task(asked(engines, engine.url))
-        await engine.heard.wait()
-        assert engines.members[engine.url].in_flight == 1
-        engine.go.set()
-        await turn
-        assert engines.members[engine.url].in_flight == 0
-
-
-async def test_an_abort_goes_to_the_engine_that_has_the_generation(client: EngineClient) -> None:
-    async with listening() as working, listening() as other:
-        other.go.set()
-        engines = over(client, working.url, other.url)
-        turn = asyncio.create_task(asked(engines, working.url, rid="turnlog-1"))
-        await working.heard.wait()
-        turn.cancel()
-        await asyncio.gather(turn, return_exceptions=True)
-        working.go.set()
-        await engines.abort("turnlog-1")
-        assert working.asked[1:] == [b'/abort_request {"rid":"turnlog-1","abort_all":false}']
-        assert other.asked == []
-        await engines.abort("turnlog-1")
-        assert [len(working.asked), len(other.asked)] == [3, 1]
 
 
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\ndata: %b\n\n"
@@ -240,28 +191,6 @@ async def test_a_cancelled_connect_is_not_remembered(client: EngineClient, monke
     assert engines.engine_of("turnlog-1") is None
 
 
-async def test_a_turn_is_stamped_with_its_adapters_version_or_else_its_engines(client: EngineClient) -> None:
-    async with listening() as engine:
-        engine.go.set()
-        engines = over(client, engine.url)
-        engines.seen(engine.url, "7", None)
-        plain = await engines.generate([engine.url], "chat", nothing, [], lambda size: None)
-        lora = await engines.generate([engine.url], "chat", nothing, [], lambda size: None, version="41")
-    assert (plain.dispatched, plain.known) == ("7", "7")
-    assert (lora.dispatched, lora.known) == ("41", "7")
-
-
-async def test_a_version_that_falls_is_told_each_time_it_is_seen(client: EngineClient) -> None:
-    engines = over(client, A)
-    told: list[bool] = []
-    for url, version, known in ((A, "5", None), (A, "4", "5"), (A, "4", "4"), (A, "5", "4"), ("http://b", "1", None)):
-        engines.seen(url, version, known, "sglang")
-        told.append(engines.regression.is_set())
-        engines.regression.clear()
-    assert told == [False, True, True, False, False]
-    assert engines.members[A].dialect == "sglang"
-
-
 async def test_what_may_not_be_sent_any_more_when_a_connection_is_there_is_not(client: EngineClient) -> None:
     """To connect may take seconds: the question is asked behind that, for each engine."""
     async with listening() as engine:
@@ -289,3 +218,30 @@ async def test_the_engines_dialect_is_known_once_all_speak_the_same(client: Engi
     engines.members[A].is_refusing = True
     engines.members[A].answered()
     assert [*found, engines.dialect] == ["auto", "auto", "auto", "sglang", "auto"]
+
+
+async def test_an_abort_goes_to_the_engine_that_has_the_generation(client: EngineClient) -> None:
+    async with listening() as working, listening() as other:
+        other.go.set()
+        engines = over(client, working.url, other.url)
+        turn = asyncio.create_task(asked(engines, working.url, rid="turnlog-1"))
+        await working.heard.wait()
+        turn.cancel()
+        await asyncio.gather(turn, return_exceptions=True)
+        working.go.set()
+        await engines.abort("turnlog-1")
+        assert working.asked[1:] == [b'/abort_request {"rid":"turnlog-1","abort_all":false}']
+        assert other.asked == []
+        await engines.abort("turnlog-1")
+        assert [len(working.asked), len(other.asked)] == [3, 1]
+
+
+async def test_a_version_that_falls_is_told_each_time_it_is_seen(client: EngineClient) -> None:
+    engines = over(client, A)
+    told: list[bool] = []
+    for url, version, known in ((A, "5", None), (A, "4", "5"), (A, "4", "4"), (A, "5", "4"), ("http://b", "1", None)):
+        engines.seen(url, version, known, "sglang")
+        told.append(engines.regression.is_set())
+        engines.regression.clear()
+    assert told == [False, True, True, False, False]
+    assert engines.members[A].dialect == "sglang"

@@ -247,11 +247,6 @@ def test_a_narrower_column_refuses_what_it_cannot_hold() -> None:
         written("parquet", [{"ids": np.array([256], np.int64)}], narrow)
 
 
-def test_a_field_without_a_column_is_refused() -> None:
-    with pytest.raises(ValueError, match="no column was declared for other"):
-        written("parquet", [{"other": 1}], {"ids": "[uint8]"})
-
-
 def test_parquet_says_the_types() -> None:
     schema = pq.read_schema(io.BytesIO(written("parquet", [])))
     types = {field.name: str(field.type) for field in schema}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from hypothesis import given, settings
-from shape_rows import TWO_SEGMENTS, TWO_TURNS, Given, conversations, expected, experts, rows
+from shape_rows import TWO_TURNS, Given, conversations, expected, rows
 
 from app.export.row import Routing
 from app.export.shapes.miles import samples_body
@@ -53,19 +53,6 @@ def driver(body: bytes) -> tuple[list[dict[str, Any]], dict[str, Any], str | Non
     return found, meta["session_metadata"], meta["empty_reason"]
 
 
-def test_two_turns() -> None:
-    [sample], metadata, reason = driver(samples_body(rows(TWO_TURNS, routing=experts(5)), {"status": "open"}, None))
-    assert (metadata, reason) == ({"status": "open"}, None)
-    assert sample["tokens"].tolist() == [1, 2, 3, 5, 6]
-    assert sample["loss_mask"].tolist() == [1, 0, 1]
-    assert sample["rollout_log_probs"].tolist() == [-0.5, 0.0, -0.125]
-    assert sample["rollout_routed_experts"].shape == (4, 2, 3)
-    assert sample["rollout_indexer_topk"] is None
-    assert (sample["response_length"], sample["status"], sample["weight_versions"]) == (3, "truncated", ["3", "4"])
-    assert sample["prefix_cache_info"] == {"cached_tokens": 3, "total_prompt_tokens": 6}
-    assert sample["metadata"]["turnlog"]["cursor"] == "after-s-0"
-
-
 def test_weight_versions_by_call_have_their_places_in_the_sample() -> None:
     [sample], _, _ = driver(samples_body(rows(TWO_TURNS), {}, None, versions="spans"))
     calls = [[(one["version"], one["abs_start"], one["abs_end"]) for one in call] for call in sample["weight_versions"]]
@@ -82,12 +69,6 @@ def test_alignment(turns: list[Given]) -> None:
     assert start == wanted.first_sampled
     assert sample["loss_mask"].tolist() == [int(one) for one in wanted.sampled[start:]]
     assert sample["rollout_log_probs"].tolist() == wanted.logprobs[start:]
-
-
-def test_a_sample_for_each_segment() -> None:
-    found, _, _ = driver(samples_body(rows(TWO_SEGMENTS), {}, None))
-    assert [sample["tokens"].tolist() for sample in found] == [[1, 2, 3], [1, 9, 4]]
-    assert [sample["status"] for sample in found] == ["completed", "aborted"]
 
 
 @pytest.mark.parametrize("reason", ["no_records", "all_truncated"])

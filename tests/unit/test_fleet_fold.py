@@ -50,18 +50,21 @@ def test_gates_hold_back_their_own_adapter_or_everybody() -> None:
 
 
 def test_closings_only_grow_and_tell_of_an_opening_between() -> None:
-    states = [fold(PLACED[:count]) for count in range(len(PLACED) + 1)]
-    closings = [state.closings("lora") for state in states]
+    closings = [fold(PLACED[:count]).closings("lora") for count in range(len(PLACED) + 1)]
     assert closings == sorted(closings)
     assert (closings[0], closings[2], closings[4], closings[-1]) == ((0, 0), (0, 1), (1, 1), (1, 2))
-    assert [state.closings(None) for state in states][-1] == (1, 0)
+    assert fold(PLACED).closings(None) == (1, 0)
 
 
 def test_a_gate_says_when_it_changed_and_which_weights_it_guards() -> None:
+    """The fleet's are those that the last resume named."""
     fleet = fold(PLACED)
     assert (fleet.adapters["lora"].since, fleet.adapters["lora"].version) == (110.0, "7")
     assert (fleet.gate.since, fleet.gate.until, fleet.gate.mode) == (108.0, None, None)
     assert fold(PLACED[:5]).gate.mode == "retract"
+    events = [FleetResumed(0, version="41"), FleetPaused(1, 9.0, version="41"), FleetResumed(1)]
+    states = [fold(Placed(seq, 1.0, event) for seq, event in enumerate(events[:count], 1)) for count in range(4)]
+    assert [state.gate.version for state in states] == [None, "41", "41", None]
 
 
 def test_it_is_known_whether_turns_were_held_back_lately() -> None:
@@ -80,9 +83,3 @@ def test_events_are_read_as_they_were_written(event: FleetEvent) -> None:
     name = type(event).__name__
     assert TYPES[name] is type(event)
     assert decode(name, event.VERSION, encode(event), TYPES) == event
-
-
-def test_the_fleets_weights_are_those_that_the_last_resume_named() -> None:
-    events = [FleetResumed(0, version="41"), FleetPaused(1, 9.0, version="41"), FleetResumed(1)]
-    states = [fold(Placed(seq, 1.0, event) for seq, event in enumerate(events[:count], 1)) for count in range(4)]
-    assert [state.gate.version for state in states] == [None, "41", "41", None]

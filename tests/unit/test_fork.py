@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-import pytest
 from helpers.amounts import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,14 +17,11 @@ from app.domain.events import (
     Recorded,
     RewardAssigned,
     SessionClosed,
-    SessionErased,
     TurnCommitted,
 )
 from app.domain.groups import oldest_version
 from app.domain.samples import TurnTokens
 from app.domain.session import Session, fold
-from app.errors import NotFound
-from app.errors import SessionClosed as Erased
 from app.features.forks.rules import Forked, config_of_fork, fork
 from workers.reply import VersionSpan
 
@@ -157,31 +153,6 @@ def talked(count: int, window: int = 1) -> Book:
     return book
 
 
-def test_keys_of_requests_stay_with_the_source() -> None:
-    made, _ = forked(talked(2), 2)
-    assert [(event.retry_key, event.body_hash) for event in made.copied] == [(None, ""), (None, "")]
-
-
-def test_blobs_are_numbered_anew_in_the_order_of_their_use() -> None:
-    book = talked(3)
-    ours = BlobRef(0, "metadata", 2, "0" * 64)
-    refs = {number: BlobRef(number, "params", number, f"{number:064}") for number in (1, 2, 3)}
-    names = {1: (1, None), 2: (3, 2), 3: (3, None)}
-    brought = {1: (refs[1],), 2: (refs[2], refs[3]), 3: ()}
-    for place, recorded in enumerate(book.events):
-        event = recorded.event
-        if isinstance(event, TurnCommitted):
-            params, tools = names[event.turn]
-            new = msgspec.structs.replace(event, params=params, tools=tools, new_blobs=brought[event.turn])
-            book.events[place] = Recorded(recorded.seq, recorded.at, new)
-    made, session = forked(book, 2, metadata=ours)
-    assert [(event.params, event.tools) for event in made.copied] == [(1, None), (2, 3)]
-    assert made.blobs == {1: 1, 2: 3, 3: 2}
-    assert [ref.number for event in made.copied for ref in event.new_blobs] == [1, 2, 3]
-    assert [ref.hash for event in made.copied for ref in event.new_blobs] == [refs[n].hash for n in (1, 3, 2)]
-    assert session.blob_count == 4
-
-
 def test_the_age_of_context_does_not_count() -> None:
     book = talked(3)
     made, _ = forked(book, 2)
@@ -202,13 +173,3 @@ def test_a_fork_is_a_rollout_and_an_attempt_of_its_own() -> None:
     _, session = forked(book, 1)
     assert (session.status, session.reward, session.affinity, session.open_turns) == ("open", None, None, {})
     assert (session.config.parent, session.config.attempt) == (None, None)
-
-
-def test_what_cannot_be_forked() -> None:
-    book = talked(2)
-    for turn in (0, 3):
-        with pytest.raises(NotFound):
-            forked(book, turn)
-    book.add(SessionClosed(), SessionErased())
-    with pytest.raises(Erased):
-        forked(book, 1)

@@ -30,6 +30,9 @@ FOR_PROXIES = ("x-accel-redirect", "x-accel-buffering", "x-sendfile", "x-forward
 """nginx and others take these from a reply as an order, for one to send a file of theirs instead."""
 
 
+OTHERS = [*sorted(NOT_PASSED), "made-up", *(f"{prefix}anything" for prefix in NOT_PASSED_PREFIXES)]
+
+
 @pytest.mark.threat("client credentials sent to an engine")
 def test_credentials_and_routing_of_the_client_never_reach_the_engine() -> None:
     client = [
@@ -62,7 +65,7 @@ def test_our_own_key_goes_to_the_engine() -> None:
 
 
 @pytest.mark.threat("engine header for browsers or proxies")
-@pytest.mark.parametrize("name", [*HOP_BY_HOP, *OURS, *FOR_BROWSERS, *FOR_PROXIES, *sorted(NOT_PASSED), "made-up"])
+@pytest.mark.parametrize("name", [*HOP_BY_HOP, *OURS, *FOR_BROWSERS, *FOR_PROXIES, *OTHERS])
 @pytest.mark.parametrize("case", [str.lower, str.title, str.upper])
 def test_what_is_not_the_engines_to_say_ends_here(name: str, case: type[str]) -> None:
     assert to_client([(case(name), "x"), ("X-Own", "1")]) == [("x-own", "1")]
@@ -70,20 +73,12 @@ def test_what_is_not_the_engines_to_say_ends_here(name: str, case: type[str]) ->
 
 def test_what_connection_names_ends_here_too() -> None:
     assert to_client([("Connection", "close, X-Private"), ("X-PRIVATE", "1"), ("X-Own", "A")]) == [("x-own", "A")]
-
-
-def test_repeated_headers_of_the_engine_stay_in_order() -> None:
-    assert to_client([("Vary", "a"), ("vary", "b")]) == [("vary", "a"), ("vary", "b")]
+    assert to_client([("Vary", "a"), ("vary", "b")]) == [("vary", "a"), ("vary", "b")], "repeated ones, in order"
 
 
 @pytest.mark.parametrize("name", [*sorted(PASSED), *(f"{prefix}own" for prefix in PASSED_PREFIXES)])
 def test_what_only_clients_of_engines_read_passes(name: str) -> None:
     assert to_client([(name.title(), "v")]) == [(name, "v")]
-
-
-@pytest.mark.parametrize("prefix", NOT_PASSED_PREFIXES)
-def test_whole_families_are_left_out(prefix: str) -> None:
-    assert to_client([(f"{prefix}anything", "v")]) == []
 
 
 @pytest.mark.threat("response splitting by an engine header")

@@ -175,33 +175,18 @@ async def test_a_refused_connection_is_a_failure_and_an_answer_behind_it_a_resta
         assert (found.member.generation, found.member.sessions) == (1, None)
 
 
-@pytest.mark.parametrize(
-    "routes",
-    [
-        pytest.param({"/model_info": (200, INFO), "/health": HANGS}, id="cheap"),
-        pytest.param({"/model_info": HANGS, "/health": HANGS}, id="nothing"),
-        pytest.param({"/model_info": (200, INFO), "/health": (503, b"")}, id="says-it-is-not-well"),
-    ],
-)
-async def test_behind_a_shut_gate_an_engine_is_paused(routes: Mapping[str, Route]) -> None:
-    async with watched(routes) as found:
+@pytest.mark.parametrize("health_", [HANGS, (503, b"")], ids=["nothing", "says-it-is-not-well"])
+@pytest.mark.parametrize("info", [HANGS, (200, INFO)], ids=["nothing", "cheap"])
+async def test_behind_a_shut_gate_an_engine_is_paused(info: Route, health_: Route) -> None:
+    """A refused connection is still a death, and silence brings no dead engine back."""
+    async with watched({"/model_info": info, "/health": health_}) as found:
         found.gate_is_shut = True
         assert await found.look(3) == "paused"
         assert "/health" not in found.engine.asked
-
-
-async def test_behind_a_shut_gate_a_refused_connection_is_still_a_death() -> None:
-    async with watched({}) as found:
-        found.gate_is_shut = True
         await found.engine.stop()
         assert await found.look(3) == "dead"
         await found.engine.start()
-
-
-async def test_behind_a_shut_gate_silence_brings_no_dead_engine_back() -> None:
-    async with watched({"/model_info": HANGS, "/health": HANGS}) as found:
-        assert await found.look(3) == "dead"
-        found.gate_is_shut = True
+        found.engine.routes["/model_info"] = HANGS
         assert await found.look(2) == "dead"
         found.engine.routes["/model_info"] = (200, INFO)
         assert await found.look(2) == "paused"
@@ -223,6 +208,24 @@ async def test_ready_asks_the_engines_of_which_nothing_is_known() -> None:
         assert not await found.watch.any_alive()
         found.engines.serve([])
         assert not await found.watch.any_alive()
+
+
+async def test_every_engine_is_looked_at_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "CHECK_INTERVAL_S", 0.06)
+    async with watched({"/model_info": (200, INFO), "/health": (200, b"")}) as found:
+        started: list[str] = []
+        look_at = found.watch.check
+
+        def noted(url: str) -> asyncio.Task[None]:
+            started.append(url)
+            return look_at(url)
+
+        monkeypatch.setattr(found.watch, "check", noted)
+        found.engines.serve([EngineListed(f"{found.engine.url}/{number}") for number in range(6)])
+        found.watch.start()
+        while len(started) < 6:
+            await asyncio.sleep(0.001)
+        assert len({*started[:6]}) == 6
 
 
 async def test_a_turn_that_is_refused_has_the_engine_looked_at_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from typing import Any, cast
 import pytest
 from tables import rows
 
-from app.errors import IdempotencyMismatch
 from app.turn.in_flight import InFlightTurn, Stages, Waiter
 from app.turn.retries import Retries
 
@@ -47,8 +46,3 @@ def test_what_ended_sessions_were_sent_is_forgotten() -> None:
             retries.forget(f"s{number}")
     assert (dict(retries._sent), retries._remembered) == ({"s0": {1: True, 2: True}}, 2)
     assert not retries._sending
-
-
-def test_a_key_with_another_body_is_refused() -> None:
-    with pytest.raises(IdempotencyMismatch):
-        joins(turn(retry_key="k"), turn(retry_key="k", body_hash="other"), is_tree=True)

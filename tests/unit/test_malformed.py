@@ -34,9 +34,9 @@ Messages = dict[str, list[Any]]
 """By message, the values that a place must not have. An `@` in the message is the place."""
 
 
-def got(kind: str, **values: Any) -> Messages:
+def got(kind: str, at: str = "@", **values: Any) -> Messages:
     """The value of each type is told by that type."""
-    return {f"@: Expected `{kind}`, got `{name}`": [value] for name, value in values.items()}
+    return {f"{at}: Expected `{kind}`, got `{name}`": [value] for name, value in values.items()}
 
 
 ID: Messages = {
@@ -78,20 +78,24 @@ def spans(*bounds: tuple[int, int]) -> list[dict[str, Any]]:
 
 
 def counts(other: str) -> Messages:
-    return {"@ must be an integer": NO_COUNT, **{f"@ is {n}, but {other} has 2 entries": [n] for n in (1, 3, -2)}}
+    told: Messages = {f"@ is {n}, but {other} has 2 entries": [n] for n in (1, 3, -2)}
+    return {"@ must be an integer": NO_COUNT, "@ is not valid JSON": [Text("9" * 5000)], **told}
 
 
+def entries(message: str, value: Any, counts: Sequence[int] = (0, 1, 3)) -> Messages:
+    """Lists of so many of the value, `#` of them."""
+    return {message.replace("#", str(n)): [[value] * n] for n in counts}
+
+
+def another_than(place: str) -> Messages:
+    return {**NO_IDS, f"@ is another prompt than {place}": [*NO_COPY, [1, 2], [1, 2, 4]]}
+
+
+COVERED = "must cover the 2 output tokens in order"
 PLACES: list[tuple[list[str], str, Messages]] = [
     # What holds the rest.
     (ALL, "choices", {"the body: Object missing required field `choices`": [GONE]}),
-    (
-        ALL,
-        "choices",
-        {
-            f"the body.choices: Expected `array`, got `{name}`": [value]
-            for name, value in (("null", None), ("object", {}))
-        },
-    ),
+    (ALL, "choices", got("array", "the body.choices", null=None, object={})),
     (ALL, "choices", {"the body.choices[0]: Expected `object`, got `str`": [["x"]]}),
     (ALL, "choices", {"choices must hold one choice, not 0": [[]], "choices must hold one choice, not 2": [[{}, {}]]}),
     (ALL, f"{CHOICE}.finish_reason", {"@ must be a string": [3], "@ is error: the generation failed": ["error"]}),
@@ -117,49 +121,30 @@ PLACES: list[tuple[list[str], str, Messages]] = [
     (SGLANG, META, {"@ is missing": [GONE], "@ must be an object": [None, [], "x"]}),
     (SGLANG, TRIPLES, {"@ is missing": [GONE], **got("array", null=None, object={}, str="x")}),
     (SGLANG, f"{TRIPLES}.1", got("array", null=None, int=4, str="x", object={})),
-    (
-        SGLANG,
-        f"{TRIPLES}.1",
-        {f"@: Expected `array` of at least length 2, got {len(one)}": [one] for one in ([], [-0.25])},
-    ),
+    (SGLANG, f"{TRIPLES}.1", entries("@: Expected `array` of at least length 2, got #", -0.25, (0, 1))),
     (SGLANG, f"{TRIPLES}.1.1", ID),
     (SGLANG, f"{TRIPLES}.1.0", LOGPROB),
-    (
-        SGLANG,
-        TRIPLES,
-        {
-            f"{META}.completion_tokens is 2, but output_token_logprobs has {n} entries": [[[-1, 4]] * n]
-            for n in (0, 1, 3)
-        },
-    ),
-    (
-        SGLANG,
-        f"{META}.completion_tokens",
-        {**counts("output_token_logprobs"), "@ is not valid JSON": [Text("9" * 5000)]},
-    ),
+    (SGLANG, TRIPLES, entries(f"{META}.completion_tokens is 2, but output_token_logprobs has # entries", [-1, 4])),
+    (SGLANG, f"{META}.completion_tokens", counts("output_token_logprobs")),
     # The other engines' output tokens.
     ([*VLLM, *COMPLETION], f"{CHOICE}.token_ids", got("array", null=None, str="x", object={})),
     (COMPLETION, f"{CHOICE}.token_ids", {"@ is missing": [GONE]}),
     ([*VLLM, *COMPLETION], f"{CHOICE}.token_ids.1", ID),
     ([*VLLM, *COMPLETION], f"{CHOICE}.logprobs", {"@ is missing": [GONE], "@ must be an object": [None, [], "x"]}),
-    (
-        [*VLLM, *COMPLETION],
-        "usage.completion_tokens",
-        {**counts("token_ids"), "@ is not valid JSON": [Text("9" * 5000)]},
-    ),
+    ([*VLLM, *COMPLETION], "usage.completion_tokens", counts("token_ids")),
     ([*VLLM, *COMPLETION], "usage", {"@.completion_tokens must be an integer": [GONE, None]}),
     (VLLM, f"{CHOICE}.logprobs", {"@.content is missing": [{}]}),
     (VLLM, CONTENT, got("array", null=None, str="x")),
-    (VLLM, CONTENT, {f"@ has {n} entries for 2 output token ids": [[{"logprob": -1.0}] * n] for n in (0, 1, 3)}),
+    (VLLM, CONTENT, entries("@ has # entries for 2 output token ids", {"logprob": -1.0})),
     (VLLM, f"{CONTENT}.1", got("object", null=None, int=4, array=[])),
     (VLLM, f"{CONTENT}.1", {"@: Object missing required field `logprob`": [{}]}),
     (VLLM, f"{CONTENT}.1.logprob", LOGPROB),
-    (VLLM, f"{CHOICE}.token_ids", {f"{CONTENT} has 2 entries for {n} output token ids": [[4] * n] for n in (0, 1, 3)}),
+    (VLLM, f"{CHOICE}.token_ids", entries(f"{CONTENT} has 2 entries for # output token ids", 4)),
     (COMPLETION, f"{CHOICE}.logprobs", {"@.token_logprobs is missing": [{}]}),
     (COMPLETION, VALUES, {"@ is missing": [GONE], **got("array", null=None, object={})}),
-    (COMPLETION, VALUES, {f"@ has {n} entries for 2 token ids": [[-1.0] * n] for n in (0, 1, 3)}),
+    (COMPLETION, VALUES, entries("@ has # entries for 2 token ids", -1.0)),
     (COMPLETION, f"{VALUES}.1", LOGPROB),
-    (COMPLETION, f"{CHOICE}.token_ids", {f"{VALUES} has 2 entries for {n} token ids": [[4] * n] for n in (0, 1, 3)}),
+    (COMPLETION, f"{CHOICE}.token_ids", entries(f"{VALUES} has 2 entries for # token ids", 4)),
     # The prompt.
     ([*SGLANG, *COMPLETION], PROMPT, {"@ is missing": [GONE], **got("array", null=None, str="x", object={}, int=3)}),
     ([*SGLANG, *COMPLETION], f"{PROMPT}.1", {**ID, f"{PROMPT} holds a negative zero": [Text("-0")]}),
@@ -168,35 +153,16 @@ PLACES: list[tuple[list[str], str, Messages]] = [
     # What stands twice must be the same.
     (ALL, f"{CHOICE}.response_token_ids", {**NO_IDS, "@ is not the 2 ids of the output": NO_COPY}),
     (SGLANG, f"{CHOICE}.token_ids", {**NO_IDS, "@ is not the 2 ids of the output": NO_COPY}),
-    (
-        [*SGLANG, *COMPLETION],
-        "prompt_token_ids",
-        {**NO_IDS, f"@ is another prompt than {PROMPT}": [*NO_COPY, [1, 2], [1, 2, 4]]},
-    ),
-    (
-        SGLANG,
-        f"{META}.prompt_token_ids",
-        {**NO_IDS, f"@ is another prompt than {PROMPT}": [*NO_COPY, [1, 2], [1, 2, 4]]},
-    ),
-    (VLLM, PROMPT, {**NO_IDS, "@ is another prompt than prompt_token_ids": [*NO_COPY, [1, 2], [1, 2, 4]]}),
+    ([*SGLANG, *COMPLETION], "prompt_token_ids", another_than(PROMPT)),
+    (SGLANG, f"{META}.prompt_token_ids", another_than(PROMPT)),
+    (VLLM, PROMPT, another_than("prompt_token_ids")),
     # Weight versions.
     (SGLANG, f"{META}.weight_version", {"weight_version must be a string": [True, 1.5]}),
     (SGLANG, f"{META}.weight_version", {"weight_version is too long": ["v" * 5000]}),
     (COMPLETION, "metadata", {"weight_version must be a string": [{"weight_version": True}, {"weight_version": 1.5}]}),
-    (
-        COMPLETION,
-        "metadata",
-        {"@.weight_versions must cover the 2 output tokens in order": [{"weight_versions": spans((0, 1))}]},
-    ),
+    (COMPLETION, "metadata", {f"@.weight_versions {COVERED}": [{"weight_versions": spans((0, 1))}]}),
     *(
-        (
-            shapes,
-            at,
-            {
-                **got("array", str="x"),
-                "@ must cover the 2 output tokens in order": [spans((0, 1)), spans((1, 2)), spans((0, 3))],
-            },
-        )
+        (shapes, at, {**got("array", str="x"), f"@ {COVERED}": [spans(one) for one in ((0, 1), (1, 2), (0, 3))]})
         for shapes, at in ((SGLANG, f"{META}.weight_versions"), ([*VLLM, *COMPLETION], f"{CHOICE}.weight_versions"))
     ),
 ]
@@ -221,15 +187,10 @@ def told(path: str) -> str:
 
 def of_places() -> Iterator[Row]:
     for shapes, path, messages in PLACES:
-        for shape in shapes:
-            for message, values in messages.items():
-                for value in values:
-                    yield Row(
-                        f"{path}={'gone' if value is GONE else repr(value)}",
-                        shape,
-                        body_of(shape, {path: value}),
-                        told(message.replace("@", path)),
-                    )
+        for shape, (message, values) in itertools.product(shapes, messages.items()):
+            for value in values:
+                name = f"{path}={'gone' if value is GONE else repr(value)}"
+                yield Row(name, shape, body_of(shape, {path: value}), told(message.replace("@", path)))
 
 
 def of_bodies() -> Iterator[Row]:
@@ -319,21 +280,14 @@ def of_prompts() -> Iterator[Row]:
         yield Row("sent, deep", shape, body_of(shape, {"extra": Text(DEEP)}), DEPTH, sent=ids)
         yield Row("sent, empty", shape, b"{}", "the body: Object missing required field `choices`", sent=ids)
         for kind, count in (("null", None), ("str", "3"), ("float", 3.5), ("bool", True)):
-            body = body_of(
-                shape,
-                {at: GONE, "usage.prompt_tokens": count},
-                *([{f"{META}.prompt_tokens": GONE}] if shape == "sglang" else []),
-            )
-            message = (
-                f"{where} is missing, and so is the number"
-                if count is None
-                else f"prompt_tokens: Expected `int`, got `{kind}`"
-            )
+            own = [{f"{META}.prompt_tokens": GONE}] if shape == "sglang" else []
+            body = body_of(shape, {at: GONE, "usage.prompt_tokens": count}, *own)
+            missing, wrong = f"{where} is missing, and so is the number", f"prompt_tokens: Expected `int`, got `{kind}`"
+            message = missing if count is None else wrong
             yield Row(f"sent, prompt_tokens={count!r}", shape, body, message, sent=ids)
     for shape in CHAT:
-        yield Row(
-            "sent, no message", shape, body_of(shape, {MESSAGE: GONE}), "choices[0].message is missing", sent=[1, 2, 3]
-        )
+        body = body_of(shape, {MESSAGE: GONE})
+        yield Row("sent, no message", shape, body, "choices[0].message is missing", sent=[1, 2, 3])
 
 
 def of_payloads() -> Iterator[Row]:

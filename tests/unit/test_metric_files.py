@@ -14,6 +14,7 @@ from ops.server import ROOT
 
 SERIES = [("turns", "good", 1), ("turns", "bad", 1), ("seconds", "", 3)]
 
+
 COUNTS = """
 import sys
 from pathlib import Path
@@ -59,26 +60,20 @@ def test_a_process_that_begins_is_at_no_moment_taken_for_dead(monkeypatch: pytes
     assert alive(tmp_path) == [False]
 
 
-def test_what_is_counted_is_read_at_once_by_name_and_label(tmp_path: Path) -> None:
-    mine = MetricValues(tmp_path, SERIES)
-    mine.values[1] += 2
-    mine.values[4] = 0.25
-    ((_, numbers),) = metrics.read_values(tmp_path)
-    assert numbers == {("turns", "good"): [0], ("turns", "bad"): [2], ("seconds", ""): [0, 0, 0.25]}
-    mine.close()
-
-
-def test_a_process_that_shares_none_counts_in_its_memory() -> None:
-    mine = MetricValues(None, SERIES)
-    mine.values[2] += 1
-    assert mine.values.tolist() == [0, 0, 1, 0, 0]
-    mine.close()
-
-
-def test_a_folder_that_was_chosen_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_counted_is_read_at_once_by_name_and_label(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the folder that was chosen; a process that shares none counts in its memory."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "chosen"))
-    assert metrics.shared_folder() == tmp_path / "chosen"
-    assert (tmp_path / "chosen").is_dir()
+    folder = metrics.shared_folder()
+    assert folder == tmp_path / "chosen"
+    mine, alone = MetricValues(folder, SERIES), MetricValues(None, SERIES)
+    for values in (mine, alone):
+        values.values[1] += 2
+        values.values[4] = 0.25
+    ((_, numbers),) = metrics.read_values(folder)
+    assert numbers == {("turns", "good"): [0], ("turns", "bad"): [2], ("seconds", ""): [0, 0, 0.25]}
+    assert alone.values.tolist() == [0, 2, 0, 0, 0.25]
+    mine.close()
+    alone.close()
 
 
 def test_a_killed_process_is_dead_and_its_counts_are_kept(tmp_path: Path, holder: subprocess.Popen[str]) -> None:

@@ -6,21 +6,16 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from app import errors
 from app import metrics as app_metrics
-from app.domain.events import BlobsTombstoned, Recorded, TurnAbandoned, TurnRejected
 from app.metrics import (
     NOT_OF_TURNS,
     Metrics,
     RecentTurnStats,
-    Sample,
     render,
 )
-from app.metrics import Metric as Rendered
-from app.store.writer import EventCounters
 from app.turn.in_flight import OUTCOMES, Stages, TurnStage
 
 LABELS = {"outcome", "stage", "kind", "content", "state", "durable", "type", "reason", "action", "code"}
@@ -48,17 +43,6 @@ def turn(**seconds: float) -> tuple[list[float], Stages]:
     return [seconds.get(stage.name.lower(), 0.0) for stage in TurnStage], stages
 
 
-def test_a_committed_turn_is_observed_in_each_stage_and_without_gate_and_engine(metrics: Metrics) -> None:
-    metrics.turn_ended("committed", *turn(gate=100, claim=0.001, engine=5, commit=0.004))
-    assert value(metrics, "turnlog_turns_total", outcome="committed") == 1
-    for stage, seconds in (("gate", 100), ("claim", 0.001), ("prepare", 0), ("engine", 5), ("commit", 0.004)):
-        assert value(metrics, "turnlog_turn_stage_seconds_sum", stage=stage) == seconds
-        assert value(metrics, "turnlog_turn_stage_seconds_count", stage=stage) == 1
-    assert value(metrics, "turnlog_turn_overhead_seconds_sum") == pytest.approx(0.005)
-    assert value(metrics, "turnlog_turn_bytes_total", kind="reply") == 200
-    assert metrics.recent.summary().overhead_p50_ms == pytest.approx(5, rel=0.05)
-
-
 def test_a_process_with_other_buckets_is_left_out_of_their_sum(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     older = [(f.name, label, f.width + bool(f.buckets)) for f in app_metrics.FAMILIES for label in f.values]
     before = app_metrics.MetricValues(tmp_path, older)
@@ -84,27 +68,6 @@ def test_a_bucket_counts_what_is_at_most_its_bound(metrics: Metrics) -> None:
     assert value(metrics, "turnlog_store_commit_seconds_bucket", le="0.0025") == 0
     assert value(metrics, "turnlog_store_commit_seconds_bucket", le="0.005") == 1
     assert value(metrics, "turnlog_store_commit_seconds_sum") == 0.003
-
-
-def test_both_formats_say_the_same_and_a_label_may_hold_anything(metrics: Metrics) -> None:
-    metrics.turn_ended("committed", *turn(engine=5))
-    name = 'http://a/"b"\\n\n'
-    shown = [*metrics.collected(), Rendered("up", "gauge", "Is it up?", [Sample("up", {"engine": name}, 1)])]
-    plain = list(text_string_to_metric_families(render(shown).decode()))
-    other = list(openmetrics(render(shown, openmetrics=True).decode()))
-    assert [(family.name, family.type, family.samples) for family in plain] == [
-        (family.name, family.type, family.samples) for family in other
-    ]
-    assert plain[-1].samples[0].labels == {"engine": name}
-
-
-def test_a_turn_that_failed_or_was_there_already_is_counted_and_nothing_else(metrics: Metrics) -> None:
-    for outcome in ("session_busy", "engine_error", "replayed", "joined"):
-        metrics.turn_ended(outcome, *turn(engine=5))
-        assert value(metrics, "turnlog_turns_total", outcome=outcome) == 1
-    assert value(metrics, "turnlog_turn_stage_seconds_count", stage="engine") == 0
-    assert value(metrics, "turnlog_turn_overhead_seconds_count") == 0
-    assert value(metrics, "turnlog_turn_bytes_total", kind="request") == 0
 
 
 def test_each_error_that_a_client_can_meet_has_its_label_from_the_start(metrics: Metrics) -> None:
@@ -135,17 +98,3 @@ def test_series_that_alerts_rest_on_are_there_before_the_first_of_them(metrics: 
     assert value(metrics, "turnlog_turns_abandoned_total", reason="owner_dead") == 0
     assert value(metrics, "turnlog_turns_tombstoned_total", reason="window") == 0
     assert value(metrics, "turnlog_events_total", type="TurnRejected") == 0
-
-
-def test_what_is_appended_is_tallied_by_type_and_reason() -> None:
-    tally = EventCounters()
-    events = (
-        TurnAbandoned(2, 7, "disconnect"),
-        TurnRejected(3, 9, "upstream_invalid"),
-        BlobsTombstoned((1, 2), ((3, 0), (3, 1), (5, 0))),
-    )
-    tally.add(Recorded(seq, 0.0, event) for seq, event in enumerate(events, 1))
-    tally.abandoned_dead(4)
-    assert tally.events == {"TurnAbandoned": 5, "TurnRejected": 1, "BlobsTombstoned": 1}
-    assert tally.abandoned == {"disconnect": 1, "owner_dead": 4}
-    assert (tally.tombstoned, tally.chunks_freed) == ({"window": 2}, 3)

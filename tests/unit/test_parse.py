@@ -87,10 +87,8 @@ def test_a_sound_completion(shape: str) -> None:
 
 @pytest.mark.parametrize("make", [sglang, vllm])
 def test_no_output_tokens_and_no_content(make: Callable[..., Reply]) -> None:
-    message = {"role": "assistant", "content": None}
-    parsed = read(make.__name__, body_of(make(output=[]), {MESSAGE: message}))
-    assert parsed.output_ids == parsed.logprobs == b""
-    assert parsed.weight_versions == []
+    parsed = read(make.__name__, body_of(make(output=[]), {MESSAGE: {"role": "assistant", "content": None}}))
+    assert (parsed.output_ids, parsed.logprobs, parsed.weight_versions) == (b"", b"", [])
 
 
 @pytest.mark.parametrize("shape", COMPLETIONS)

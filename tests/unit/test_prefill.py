@@ -47,12 +47,6 @@ def test_what_cannot_be_continued_is_refused_by_name(messages: list[Any], fields
     assert not PARAMS.keys() & request.params.keys()
 
 
-@pytest.mark.parametrize("said", [False, None])
-def test_who_does_not_ask_for_it_gets_none(said: Any) -> None:
-    request = chat([USER, BEGUN], continue_final_message=said)
-    assert (len(request.messages), request.beginning, request.refusal) == (2, None, None)
-
-
 ITEM = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is ("}]}
 
 
@@ -70,7 +64,10 @@ def test_an_item_in_progress_begins_the_reply_if_it_is_the_last(items: list[Any]
     assert (request.params.keys() >= PARAMS.keys()) == begins
 
 
-def test_other_items_in_progress_are_refused_by_name() -> None:
+def test_who_does_not_ask_for_it_gets_none_and_other_items_in_progress_are_refused_by_name() -> None:
+    for said in (False, None):
+        request = chat([USER, BEGUN], continue_final_message=said)
+        assert (len(request.messages), request.beginning, request.refusal) == (2, None, None)
     call = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{", "status": "in_progress"}
     with pytest.raises(Exception, match=r"input\[1\].status in_progress"):
         responses.parse_responses(json.dumps({"model": "m", "input": [USER, call]}).encode())

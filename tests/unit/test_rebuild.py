@@ -11,6 +11,9 @@ from app.domain.events import (
     AffinityReleased,
     Event,
     Recorded,
+    RewardAssigned,
+    SessionClosed,
+    TurnRejected,
 )
 from app.domain.session import fold
 from app.sessions.event_log import described
@@ -37,6 +40,14 @@ def test_every_column_but_the_key_is_derived() -> None:
     assert set(OPEN_TURN) == set(open_turns.c.keys()) - {"session_id", "fence"}
 
 
+def test_a_new_session() -> None:
+    row = head(created(group_id="g"))
+    assert row["version"] == 1
+    assert (row["status"], row["turns"], row["open_turns"]) == ("open", 0, 0)
+    assert (row["group_id"], row["reward"], row["closed_at"]) == ("g", None, None)
+    assert (row["created_at"], row["updated_at"]) == (10.0, 10.0)
+
+
 def test_the_weight_version_is_the_largest_number_of_any_turn() -> None:
     claimed = [created(attempt=3), opened(1, 0)]
     assert head(*claimed)["attempt"] == 3
@@ -47,6 +58,33 @@ def test_the_weight_version_is_the_largest_number_of_any_turn() -> None:
     numbered = committed(1, 0, 2, weight_versions=(VersionSpan("9", 0, 1), VersionSpan("10", 1, 2)))
     later = committed(2, 0, 4, weight_versions=(VersionSpan("4", 0, 2),))
     assert head(*claimed, numbered, opened(2, 1), rolled_back(0, 1), later)["weight_version"] == 10
+
+
+def test_a_claim_is_no_change_but_its_end_is() -> None:
+    claimed = [created(), opened(1, 0)]
+    assert head(*claimed)["updated_at"] == 10.0
+    assert head(*claimed, TurnRejected(1, 2, "upstream_error", 500))["updated_at"] == 12.0
+
+
+def test_an_open_turn_stands_as_it_was_claimed() -> None:
+    log = log_of([created(), opened(1, 0), committed(1, 0, 2), opened(2, 1, 7, retry_key="key")])
+    held = log.session.open_turn
+    assert held is not None
+    row = {name: derive(log, held) for name, derive in OPEN_TURN.items()}
+    assert held.fence == 4
+    assert (row["turn"], row["parent_turn"], row["incarnation"], row["retry_key"]) == (2, 1, 7, "key")
+    assert row["opened_at"] == 13.0
+
+
+def test_the_reward_of_a_turn_is_not_that_of_the_session() -> None:
+    turn = [created(), opened(1, 0), committed(1, 0, 2)]
+    assert head(*turn, RewardAssigned(0.5, {}, 1))["reward"] is None
+    assert head(*turn, RewardAssigned(0.5, {}, None), SessionClosed())["reward"] == 0.5
+
+
+def test_closed_at_is_the_close_whatever_follows() -> None:
+    row = head(created(), SessionClosed(), RewardAssigned(1.0, {}, None))
+    assert (row["status"], row["closed_at"], row["updated_at"]) == ("closed", 11.0, 12.0)
 
 
 def test_a_described_state_says_which_turns_are_live() -> None:

@@ -87,19 +87,19 @@ def test_kept_are_the_newest_turns_of_the_window_and_one(window: int) -> None:
 
 
 def test_chunks_go_when_no_payload_refers_to_them() -> None:
+    """Those that a later payload shares stay, also where the turn that brought them was discarded."""
     script = Script(Book(1))
     fences = [script.take(share=False) for _ in range(5)]
     assert [event.freed for event in script.gone] == [((fence, 0),) for fence in fences[:3]]
     assert script.live() == set(fences[3:])
-
-
-def test_a_chunk_that_a_later_payload_shares_stays() -> None:
     script = Script(Book(0))
-    first = script.take()
-    second = script.take()
-    alone = script.take(share=False)
+    first, second, alone = script.take(), script.take(), script.take(share=False)
     assert [(event.turns, event.freed) for event in script.gone] == [((1,), ()), ((2,), ((first, 0), (second, 0)))]
     assert script.live() == {alone}
+    script = Script(Book(1))
+    first, second, third = script.take(), script.take(), script.take(back=1)
+    assert [(event.turns, event.freed) for event in script.gone] == [((2,), ((second, 0),))]
+    assert script.live() == {first, third}
 
 
 @pytest.mark.parametrize(("window", "back"), [(1, 1), (3, 1), (3, 2), (3, 3)])
@@ -117,17 +117,12 @@ def test_a_discarded_turns_payload_goes_with_it(window: int, back: int) -> None:
     assert newest == ["RolledBack", "TurnCommitted", "BlobsTombstoned"]
 
 
-def test_what_a_discarded_turn_shared_with_a_live_one_stays() -> None:
-    script = Script(Book(1))
-    first = script.take()
-    second = script.take()
-    third = script.take(back=1)
-    assert [(event.turns, event.freed) for event in script.gone] == [((2,), ((second, 0),))]
-    assert script.live() == {first, third}
-
-
 def test_turns_without_a_payload_do_not_push_one_out() -> None:
     """A reply of no tokens has none, and the rows of the turns before it are still needed."""
+    script = Script(Book(0))
+    for _ in range(3):
+        script.take(())
+    assert (script.gone, retention.tombstone_all(script.book.session)) == ([], None)
     script = Script(Book(1))
     script.take()
     for _ in range(4):
@@ -149,15 +144,6 @@ def test_a_turn_stays_for_the_kind_that_no_newer_turn_has() -> None:
     assert (event.turns, event.freed) == ((1,), ((fence, 0), (fence, 1)))
     assert script.kept == [2, 3]
     assert script.book.session.payload(2, "routed_experts") is None
-
-
-def test_no_event_without_payloads() -> None:
-    book, history = Book(0), [user("0")]
-    for number in range(3):
-        book.turn(history, assistant(f"r{number}"))
-        history = [*history, assistant(f"r{number}"), user("more")]
-    assert not [recorded for recorded in book.events if isinstance(recorded.event, BlobsTombstoned)]
-    assert retention.tombstone_all(book.session) is None
 
 
 @pytest.mark.parametrize("retain", ["window", "all"])

@@ -86,16 +86,6 @@ def plain(sample: Sample) -> dict[str, Any]:
     }
 
 
-def test_a_version_that_is_no_number_becomes_an_index() -> None:
-    book = Book()
-    book.turn(
-        [user("a")], assistant("x"), prompt=[1], output=[2, 3, 4], versions=[("b", 0, 1), ("7", 1, 2), ("b", 2, 3)]
-    )
-    (sample,) = samples(book.session, book.content)
-    assert list(sample.weight_versions) == [-1, 0, 1, 0]
-    assert list(sample.weight_version_names) == ["b", "7"]
-
-
 def test_drift_begins_a_segment_with_its_cause_and_parent() -> None:
     book = Book()
     book.turn([user("a")], assistant("x"), prompt=[1], output=[2])

@@ -19,15 +19,13 @@ from app.domain.events import (
     RewardAssigned,
     RolledBack,
     SessionClosed,
-    SessionConfig,
-    SessionCreated,
     SessionErased,
     TurnAbandoned,
     TurnCommitted,
     UnknownEvent,
 )
 from app.domain.rules import rolled_back
-from app.domain.session import RECENT_BLOBS, AssignedReward, OpenTurn, apply, decode_session, encode_session, fold
+from app.domain.session import RECENT_BLOBS, OpenTurn, apply, decode_session, encode_session, fold
 
 
 def two_turns() -> Book:
@@ -54,15 +52,6 @@ def test_an_open_turn_carries_its_fence_and_ends_in_each_way() -> None:
     assert (book.session.open_turn, len(book.session.turns)) == (None, 2)
 
 
-def test_rewards_replace_earlier_ones_of_the_same_turn() -> None:
-    book = two_turns()
-    book.add(
-        RewardAssigned(1.0), RewardAssigned(0.5, {"a": 1.0}), RewardAssigned(2.0, turn=1), RewardAssigned(3.0, turn=1)
-    )
-    assert book.session.reward == AssignedReward(0.5, {"a": 1.0})
-    assert book.session.turn_rewards == {1: AssignedReward(3.0, {})}
-
-
 def test_blobs_are_numbered_for_good_and_only_the_newest_are_compared() -> None:
     book = Book()
     book.turn([user("a")], assistant("x"))
@@ -75,23 +64,6 @@ def test_blobs_are_numbered_for_good_and_only_the_newest_are_compared() -> None:
         book.add(event)
     assert book.session.blob_count == RECENT_BLOBS + 3
     assert [ref.number for ref in book.session.blobs] == list(range(3, RECENT_BLOBS + 3))
-
-
-def test_metadata_is_the_first_blob() -> None:
-    ref = BlobRef(0, "metadata", 2, "ff")
-    session = fold(SESSION, [Recorded(1, 5.0, SessionCreated(SessionConfig(1), "00", ref))])
-    assert session is not None
-    assert (session.blob_count, session.metadata, session.created_at) == (1, ref, 5.0)
-
-
-def test_an_erased_session_has_its_rewards_without_components() -> None:
-    """Also where the state is older than the erasure, as another process's is."""
-    book = two_turns()
-    for event in (RewardAssigned(0.5, {"style": 0.25}), RewardAssigned(1.0, {"length": 2.0}, 2), SessionClosed()):
-        book.add(event)
-    assert book.session.turn_rewards == {2: AssignedReward(1.0, {"length": 2.0})}
-    book.add(SessionErased())
-    assert (book.session.reward, book.session.turn_rewards) == (AssignedReward(0.5, {}), {2: AssignedReward(1.0, {})})
 
 
 def test_a_gap_a_repeat_and_a_foreign_beginning_are_refused() -> None:

@@ -4,54 +4,45 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from helpers.store import event_at
-from sqlalchemy import func, insert, select, update
+from sqlalchemy import func, select
 
-from app.api.client_stream import ClientStream
-from app.domain import branches, history, retention, samples
-from app.domain.events import SessionClosed
+from app.domain import branches, retention, samples
 from app.domain.fleet import Fleet
 from app.domain.history import RequestHistory
-from app.domain.rules import Plan
-from app.domain.session import Session, Turn
-from app.errors import AppError, HistoryMismatch, RollbackTooDeep
-from app.features.budgets import operations as budget_operations
-from app.features.checkpoints import operations as checkpoints
+from app.domain.session import Session
+from app.errors import AppError
 from app.features.checkpoints.checkpoints import Checkpoints
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
 from app.features.groups.operations import Acknowledge, Acknowledged
 from app.features.resume import staging
-from app.features.resume.continuation import Continuation
-from app.features.session_control.affinities import AffinityRow, Ending, EngineTold
-from app.features.session_control.controls import ControlledTurn, SessionControls
+from app.features.session_control.controls import SessionControls
 from app.fleet.state import FleetState
 from app.sessions.cache import CacheEntry, SessionCache
-from app.store import log_turns, rollouts, writer
+from app.store import log_turns, writer
 from app.store import statements as sql
 from app.store.dialect import Tx
 from app.store.fleet import AppendFleet
-from app.store.log import Appended, advance_head, holders_of, refused
-from app.store.log_sessions import Close
+from app.store.log import Appended, holders_of
 from app.store.log_turns import Claim, Commit, Known, Release
-from app.store.schema import fleet_events, open_turns, sessions
+from app.store.schema import fleet_events
 from app.turn.claims import Claims
-from app.turn.in_flight import Claimed, EngineChoice, InFlightTurn, Placed
+from app.turn.in_flight import Claimed, EngineChoice, InFlightTurn
 from app.turn.placement import Placement
 from app.turn.retries import Retries
 from app.turn.turns import Turns
 from tests.tools.simulation.client import GaveUp, Wire
 from tests.tools.simulation.conditions import Theme, draw_theme
 from tests.tools.simulation.schedule import Simulation
-from workers.reply import Part
 
 pytestmark = pytest.mark.long
 
@@ -126,38 +117,6 @@ def the_fence_is_not_looked_at(patch: Patch) -> None:
 
 
 @of("fights")
-def the_claim_goes_before_the_commit(patch: Patch) -> None:
-    """The claim is let go of as soon as the engine has answered, and the commit does without."""
-    plain = Claims.commit
-
-    async def commit(self: Claims, turn: Claimed, *rest: Any, **options: Any) -> Any:
-        await self.abandon(turn, "not_released")
-        return await plain(self, turn, *rest, **options)
-
-    patch.setattr(Claims, "commit", commit)
-    _forges(patch, Commit, _claimed_again)
-
-
-_insert_open_turn = insert(open_turns)
-
-
-def _claimed_again(tx: Tx, operation: Commit) -> Commit:
-    if tx.one(sql.holds_open_turn, operation.held) is None:
-        row = {
-            "session_id": operation.session_id,
-            "fence": operation.fence,
-            "turn": operation.turn.turn,
-            "parent_turn": operation.turn.parent,
-            "incarnation": operation.incarnation,
-            "body_hash": operation.turn.body_hash,
-            "opened_at": operation.opened_at,
-        }
-        tx.insert(_insert_open_turn, [row])
-        tx.run(update(sessions).values(open_turns=sessions.c.open_turns + 1), {})
-    return operation
-
-
-@of("fights")
 def the_cached_version_is_trusted(patch: Patch) -> None:
     """A claim takes the session at whatever version it is."""
     _forges(patch, Claim, lambda tx, claim: msgspec.structs.replace(claim, known=_newest(tx, claim)))
@@ -196,33 +155,9 @@ def any_retry_joins(patch: Patch) -> None:
 
 
 @of("fights")
-def resets_are_not_seen(patch: Patch) -> None:
-    """A reply is delivered once the kernel has it."""
-    plain = Retries.record_delivery
-
-    def record_delivery(self: Retries, *of: Any, delivered: bool | None, is_replay: bool) -> None:
-        if delivered is not None:
-            plain(self, *of, delivered=delivered, is_replay=is_replay)
-
-    patch.setattr(Retries, "record_delivery", record_delivery)
-
-
-@of("fights")
 def a_commit_is_not_decided_again(patch: Patch) -> None:
     """The events of a tree's turn are those for the state that its process knew."""
     _forges(patch, Commit, lambda tx, commit: msgspec.structs.replace(commit, known=_newest(tx, commit)))
-
-
-@of("fights")
-def a_close_leaves_the_turn_open(patch: Patch) -> None:
-    def apply(self: Close, tx: Tx) -> Any:
-        row = tx.one(sql.close_head, {"sid": self.session_id, "at": self.at})
-        if row is None:
-            return refused(tx, self.session_id)
-        rollouts.note(tx, *row)
-        return advance_head(tx, self.session_id, self.at, [SessionClosed()])
-
-    patch.setattr(Close, "apply", apply)
 
 
 @of("fights")
@@ -270,155 +205,6 @@ def a_session_moves_without_a_word(patch: Patch) -> None:
     patch.setattr(Placement, "binding", binding)
 
 
-@of("fights")
-def the_dead_keep_their_names(patch: Patch) -> None:
-    """What a process was opening or closing when it died stays so."""
-
-    def may_be_ended(self: AffinityRow, me: int, in_use: Collection[str]) -> bool:
-        return (self.incarnation == me or self.state == "bound") and self.is_due and self.control_id not in in_use
-
-    patch.setattr(AffinityRow, "may_be_ended", may_be_ended)
-
-
-@of("fights")
-def a_name_is_bound_to_nothing(patch: Patch) -> None:
-    """A turn goes where it would without its name."""
-
-    async def place(self: ControlledTurn, choice: EngineChoice) -> None:
-        await self._acquire(choice.order.first)
-
-    patch.setattr(ControlledTurn, "place", place)
-
-
-@of("fights")
-def an_engine_is_not_told(patch: Patch) -> None:
-    """A name is ended in the store alone."""
-
-    async def tell(self: SessionControls, ending: Ending) -> None:
-        await self.write_with_retry(EngineTold(ending.control_id, self.incarnation))
-
-    patch.setattr(SessionControls, "close_at_engine", tell)
-
-
-@of("features")
-def a_restore_forgets_a_session(patch: Patch) -> None:
-    """Of the sessions that have changed, the first is left as it is."""
-    plain = checkpoints.to_restore
-
-    def to_restore(*arguments: Any) -> list[tuple[str, int]]:
-        return plain(*arguments)[1:]
-
-    patch.setattr(checkpoints, "to_restore", to_restore)
-
-
-@of("fights")
-def valid_turns_are_refused(patch: Patch) -> None:
-    """One in twelve histories that fit is told that it does not."""
-    plain, looked = history._join_linear, itertools.count(1)
-
-    def join(*arguments: Any) -> Plan:
-        if next(looked) % 12 == 0:
-            raise HistoryMismatch.of("the history does not fit")
-        return plain(*arguments)
-
-    patch.setattr(history, "_join_linear", join)
-
-
-@of("fights")
-def the_window_is_a_turn_too_wide(patch: Patch) -> None:
-    plain = history._refusal
-
-    def refusal(session: Session, request: Any, equal: int, superseded: Sequence[Turn], **follows: bool) -> Any:
-        error = plain(session, request, equal, superseded, **follows)
-        is_just_outside = len(superseded) == session.config.rollback_window + 1
-        return None if isinstance(error, RollbackTooDeep) and is_just_outside else error
-
-    patch.setattr(history, "_refusal", refusal)
-
-
-@of("fights")
-def turns_hang_at_the_root(patch: Patch) -> None:
-    """One in five turns of a tree that continue another one begins a conversation."""
-    plain, joined = history._join_tree, itertools.count(1)
-
-    def join(*arguments: Any) -> Plan:
-        plan = plain(*arguments)
-        return Plan(0, 0) if plan.parent and next(joined) % 5 == 0 else plan
-
-    patch.setattr(history, "_join_tree", join)
-
-
-@of("features")
-def turns_in_flight_use_nothing(patch: Patch) -> None:
-    """A claim looks at what is committed alone."""
-    plain = budget_operations.allowance
-
-    def allowance(budgets: Any, wanted: int | None) -> Any:
-        committed = [(limits, msgspec.structs.replace(used, open_turns=0, reserved=0)) for limits, used in budgets]
-        return plain(committed, wanted)
-
-    patch.setattr(budget_operations, "allowance", allowance)
-
-
-@of("streams")
-def a_part_ends_a_token_early(patch: Patch) -> None:
-    plain = Continuation.parts
-
-    def parts(self: Continuation) -> tuple[Part, ...]:
-        whole = plain(self)
-        if len(whole) < 2:
-            return whole
-        first, second, *rest = whole
-        return Part(first.engine, 0, first.end - 1), Part(second.engine, first.end - 1, second.end), *rest
-
-    patch.setattr(Continuation, "parts", parts)
-
-
-@of("streams")
-def a_stream_ends_before_its_commit(patch: Patch) -> None:
-    plain = ClientStream._send_deltas
-
-    async def send_deltas(self: ClientStream) -> None:
-        await plain(self)
-        await self.write(b"data: [DONE]\n\n", more=True)
-
-    patch.setattr(ClientStream, "_send_deltas", send_deltas)
-
-
-@of("streams")
-def a_wait_counts_before_it_began(patch: Patch) -> None:
-    """Whether a session was finished before a request came is not looked up before the request waits at a gate."""
-
-    async def wait_at_gate(self: Turns, placed: Placed, wait: Callable[[InFlightTurn], Any]) -> None:
-        with placed.flight.waiting_at_gate():
-            placed.flight.has_waited = True
-            await wait(placed.flight)
-
-    patch.setattr(Turns, "_wait_at_gate", wait_at_gate)
-
-
-@of("features")
-def payloads_leave_a_window_early(patch: Patch) -> None:
-    plain = retention._behind_window
-
-    def behind_window(session: Session, *rest: Any) -> list[int]:
-        shorter = msgspec.structs.replace(session.config, rollback_window=max(session.config.rollback_window - 1, 0))
-        return plain(msgspec.structs.replace(session, config=shorter), *rest)
-
-    patch.setattr(retention, "_behind_window", behind_window)
-
-
-@of("features")
-def a_budget_drops_everything(patch: Patch) -> None:
-    """Once payloads are over it."""
-    plain = retention._over_budget
-
-    def over_budget(session: Session, left: Any, uses: retention.ChunkUses, max_bytes: int | None, pinned: Any) -> Any:
-        return plain(session, left, uses, max_bytes and max_bytes - uses.bytes, pinned)
-
-    patch.setattr(retention, "_over_budget", over_budget)
-
-
 @of("features")
 def a_request_joins_the_first_turn_that_fits(patch: Patch) -> None:
     plain = RequestHistory.histories
@@ -440,7 +226,11 @@ MOST = 80
 
 def _params() -> Iterator[Any]:
     replaced = [(theme, name, partial(_replace, *attribute)) for theme, name, *attribute in REPLACED]
-    made = [(one.theme, one.__name__, one) for one in globals().values() if hasattr(one, "theme")]
+    made = [
+        (one.theme, one.__name__, one)
+        for one in globals().values()
+        if isinstance(one, FunctionType) and hasattr(one, "theme")
+    ]
     for theme, name, mutant in (*replaced, *made):
         yield pytest.param(theme, mutant, marks=() if name in QUICK else (pytest.mark.untimed,), id=name)
 

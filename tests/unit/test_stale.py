@@ -136,32 +136,6 @@ def with_turns(reward: float | None = 1.0, **turns: float) -> Row:
     return msgspec.structs.replace(row, session=session, by_turn=True)
 
 
-@pytest.mark.parametrize(
-    ("row", "tokens", "turns"),
-    [
-        (with_turns(1.0, t1=0.25), [0.25, 0.0, 0.75], [0.25, 0.0]),
-        (with_turns(1.0, t1=0.25, t2=0.75), [0.25, 0.0, 0.75], [0.25, 0.75]),
-        (with_turns(1.0), [0.0, 0.0, 1.0], [0.0, 0.0]),
-        (with_turns(0.0, t1=-1.0, t7=5.0), [-1.0, 0.0, 1.0], [-1.0, 0.0]),
-        (with_turns(None, t1=0.5), None, [0.5, 0.0]),
-    ],
-)
-def test_the_rest_of_the_reward_is_at_the_rows_last_token(
-    row: Row, tokens: list[float] | None, turns: list[float]
-) -> None:
-    verl: Any = formats.of_row("ndjson", "verl", row)
-    assert verl["extra_fields"]["turn_scores"] == turns
-    assert verl["reward_score"] == row.reward
-    if tokens is None:
-        assert "rm_scores" not in verl
-        with pytest.raises(Unfit, match="no reward"):
-            formats.of_row("ndjson", "skyrl", row)
-        return
-    assert verl["rm_scores"].tolist() == tokens
-    skyrl: Any = formats.of_row("ndjson", "skyrl", row)
-    assert skyrl["rewards"].tolist() == tokens
-
-
 def test_a_reward_of_a_token_that_no_float32_holds_is_left_out() -> None:
     with pytest.raises(Unfit, match="float32"):
         token_rewards(with_turns(3e38, t1=-3e38))

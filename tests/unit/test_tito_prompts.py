@@ -79,14 +79,6 @@ def test_a_replys_beginning_is_cut_as_transformers_cuts_it_or_refused(
     )
 
 
-def test_template_arguments_reach_the_new_part(tmp_path_factory: pytest.TempPathFactory) -> None:
-    prompts = qwen3(tmp_path_factory)
-    stored = answered(prompts, "Yes", "<|im_end|>")
-    new = [{"role": "user", "content": "so"}]
-    assert prompts.decode(after(prompts, stored, new, None, {"enable_thinking": False}).ids).endswith("</think>\n\n")
-    assert prompts.decode(after(prompts, stored, new).ids).endswith("assistant\n")
-
-
 @pytest.mark.parametrize(
     ("name", "before", "now", "rewrites"),
     [

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 import pytest
 from making import Book, assistant, user
 
 from app.domain.branches import Branches, Loss, branch_rows
 from app.domain.events import TurnCommitted
-from app.domain.rules import Plan, superseded
-from app.domain.session import Turns, fold
+from app.domain.rules import superseded
+from app.domain.session import fold
 
 A, B, C, D = user("a"), user("b"), user("c"), user("d")
 X, Y, Z = assistant("x"), assistant("y"), assistant("z")
@@ -19,53 +17,6 @@ X, Y, Z = assistant("x"), assistant("y"), assistant("z")
 
 def tree(window: int = 1) -> Book:
     return Book(window, history="tree")
-
-
-def test_turns_share_a_list_until_two_follow_the_same() -> None:
-    book = tree()
-    for number in range(3):
-        book.turn([user(f"{number}")], X)
-    first, second, third = book.session.turns
-    third = msgspec.structs.replace(third, number=7)
-    begun = Turns([first])
-    one, other = begun.added(second), begun.added(third)
-    assert [[turn.number for turn in turns] for turns in (begun, one, other)] == [[1], [1, 2], [1, 7]]
-    assert (2 in begun, 2 in one, 2 in other, one.get(7), other[7]) == (False, True, False, None, third)
-    assert ([turn.number for turn in reversed(other)], other.newest, len(begun)) == ([7, 1], third, 1)
-    with pytest.raises(ValueError, match="twice"):
-        one.added(second)
-    with pytest.raises(KeyError):
-        begun[2]
-
-
-def grown() -> Book:
-    """1: A X. 2 and 3: A X B, Y and Z. 4: C X. 5: A X again, by agent "k" and in another spelling."""
-    book = tree()
-    book.turn([A], X)
-    book.turn([A, X, B], Y)
-    book.turn([A, X, B], Z)
-    book.turn([C], X)
-    book.turn([user(" a ")], X, agent_id="k")
-    return book
-
-
-ATTACHES: list[tuple[str, list[dict[str, Any]], str | None, Plan]] = [
-    ("the deepest", [A, X, B, Y, C], None, Plan(2, 4)),
-    ("its sibling", [A, X, B, Z, C], None, Plan(3, 4)),
-    ("no reply that it knows", [A, X, B, X], None, Plan(1, 2)),
-    ("a prefix from another path", [C, X, B, Y], None, Plan(4, 2)),
-    ("nothing", [D], None, Plan(0, 0)),
-    ("an input alone", [A], None, Plan(0, 0)),
-    ("the same agent's", [A, X, D], "k", Plan(5, 2)),
-    ("its spelling, of another agent", [user(" a "), X, D], "other", Plan(5, 2)),
-    ("the agent before the spelling", [user(" a "), X, D], None, Plan(1, 2)),
-    ("the newest in no spelling", [user("a "), X, D], "other", Plan(5, 2)),
-]
-
-
-@pytest.mark.parametrize(("messages", "agent_id", "plan"), [a[1:] for a in ATTACHES], ids=[a[0] for a in ATTACHES])
-def test_a_request_attaches(messages: list[dict[str, Any]], agent_id: str | None, plan: Plan) -> None:
-    assert grown().plan(messages, agent_id) == plan
 
 
 def test_branches_of_copies_are_those_that_would_be_decided() -> None:

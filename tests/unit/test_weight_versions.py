@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from contextlib import closing
 from typing import Any
 
 import msgspec
 import pytest
-from integration.reading import CONTAINERS, read
 from making import Book, assistant, samples, user
-from shape_rows import TWO_TURNS, rows
 
 from app.domain.events import TurnCommitted
-from app.domain.groups import staleness, too_stale
 from app.domain.samples import Sample, TurnTokens
-from app.export import formats
 from app.export.parts import session_excluded
-from app.export.query import Cursor, ExportQuery
+from app.export.query import ExportQuery
 from app.export.rows import Known
-from app.store.feed import Position
 from workers.reply import Part, VersionSpan
 
 Spans = Sequence[tuple[str, int, int]]
@@ -98,28 +91,6 @@ def test_what_is_trimmed_of_a_turn_is_trimmed_of_its_parts() -> None:
     assert sample.turns[0].end == 3
 
 
-@pytest.mark.parametrize("format", CONTAINERS)
-def test_a_row_has_the_parts_of_its_turns_in_every_format(format: str) -> None:
-    (row,) = rows(TWO_TURNS)
-    first, last = row.sample.turns
-    last = msgspec.structs.replace(last, parts=[Part("http://a", 4, 5)], adapter="math", dispatched="4")
-    row = msgspec.structs.replace(row, sample=msgspec.structs.replace(row.sample, turns=[first, last]))
-    with closing(formats.open_writer(ExportQuery(format=format))) as writer:
-        fields = formats.of_row(format, "turnlog", row)
-        [found] = read(format, b"".join([*writer.write([fields]), *writer.finish()]))
-    turns = json.loads(found["turns"]) if isinstance(found["turns"], str) else found["turns"]
-    assert [turn["parts"] for turn in turns] == [[], [{"engine": "http://a", "start": 4, "end": 5}]]
-    assert [(turn["adapter"], turn["dispatched"]) for turn in turns] == [(None, None), ("math", "4")]
-    assert found["adapter"] is None, "the two turns were for different ones"
-    assert found["weight_version_regressed"] is False
-
-
-def test_staleness_is_how_far_the_oldest_token_is_behind() -> None:
-    assert (staleness(7, 5), staleness(5, 7), staleness(None, 5), staleness(7, None)) == (2, -2, None, None)
-    assert too_stale(2, 2) is None
-    assert too_stale(3, 2) == "stale: 3 weight versions behind, max_staleness is 2"
-
-
 def known(book: Book) -> Known:
     events = {turn.event.turn: turn.event for turn in book.content.values()}
     assert all(isinstance(event, TurnCommitted) for event in events.values())
@@ -146,12 +117,3 @@ def test_a_session_is_judged_by_its_oldest_sampled_token(
     found = known(book_of(*turns))
     assert session_excluded(found, ExportQuery(max_staleness=2, weight_version=current)) == reason
     assert session_excluded(found, ExportQuery(weight_version=current)) is None
-
-
-def test_what_is_current_is_the_cursors_unless_the_client_says() -> None:
-    window = Cursor("e", Position(0, 0), Position(1, 1), newest=5)
-    assert window.as_of(ExportQuery(max_staleness=1)).weight_version == 5
-    assert window.as_of(ExportQuery(max_staleness=1, weight_version=9)).weight_version == 9
-    none = msgspec.structs.replace(window, newest=None)
-    assert none.as_of(ExportQuery()) == ExportQuery()
-    assert none.as_of(ExportQuery(max_staleness=1)).weight_version is None

@@ -1,29 +1,22 @@
-"""What each field of a claim, a commit and a freeing is for: the shortest schedule that goes wrong without it.
-
-A mutant replaces what the caller knew by what the store has, so that the field cannot refuse anything. Each schedule
-holds with the field and fails without it.
-"""
+"""What the fields of a claim, a commit and a freeing are for: the shortest schedule that goes wrong without each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
 from helpers.log import BODY, opened, payload
-from helpers.store import LEASE_S, commit, create, event_at, release, reward, stage
-from sqlalchemy import bindparam, insert, literal, select, update
-from sqlalchemy.exc import IntegrityError
+from helpers.store import LEASE_S, commit, create, release, reward, stage
+from sqlalchemy import bindparam, insert, select, update
 
 from app.domain.events import BlobsTombstoned, LimitReached, Limits, SessionRestored, TurnOpened
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit
 from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
-from app.features.resume import staged_tokens
 from app.features.resume.schema import staged_tokens as staged_tokens_table
 from app.features.resume.staged_tokens import StagedRow, StageTokens, TakeOverStaged
-from app.store import incarnations, pins, sqlite_tx
-from app.store import statements as sql
+from app.store import incarnations
 from app.store.dialect import Tx
 from app.store.log import Appended, BaseOperation, Refused, StoredChunk, advance_head
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay, SaveSnapshot
@@ -32,39 +25,29 @@ from app.store.log_turns import (
     AbsorbAttempt,
     Busy,
     Claim,
-    Commit,
     Known,
     Limited,
     Pinned,
-    Release,
-    Stage,
     Stale,
 )
-from app.store.schema import chunks, open_turns, sessions, snapshots
+from app.store.schema import chunks, sessions, snapshots
 from app.store.writer import apply_all
 from tests.tools.simulation.service import register
 from tests.tools.simulation.store import MemoryStore
-
-Mutant = Callable[[Tx, Any], Any]
 
 KEY = "k" * 32
 ROW = StagedRow(0, 0, "http://engine", None, None, b"text")
 CHUNK = StoredChunk(0, "routed_experts", 4, "h" * 64, b"rows")
 FREED = BlobsTombstoned((1,), ((2, 0),))
 
-_claims = select(open_turns.c.fence, open_turns.c.incarnation, open_turns.c.opened_at).where(
-    open_turns.c.session_id == bindparam("sid")
-)
 _bytes = select(chunks.c.data).where(chunks.c.session_id == bindparam("sid"))
-_no_number = update(sessions).values(last_turn=sessions.c.turns)
 
 
 class Shared:
     """A store that processes 1 and 2 share. Session `s` was created at 1.0, and is on disk."""
 
-    def __init__(self, memory: MemoryStore, mutant: Mutant) -> None:
+    def __init__(self, memory: MemoryStore) -> None:
         self._memory = memory
-        self._mutant = mutant
         memory.restart(lambda: 100.0)
         self.alter(lambda tx: [register(tx, name, alone=False) for name in ("p1", "p2")])
         self.do(create("s"))
@@ -73,10 +56,7 @@ class Shared:
         return self._memory.transact(work, durable=durable)
 
     def do(self, operation: BaseOperation) -> Any:
-        def apply(tx: Tx) -> Any:
-            return apply_all(tx, [self._mutant(tx, operation)])[0]
-
-        return self.alter(apply, durable=operation.durable)
+        return self.alter(lambda tx: apply_all(tx, [operation])[0], durable=operation.durable)
 
     def crash(self, lost: int) -> None:
         """The newest `lost` transactions were not synced."""
@@ -116,7 +96,19 @@ class Shared:
         return self.do(msgspec.structs.replace(operation, stages=stages))
 
 
-def a_lost_claim_is_given_again(shared: Shared) -> None:
+@pytest.fixture(scope="module")
+def memory() -> Iterator[MemoryStore]:
+    made = MemoryStore()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def shared(memory: MemoryStore) -> Shared:
+    return Shared(memory)
+
+
+def test_a_lost_claim_is_given_again(shared: Shared) -> None:
     """A crash undoes a claim; another turn of the same process gets its fence."""
     shared.takes(1)
     shared.crash(1)
@@ -125,7 +117,7 @@ def a_lost_claim_is_given_again(shared: Shared) -> None:
     assert isinstance(shared.commits(1, 2, opened_at=2.5), Appended)
 
 
-def a_lost_claim_is_given_to_another_process(shared: Shared) -> None:
+def test_a_lost_claim_is_given_to_another_process(shared: Shared) -> None:
     """Its clock shows the same."""
     shared.takes(1)
     shared.crash(1)
@@ -133,7 +125,7 @@ def a_lost_claim_is_given_to_another_process(shared: Shared) -> None:
     assert shared.commits(1, 2) == Refused("open")
 
 
-def a_clock_stands_still(shared: Shared) -> None:
+def test_a_clock_stands_still(shared: Shared) -> None:
     """A process claims twice at one time, and the first turn's writes come late."""
     shared.takes(1)
     shared.do(release("s", 2, 1))
@@ -144,7 +136,7 @@ def a_clock_stands_still(shared: Shared) -> None:
     assert not shared.do(StageTokens("s", 2, 1, 2.0, "r" * 64, ROW))
 
 
-def a_lost_claim_is_released(shared: Shared) -> None:
+def test_a_lost_claim_is_released(shared: Shared) -> None:
     """A crash undoes a claim; another turn of the same process gets its fence, and the first one's release comes."""
     shared.takes(1)
     shared.crash(1)
@@ -152,26 +144,26 @@ def a_lost_claim_is_released(shared: Shared) -> None:
     assert shared.do(release("s", 2, 1)) == Refused("open")
 
 
-def a_claim_that_another_process_got_is_released(shared: Shared) -> None:
+def test_a_claim_that_another_process_got_is_released(shared: Shared) -> None:
     shared.takes(1)
     shared.crash(1)
     shared.takes(1, incarnation=2)
     assert shared.do(release("s", 2, 1)) == Refused("open")
 
 
-def two_turns_come_first(shared: Shared) -> None:
+def test_two_turns_come_first(shared: Shared) -> None:
     """Each decides what the session's history is; the second has to look at what the first has decided."""
     shared.takes(1, most=1, history="tree")
     assert shared.takes(1, 2.5, most=1, turns=0, history="tree", incarnation=2) == Stale()
 
 
-def another_request_is_marked(shared: Shared) -> None:
+def test_another_request_is_marked(shared: Shared) -> None:
     """It is no retry of the turn in flight."""
     shared.takes(1)
     assert isinstance(shared.takes(1, 2.5, incarnation=2, is_retry=True, body_hash="o" * 32), Appended)
 
 
-def two_turns_have_staged_tokens(shared: Shared) -> None:
+def test_two_turns_have_staged_tokens(shared: Shared) -> None:
     """The one that is in flight keeps its own when the other commits."""
     for at, fence in ((2.0, 2), (2.5, 3)):
         shared.takes(1, at, turns=0)
@@ -181,7 +173,7 @@ def two_turns_have_staged_tokens(shared: Shared) -> None:
     assert shared.staged() == [3]
 
 
-def an_engine_dies(shared: Shared) -> None:
+def test_an_engine_dies(shared: Shared) -> None:
     """Its turn ends, and the retry goes on from what it has staged."""
     shared.takes(1)
     assert shared.do(StageTokens("s", 2, 1, 2.0, "r" * 64, ROW))
@@ -189,7 +181,7 @@ def an_engine_dies(shared: Shared) -> None:
     assert shared.staged() == [2]
 
 
-def a_log_was_written_anew(shared: Shared) -> None:
+def test_a_log_was_written_anew(shared: Shared) -> None:
     """A crash undoes a turn's beginning and end; others take their places."""
     shared.takes(1)
     shared.do(release("s", 2, 1))
@@ -199,19 +191,19 @@ def a_log_was_written_anew(shared: Shared) -> None:
     assert shared.takes(2, 4.0, expected=3, last=3.0, turns=0) == Stale()
 
 
-def a_tree_has_grown(shared: Shared) -> None:
+def test_a_tree_has_grown(shared: Shared) -> None:
     """The request might join the turn that another process has committed meanwhile."""
     shared.takes(1)
     shared.commits(1, 2)
     assert shared.takes(1, 4.0, incarnation=2) == Stale()
 
 
-def a_tree_is_full(shared: Shared) -> None:
+def test_a_tree_is_full(shared: Shared) -> None:
     shared.takes(1)
     assert shared.takes(1, 2.5, turns=0, most=1, incarnation=2) == Busy(1, 2, 1, BODY, None, 2.0)
 
 
-def a_tree_was_restored(shared: Shared) -> None:
+def test_a_tree_was_restored(shared: Shared) -> None:
     """It has as many turns as the process knows, but not those."""
     for turn in (1, 2):
         place = 1 if turn == 1 else 3
@@ -228,30 +220,30 @@ def a_tree_was_restored(shared: Shared) -> None:
     assert shared.takes(4, 7.0, expected=5, last=3.0, turns=2, incarnation=2) == Stale()
 
 
-def two_turns_are_numbered(shared: Shared) -> None:
+def test_two_turns_are_numbered(shared: Shared) -> None:
     """Neither process knows of the other's turn."""
     numbers = [shared.takes(1, at, turns=0).events[0].event.turn for at in (2.0, 2.5)]
     assert numbers == [1, 2]
 
 
-def a_request_is_sent_again(shared: Shared) -> None:
+def test_a_request_is_sent_again(shared: Shared) -> None:
     """To another process, while its turn is in flight."""
     shared.takes(1, retry_key=KEY)
     assert isinstance(shared.takes(1, 2.5, incarnation=2, retry_key=KEY), Busy)
 
 
-def a_marked_request_is_sent_again(shared: Shared) -> None:
+def test_a_marked_request_is_sent_again(shared: Shared) -> None:
     shared.takes(1)
     assert isinstance(shared.takes(1, 2.5, incarnation=2, is_retry=True), Busy)
 
 
-def another_agent_sends_the_same(shared: Shared) -> None:
+def test_another_agent_sends_the_same(shared: Shared) -> None:
     """Its retry is not of the turn in flight."""
     shared.takes(1)
     assert isinstance(shared.takes(1, 2.5, incarnation=2, is_retry=True, unlike=[2]), Appended)
 
 
-def a_dead_turn_is_sent_again(shared: Shared) -> None:
+def test_a_dead_turn_is_sent_again(shared: Shared) -> None:
     """Its owner is dead, and must not commit after all."""
     shared.takes(1)
     shared.commits(1, 2)
@@ -263,7 +255,7 @@ def a_dead_turn_is_sent_again(shared: Shared) -> None:
     assert shared.commits(2, 4, opened_at=4.0) == Refused("open")
 
 
-def another_turn_was_committed(shared: Shared) -> None:
+def test_another_turn_was_committed(shared: Shared) -> None:
     """A turn's events depend on the turns before it."""
     for at in (2.0, 2.5):
         shared.takes(1, at, turns=0)
@@ -272,7 +264,7 @@ def another_turn_was_committed(shared: Shared) -> None:
     assert shared.commits(2, 3, opened_at=2.5, known=decided) == Stale()
 
 
-def chunks_are_shared(shared: Shared) -> None:
+def test_chunks_are_shared(shared: Shared) -> None:
     """A turn that was opened after a tombstone was decided continues the turn whose payload it frees."""
     _has_payload(shared)
     shared.takes(2, 4.0, expected=3, last=3.0, parent=1)
@@ -282,7 +274,7 @@ def chunks_are_shared(shared: Shared) -> None:
     assert shared.has_bytes()
 
 
-def chunks_are_shared_after_a_crash(shared: Shared) -> None:
+def test_chunks_are_shared_after_a_crash(shared: Shared) -> None:
     """The log is as long as it was, but another turn is open."""
     _has_payload(shared)
     shared.takes(2, 4.0, expected=3, last=3.0, parent=1)
@@ -294,7 +286,7 @@ def chunks_are_shared_after_a_crash(shared: Shared) -> None:
     assert shared.has_bytes()
 
 
-def a_checkpoint_is_made(shared: Shared) -> None:
+def test_a_checkpoint_is_made(shared: Shared) -> None:
     """It has the payload that a commit, decided before it, would free."""
     _has_payload(shared)
     shared.takes(2, 4.0, expected=3, last=3.0, parent=1)
@@ -303,7 +295,7 @@ def a_checkpoint_is_made(shared: Shared) -> None:
     assert shared.has_bytes()
 
 
-def staged_chunks_are_lost(shared: Shared) -> None:
+def test_staged_chunks_are_lost(shared: Shared) -> None:
     """A crash undoes the staging, and keeps the claim."""
     shared.takes(1)
     shared.do(stage("s", 2, 1, CHUNK))
@@ -311,7 +303,7 @@ def staged_chunks_are_lost(shared: Shared) -> None:
     assert shared.commits(1, 2, payloads=(payload(2, 0),)) == Refused("open")
 
 
-def staged_tokens_are_in_use(shared: Shared) -> None:
+def test_staged_tokens_are_in_use(shared: Shared) -> None:
     """The turn that staged them is in flight."""
     shared.takes(1)
     assert shared.do(StageTokens("s", 2, 1, 2.0, "r" * 64, ROW))
@@ -319,7 +311,7 @@ def staged_tokens_are_in_use(shared: Shared) -> None:
     assert not shared.do(TakeOverStaged("s", 3, 1, 2.5, 2))
 
 
-def a_closed_session_changes(shared: Shared) -> None:
+def test_a_closed_session_changes(shared: Shared) -> None:
     """A freeing was decided for the state before: a restore may have given back a turn since."""
     _has_payload(shared)
     shared.do(Close("s", 5.0))
@@ -327,7 +319,7 @@ def a_closed_session_changes(shared: Shared) -> None:
     assert shared.do(FreeReplay("s", 4, 7.0, FREED)) == Appended(())
 
 
-def a_freeing_is_lost(shared: Shared) -> None:
+def test_a_freeing_is_lost(shared: Shared) -> None:
     """A crash undoes the event that says that the chunks are free."""
     _has_payload(shared)
     shared.do(Close("s", 5.0))
@@ -337,14 +329,14 @@ def a_freeing_is_lost(shared: Shared) -> None:
     assert shared.has_bytes()
 
 
-def a_closed_session_is_in_a_checkpoint(shared: Shared) -> None:
+def test_a_closed_session_is_in_a_checkpoint(shared: Shared) -> None:
     _has_payload(shared)
     shared.do(Close("s", 5.0))
     shared.alter(_make_checkpoint)
     assert shared.do(FreeReplay("s", 4, 7.0, FREED, unless_pinned=True)) == Appended(())
 
 
-def an_attempt_comes_late(shared: Shared) -> None:
+def test_an_attempt_comes_late(shared: Shared) -> None:
     """Two of them, at other processes, behind a turn that one attempt came before."""
     shared.takes(1)
     shared.commits(1, 2)
@@ -352,14 +344,14 @@ def an_attempt_comes_late(shared: Shared) -> None:
     assert [shared.do(AbsorbAttempt("s", 1, 1, 3.0, lambda: 9.0)) for _ in range(2)] == [True, False]
 
 
-def a_claims_answer_is_lost(shared: Shared) -> None:
+def test_a_claims_answer_is_lost(shared: Shared) -> None:
     """Its turn has ended; another one of the session is in flight."""
     for at in (2.0, 2.5):
         shared.takes(1, at, turns=0)
     assert shared.do(AbandonLost(1, 9.0, {("s", 2.5)})) == 1
 
 
-def a_session_is_erased(shared: Shared) -> None:
+def test_a_session_is_erased(shared: Shared) -> None:
     """A snapshot of it is saved late."""
     shared.do(Close("s", 5.0))
     shared.do(Erase("s", 6.0))
@@ -367,7 +359,7 @@ def a_session_is_erased(shared: Shared) -> None:
     assert not shared.alter(lambda tx: tx.all(select(snapshots.c.seq), {}))
 
 
-def two_turns_reserve_tokens(shared: Shared) -> None:
+def test_two_turns_reserve_tokens(shared: Shared) -> None:
     """The second gets what the first leaves, and the third nothing before one of them ends."""
     assert [shared.reserves(6), shared.reserves(6)] == [6, 4]
     assert shared.reserves(6) == Limited("tokens", frozenset({1}))
@@ -375,7 +367,7 @@ def two_turns_reserve_tokens(shared: Shared) -> None:
     assert shared.reserves(None, expected=4, last=3.0) == 6
 
 
-def a_turn_has_sampled_tokens(shared: Shared) -> None:
+def test_a_turn_has_sampled_tokens(shared: Shared) -> None:
     """It gives back what it has reserved, but for those."""
     assert shared.reserves(None) == 10
     operation = commit("s", 2, 1, turn=1, at=3.0, opened_at=2.0)
@@ -384,7 +376,7 @@ def a_turn_has_sampled_tokens(shared: Shared) -> None:
     assert shared.reserves(None, expected=3, last=3.0, turns=1, turn=2) == 10 - sampled
 
 
-def a_limit_ends_a_turn(shared: Shared) -> None:
+def test_a_limit_ends_a_turn(shared: Shared) -> None:
     """What it has sampled is used, though nobody has it."""
     assert shared.reserves(4) == 4
     ended = msgspec.structs.asdict(release("s", 2, 1)) | {"then": [LimitReached("tokens", 0, 4)]}
@@ -392,37 +384,23 @@ def a_limit_ends_a_turn(shared: Shared) -> None:
     assert shared.reserves(None, expected=4, last=3.0) == 6
 
 
-def the_time_is_over(shared: Shared) -> None:
+def test_the_time_is_over(shared: Shared) -> None:
     assert shared.reserves(1, reached="seconds") == Limited("seconds")
 
 
-def a_dead_process_has_reserved_all(shared: Shared) -> None:
+def test_a_dead_process_has_reserved_all(shared: Shared) -> None:
     shared.reserves(None)
     shared.ends()
     assert shared.reserves(1, incarnation=2) == Stale()
     assert shared.reserves(1, expected=3, last=2.0, incarnation=2) == 1
 
 
-def another_process_has_used_all(shared: Shared) -> None:
+def test_another_process_has_used_all(shared: Shared) -> None:
     """By the turn that the request repeats: it has to look at the log first."""
     shared.reserves(None)
     operation = commit("s", 2, 1, turn=1, at=3.0, opened_at=2.0, output_tokens=10)
     assert isinstance(shared.do(BudgetCommit(**msgspec.structs.asdict(operation))), Appended)
     assert shared.reserves(None, incarnation=2) == Stale()
-
-
-def uncounted(tx: Tx, operation: Any) -> Any:
-    """A commit that counts nothing."""
-    return Commit(**msgspec.structs.asdict(operation)) if isinstance(operation, BudgetCommit) else operation
-
-
-def _none(claim: BudgetClaim, tx: Tx, session_ids: list[str]) -> bool:
-    return False
-
-
-def _save_anyway(snapshot: SaveSnapshot, tx: Tx) -> None:
-    row = {"session_id": snapshot.session_id, "seq": snapshot.seq, "format": snapshot.format, "data": snapshot.data}
-    tx.insert(sql.insert_snapshot, [row])
 
 
 def _has_payload(shared: Shared) -> None:
@@ -435,157 +413,3 @@ def _make_checkpoint(tx: Tx) -> None:
     row = {"id": 1, "name": "named", "state": "made", "cut": "now", "created_at": 4.0, "sessions": 1, "groups": 0}
     tx.insert(insert(checkpoints), [row])
     tx.insert(insert(checkpoint_sessions), [{"checkpoint_id": 1, "session_id": "s", "seq": 3, "is_done": False}])
-
-
-def held(place: int, kind: type[BaseOperation], field: str) -> Mutant:
-    """The operation names what the open turn has."""
-
-    def mutant(tx: Tx, operation: Any) -> Any:
-        row = tx.one(_claims, {"sid": "s"}) if isinstance(operation, kind) else None
-        return operation if row is None else msgspec.structs.replace(operation, **{field: row[place]})
-
-    return mutant
-
-
-def fits(kind: type[BaseOperation], *fields: str) -> Mutant:
-    """The operation knows all that has happened."""
-
-    def mutant(tx: Tx, operation: Any) -> Any:
-        if not isinstance(operation, kind):
-            return operation
-        head = tx.one(sql.head, {"sid": "s"})
-        assert head is not None
-        version = head[0] if "version" in fields else _expected(operation)
-        last = tx.one(event_at, {"sid": "s", "place": version})
-        known = {
-            "version": version,
-            "last_event_at": -1.0 if last is None else last[0],
-            "turns": head[4],
-            "most": 100,
-            "is_retry": False,
-            "unlike": (),
-            "retry_key": None,
-            "pinned_upto": pins.pinned_upto(tx, "s"),
-            "unless_pinned": False,
-        }
-        return _replaced(operation, {field: known[field] for field in fields})
-
-    return mutant
-
-
-def _expected(operation: Any) -> int:
-    known = getattr(operation, "known", None)
-    return known.version if isinstance(known, Known) else 0
-
-
-def _replaced(operation: Any, fields: dict[str, Any]) -> Any:
-    """The operation, and the structs in it, with these fields where they have them."""
-    own = {name: value for name, value in fields.items() if name in operation.__struct_fields__}
-    for name in ("known", "event"):
-        part = getattr(operation, name, None)
-        if isinstance(part, Known | TurnOpened):
-            own[name] = _replaced(part, fields)
-    return msgspec.structs.replace(operation, **own)
-
-
-def given(kind: type[BaseOperation], **fields: Any) -> Mutant:
-    """The operation has these fields, whatever it was given."""
-
-    def mutant(tx: Tx, operation: Any) -> Any:
-        return _replaced(operation, fields) if isinstance(operation, kind) else operation
-
-    return mutant
-
-
-def no_numbers(tx: Tx, operation: Any) -> Any:
-    """A turn's number is that of the committed ones and one more."""
-    tx.run(_no_number, {})
-    return operation
-
-
-def unchanged(tx: Tx, operation: Any) -> Any:
-    return operation
-
-
-def no_times(tx: Tx, operation: Any) -> Any:
-    """Every claim of a session is known that has one."""
-    is_kind = isinstance(operation, AbandonLost)
-    return msgspec.structs.replace(operation, known={("s", 2.0), ("s", 2.5)}) if is_kind else operation
-
-
-class Case(NamedTuple):
-    """`patches` are what the mutant changes besides its operation."""
-
-    field: str
-    schedule: Callable[[Shared], None]
-    mutant: Mutant
-    patches: tuple[tuple[Any, str, Any], ...] = ()
-
-
-_NONE_RESERVED = sqlite_tx.OPEN.replace("?)", "0 * ?)")
-_taken_over = (
-    update(staged_tokens_table).where(staged_tokens_table.c.fence == bindparam("fenced")).values(fence=bindparam("by"))
-)
-
-CASES = (
-    Case("Commit.opened_at", a_lost_claim_is_given_again, held(2, Commit, "opened_at")),
-    Case("Commit.incarnation", a_lost_claim_is_given_to_another_process, held(1, Commit, "incarnation")),
-    Case("Commit.fence", a_clock_stands_still, held(0, Commit, "fence")),
-    Case("Release.fence", a_clock_stands_still, held(0, Release, "fence")),
-    Case("Release.opened_at", a_lost_claim_is_released, held(2, Release, "opened_at")),
-    Case("Release.incarnation", a_claim_that_another_process_got_is_released, held(1, Release, "incarnation")),
-    Case("Release.keeps_staged", an_engine_dies, given(Release, keeps_staged=False)),
-    Case("Stage.fence", a_clock_stands_still, held(0, Stage, "fence")),
-    Case("StageTokens.fence", a_clock_stands_still, held(0, StageTokens, "fence")),
-    Case("Claim.known.last_event_at", a_log_was_written_anew, fits(Claim, "last_event_at")),
-    Case("Claim.known.version", a_tree_was_restored, fits(Claim, "version", "last_event_at")),
-    Case("Claim.known.turns", a_tree_has_grown, fits(Claim, "turns")),
-    Case("Claim.most", a_tree_is_full, fits(Claim, "most")),
-    Case("Claim.is_retry", a_marked_request_is_sent_again, fits(Claim, "is_retry")),
-    Case("Claim.unlike", another_agent_sends_the_same, fits(Claim, "unlike")),
-    Case("TurnOpened.retry_key", a_request_is_sent_again, fits(Claim, "retry_key")),
-    Case("TurnOpened.body_hash", another_request_is_marked, given(Claim, body_hash=BODY)),
-    Case("TurnOpened.history", two_turns_come_first, given(Claim, history=None)),
-    Case("the abandoned", a_dead_turn_is_sent_again, fits(Claim, "retry_key")),
-    Case("sessions.last_turn", two_turns_are_numbered, no_numbers),
-    Case("Commit.known.turns", another_turn_was_committed, fits(Commit, "turns")),
-    Case("Commit.known.version", chunks_are_shared, fits(Commit, "version", "last_event_at")),
-    Case("Commit.known.last_event_at", chunks_are_shared_after_a_crash, fits(Commit, "last_event_at")),
-    Case("Commit.pinned_upto", a_checkpoint_is_made, fits(Commit, "pinned_upto")),
-    Case("Commit.staged", staged_chunks_are_lost, unchanged, ((Commit, "staged", set()),)),
-    Case("Commit.stages", two_turns_have_staged_tokens, given(Commit, stages="session")),
-    Case("_is_open", staged_tokens_are_in_use, unchanged, ((staged_tokens, "_take_over", _taken_over),)),
-    Case("AbsorbAttempt.most", an_attempt_comes_late, given(AbsorbAttempt, most=2)),
-    Case("AbsorbAttempt.came_at", an_attempt_comes_late, given(AbsorbAttempt, came_at=0.0)),
-    Case("AbandonLost.known", a_claims_answer_is_lost, no_times),
-    Case("SaveSnapshot's look at the head", a_session_is_erased, unchanged, ((SaveSnapshot, "apply", _save_anyway),)),
-    Case("open_turns.reserved", two_turns_reserve_tokens, unchanged, ((sqlite_tx, "OPEN", _NONE_RESERVED),)),
-    Case("BudgetClaim.wanted", two_turns_reserve_tokens, given(BudgetClaim, wanted=None)),
-    Case("BudgetClaim.budgets", two_turns_reserve_tokens, given(BudgetClaim, budgets=())),
-    Case("BudgetClaim.reached", the_time_is_over, given(BudgetClaim, reached=None)),
-    Case("BudgetClaim.known.turns", another_process_has_used_all, fits(BudgetClaim, "turns")),
-    Case("what the dead reserve", a_dead_process_has_reserved_all, unchanged, ((BudgetClaim, "_abandon_dead", _none),)),
-    Case("sessions.spent_tokens", a_turn_has_sampled_tokens, uncounted),
-    Case("EndAtLimit.sampled", a_limit_ends_a_turn, given(EndAtLimit, sampled=0)),
-    Case("FreeReplay.version", a_closed_session_changes, fits(FreeReplay, "version")),
-    Case("FreeReplay.unless_pinned", a_closed_session_is_in_a_checkpoint, fits(FreeReplay, "unless_pinned")),
-    Case("FreeChunks.by", a_freeing_is_lost, unchanged, ((sql, "tombstone_event", select(literal(1))),)),
-)
-
-
-@pytest.fixture(scope="module")
-def memory() -> Iterator[MemoryStore]:
-    made = MemoryStore()
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.field)
-def test_a_field_has_a_schedule_that_fails_without_it(
-    memory: MemoryStore, case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case.schedule(Shared(memory, unchanged))
-    for owner, name, value in case.patches:
-        monkeypatch.setattr(owner, name, value)
-    with pytest.raises((AssertionError, IntegrityError)):
-        case.schedule(Shared(memory, case.mutant))
