@@ -316,8 +316,8 @@ def test_a_request_that_names_no_session_gets_one_of_its_own(odd: Stand) -> None
     assert url == "https://turnlog.example.org/below/sessions/known"
 
 
-def test_a_rollback_is_told_in_a_stream_whose_headers_have_gone_out(keeping: Stand) -> None:
-    talk = keeping.talk()
+def test_a_rollback_is_told_in_a_stream_whose_headers_have_gone_out(tight: Stand) -> None:
+    talk = tight.talk(history="linear")
     talk.say("Hello")
     talk.say("More")
     again = talk.chat(talk.messages[:3], stream=True, sim={"latency_s": 0.5})
