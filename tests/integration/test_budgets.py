@@ -183,3 +183,47 @@ def test_the_fleets_limits_are_those_of_sessions_that_give_none(places: Places, 
         header = {"x-session-id": "by-header"}
         body = {"model": "m", "messages": [user("One")], **of_length(8)}
         assert stand.http.post("/v1/chat/completions", json=body, headers=header).status_code == 409
+
+
+@pytest.mark.parametrize("protocol", ["messages", "responses"])
+def test_each_protocol_has_its_own_shape(stand: Stand, protocol: str) -> None:
+    talk = stand.talk(protocol, limits={"tokens": 5}, on_limit="length")
+    cut = talk.say("One", **({"max_tokens": 50} if protocol == "messages" else {"max_output_tokens": 50}))
+    assert (cut.json().get("stop_reason") or cut.json()["status"]) in ("max_tokens", "incomplete")
+    refused = talk.chat([*talk.messages, user("Two")])
+    assert refused.status_code == 409
+    assert refused.headers["x-should-retry"] == "false"
+    if protocol == "messages":
+        assert refused.json()["type"] == "error"
+    else:
+        assert refused.json()["error"]["code"] == "over_budget"
+
+
+def test_an_agents_session_has_the_limits_of_its_parent(stand: Stand) -> None:
+    root = stand.talk(history="linear", limits={"tokens": 8, "per": "session"}, on_limit="length")
+    headers = {"x-turnlog-session-id": root.id, "x-turnlog-agent-id": "helper"}
+    body = {"model": "m", "messages": [user("One")], **of_length(20)}
+    reply = stand.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert reply.json()["usage"]["completion_tokens"] == 8
+    assert budget(root)["left"] == {"tokens": 8}
+    assert budget(stand.known(f"{root.id}:helper"))["left"] == {"tokens": 0}
+
+
+def test_a_fork_begins_anew_and_keeps_the_limits(stand: Stand) -> None:
+    talk = stand.talk(limits={"tokens": 10}, on_limit="length")
+    talk.say("One", **of_length(10))
+    made = stand.http.post(f"/sessions/{talk.id}/fork", json={"turn": 1}).json()["sessions"][0]
+    fork = stand.known(made["session_id"])
+    fork.messages = list(talk.messages)
+    fork.say("Two", **of_length(7))
+    assert budget(fork)["left"] == {"tokens": 3}
+    over(talk.chat([*talk.messages, user("Two")]))
+
+
+def test_bad_parameters_of_a_session_with_limits(stand: Stand) -> None:
+    talk = stand.talk(limits={"tokens": 9})
+    for given in (0, "5", 1.5, True):
+        assert error_of(talk.chat([user("One")], max_tokens=given))[0] == 400
+    assert talk.generations() == 0
+    parent = stand.http.post("/sessions", json={"limits": {"turns": 1, "per": "rollout"}, "parent_session_id": "p"})
+    assert parent.json()["error"]["message"].startswith("limits.per:")

@@ -316,8 +316,8 @@ def test_a_request_that_names_no_session_gets_one_of_its_own(odd: Stand) -> None
     assert url == "https://turnlog.example.org/below/sessions/known"
 
 
-def test_a_rollback_is_told_in_a_stream_whose_headers_have_gone_out(keeping: Stand) -> None:
-    talk = keeping.talk()
+def test_a_rollback_is_told_in_a_stream_whose_headers_have_gone_out(tight: Stand) -> None:
+    talk = tight.talk(history="linear")
     talk.say("Hello")
     talk.say("More")
     again = talk.chat(talk.messages[:3], stream=True, sim={"latency_s": 0.5})
@@ -325,3 +325,46 @@ def test_a_rollback_is_told_in_a_stream_whose_headers_have_gone_out(keeping: Sta
     comments = [part for part in again.text.split("\n\n") if part.startswith(":")]
     assert (comments[0], comments[-1]) == (": keep-alive", ": x-turnlog-rolled-back: 1")
     assert assembled(again.text)["choices"][0]["finish_reason"] == "stop"
+
+
+def test_an_agents_own_id_goes_with_any_session_header(apart: Stand) -> None:
+    stand, session = apart, fresh()
+    headers = {"session-id": session, "x-turnlog-agent-id": "reviewer"}
+    Agent(stand, **headers).say("Hello")
+    assert config(stand, f"{session}:reviewer")["parent"] == session
+    Agent(stand, **headers | {"x-turnlog-agent-id": "tester", "x-turnlog-parent-session-id": "elsewhere"}).say("Hello")
+    assert config(stand, f"{session}:tester")["parent"] == "elsewhere"
+
+
+def test_a_child_takes_after_its_parent(stand: Stand) -> None:
+    taken = {
+        "adapter": "poet",
+        "on_abort": "fail",
+        "matcher": "strict",
+        "rollback_window": 3,
+        "on_divergence": "segment",
+        "retain": "sampled",
+        "on_limit": "length",
+    }
+    parent = stand.talk(**taken, group_id="task", history="linear")
+    Agent(stand, x_turnlog_session_id=parent.id, x_turnlog_agent_id="sub").say("Hello")
+    assert config(stand, f"{parent.id}:sub") == {**taken, "parent": parent.id}
+
+
+def test_a_session_is_not_its_own_parent(stand: Stand) -> None:
+    session = fresh()
+    Agent(stand, x_session_id=session, x_parent_session_id=session).say("Hello")
+    assert "parent" not in config(stand, session)
+
+
+def test_the_first_session_header_counts_and_its_own_relatives(stand: Stand) -> None:
+    session, other = fresh(), fresh()
+    headers = {"x-session-id": session, "x-claude-code-session-id": other, "x-claude-code-agent-id": "one"}
+    Agent(stand, **headers, **{"x-dynamo-parent-session-id": other}).say("Hello")
+    assert "parent" not in config(stand, session)
+    assert stand.http.get(f"/sessions/{other}").status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/ng-rollout//v1/models", "/ng-rollout/-a/v1/models", "/ng-rollout/a/health"])
+def test_no_other_path_has_gyms_prefix(stand: Stand, path: str) -> None:
+    assert stand.http.get(path).status_code == 404

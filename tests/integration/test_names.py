@@ -9,9 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.looking import change
 
 from integration.guarded import Guarded
-from integration.stand import CHAT, Stand, error_of, user
+from integration.places import Places
+from integration.stand import CHAT, Stand, error_of, standing, user
 
 TOLD = "x-turnlog-session-id"
 
@@ -167,3 +169,52 @@ def test_a_token_is_that_of_one_generation(guarded: Guarded) -> None:
         assert error_of(first.ask("POST", path, json=body, headers=named)) == (404, "session_closed")
     listed = guarded.admin.get("/sessions", params={"name": "name"}).json()["sessions"]
     assert sorted((one["generation"], one["turns"]) for one in listed) == [(1, 0), (2, 1)]
+
+
+def test_any_other_close_is_for_good(stand: Stand) -> None:
+    named = Named(stand)
+    named.chat()
+    named.finish()
+    named.chat()
+    assert stand.http.delete(named.path).status_code == 204
+    assert named.finish()["generation"] == 2
+    assert error_of(named.chat()) == (404, "session_closed")
+    assert error_of(stand.http.post("/sessions", json={"session_id": named.name})) == (409, "session_closed")
+    assert [number for number, _, _ in named.generations()] == [1, 2]
+
+
+def test_a_name_that_no_session_has_is_ignored(stand: Stand) -> None:
+    named = Named(stand)
+    assert named.finish() == {"session_id": None, "name": named.name, "generation": None}
+    for query in ("", "?session_id=", "?session_id=a%2Fb", "?session_id=a&session_id=b"):
+        assert error_of(stand.http.post(f"/finish_session{query}")) == (400, "invalid_request")
+    made = stand.talk()
+    made.say("Hello")
+    assert named.finish(made.id) == {"session_id": made.id, "name": None, "generation": None}
+    assert error_of(made.chat([user("More")])) == (404, "session_closed")
+
+
+def test_agents_are_of_the_newest_generation(stand: Stand) -> None:
+    named = Named(stand)
+    linear = {"session_id": named.name, "history": "linear"}
+    for _ in range(2):
+        root = stand.http.post("/sessions", json=linear).json()["session_id"]
+        assert named.chat(headers={"x-turnlog-agent-id": "sub"}).status_code == 200
+        assert stand.known(f"{root}:sub").committed()
+        named.finish()
+    assert named.chat(headers={"x-turnlog-agent-id": "sub"}).status_code == 200
+    assert [number for number, _, _ in named.generations()] == [1, 2, 3]
+
+
+def test_a_session_that_cannot_be_read_can_be_erased(places: Places) -> None:
+    with standing(places.new("names")) as stand:
+        named, made = Named(stand), stand.talk()
+        named.chat()
+        made.say("Hello")
+        stand.server.kill()
+        stand.server.start()
+        for path in (named.path, made.path):
+            session_id = path.rpartition("/")[2]
+            change(stand.url, "UPDATE events SET data = :junk WHERE session_id = :id", junk=b"{junk", id=session_id)
+            assert error_of(stand.http.get(path)) == (500, "session_unreadable")
+            assert stand.http.delete(path, params={"erase": "true"}).status_code == 204

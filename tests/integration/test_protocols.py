@@ -237,3 +237,68 @@ def test_a_client_may_normalise_the_arguments_that_it_got_as_objects(stand: Stan
     ]
     [sent] = talk.state()["records"][-1]["request"]["messages"][1]["tool_calls"]
     assert sent["function"]["arguments"] == '{"at":1,"b":"x"}'
+
+
+@pytest.mark.parametrize("protocol", OTHERS)
+def test_a_session_whose_first_turn_is_no_chat_is_a_tree(stand: Stand, protocol: str) -> None:
+    talk = stand.talk(protocol)
+    assert talk.tree()["history"] is None
+    talk.say("One", sim=PLAIN)
+    assert talk.tree()["history"] == "tree"
+
+
+@pytest.mark.parametrize("protocol", OTHERS)
+def test_a_context_error_is_the_protocols_own(stand: Stand, protocol: str) -> None:
+    talk = stand.talk(protocol)
+    message = "The input (99 tokens) is longer than the model's context length (8 tokens)."
+    order = {"fault": {"fault": "status_400", "message": message}}
+    error = talk.chat([user("Long")], sim=order).json()["error"]
+    if protocol == "messages":
+        assert error["message"] == f"prompt is too long: {message}"
+    else:
+        assert (error["message"], error["code"]) == (message, "context_length_exceeded")
+
+
+def test_a_reply_with_another_beginning_is_another_turn(stand: Stand) -> None:
+    talk = stand.talk(history="tree")
+    for begun in ("A", "B"):
+        answer = talk.chat(
+            [user("Go"), {"role": "assistant", "content": begun}],
+            headers={"x-stainless-retry-count": "1"},
+            sim=PLAIN,
+            **PREFILL["chat"],
+        )
+        assert "x-turnlog-replayed" not in answer.headers
+    assert [turn["parent"] for turn in talk.tree()["turns"]] == [0, 0]
+
+
+def test_a_beginning_that_cannot_be_continued_is_refused_by_name(stand: Stand) -> None:
+    talk = stand.talk("messages")
+    talk.say("One", sim=PLAIN)
+    thought = {"type": "thinking", "thinking": "hm", "signature": ""}
+    begun = {"role": "assistant", "content": [thought, {"type": "text", "text": "It"}]}
+    refused = talk.chat([*talk.messages, user("Two"), begun])
+    assert shape_of("messages", refused)[::2] == (400, "invalid_request")
+    assert "continue_final_message" in refused.text
+    assert len(talk.committed()) == 1
+
+
+def test_the_headers_that_made_a_response_find_it_again(stand: Stand) -> None:
+    """Also where the agent has a session of its own, as in a linear one."""
+    talk = stand.talk(history="linear")
+    headers = {"x-turnlog-session-id": talk.path.rpartition("/")[2], "x-turnlog-agent-id": "a1"}
+    made = stand.http.post("/v1/responses", json={"model": "m", "input": "One", "sim": PLAIN}, headers=headers).json()
+    assert stand.http.get(f"/v1/responses/{made['id']}", headers=headers).json() == made
+    del headers["x-turnlog-agent-id"]
+    assert stand.http.get(f"/v1/responses/{made['id']}", headers=headers).status_code == 404
+
+
+def test_what_a_client_proves_to_hold_decides_between_equal_turns(stand: Stand) -> None:
+    """Two siblings sampled the same text and thought differently: the signature tells which one goes on."""
+    talk = stand.talk("messages")
+    said = {"reasoning": True, "text": "Same", "tool_calls": False}
+    one, two = (talk.chat([user("Think")], sim=said).json()["content"] for _ in range(2))
+    for content, parent in ((one, 1), (two, 2), (one, 1)):
+        history = [user("Think"), {"role": "assistant", "content": content}, user("Go on")]
+        assert talk.chat(history, sim=PLAIN).status_code == 200
+        assert talk.committed()[-1]["parent"] == parent

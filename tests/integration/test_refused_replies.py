@@ -87,3 +87,19 @@ def test_a_refused_turn_leaves_the_payloads_of_the_one_before(line: Recorded, ki
         refused = talk.chat([*talk.messages, user("Again")], sim={**wish, "fault": fault})
         assert refused.status_code == 502
         assert fetched(talk, 1, kind).rows.tolist() == rows_in(body, kind).tolist()
+
+
+def test_what_is_not_kept_is_not_found(line: Recorded) -> None:
+    talk, other = line.talk(), line.talk()
+    assert talk.chat([user("Hello")], sim={"fault": "bad_experts_base64"}).status_code == 502
+    assert talk.chat([user("Hello")], sim={"fault": "status_500"}).status_code == 500
+    refused, failed = rejections(talk)
+    assert "kept_bytes" not in failed
+    for path in (
+        f"{talk.path}/rejected/{failed['fence']}",
+        f"{talk.path}/rejected/{refused['fence'] + 1000}",
+        f"{other.path}/rejected/{refused['fence']}",
+    ):
+        assert error_of(line.stand.http.get(path)) == (404, "not_found")
+    for path in (f"{talk.path}/rejected/x", f"{talk.path}/rejected/-1", f"{talk.path}/rejected/{2**70}"):
+        assert error_of(line.stand.http.get(path))[0] in (400, 404)

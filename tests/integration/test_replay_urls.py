@@ -91,3 +91,24 @@ def test_what_has_no_place_for_them_and_a_server_without_a_bucket(stand: Stand, 
     ):
         response = where.http.get("/export", params={"replay": "urls", **parameters})
         assert (response.status_code, named in response.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "named"),
+    [
+        ({"shape": "slime"}, "shape=turnlog"),
+        ({"format": "safetensors"}, "ndjson, msgpack, parquet"),
+        ({"url_s": 0}, "url_s"),
+        ({"url_s": 8 * 86400}, "url_s"),
+    ],
+)
+def test_what_has_no_place_for_them(stand: Stand, parameters: dict[str, Any], named: str) -> None:
+    response = stand.http.get("/export", params={"replay": "urls", **parameters})
+    assert response.status_code == 400
+    assert named in response.json()["error"]["message"]
+
+
+def test_only_a_bucket_has_urls(shared: Stand) -> None:
+    response = shared.http.get("/export", params={"replay": "urls"})
+    assert response.status_code == 400
+    assert "TURNLOG_PAYLOADS" in response.json()["error"]["message"]

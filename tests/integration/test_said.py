@@ -97,3 +97,16 @@ def test_rewards_and_annotations_are_the_admins(guarded: Guarded) -> None:
     assert "reward" not in repr(own)
     assert "annotations" not in repr(own)
     assert error_of(other.ask("GET", f"{mine.path}/messages")) == (404, "session_not_found")
+
+
+def test_a_state_has_what_was_said_and_what_a_limit_refused(stand: Stand) -> None:
+    talk = stand.talk(limits={"turns": 1})
+    talk.say("One")
+    assert error_of(talk.chat([*talk.messages, user("Two")])) == (409, "over_budget")
+    for name, value, turn in (("judge", {"ok": True}, 1), ("long", "x" * 5000, 1), ("note", "seen", None)):
+        assert talk.annotate(name, value, turn, writer="ann").status_code == 200
+    state = stand.get(f"{talk.path}/state")
+    said = {of: {one["name"]: one.get("value") for one in every} for of, every in state["annotations"].items()}
+    assert said == {"0": {"note": "seen"}, "1": {"judge": {"ok": True}, "long": None}}
+    assert [(one["turn"], one["limit"]) for one in state["refused"]] == [(1, "turns")]
+    assert stand.get(f"{talk.path}/state", seq=state["refused"][0]["seq"] - 1)["refused"] == []

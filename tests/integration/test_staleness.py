@@ -173,3 +173,16 @@ def test_stale_tokens_leave_the_loss_or_are_told_in_every_format(weights: Weight
     assert weights.stand.rows(shape="atropos", stale="mask", **query) == [], "a session of the group is of unknown age"
     [row] = weights.stand.rows(shape="atropos", stale="keep", **query)
     assert dict(zip(row["session_ids"], row["staleness"], strict=True)) == {talk.id: 3, old.id: 4, named.id: None}
+
+
+def test_the_adapter_of_a_row_is_that_of_all_its_turns(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("One", lora_path="math")
+    [row] = talk.rows()
+    assert row["adapter"] == "math"
+    [shaped] = talk.rows(shape="miles")
+    assert shaped["adapter"] == "math"
+    talk.say("Two", lora_path="code")
+    [row] = talk.rows()
+    assert row["adapter"] is None
+    assert [turn["adapter"] for turn in row["turns"]] == ["math", "code"]

@@ -134,3 +134,18 @@ def test_a_body_is_json_whatever_its_content_type(stand: Stand) -> None:
         path = f"/sessions/{made['session_id']}{CHAT}"
         body = json.dumps({"messages": [user("Hi")]})
         assert stand.http.post(path, content=body, headers=headers).status_code == 200
+
+
+def test_delete_during_a_turn_tells_the_engine_to_abort(stand: Stand) -> None:
+    talk = stand.talk()
+    call = stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": 15})
+    stand.until_generating(talk)
+    rid = stand.engine_requests(talk.id)[-1]["body"]["rid"]
+    stand.http.delete(talk.path)
+    assert call.result().status_code == 404
+
+    def aborts() -> list[str]:
+        seen = stand.sim.get("/sim/requests", params={"last": 50}).json()
+        return [one["body"]["rid"] for one in seen if one["path"] == "/abort_request"]
+
+    until(lambda: rid in aborts(), 3)
