@@ -76,9 +76,10 @@ class WireProtocol(msgspec.Struct, frozen=True, kw_only=True):
 
     `schema` is a request's JSON schema, with a title, for the OpenAPI document, and `example` a request. `is_native`:
     engines speak it, so that their replies and errors pass as they are. `gives_payloads`: its clients read replay
-    payloads that they did not ask for. `has_layouts`: its requests say where a long body's messages are, so that the
-    next body is known by its bytes. `history` is that of a session whose first turn comes in this protocol and that has
-    none yet. `keepalive` is sent while a stream waits for its turn."""
+    payloads that they did not ask for. `gives_lists`: its replies may have what an engine lists by token, as ids or
+    logprobs. `has_layouts`: its requests say where a long body's messages are, so that the next body is known by its
+    bytes. `history` is that of a session whose first turn comes in this protocol and that has none yet. `keepalive` is
+    sent while a stream waits for its turn."""
 
     name: str
     route: str
@@ -94,6 +95,7 @@ class WireProtocol(msgspec.Struct, frozen=True, kw_only=True):
     methods: tuple[str, ...] = ("POST",)
     is_native: bool = False
     gives_payloads: bool = False
+    gives_lists: bool = True
     has_layouts: bool = False
     history: History = "linear"
     keepalive: bytes = KEEPALIVE

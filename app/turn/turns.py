@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import orjson
 
 from app.domain import prefill
 from app.domain.canonical import digest
@@ -534,7 +535,10 @@ class Turns:
     ) -> Parts:
         """The reply, whose long values are at these places, without what the client did not ask for, or what no other
         protocol has. `plain` as in `Read`."""
-        if not PROTOCOLS[request.protocol].is_native:
+        protocol = PROTOCOLS[request.protocol]
+        if not protocol.is_native:
+            if plain is not None and not protocol.gives_lists and body.size <= INLINE_BYTES:
+                return [orjson.dumps(plain)]  # It has all that is rendered, and none of the long lists.
             kinds = self._payloads(request, session)
             return body.without([(place.start, place.end) for place in places if place.kind not in kinds])
         if session.config.capture in self._verbatim and self._is_verbatim(session):

@@ -54,6 +54,7 @@ MESSAGES = WireProtocol(
     error_event=error_event,
     schema=REQUEST,
     example=EXAMPLE,
+    gives_lists=False,
     has_layouts=True,
     history="tree",
     keepalive=event({"type": "ping"}, "ping"),
