@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from helpers.databases import connected
-from helpers.looking import value
 from integration.routing import BOTH, KINDS
 from integration.stand import Stand, Talk, serving, user
 from sqlalchemy import select, text
 
-from app.crash_points import VARIABLE, CrashPoint
+from app.store.database import create_engine
 from app.store.schema import blobs, chunks, refused_replies, snapshots, turns
 from fault.verified import verified
 from ops.simulator.process import SimulatorProcess
@@ -61,12 +59,16 @@ def frames(url: str, session_id: str | None = None) -> set[bytes]:
 
     async def read() -> set[bytes]:
         found: set[bytes] = set()
-        async with connected(url) as connection:
-            for column in COLUMNS:
-                query = select(column).where(column.is_not(None))
-                if session_id is not None:
-                    query = query.where(column.table.c.session_id == session_id)
-                found |= set((await connection.execute(query)).scalars())
+        made = create_engine(url)
+        try:
+            async with made.connect() as connection:
+                for column in COLUMNS:
+                    query = select(column).where(column.is_not(None))
+                    if session_id is not None:
+                        query = query.where(column.table.c.session_id == session_id)
+                    found |= set((await connection.execute(query)).scalars())
+        finally:
+            await made.dispose()
         return found
 
     return asyncio.run(read())
@@ -130,23 +132,18 @@ def erase(stand: Stand, session_id: str) -> httpx.Response:
     return stand.http.delete(f"/sessions/{session_id}", params={"erase": "true"})
 
 
-def dies_at(stand: Stand, point: CrashPoint, call: Callable[[], object]) -> None:
-    """The server is killed at a point of this call."""
-    stand.server.stop()
-    stand.server.environment[VARIABLE] = point
-    stand.server.start()
-    with pytest.raises(httpx.TransportError):
-        call()
-    stand.server.kill()
-    del stand.server.environment[VARIABLE]
-
-
 @pytest.mark.threat("erased content still readable")
 def test_nothing_of_an_erased_session_is_in_any_file(alone: Stand) -> None:
     other = alone.talk()
     other.say("Hello")
     talk = a_rich_session(alone)
-    dies_at(alone, "after_staged", lambda: talk.chat([*talk.messages, user("Never committed")], sim=LARGE))
+    alone.server.stop()
+    alone.server.environment["TURNLOG_CRASH_POINT"] = "after_staged"
+    alone.server.start()
+    with pytest.raises(httpx.TransportError):
+        talk.chat([*talk.messages, user("Never committed")], sim=LARGE)
+    alone.server.kill()
+    del alone.server.environment["TURNLOG_CRASH_POINT"]
     before = frames(url_of(alone), talk.id)
     wanted = pieces(before, frames(url_of(alone), other.id))
     assert len(wanted) > 10
@@ -177,8 +174,14 @@ def test_an_erasure_that_was_killed_is_finished_by_the_next_start(alone: Stand) 
     """The janitor's are asked for by nobody a second time."""
     talk = a_rich_session(alone)
     wanted = pieces(frames(url_of(alone), talk.id))
-    dies_at(alone, "after_erase", lambda: erase(alone, talk.id))
+    alone.server.stop()
+    alone.server.environment["TURNLOG_CRASH_POINT"] = "after_erase"
+    alone.server.start()
+    with pytest.raises(httpx.TransportError):
+        erase(alone, talk.id)
+    alone.server.kill()
     assert left_in(files_of(alone), wanted)
+    del alone.server.environment["TURNLOG_CRASH_POINT"]
     alone.server.start()
     assert left_in(files_of(alone), {*wanted, *GRADED}) == []
 
@@ -212,16 +215,32 @@ def test_on_postgresql_a_full_vacuum_takes_the_traces_out(
 
 def _in_autocommit(url: str, *statements: str) -> None:
     async def work() -> None:
-        async with connected(url) as connection:
-            await connection.execution_options(isolation_level="AUTOCOMMIT")
-            for statement in statements:
-                await connection.execute(text(statement))
+        made = create_engine(url)
+        try:
+            async with made.connect() as connection:
+                await connection.execution_options(isolation_level="AUTOCOMMIT")
+                for statement in statements:
+                    await connection.execute(text(statement))
+        finally:
+            await made.dispose()
 
     asyncio.run(work())
 
 
 def _tables(url: str) -> list[Path]:
     """The files of the database, with everything in them that is in the server's memory."""
-    _in_autocommit(url, "CHECKPOINT")
-    oid = value(url, "SELECT oid FROM pg_database WHERE datname = current_database()")
-    return [file for file in (Path(value(url, "SHOW data_directory")) / "base" / str(oid)).iterdir() if file.is_file()]
+
+    async def ask() -> tuple[str, int]:
+        made = create_engine(url)
+        try:
+            async with made.connect() as connection:
+                await connection.execution_options(isolation_level="AUTOCOMMIT")
+                await connection.execute(text("CHECKPOINT"))
+                folder = (await connection.execute(text("SHOW data_directory"))).scalar_one()
+                oid = text("SELECT oid FROM pg_database WHERE datname = current_database()")
+                return folder, (await connection.execute(oid)).scalar_one()
+        finally:
+            await made.dispose()
+
+    folder, oid = asyncio.run(ask())
+    return [file for file in (Path(folder) / "base" / str(oid)).iterdir() if file.is_file()]

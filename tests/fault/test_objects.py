@@ -171,19 +171,18 @@ def test_a_full_bucket_is_told_from_one_that_is_away(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.fault(18, "kill -9 around an object")
+@pytest.mark.parametrize("point", POINTS)
 @BOTH
-def test_a_turn(site: Site, tally: Tally) -> None:
-    """What a dead process put into the bucket and did not commit is deleted."""
+def test_a_turn(site: Site, tally: Tally, point: CrashPoint) -> None:
+    """What the dead process put into the bucket and did not commit is deleted."""
     with site.serving() as stand:
         site.crowd(stand, 1)
-    for point in POINTS:
-        with site.serving(**{VARIABLE: f"{point}:4"}) as stand, ThreadPoolExecutor(1) as pool:
-            crowd = pool.submit(site.crowd, stand, 1)
-            site.server.ended()
-            tally.tried += 1
-            site.server.start()
-            crowd.result()
-    with site.serving() as stand:
+    with site.serving(**{VARIABLE: f"{point}:2"}) as stand, ThreadPoolExecutor(1) as pool:
+        crowd = pool.submit(site.crowd, stand)
+        site.server.ended()
+        tally.tried += 1
+        site.server.start()
+        crowd.result()
         site.verified(stand, tally)
         site.ends_empty(stand)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -12,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import asyncpg
 import httpx
 import pytest
 from fleet.test_metrics_workers import scrape
-from helpers.looking import value
 from integration.stand import until, user
 
 from fault.table import Tally
@@ -71,7 +72,18 @@ def holder(url: str, server: ServerProcess, session_id: str) -> int | None:
         if line
     ]
     opened = [event["incarnation"] for event in events if event["type"] == "TurnOpened"]
-    return int(value(url, "SELECT pid FROM incarnations WHERE id = :id", id=opened[-1])) if opened else None
+    return int(query(url, "SELECT pid FROM incarnations WHERE id = $1", opened[-1])) if opened else None
+
+
+def query(url: str, statement: str, *values: object) -> Any:
+    async def fetched() -> Any:
+        connection = await asyncpg.connect(url.replace("+asyncpg", ""))
+        try:
+            return await connection.fetchval(statement, *values)
+        finally:
+            await connection.close()
+
+    return asyncio.run(fetched())
 
 
 def turn(server: ServerProcess, session_id: str, body: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
@@ -128,9 +140,9 @@ def test_two_workers_serve_any_session_and_one_takes_over(
 
     server.stop()
     assert not [pid for pid in pids(server) if alive(pid)]
-    assert value(postgres_url, "SELECT count(*) FROM open_turns") == 0
-    assert value(postgres_url, "SELECT count(*) FROM incarnations WHERE ended_at IS NULL") == 0
-    tally.doubled += value(postgres_url, "SELECT count(*) FROM turns") - len(acknowledged)
+    assert query(postgres_url, "SELECT count(*) FROM open_turns") == 0
+    assert query(postgres_url, "SELECT count(*) FROM incarnations WHERE ended_at IS NULL") == 0
+    tally.doubled += query(postgres_url, "SELECT count(*) FROM turns") - len(acknowledged)
     verified(postgres_url, acknowledged, tally)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 from time import monotonic
@@ -9,13 +10,17 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.looking import value
-from integration.stand import FIRST_TURN, Stand, until, user
+from integration.stand import FIRST_TURN, Stand, Talk, until, user
+from sqlalchemy import func, select
 
+from app.store.database import Database
+from app.store.dialect import StorePoints
+from app.store.schema import incarnations, open_turns
 from fault.forking import ForkedServer
 from fault.table import Tally
-from fault.verified import acknowledgements, verified
+from fault.verified import acknowledgement, verified
 from ops.simulator.process import SimulatorProcess
+from ops.verify import Acknowledged
 
 TITLE = "SIGTERM under load"
 SLOW_S = 2.0
@@ -52,6 +57,24 @@ class Hammer:
             self._http.close()
 
 
+def kept(talk: Talk, *replies: httpx.Response) -> list[Acknowledged]:
+    return [acknowledgement(talk.id, reply) for reply in replies]
+
+
+async def left_behind(url: str) -> tuple[int, int]:
+    """Open turns, and incarnations that have not ended."""
+    database = Database(url, points=StorePoints())
+    try:
+        return await database.read(
+            lambda connection: (
+                connection.execute(select(func.count()).select_from(open_turns)).scalar_one(),
+                connection.execute(select(func.count()).where(incarnations.c.ended_at.is_(None))).scalar_one(),
+            )
+        )
+    finally:
+        await database.close()
+
+
 @pytest.mark.long
 @pytest.mark.fault(14, TITLE)
 def test_what_is_in_flight_lands_and_no_claim_is_left(
@@ -80,13 +103,10 @@ def test_what_is_in_flight_lands_and_no_claim_is_left(
         replies = [call.result() for call in calls]
         assert [reply.status_code for reply in replies] == [200] * WAITING
         assert all(isinstance(run.result(timeout=30), str) for run in runs)
-        assert value(database_url, "SELECT count(*) FROM open_turns") == 0
-        assert value(database_url, "SELECT count(*) FROM incarnations WHERE ended_at IS NULL") == 0
+        assert asyncio.run(left_behind(database_url)) == (0, 0)
 
-        acknowledged = [
-            one for talk, reply in zip(talks, replies, strict=True) for one in acknowledgements(talk, reply)
-        ]
-        acknowledged += [one for hammer in hammers for one in acknowledgements(hammer.talk, *hammer.replies)]
+        acknowledged = [one for talk, reply in zip(talks, replies, strict=True) for one in kept(talk, reply)]
+        acknowledged += [one for hammer in hammers for one in kept(hammer.talk, *hammer.replies)]
         verified(database_url, acknowledged, tally)
         server.start()
         talks[0].messages = [user("Slow"), replies[0].json()["choices"][0]["message"]]

@@ -102,22 +102,13 @@ def test_an_abort_is_continued_exactly(tito: Stand) -> None:
     require_consistent(tito, talk)
 
 
-def test_a_restart_between_turns_changes_no_prompt(tito: Stand) -> None:
-    """Nor does a kill, and a rollback below what is cached then reads it again."""
-    talk = chatted(tito, 3, rollback_window=3)
-    for end in (tito.server.stop, tito.server.kill):
-        end()
-        tito.server.start()
-        talk.say("After the restart")
-        assert sent_ids(tito, talk)[-1] == rendered(talk.messages[:-1])
-        talk.say("And once more")
-        assert sent_ids(tito, talk)[-1] == rendered(talk.messages[:-1])
-    tito.server.stop()
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_a_restart_between_turns_changes_no_prompt(tito: Stand, end: str) -> None:
+    talk = chatted(tito)
+    getattr(tito.server, end)()
     tito.server.start()
-    talk.messages = talk.messages[:12]
-    talk.say("Instead of the last")
-    talk.messages = talk.messages[:8]
-    talk.say("Instead of the three before")
+    talk.say("After the restart")
+    talk.say("And once more")
     assert sent_ids(tito, talk)[-1] == rendered(talk.messages[:-1])
     require_consistent(tito, talk)
 
@@ -153,3 +144,17 @@ def test_without_a_cache_every_prompt_is_the_same(
             assert talk.events()[-2]["discarded"] == [3, 4]
             assert sent_ids(stand, talk)[-1] == rendered(talk.messages[:-1])
             require_consistent(stand, talk)
+
+
+def test_a_rollback_below_what_is_cached_reads_it_again(tito: Stand) -> None:
+    talk = chatted(tito, 3, rollback_window=3)
+    tito.server.stop()
+    tito.server.start()
+    talk.messages = talk.messages[:4]
+    talk.say("Instead of the third")
+    talk.messages = talk.messages[:2]
+    talk.say("Instead of the second")
+    first, talk.messages = talk.messages[0], []
+    talk.add(first)
+    assert sent_ids(tito, talk)[-1] == rendered(talk.messages[:1])
+    require_consistent(tito, talk)
