@@ -118,7 +118,7 @@ NEGATIVES: dict[Case, str] = {
 }
 
 
-@pytest.mark.parametrize(("case", "history"), zip(NEGATIVES, cycle(("linear", "tree"))))
+@pytest.mark.parametrize(("case", "history"), list(zip(NEGATIVES, cycle(("linear", "tree")), strict=False)))
 def test_no_process_refuses_what_another_has_acknowledged(fleet: Fleet, case: Case, history: str) -> None:
     first, second = fleet.apis
     there = first.talk(NEGATIVES[case], history=history)
