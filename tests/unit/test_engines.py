@@ -245,3 +245,29 @@ async def test_a_version_that_falls_is_told_each_time_it_is_seen(client: EngineC
         engines.regression.clear()
     assert told == [False, True, True, False, False]
     assert engines.members[A].dialect == "sglang"
+
+
+async def test_a_refused_connection_goes_on_to_the_next_engine(client: EngineClient) -> None:
+    holder = Listening()
+    gone = f"http://127.0.0.1:{reserve_port(holder)}"
+    async with listening() as engine:
+        engine.go.set()
+        engines = over(client, gone, engine.url)
+        engines.changed.clear()
+        assert await asked(engines, gone, engine.url) == engine.url
+        assert engines.changed.is_set()
+        assert [(one.url, one.is_refusing) for one in engines.members.values() if one.needs_check] == [(gone, True)]
+        with pytest.raises(UpstreamUnreachable):
+            await asked(engines, gone)
+    assert [member.in_flight for member in engines.members.values()] == [0, 0]
+
+
+async def test_load_is_what_is_in_flight_now(client: EngineClient) -> None:
+    async with listening() as engine:
+        engines = over(client, engine.url)
+        turn = asyncio.create_task(asked(engines, engine.url))
+        await engine.heard.wait()
+        assert engines.members[engine.url].in_flight == 1
+        engine.go.set()
+        await turn
+        assert engines.members[engine.url].in_flight == 0
