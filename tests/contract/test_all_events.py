@@ -6,17 +6,16 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
-from itertools import product
 from typing import Any
 
 import msgspec
 import pytest
 from helpers.store import Store, reward
-from sqlalchemy import update
+from sqlalchemy import literal_column, update
 
 from app.domain import cursors
 from app.domain.events import SessionConfig, SessionCreated
-from app.errors import InvalidRequest
+from app.errors import InvalidRequest, PositionGone, StoreUnavailable
 from app.sessions import all_events as feeds
 from app.sessions.all_events import AllEvents, EventQuery
 from app.sessions.event_log import event_fields
@@ -25,7 +24,7 @@ from app.store import feed
 from app.store.dialect import Tx
 from app.store.feed import EventFilter
 from app.store.log_sessions import Create
-from app.store.schema import events
+from app.store.schema import events, store_meta
 
 pytestmark = pytest.mark.anyio
 
@@ -113,13 +112,17 @@ FILTERS: list[tuple[Line, list[tuple[str, int]]]] = [
 ]
 
 
-async def test_a_filter_leaves_events_out_and_no_place_to_go_on(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [1, 3, 10_000])
+@pytest.mark.parametrize("page", [1, 500])
+async def test_a_filter_leaves_events_out_and_no_place_to_go_on(
+    store: Store, monkeypatch: pytest.MonkeyPatch, window: int, page: int
+) -> None:
+    monkeypatch.setattr(feed, "WINDOW", window)
+    monkeypatch.setattr(feeds, "PAGE", page)
     await filled(store)
     reading = Reading(store)
     end = (await reading.lines("end"))[0]["position"]
-    for (wanted, expected), window, page in product(FILTERS, (1, 3, 10_000), (1, 500)):
-        monkeypatch.setattr(feed, "WINDOW", window)
-        monkeypatch.setattr(feeds, "PAGE", page)
+    for wanted, expected in FILTERS:
         lines = await reading.lines(**wanted)
         assert names([line for line in lines if "seq" in line]) == expected, wanted
         assert lines[-1]["position"] == end
@@ -139,6 +142,16 @@ async def test_a_group_has_its_agents_sessions_too(store: Store) -> None:
     reading = Reading(store)
     assert names(await reading.events(group_id="g")) == [("root", 1), ("agent", 1), ("agent", 2)]
     assert names(await reading.events(group_id="h", types=("SessionCreated",))) == [("other", 1)]
+
+
+async def test_who_filters_learns_of_positions_without_events(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "POSITION_S", 0.0)
+    order, reading = await filled(store), Reading(store)
+    async with reading.followed(types=("TurnRejected",)) as lines:
+        line = await anext(lines)
+    assert line.keys() == {"position"}
+    assert names(await reading.events(line["position"])) == []
+    assert len(await reading.events()) == len(order)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +181,40 @@ async def test_an_event_that_cannot_be_read_says_so_and_stops_nobody(store: Stor
     assert [line["type"] for line in lines if "error" in line] == ["TurnCommitted", "RewardAssigned"]
 
 
+async def test_a_row_that_no_version_wrote_is_given_as_such(sqlite_store: Store) -> None:
+    """SQLite stores a value's type in its row; the ordinary read meets it as damage."""
+    order, reading = await filled(sqlite_store), Reading(sqlite_store)
+    number = update(events).where(events.c.session_id == "b", events.c.seq == 2).values(data=literal_column("7"))
+    await sqlite_store.database.write(lambda tx: tx.run(number, {}), durable=True)
+    lines = await reading.lines()
+    assert [names([line])[0] for line in lines if line["session_id"]] == [one for one in order if one != ("b", 2)]
+    [lost] = [line for line in lines if line["session_id"] is None]
+    assert lines.index(lost) == order.index(("b", 2))
+    assert (lost["seq"], lost["type"]) == (None, None)
+    assert "damaged" in lost["error"]
+    assert names(await reading.events(lost["position"])) == order[order.index(("b", 2)) + 1 :]
+    assert names(await reading.events(types=("RewardAssigned",))) == [(None, None)]
+
+
+async def test_who_follows_waits_for_a_database_that_is_away(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    order, reading = await filled(store), Reading(store)
+    read, is_away = store.database.read, asyncio.Event()
+
+    async def away(*arguments: Any, **named: Any) -> Any:
+        is_away.set()
+        raise StoreUnavailable("away")
+
+    async with reading.followed() as lines:
+        assert len([await anext(lines) for _ in order]) == len(order)
+        with monkeypatch.context() as patched:
+            patched.setattr(store.database, "read", away)
+            following = asyncio.ensure_future(anext(lines))
+            await is_away.wait()
+        assert store.database.read == read
+        await store.create("c")
+        assert names([await following]) == [("c", 1)]
+
+
 async def test_who_follows_hears_of_what_is_new_until_the_server_stops(store: Store) -> None:
     order, reading = await filled(store), Reading(store)
     async with reading.followed() as lines:
@@ -178,3 +225,17 @@ async def test_who_follows_hears_of_what_is_new_until_the_server_stops(store: St
         assert [line async for line in lines] == []
     async with reading.followed("end") as lines:
         assert [line.keys() async for line in lines] == [{"position"}]
+
+
+async def test_a_position_of_a_store_that_was_restored_is_gone(store: Store) -> None:
+    await filled(store)
+    reading = Reading(store)
+    position = (await reading.lines())[-1]["position"]
+    await raise_epoch(store)
+    with pytest.raises(PositionGone, match="restored"):
+        await reading.lines(position)
+
+
+async def raise_epoch(store: Store) -> None:
+    raised = update(store_meta).where(store_meta.c.key == "epoch").values(value="2-another")
+    await store.database.write(lambda tx: tx.run(raised, {}), durable=True)

@@ -11,13 +11,14 @@ from typing import Any, cast
 
 import pytest
 from helpers.databases import connected
+from helpers.log import BODY
 from helpers.store import Store
-from sqlalchemy import select, text
+from sqlalchemy import Connection, event, func, select, text, update
 
-from app.domain.events import RewardAssigned
+from app.domain.events import RewardAssigned, SessionConfig, SessionCreated
 from app.errors import ArchiveBusy, PayloadsUnavailable
 from app.features.archive.archive import Archive
-from app.features.archive.rows import LEASE, Forget, Line, Reserve
+from app.features.archive.rows import DROPPED_AT_ONCE, LEASE, Forget, Import, Line, Reserve, unfinished
 from app.features.objects.bucket import Bucket
 from app.process import FeatureFaults
 from app.request_memory import RequestMemory
@@ -27,8 +28,8 @@ from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
 from app.store.feed import last_forgotten
 from app.store.incarnations import ReleaseLease, TakeLease
-from app.store.log_sessions import AssignReward
-from app.store.schema import events
+from app.store.log_sessions import AssignReward, Create, Existing
+from app.store.schema import events, sessions, turns
 from app.store.writer import Writer
 
 pytestmark = pytest.mark.anyio
@@ -118,6 +119,50 @@ def stage(store: Store, tmp_path: Path) -> Stage:
     return Stage(store, folder)
 
 
+async def test_what_was_erased_before_the_index_named_the_file_is_not_in_it(stage: Stage) -> None:
+    await stage.ended("session-kept")
+    await stage.ended("session-erased")
+
+    async def erase() -> None:
+        assert await stage.erasure.erase("session-erased")
+
+    assert await stage.move(stage.archive(Reserve, erase)) is not None
+    assert stage.in_files("session-kept")
+    assert not stage.in_files("session-erased")
+
+
+async def test_a_session_that_is_erased_while_it_leaves_leaves_nothing_behind(stage: Stage) -> None:
+    await stage.ended("session-erased", DROPPED_AT_ONCE + 4)
+    asked: list[bool] = []
+
+    async def erase(session_id: str) -> None:
+        asked.append(await stage.erasure.erase(session_id))
+
+    await stage.move(stage.archive(None, None, erase))
+    assert asked == [False]
+    await stage.erased("session-erased")
+    assert not stage.in_files("session-erased")
+    left = select(func.count()).select_from(turns)
+    assert await stage.store.database.read(lambda connection: connection.execute(left).scalar_one()) == 0
+    assert await stage.store.create("session-erased") == Existing("erased", BODY)
+
+
+async def test_an_erased_session_says_so_in_the_log_that_it_left_with(stage: Stage) -> None:
+    """An older file holds a shorter one: whoever has read on knows later events under its numbers."""
+    for number in range(8):  # Files have names by chance.
+        name = f"session-{number}"
+        await stage.ended(name)
+        file = await stage.move(stage.archive())
+        assert file is not None
+        with RequestMemory(1 << 30, 1 << 20).reserve() as memory:
+            assert (await stage.archive().bring_back(file, memory))["imported"] == 1
+        await stage.reward(name)
+        seqs = [recorded.seq for recorded in await stage.store.log(name)]
+        assert await stage.move(stage.archive()) is not None
+        await stage.erased(name)
+        assert [recorded.seq for recorded in await stage.store.log(name)] == [*seqs, seqs[-1] + 1]
+
+
 async def test_a_damaged_file_keeps_no_copy_of_an_erased_session(stage: Stage) -> None:
     """What the session left with cannot be read; what another file holds of it goes nevertheless."""
     await stage.ended("session-erased")
@@ -134,6 +179,44 @@ async def test_a_damaged_file_keeps_no_copy_of_an_erased_session(stage: Stage) -
     assert not await stage.erasure.erase("session-erased")
     await stage.move(stage.archive())
     assert list(stage.folder.iterdir()) == [newer]
+
+
+async def test_a_session_that_is_erased_while_it_returns_does_not(stage: Stage) -> None:
+    await stage.ended("session-erased")
+    file = await stage.move(stage.archive())
+    assert file is not None
+    archive = stage.archive(Import, lambda: stage.erasure.erase("session-erased"))
+    with RequestMemory(1 << 30, 1 << 20).reserve() as memory:
+        told = await archive.bring_back(file, memory)
+    assert told == {
+        "imported": 0,
+        "there": 0,
+        "refused": [{"session_id": "session-erased", "reason": "it was erased"}],
+    }
+    assert await stage.store.head("session-erased") is None
+    await stage.erased("session-erased")
+
+
+@pytest.mark.parametrize("kind", [None, Reserve])
+async def test_a_session_whose_erasure_was_cut_short_does_not_leave_again(stage: Stage, kind: type | None) -> None:
+    """It was told to leave every file, and then its process died: a file that got it now would never give it back."""
+    await stage.ended("session")
+    file = await stage.move(stage.archive())
+    assert file is not None
+    with RequestMemory(1 << 30, 1 << 20).reserve() as memory:
+        assert (await stage.archive().bring_back(file, memory))["imported"] == 1
+
+    async def cut_short() -> None:
+        assert await stage.archive().erase("session") is False
+
+    if kind is None:
+        await cut_short()
+    assert await stage.move(stage.archive(kind, cut_short)) is None
+    await stage.erased("session")
+    head = await stage.store.head("session")
+    assert head is not None
+    assert head.status == "erased"
+    assert not stage.in_files("session")
 
 
 async def test_a_file_from_which_nothing_left_is_named_until_it_is_deleted(
@@ -171,6 +254,21 @@ async def test_a_file_that_is_written_after_another_process_took_over_is_removed
     assert taken_over == [file.as_uri() for file in stage.folder.iterdir()]
 
 
+async def test_an_archived_root_is_erased_with_members_that_stayed(stage: Stage) -> None:
+    await stage.store.create("root")
+    config = SessionConfig(rollback_window=1, parent="root")
+    await stage.store.submit(Create("child", 1.0, SessionCreated(config, BODY, None), None))
+    await stage.reward("root")
+    await stage.store.close("root")
+    undone = update(sessions).where(sessions.c.session_id == "child").values(status="undone")
+    await stage.store.database.write(lambda tx: tx.run(undone, {}), durable=True)
+    assert await stage.move(stage.archive()) is not None
+    await stage.erased("root")
+    head = await stage.store.head("child")
+    assert head is not None
+    assert head.status == "erased"
+
+
 async def test_of_two_rollouts_that_leave_at_once_the_log_ends_where_the_later_did(postgres_store: Store) -> None:
     store, file = postgres_store, "file:///archive"
     for name in ("earlier", "later"):
@@ -198,3 +296,15 @@ async def test_of_two_rollouts_that_leave_at_once_the_log_ends_where_the_later_d
         later = leaving.create_task(store.submit(Forget("later", fence, file, {"later": 2})))
         await waiters(2, later)
     assert await store.database.read(last_forgotten) == end
+
+
+async def test_the_look_for_what_is_left_to_do_does_not_read_the_whole_index(sqlite_store: Store) -> None:
+    seen: list[str] = []
+
+    def planned(connection: Connection) -> list[str]:
+        event.listen(connection, "before_cursor_execute", lambda *given: seen.append(given[2]))
+        unfinished(connection, most=1)
+        plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {seen[-1]}", (1, 0))
+        return [row[3] for row in plan]
+
+    assert "USING INDEX ix_archived_state" in (await sqlite_store.database.read(planned))[0]

@@ -1,15 +1,16 @@
-"""What others do while the store is taken back to a checkpoint, and an erasure beside it."""
+"""What others do while the store is taken back to a checkpoint, and an erasure that was cut short."""
 
 from __future__ import annotations
 
 import time
+from typing import Any, cast
 
 import pytest
 from helpers.log import BODY
 from helpers.store import Meanwhile, Store
 
 from app.domain.events import SessionConfig, SessionCreated, SessionRestored
-from app.errors import NotFound
+from app.errors import NotFound, StoreUnavailable
 from app.features.checkpoints.operations import Delete, DropRows, Make, RestoreSession
 from app.features.checkpoints.restores import HEAD, Restores
 from app.process import FeatureFaults
@@ -64,6 +65,39 @@ async def test_nothing_is_taken_back_to_a_checkpoint_that_is_just_deleted(store:
     assert (head.status, head.turns) == ("open", 1)
 
 
+class Sweeping:
+    """The writer of a restore: behind each session that it takes back, another process finishes what it finds."""
+
+    def __init__(self, store: Store) -> None:
+        self._writer = store.writer
+        self._sessions = sessions_of(store, store.writer)
+
+    async def submit(self, operation: Any) -> Any:
+        outcome = await self._writer.submit(operation)
+        if isinstance(operation, RestoreSession):
+            await self._sessions.finish_closing()
+            await self._sessions.finish_rewarding()
+        return outcome
+
+
+async def test_a_session_whose_root_is_not_taken_back_yet_is_not_closed_or_rewarded_with_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.features.checkpoints.restores.AT_ONCE", 1)
+    await store.create("root")
+    config = SessionConfig(rollback_window=1, parent="root")
+    await store.submit(Create("child", 1.0, SessionCreated(config, BODY, None), None))
+    await store.submit(Make("cut", "now"))
+    sessions = sessions_of(store, store.writer)
+    await sessions.assign_reward("root", 1.0, {}, None)
+    await sessions.close("root")
+    await restores(store, cast(Writer, Sweeping(store))).run("cut", "before-1-cut")
+    for session_id in ("root", "child"):
+        head = await store.head(session_id)
+        assert head is not None
+        assert (head.status, head.reward) == ("open", None)
+
+
 @pytest.mark.parametrize("child", [False, True])
 async def test_an_erasure_wins_over_a_restore_that_opens_the_session_again(store: Store, child: bool) -> None:
     """It is taken back between its closing and its erasure."""
@@ -81,3 +115,23 @@ async def test_an_erasure_wins_over_a_restore_that_opens_the_session_again(store
         assert found is not None
         assert found.status == "erased"
     assert SessionRestored.__name__ in [type(one.event).__name__ for one in await store.log(name)]
+
+
+async def test_what_could_not_be_forgotten_is_by_the_next_request(store: Store) -> None:
+    """Also of a session of the rollout, which is erased already."""
+    await store.create("root")
+    config = SessionConfig(rollback_window=1, parent="root")
+    await store.submit(Create("s", 1.0, SessionCreated(config, BODY, None), None))
+    asked: list[str] = []
+
+    async def forget(session_id: str) -> None:
+        asked.append(session_id)
+        if len(asked) == 1:
+            raise StoreUnavailable("the search index is locked")
+
+    erasure = erasure_of(store, store.writer)
+    erasure.forget.append(forget)
+    with pytest.raises(StoreUnavailable):
+        await erasure.erase("root")
+    assert await erasure.erase("root")
+    assert asked == ["s", "s", "root"]

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from helpers.answering import Answer, Answering, Asked
 
+from app.domain.fleet import PauseMode
 from app.domain.patterns import address_pattern
 from app.upstream.client import EngineClient
 from app.upstream.control import AT_ONCE, EngineControl
@@ -60,17 +61,44 @@ def asked(url: str) -> list[tuple[str, Any]]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_an_engine_pauses_and_goes_on(urls: dict[str, str], client: EngineClient, dialect: Dialect) -> None:
-    """Whoever knows its dialect: the operator, the probe, nobody."""
+@pytest.mark.parametrize("knows", ["operator", "probe", "nobody"])
+async def test_an_engine_pauses_and_goes_on(
+    urls: dict[str, str], client: EngineClient, dialect: Dialect, knows: str
+) -> None:
     url = urls[dialect]
-    for told, known in ((dialect, None), ("auto", dialect), ("auto", None)):
-        control = controlling(client, told)
-        for _ in range(2):
-            assert await control.pause(url, "abort", known) is None
-            assert is_paused(url)
-        for _ in range(2):
-            assert await control.resume(url, known) is None
-            assert not is_paused(url)
+    control = controlling(client, dialect if knows == "operator" else "auto")
+    known = dialect if knows == "probe" else None
+    for _ in range(2):
+        assert await control.pause(url, "abort", known) is None
+        assert is_paused(url)
+    for _ in range(2):
+        assert await control.resume(url, known) is None
+        assert not is_paused(url)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(("mode", "finish"), [("abort", "abort"), ("in_place", "stop"), ("retract", "stop")])
+async def test_what_runs_ends_or_goes_on_as_the_mode_says(
+    urls: dict[str, str], client: EngineClient, dialect: Dialect, mode: PauseMode, finish: str
+) -> None:
+    url, control = urls[dialect], controlling(client, "auto")
+    body = {"messages": [{"role": "user", "content": "Hello"}], "sim": {"latency_s": 1.0, "tool_calls": False}}
+    async with httpx.AsyncClient(timeout=30) as http:
+        turn = asyncio.create_task(http.post(url + "/v1/chat/completions", json=body))
+        while httpx.get(url + "/sim/stats").json()["in_flight"] == 0:
+            await asyncio.sleep(0.01)
+        assert await control.pause(url, mode) is None
+        assert is_paused(url)
+        assert await control.resume(url) is None
+        assert (await turn).json()["choices"][0]["finish_reason"] == finish
+
+
+async def test_generations_are_ended_by_their_own_ids(urls: dict[str, str], client: EngineClient) -> None:
+    control = controlling(client, "auto")
+    rids = [f"turnlog-{number:032x}" for number in range(40)]
+    assert await control.abort(urls["sglang"], rids) == dict.fromkeys(rids)
+    assert sorted(body["rid"] for path, body in asked(urls["sglang"]) if path == "/abort_request") == rids
 
 
 VLLM_ROUTES = [
@@ -105,6 +133,20 @@ async def test_vllm_ends_a_generation_by_the_id_that_its_header_gave(
     assert found == dict.fromkeys(rids)
     assert finishes == {"abort"}
     assert [asked_path for asked_path, _ in asked(url)][-1] == route
+
+
+@pytest.mark.parametrize("outcome", ["missing", "refused", "error"])
+async def test_what_an_engine_refuses_is_told(urls: dict[str, str], client: EngineClient, outcome: str) -> None:
+    behaviour = dict.fromkeys(("pause", "resume", "abort"), outcome)
+    for url in urls.values():
+        httpx.post(url + "/sim/behaviour", json=behaviour)
+    for dialect in ("auto", *DIALECTS):
+        control = controlling(client, dialect)
+        for url in urls.values():
+            assert await control.pause(url, "abort") is not None
+            assert await control.resume(url) is not None
+            assert not is_paused(url)
+            assert (await control.abort(url, ["turnlog-1"]))["turnlog-1"] is not None
 
 
 @pytest.mark.parametrize("dialect", ["auto", "sglang"])
@@ -152,6 +194,23 @@ async def test_an_odd_worker_is_told_of_and_the_others_are_asked(urls: dict[str,
             found = await controlling(client, "sglang").abort(router.base_url, ["turnlog-1"])
             assert str(found["turnlog-1"]).startswith("worker 1: "), listed[number]
             assert asked(urls["sglang"])[number][0] == "/abort_request"
+
+
+async def test_a_router_names_more_workers_than_are_told(client: EngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.upstream.control.MOST_WORKERS", 2)
+    told: list[str] = []
+
+    def answer(asked: Asked) -> Answer:
+        if asked.path == "/workers":
+            return Answer(json.dumps({"workers": [{"url": f"{url}/w{number}"} for number in range(3)]}).encode())
+        told.append(asked.path)
+        return Answer(status=404 if asked.path == "/abort_request" else 200)
+
+    with Answering(answer) as router:
+        url = router.base_url
+        found = await controlling(client, "sglang").abort(url, ["turnlog-1"])
+    assert "more than 2" in str(found["turnlog-1"]) or "no /abort_request" in str(found["turnlog-1"])
+    assert sorted(told) == ["/abort_request", "/w0/abort_request", "/w1/abort_request"]
 
 
 @pytest.mark.threat("a router's list sends the engines' key elsewhere")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
-from typing import Literal, TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal, TypeVar, cast
 
 import httpx
 import pytest
+from helpers.gates import Passing
 from helpers.store import Store
-from sqlalchemy import delete
+from sqlalchemy import Connection, delete
+from sqlalchemy.sql import Executable
 
 from app.domain.fleet import (
     AdapterPaused,
@@ -21,8 +23,9 @@ from app.domain.session import rid_of
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
 from app.fleet.engines import Engines
-from app.fleet.state import FleetState
+from app.fleet.state import STALE_S, FleetState
 from app.store.database import Database
+from app.store.dialect import Parameters, Row
 from app.store.schema import fleet_events
 from app.store.writer import Writer
 from app.upstream.client import EngineClient
@@ -100,6 +103,41 @@ async def test_an_event_that_the_database_has_lost_is_forgotten(postgres_store: 
         assert second.fleet.version == 2
 
 
+class Far:
+    """The database by a way that takes longer than STALE_S, and has faults that nobody has thought of."""
+
+    is_sqlite = False
+
+    def __init__(self, database: Database) -> None:
+        self.faults = 0
+        self._database = database
+
+    async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T:
+        await asyncio.sleep(1.5 * STALE_S)
+        return await self._database.read(function)
+
+    async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
+        await asyncio.sleep(1.5 * STALE_S)
+        if self.faults:
+            self.faults -= 1
+            raise RuntimeError("not to be thought of")
+        return await self._database.read_autocommit(statement, parameters)
+
+
+async def test_a_slow_database_lets_turns_pass_and_is_still_asked(postgres_store: Store) -> None:
+    async with process(postgres_store.database) as near:
+        far = FleetState(cast(Database, Far(postgres_store.database)), postgres_store.writer)
+        await far.start()
+        gates = Gates(far)
+        async with asyncio.timeout(20):
+            await gates.wait(Passing("a"))
+        await near.append(lambda fleet: AdapterPaused("a", 1, 0.0), lease_s=600)
+        async with asyncio.timeout(20):
+            while not gates.is_shut("a"):
+                await asyncio.sleep(0.01)
+        await far.stop()
+
+
 @contextlib.asynccontextmanager
 async def watching(states: Sequence[FleetState], database: Database) -> AsyncIterator[list[Pauses]]:
     """Each process's watch over the leases, without engines."""
@@ -156,6 +194,21 @@ async def test_a_lease_that_is_made_longer_while_it_runs_out_leaves_the_engines_
             assert state.fleet.gate.is_shut
             await pauses.stop()
     await client.close()
+
+
+async def test_a_process_goes_on_looking_after_a_fault(postgres_store: Store) -> None:
+    async with process(postgres_store.database) as near:
+        faulty = Far(postgres_store.database)
+        far = FleetState(cast(Database, faulty), postgres_store.writer)
+        await far.start()
+        faulty.faults = 1
+        async with asyncio.timeout(20):
+            while faulty.faults:
+                await asyncio.sleep(0.01)
+            await near.append(lambda fleet: AdapterPaused("a", 1, 0.0), lease_s=600)
+            while not far.fleet.is_shut("a"):
+                await asyncio.sleep(0.01)
+        await far.stop()
 
 
 async def test_what_another_process_begins_before_it_knows_is_aborted_too(

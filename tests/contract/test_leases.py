@@ -36,6 +36,16 @@ async def test_one_process_has_it_and_renews_it_under_its_fence(store: Store) ->
     assert not await holds(store.database, 1, "unheard of")
 
 
+async def test_after_its_time_another_process_takes_it_with_the_next_fence(store: Store) -> None:
+    other = await add_incarnation(store.database)
+    assert await take(store, store.me, for_s=-1.0) == 1
+    assert await holds(store.database, 1), "late, but nobody has taken it"
+    assert await take(store, store.me, for_s=-1.0) == 1
+    assert await take(store, other) == 2
+    assert [await holds(store.database, fence) for fence in (1, 2)] == [False, True]
+    assert await take(store, store.me) is None
+
+
 @pytest.mark.parametrize("silent", [False, True])
 async def test_a_dead_process_loses_it_at_once(store: Store, silent: bool) -> None:
     other = await add_incarnation(store.database)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from helpers.buckets import TestBucket
@@ -12,14 +14,16 @@ from helpers.google_storage import GoogleStorage
 from helpers.log import digest, payload
 from helpers.store import LEASE_S, Store
 from sqlalchemy import insert, select, update
+from sqlalchemy.sql import Executable
 
 from app.domain import retention
-from app.errors import PayloadsUnavailable
+from app.errors import PayloadsUnavailable, StartupError
 from app.features.objects import names, rows
 from app.features.objects.bucket import Bucket
 from app.features.objects.objects import SMALL_BYTES, Objects
 from app.features.objects.schema import dead_objects
 from app.store.content import load_chunks
+from app.store.dialect import Tx
 from app.store.log import Appended, StoredChunk
 from app.store.log_sessions import Close, Erase, FreeChunks, FreeReplay
 from workers import codec
@@ -113,19 +117,32 @@ async def yard(store: Store, tmp_path: Path) -> Yard:
     return made
 
 
-async def test_a_turns_large_chunks_are_objects_and_the_small_ones_stay(yard: Yard) -> None:
-    sessions = ["s", ".", "..", "...", "a:b.c-d", "turnlog-owner"]
-    for session_id in sessions:
-        before = set(yard.there())
-        await yard.turn(session_id, large(1), b"small", large(2))
-        folder, made = names.folder_of(session_id), sorted(set(yard.there()) - before)
-        assert made == [f"{folder}{yard.store.me}-2.routed_experts.{number}" for number in (0, 2)]
-        assert {names.parsed(name) for name in made} == {(session_id, 2)}
-        assert await yard.frames(session_id, 0, 1, 2) == [large(1), b"small", large(2)]
-        chunks = await yard.store.chunks(session_id)
-        assert [data is None for data, _ in chunks.values()] == [True, False, True]
+@pytest.mark.parametrize("session_id", ["s", ".", "..", "...", "a:b.c-d", "turnlog-owner"])
+async def test_a_turns_large_chunks_are_objects_and_the_small_ones_stay(yard: Yard, session_id: str) -> None:
+    await yard.turn(session_id, large(1), b"small", large(2))
+    folder = names.folder_of(session_id)
+    assert yard.there() == [f"{folder}{yard.store.me}-2.routed_experts.{number}" for number in (0, 2)]
+    assert {names.parsed(name) for name in yard.there()} == {(session_id, 2)}
+    assert await yard.frames(session_id, 0, 1, 2) == [large(1), b"small", large(2)]
+    chunks = await yard.store.chunks(session_id)
+    assert [data is None for data, _ in chunks.values()] == [True, False, True]
     await yard.sweep()
-    assert len(await yard.look(2 * KEEP_S)) == 2 * len(sessions)
+    assert len(await yard.look(2 * KEEP_S)) == 2
+
+
+async def test_a_payload_that_is_tombstoned_while_it_is_read_is_no_fault(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await yard.turn("s", large(1))
+    real = yard.bucket.read
+
+    async def too_late(name: str) -> bytes | None:
+        await yard.free("s")
+        await yard.look(2 * KEEP_S)
+        return await real(name)
+
+    monkeypatch.setattr(yard.bucket, "read", too_late)
+    assert await load_chunks(yard.store.database, "s", [(2, 0)]) == {}
 
 
 BAD_NAMES = ("../victim/", "../victim", "a//b", "a/../../b", "/etc/passwd", "./", "x/\n")
@@ -148,6 +165,53 @@ async def test_a_name_that_no_object_has_keeps_nothing_else_from_being_deleted(
     assert (victim / "1-1.routed_experts.0").exists()
 
 
+async def test_an_object_that_cannot_be_deleted_does_not_stop_the_others(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "abc":
+        await yard.turn(name, large(1))
+        await yard.erase(name)
+    delete = yard.bucket.delete
+
+    async def some(name: str) -> None:
+        if name.startswith("b/"):
+            raise PayloadsUnavailable("no permission")
+        await delete(name)
+
+    monkeypatch.setattr(yard.bucket, "delete", some)
+    with pytest.raises(PayloadsUnavailable):
+        await yard.look()
+    assert {name[0] for name in yard.there()} == {"b"}
+    monkeypatch.undo()
+    assert await yard.look() == []
+
+
+async def test_an_upload_goes_on_when_its_turn_is_cancelled(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the storage might still take it after the erasure."""
+    begun, released, ended, real = asyncio.Event(), asyncio.Event(), asyncio.Event(), yard.bucket.put
+
+    async def slow(name: str, body: bytes) -> None:
+        begun.set()
+        await released.wait()
+        await real(name, body)
+        ended.set()
+
+    monkeypatch.setattr(yard.bucket, "put", slow)
+    await yard.claimed("s")
+    turn = asyncio.create_task(yard.put("s", large(1)))
+    await begun.wait()
+    turn.cancel()
+    await yard.erase("s")
+    await yard.look()
+    assert await yard.is_being_erased("s")
+    released.set()
+    await ended.wait()
+    while yard.objects._uploads:
+        await asyncio.sleep(0)
+    assert await yard.look() == []
+    assert not await yard.is_being_erased("s")
+
+
 async def test_nothing_is_deleted_in_another_stores_place(yard: Yard, caplog: pytest.LogCaptureFixture) -> None:
     """As after a copy of the database was started beside its original."""
     await yard.bucket.owner("another")
@@ -159,6 +223,36 @@ async def test_nothing_is_deleted_in_another_stores_place(yard: Yard, caplog: py
     (yard.folder / names.OWNER).unlink()
     yard.objects._ask_owner_at = 0.0
     assert await yard.look() == []
+
+
+class Moving:
+    """A transaction of PostgreSQL, whose statements see what others commit between them: here before the read `at`."""
+
+    def __init__(self, at: int, before: dict[int, list[Any]], after: dict[int, list[Any]]) -> None:
+        self._at, self._states, self._reads = at, (before, after), 0
+        self.written: list[Any] = []
+
+    def one(self, statement: Executable, parameters: object) -> tuple[int]:
+        return (1,)
+
+    def all(self, statement: Executable, parameters: object) -> list[Any]:
+        self._reads += 1
+        return self._states[self._reads > self._at].get(id(statement), [])
+
+    def each(self, statement: object, given: Sequence[object]) -> None:
+        self.written += given
+
+
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("taken", ["turn", "copies"])
+def test_a_sweep_spares_what_is_committed_between_its_reads(taken: str, at: int) -> None:
+    name = names.of_turn("s", 1, 2) + "x.0" if taken == "turn" else names.of_copies("s", 1, 1) + "2.x.0"
+    parsed = names.parsed(name)
+    assert parsed is not None
+    line = {id(rows._open_fences): [(2,)]} if taken == "turn" else {id(rows._queued): [(names.of_copies("s", 1, 1),)]}
+    tx = Moving(at, line, {id(rows._locations): [(name,)]})
+    assert rows.QueueUnreferenced(1, {name: parsed}).apply(cast(Tx, tx)) == 0
+    assert tx.written == []
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -194,6 +288,12 @@ async def test_a_bucket(bucket: Bucket) -> None:
     assert await bucket.read("a:b/1-2.x.0") is None
 
 
+@pytest.mark.parametrize("url", ["s3:///x", "ftp://a/b"])
+def test_a_url_that_names_no_storage(url: str) -> None:
+    with pytest.raises(StartupError, match="TURNLOG_PAYLOADS"):
+        Bucket(url, 5.0)
+
+
 @pytest.fixture
 def google(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleStorage]:
     made = GoogleStorage(keeps_versions=request.param)
@@ -219,3 +319,19 @@ async def test_a_bucket_of_googles_numbers_objects_whether_it_keeps_versions_or_
     else:
         await bucket.delete("s/1-1.x.3")
         assert list(google.objects) == [f"/bucket/run/{names.PROBE}"]
+
+
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
+async def test_versions_are_deleted_where_the_objects_are(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    """The two packages that speak to S3 know different variables."""
+    storage = TestBucket()
+    storage.keep_versions()
+    environment = storage.environment
+    environment[variable] = environment.pop("AWS_ENDPOINT_URL")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    bucket = Bucket(f"s3://{storage.name}/run", 5.0)
+    await bucket.put("s/1-1.x.3", b"abc")
+    await bucket.delete("s/1-1.x.3")
+    assert storage.versions() == []
+    storage.close()

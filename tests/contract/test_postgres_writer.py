@@ -11,15 +11,16 @@ import asyncpg
 import pytest
 from helpers.databases import connected
 from helpers.store import Store, claim, commit, create, reward
-from sqlalchemy import select
+from sqlalchemy import func, select, text
 from sqlalchemy.engine import make_url
 
 from app.errors import StoreUnavailable
+from app.store import feed, postgres, writer
 from app.store.database import Database
 from app.store.dialect import StorePoints, Tx
-from app.store.log import Appended, Refused
+from app.store.log import Appended, BaseOperation, Refused
 from app.store.log_sessions import Existing, SaveSnapshot
-from app.store.log_turns import Busy
+from app.store.log_turns import Busy, Stale
 from app.store.postgres import PostgresWriter
 from app.store.schema import sessions
 from app.store.writer import apply_all
@@ -142,6 +143,32 @@ async def test_a_look_for_a_commit_that_fails_does_not_repeat_it(
     assert len(await store.log("s")) == 2
 
 
+async def test_a_server_that_stays_away_is_unavailable_in_time(
+    relay: tuple[Relay, Store], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "RECONNECT_S", 0.5)
+    cutting, store = relay
+    cutting.before_commit = 1000
+    with pytest.raises(StoreUnavailable):
+        await store.create("s")
+    assert cutting.before_commit < 999
+    cutting.before_commit = 0
+    assert isinstance(await store.create("s"), Appended)
+
+
+async def test_a_row_that_somebody_holds_keeps_only_its_own_session_waiting(postgres_store: Store) -> None:
+    store = postgres_store
+    names = [f"s{number}" for number in range(6)]
+    await asyncio.gather(*(store.create(name) for name in names))
+    async with locking(store.database, "s3"):
+        waiting = [asyncio.ensure_future(store.claim(name, 1)) for name in names]
+        others = [task for name, task in zip(names, waiting, strict=True) if name != "s3"]
+        async with asyncio.timeout(4):
+            assert all(isinstance(outcome, Appended) for outcome in await asyncio.gather(*others))
+        assert not waiting[3].done()
+    assert isinstance(await waiting[3], Appended)
+
+
 async def test_held_rows_one_after_the_other_keep_nobody_else_waiting(postgres_store: Store) -> None:
     """More of them than a process has lanes."""
     store = postgres_store
@@ -158,6 +185,65 @@ async def test_held_rows_one_after_the_other_keep_nobody_else_waiting(postgres_s
             assert isinstance(await store.claim("free", 1), Appended)
         assert not any(task.done() for task in waiting)
     assert all(isinstance(outcome, Appended) for outcome in await asyncio.gather(*waiting))
+
+
+class WaitsForLock(BaseOperation, frozen=True):
+    """Keeps its transaction open until the advisory lock is free."""
+
+    session_id: str
+
+    def apply(self, tx: Tx) -> None:
+        tx.one(_LOCK, {})
+
+
+_LOCK = select(func.pg_advisory_xact_lock(4711))
+
+
+async def test_what_comes_during_a_transaction_is_gathered_for_the_next(
+    postgres_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that lasts longer than GATHER_S holds nobody up: the others then get one of their own."""
+    store = postgres_store
+    for gather_s in (60.0, 0.0):
+        monkeypatch.setattr(writer, "GATHER_S", gather_s)
+        names = [f"s{number}-{gather_s}" for number in range(4)]
+        before = store.writer.counters.transactions
+        async with connected(store.database.url, writes=True) as connection:
+            await connection.execute(_LOCK)
+            waiting = asyncio.ensure_future(store.submit(WaitsForLock("nobody")))
+            while not (await store.database.read_autocommit(_WAITING, {}))[0][0]:
+                await asyncio.sleep(0)
+            others = [asyncio.ensure_future(store.create(name)) for name in names[:2]]
+            await store.database.read(feed.epoch)
+            others += [asyncio.ensure_future(store.create(name)) for name in names[2:]]
+            if not gather_s:
+                await asyncio.gather(*others)
+            await store.database.read(feed.epoch)
+            assert [task.done() for task in (waiting, *others)] == [False] + 4 * [not gather_s]
+        await asyncio.gather(waiting, *others)
+        if gather_s:
+            assert store.writer.counters.transactions == before + 2
+
+
+_WAITING = select(func.count()).select_from(text("pg_locks")).where(text("locktype = 'advisory' AND NOT granted"))
+
+
+async def test_a_row_that_is_held_too_long_is_unavailable(
+    postgres_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "LOCK_RETRY_S", 0.3)
+    await postgres_store.create("s")
+    async with locking(postgres_store.database, "s"):
+        with pytest.raises(StoreUnavailable):
+            await postgres_store.submit(reward("s", 1.0))
+    assert isinstance(await postgres_store.submit(reward("s", 1.0)), Appended)
+
+
+async def test_a_claim_on_another_log_of_the_same_length_is_stale(store: Store) -> None:
+    """As after a crash that undid what was not synced, and other events in its place."""
+    await store.create("s", at=1.0)
+    assert await store.submit(claim("s", 1, store.me, last_event_at=1.5)) == Stale()
+    assert isinstance(await store.submit(claim("s", 1, store.me, last_event_at=1.0)), Appended)
 
 
 async def test_a_batch_in_sets_gives_each_operation_its_own_outcome(store: Store) -> None:

@@ -8,14 +8,17 @@ from typing import Any, TypeVar
 
 import pytest
 from helpers.store import Store
+from sqlalchemy import literal_column, update
 from sqlalchemy.sql import Executable
 
 from app.domain.known_body import LONG_BODY
 from app.domain.session import Session
+from app.errors import SessionUnreadable
 from app.protocols.chat import parse_chat
 from app.sessions.cache import SessionCache
 from app.store.database import Database
 from app.store.dialect import Parameters, Row
+from app.store.schema import turns as turns_table
 from app.store.sessions import NEWEST_TURNS
 
 T = TypeVar("T")
@@ -84,21 +87,54 @@ async def history_of(store: Store, turns: int) -> Session:
 
 
 @pytest.mark.parametrize("turns", [1, 3, NEWEST_TURNS, NEWEST_TURNS + 2])
-async def test_a_missed_turn_reads_once(store: Store, turns: int) -> None:
+@pytest.mark.parametrize("with_tokens", [False, True])
+async def test_a_missed_turn_reads_once(store: Store, turns: int, with_tokens: bool) -> None:
     """One statement gives the log and the content of the newest turns. Only that of older ones is read by itself."""
-    session, older = await history_of(store, turns), turns > NEWEST_TURNS
-    for with_tokens in (False, True):
-        database = Counting(store.database)
-        cache = SessionCache(database, store.writer, 1 << 20, with_tokens=with_tokens)  # type: ignore[arg-type]
-        live = await cache.get("s")
-        assert live is not None
-        assert live.session == session
-        assert (database.statements, database.transactions) == (1, 0)
-        messages = await cache.messages(live, turns)
-        assert messages == b",".join(b'{"turn":%d},{"turn":%d}' % (number, number) for number in range(turns))
-        assert (database.statements, database.transactions) == (1, int(older))
-        assert await cache.tokens(live, turns) == b",".join([b"1,2,3"] * turns)
-        assert (database.statements, database.transactions) == (1, 2 * older if with_tokens else older + 1)
+    session = await history_of(store, turns)
+    database = Counting(store.database)
+    cache = SessionCache(database, store.writer, 1 << 20, with_tokens=with_tokens)  # type: ignore[arg-type]
+    live = await cache.get("s")
+    assert live is not None
+    assert live.session == session
+    assert (database.statements, database.transactions) == (1, 0)
+    messages = await cache.messages(live, turns)
+    assert messages == b",".join(b'{"turn":%d},{"turn":%d}' % (number, number) for number in range(turns))
+    older = turns > NEWEST_TURNS
+    assert (database.statements, database.transactions) == (1, int(older))
+    assert await cache.tokens(live, turns) == b",".join([b"1,2,3"] * turns)
+    assert (database.statements, database.transactions) == (1, 2 * older if with_tokens else older + 1)
+
+
+async def test_content_read_in_advance_is_counted_and_not_kept(store: Store) -> None:
+    """It takes memory until the turn has its messages, or has been committed without them."""
+    await history_of(store, 2)
+    cache = SessionCache(store.database, store.writer, 1 << 20)
+    live = await cache.get("s")
+    assert live is not None
+    frames = sum(len(exchange or b"") for exchange in live.unread.exchanges.values())
+    assert frames > 0
+    before = cache.size
+    messages = await cache.messages(live, 2)
+    assert cache.size == before - frames + len(messages)
+    cache.drop("s")
+    live = await cache.get("s")
+    assert live is not None
+    cache.remember("s", 2, b"{}", None)
+    assert live.unread.size == 0
+    assert cache.size == before - frames
+
+
+async def test_damaged_content_does_not_hide_the_log(store: Store) -> None:
+    """A turn that does not need the damaged content can go on; one that does is told which session it is."""
+    session = await history_of(store, 2)
+    broken = update(turns_table).where(turns_table.c.turn == 1).values(exchange=literal_column("'text'"))
+    await store.database.write(lambda tx: tx.run(broken, {}), durable=True)
+    cache = SessionCache(store.database, store.writer, 1 << 20)
+    live = await cache.get("s")
+    assert live is not None
+    assert live.session == session
+    with pytest.raises(SessionUnreadable):
+        await cache.messages(live, 2)
 
 
 async def test_an_ended_session_leaves_first(store: Store) -> None:

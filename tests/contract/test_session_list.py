@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 from collections.abc import Callable
 from typing import Any, get_args
@@ -12,6 +14,7 @@ from helpers.store import Store, engines_at, reward
 from sqlalchemy import insert
 
 from app.errors import InvalidRequest
+from app.features.page import overview as page_reads
 from app.sessions.session_list import SessionList, SessionQuery, Sort
 from app.store import sessions as session_reads
 from app.store.log_sessions import Create
@@ -170,6 +173,13 @@ async def test_a_cursor_of_another_list_is_refused(filled: Filled) -> None:
             await filled.list.page(asked, cursor, 5)
 
 
+async def test_a_made_up_cursor_never_reaches_the_database(filled: Filled) -> None:
+    for place in ((2**63, "a"), (-(2**63) - 1, "a"), (10**30, "a"), (1.0, "a\0"), (None, "\0"), (True, "a")):
+        cursor = base64.urlsafe_b64encode(json.dumps(("created_at", True, *place)).encode()).decode()
+        with pytest.raises(InvalidRequest):
+            await filled.list.page(SessionQuery(), cursor, 5)
+
+
 async def test_more_than_are_counted_are_said_to_be_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_reads, "COUNTED", 3)
     row = {"version": 1, "status": "open", "open_turns": 0, "turns": 0, "updated_at": 1.0, "body_hash": BODY}
@@ -177,3 +187,17 @@ async def test_more_than_are_counted_are_said_to_be_more(store: Store, monkeypat
     await store.database.write(lambda tx: tx.insert(insert(sessions), rows), durable=False)
     counted = await store.database.read(lambda connection: count_heads(connection, HeadFilter()))
     assert counted == 4
+
+
+async def test_the_counts_are_those_of_the_list(filled: Filled) -> None:
+    rows = await filled.every()
+    counts = await filled.store.database.read(lambda connection: page_reads.counts(connection, since=2.5))
+    by_state = [row["state"] for row in rows]
+    assert counts.open == by_state.count("idle") + by_state.count("running")
+    assert (counts.closed, counts.erased) == (by_state.count("closed"), by_state.count("erased"))
+    changed = [row for row in rows if row["state"] in ("idle", "running") and row["turns"] and row["updated_at"] >= 2.5]
+    assert counts.changed == len(changed) > 0
+    running, newly_active = await filled.store.database.read(lambda c: page_reads.claims(c, since=2.0))
+    assert running == by_state.count("running")
+    new = [row for row in rows if row["state"] == "running" and (row["updated_at"] < 2.0 or not row["turns"])]
+    assert newly_active == len(new)

@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 from helpers.log import digest, payload
-from helpers.store import CLAIMED_AT, Store, stage
+from helpers.store import CLAIMED_AT, LEASE_S, Store, add_incarnation, end_incarnation, stage
 from sqlalchemy import delete
 
 from app.domain import retention
-from app.domain.events import BlobsTombstoned, TurnRejected
-from app.store.content import refused_reply
-from app.store.log import Appended, StoredChunk
-from app.store.log_sessions import FreeChunks, FreeReplay
-from app.store.log_turns import REFUSED_KEPT, Reject
+from app.domain.events import BlobsTombstoned, SessionClosed, TurnAbandoned, TurnRejected
+from app.store.content import refused_reply, stored_chunks
+from app.store.damage import SPAN
+from app.store.log import Appended, Refused, StoredChunk
+from app.store.log_sessions import Close, FreeChunks, FreeReplay
+from app.store.log_turns import REFUSED_KEPT, AbandonDead, Reject
 from app.store.schema import chunks as chunks_table
-from app.store.sessions import last_tombstone
+from app.store.sessions import closed_sessions, last_tombstone
 from workers import codec
 
 pytestmark = pytest.mark.anyio
@@ -47,6 +48,50 @@ async def take(store: Store, *numbers: int, shared: int = 0, after: tuple[Any, .
     return fence
 
 
+async def test_only_the_holder_of_an_open_turn_can_stage(store: Store) -> None:
+    other = await add_incarnation(store.database)
+    assert await store.submit(stage("nobody", 2, store.me, chunk(0))) is False
+    fence = await claimed(store)
+    for session_id, number, holder in (("s", fence, other), ("s", fence + 1, store.me), ("s", 1, store.me)):
+        assert await store.submit(stage(session_id, number, holder, chunk(0))) is False
+    assert await store.chunks("s") == {}
+    await store.commit("s", fence)
+    assert await store.submit(stage("s", fence, store.me, chunk(0))) is False
+    assert await store.chunks("s") == {}
+
+
+async def test_a_close_takes_out_what_was_staged_and_leaves_the_rest(store: Store) -> None:
+    await store.create("s")
+    fence = await take(store, 0, 1)
+    kept = [(fence, 0), (fence, 1)]
+    session = await store.session("s")
+    assert session is not None
+    await store.claim("s", session.version, turn=2, parent=1)
+    await store.submit(stage("s", session.version + 1, store.me, chunk(0)))
+    closed = await store.close("s")
+    assert [type(recorded.event) for recorded in closed.events] == [TurnAbandoned, SessionClosed]
+    assert sorted(await store.chunks("s")) == kept
+    assert await store.submit(stage("s", session.version + 1, store.me, chunk(1))) is False
+
+
+@pytest.mark.parametrize("by_claim", [True, False])
+async def test_what_a_dead_process_staged_goes_with_its_claim(store: Store, by_claim: bool) -> None:
+    dead = await add_incarnation(store.database)
+    await store.create("s")
+    await store.claim("s", 1, incarnation=dead)
+    assert await store.submit(stage("s", 2, dead, *chunks(0, 1))) is True
+    await end_incarnation(store.database, dead)
+    if by_claim:
+        await store.claim("s", 1)
+    else:
+        await store.submit(AbandonDead("", 10, 9.0, LEASE_S))
+    assert await store.chunks("s") == {}
+    assert await store.submit(stage("s", 2, dead, chunk(0))) is False
+    assert (await store.commit("s", 2, incarnation=dead, chunks=chunks(0))) == Refused("open")
+    assert await store.chunks("s") == {}
+    await store.head_equals_fold("s")
+
+
 async def test_a_commit_tombstones_what_its_event_frees(store: Store) -> None:
     await store.create("s")
     first = await take(store, 0, 1)
@@ -57,6 +102,15 @@ async def test_a_commit_tombstones_what_its_event_frees(store: Store) -> None:
     assert session is not None
     assert sorted(session.payloads) == [2]
     await store.head_equals_fold("s")
+
+
+async def test_more_chunks_than_one_statement_takes_are_read(store: Store) -> None:
+    fence = await claimed(store)
+    many = SPAN + 20
+    await store.commit("s", fence, chunks=chunks(*range(many)))
+    keys = [(fence, number) for number in range(many)]
+    found = await store.database.read(lambda connection: stored_chunks(connection, "s", keys))
+    assert sorted(found) == keys
 
 
 async def test_a_closed_session_is_freed_in_steps(store: Store) -> None:
@@ -81,6 +135,45 @@ async def test_a_closed_session_is_freed_in_steps(store: Store) -> None:
     assert after is not None
     assert (after.payloads, after.status, len(after.turns)) == ({}, "closed", 2)
     assert (await store.log("s"))[: len(before)] == before
+    await store.head_equals_fold("s")
+
+
+async def test_a_closed_session_is_found_until_nothing_is_left_to_free(store: Store) -> None:
+    async def held(name: str = "s", cutoff: float = 100.0) -> bool:
+        places = await store.database.read(
+            lambda connection: closed_sessions(
+                connection, cutoff, (0.0, ""), 10, points=store.database.points, holding=True
+            )
+        )
+        return name in [session_id for _, session_id in places]
+
+    await store.create("s")
+    fence = await take(store, 0)
+    assert not await held()
+    await store.close("s")
+    assert await held()
+    assert not await held(cutoff=4.9)
+    await store.submit(FreeReplay("s", 4, 9.0, BlobsTombstoned((1,), ((fence, 0),), "closed")))
+    assert await held()
+    await store.submit(FreeChunks("s", 5, 8))
+    assert not await held()
+    await reject(store, "r")
+    await store.close("r")
+    assert await held("r")
+    await store.submit(FreeChunks("r", 0, 8))
+    assert not await held("r")
+
+
+async def test_an_idle_session_is_closed(store: Store) -> None:
+    await store.create("s", at=10.0)
+    assert await store.submit(Close("s", 20.0, "idle", idle_since=9.9)) == Refused("open")
+    done = await store.submit(Close("s", 20.0, "idle", idle_since=10.0))
+    assert [recorded.event for recorded in done.events] == [SessionClosed("idle")]
+    session = await store.session("s")
+    assert session is not None
+    assert (session.status, session.closed_at) == ("closed", 20.0)
+    assert await store.submit(Close("s", 30.0, "idle", idle_since=25.0)) == Refused("closed")
+    assert await store.submit(Close("nobody", 30.0, "idle", idle_since=25.0)) == Refused(None)
     await store.head_equals_fold("s")
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from helpers.databases import connected
 from helpers.groups import Groups
 from helpers.store import Store, reward
-from sqlalchemy import select
+from sqlalchemy import insert, select
 
-from app.features.groups.operations import Acknowledged, Measure
-from app.features.groups.reads import Candidate
+from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
+from app.features.groups import reads as group_reads
+from app.features.groups.operations import Acknowledged, Measure, Settle
+from app.features.groups.reads import ACKNOWLEDGEMENTS, Candidate
 from app.store.dialect import now
+from app.store.rollouts import in_groups
+from app.store.sessions import closed_sessions
 
 pytestmark = pytest.mark.anyio
 
@@ -30,6 +37,37 @@ async def test_a_group_is_complete_when_every_session_is_closed_and_rewarded(mad
     await made.store.submit(reward("b", 0.5))
     assert await made.counts("g") == (2, 0, 0, True)
     assert await made.free() == ["g"]
+
+
+async def test_a_turns_reward_is_not_the_sessions(made: Groups) -> None:
+    await made.create("g", "a")
+    await made.store.take_turn("a")
+    await made.store.submit(reward("a", 1.0, turn=1))
+    await made.store.close("a")
+    assert await made.counts("g") == (1, 0, 1, False)
+
+
+async def test_an_erased_session_no_longer_counts(made: Groups) -> None:
+    await made.create("g", "a")
+    await made.create("g", "b")
+    await made.finish("a")
+    await made.store.close("b")
+    await made.store.erase("b")
+    assert await made.counts("g") == (1, 1, 0, True)
+    assert await made.free(attempts=2) == ["g"], "it will not come again"
+    await made.store.erase("a")
+    assert await made.counts("g") == (0, 2, 0, False)
+    assert await made.free() == []
+
+
+async def test_notes_are_settled_in_steps(made: Groups) -> None:
+    await made.create("g", "a")
+    await made.create("h", "b")
+    await made.create("h", "c")
+    assert await made.store.submit(Settle(2)) is True
+    assert await made.store.submit(Settle(2)) is False
+    assert await made.counts("g") == (1, 0, 1, False)
+    assert await made.counts("h") == (2, 0, 2, False)
 
 
 async def test_the_order_is_that_of_completion(made: Groups) -> None:
@@ -63,6 +101,15 @@ async def test_a_leased_group_is_nobody_elses(made: Groups) -> None:
     assert await made.candidates("other") == []
 
 
+async def test_the_same_consumer_may_have_it_again_unless_it_wants_new_ones(made: Groups) -> None:
+    await made.complete("g")
+    (seen,) = await made.candidates()
+    await made.lease("one", [seen])
+    assert await made.lease("one", [seen], own_too=False) == []
+    (again,) = await made.lease("one", [seen])
+    assert again.handed_out == 2
+
+
 async def test_a_lease_that_ended_is_free_and_its_consumer_may_still_acknowledge(made: Groups) -> None:
     await made.complete("g")
     await made.complete("h")
@@ -88,6 +135,18 @@ async def test_an_acknowledgement_is_idempotent_and_says_what_it_did(made: Group
     assert await made.ack("other", "g") == Acknowledged([], [], ["g"], [])
 
 
+async def test_an_acknowledgement_is_final(made: Groups) -> None:
+    await made.complete("g")
+    await made.take("one")
+    await made.ack("one", "g")
+    await made.create("g", "late")
+    await made.finish("late")
+    await made.store.submit(reward("g-0", 9.0))
+    assert await made.counts("g") == (3, 0, 0, True)
+    assert await made.free() == []
+    assert await made.candidates("one") == []
+
+
 async def test_a_session_created_in_a_leased_group_ends_the_lease(made: Groups) -> None:
     await made.complete("g")
     (seen,) = await made.candidates()
@@ -102,6 +161,15 @@ async def test_a_session_created_in_a_leased_group_ends_the_lease(made: Groups) 
     assert await made.take("other") == ["g"]
     assert (await made.row("g")).handed_out == 2
     assert await made.ack("one", "g") == Acknowledged([], [], ["g"], [])
+
+
+async def test_one_that_lost_its_lease_so_may_still_be_acknowledged(made: Groups) -> None:
+    await made.complete("g")
+    await made.take("one")
+    await made.create("g", "late")
+    assert await made.ack("one", "g") == Acknowledged(["g"], [], [], [])
+    await made.finish("late")
+    assert await made.free() == []
 
 
 async def test_age_is_measured_once_and_filters(made: Groups) -> None:
@@ -121,3 +189,63 @@ async def test_age_is_measured_once_and_filters(made: Groups) -> None:
     assert {one.group_id: one.measured for one in await made.candidates()} == {"g": True, "h": False, "unknown": True}
     await made.store.submit(Measure([Candidate("h", h.completed_at, h.sessions, True, 1)]))
     assert not next(one for one in await made.candidates() if one.group_id == "h").measured, "of other sessions"
+
+
+async def test_attempts_are_listed_in_order(made: Groups) -> None:
+    for session_id, attempt in (("x", None), ("b", 2), ("a", 10), ("c", 0)):
+        await made.create("g", session_id, attempt)
+    await made.finish("a", 0.5)
+    found = (await made.store.database.read(lambda c: group_reads.attempts(c, ["g"])))["g"]
+    assert [(one.session_id, one.attempt, one.reward, one.status) for one in found] == [
+        ("c", 0, None, "open"),
+        ("b", 2, None, "open"),
+        ("a", 10, 0.5, "closed"),
+        ("x", None, None, "open"),
+    ]
+
+
+async def test_the_age_is_measured_by_the_turns_of_closed_sessions(made: Groups) -> None:
+    for name in ("a", "b", "open"):
+        await made.create("g", name)
+        await made.store.take_turn(name)
+    await made.finish("a")
+    await made.store.take_turn("b")
+    await made.store.close("b")
+    found = await made.store.database.read(lambda c: group_reads.turn_events(c, ["g", "none"]))
+    assert {name: [row.seq for row in rows] for name, rows in found["g"].items()} == {
+        "a": [1, 3],
+        "b": [1, 3, 5],
+    }
+    assert found["none"] == {}
+
+
+async def test_retention_can_wait_for_the_acknowledgement(made: Groups) -> None:
+    """What a checkpoint has is not freed, acknowledged or not."""
+    await made.complete("g", size=3)
+    await made.create(None, "alone")
+    await made.finish("alone")
+    await made.create("g", "open")
+    pin = {"session_id": "g-2", "checkpoint_id": 1, "seq": 1, "is_done": False}
+    cut = {"id": 1, "name": "cut", "state": "made", "cut": "", "created_at": 0.0, "sessions": 1, "groups": 0}
+    async with connected(made.store.database.url, writes=True) as connection:
+        await connection.execute(insert(checkpoints).values(cut))
+        await connection.execute(insert(checkpoint_sessions).values(pin))
+    points = made.store.database.points
+
+    async def closed(where: Any) -> list[str]:
+        found = await made.store.database.read(
+            lambda c: closed_sessions(c, 9.0, (0.0, ""), 10, points=points, holding=False, where=where)
+        )
+        return [session_id for _, session_id in found]
+
+    assert await closed(None) == ["alone", "g-0", "g-1"]
+    assert await closed(ACKNOWLEDGEMENTS.is_given) == ["alone"]
+    await made.finish("open")
+    await made.take("one")
+    assert await closed(ACKNOWLEDGEMENTS.is_given) == ["alone"]
+    await made.ack("one", "g")
+    assert await closed(ACKNOWLEDGEMENTS.is_given) == ["alone", "g-0", "g-1", "open"]
+    (place,) = await made.store.database.read(lambda c: ACKNOWLEDGEMENTS.groups(c, (0.0, ""), 10))
+    assert place[1] == "g"
+    assert await closed(in_groups([place[1]])) == ["g-0", "g-1", "open"]
+    assert await made.store.database.read(lambda c: ACKNOWLEDGEMENTS.groups(c, place, 10)) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from sqlalchemy.engine import make_url
 
 from app.errors import StartupError, StoreLost
 from app.store import opening
-from app.store.database import Database
+from app.store.database import Database, sqlite_lock
 from app.store.dialect import StorePoints
 from app.store.log import Appended
 from app.store.opening import Held, SqliteLock, lock_owner
@@ -84,6 +85,30 @@ async def test_the_refused_one_leaves_sqlites_own_locks_alone(sqlite_url: str) -
     await first.close()
 
 
+def test_a_child_does_not_inherit_it(sqlite_url: str) -> None:
+    look = (
+        "import pathlib; print([path.readlink() for path in pathlib.Path('/proc/self/fd').iterdir() if path.exists()])"
+    )
+    owned = sqlite_lock(sqlite_url)
+    assert owned is not None
+    with owned:
+        child = subprocess.run(
+            [sys.executable, "-c", look], capture_output=True, text=True, close_fds=False, check=True
+        )
+    assert "/dev/null" in child.stdout or "pipe" in child.stdout
+    assert file_of(sqlite_url).name not in child.stdout
+
+
+def test_a_file_that_is_not_there_is_made_only_where_that_is_wanted(tmp_path: Path) -> None:
+    file = tmp_path / "new.db"
+    with SqliteLock(file) as made:
+        assert not file.exists()
+        assert made.lost() is None
+    with SqliteLock(file, create=True) as made:
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert made.lost() is None
+
+
 def deleted(file: Path) -> None:
     file.unlink()
 
@@ -117,6 +142,27 @@ async def test_a_lost_file_is_not_written(sqlite_url: str, tmp_path: Path, what:
     await database.close()
     assert len(told) == 1
     assert str(file) in told[0]
+
+
+@pytest.mark.anyio
+async def test_a_link_that_leads_elsewhere_is_noticed(sqlite_url: str, tmp_path: Path) -> None:
+    """New connections would read the other file."""
+    other = tmp_path / "other.db"
+    shutil.copyfile(file_of(sqlite_url), other)
+    link = tmp_path / "link.db"
+    link.symlink_to(file_of(sqlite_url))
+    database = Database(url_of(link), points=StorePoints())
+    await database.open()
+    async with Store.over(database) as store:
+        await store.create("before")
+        link.unlink()
+        link.symlink_to(other)
+        with pytest.raises(StoreLost):
+            await store.create("after")
+    await database.close()
+    with sqlite3.connect(other) as connection:
+        assert connection.execute("SELECT count(*) FROM sessions").fetchone() == (0,)
+    connection.close()
 
 
 @pytest.mark.anyio

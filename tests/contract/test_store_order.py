@@ -1,10 +1,10 @@
-"""The order of commits: positions, the horizon, and what is seen as of one."""
+"""The order of commits: positions, the horizon, and paging through changed sessions."""
 
 from __future__ import annotations
 
 import pytest
 from helpers.databases import transaction
-from helpers.store import Store, reward
+from helpers.store import Store, claim, commit, create, reward
 from sqlalchemy import select
 
 from app.store.content import read_logs
@@ -15,6 +15,28 @@ from app.store.schema import events
 from app.store.sessions import decode_events
 
 pytestmark = pytest.mark.anyio
+
+START = Position(0, 0)
+
+
+async def pages(store: Store, upto: Position, limit: int, after: Position = START) -> list[tuple[str, Position]]:
+    """Everything in (after, upto], read `limit` at a time."""
+    found: list[tuple[str, Position]] = []
+    while page := await store.changed(after, upto, limit):
+        assert len(page) <= limit
+        found += page
+        after = page[-1][1]
+    return found
+
+
+async def test_positions_grow_within_and_across_commits(store: Store) -> None:
+    for name in ("b", "a"):
+        await store.create(name)
+        await store.take_turn(name)
+        await store.take_turn(name)
+    query = select(events.c.session_id, events.c.seq).order_by(events.c.tx, events.c.position)
+    rows = await store.database.read(lambda c: [tuple(row) for row in c.execute(query)])
+    assert rows == [(name, seq) for name in ("b", "a") for seq in range(1, 6)]
 
 
 async def test_numbering_goes_on_after_the_store_is_opened_again(database_url: str) -> None:
@@ -30,6 +52,15 @@ async def test_numbering_goes_on_after_the_store_is_opened_again(database_url: s
     assert found[0] < found[1]
 
 
+async def test_each_session_once_in_order_of_its_last_commit(store: Store) -> None:
+    for name in "abc":
+        await store.create(name)
+        await store.take_turn(name)
+    await store.take_turn("a")
+    await store.submit(reward("b", 1.0))
+    assert [name for name, _ in await store.changed(upto=await store.horizon())] == ["c", "a", "b"]
+
+
 async def test_as_of_a_position_later_commits_are_not_seen(store: Store) -> None:
     for name in "ab":
         await store.create(name)
@@ -43,6 +74,15 @@ async def test_as_of_a_position_later_commits_are_not_seen(store: Store) -> None
     assert [name for name, _ in await store.changed(after=then)] == ["a", "c"]
     as_of = await store.database.read(lambda c: decode_events(read_logs(c, ["a"], then)["a"]))
     assert [recorded.seq for recorded in as_of] == [1, 2, 3]
+
+
+async def test_a_batch_of_many_sessions_is_paged_inside_one_transaction(store: Store) -> None:
+    names = [f"s{number}" for number in range(6)]
+    await store.together(*(create(name) for name in names))
+    await store.together(*(claim(name, 1, store.me) for name in names))
+    await store.together(*(commit(name, 2, store.me) for name in names))
+    upto = await store.horizon()
+    assert [name for name, _ in await pages(store, upto, 1)] == names
 
 
 async def test_a_late_commit_is_not_skipped(postgres_store: Store) -> None:

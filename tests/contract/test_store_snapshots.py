@@ -30,6 +30,12 @@ async def session_of(store: Store, turns: int) -> Session:
     return session
 
 
+async def test_a_snapshot_and_the_rest_of_the_log_are_the_whole_fold(store: Store) -> None:
+    await store.save_snapshot(await session_of(store, 3))
+    session = await session_of(store, 1)
+    assert await store.loaded("s") == session
+
+
 async def test_a_snapshot_is_used(store: Store) -> None:
     """With an event before it gone, only the snapshot can give the state."""
     session = await session_of(store, 1)

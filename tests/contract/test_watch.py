@@ -6,15 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from helpers.log import BODY
 from helpers.store import Store, engines_at, reward
-from sqlalchemy import update
+from sqlalchemy import insert, update
 
 from app.errors import InvalidRequest, Overloaded
 from app.features.page import watch as watching
 from app.features.page.watch import Listener, Watch
 from app.sessions.log_end import LogEnd
 from app.sessions.session_list import SessionList
-from app.store.schema import sessions, store_meta
+from app.store.database import Database
+from app.store.dialect import Tx
+from app.store.schema import events, sessions, store_meta
 from turnlog.replies import ListedSession
 
 pytestmark = pytest.mark.anyio
@@ -64,6 +67,19 @@ async def watched(store: Store) -> AsyncIterator[Watched]:
     made.watch.stop()
 
 
+async def test_nothing_is_read_while_nobody_listens(watched: Watched) -> None:
+    assert not watched.watch.is_running
+    first, second = await watched.watch.listen(None), await watched.watch.listen(None)
+    first.close()
+    assert watched.watch.is_running
+    second.close()
+    assert not watched.watch.is_running
+    again = await watched.watch.listen(None)
+    await watched.store.create("a")
+    await watched.heard(again, {"a": 1})
+    again.close()
+
+
 async def test_a_slow_listener_finds_each_session_once_as_it_is(watched: Watched) -> None:
     await watched.store.create("old")
     listener, quick = await watched.watch.listen(None), await watched.watch.listen(None)
@@ -79,6 +95,18 @@ async def test_a_slow_listener_finds_each_session_once_as_it_is(watched: Watched
     assert listener.cursor == quick.cursor
     for one in (listener, quick):
         one.close()
+
+
+async def test_rows_that_were_read_earlier_never_replace_later_ones(watched: Watched) -> None:
+    listener = await watched.watch.listen(None)
+    await watched.store.create("a")
+    await watched.told(listener)
+    (old,) = listener.take()
+    await watched.store.submit(reward("a", 1.0))
+    await watched.told(listener)
+    listener.add([old], listener.cursor)
+    assert [row["version"] for row in listener.take()] == [2]
+    listener.close()
 
 
 async def test_who_missed_too_much_begins_anew(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,3 +178,27 @@ async def test_what_is_no_cursor_is_refused_and_leaves_no_listener(watched: Watc
         with pytest.raises(InvalidRequest):
             await watched.watch.listen(cursor)
     assert not watched.watch.is_running
+
+
+async def test_much_at_once_is_told_in_several_reads(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "BATCH", 4)
+    listener = await watched.watch.listen(None)
+    await written_elsewhere(watched.store.database, 30)
+    await watched.heard(listener, {f"s{number}": 1 for number in range(30)})
+    listener.close()
+
+
+async def written_elsewhere(database: Database, count: int) -> None:
+    """So many sessions in one transaction, as another process may write them."""
+    head = {"version": 1, "status": "open", "open_turns": 0, "turns": 0, "created_at": 1.0, "updated_at": 1.0}
+    heads = [{**head, "session_id": f"s{number}", "body_hash": BODY} for number in range(count)]
+    event = {"seq": 1, "type": "SessionCreated", "version": 1, "at": 1.0, "data": b"{}"}
+    log = [{**event, "session_id": f"s{number}"} for number in range(count)]
+    if database.is_sqlite:
+        log = [{**row, "position": number} for number, row in enumerate(log, 1)]
+
+    def write(tx: Tx) -> None:
+        tx.insert(insert(sessions), heads)
+        tx.insert(insert(events), log)
+
+    await database.write(write, durable=True)
