@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 import msgspec
 from httptools import HttpParserUpgrade, HttpRequestParser
-from starlette.types import Receive, Scope
+from starlette.types import Receive, Scope, Send
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
@@ -198,13 +198,13 @@ class BoundedProtocol(HttpToolsProtocol):
         body, cycle.body = bytes(cycle.body), bytearray()
         return body
 
-    def answer(self, scope: Scope, status: int, headers: Headers, body: bytes) -> bool:
-        """Send a whole reply if nothing stands in its way; else False, and uvicorn's `send` is to send it.
+    def answer(self, send: Send, status: int, headers: Headers, body: bytes) -> bool:
+        """Send a whole reply in place of `send` if nothing stands in its way; else False, and `send` is to send it.
 
         uvicorn looks through each header, and writes head and body apart: a system call and a packet more.
         """
         cycle = self.cycle
-        if cycle.scope["state"] is not scope["state"]:  # a later request of the same connection
+        if send != cycle.send:  # It is a middleware's, or that of an earlier request of the connection.
             return False
         if cycle.response_started or cycle.disconnected or cycle.access_log or not cycle.keep_alive:
             return False
@@ -215,6 +215,7 @@ class BoundedProtocol(HttpToolsProtocol):
         head = [STATUS_LINE[status], *(b"%b: %b\r\n" % header for header in cycle.default_headers)]
         self.transport.write(b"".join((*head, text.encode("latin-1"), b"content-length: %d\r\n\r\n" % len(body), body)))
         cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
         cycle.message_event.set()
         cycle.on_response()
         return True

@@ -379,7 +379,7 @@ async def send_reply(
         body is not None
         and head is not None
         and head.connection is not None
-        and head.connection.answer(head.scope, status, headers, body)
+        and head.connection.answer(send, status, headers, body)
     ):
         return
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers]

@@ -267,8 +267,8 @@ class CommitRow(NamedTuple):
     """A commit: the state that its session has to be in, and what is written of the head and the turn.
 
     It fits if the log ends with event `known`, if `known_turns` turns were committed, and if the turn with this fence,
-    process and time is open; that row is deleted. `events` of the log follow. The two databases' statements name the
-    fields in this order.
+    process and time is open; that row is deleted. `events` of the log follow. PostgreSQL's statement names the fields
+    in this order, SQLite's all but the weight version.
     """
 
     session_id: str

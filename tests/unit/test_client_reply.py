@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -10,9 +11,11 @@ import pytest
 from helpers.replies import SHAPES, body_of
 
 from app.turn.client_reply import shown
+from app.turn.turns import Turns
 from app.upstream.body import Body
+from workers import job
 from workers.parse_prompt import PROMPT
-from workers.reply import PayloadRange
+from workers.reply import Job, PayloadRange
 
 IDS, ROWS = list(range(1000, 1400)), "A" * 5000
 ENTRY = {"token": "]},\"'", "logprob": -0.5, "bytes": None, "top_logprobs": []}
@@ -139,3 +142,15 @@ def test_a_completion_asks_for_logprobs_by_their_number(shape: str, logprobs: in
     assert (choice["logprobs"] is not None) == is_there
     assert choice["token_ids"] is choice["prompt_token_ids"] is None
     assert choice["text"]
+
+
+@pytest.mark.anyio
+async def test_a_mark_of_the_readers_is_never_shown() -> None:
+    """It stands for the first list behind its key, and here that is in a call's arguments."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"content": []}}}
+    changes = {"choices.0.message.content": "", "choices.0.message.tool_calls": [call]}
+    body = body_of("sglang", {**changes, "choices.0.logprobs": {"content": []}}, separators=(",", ":"))
+    read = job.read(Job("auto", None, [], [b'{"role":"user"}'], [("a", "b")], 200, "rid", b""), memoryview(body))
+    assert read.plain["choices"][0]["message"]["tool_calls"] != [call]
+    turns, request = SimpleNamespace(_payloads=lambda *_: ()), SimpleNamespace(protocol="messages")
+    assert b"".join(await Turns._shown(turns, request, None, Body([body]), (), read.plain)) == body
