@@ -292,3 +292,11 @@ async def test_a_fence_that_was_given_again_is_not_the_first_claims(store: Store
     done = await store.submit(msgspec.structs.replace(commit("s", 2, store.me), opened_at=second))
     assert isinstance(done, Appended)
     await store.head_equals_fold("s")
+
+
+async def test_only_a_session_that_is_being_erased_loses_components(store: Store) -> None:
+    await a_rewarded_session(store)
+    rows = await store.database.read(lambda c: text_rows(c, "s", 0, 9))
+    assert await store.submit(EraseTexts("s", without_text(rows), 100)) is False
+    assert await store.submit(EraseTexts("none", without_text(rows), 100)) is False
+    assert await assigned(store) == list(REWARDS)

@@ -90,3 +90,14 @@ async def test_a_rollout_is_idle_as_a_whole(store: Store) -> None:
     await store.release("agent", 2)
     await store.submit(Close("agent", 4.0))
     assert isinstance(await store.submit(Close("root", 9.0, "idle", idle_since=8.0)), Appended)
+
+
+async def test_whoever_shares_last_shares_the_last_reward(store: Store) -> None:
+    """Two who have rewarded the root, in this order, come to its child in the other."""
+    await store.submit(child("root", None))
+    await store.submit(child("agent", "root"))
+    await store.submit(reward("root", 1.0))
+    await store.submit(reward("root", 2.0))
+    for _ in range(2):
+        await store.submit(ShareReward("agent", 5.0))
+    assert (await store.head("agent")).reward == 2.0  # type: ignore[union-attr]

@@ -11,9 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from integration.stand import Stand, Talk, error_of, standing, until, user
+from integration.stand import Stand, Talk, error_of, serving, standing, until, user
 
 from fleet.pausing import Client, finish, new_name
+from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
 
@@ -184,3 +185,19 @@ def test_a_server_that_is_told_to_stop_lets_all_go(tmp_path: Path) -> None:
         gate.tell("resume")
         assert [talk.types() for talk in talks] == [["SessionCreated"]] * len(talks)
         assert finish(talks[0].chat([user("Hello")])) == "stop"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[SimulatorProcess]:
+    with SimulatorProcess("--seed", "5") as made:
+        yield made
+
+
+def test_a_session_whose_turn_waits_is_not_idle(engine: SimulatorProcess, tmp_path: Path) -> None:
+    with serving(tmp_path, engine.base_url, environment={"TURNLOG_IDLE_CLOSE_S": "0.2"}) as stand:
+        gate = Gate(stand)
+        talk = gate.talk()
+        turn = gate.speaking(talk)
+        time.sleep(1.5)
+        gate.tell("resume")
+        assert finish(turn.result()) == "stop"

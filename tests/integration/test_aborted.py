@@ -11,11 +11,12 @@ from integration.interrupting import (
     ASKED,
     as_said,
     budgets,
+    generating,
     interrupted,
     uncut,
 )
 from integration.places import Places
-from integration.stand import WEATHER, Stand, error_of, standing
+from integration.stand import WEATHER, Stand, error_of, standing, until
 from integration.tito import ids_in, output_of
 
 COMPLETIONS = "/v1/completions"
@@ -214,3 +215,61 @@ def test_tokens_have_the_weight_version_that_they_were_sampled_under(tito: Stand
     sampled = before["output_tokens"] + 9
     assert [names[at] for at in row["weight_versions"] if at >= 0] == ["default"] * (sampled - 4) + ["v2"] * 4
     assert (row["status"], sum(row["loss_mask"])) == ("completed", sampled)
+
+
+def test_what_an_engine_does_not_see_beside_ids_cannot_be_continued(replaying: Stand) -> None:
+    """SGLang leaves images out where it gets ids (0.5.23, serving_chat: `input_ids`)."""
+    talk = replaying.talk()
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    seen = {"role": "user", "content": [{"type": "text", "text": "What is this?"}, image]}
+    response = interrupted(replaying, talk, [5], messages=[seen], **NINE)
+    assert response.json()["choices"][0]["finish_reason"] == "abort"
+    assert talk.generations() == 1
+    said = {"role": "user", "content": [{"type": "text", "text": "And this?"}]}
+    response = interrupted(replaying, replaying.talk(), [5], messages=[said], **NINE)
+    assert len(output_of(response.json())) == 9
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "code"), [("status_503", 503, None), ("nan_logprob", 502, "upstream_invalid")]
+)
+def test_a_later_part_that_fails_commits_nothing(tito: Stand, fault: str, status: int, code: str | None) -> None:
+    talk = tito.talk()
+    response = interrupted(tito, talk, [5], meanwhile=lambda _: order(tito, fault), **NINE)
+    assert response.status_code == status
+    if code is not None:
+        assert error_of(response) == (status, code)
+    assert talk.types()[-1] == "TurnRejected"
+    talk.say("Hello", **NINE)
+    assert len(talk.committed()) == 1
+
+
+def test_a_driver_that_ends_the_rest_gets_what_there_is(tito: Stand) -> None:
+    talk = tito.talk()
+    response = interrupted(tito, talk, [5], meanwhile=lambda _: order(tito, "abort", tokens=2), **NINE)
+    assert budgets(tito, talk) == [16, 11]
+    assert response.json()["choices"][0]["finish_reason"] == "abort"
+    [turn] = talk.committed()
+    assert [part[1:] for part in turn["parts"]] == [[0, 5], [5, 7]]
+
+
+@pytest.mark.parametrize("path", [None, COMPLETIONS])
+def test_a_turn_that_has_not_begun_when_the_engine_aborts_is_an_abort_without_tokens(
+    stand: Stand, path: str | None
+) -> None:
+    talk = stand.talk(on_abort="return")
+    try:
+        assert stand.sim.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+        body = {"prompt": "Hello", "logprobs": 0} if path else {"messages": [ASKED]}
+        turn = stand.meanwhile(
+            stand.http.post, talk.path + path if path else talk.chat_path, json={"model": "m", **body}
+        )
+        until(generating(stand))
+        assert stand.sim.post("/abort_request", json={"abort_all": True}).status_code == 200
+        reply = turn.result().json()
+    finally:
+        assert stand.sim.post("/continue_generation", json={}).status_code == 200
+    assert (reply["choices"][0]["finish_reason"], reply["usage"]["prompt_tokens"]) == ("abort", 0)
+    [committed] = talk.committed()
+    assert (committed["output_tokens"], committed["finish_reason"]) == (0, "abort")
+    assert committed["suffix_tokens"] > 0

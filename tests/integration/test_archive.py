@@ -456,3 +456,29 @@ def test_the_commands(own: Stand, tmp_path: Path, clean_environment: Any) -> Non
     assert (told["archived"], len(told["files"])) == (1, 1)
     assert answer("import", told["files"][0].removeprefix("file://")) == {"imported": 1, "there": 0, "refused": []}
     assert len(talk.rows()) == 1
+
+
+def test_followers_learn_of_the_erasure_of_an_archived_session(own: Stand, tmp_path: Path) -> None:
+    talks = rollout(own)
+    reward(own, talks[0], 1.0, components={"secret": 1.0})
+    close(own, talks[0])
+    neighbour = ended(own)
+    cursor = own.http.get("/export", params={"explain": "true"}).headers["x-turnlog-next-cursor"]
+    position = json.loads(own.http.get("/events").text.splitlines()[-1])["position"]
+    archived(own, tmp_path)
+    until(lambda: own.http.delete(talks[0].path, params={"erase": "true"}).status_code == 204)
+    erased = {talk.id for talk in talks}
+
+    def events() -> list[dict[str, Any]]:
+        return [json.loads(line) for line in own.http.get("/events", params={"after": position}).text.splitlines()]
+
+    def told() -> set[str]:
+        return {line["session_id"] for line in events() if line.get("type") == "SessionErased"}
+
+    until(lambda: told() == erased)  # An event is read once no older transaction runs.
+    lines = events()
+    assert "secret" not in str(lines)
+    window = own.http.get("/export", params={"explain": "true", "cursor": cursor}).text.splitlines()
+    assert {one["session_id"]: one["excluded"] for one in map(json.loads, window)} == dict.fromkeys(erased, "erased")
+    assert talks[0].events()[-1]["type"] == "SessionErased"
+    assert error_of(own.http.get(neighbour.path)) == (404, "session_archived")

@@ -240,3 +240,28 @@ def test_a_restore_whose_place_was_left_half_changed_is_done_by_the_next(own: St
     assert command(own, "restore", str(copy)).returncode == 0
     own.server.start()
     assert [one["session_id"] for one in own.http.get("/sessions").json()["sessions"]] == ["early"]
+
+
+def test_a_gate_that_a_copy_brings_back_ends_with_its_lease(own: Stand, tmp_path: Path) -> None:
+    """Leases are by the clock: one of long ago is over, one that is not can be ended as ever."""
+
+    def gate(name: str) -> dict[str, Any]:
+        found: dict[str, Any] = own.http.get(f"/adapters/{name}").json()
+        return found
+
+    for name, lease_s in (("over", 1), ("still", 600)):
+        assert own.http.post(f"/adapters/{name}/pause", json={"lease_s": lease_s}).status_code == 200
+    copy = tmp_path / "copy.db"
+    assert command(own, "backup", str(copy)).returncode == 0
+    assert own.http.post("/adapters/still/resume").status_code == 200
+    until(lambda: not gate("over")["paused"])
+    own.server.kill()
+    assert command(own, "restore", str(copy)).returncode == 0
+    own.server.start()
+    until(lambda: not gate("over")["paused"])
+    own.talk(adapter="over").say("Hello")
+    assert gate("still")["paused"]
+    assert gate("still")["lease_left_s"] < 600
+    assert own.http.post("/adapters/still/resume").status_code == 200
+    own.talk(adapter="still").say("Hello")
+    assert asyncio.run(checked(url_of(own.server.database_path), [])).problems == []

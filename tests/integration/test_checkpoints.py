@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from integration.places import Places
-from integration.routing import BOTH, problems
+from integration.routing import BOTH, EXPERTS, problems
 from integration.stand import Stand, Talk, error_of, serving, until
+from integration.test_calls import ask, calling, ids_of, results, with_arguments
 from ops.simulator.process import SimulatorProcess
 
 VOLATILE = ("cursor", "as_of_seq")
@@ -212,3 +214,170 @@ def test_cursors_end_with_a_restore(used: Stand) -> None:
     done = restore(used, name)
     assert used.http.get("/export", params={"cursor": cursor}).status_code == 400
     delete(used, name, done["before"])
+
+
+def finished(stand: Stand, group: str) -> Talk:
+    talk = said(stand, "One", group_id=group)
+    assert reward(stand, talk, 1.0).status_code == 200
+    assert stand.http.delete(talk.path).status_code == 204
+    return talk
+
+
+def test_leases_and_acknowledgements_are_the_cuts(used: Stand) -> None:
+    acked, leased, free = groups = [uuid.uuid4().hex for _ in range(3)]
+    finished(used, acked)
+    assert handed_out(used, "c", *groups) == [acked]
+    assert used.http.post("/export/groups/ack", json={"consumer": "c", "groups": [acked]}).json()["acknowledged"]
+    finished(used, leased)
+    assert handed_out(used, "c", *groups) == [leased]
+    name = make(used)
+    finished(used, free)
+    assert handed_out(used, "d", *groups) == [free]
+    for consumer, group in (("c", leased), ("d", free)):
+        answer = used.http.post("/export/groups/ack", json={"consumer": consumer, "groups": [group]})
+        assert answer.json()["acknowledged"] == [group]
+
+    done = restore(used, name)
+    assert handed_out(used, "d", *groups) == []
+    assert handed_out(used, "c", *groups) == [leased]
+    assert used.http.post("/export/groups/ack", json={"consumer": "c", "groups": [acked]}).json()["already"]
+    restore(used, done["before"])
+    assert handed_out(used, "c", *groups) == []
+    delete(used, name, done["before"])
+
+
+def kept(talk: Talk) -> set[int]:
+    """The turns whose payloads can be read."""
+    dropped = {turn for event in talk.events() if event["type"] == "BlobsTombstoned" for turn in event["turns"]}
+    return {event["turn"] for event in talk.committed()} - dropped
+
+
+def test_the_janitor_leaves_what_a_checkpoint_has(sglang: SimulatorProcess, places: Places) -> None:
+    environment = {**BOTH, "TURNLOG_CLOSED_REPLAY_TTL_S": "1", "TURNLOG_CLOSED_TTL_S": "1"}
+    with serving(places.new("janitor"), sglang.base_url, environment=environment) as stand:
+        kept = said(stand, "One")
+        [row] = rows(kept)
+        stand.http.delete(kept.path)
+        name = make(stand)
+        other = said(stand, "One")
+        stand.http.delete(other.path)
+        until(lambda: other.types()[-1] == "SessionErased")
+        assert rows(kept) == [{**row, "final": True}]
+        late = said(stand, "Later")
+        done = restore(stand, name)
+        delete(stand, name, done["before"])
+        until(lambda: kept.types()[-1] == late.types()[-1] == "SessionErased")
+        assert problems(stand) == []
+
+
+@pytest.mark.parametrize("history", ["linear", "tree"])
+def test_payloads_are_kept_until_the_checkpoint_is_deleted(used: Stand, history: str) -> None:
+    talk = said(used, "One", "Two", history=history)
+    name = make(used)
+    [at_cut] = rows(talk)
+    for text in ("Three", "Four", "Five", "Six"):
+        talk.say(text)
+    assert 2 in kept(talk)
+    assert 4 not in kept(talk)
+    done = restore(used, name)
+    assert rows(talk) == [at_cut]
+    assert at_cut[EXPERTS] is not None
+    early = copy_of(talk, 2)
+    for text in ("Sieben", "Acht", "Neun"):
+        early.say(text)
+    assert 2 in kept(talk)
+    restore(used, done["before"])
+    assert len(rows(talk)[0]["turns"]) == 6
+    for one in used.http.get("/checkpoints").json()["checkpoints"]:
+        delete(used, one["name"])
+    talk.say("Seven")
+    assert kept(talk).isdisjoint({1, 2, 3, 4, 7, 8})
+
+
+@pytest.mark.parametrize("history", ["linear", "tree"])
+def test_an_undone_reply_is_known_by_its_calls_however_they_are_spelled(used: Stand, history: str) -> None:
+    talk = said(used, "One", history=history)
+    name = make(used)
+    talk.messages = [*talk.messages, {"role": "user", "content": "Two"}]
+    [given] = ids_of("chat", ask(talk, calling('{"cmd": "echo', ids=[""])))
+    done = restore(used, name)
+    goes_on = [*with_arguments("chat", talk.messages, "{}"), *results("chat", [given])]
+    assert error_of(talk.chat(goes_on)) == (409, "restored")
+    delete(used, name, done["before"])
+
+
+def finish(stand: Stand, talk: Talk) -> None:
+    assert stand.http.delete(talk.path).status_code == 204
+    assert reward(stand, talk, 1.0).status_code == 200
+
+
+def test_groups_are_counted_without_the_sessions_that_are_undone(used: Stand) -> None:
+    """Alone in its group; beside a session of before; as its root, or its child. `ops.verify` counts alike."""
+    alone, mixed, orphaned, family = (f"{name}-{uuid.uuid4().hex}" for name in ("alone", "mixed", "orphaned", "family"))
+    old, root = said(used, "One", group_id=mixed), said(used, "One", group_id=family)
+    orphan = said(used, "One", group_id=orphaned, parent_session_id=f"{orphaned}-root")
+    for talk in (old, orphan):
+        finish(used, talk)
+    name = make(used)
+    for group_id in (alone, mixed):
+        said(used, "One", group_id=group_id)
+    said(used, "One", session_id=f"{orphaned}-root", group_id=orphaned)
+    said(used, "One", parent_session_id=root.id, group_id=family)
+    done = restore(used, name)
+    finish(used, root)
+    counted = {group_id: used.http.get(f"/groups/{group_id}").json() for group_id in (mixed, orphaned, family)}
+    assert [len(group["attempts"]) for group in counted.values()] == [1, 1, 1]
+    assert [group["complete"] for group in counted.values()] == [True, True, True]
+    assert problems(used) == []
+    delete(used, name, done["before"])
+
+
+def test_a_turn_in_flight_loses_its_claim(used: Stand) -> None:
+    talk = said(used, "One")
+    name = make(used)
+    slow = used.meanwhile(talk.chat, [*talk.messages, {"role": "user", "content": "Slow"}], sim={"latency_s": 1.0})
+    used.until_generating(talk, 2)
+    restore(used, name)
+    assert error_of(slow.result()) == (409, "claim_lost")
+    assert slow.result().headers["x-should-retry"] == "true"
+    assert talk.events()[-2]["reason"] == "restored"
+    talk.say("Again")
+    delete(used, name)
+
+
+def test_payloads_in_objects_are_kept(
+    sglang: SimulatorProcess, places: Places, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """A checkpoint keeps them against the window, and the janitor; with it they go."""
+    folder = tmp_path_factory.mktemp("objects")
+    kept = {"TURNLOG_PAYLOADS": f"file://{folder}", "TURNLOG_PAYLOADS_KEEP_S": "0", "TURNLOG_CLOSED_REPLAY_TTL_S": "0"}
+    large = {"experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1}}
+
+    def objects() -> list[Path]:
+        return [path for path in folder.rglob("*") if path.is_file() and path.parent != folder]
+
+    with serving(places.new("checkpoints-objects"), sglang.base_url, environment={**BOTH, **kept}) as stand:
+        talk = stand.talk()
+        for text in ("One", "Two"):
+            talk.say(text, sim=large)
+        before = rows(talk)
+        name = make(stand)
+        for text in ("Three", "Four", "Five"):
+            talk.say(text, sim=large)
+        stand.http.delete(talk.path)
+        other = stand.talk()
+        other.say("One", sim=large)
+        assert len(objects()) > 1
+        stand.http.delete(other.path)
+        until(lambda: other.rows(replay="true")[0]["tombstoned"])
+        restore(stand, name)
+        assert rows(talk) == before
+        assert stand.http.delete(talk.path).status_code == 204
+        assert rows(talk)[0][EXPERTS] == before[0][EXPERTS]
+        delete(stand, *(one["name"] for one in stand.http.get("/checkpoints").json()["checkpoints"]))
+        until(lambda: rows(talk)[0]["tombstoned"])
+        erase = {"erase": "true"}
+        for one in (talk, other):
+            until(lambda one=one: stand.http.delete(one.path, params=erase).status_code == 204)  # type: ignore[misc]
+        assert objects() == []
+        assert problems(stand) == []

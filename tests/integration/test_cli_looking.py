@@ -169,3 +169,16 @@ def test_a_tree_is_drawn(cli: Stand) -> None:
     assert "not in branches=main" in run("tree", talk.id, "--branches", "main").stdout
     assert "session_not_found" in complaint("tree", "never-seen")
     assert run("tree", cli.talk().id).stdout.endswith(": 0 turns, 0 branches\n")
+
+
+def test_an_engine_that_does_not_take_an_order_is_told_and_fails_the_command(cli: Stand) -> None:
+    dead = "http://127.0.0.1:9"
+    run("engines", "add", dead)
+    try:
+        result = run("pause", "--fleet", code=1)
+        assert any(line.split()[:2] == [dead, "no"] for line in result.stdout.splitlines())
+        assert result.stderr.startswith("turnlog: 502 engines_failed: ")
+        assert answer("resume", "--fleet", code=1)["engines"][dead]["ok"] is False
+    finally:
+        run("engines", "remove", dead)
+        run("resume", "--fleet")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -137,3 +138,15 @@ def test_a_text_whose_tokens_drift_begins_a_segment_or_is_refused(stand: Stand) 
             continue
         assert error_of(response) == (500, "token_prefix_mismatch")
         assert len(writing.committed()) == 1
+
+
+def test_a_key_of_a_chat_with_the_same_body_is_no_retry_of_it(stand: Stand) -> None:
+    talk = Writing(stand)
+    body = json.dumps({"messages": [user("x")], "prompt": "x"})
+    headers = {"idempotency-key": "k"}
+    chat = stand.http.post(talk.chat_path, content=body, headers=headers)
+    assert chat.status_code == 200
+    other = stand.http.post(talk.url, content=body, headers=headers)
+    assert error_of(other) == (422, "idempotency_mismatch")
+    marked = stand.http.post(talk.url, content=body, headers={"x-stainless-retry-count": "1"})
+    assert error_of(marked) == (400, "history_mismatch")

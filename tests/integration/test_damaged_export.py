@@ -27,7 +27,7 @@ from app.store.database import Database
 from app.store.dialect import StorePoints
 from app.store.log import StoredBlob
 from app.store.log_sessions import Create
-from app.store.schema import blobs, events
+from app.store.schema import blobs, events, sessions
 from integration.reading import Row, read
 from workers import codec
 from workers.codec import Exchange, StoredTokens
@@ -252,3 +252,23 @@ async def test_an_erase_between_two_statements_of_an_export_is_not_half_seen(pos
     assert head is not None
     assert head.status == "erased"
     assert excluded(await rows_of(postgres_store, ExportQuery(explain=True))) == {"one": "erased"}
+
+
+async def test_a_segment_that_is_too_long_is_still_the_last(sqlite_store: Store) -> None:
+    await add(sqlite_store, "one")
+    await segment(sqlite_store, "one", suffix_tokens=50)
+    await sqlite_store.submit(reward("one", 1.0))
+    for shape, last in (("turnlog", "final"), ("skyrl", "is_last_step")):
+        row, missing = await rows_of(sqlite_store, ExportQuery(shape=shape, max_seq_len=10, explain=True))
+        assert row[last] is False, shape
+        assert missing["excluded"] == "no turn within max_seq_len"
+
+
+async def test_a_session_that_cannot_be_read_has_no_rows_in_its_rollout(store: Store) -> None:
+    for name in ("a", "bad", "c"):
+        await add(store, name)
+    await damage(store, sessions, sessions.c.session_id != "a", root_id="a")
+    await damage(store, events, events.c.session_id == "bad", events.c.type == "TurnCommitted", data=b"{")
+    rows = await rows_of(store, ExportQuery(explain=True))
+    assert excluded(rows).keys() == {"bad"}
+    assert {row["session_id"]: row["rollout_rows"] for row in rows if "excluded" not in row} == {"a": 2, "c": 2}

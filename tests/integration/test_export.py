@@ -245,3 +245,25 @@ def test_filters_choose_rows(stand: Stand) -> None:
     assert chosen(session_id=talks[2].id) == {2}
     assert chosen(since="2000-01-01T00:00:00Z", until=4_000_000_000) == {0, 1, 2, 3}
     assert chosen(since="2090-01-01") == chosen(until=1) == set()
+
+
+def test_two_groups_whose_sessions_alternate_are_each_given_once(stand: Stand) -> None:
+    mark = stand.http.get("/export").headers["x-turnlog-next-cursor"]
+    groups = [uuid.uuid4().hex for _ in range(3)]
+    expected: dict[str, set[str]] = {group: set() for group in groups}
+    for number in range(9):
+        talk = stand.talk(group_id=groups[number % 3])
+        talk.say("Hello")
+        stand.http.put(f"{talk.path}/reward", json={"reward": number})
+        expected[groups[number % 3]].add(talk.id)
+    empty = stand.talk(group_id=groups[0])
+    for explain in ("false", "true"):
+        query: dict[str, Any] = {"cursor": mark, "shape": "atropos", "explain": explain}
+        rows = stand.rows(**query)
+        assert members(rows) == [expected[group] for group in groups]
+        assert [row["session_id"] for row in rows if "excluded" in row] == [empty.id] * (explain == "true")
+        seen, query["limit"] = [], 1
+        while page := stand.rows(**query):
+            seen += page
+            query["cursor"] = page[-1]["cursor"]
+        assert [row.get("group_id") for row in seen] == [row.get("group_id") for row in rows]

@@ -196,3 +196,15 @@ def test_atropos_has_a_whole_group_at_the_place_of_its_last_session(corpus: Corp
         assert whole["advantages"][place] == [row["advantage"] if m else 0.0 for m in mask]
         assert (whole["scores"][place], whole["statuses"][place]) == (row["reward"], row["status"])
     assert corpus.left_out(shape="atropos") != []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("format", CONTAINERS)
+def test_an_empty_export_is_a_readable_file(corpus: Corpus, format: str) -> None:
+    for shape in SHAPES:
+        for explain in ("true", "false"):
+            query = {"format": format, "shape": shape, "session_id": "nobody", "explain": explain}
+            response = corpus.stand.http.get("/export", params=query)
+            assert response.status_code == 200
+            assert read(format, response.content) == []
+            assert "x-turnlog-next-cursor" in response.headers

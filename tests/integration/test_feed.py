@@ -287,3 +287,14 @@ def test_retention_waits_for_the_acknowledgement(retaining: Stand) -> None:
 def payload_bytes(talk: Session) -> int:
     query = "SELECT coalesce(sum(length(data)), 0) FROM chunks WHERE session_id = :id"
     return int(value(talk.stand.url, query, id=talk.id))
+
+
+def test_other_shapes_are_given_whole(swept: Stand) -> None:
+    group = a_group(swept)
+    [line] = ask(swept, "trainer", shape="slime")
+    assert line["group_id"] == group
+    assert len(line["rows"]) == 2
+    assert all("response_length" in row and "messages" not in row for row in line["rows"])
+    [line] = ask(swept, "trainer", shape="atropos")
+    assert len(line["rows"]) == 1, "a row of this shape is a whole group"
+    assert len(line["rows"][0]["scores"]) == 2

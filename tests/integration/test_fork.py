@@ -12,6 +12,7 @@ import pytest
 from integration.places import Places
 from integration.routing import BOTH, problems
 from integration.stand import WEATHER, Stand, Talk, error_of, serving
+from integration.tito import sent_ids
 from ops.simulator.process import SimulatorProcess
 from turnlog.client.samples import parse
 
@@ -159,3 +160,27 @@ def test_what_cannot_be_forked_is_refused_and_nothing_is_made(used: Stand) -> No
     assert [ask(used, source, **body).status_code for body in ({}, {"turn": 2})] == [400, 404]
     assert error_of(ask(used, used.known("nobody"), turn=1)) == (404, "session_not_found")
     assert len(used.get("/sessions", group_id=group)["sessions"]) == 1
+
+
+def test_a_marked_retry_is_of_the_forks_own_turns(used: Stand) -> None:
+    source = said(used, "One", "Two")
+    [fork] = forks(used, source, turn=2)
+    sent = {"tools": [WEATHER], "sim": {"tool_calls": False}, "headers": {"x-stainless-retry-count": "1"}}
+    assert "x-turnlog-replayed" in source.chat(source.messages[:-1], **sent).headers
+    again = fork.chat(source.messages[:-1], **sent)
+    assert "x-turnlog-replayed" not in again.headers
+    assert again.headers["x-turnlog-rolled-back"] == "1"
+    assert fork.chat(source.messages[:-1], **sent).content == again.content
+
+
+def test_with_ids_a_fork_continues_its_parents(tito: Stand) -> None:
+    source = said(tito, *FOUR)
+    whole = source.state()["metadata"]["accumulated_token_ids"]
+    [fork] = forks(tito, source, turn=2)
+    start = source.rows()[0]["turns"][1]["end"]
+    go_on(fork, source, 2, "Else")
+    [prompt] = sent_ids(tito, fork)
+    assert prompt[:start] == whole[:start]
+    assert fork.state()["metadata"]["tito_session_mismatch"] == []
+    [record] = fork.state()["records"][2:]
+    assert record["request"]["input_ids"] == prompt

@@ -224,3 +224,24 @@ def test_documents_have_the_images_inline(stand: Stand) -> None:
         if isinstance(part, dict) and part["type"] == "image"
     )
     assert source == {"media_type": "image/png", "path": f"sha256:{sha256(PNG)}"}
+
+
+def inline_row(talk: Talk) -> dict[str, Any]:
+    """The session's row with its images, without what says where in the log it was read."""
+    [row] = talk.rows(images="inline")
+    return {name: value for name, value in row.items() if name not in ("cursor", "as_of_seq")}
+
+
+def test_a_restored_checkpoint_has_the_images(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.add(asks("chat", "What is it?", image("chat", PNG)), sim=PLAIN)
+    before = inline_row(talk)
+    assert stand.http.post("/checkpoints", json={"name": "images"}).status_code == 200
+    talk.add(asks("chat", "And it?", image("chat", JPEG)), sim=PLAIN)
+    assert stand.http.post("/checkpoints/images/restore").status_code == 200
+    assert stand.http.delete("/checkpoints/images").status_code == 204
+    assert inline_row(talk) == before
+    talk.messages = talk.messages[:2]
+    talk.add(asks("chat", "Or it?", image("chat", JPEG), image("chat", PNG)), sim=PLAIN)
+    assert [base64.b64decode(one["bytes"]) for one in inline_row(talk)["images"]] == [PNG, JPEG, PNG]
+    assert [problem for problem in problems(stand) if problem.startswith(talk.id)] == []

@@ -97,3 +97,12 @@ def test_another_prompt_is_refused_by_name_where_the_server_builds_it(tito: Stan
         assert response.json()["error"]["message"].startswith(name)
         for value in accepted:
             talk.say("Hello", **{name: value})
+
+
+def test_a_stream_that_has_begun_is_told_by_a_comment(stand: Stand, sglang: SimulatorProcess, places: Places) -> None:
+    environment = {"TURNLOG_STREAM_KEEPALIVE_S": "0.05"}
+    with checked(places.new("impatient"), sglang.base_url, environment=environment) as impatient:
+        talk = impatient.talk("responses")
+        response = talk.chat([user("Hello")], stream=True, tools=[SERVERS["responses"]], sim={"latency_s": 0.5})
+    assert TOLD not in response.headers
+    assert f": {TOLD}: server_tool:tools[0]\n" in response.text

@@ -16,7 +16,8 @@ from anthropic.lib.streaming import MessageStreamEvent
 from helpers.streams import is_final
 
 from integration.places import Places
-from integration.stand import SPOKEN, Message, Stand, Talk, serving, tool_of, user
+from integration.proxy import RecordingProxy
+from integration.stand import SPOKEN, Message, Stand, Talk, serving, tool_of, until, user
 from ops.simulator.process import SimulatorProcess
 
 MODE = "x-turnlog-stream-mode"
@@ -216,3 +217,41 @@ def test_a_live_turn_of_sglang_has_its_experts_and_the_version_that_the_engine_n
         assert set(other["weight_versions"]) == {-1, 7}
         for name in ("tokens", "logprobs", "weight_versions", "loss_mask", "routed_experts"):
             assert one[name] == other[name], name
+
+
+def test_a_client_that_leaves_does_not_end_its_turn_and_gets_it_whole_later(live: Stand) -> None:
+    talks = [live.talk(protocol, stream_mode="live") for protocol in PROTOCOLS]
+    for talk in talks:
+        with streaming(talk, live, sim=SLOW) as response:
+            first_delta(response)
+    for talk in talks:
+        until(talk.committed)
+        again = talk.chat([user("Go")], stream=True, sim=SLOW)
+        assert (again.headers["x-turnlog-replayed"], again.headers[MODE]) == ("true", "whole")
+        assert is_final(again.text)
+        assert len(talk.committed()) == 1
+
+
+def test_a_client_that_does_not_read_holds_nothing_up(live: Stand) -> None:
+    talk = live.talk(stream_mode="live")
+    sim = {"completion_tokens": 30_000, "reasoning": False, "tool_calls": False}
+    with streaming(talk, live, sim=sim) as response:
+        until(talk.committed)
+        [message] = [record["response"]["choices"][0]["message"] for record in talk.state()["records"]]
+        chunks = [json.loads(line[6:]) for line in response.iter_lines() if line.startswith("data: {")]
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content") or "" for delta in deltas) == message["content"]
+
+
+def test_a_stream_that_a_proxy_compressed_is_read(vllm: SimulatorProcess, places: Places) -> None:
+    environment = {"TURNLOG_UPSTREAM_DIALECT": "vllm"}
+    with (
+        RecordingProxy(vllm.base_url) as proxy,
+        serving(places.new("compressed"), proxy.base_url, engine_url=vllm.base_url, environment=environment) as stand,
+    ):
+        proxy.encoding = "gzip"
+        talk = stand.talk(stream_mode="live")
+        seen, streamed = by_package(talk, stand.base_url, sim={"text": "Hello there", "reasoning": False})
+        assert seen > 1
+        assert streamed["choices"][0]["message"]["content"] == "Hello there"
+        assert len(talk.committed()) == 1

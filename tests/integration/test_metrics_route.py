@@ -11,6 +11,7 @@ import httpx
 import promql_parser
 import pytest
 import yaml
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from integration.places import Places
@@ -259,3 +260,10 @@ def test_an_error_of_a_turn_is_counted_once(watched: Stand) -> None:
     assert error_of(response) == (404, "session_not_found")
     assert value(watched, "turnlog_turns_total", outcome="session_not_found") == turns + 1
     assert value(watched, "turnlog_request_errors_total", code="session_not_found") == others
+
+
+def test_openmetrics_is_given_to_who_asks_for_it(watched: Stand) -> None:
+    response = scrape(watched, accept="application/openmetrics-text; version=1.0.0")
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert "turnlog_turns" in {family.name for family in openmetrics(response.text)}
+    assert scrape(watched).headers["content-type"].startswith("text/plain")

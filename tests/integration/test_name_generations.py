@@ -13,6 +13,7 @@ from integration.places import Places
 from integration.routing import problems
 from integration.stand import CHAT, Stand, error_of, serving, until
 from integration.test_archive import archived, imported
+from integration.test_checkpoints import make, restore
 from integration.test_names import TOLD, Named
 from ops.simulator.process import SimulatorProcess
 
@@ -116,3 +117,28 @@ def test_agents_sessions_end_with_the_generation_of_their_root(own: Stand, is_be
     assert sub("three").headers[TOLD] == f"{own.get(named.path)['session_id']}:three"
     assert archived(own, tmp_path)["archived"] == 3
     assert error_of(sub("one")) == (404, "session_archived")
+
+
+@pytest.mark.parametrize("finish_later", [False, True])
+def test_a_name_goes_on_from_where_a_restore_left_it(own: Stand, finish_later: bool) -> None:
+    """The second generation is undone, then the finish of the first. No number and no id comes again."""
+    named = Named(own)
+    named.chat("a")
+    before_finish = make(own)
+    named.finish()
+    after_finish = make(own)
+    second = named.chat("b", headers={"idempotency-key": "b"}).headers[TOLD]
+    if finish_later:
+        named.finish()
+    restore(own, after_finish)
+    assert named.generations() == [(1, "closed", 1), (2, "undone", 0)]
+    third = named.chat("b", headers={"idempotency-key": "b"})
+    assert (third.status_code, third.headers.get("x-turnlog-replayed")) == (200, None)
+    assert third.headers[TOLD] not in (named.name, second)
+    assert own.get(named.path)["session_id"] == third.headers[TOLD]
+    restore(own, before_finish)
+    assert named.generations() == [(1, "open", 1), (2, "undone", 0), (3, "undone", 0)]
+    assert TOLD not in named.chat("c").headers
+    assert named.finish() == {"session_id": named.name, "name": named.name, "generation": 1}
+    named.chat("d")
+    assert named.generations() == [(1, "closed", 2), (2, "undone", 0), (3, "undone", 0), (4, "open", 1)]

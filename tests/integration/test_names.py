@@ -218,3 +218,12 @@ def test_a_session_that_cannot_be_read_can_be_erased(places: Places) -> None:
             change(stand.url, "UPDATE events SET data = :junk WHERE session_id = :id", junk=b"{junk", id=session_id)
             assert error_of(stand.http.get(path)) == (500, "session_unreadable")
             assert stand.http.delete(path, params={"erase": "true"}).status_code == 204
+
+
+def test_no_path_begins_a_session(stand: Stand) -> None:
+    named = Named(stand)
+    named.chat()
+    named.finish()
+    assert error_of(named.chat(path=named.path + CHAT)) == (404, "session_closed")
+    assert error_of(stand.http.get(named.path)) == (404, "session_closed")
+    assert len(named.generations()) == 1

@@ -110,3 +110,32 @@ def test_a_bomb_is_413_on_every_route(tight: Stand) -> None:
     refused = tight.http.post("/sessions", content=b"x", headers={"content-encoding": "br"})
     assert error_of(refused) == (415, "unsupported_encoding")
     assert refused.headers["accept-encoding"] == "gzip, deflate, zstd"
+
+
+def test_half_a_character_on_every_other_route(stand: Stand) -> None:
+    made = stand.http.post("/sessions", content=with_half({"metadata": {"name": "a\ufffd b"}}))
+    talk = stand.known(made.json()["session_id"])
+    talk.say("Hello")
+    for method, path, body in (
+        ("PUT", f"{talk.path}/reward", {"reward": 1, "components": {"\ufffd": 1}}),
+        ("PUT", f"{talk.path}/annotations/note", {"value": "a\ufffd b"}),
+        ("POST", f"{talk.path}/samples", {"max_seq_len": None}),
+    ):
+        assert stand.http.request(method, path, content=with_half(body)).status_code == 200, path
+    state = talk.state()
+    assert state["session"]["metadata"] == {"name": "a\ufffd b"}
+    assert stand.get(f"{talk.path}/annotations/note")["value"] == "a\ufffd b"
+    count = {"model": "simulator", "messages": [user("a\ufffd b")]}
+    counted = [
+        stand.http.post("/v1/messages/count_tokens", content=content).json()
+        for content in (with_half(count), json.dumps(count).encode())
+    ]
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize("count", ["9" * 5000, "²", "-1", "one", ""])
+def test_a_strange_retry_count_is_no_fault_of_ours(stand: Stand, count: str) -> None:
+    talk = stand.talk()
+    headers = {"x-stainless-retry-count": count.encode()}
+    response = stand.http.post(talk.chat_path, json={"messages": [user("Hello")]}, headers=headers)
+    assert response.status_code == 200, response.text

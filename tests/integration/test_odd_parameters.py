@@ -178,3 +178,11 @@ def test_what_is_kept_as_bytes_may_hold_a_nul(stand: Stand) -> None:
     assert talk.state()["session"]["metadata"] == {NUL: NUL, "count": HUGE}
     (row,) = talk.rows()
     assert (row["reward_components"], row["messages"][0]) == ({NUL: 1.0}, user(NUL))
+
+
+def test_the_largest_integer_is_taken(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    for name in ("limit", "max_seq_len"):
+        assert len(talk.rows(**{name: MAX_INTEGER})) == 1
+    assert stand.http.get(f"{talk.path}/events", params={"after": MAX_INTEGER}).text == ""

@@ -199,3 +199,20 @@ assert not [name for name in sys.modules if name.startswith(loaded)]
     done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "over grpc" in done.stderr
+
+
+def test_other_sessions_are_linked(stand: Stand, collector: Collector) -> None:
+    talk = stand.talk()
+    talk.say("Hello")
+    [forked] = stand.http.post(f"{talk.path}/fork", json={"turn": 1}).json()["sessions"]
+    copy = stand.known(forked["session_id"])
+    copy.messages = list(talk.messages)
+    copy.say("another way")
+    [origin] = spans_of(collector, talk, 1)
+    [span] = spans_of(collector, copy, 1)
+    assert span.links == {"parent_turn": origin.id}
+    assert span.trace == trace_of(copy.id) != origin.trace
+    child = stand.talk(parent_session_id=talk.id)
+    child.say("a part of it")
+    stand.http.delete(f"/sessions/{talk.id}")
+    until(lambda: len([span for span in collector.spans if span.links.keys() == {"parent_session"}]) == 1)

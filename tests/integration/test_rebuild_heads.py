@@ -18,6 +18,7 @@ from helpers.warm import popen
 from sqlalchemy import select
 
 from app.features.groups.schema import group_changes
+from app.store import repair
 from app.store.database import Database
 from app.store.schema import open_turns, sessions
 from integration.filled import execute, fill, opened, replay
@@ -204,3 +205,23 @@ def test_a_head_without_a_log_is_reported_and_kept(filled: str, said: Lines) -> 
         assert [line["place"] for line in lines] == ["sessions", "open_turns[2]"]
         assert all(line["from_log"] is None and not line["fixed"] for line in lines)
     assert heads(filled) == before
+
+
+@pytest.mark.anyio
+async def test_sessions_in_motion_are_sound(store: Store) -> None:
+    names = [f"s{number}" for number in range(3)]
+    for name in names:
+        await store.create(name)
+
+    async def talk(name: str) -> None:
+        for _ in range(40):
+            await store.take_turn(name)
+
+    talking = asyncio.gather(*(talk(name) for name in names))
+    looks = 0
+    while not talking.done():
+        found = [one async for one in repair.examined(store.database)]
+        assert [one for one in found if not one.sound] == []
+        looks += len(found)
+    await talking
+    assert looks > 10

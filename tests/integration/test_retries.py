@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import httpx
 import pytest
 
-from integration.stand import Stand, error_of, until, user
+from integration.stand import HOURS, Stand, error_of, until, user
 
 KEY = {"idempotency-key": "k-1"}
 RETRY = {"x-stainless-retry-count": "1"}
@@ -62,3 +62,12 @@ def test_a_retry_of_a_stream_is_a_stream_of_the_same_turn(stand: Stand) -> None:
     assert replies[0].content == replies[1].content
     assert replies[1].headers["content-type"].startswith("text/event-stream")
     assert talk.generations() == 1
+
+
+def test_the_key_of_the_turn_in_flight_with_another_body_is_422(stand: Stand) -> None:
+    talk = stand.talk()
+    call = stand.meanwhile(talk.chat, [user("Slow")], headers=KEY, sim={"latency_s": HOURS})
+    stand.until_generating(talk)
+    assert error_of(talk.chat([user("Other")], headers=KEY)) == (422, "idempotency_mismatch")
+    stand.end()
+    assert call.result().status_code == 200

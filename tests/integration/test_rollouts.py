@@ -231,3 +231,17 @@ def test_a_childs_own_group_is_in_its_rows_and_counts_nowhere(used: Stand) -> No
         group: (1, "acknowledged"),
         own: (0, "open"),
     }
+
+
+def test_a_root_without_turns_of_its_own_is_no_gap(used: Stand) -> None:
+    """As where a harness has a thread of its own for the main agent, and its driver made the session."""
+    group = uuid.uuid4().hex
+    root = used.talk(group_id=group)
+    by_header(used, {CODEX["session"]: root.id, CODEX["agent"]: "main"})
+    reward(used, root, 1.0)
+    close(used, root)
+    main = f"{root.id}:main"
+    [row] = used.rows(group_id=group, shape="atropos")
+    assert (row["session_ids"], row["scores"], row["group_id"]) == ([main], [1.0], group)
+    lines = handed_out(used, "trainer", shape="atropos")
+    assert [row["session_ids"] for line in lines if line["group_id"] == group for row in line["rows"]] == [[main]]

@@ -294,3 +294,18 @@ def test_each_message_is_found_once_after_kills(searched: Stand) -> None:
     expected = Counter((talk.id, turn, 2 * (turn - 1)) for talk in talks for turn in range(1, KILLS * TURNS + 1))
     assert Counter(places_found) == expected
     assert len(ask(searched, q=f'"{word} 2"', limit=100)["hits"]) == len(talks) * TURNS
+
+
+def test_an_erasure_while_the_index_is_filled_leaves_no_word(searched: Stand) -> None:
+    """Each session is erased as soon as it has turns, so that the follower has read some of them when they go."""
+    word = f"canary{uuid.uuid4().hex}"
+    for _ in range(10):
+        talk = searched.talk()
+        for number in range(3):
+            talk.say(f"{word} number {number}")
+        assert searched.http.delete(talk.path, params={"erase": True}).status_code == 204
+    kept = searched.talk()
+    kept.say(f"{word} that stays")
+    assert places_of(current(searched, q=word)) == [(kept.id, 1, 0)]
+    assert searched.http.delete(kept.path, params={"erase": True}).status_code == 204
+    assert words_left(searched, word) == []

@@ -110,3 +110,13 @@ def test_a_session_after_any_event(stand: Stand) -> None:
     first = stand.get(f"{talk.path}/state", seq=talk.types().index("TurnCommitted") + 1)
     assert (first["status"], len(first["turns"]), first["last_seq"]) == ("open", 1, state["seq"])
     assert error_of(stand.http.get("/sessions/never-seen/state")) == (404, "session_not_found")
+
+
+def test_a_metadata_filter_sees_forks_and_no_erased_session(stand: Stand) -> None:
+    mark = uuid.uuid4().hex
+    talk = stand.talk(metadata={"mark": mark})
+    talk.say("One")
+    [fork] = stand.http.post(f"{talk.path}/fork", json={"turn": 1}).json()["sessions"]
+    assert every(stand, metadata=f"mark={mark}") == [fork["session_id"], talk.id]
+    stand.http.delete(talk.path, params={"erase": "true"}).raise_for_status()
+    assert every(stand, metadata=f"mark={mark}") == [fork["session_id"]]

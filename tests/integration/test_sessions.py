@@ -241,3 +241,9 @@ def test_the_quick_loop_and_parser_are_taken_without_being_asked_for(stand: Stan
     mapped = Path(f"/proc/{stand.server.pid}/maps").read_text()
     assert "uvloop" in mapped
     assert "httptools" in mapped
+
+
+def test_create_takes_every_legal_id(stand: Stand) -> None:
+    for name in ("a", "A.b_c:d-e", "...a", ""):
+        legal = f"{name}{uuid.uuid4().hex}" if name else "x" * 128
+        assert stand.http.post("/sessions", json={"session_id": legal}).json()["session_id"] == legal

@@ -9,8 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.answering import Answer, Answering, Asked
 
 from integration.corpus import SINGLE, identity, parts
+from integration.interrupting import interrupted
 from integration.places import Places
 from integration.reading import differences, read
 from integration.stand import Stand, Talk, serving
@@ -186,3 +188,71 @@ def test_the_adapter_of_a_row_is_that_of_all_its_turns(stand: Stand) -> None:
     [row] = talk.rows()
     assert row["adapter"] is None
     assert [turn["adapter"] for turn in row["turns"]] == ["math", "code"]
+
+
+class Unversioned(Answering):
+    """An engine before which somebody cuts the weight versions out of the replies, and that has no route for them."""
+
+    def __init__(self, target: str) -> None:
+        super().__init__(self._passed)
+        self.cuts = True
+        self._target = target
+
+    def _passed(self, asked: Asked) -> Answer:
+        if asked.path == "/weight_info":
+            return Answer(status=404)
+        reply = httpx.request(asked.method, self._target + asked.path, content=asked.body, timeout=20)
+        content = reply.content
+        if self.cuts and "/completions" in asked.path:
+            content = json.dumps(without_versions(reply.json())).encode()
+        return Answer(content, [("Content-Type", reply.headers.get("content-type", "text/plain"))], reply.status_code)
+
+
+def test_a_joined_turn_guesses_no_version(vllm: SimulatorProcess, places: Places) -> None:
+    """The adapter's weights were known before the pause, and are not any more behind it."""
+    with (
+        Unversioned(vllm.base_url) as between,
+        serving(places.new("guessed"), between.base_url, engine_url=vllm.base_url) as stand,
+    ):
+        assert stand.http.post("/adapters/math/resume", json={"version": "9"}).status_code == 200
+        talk = stand.talk(adapter="math", on_abort="continue")
+
+        def swap(number: int) -> None:
+            stand.http.post("/adapters/math/pause")
+            assert stand.http.post("/adapters/math/resume").status_code == 200
+
+        sim = {"completion_tokens": 9}
+        response = interrupted(
+            stand, talk, [5], meanwhile=swap, path=talk.path + "/v1/completions", prompt="Go on", sim=sim
+        )
+        assert response.status_code == 200, response.text
+        [event] = talk.committed()
+        assert event["dispatched"] == "9"
+        assert [tuple(span.values()) for span in event["weight_versions"]] == [("9", 0, 5), ("unknown", 5, 9)]
+
+
+def test_where_nobody_knows_the_version_it_is_unknown(vllm: SimulatorProcess, places: Places) -> None:
+    """A vLLM outside its development mode has no route that says its version."""
+    with Unversioned(vllm.base_url) as between, serving(places.new("unknown"), between.base_url) as stand:
+        talk = stand.talk()
+        for text in ("Hello", "And then?"):
+            talk.say(text)
+        assert [event.get("dispatched") for event in talk.committed()] == [None, None]
+        [row] = talk.rows()
+        assert row["weight_version_names"] == ["unknown"]
+        assert stand.http.get("/engines").json()["engines"][0]["weight_version"] is None
+
+        first = exported(stand, max_staleness=9, explain=True)
+        assert reasons(lines(first)) == {talk.id: "staleness unknown: no weight version is a number"}
+        told = stand.http.post("/adapters/math/resume", json={"version": "9"})
+        assert told.status_code == 200, told.text
+        adapted = stand.talk(adapter="math")
+        adapted.say("Hello")
+        [event] = adapted.committed()
+        assert (event["dispatched"], event["weight_versions"][0]["version"]) == ("9", "9"), "that of its adapter"
+
+        between.cuts = False
+        Weights(stand).talk("1")
+        again = exported(stand, max_staleness=9, explain=True, cursor=first.headers["x-turnlog-cursor"])
+        assert again.content == first.content, "the cursor knows that there was no number"
+        assert [row["session_id"] for row in stand.rows(max_staleness=0)] == [adapted.id]

@@ -16,7 +16,7 @@ from helpers.replies import sglang as sglang_reply
 from helpers.tokenizers import needs_templates, tokenizer_folder
 
 from integration.places import Places
-from integration.stand import HOURS, Message, Stand, Talk, error_of, serving, user
+from integration.stand import HOURS, Message, Stand, Talk, error_of, serving, until, user
 from integration.tito import output_of
 from workers import codec
 from workers.codec import StoredTokens
@@ -170,3 +170,18 @@ def test_what_cannot_be_rendered_is_400_before_anything_is_claimed(tito: Stand) 
     for fields in SHAPELESS:
         assert talk.chat([user("x")], **fields).status_code == 400, fields
     assert talk.events() == after
+
+
+def test_a_short_turn_does_not_wait_for_long_prompts(tito: Stand) -> None:
+    small = tito.talk()
+    small.say("Hello")
+    text = " ".join(f"word{number}" for number in range(150_000))
+    long = [tito.talk() for _ in range(4)]
+    calls = [tito.meanwhile(talk.chat, [user(text)], max_tokens=2) for talk in long]
+    until(lambda: all("TurnOpened" in talk.types() for talk in long))
+    small.say("On")
+    asked = sum(talk.generations() for talk in long)
+    for talk in long:
+        assert tito.http.delete(talk.path).status_code == 204
+    assert asked < 2, "it came behind long prompts"
+    assert {call.result().status_code for call in calls} <= {200, 404}

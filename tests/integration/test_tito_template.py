@@ -129,3 +129,15 @@ def test_a_client_that_leaves_meanwhile_ends_the_turn_before_the_engine_hears_of
     talk.say("Something else")
     assert [one["body"]["messages"] for one in stand.engine_requests(talk.id)] == [talk.messages[:1]]
     require_consistent(stand, talk)
+
+
+@pytest.mark.parametrize("text", [SLOW, "straße and words " * 60_000], ids=["template", "tokenizer"])
+def test_others_are_answered_before_a_slow_prompt_is_made(stand: Stand, text: str) -> None:
+    """How soon: docs/benchmarks.md."""
+    talk = stand.talk()
+    call = stand.meanwhile(talk.chat, [user(text)])
+    until(lambda: talk.types()[-1] == "TurnOpened")
+    for _ in range(5):
+        assert stand.http.get("/health").status_code == 200
+    assert stand.engine_requests(talk.id) == [], "the prompt was made first"
+    assert call.result().status_code == 200

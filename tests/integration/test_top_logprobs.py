@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load
@@ -13,7 +15,9 @@ from safetensors.numpy import load
 from integration.interrupting import interrupted, uncut
 from integration.places import Places
 from integration.stand import SPOKEN, Stand, error_of, user
+from integration.tito import checked
 from integration.writing import Writing
+from ops.simulator.process import SimulatorProcess
 
 K = 5
 Pairs = list[tuple[int, float]]
@@ -197,3 +201,74 @@ def test_joined_generations(tito: Stand, top: Callable[[Any], list[Pairs]]) -> N
     assert joined["top_logprobs"] == whole["top_logprobs"]
     if top is sglang_top:
         assert talk.committed()[0]["speculative"] == {"verify_steps": 6, "draft_tokens": 12, "accepted_tokens": 9}
+
+
+FORMATS = ("parquet", "safetensors", "msgpack")
+
+
+def test_formats_and_shapes(stand: Stand) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    talk = stand.talk(group_id="top-formats")
+    talk.say("Hello", top_logprobs=K)
+    asked = {"session_id": talk.id, "top_k": 3}
+    [row] = talk.rows(top_k=3)
+    content = {name: stand.http.get("/export", params={**asked, "format": name}).content for name in FORMATS}
+    table = parquet.read_table(io.BytesIO(content["parquet"]))
+    tensors = load(content["safetensors"])
+    unpacked = msgspec.msgpack.decode(content["msgpack"])
+    for name, dtype in (("top_ids", "int32"), ("top_logprobs", "float32"), ("prompt_logprobs_mask", "uint8")):
+        values = np.array(row[name], dtype)
+        assert np.array_equal(np.array(table[name][0].as_py(), dtype), values)
+        assert np.array_equal(tensors[f"{name}.0"], values)
+        assert tensors[f"{name}.0"].dtype == dtype
+        one = unpacked[name]
+        assert np.array_equal(np.frombuffer(one["data"], one["dtype"]).reshape(one["shape"]), values)
+    plain = stand.http.get("/export", params={"session_id": talk.id, "format": "parquet"}).content
+    assert "top_ids" not in parquet.read_table(io.BytesIO(plain)).column_names
+    for wrong in ({"shape": "slime"}, {"format": "atif"}, {"top_k": 0}, {"top_k": 21}, {"top_k": "x"}):
+        assert stand.http.get("/export", params={**asked, **wrong}).status_code in (400, 422)
+    assert stand.http.delete(talk.path).status_code == 204
+    assert stand.http.put(f"{talk.path}/reward", json={"reward": 1}).status_code == 200
+    fed = stand.http.get("/export/groups", params={"consumer": "top", "top_k": 3, "size": 1000})
+    groups = {one["group_id"]: one for one in map(json.loads, fed.text.splitlines())}
+    [of_group] = groups["top-formats"]["rows"]
+    assert of_group["top_ids"] == row["top_ids"]
+
+
+def _environment(tokenizer: str, dialect: str, stage: str = "0") -> dict[str, str]:
+    return {
+        "TURNLOG_TOKENIZER": tokenizer,
+        "TURNLOG_UPSTREAM_DIALECT": dialect,
+        "TURNLOG_STAGE_TOKENS_S": stage,
+        "TURNLOG_ON_ABORT": "continue",
+    }
+
+
+@pytest.fixture(scope="module")
+def joining(tokenizer: str, places: Places) -> Iterator[dict[str, Stand]]:
+    """Servers that go on with what a pause has aborted; one stages its turns."""
+    with (
+        SimulatorProcess("--seed", "11") as sglang,
+        SimulatorProcess("--seed", "12", "--dialect", "vllm") as vllm,
+        SimulatorProcess("--seed", "11", "--incremental-streaming-output") as native,
+        checked(places.new("top-sglang"), sglang.base_url, environment=_environment(tokenizer, "sglang")) as one,
+        checked(places.new("top-vllm"), vllm.base_url, environment=_environment(tokenizer, "vllm")) as two,
+        checked(
+            places.new("top-native"), native.base_url, environment=_environment(tokenizer, "sglang", "0.01")
+        ) as three,
+    ):
+        yield {"sglang": one, "vllm": two, "native": three}
+
+
+def test_the_prompt_of_joined_generations(joining: dict[str, Stand]) -> None:
+    """SGLang says it on the route for which it is staged; a chat has none. A joined turn's is its first part's."""
+    for name, is_known in (("native", True), ("vllm", True), ("sglang", False)):
+        stand = joining[name]
+        talk = stand.talk()
+        response = interrupted(stand, talk, [4], **WHOLE, prompt_logprobs=0)
+        assert response.status_code == 200, response.text
+        assert len(talk.committed()[0]["parts"]) == 2
+        [row] = talk.rows(top_k=1)
+        first = row["prompt_length"]
+        assert row["prompt_logprobs_mask"][:first] == [0, *[int(is_known)] * (first - 1)], name
+        assert all(value < 0 for value in row["prompt_logprobs"][1:first]) == is_known

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from typing import Any
 
 import pytest
 
 from integration.places import Places
-from integration.stand import Stand, error_of, serving, until
+from integration.stand import Stand, error_of, serving, until, user
 from ops.simulator.process import SimulatorProcess
 
 
@@ -150,3 +151,32 @@ def test_columns_of_metadata(stand: Stand) -> None:
         "columns-1": {"task": "math", "env.name": "web", "env.size": "3", "a.b": "true", "long": "x" * 200 + "…"}
     }, "the first six columns"
     assert stand.get("/ui/api/sessions", q="columns-")["metadata"] == {}
+
+
+def test_the_overview_says_what_is_going_on(stand: Stand) -> None:
+    talk = stand.talk()
+    talk.say("Hello", sim={"weight_version": "123456"})
+    assert talk.chat([*talk.messages, user("Bad")], sim={"fault": "missing_meta_info"}).status_code == 502
+    slow = stand.meanwhile(talk.chat, [*talk.messages, user("Slow")], sim={"latency_s": 30.0})
+    stand.until_generating(talk, 3)
+
+    def now() -> dict[str, Any]:
+        return dict(stand.get("/ui/api/overview"))
+
+    until(lambda: stand.get("/ui/api/sessions", q=talk.id, state="running")["total"] == 1)
+    until(lambda: now()["sessions"]["running"] >= 1)
+    found = now()
+    assert found["weight_version"] >= 123456
+    assert found["sessions"]["idle"] <= found["sessions"]["open"] - 1
+    assert found["sessions"]["active"] >= 1
+    assert found["turns_per_s"] > 0
+    assert 0 < found["overhead_ms"]["p50"] <= found["overhead_ms"]["p99"]
+    assert found["engine_ms"]["p50"] > 0
+    assert found["errors"]["upstream_invalid"] >= 1
+    assert found["errors_total"]["upstream_invalid"] >= found["errors"]["upstream_invalid"]
+    assert found["engines"] == stand.http.get("/engines").json()["engines"]
+    assert found["gate"].keys() == stand.http.get("/fleet").json().keys()
+    assert found["database"]["bytes"] > 0
+    assert abs(found["at"] - time.time()) < 60
+    stand.http.delete(talk.path).raise_for_status()
+    slow.result()

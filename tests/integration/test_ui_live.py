@@ -6,11 +6,13 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 
-from integration.stand import Stand
+from integration.stand import Stand, until
+from ops.server import ServerProcess
 
 
 class Ended(Exception):
@@ -108,3 +110,37 @@ def test_a_browser_hears_of_what_is_new_and_of_the_whole(stand: Stand) -> None:
             first = {row["session_id"]: row["version"] for row in stream.versions({before.id: 1})}
             assert talk.id not in first
     assert stand.http.get("/ui/api/live", params={"cursor": "x"}).status_code == 400
+
+
+def test_what_one_process_writes_the_listeners_of_another_hear(postgres_url: str, tmp_path: Path) -> None:
+    """Also what is written while nobody listens: each session's last version, and with nothing twice at the end."""
+    servers = [ServerProcess(tmp_path, database_url=postgres_url) for _ in range(2)]
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            server.launch()
+            stack.callback(server.stop)
+        until(lambda: all(server.answers() for server in servers), TIMEOUT_S)
+        writer, other = (stack.enter_context(httpx.Client(base_url=one.base_url, timeout=20)) for one in servers)
+
+        def write(names: list[str]) -> dict[str, int]:
+            for name in names:
+                writer.post("/sessions", json={"session_id": name}).raise_for_status()
+                for value in (0.5, 1.0):
+                    writer.put(f"/sessions/{name}/reward", json={"reward": value}).raise_for_status()
+            return dict.fromkeys(names, 3)
+
+        with listening(servers[1].base_url) as stream:
+            stream.next()
+            rows = stream.versions(write(["first"]))
+            assert rows[-1]["reward"] == 1.0
+            cursor = stream.cursor
+        expected = write([f"s{number}" for number in range(50)])
+        with listening(servers[1].base_url, cursor) as stream:
+            assert stream.next() == ("hello", {"cursor": cursor})
+            # A row is as new as its read, the cursor as the event that had it read: the first may be told again.
+            rows = [row for row in stream.versions(expected) if row["session_id"] != "first"]
+            assert {row["session_id"] for row in rows} == expected.keys()
+            assert len(rows) == len(expected)
+            page = other.get("/ui/api/sessions", params={"limit": 100}).json()
+            listed = {row["session_id"]: row for row in page["sessions"]}
+            assert {row["session_id"]: row for row in rows} == {name: listed[name] for name in expected}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from app import errors
@@ -14,8 +15,10 @@ from app.metrics import (
     NOT_OF_TURNS,
     Metrics,
     RecentTurnStats,
+    Sample,
     render,
 )
+from app.metrics import Metric as Rendered
 from app.turn.in_flight import OUTCOMES, Stages, TurnStage
 
 LABELS = {"outcome", "stage", "kind", "content", "state", "durable", "type", "reason", "action", "code"}
@@ -98,3 +101,15 @@ def test_series_that_alerts_rest_on_are_there_before_the_first_of_them(metrics: 
     assert value(metrics, "turnlog_turns_abandoned_total", reason="owner_dead") == 0
     assert value(metrics, "turnlog_turns_tombstoned_total", reason="window") == 0
     assert value(metrics, "turnlog_events_total", type="TurnRejected") == 0
+
+
+def test_both_formats_say_the_same_and_a_label_may_hold_anything(metrics: Metrics) -> None:
+    metrics.turn_ended("committed", *turn(engine=5))
+    name = 'http://a/"b"\\n\n'
+    shown = [*metrics.collected(), Rendered("up", "gauge", "Is it up?", [Sample("up", {"engine": name}, 1)])]
+    plain = list(text_string_to_metric_families(render(shown).decode()))
+    other = list(openmetrics(render(shown, openmetrics=True).decode()))
+    assert [(family.name, family.type, family.samples) for family in plain] == [
+        (family.name, family.type, family.samples) for family in other
+    ]
+    assert plain[-1].samples[0].labels == {"engine": name}
