@@ -106,20 +106,6 @@ def test_rewards_of_turns_stand_where_the_trainer_reads_them(
         assert plain["rewards"] == 1.0
 
 
-def advantages(corpus: Corpus) -> dict[str, float]:
-    """By numpy, from the log's own events."""
-    rewards = {}
-    for name, talk in corpus.talks.items():
-        events = talk.events()
-        if events[0].get("config", {}).get("group_id") == "7":
-            given = [event["reward"] for event in events if event["type"] == "RewardAssigned"]
-            if given:
-                rewards[name] = given[-1]
-    assert len(rewards) == 4
-    values = np.array(list(rewards.values()))
-    return dict(zip(rewards, (values - values.mean()) / (values.std(ddof=1) + 1e-6), strict=True))
-
-
 def experts(row: Row) -> np.ndarray[Any, Any]:
     found = np.frombuffer(base64.b64decode(row["routed_experts"]), row["dtype"]).reshape(row["shape"])
     assert row["row_start"] == 0
