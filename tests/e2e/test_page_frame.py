@@ -251,6 +251,9 @@ def test_a_server_that_is_gone_or_cannot_write_says_so_until_it_can(watched: Wat
     with file_locked(guarded.url):
         guarded.server.start()
         page.wait_for_selector("#read-only:has-text('Read-only: the database answered SQLITE_BUSY')")
+        watched.go("#/")
+        page.wait_for_selector(ROWS)
+        watched.go("#/?q=again-")
     expect(page.locator("#read-only")).to_be_hidden()
     assert guarded.http.post("/sessions", json={"session_id": "again-1"}).status_code == 200
     page.wait_for_selector(f"{ROWS}[data-key=again-1]")

@@ -263,6 +263,7 @@ def test_what_is_said_is_found(watched: Watched, page_stand: PageStand) -> None:
     page.wait_for_url("**/ui#/session/found-03?turn=1&brought=1")
     page.go_back()
     expect(page.locator("input[name=q]")).to_have_value("zebra")
+    expect(page.locator("body")).not_to_be_focused()
     settled(watched.go("#/groups"))  # the form is made anew with the next view
     watched.go("#/search?q=elephant&role=user")
     expect(hit).to_have_count(20)
@@ -511,3 +512,46 @@ def test_what_two_agents_do_otherwise_is_said(watch: Watch, page_stand: PageStan
     expect(page.locator(STEPS)).to_have_count(100)
     page.get_by_role("button", name="5 more steps").click()
     expect(page.locator(STEPS)).to_have_count(105)
+
+
+def test_one_request_of_a_view_at_a_time(watched: Watched) -> None:
+    """A newer one aborts the one before, and so does the view's end; changes that come together are read once."""
+    page = watched.open()
+    assert page.evaluate(
+        """async () => {
+            const { View } = await import("/ui/static/view.js");
+            const shown = [];
+            const asked = [];
+            class Example extends View {
+                load() {
+                    const answer = Promise.withResolvers();
+                    const request = (signal) => {
+                        signal.addEventListener("abort", () => answer.reject(signal.reason));
+                        return answer.promise;
+                    };
+                    return { answer, done: this.read(request, (value) => shown.push(value)) };
+                }
+                refresh() {
+                    asked.push(this.closed.aborted);
+                }
+            }
+            const view = new Example(document.createElement("div"));
+            const [first, second] = [view.load(), view.load()];
+            second.answer.resolve("second");
+            await Promise.all([first.done, second.done]);
+            const failed = view.load();
+            failed.answer.reject(Object.assign(new Error("gone"), { code: "not_found" }));
+            await failed.done;
+            const problem = view.problem.textContent;
+            await Promise.all([view.changed(), view.changed(), view.changed()]);
+            const left = view.load();
+            view.close();
+            await left.done;
+            return { shown, asked, problem, after: view.problem.textContent };
+        }"""
+    ) == {
+        "shown": ["second"],
+        "asked": [False, False],
+        "problem": "not_foundgoneTry again",
+        "after": "not_foundgoneTry again",
+    }

@@ -117,6 +117,7 @@ def test_every_view_fits_and_has_no_barrier_that_axe_finds(watch: Watch, page_st
         for width, height in ((1440, 900), (768, 1024), (2560, 1440), (390, 844)):
             page.set_viewport_size({"width": width, "height": height})
             found += [f"at {width}: {one}" for one in settled(page, TOO_WIDE)]
+            found += [f"at {width}: {one}" for one in page.evaluate(TOO_TALL)] if width == 390 else []
             if width in (1440, 390) and place in VIEWS:
                 page.emulate_media(color_scheme="dark" if width == 1440 else "light")
                 found += [f"at {width}: {one}" for one in barriers(page, of_colours=width == 390)]

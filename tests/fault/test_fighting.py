@@ -89,18 +89,23 @@ class Fight:
 @contextlib.contextmanager
 def crashing(cluster: Cluster, pauses_s: Sequence[float]) -> Iterator[None]:
     """PostgreSQL crashes after each of these pauses, and starts again."""
-    over = threading.Event()
+    stopped = threading.Event()
 
-    def crash() -> None:
+    def crash() -> int:
+        crashes = 0
         for pause_s in pauses_s:
-            over.wait(pause_s)
-            cluster.restart("immediate")
+            if not stopped.wait(pause_s):
+                cluster.restart("immediate")
+                crashes += 1
+        return crashes
 
     with ThreadPoolExecutor(1) as threads:
         crashes = threads.submit(crash)
-        yield
-        over.set()
-        crashes.result()
+        try:
+            yield
+        finally:
+            stopped.set()
+        assert crashes.result() > 0 or not pauses_s
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,13 @@ def test_a_lock_that_outlasts_the_patience_is_503_and_leaves_no_claim(
     with hosted(database_url, engine.base_url) as server:
         with Agents([server.base_url], CLIENTS, take_turns) as agents:
             until(lambda: agents.all_served(0))
+            until(lambda: httpx.get(f"{server.base_url}/ready").is_success)
             tally.tried += 1
             with all_locked(database_url):
                 began = time.monotonic()
                 until(lambda: agents.count(began, [503]) > CLIENTS, 60)
+                for path in ("/sessions", "/export", "/ready"):
+                    assert httpx.get(f"{server.base_url}{path}", timeout=60).status_code == 200, path
             released = time.monotonic()
             until(lambda: agents.all_served(released), 60)
             tally.recovered(agents.recovery_s(released))

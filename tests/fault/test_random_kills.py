@@ -57,12 +57,13 @@ class Client(Insistent):
         self.tokens[self.session_id] = [*asked, *sampled]
 
     def told(self, reply: httpx.Response, headers: Mapping[str, str] | None) -> Acknowledged:
-        """A stream does not name its turn; it, and a reply of ids, is made of the engine's."""
+        """A stream, and a reply of ids, is made of the engine's; a live stream does not name its turn."""
         if "x-turnlog-turn" not in reply.headers:
             assert headers is not None
             return Acknowledged(self.session_id, 0, None, hash_key(headers["idempotency-key"]))
         told = super().told(reply, headers)
-        return Acknowledged(told.session_id, told.turn) if self.session_id in self.tokens else told
+        is_made = self.session_id in self.tokens or reply.headers["content-type"].startswith("text/event-stream")
+        return Acknowledged(told.session_id, told.turn) if is_made else told
 
     def has_its_tokens(self, url: str) -> None:
         for session_id, tokens in self.tokens.items():
@@ -71,7 +72,9 @@ class Client(Insistent):
 
 
 class Streaming(Client):
-    """Reads live streams. `cut` counts those that were broken off behind their first bytes, too."""
+    """Reads live streams. `begun` counts those that were broken off behind their first bytes."""
+
+    begun = 0
 
     def stream(self) -> None:
         if not self.messages or self.rng.random() < 0.1:
@@ -88,10 +91,19 @@ class Streaming(Client):
 
     def _exchange(self, method: str, path: str, **fields: Any) -> httpx.Response:
         """A stream that ends before `[DONE]` is no answer."""
-        reply = super()._exchange(method, path, **fields)
-        if path.endswith("/completions") and reply.is_success and not reply.content.rstrip().endswith(b"data: [DONE]"):
-            raise httpx.ReadError("the stream was cut")
-        return reply
+        if not path.endswith("/completions"):
+            return super()._exchange(method, path, **fields)
+        got = b""
+        with self.rng.choice(self._clients).stream(method, path, **fields) as reply:
+            try:
+                for piece in reply.iter_bytes():
+                    got += piece
+                if reply.is_success and not got.rstrip().endswith(b"data: [DONE]"):
+                    raise httpx.ReadError("the stream was cut")
+            except httpx.TransportError:
+                self.begun += bool(got)
+                raise
+        return httpx.Response(reply.status_code, headers=reply.headers, content=got)
 
 
 def of_ids(client: Client) -> None:
@@ -159,6 +171,7 @@ def test_no_turn_is_lost_or_taken_twice(
                 tally.recovered(agents.recovery_s(killed))
             agents.stop()
             assert sum(agent.cut for agent in agents) > 0, "nothing was in flight at any kill"
+            assert kills.kind is not Streaming or sum(agent.begun for agent in agents) > 0, "no stream had begun"
             assert not [one for one in agents.answers() if one.code == "session_busy"], "a first retry is served"
             tally.doubled += agents.doubled(processes.urls[0])
             for agent in agents:

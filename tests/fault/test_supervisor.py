@@ -69,7 +69,7 @@ def test_a_killed_server_is_followed_by_another(server: KeptServer) -> None:
     until(server.answers, PATIENCE_S)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_nobody_outlives_the_supervisor(server: KeptServer, number: signal.Signals) -> None:
     serving = server.started[-1]
     os.kill(server.pid, number)

@@ -163,7 +163,7 @@ FAULTS: dict[str, Fault] = {
 WAYS: dict[str, tuple[Way, ...]] = {
     "engine answers 503": (MESSAGES,),
     "connection ends while the engine works, retry after the commit": (LINE, RESPONSES),
-    "connection ends, retry holds a beginning of the reply": (TREE, RESPONSES),
+    "connection ends, retry holds a beginning of the reply": (LINE, TREE, RESPONSES),
     "connection ends while the reply leaves": (LINE, TREE),
     "kill between commit and reply": (LINE, MESSAGES),
 }

@@ -238,3 +238,29 @@ def test_a_lost_engine_is_replaced_and_the_next_turn_is_the_same_there(holding: 
         assert name.say(talk) == engine
     assert name.say(talk) == engine
     assert name.paths() == [OPEN]
+
+
+def test_an_engine_without_sessions_is_asked_once_and_again_after_its_restart(holding: Fleet) -> None:
+    api, engine = holding.apis[0], holding.engines[0]
+    engine.sim.post("/sim/behaviour", json={"sessions": "missing"})
+
+    def there() -> tuple[Named, Talk]:
+        """A name that is bound to this engine."""
+        while True:
+            name, talk = Named(holding), api.talk()
+            if name.say(talk, "open") == engine.url:
+                return name, talk
+
+    (first, talk), (second, _) = there(), there()
+    assert (first.paths(), second.paths()) == ([OPEN], [])
+    assert holding.processes.servers[0].log_path.read_text().count(f"{engine.url} cannot hold sessions") == 1
+    assert shown(api, engine.url)["sessions"] is False
+    assert first.say(talk) == engine.url
+    assert first.say(talk, "close") == engine.url
+    assert first.paths() == [OPEN]
+    with killed(holding, engine.url):
+        second.say(api.talk())
+    until(lambda: shown(api, engine.url)["sessions"] is None, PATIENCE_S)
+    again, _ = there()
+    assert again.paths() == [OPEN]
+    assert shown(api, engine.url)["sessions"] is True
