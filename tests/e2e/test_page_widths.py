@@ -167,6 +167,7 @@ def test_what_is_needed_is_in_sight_on_a_phone(watch: Watch, page_stand: PageSta
             assert cell["width"] >= 100
     page.set_viewport_size({"width": 390, "height": 844})
     page.reload()
+    page.wait_for_selector(ROWS)
     field = page.locator("input[name=q]")
     expect(field).to_be_hidden()
     page.keyboard.press("/")
