@@ -692,10 +692,12 @@ def _require_readable(
     """Require that all can be decoded, nests not too deep, and has no contradicting keys. What is checked already is
     left out, and so are payloads, which have rules of their own. Returns `Parsed.plain`. Raises Rejected."""
     rest, plain = body, None
+    keys = [key for key, _ in bulk]
     for key, value in bulk:
-        # A quote in a text has a backslash, so that nothing but a value stands behind such a key.
+        # A quote in a text has a backslash, so that nothing but a value stands behind such a key. Where it stands more
+        # often, as in a call's arguments, it may not be this list's.
         at, text = rest.find(key) + len(key) - 1, bytes(value)
-        if at >= len(key) and rest.startswith(text, at):
+        if at >= len(key) and rest.startswith(text, at) and body.count(key) == keys.count(key):
             rest = b"%b%b%b" % (rest[:at], _LIST_MARK, rest[at + len(text) :])
     # A payload of long JSON lists is never decoded: it would take thirty times its bytes.
     if not payloads or sum(len(memoryview(raw)) for _, raw in payloads) <= LONG:

@@ -70,7 +70,7 @@ from app.turn.token_in import TokenIn
 from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import asked_for
-from workers.reply import MARK, REPLAY, PayloadRange
+from workers.reply import REPLAY, PayloadRange
 
 
 class TurnPath:
@@ -537,10 +537,8 @@ class Turns:
         protocol has. `plain` as in `Read`."""
         protocol = PROTOCOLS[request.protocol]
         if not protocol.is_native:
-            # What was read has all that is rendered. A list in a call's arguments may be marked in place of a long one.
-            is_read = plain is not None and not protocol.gives_lists and body.size <= INLINE_BYTES
-            if is_read and MARK not in orjson.dumps(plain["choices"][0].get("message")):
-                return [orjson.dumps(plain)]
+            if plain is not None and not protocol.gives_lists and body.size <= INLINE_BYTES:
+                return [orjson.dumps(plain)]  # It has all that is rendered, and none of the long lists.
             kinds = self._payloads(request, session)
             return body.without([(place.start, place.end) for place in places if place.kind not in kinds])
         if session.config.capture in self._verbatim and self._is_verbatim(session):
