@@ -195,6 +195,11 @@ class SessionExists(AppError):
     meaning = "created earlier with another body"
 
 
+class RunMismatch(AppError):
+    status, code, type, retry = 409, "run_mismatch", "invalid_request_error", False
+    meaning = "the session belongs to another run than the request names"
+
+
 class SessionEnded(SessionExists):
     """The id cannot be used again."""
 

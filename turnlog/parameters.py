@@ -75,10 +75,12 @@ class NewSession(TypedDict, total=False):
     capture: Annotated[Literal["tokens", "text"] | None, "Tokens and logprobs, or text alone."]
     upstream: Annotated[str | None, "Of a session of text: its upstream."]
     parent_session_id: Annotated[str | None, "The session whose sub-agent this is."]
+    run: Annotated[str | None, "The training run that it belongs to; default: TURNLOG_RUN, else the default run."]
 
 
 class OfSessions(TypedDict, total=False):
     status: Annotated[SessionStatus, "Only sessions with this status."]
+    run: Annotated[str, "Only sessions of this run."]
     group_id: Annotated[str, "Only sessions of this group."]
     attempt: Annotated[int, "Only sessions with this attempt number."]
     engine: Annotated[str, "Only sessions that are bound to the engine with this URL."]

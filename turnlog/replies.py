@@ -162,6 +162,7 @@ class ListedSession(TypedDict):
     tags: list[str]
     name: str | None
     generation: int | None
+    run: str
 
 
 class SessionPage(TypedDict):
@@ -519,6 +520,7 @@ class SessionGiven(TypedDict):
     capture: str
     upstream: str | None
     parent_session_id: str | None
+    run: str
     note: str | None
     tags: list[str]
     forked_from: NotRequired[ForkedFrom]

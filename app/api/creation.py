@@ -28,6 +28,7 @@ from app.domain.session import Session
 from app.errors import (
     InvalidRequest,
     Restored,
+    RunMismatch,
     SessionClosed,
     SessionEnded,
     SessionExists,
@@ -79,6 +80,7 @@ class CreateSession(BaseModel):
     capture: Capture = "tokens"
     upstream: str | None = Field(default=None, max_length=64, pattern=NO_NUL)
     parent_session_id: str | None = Field(default=None, pattern=ID)
+    run: str | None = Field(default=None, pattern=ID)
 
 
 DEFAULTS = ("temperature", "top_p", "top_k")
@@ -92,6 +94,8 @@ def new_session(body: CreateSession, settings: Settings) -> NewSession:
     """
     if body.session_id is not None and not body.session_id.strip("."):  # A client may take it for a relative path.
         raise InvalidRequest("session_id must not be only dots")
+    if body.run is not None and not body.run.strip("."):
+        raise InvalidRequest("run must not be only dots")
     require_finite(body.metadata, "metadata")
     require_small("metadata has", body.metadata)
     require_small("params have", body.params)
@@ -169,6 +173,7 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
     its note and tags; of a fork also `forked_from`."""
     config = msgspec.structs.asdict(session.config)
     others = {"session_id": session.session_id, "metadata": metadata, "parent_session_id": session.config.parent}
+    others["run"] = session.config.of_run
     names = [name for name in CreateSession.model_fields if name not in DEFAULTS]
     fields = {name: others[name] if name in others else config[name] for name in names}
     fields |= {"history": session.history, "note": session.note, "tags": session.tags}
@@ -184,7 +189,17 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
     "Create a session",
     "admin",
     json_reply(reply_types.CreatedSession, "The session, new or from an earlier request with the same body."),
-    errors=(*BODY, Unsupported, SessionClosed, SessionExists, SessionEnded, Restored, SessionUnreadable, *WRITE),
+    errors=(
+        *BODY,
+        Unsupported,
+        SessionClosed,
+        SessionExists,
+        SessionEnded,
+        Restored,
+        RunMismatch,
+        SessionUnreadable,
+        *WRITE,
+    ),
     body=CreateSession,
     optional_body=True,
     example={"group_id": "task-17", "attempt": 0},

@@ -95,6 +95,10 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
         raise NotImplementedError
 
 
+DEFAULT_RUN = "default"
+"""The run of sessions that name none."""
+
+
 class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """What the creator of a session chose.
 
@@ -102,7 +106,8 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     is the session whose sub-agent this one is. Every turn has `params` and `model` (`app.domain.pinned`). `evaluation`
     is None in a session whose creator does not speak miles' newer wire; where True, no replay payload is asked for or
     kept. `limits` are the session's own; a session with a parent has none for
-    its rollout. `upstream` names one of TURNLOG_TEXT_UPSTREAMS, where `capture` is `text`.
+    its rollout. `upstream` names one of TURNLOG_TEXT_UPSTREAMS, where `capture` is `text`. `run` None: that of
+    the root, which an event names unless it is the default one.
     """
 
     rollback_window: int
@@ -125,6 +130,12 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     on_limit: OnLimit = "error"
     capture: Capture = "tokens"
     upstream: str | None = None
+    run: str | None = None
+
+    @property
+    def of_run(self) -> str:
+        """The run of a session that was created so."""
+        return DEFAULT_RUN if self.run is None else self.run
 
 
 class BlobRef(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

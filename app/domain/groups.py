@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -14,6 +15,13 @@ from app.domain.events import Event, RolledBack, SessionCreated, TurnCommitted, 
 
 EPSILON = 1e-6
 """Added to the standard deviation, as verl and slime do; in the rewards' own unit."""
+
+
+class GroupKey(NamedTuple):
+    """A group of a run; two runs may have groups of one id."""
+
+    run: str
+    group_id: str
 
 
 class Root(msgspec.Struct, frozen=True):

@@ -25,6 +25,7 @@ from app.errors import (
     AppError,
     InvalidRequest,
     Restored,
+    RunMismatch,
     SessionChanged,
     SessionClosed,
     SessionEnded,
@@ -38,7 +39,17 @@ from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.event_log import Followers, wait_for_change
 from app.store import rollouts
 from app.store.log import Appended, Operation, Refused, StoredBlob, VoidedClaim
-from app.store.log_sessions import AssignReward, Circular, Close, Create, Existing, Finish, JoinRollout, ShareReward
+from app.store.log_sessions import (
+    AssignReward,
+    Circular,
+    Close,
+    Create,
+    Existing,
+    Finish,
+    JoinRollout,
+    OfRun,
+    ShareReward,
+)
 from app.store.ports import Database, Writer
 from workers import codec
 
@@ -105,7 +116,7 @@ class Sessions:
         """Idempotent for the same id and body.
 
         Raises SessionExists, SessionEnded, Restored, StoreFull, SessionClosed (the root of its rollout is),
-        InvalidRequest (its parent descends from it).
+        InvalidRequest (its parent descends from it), RunMismatch.
         """
         await self.require_room(new.session_id)
         blob = metadata_blob(new.metadata) if new.metadata else None
@@ -120,6 +131,10 @@ class Sessions:
             return
         if isinstance(outcome, Circular):
             raise InvalidRequest(f"session {new.config.parent} descends from session {new.session_id}, its child to be")
+        if isinstance(outcome, OfRun):
+            raise RunMismatch(
+                f"session {new.session_id}: its rollout belongs to run {outcome.run}, not to {new.config.of_run}"
+            )
         if isinstance(outcome, Refused):
             raise _of_closed_root(new.session_id, outcome.status)
         created = fold(new.session_id, outcome.events)

@@ -45,6 +45,7 @@ class SessionConditions(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     status: Status | None = Field(default=None, description="Only sessions with this status.")
+    run: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions of this run.")
     group_id: Text = Field(default=None, description="Only sessions of this group.")
     attempt: int | None = Field(default=None, ge=0, le=2**31 - 1, description="Only sessions with this attempt number.")
     engine: Text = Field(default=None, description="Only sessions that are bound to this engine.")

@@ -169,7 +169,7 @@ def rewrite(tx: Tx, session_id: str, rewritten: Sequence[Rewritten]) -> None:
 
 class Create(BaseOperation, frozen=True):
     """Create a session. Returns Existing if the id or its generation of the name is taken, Refused if its root is
-    closed, or Circular."""
+    closed, Circular, or OfRun."""
 
     session_id: str
     at: float
@@ -186,17 +186,18 @@ class Create(BaseOperation, frozen=True):
         generation of a name."""
         return self.parent is None and self.event.generation in (None, 1)
 
-    def apply(self, tx: Tx) -> Appended | Existing | Refused | Circular:
+    def apply(self, tx: Tx) -> CreateOutcome:
         return self.apply_set(tx, [self])[0]
 
     @classmethod
-    def apply_set(cls, tx: Tx, operations: Sequence[Create]) -> list[Appended | Existing | Refused | Circular]:
+    def apply_set(cls, tx: Tx, operations: Sequence[Create]) -> list[CreateOutcome]:
         """The outcomes of creations of different sessions, in the same order, by one statement a table."""
         taken = tx.each(sql.heads, [{"sid": create.session_id} for create in operations])
         outcomes: dict[str, Any] = {session_id: Existing(*head) for session_id, *head in taken}
         named = {create.session_id for create in operations} | {create.parent for create in operations if create.parent}
         gone = ids_elsewhere(tx, sorted(named))
         roots: dict[str, str | None] = {}
+        runs: dict[str, str] = {}
         for create in operations:
             session_id = create.session_id
             if session_id in outcomes:
@@ -216,9 +217,16 @@ class Create(BaseOperation, frozen=True):
                 outcomes[session_id] = Circular()
             elif root is not None and root[1] != "open":
                 outcomes[session_id] = Refused(root[1])
+            elif root is not None and create.event.config.run not in (None, root[5]):
+                outcomes[session_id] = OfRun(root[5])
             else:
                 roots[session_id] = root_id
-        new = [create._under(tx, roots) for create in operations if create.session_id in roots]
+                runs[session_id] = create.event.config.of_run if root is None else root[5]
+        for session_id, _, _, run in rollouts.below(tx, roots):
+            if run != runs[session_id]:  # a child that was there before names another run
+                outcomes[session_id] = OfRun(run)
+                roots.pop(session_id, None)
+        new = [create._under(tx, roots, runs) for create in operations if create.session_id in roots]
         tx.insert(sql.insert_session, [new_head(c.session_id, c.at, c.event, roots[c.session_id]) for c in new])
         adopted = rollouts.adopt(tx, roots)
         rollouts.note_groups(
@@ -235,12 +243,14 @@ class Create(BaseOperation, frozen=True):
         reach("in_create")
         return [outcomes[create.session_id] for create in operations]
 
-    def _under(self, tx: Tx, roots: Mapping[str, str | None]) -> Create:
-        """As it is created, under the limits of its rollout."""
-        root_id = roots[self.session_id]
-        if root_id is None or not rollouts.has_limits(tx, root_id):
-            return self
-        return msgspec.structs.replace(self, event=msgspec.structs.replace(self.event, budget=root_id))
+    def _under(self, tx: Tx, roots: Mapping[str, str | None], runs: Mapping[str, str]) -> Create:
+        """As it is created, in the run and under the limits of its rollout."""
+        root_id, event, run = roots[self.session_id], self.event, runs[self.session_id]
+        if run != event.config.of_run:
+            event = msgspec.structs.replace(event, config=msgspec.structs.replace(event.config, run=run))
+        if root_id is not None and rollouts.has_limits(tx, root_id):
+            event = msgspec.structs.replace(event, budget=root_id)
+        return self if event is self.event else msgspec.structs.replace(self, event=event)
 
     @property
     def parent(self) -> str | None:
@@ -263,6 +273,7 @@ def new_head(session_id: str, at: float, created: SessionCreated, root_id: str |
         "root_id": root_id,
         "name": created.name,
         "generation": created.generation,
+        "run": created.config.of_run,
     }
 
 
@@ -273,6 +284,15 @@ class Existing(msgspec.Struct, frozen=True):
 
 class Circular(msgspec.Struct, frozen=True):
     """The named parent descends from the session itself."""
+
+
+class OfRun(msgspec.Struct, frozen=True):
+    """The session's rollout belongs to this run, not to the one that is named."""
+
+    run: str
+
+
+CreateOutcome = Appended | Existing | Refused | Circular | OfRun
 
 
 class AssignReward(BaseOperation, frozen=True):

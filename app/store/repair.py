@@ -109,6 +109,7 @@ HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {
     "spent_tokens": lambda log: log.session.spent_tokens,
     "name": lambda log: log.session.name,
     "generation": lambda log: log.session.generation,
+    "run": lambda log: log.session.config.of_run,
 }
 """How each column of `sessions` but the key follows from the log."""
 

@@ -81,9 +81,9 @@ def members_of_group(group_id: str) -> Select[Any]:
 _root_of = select(sessions.c.root_id).where(sessions.c.session_id == bindparam("sid"))
 _group_of = select(sessions.c.group_id).where(sessions.c.session_id == bindparam("sid"))
 _adopt = update(sessions).where(sessions.c.root_id == bindparam("sid")).values(root_id=bindparam("top"))
-_adopted = ForEach(
+_below = ForEach(
     lambda given: (
-        select(sessions.c.root_id, sessions.c.session_id, sessions.c.group_id)
+        select(sessions.c.root_id, sessions.c.session_id, sessions.c.group_id, sessions.c.run)
         .where(sessions.c.root_id == given.sid, sessions.c.root_id.is_not(None))
         .order_by(sessions.c.session_id)
     ),
@@ -116,6 +116,12 @@ def root_for(tx: Tx, parent: str) -> str:
     return root_of(tx, parent) or parent
 
 
+def below(tx: Tx, session_ids: Iterable[str]) -> list[tuple[str, str, str | None, str]]:
+    """The sessions that name one of these as their root, whether it is there or not: the root, the session, its group
+    and its run."""
+    return [(row[0], row[1], row[2], row[3]) for row in tx.each(_below, [{"sid": one} for one in session_ids])]
+
+
 def adopt(tx: Tx, roots: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]:
     """Make new sessions, each with its own root, part of the lines that named them before they were there.
 
@@ -123,7 +129,7 @@ def adopt(tx: Tx, roots: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]
     """
     adopted: dict[str, tuple[str, ...]] = {}
     counted_in: set[str | None] = set()  # until now
-    for session_id, member, group_id in tx.each(_adopted, [{"sid": session_id} for session_id in roots]):
+    for session_id, member, group_id, _ in below(tx, roots):
         adopted[session_id] = (*adopted.get(session_id, ()), member)
         counted_in.add(group_id)
     note_groups(tx, sorted(filter(None, counted_in)))

@@ -111,8 +111,10 @@ sessions = Table(
     Column("spent_tokens", BigInteger, server_default="0", nullable=False),
     Column("name", SESSION_ID),
     Column("generation", Integer),
+    Column("run", SESSION_ID, nullable=False),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
-    Index("ix_sessions_group_id", "group_id"),
+    Index("ix_sessions_group_id_run", "group_id", "run"),
+    Index("ix_sessions_run_created_at_session_id", "run", "created_at", "session_id"),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
     Index("ix_sessions_weight_version", "weight_version"),
     Index("ix_sessions_root_id", "root_id", sqlite_where=_OF_ROOT, postgresql_where=_OF_ROOT),
@@ -135,6 +137,8 @@ a number; null where none is. `engine` is that of its newest committed turn, and
 null where it names no parent. It follows from several logs: see `store.rollouts`.
 
 `spent_turns` and `spent_tokens` are what its turns have used of limits (`features.budgets`): 0 where none held.
+
+`run` is the training run that it belongs to: its root's.
 
 `name` is what a client calls it, null where none chose a name; `generation` counts the sessions of a name from 1. No
 two processes can begin the same one.

@@ -101,6 +101,7 @@ class HeadRow(msgspec.Struct, frozen=True):
     root_id: str | None
     name: str | None
     generation: int | None
+    run: str
     note: str | None
     joined_tags: str | None
     running_since: float | None = None
@@ -147,6 +148,7 @@ class HeadFilter(msgspec.Struct, frozen=True):
     tag: str | None = None
     name: str | None = None
     generation: int | None = None
+    run: str | None = None
 
 
 Place = tuple[float | None, str]
@@ -211,6 +213,7 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
         None if wanted.claimed_before is None else head.session_id.in_(_claimed(wanted.claimed_before)),
         None if wanted.among is None else head.session_id.in_(list(wanted.among)[:LISTED]),
         head.session_id.not_in(list(wanted.but)[:LISTED]) if wanted.but else None,
+        None if wanted.run is None else head.run == wanted.run,
         None if wanted.group_id is None else head.group_id == wanted.group_id,
         None if wanted.attempt is None else head.attempt == wanted.attempt,
         None if wanted.engine is None else head.engine == wanted.engine,

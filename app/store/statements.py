@@ -79,7 +79,7 @@ absorb_attempt = (
 )
 
 head = select(
-    sessions.c.version, sessions.c.status, sessions.c.open_turns, sessions.c.body_hash, sessions.c.turns
+    sessions.c.version, sessions.c.status, sessions.c.open_turns, sessions.c.body_hash, sessions.c.turns, sessions.c.run
 ).where(of_session(sessions))
 lock_head = select(sessions.c.version).where(of_session(sessions)).with_for_update()
 """Always lock the head before changing a session or its open turns; another order could deadlock."""

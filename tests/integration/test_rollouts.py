@@ -245,3 +245,28 @@ def test_a_root_without_turns_of_its_own_is_no_gap(used: Stand) -> None:
     assert (row["session_ids"], row["scores"], row["group_id"]) == ([main], [1.0], group)
     lines = handed_out(used, "trainer", shape="atropos")
     assert [row["session_ids"] for line in lines if line["group_id"] == group for row in line["rows"]] == [[main]]
+
+
+def test_a_session_belongs_to_the_run_of_its_root(used: Stand) -> None:
+    """Also a child that names no run, and the root of a child that was there before it."""
+    root, missing = used.talk(run="exp-1"), uuid.uuid4().hex
+    child = used.talk(parent_session_id=root.id)
+    orphan = used.talk(parent_session_id=missing, run="exp-2")
+    named = used.talk(session_id=missing, run="exp-2")
+    root.say("Hello")
+    fork = used.http.post(f"{root.path}/fork", json={"turn": 1}).json()["sessions"][0]["session_id"]
+    told = {
+        run: {one["session_id"] for one in used.get("/sessions", run=run)["sessions"]} for run in ("exp-1", "exp-2")
+    }
+    assert told == {"exp-1": {root.id, child.id, fork}, "exp-2": {orphan.id, named.id}}
+    assert [used.known(one).state()["session"]["run"] for one in (child.id, fork)] == ["exp-1", "exp-1"]
+    early = used.talk(parent_session_id=f"{missing}-2")
+    assert early.state()["session"]["run"] == "default"
+    for body in (
+        {"parent_session_id": root.id, "run": "exp-2"},
+        {"parent_session_id": root.id, "run": "default"},
+        {"session_id": f"{missing}-2", "run": "exp-1"},
+    ):
+        assert error_of(used.http.post("/sessions", json=body)) == (409, "run_mismatch")
+    for wrong in ("", "a b", "..", "x" * 129):
+        assert error_of(used.http.post("/sessions", json={"run": wrong})) == (400, "invalid_request")

@@ -1,4 +1,4 @@
-"""The server's address and the token: arguments first, then the environment."""
+"""The server's address, the token and the run: arguments first, then the environment."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ def default_token() -> str | None:
     """`TURNLOG_TOKEN`, else the first of `TURNLOG_ADMIN_TOKEN`, which is the current one."""
     given = os.environ.get("TURNLOG_TOKEN") or os.environ.get("TURNLOG_ADMIN_TOKEN", "").split(",")[0].strip()
     return given or None
+
+
+def default_run() -> str | None:
+    """`TURNLOG_RUN`: the run of new sessions."""
+    return os.environ.get("TURNLOG_RUN") or None
 
 
 def authorization(token: str | None) -> dict[str, str]:

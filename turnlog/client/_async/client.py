@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, cast, 
 from turnlog.client import frames
 from turnlog.client._async.session import AsyncSession
 from turnlog.client._async.transport import AsyncTransport
-from turnlog.client.address import default_address, default_token, segment
+from turnlog.client.address import default_address, default_run, default_token, segment
 from turnlog.client.checked import checked, rows_wanted, sessions_wanted
 from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
 from turnlog.events import Event, UnreadableEvent
@@ -88,6 +88,8 @@ class AsyncTurnlog:
         """
         body = checked(NewSession, fields)
         body["session_id"] = body.get("session_id") or uuid.uuid4().hex
+        if body.get("run") is None and (run := default_run()) is not None:
+            body["run"] = run
         body |= {name: dict(body[name]) for name in ("metadata", "params", "limits") if name in body}
         made = await self._transport.read("POST", "/sessions", body=body)
         return AsyncSession(self._transport, made["session_id"], made.get("token"), made.get("url"))

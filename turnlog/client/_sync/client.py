@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, cast, 
 from turnlog.client import frames
 from turnlog.client._sync.session import Session
 from turnlog.client._sync.transport import Transport
-from turnlog.client.address import default_address, default_token, segment
+from turnlog.client.address import default_address, default_run, default_token, segment
 from turnlog.client.checked import checked, rows_wanted, sessions_wanted
 from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
 from turnlog.events import Event, UnreadableEvent
@@ -89,6 +89,8 @@ class Turnlog:
         """
         body = checked(NewSession, fields)
         body["session_id"] = body.get("session_id") or uuid.uuid4().hex
+        if body.get("run") is None and (run := default_run()) is not None:
+            body["run"] = run
         body |= {name: dict(body[name]) for name in ("metadata", "params", "limits") if name in body}
         made = self._transport.read("POST", "/sessions", body=body)
         return Session(self._transport, made["session_id"], made.get("token"), made.get("url"))
