@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from app.domain import cursors
+from app.domain.groups import GroupKey
 from app.errors import StoreDamaged
 from app.features.groups import reads, rules
 from app.features.groups.operations import Settle, SettleGroup
@@ -22,27 +23,32 @@ class GroupList:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def page(self, cursor: str | None, limit: int) -> GroupPage:
-        """One page of groups, ordered by id. Raises InvalidRequest for an invalid cursor."""
-        after = None if cursor is None else cursors.decode(cursor, cursors.Text, "this list")
+    async def page(self, run: str | None, cursor: str | None, limit: int) -> GroupPage:
+        """One page of groups of the run (None: of all runs), ordered by id, then by run. Raises InvalidRequest for an
+        invalid cursor."""
+        after = None if cursor is None else cursors.decode(cursor, tuple[cursors.Text, cursors.Text], "this list")
 
         def read(connection: Connection) -> GroupPage:
-            ids = reads.ids(connection, after, limit + 1)
-            attempts = reads.attempts(connection, ids[:limit])
-            leases = reads.leases(connection, ids[:limit])
+            every = reads.keys(connection, run, after, limit + 1)
+            page = every[:limit]
+            attempts = reads.attempts(connection, page)
+            leases = reads.leases(connection, page)
             return GroupPage(
-                groups=[_row(group_id, attempts[group_id], leases.get(group_id)) for group_id in ids[:limit]],
-                next_cursor=cursors.encode(ids[limit - 1]) if len(ids) > limit else None,
+                groups=[_row(key, attempts[key], leases.get(key)) for key in page],
+                next_cursor=cursors.encode((page[-1].group_id, page[-1].run)) if len(every) > limit else None,
             )
 
         return await self._database.read(read)
 
 
-def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) -> ListedGroup:
+def _row(key: GroupKey, attempts: Sequence[Attempt], lease: FeedLease | None) -> ListedGroup:
     outcome = rules.outcome(attempts)
     rewards = outcome.statistics
     return ListedGroup(
-        group_id=group_id,
+        run=key.run,
+        group_id=key.group_id,
+        group_size=outcome.size,
+        arrived=outcome.arrived,
         sessions=outcome.rollouts,
         closed=outcome.closed,
         rewarded=rewards.count if rewards else 0,
@@ -51,18 +57,19 @@ def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) ->
         min=rewards.min if rewards else None,
         max=rewards.max if rewards else None,
         zero_variance=rewards is not None and rewards.count > 1 and rewards.zero_variance,
-        missing_attempts=missing_attempts([one.attempt for one in attempts if one.attempt is not None]),
+        missing_attempts=missing_attempts([one.attempt for one in attempts if one.attempt is not None], outcome.size),
         state=_state(outcome.complete, lease),
     )
 
 
-def missing_attempts(attempts: Sequence[int]) -> list[int]:
+def missing_attempts(attempts: Sequence[int], size: int | None = None) -> list[int]:
     """The lowest missing attempts, at most MAX_MISSING. Attempts count from 0 if attempt 0 exists, else from 1."""
     present = set(attempts)
     if not present:
         return []
     missing: list[int] = []
-    for number in range(min(1, min(present)), max(present)):
+    first = min(1, min(present))
+    for number in range(first, max(max(present), first + (size or 0))):
         if len(missing) == MAX_MISSING:
             break
         if number not in present:
@@ -95,8 +102,8 @@ async def settle_groups(database: Database, writer: Writer) -> None:
 
 async def _settle_each(database: Database, writer: Writer) -> None:
     """Update each group in a transaction of its own. A group with a session on a damaged page stays as it was."""
-    for group_id in await database.read(reads.noted):
+    for key in await database.read(reads.noted):
         try:
-            await writer.submit(SettleGroup(group_id))
+            await writer.submit(SettleGroup(key))
         except StoreDamaged as error:
-            database.unreadable.warn_of_group(group_id, error)
+            database.unreadable.warn_of_group(key, error)
