@@ -9,7 +9,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from turnlog.events import BranchCause, VersionSpan
 from turnlog.parameters import Limits, SessionState, SessionStatus
-from turnlog.rows import Part, Statistics, TurnReward
+from turnlog.rows import Failed, Part, Statistics, TurnReward
 
 
 class ErrorFields(TypedDict):
@@ -162,6 +162,8 @@ class ListedSession(TypedDict):
     tags: list[str]
     name: str | None
     generation: int | None
+    evaluation: bool
+    failed: Failed | None
 
 
 class SessionPage(TypedDict):
@@ -182,6 +184,7 @@ class ListedGroup(TypedDict):
     group_id: str
     sessions: int
     closed: int
+    failed: int
     rewarded: int
     mean: float | None
     std: float | None
@@ -190,6 +193,7 @@ class ListedGroup(TypedDict):
     zero_variance: bool
     missing_attempts: list[int]
     state: Literal["open", "complete", "leased", "acknowledged"]
+    evaluation: bool
 
 
 class GroupPage(TypedDict):
@@ -223,22 +227,26 @@ class SearchPage(TypedDict):
 
 
 class Attempt(TypedDict):
-    """A rollout of a group, by its root; `finished`: all of it is closed and rewarded."""
+    """A rollout of a group, by its root; `finished`: all of it is closed and rewarded, or it has failed."""
 
     session_id: str
     attempt: int | None
     reward: float | None
     status: SessionStatus
     finished: bool
+    evaluation: bool
+    failed: Failed | None
 
 
 class Group(TypedDict):
-    """`complete`: each rollout that is not erased is closed and rewarded."""
+    """`complete`: each rollout that is not erased is finished. `evaluation`: it has only evaluations; in any other
+    group evaluations count for nothing."""
 
     group_id: str
     attempts: list[Attempt]
     statistics: Statistics | None
     complete: bool
+    evaluation: bool
 
 
 class TreeTurn(TypedDict):
@@ -392,6 +400,7 @@ class State(TypedDict):
     seq: int
     last_seq: int
     status: SessionStatus
+    failed: Failed | None
     state: SessionState
     erased: bool
     config: dict[str, Any]
@@ -408,7 +417,7 @@ class State(TypedDict):
     open_turns: list[OpenTurn]
     tree: Tree | None
     turns: list[StateTurn]
-    failed: list[FailedTurn]
+    failed_turns: list[FailedTurn]
     refused: list[RefusedRequest]
     rollbacks: list[Rollback]
     problems: list[dict[str, str]]

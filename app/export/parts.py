@@ -25,6 +25,8 @@ from app.export.shapes.tree import SessionTree
 from app.store.content import StoredSession
 
 ERASED = "erased"
+EVALUATION = "evaluation"
+"""A session whose rows are given with `evaluation=true` alone."""
 
 NOTHING_FITS: Mapping[Truncate, str] = {
     "turn": "no turn within max_seq_len",
@@ -94,7 +96,17 @@ class PartRows:
         left_out = [row for of_member in by_member for row in of_member if not isinstance(row, Row)]
         if not rows:
             return self._numbered(page, None, left_out)
-        missing = next(filter(None, map(_missing, members, by_member)), None)
+        missing = next(
+            filter(
+                None,
+                (
+                    _missing(member, rows)
+                    for member, rows in zip(members, by_member, strict=True)
+                    if member.session_id not in page.left_out
+                ),
+            ),
+            None,
+        )
 
         def whole(cursor: str) -> Fields:
             if missing is not None:
@@ -203,7 +215,10 @@ class PartRows:
         own = session.session
         if self._query.name not in (None, own.name) or self._query.generation not in (None, own.generation):
             return
-        reason = session_excluded(session, self._query)
+        if own.config.evaluation and not self._query.evaluation:
+            yield excluded(session_id, self._window.behind(at), EVALUATION)
+            return
+        reason = session_excluded(session, self._query) or page.left_out.get(session_id)
         if reason is not None:
             yield excluded(session_id, self._window.behind(at), reason)
             return

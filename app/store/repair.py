@@ -109,6 +109,8 @@ HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {
     "spent_tokens": lambda log: log.session.spent_tokens,
     "name": lambda log: log.session.name,
     "generation": lambda log: log.session.generation,
+    "failed": lambda log: log.session.failed and log.session.failed.kind,
+    "evaluation": lambda log: log.session.config.evaluation is True,
 }
 """How each column of `sessions` but the key follows from the log."""
 

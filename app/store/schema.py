@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Double,
     Identity,
@@ -25,6 +26,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    false,
     text,
 )
 
@@ -111,6 +113,8 @@ sessions = Table(
     Column("spent_tokens", BigInteger, server_default="0", nullable=False),
     Column("name", SESSION_ID),
     Column("generation", Integer),
+    Column("failed", String(16)),
+    Column("evaluation", Boolean, server_default=false(), nullable=False),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id", "group_id"),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
@@ -138,6 +142,8 @@ null where it names no parent. It follows from several logs: see `store.rollouts
 
 `name` is what a client calls it, null where none chose a name; `generation` counts the sessions of a name from 1. No
 two processes can begin the same one.
+
+`failed` is the kind of its failure, null where it did not fail or a reward has come since; its message is in the log.
 """
 
 open_turns = Table(

@@ -45,7 +45,7 @@ from sqlalchemy import (
 from sqlalchemy.types import TypeEngine
 
 from app.domain import notes
-from app.domain.events import BlobsTombstoned, Recorded, UnknownEvent, decode
+from app.domain.events import BlobsTombstoned, Failure, FailureKind, Recorded, UnknownEvent, decode
 from app.domain.session import Session, decode_session, fold
 from app.errors import StoreDamaged
 from app.store import pins, rollouts
@@ -101,6 +101,8 @@ class HeadRow(msgspec.Struct, frozen=True):
     root_id: str | None
     name: str | None
     generation: int | None
+    evaluation: bool
+    failed_kind: FailureKind | None
     note: str | None
     joined_tags: str | None
     running_since: float | None = None
@@ -109,6 +111,11 @@ class HeadRow(msgspec.Struct, frozen=True):
     def tags(self) -> list[str]:
         return notes.parted(self.joined_tags)
 
+    @property
+    def failed(self) -> Failure | None:
+        """Without its message, which only the log has."""
+        return None if self.failed_kind is None else Failure(self.failed_kind)
+
 
 _running_since = (
     select(func.min(open_turns.c.opened_at))
@@ -116,9 +123,11 @@ _running_since = (
     .correlate(sessions)
     .scalar_subquery()
 )
-_STORED = HeadRow.__struct_fields__[:-2]
+_STORED = HeadRow.__struct_fields__[:-4]
 _ROW = (
     *(sessions.c[name] for name in _STORED),
+    sessions.c.failed,
+    sessions.c.note,
     sessions.c.tags,
     case((sessions.c.open_turns > 0, _running_since)),
 )
@@ -147,6 +156,7 @@ class HeadFilter(msgspec.Struct, frozen=True):
     tag: str | None = None
     name: str | None = None
     generation: int | None = None
+    evaluation: bool | None = None
 
 
 Place = tuple[float | None, str]
@@ -222,6 +232,7 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
         None if wanted.tag is None else head.tags.is_not(None) & contains(head.tags, notes.marked(wanted.tag)),
         None if wanted.name is None else head.name.is_not(None) & (head.name == wanted.name),
         None if wanted.generation is None else head.generation == wanted.generation,
+        None if wanted.evaluation is None else head.evaluation.is_(wanted.evaluation),
     ]
     return query.where(*(condition for condition in conditions if condition is not None))
 
@@ -322,18 +333,22 @@ def holds_payload() -> ColumnElement[bool]:
     return or_(live, exists().where(refused_replies.c.session_id == sessions.c.session_id))
 
 
-def newest_version(connection: Connection, among: Sequence[str] | None = None) -> int | None:
-    """The largest weight version of any session."""
+def newest_version(
+    connection: Connection, among: Sequence[str] | None = None, *, evaluation: bool = False
+) -> int | None:
+    """The largest weight version of any session; with `evaluation` also of evaluations."""
     query = select(func.max(sessions.c.weight_version)).where(*of_these(among))
+    if not evaluation:
+        query = query.where(sessions.c.evaluation.is_(False))
     version: int | None = connection.execute(query).scalar_one()
     return version
 
 
-def newest_readable_version(connection: Connection) -> int | None:
-    """The largest weight version of any session that can be read."""
+def newest_readable_version(connection: Connection, *, evaluation: bool = False) -> int | None:
+    """As `newest_version`, of the sessions that can be read."""
 
     def read(again: Connection, among: Sequence[str] | None) -> list[int]:
-        version = newest_version(again, among)
+        version = newest_version(again, among, evaluation=evaluation)
         return [] if version is None else [version]
 
     return max(listed(connection, read), default=None)
@@ -524,7 +539,7 @@ def last_tombstone(connection: Connection, session_id: str) -> int:
     return connection.execute(query).scalar_one() or 0
 
 
-SNAPSHOT_FORMAT = "session-3"
+SNAPSHOT_FORMAT = "session-4"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 
@@ -690,6 +705,7 @@ class ExportHead(msgspec.Struct, frozen=True):
     group_id: str | None
     turns: int
     root_id: str | None = None
+    evaluation: bool = False
     is_known: bool = True
 
     @property
@@ -699,7 +715,7 @@ class ExportHead(msgspec.Struct, frozen=True):
 
 def _heads() -> Select[Any]:
     root_id = case((rollouts.is_root(), None), else_=sessions.c.root_id)
-    return select(sessions.c.session_id, rollouts.group(), sessions.c.turns, root_id)
+    return select(sessions.c.session_id, rollouts.group(), sessions.c.turns, root_id, sessions.c.evaluation)
 
 
 def export_heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, ExportHead]:
@@ -737,7 +753,8 @@ def _head_by_log(connection: Connection, session_id: str) -> ExportHead | None:
     if session is None:
         return None
     root_id = rollouts.root_in_logs(CoreReads(connection), session_id, session.config.parent)
-    return ExportHead(session_id, session.config.group_id, len(session.turns), root_id)
+    config = session.config
+    return ExportHead(session_id, config.group_id, len(session.turns), root_id, config.evaluation is True)
 
 
 def group_members(connection: Connection, group_id: str) -> list[ExportHead]:

@@ -94,11 +94,13 @@ def _positions(connection: Connection, since: Position) -> list[Position]:
 
 
 class _Members(msgspec.Struct, frozen=True):
-    """Counts of a group's rollouts: those present, those erased, and those without a close or a reward."""
+    """Counts of a group's rollouts: those present, those erased, and those that are not finished; of evaluations, if
+    there are no others."""
 
     present: int = 0
     erased: int = 0
     unfinished: int = 0
+    evaluation: bool = False
 
 
 class _Row(msgspec.Struct, frozen=True):
@@ -110,6 +112,7 @@ class _Row(msgspec.Struct, frozen=True):
     completed_at: float | None
     measured: bool
     oldest_version: int | None
+    evaluation: bool
 
 
 async def check_groups(database: Database, report: Report, progress: Callable[[str], None]) -> None:
@@ -168,10 +171,13 @@ def _members(connection: Connection, ids: Sequence[str]) -> dict[str, _Members]:
             func.sum(case((is_erased, 0), else_=1)),
             func.sum(case((is_erased, 1), else_=0)),
             func.sum(case((or_(is_erased, is_finished), 0), else_=1)),
+            sessions.c.evaluation,
         )
         .where(sessions.c.group_id.in_(ids), sessions.c.status != "undone", is_root())
-        .group_by(sessions.c.group_id)
+        .group_by(sessions.c.group_id, sessions.c.evaluation)
+        .order_by(sessions.c.evaluation.desc())
     )
+    # The rollouts for training come last, and replace evaluations.
     return {row[0]: _Members(*row[1:]) for row in connection.execute(query)}
 
 
@@ -179,7 +185,7 @@ def _check_counts(group_id: str, row: _Row | None, members: _Members, report: Re
     if row is None:
         report.found(STORE, f"group {group_id}: neither a row nor a note that one is due")
         return
-    found = _Members(row.sessions, row.erased, row.unfinished)
+    found = _Members(row.sessions, row.erased, row.unfinished, row.evaluation)
     if found != members:
         report.found(STORE, f"group {group_id}: stored are {_counts(found)}; its sessions say {_counts(members)}")
     complete = members.present > 0 and members.unfinished == 0
@@ -188,7 +194,8 @@ def _check_counts(group_id: str, row: _Row | None, members: _Members, report: Re
 
 
 def _counts(members: _Members) -> str:
-    return f"{members.present} sessions, {members.erased} erased, {members.unfinished} unfinished"
+    kind = "evaluations" if members.evaluation else "sessions"
+    return f"{members.present} {kind}, {members.erased} erased, {members.unfinished} unfinished"
 
 
 def _check_age(group_id: str, row: _Row, logs: TurnEvents, report: Report) -> None:

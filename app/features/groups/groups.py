@@ -45,6 +45,8 @@ def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) ->
         group_id=group_id,
         sessions=outcome.rollouts,
         closed=outcome.closed,
+        failed=outcome.failed,
+        evaluation=outcome.evaluation,
         rewarded=rewards.count if rewards else 0,
         mean=rewards.mean if rewards else None,
         std=rewards.std if rewards else None,

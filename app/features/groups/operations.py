@@ -47,11 +47,14 @@ _locked = (
 _insert_group = insert(groups)
 _erased = sessions.c.status == "erased"
 _members = select(
+    sessions.c.evaluation,
     func.count(),
     func.sum(case((_erased, 1), else_=0)),
     func.sum(case((or_(_erased, is_finished), 0), else_=1)),
     func.max(case((_erased, None), else_=sessions.c.updated_at)),
 ).where(sessions.c.group_id == bindparam("gid"), sessions.c.status != "undone", is_root())
+_members_by_kind = _members.group_by(sessions.c.evaluation).order_by(sessions.c.evaluation).limit(1)
+"""Of the rollouts for training; where there are none, of the evaluations."""
 _settle = (
     update(groups)
     .where(groups.c.group_id == bindparam("gid"))
@@ -61,6 +64,7 @@ _settle = (
         unfinished=bindparam("lacking"),
         completed_at=bindparam("complete_since"),
         measured=bindparam("still_measured"),
+        evaluation=bindparam("of_evaluations", type_=Boolean),
         lease_until=case((bindparam("complete", type_=Boolean), groups.c.lease_until), else_=None),
     )
 )
@@ -106,9 +110,8 @@ def _settle_group(tx: Tx, group_id: str) -> None:
         new = {"group_id": group_id, "sessions": 0, "erased": 0, "unfinished": 0, "measured": False, "handed_out": 0}
         tx.insert(_insert_group, [new])
         known = (0, None, False, 0)
-    row = tx.one(_members, {"gid": group_id})
-    assert row is not None
-    every, gone, lacking, last_change = row[0], row[1] or 0, row[2] or 0, row[3]
+    row = tx.one(_members_by_kind, {"gid": group_id}) or (False, 0, 0, 0, None)
+    evaluation, every, gone, lacking, last_change = row
     present = every - gone
     complete = is_complete(present, lacking)
     since = (last_change if known[1] is None else known[1]) if complete else None
@@ -121,6 +124,7 @@ def _settle_group(tx: Tx, group_id: str) -> None:
             "lacking": lacking,
             "complete_since": since,
             "complete": complete,
+            "of_evaluations": bool(evaluation),
             "still_measured": bool(known[2]) and complete and known[0] == present and known[3] == gone,
         },
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from sqlalchemy import Connection, case, exists, or_, select, tuple_
 
-from app.domain.events import RolledBack, SessionCreated, SessionRestored, TurnCommitted
+from app.domain.events import Failure, RolledBack, SessionCreated, SessionRestored, TurnCommitted
 from app.features.groups.rules import Attempt
 from app.features.groups.schema import group_changes, groups, is_finished
 from app.store import rollouts
@@ -29,6 +29,7 @@ class Candidate(msgspec.Struct, frozen=True):
     sessions: int
     measured: bool
     oldest_version: int | None
+    evaluation: bool
 
     @property
     def place(self) -> tuple[float, str]:
@@ -80,6 +81,7 @@ def candidates(
     held_by: str | None,
     attempts: int,
     oldest: int | None,
+    evaluation: bool,
     after: tuple[float, str],
     limit: int,
 ) -> list[Candidate]:
@@ -87,7 +89,7 @@ def candidates(
 
     `held_by`: those that this consumer got last, even after its lease; None: those that are free. Only groups of at
     least `attempts` sessions (erased ones count, since they will not come again). Measured groups with a version below
-    `oldest` are left out.
+    `oldest` are left out. `evaluation`: also groups of evaluations.
     """
     query = (
         select(*(groups.c[name] for name in Candidate.__struct_fields__))
@@ -101,6 +103,8 @@ def candidates(
         .order_by(groups.c.completed_at, groups.c.group_id)
         .limit(limit)
     )
+    if not evaluation:
+        query = query.where(groups.c.evaluation.is_(False))
     if oldest is not None:
         young = or_(~groups.c.measured, groups.c.oldest_version.is_(None), groups.c.oldest_version >= oldest)
         query = query.where(young)
@@ -118,9 +122,11 @@ def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list
             sessions.c.reward,
             sessions.c.status,
             case((is_finished, True), else_=False),
+            sessions.c.evaluation,
+            sessions.c.failed,
         ).where(sessions.c.group_id.in_(group_ids[at : at + SPAN]), sessions.c.status != "undone", is_root())
-        for row in connection.execute(query):
-            by_group[row[0]].append(Attempt(*row[1:]))
+        for group_id, *row, failed in connection.execute(query):
+            by_group[group_id].append(Attempt(*row, None if failed is None else Failure(failed)))
     return {group_id: in_order(of_group) for group_id, of_group in by_group.items()}
 
 
@@ -161,9 +167,13 @@ def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
 
 def _closed_members(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[str]]:
     members: dict[str, list[str]] = {group_id: [] for group_id in group_ids}
-    query = select(group(), sessions.c.session_id).where(in_groups(group_ids), sessions.c.status == "closed")
-    for group_id, session_id in connection.execute(query):
-        if group_id in members:
+    of_evaluations = select(groups.c.group_id).where(groups.c.group_id.in_(group_ids), groups.c.evaluation)
+    kinds = set(connection.execute(of_evaluations).scalars())
+    query = select(group(), sessions.c.session_id, sessions.c.evaluation).where(
+        in_groups(group_ids), sessions.c.status == "closed"
+    )
+    for group_id, session_id, evaluation in connection.execute(query):
+        if group_id in members and (group_id in kinds or not evaluation):
             members[group_id].append(session_id)
     return members
 
@@ -195,7 +205,7 @@ def acknowledged_groups(connection: Connection, after: tuple[float, str], limit:
 
 _acknowledged = exists().where(groups.c.group_id == group(), groups.c.acked_at.is_not(None))
 
-ACKNOWLEDGEMENTS = Acknowledgements(or_(group().is_(None), _acknowledged), acknowledged_groups)
+ACKNOWLEDGEMENTS = Acknowledgements(or_(group().is_(None), sessions.c.evaluation, _acknowledged), acknowledged_groups)
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -209,6 +219,7 @@ class Waiting(msgspec.Struct, frozen=True):
     measured: bool
     oldest_version: int | None
     consumer: str | None
+    evaluation: bool
     is_leased: bool
 
 
