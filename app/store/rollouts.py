@@ -225,8 +225,8 @@ def failure_of(tx: Reads, session_id: str) -> Failure | None:
     except UnknownEvent:
         event = None
     # A restore may have gone back to before the last close.
-    is_said = isinstance(event, SessionClosed) and event.failed is not None and event.failed.kind == row[0]
-    return event.failed if is_said else Failure(row[0])
+    failed = event.failed if isinstance(event, SessionClosed) else None
+    return failed if failed is not None and failed.kind == row[0] else Failure(row[0])
 
 
 _evaluation = select(sessions.c.evaluation).where(sessions.c.session_id == bindparam("sid"))

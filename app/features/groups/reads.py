@@ -29,7 +29,7 @@ class Candidate(msgspec.Struct, frozen=True):
     sessions: int
     measured: bool
     oldest_version: int | None
-    evaluation: bool
+    evaluation: bool = False
 
     @property
     def place(self) -> tuple[float, str]:
@@ -81,9 +81,9 @@ def candidates(
     held_by: str | None,
     attempts: int,
     oldest: int | None,
-    evaluation: bool,
     after: tuple[float, str],
     limit: int,
+    evaluation: bool = False,
 ) -> list[Candidate]:
     """Complete, unacknowledged groups after `after`, oldest completion first.
 
@@ -126,7 +126,7 @@ def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list
             sessions.c.failed,
         ).where(sessions.c.group_id.in_(group_ids[at : at + SPAN]), sessions.c.status != "undone", is_root())
         for group_id, *row, failed in connection.execute(query):
-            by_group[group_id].append(Attempt(*row, None if failed is None else Failure(failed)))
+            by_group[group_id].append(Attempt(*row, failed=None if failed is None else Failure(failed)))
     return {group_id: in_order(of_group) for group_id, of_group in by_group.items()}
 
 
