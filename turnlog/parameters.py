@@ -6,7 +6,7 @@ The server's models are in `app/api` and `app/export`; its defaults apply to par
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from turnlog.events import EventType
 
@@ -24,6 +24,16 @@ Stale = Literal["drop", "mask", "keep"]
 SessionStatus = Literal["open", "closed", "erased", "undone"]
 SessionState = Literal["open", "idle", "running", "paused", "closed", "erased", "undone"]
 SessionOrder = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
+
+
+FailureKind = Literal["sandbox", "agent", "engine", "timeout", "other"]
+
+
+class Failure(TypedDict):
+    """Why a rollout failed, for a reason that is no reward; a message has at most 4,096 characters."""
+
+    kind: FailureKind
+    message: NotRequired[str | None]
 
 
 class Limits(TypedDict, total=False):
@@ -69,7 +79,8 @@ class NewSession(TypedDict, total=False):
     top_p: Annotated[float | None, "Where a request has none."]
     top_k: Annotated[int | None, "Where a request has none."]
     evaluation: Annotated[
-        bool | None, "Speak the wire of miles' newer drivers; an evaluation keeps no replay payloads."
+        bool | None,
+        "Speak the wire of miles' newer drivers; an evaluation trains nothing and keeps no replay payloads.",
     ]
     limits: Annotated[Limits | None, "Turns, tokens, context, seconds that it may use."]
     on_limit: Annotated[Literal["error", "length"] | None, "What becomes of a generation that runs into a limit."]
@@ -93,6 +104,7 @@ class OfSessions(TypedDict, total=False):
     tag: Annotated[str, "Only sessions with this tag."]
     name: Annotated[str, "Only sessions that clients call so."]
     generation: Annotated[int, "Only this generation of a name."]
+    evaluation: Annotated[bool, "Only evaluations; false: only others."]
 
 
 class SessionFilters(OfSessions, total=False):
@@ -115,6 +127,10 @@ class SearchFilters(OfSessions, total=False):
 
 
 class RowFilters(TypedDict, total=False):
+    failed: Annotated[
+        Literal["drop", "keep"], "Failed rollouts: advantages drop (default) them, or keep them with their reward."
+    ]
+    evaluation: Annotated[bool, "Sessions of evaluations too."]
     images: Annotated[Literal["inline", "hash", "none"], "Images: their bytes too, only by their hash, or not at all."]
     max_staleness: Annotated[int, "At most this many weight versions behind."]
     weight_version: Annotated[int, "The current weight version; default: the newest."]

@@ -9,7 +9,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from turnlog.events import BranchCause, VersionSpan
 from turnlog.parameters import Limits, SessionState, SessionStatus
-from turnlog.rows import Part, Statistics, TurnReward
+from turnlog.rows import Failed, Part, Statistics, TurnReward
 
 
 class ErrorFields(TypedDict):
@@ -163,6 +163,8 @@ class ListedSession(TypedDict):
     name: str | None
     generation: int | None
     run: str
+    evaluation: bool
+    failed: Failed | None
 
 
 class SessionPage(TypedDict):
@@ -187,6 +189,7 @@ class ListedGroup(TypedDict):
     arrived: int
     sessions: int
     closed: int
+    failed: int
     rewarded: int
     mean: float | None
     std: float | None
@@ -195,6 +198,7 @@ class ListedGroup(TypedDict):
     zero_variance: bool
     missing_attempts: list[int]
     state: Literal["open", "complete", "leased", "acknowledged"]
+    evaluation: bool
 
 
 class GroupPage(TypedDict):
@@ -228,8 +232,8 @@ class SearchPage(TypedDict):
 
 
 class Attempt(TypedDict):
-    """A rollout of a group, by its root; `finished`: all of it is closed and rewarded. `replaced`: a later session has
-    its attempt's place, since it has no reward. `group_size` is what the session named."""
+    """A rollout of a group, by its root; `finished`: all of it is closed and rewarded, or it has failed. `replaced`: a
+    later session has its attempt's place, since it has no reward. `group_size` is what the session named."""
 
     session_id: str
     attempt: int | None
@@ -240,11 +244,14 @@ class Attempt(TypedDict):
     created_at: float
     updated_at: float
     replaced: bool
+    evaluation: bool
+    failed: Failed | None
 
 
 class Group(TypedDict):
     """`group_size`: how many attempts it waits for, `arrived`: how many it has. `complete`: they are there, and each
-    rollout that is neither erased nor replaced is closed and rewarded."""
+    rollout that is neither erased nor replaced is finished. `evaluation`: it has only evaluations; in any other group
+    evaluations count for nothing."""
 
     run: str
     group_id: str
@@ -253,6 +260,7 @@ class Group(TypedDict):
     attempts: list[Attempt]
     statistics: Statistics | None
     complete: bool
+    evaluation: bool
 
 
 class TreeTurn(TypedDict):
@@ -406,6 +414,7 @@ class State(TypedDict):
     seq: int
     last_seq: int
     status: SessionStatus
+    failed: Failed | None
     state: SessionState
     erased: bool
     config: dict[str, Any]
@@ -422,7 +431,7 @@ class State(TypedDict):
     open_turns: list[OpenTurn]
     tree: Tree | None
     turns: list[StateTurn]
-    failed: list[FailedTurn]
+    failed_turns: list[FailedTurn]
     refused: list[RefusedRequest]
     rollbacks: list[Rollback]
     problems: list[dict[str, str]]

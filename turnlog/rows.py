@@ -8,12 +8,21 @@ from __future__ import annotations
 from typing import Any, Generic, Literal, NotRequired, TypedDict, TypeVar
 
 from turnlog.events import BranchCause
+from turnlog.parameters import FailureKind
 
 R = TypeVar("R")
 """The type of a row."""
 
 TrainerRow = dict[str, Any]
 """A row in a trainer's shape: docs/export.md has the fields of each."""
+
+
+class Failed(TypedDict):
+    """Why a rollout failed. Lists have no `message`; `erased`: it was deleted with the session's content."""
+
+    kind: FailureKind
+    message: NotRequired[str]
+    erased: NotRequired[bool]
 
 
 class TurnReward(TypedDict):
@@ -139,6 +148,7 @@ class Row(TypedDict):
     parent_session_id: str | None
     adapter: str | None
     status: Literal["completed", "truncated", "aborted"]
+    failed: Failed | None
     final: bool
     as_of_seq: int
     reward: float | None
@@ -224,6 +234,7 @@ class LeasedAttempt(TypedDict):
     session_id: str
     attempt: int | None
     reward: float | None
+    failed: Failed | None
 
 
 class LeftOut(TypedDict):

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from app.domain.events import Event, RolledBack, SessionCreated, TurnCommitted, is_number
+from app.domain.events import Event, Failure, RolledBack, SessionCreated, TurnCommitted, is_number
 
 EPSILON = 1e-6
 """Added to the standard deviation, as verl and slime do; in the rewards' own unit."""
@@ -35,20 +35,21 @@ class Played(NamedTuple):
     attempt: int | None
     created_at: float
     is_rewarded: bool
+    evaluation: bool
 
 
 def replaced(rollouts: Iterable[Played]) -> frozenset[str]:
-    """The rollouts of a group that have no reward, and whose attempt a later one has: that one replaces them."""
-    every = list(rollouts)
-    newest: dict[int, tuple[float, str]] = {}
+    """The rollouts of a group that have no reward, and whose attempt a later one of their kind has: that one replaces
+    them."""
+    every = [one for one in rollouts if one.attempt is not None]
+    newest: dict[tuple[int | None, bool], tuple[float, str]] = {}
     for one in every:
-        if one.attempt is not None:
-            at = one.created_at, one.session_id
-            newest[one.attempt] = max(at, newest.get(one.attempt, at))
+        place, at = (one.attempt, one.evaluation), (one.created_at, one.session_id)
+        newest[place] = max(at, newest.get(place, at))
     return frozenset(
         one.session_id
         for one in every
-        if one.attempt is not None and not one.is_rewarded and newest[one.attempt] > (one.created_at, one.session_id)
+        if not one.is_rewarded and newest[one.attempt, one.evaluation] > (one.created_at, one.session_id)
     )
 
 
@@ -58,6 +59,27 @@ class Root(msgspec.Struct, frozen=True):
     session_id: str
     exists: bool
     group_id: str | None
+
+
+OnFailed = Literal["drop", "keep"]
+"""What advantages make of a failed rollout: they leave it out, or take the reward that it has."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of a rollout."""
+
+    reward: float | None = None
+    failed: Failure | None = None
+
+    def left_out(self, on_failed: OnFailed) -> str | None:
+        """Why advantages leave out a rollout that has failed; None: they do not, or it has not."""
+        if self.failed is None or (on_failed == "keep" and self.reward is not None):
+            return None
+        return f"failed: {self.failed.kind}" + (", and it has no reward" if on_failed == "keep" else "")
+
+    def counted(self, on_failed: OnFailed) -> float | None:
+        """The reward that advantages are made of, if they count the rollout."""
+        return self.reward if self.left_out(on_failed) is None else None
 
 
 class Spread(msgspec.Struct, frozen=True):

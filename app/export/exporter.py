@@ -142,7 +142,10 @@ class Exporter:
             await wait_for_horizon(self._database)
         epoch = await self._database.read(feed.epoch)
         horizon, newest = await self._database.read(
-            lambda connection: (feed.horizon(connection), newest_readable_version(connection))
+            lambda connection: (
+                feed.horizon(connection),
+                newest_readable_version(connection, evaluation=query.evaluation),
+            )
         )
         given = given or Cursor(epoch, Position(0, 0))
         if given.epoch != epoch:

@@ -17,13 +17,13 @@ import msgspec
 
 from app.domain.branches import Branches, Picker, pick
 from app.domain.events import EXPORTED
-from app.domain.groups import GroupKey, grpo, replaced
+from app.domain.groups import REPLACED, GroupKey, Outcome, grpo, replaced
 from app.domain.session import fold
 from app.export import formats
 from app.export.faults import told
 from app.export.query import ExportQuery
 from app.store import rollouts
-from app.store.content import StoredSession, fetch_objects, read_logs, read_sessions, rewards
+from app.store.content import StoredSession, fetch_objects, outcomes, read_logs, read_sessions
 from app.store.damage import SPAN, BrokenRow, PageDamaged, attempt
 from app.store.feed import END, EventFilter, Position, changed_sessions, last_places
 from app.store.ports import Connection, Database
@@ -54,7 +54,7 @@ GROUPS_KEPT = 256
 class ExportPage(msgspec.Struct, frozen=True):
     """A session's place in an export, or its group's: the sessions to read for it, with about so many turns.
 
-    `replaced`: the sessions of a group's replaced rollouts, which have no rows in the group's.
+    `left_out`: why sessions of failed and of replaced rollouts give no row.
     """
 
     session_id: str
@@ -63,14 +63,14 @@ class ExportPage(msgspec.Struct, frozen=True):
     turns: int
     is_group: bool
     advantages: Mapping[str, float]
-    replaced: Collection[str] = ()
+    left_out: Mapping[str, str] = {}
 
 
 class _Group(msgspec.Struct, frozen=True):
     """The position of each session's last exported event; sessions without one are left out.
 
-    So are sessions without a turn whose rollout has turns elsewhere. `advantages` are by root; `rollouts` give each
-    session's root; `replaced` are roots.
+    So are sessions without a turn whose rollout has turns elsewhere. `advantages` and `left_out` are by root;
+    `rollouts` give each session's root.
     """
 
     ends: Mapping[str, Position]
@@ -78,12 +78,12 @@ class _Group(msgspec.Struct, frozen=True):
     turns: int
     advantages: Mapping[str, float]
     rollouts: Mapping[str, str]
-    replaced: Collection[str]
+    left_out: Mapping[str, str]
 
-    def advantages_of(self, session_ids: Iterable[str]) -> dict[str, float]:
-        """The advantage of a rollout, which all its sessions share."""
+    def of(self, session_ids: Iterable[str], by_root: Mapping[str, T]) -> dict[str, T]:
+        """What a rollout has, which all its sessions share."""
         rollouts = ((member, self.rollouts.get(member, member)) for member in session_ids)
-        return {member: self.advantages[root] for member, root in rollouts if root in self.advantages}
+        return {member: by_root[root] for member, root in rollouts if root in by_root}
 
 
 class ExportPages:
@@ -239,24 +239,29 @@ class ExportPages:
             return alone
         group = self._group(connection, head.key)
         if not self._grouped:
-            return msgspec.structs.replace(alone, advantages=group.advantages_of([head.session_id]))
+            own = [head.session_id]
+            advantages, left_out = group.of(own, group.advantages), group.of(own, group.left_out)
+            return msgspec.structs.replace(alone, advantages=advantages, left_out=left_out)
         has_rows = any(group.rollouts[session_id] == head.rollout for session_id in group.ends)
         if head.session_id not in group.ends and not (asked_for and has_rows):
             return msgspec.structs.replace(alone, is_group=False)
         if group.last > at and not asked_for:
             return None
         members = sorted(group.ends)
-        gone = [member for member in members if group.rollouts[member] in group.replaced]
-        return ExportPage(head.session_id, at, members, group.turns, True, group.advantages_of(members), gone)
+        advantages, left_out = group.of(members, group.advantages), group.of(members, group.left_out)
+        return ExportPage(head.session_id, at, members, group.turns, True, advantages, left_out)
 
     def _group(self, connection: Connection, key: GroupKey) -> _Group:
-        if (known := self._groups.get(key)) is not None:
-            return known
+        if (found := self._groups.get(key)) is not None:
+            return found
         if self._heads is None:
             heads = group_members(connection, key)
         else:
             heads = [head for head in self._heads.values() if head.key == key]
-        roots = [member.session_id for member in heads if member.root_id is None]
+        query = self._query
+        heads = [head for head in heads if query.evaluation or not head.evaluation]
+        roots = {member.session_id: member.evaluation for member in heads if member.root_id is None}
+        known = outcomes(connection, list(roots), self._high)
         taken = {member.rollout for member in heads if member.turns}
         members = [member for member in heads if member.turns or member.rollout not in taken]
         every = [member.session_id for member in members]
@@ -269,11 +274,34 @@ class ExportPages:
             ends=ends,
             last=max(ends.values(), default=Position(0, 0)),
             turns=sum(member.turns for member in members),
-            advantages=grpo(rewards(connection, roots, self._high)) if self._query.advantage else {},
+            advantages=self._advantages(roots, known) if query.advantage else {},
             rollouts={member.session_id: member.rollout for member in heads},
-            replaced=replaced(head.played for head in heads if head.root_id is None and head.session_id in ends),
+            left_out=self._left_out(heads, ends, known),
         )
         return group
+
+    def _left_out(
+        self, heads: Iterable[ExportHead], ends: Collection[str], known: Mapping[str, Outcome]
+    ) -> dict[str, str]:
+        """By root, why its sessions give no row here."""
+        reasons: dict[str, str] = {}
+        if self._query.failed == "keep" or formats.needs_advantage(self._query):
+            given = ((root, outcome.left_out(self._query.failed)) for root, outcome in known.items())
+            reasons = {root: why for root, why in given if why is not None}
+        gone = replaced(head.played for head in heads if head.root_id is None and head.session_id in ends)
+        return {**reasons, **dict.fromkeys(gone, REPLACED)}
+
+    def _advantages(self, roots: Mapping[str, bool], known: Mapping[str, Outcome]) -> dict[str, float]:
+        """By root. `roots` say which of them are evaluations, which are compared with one another alone."""
+        advantages: dict[str, float] = {}
+        for evaluation in (False, True):
+            rewards = {
+                root: reward
+                for root, outcome in known.items()
+                if roots[root] == evaluation and (reward := outcome.counted(self._query.failed)) is not None
+            }
+            advantages |= grpo(rewards)
+        return advantages
 
     def _parts(self, places: Sequence[ExportPage]) -> Iterator[list[ExportPage]]:
         part: list[ExportPage] = []

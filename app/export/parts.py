@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Picker, turns_left_out
-from app.domain.groups import REPLACED, UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
+from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
 from app.domain.rules import superseded
 from app.domain.samples import Segment, Status, Truncate, aged
 from app.domain.session import Session
@@ -25,6 +25,8 @@ from app.export.shapes.tree import SessionTree
 from app.store.content import StoredSession
 
 ERASED = "erased"
+EVALUATION = "evaluation"
+"""A session whose rows are given with `evaluation=true` alone."""
 
 NOTHING_FITS: Mapping[Truncate, str] = {
     "turn": "no turn within max_seq_len",
@@ -94,7 +96,17 @@ class PartRows:
         left_out = [row for of_member in by_member for row in of_member if not isinstance(row, Row)]
         if not rows:
             return self._numbered(page, None, left_out)
-        missing = next(filter(None, map(_missing, members, by_member)), None)
+        missing = next(
+            filter(
+                None,
+                (
+                    _missing(member, rows)
+                    for member, rows in zip(members, by_member, strict=True)
+                    if member.session_id not in page.left_out
+                ),
+            ),
+            None,
+        )
 
         def whole(cursor: str) -> Fields:
             if missing is not None:
@@ -194,9 +206,6 @@ class PartRows:
         A session outside the requested group or name gives nothing: it is read only where damage hides them.
         """
         session_id, at = stored.session_id, page.at
-        if session_id in page.replaced:
-            yield excluded(session_id, self._window.behind(at), REPLACED)
-            return
         if stored.status == "erased":
             yield excluded(session_id, self._window.behind(at), ERASED)
             return
@@ -206,7 +215,10 @@ class PartRows:
         own = session.session
         if self._query.name not in (None, own.name) or self._query.generation not in (None, own.generation):
             return
-        reason = session_excluded(session, self._query)
+        if own.config.evaluation and not self._query.evaluation:
+            yield excluded(session_id, self._window.behind(at), EVALUATION)
+            return
+        reason = page.left_out.get(session_id) or session_excluded(session, self._query)
         if reason is not None:
             yield excluded(session_id, self._window.behind(at), reason)
             return
@@ -295,7 +307,6 @@ def _missing(member: StoredSession, rows: Sequence[Row | Fields]) -> str | None:
     if not rows:
         return f"{member.session_id}: its log names another group"
     left_out = [row for row in rows if not isinstance(row, Row) and row["turn"] is None]
-    left_out = [row for row in left_out if row[formats.EXCLUDED] != REPLACED]
     if member.root is not None:
         left_out = [row for row in left_out if row[formats.EXCLUDED] != TEXT_ONLY]
     return next((f"{row['session_id']}: {row[formats.EXCLUDED]}" for row in left_out), None)

@@ -24,6 +24,7 @@ from pydantic_core import PydanticCustomError
 
 from app.domain import cursors
 from app.domain.branches import Branches, Loss
+from app.domain.groups import OnFailed
 from app.domain.patterns import ANNOTATION, MAX_INTEGER, NO_NUL
 from app.domain.samples import RoutingOf, Stale, Truncate
 from app.errors import InvalidRequest
@@ -86,6 +87,12 @@ class RowQuery(BaseModel):
         description="What becomes of a token that is more than `max_staleness` behind: its session (in the feed its "
         "group) is left out (`drop`), it leaves the loss mask (`mask`), or the row only says how old it is (`keep`).",
     )
+    failed: OnFailed = Field(
+        default="drop",
+        description="Rollouts that failed: their group's advantages leave them out (`drop`), or take the reward that "
+        "they have (`keep`), and those without one are left out of the rows.",
+    )
+    evaluation: bool = Field(default=False, description="Sessions of evaluations too, and their weight versions.")
     explain: bool = Field(default=False, description="Say also what was left out, and why.")
     branches: Branches | None = Field(
         default=None,

@@ -10,7 +10,7 @@ import msgspec
 import numpy.typing as npt
 
 from app.domain.columns import AlignedColumn
-from app.domain.events import TurnCommitted
+from app.domain.events import Failure, TurnCommitted
 from app.domain.groups import Root
 from app.domain.request import number_of
 from app.domain.samples import Age, Sample
@@ -231,6 +231,10 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def reward(self) -> float | None:
         return None if self.session.reward is None else self.session.reward.reward
+
+    @property
+    def failed(self) -> Failure | None:
+        return self.session.failed
 
     @property
     def reward_components(self) -> Mapping[str, float]:

@@ -18,7 +18,7 @@ import msgspec
 from app.crash_points import reach
 from app.domain import decide
 from app.domain.canonical import digest
-from app.domain.events import BlobRef, CloseReason, SessionConfig, SessionCreated, SessionFinished
+from app.domain.events import BlobRef, CloseReason, Failure, SessionConfig, SessionCreated, SessionFinished
 from app.domain.session import Session, engine_session_of, fold
 from app.errors import (
     AlreadyFinished,
@@ -234,13 +234,20 @@ class Sessions:
                     return session
                 await wait_for_change(changed, left)
 
-    async def close(self, session_id: str, reason: CloseReason = "deleted", *, revision: int | None = None) -> None:
+    async def close(
+        self,
+        session_id: str,
+        reason: CloseReason = "deleted",
+        *,
+        revision: int | None = None,
+        failed: Failure | None = None,
+    ) -> None:
         """Close the session, and its whole rollout if it is a root; with `revision`, only if it still has that one
-        and no turn in flight. Raises SessionNotFound, SessionClosed, SessionChanged.
+        and no turn in flight. `failed`: that has failed. Raises SessionNotFound, SessionClosed, SessionChanged.
 
         A turn in flight can no longer commit.
         """
-        closing = self._closing(session_id, reason)
+        closing = msgspec.structs.replace(self._closing(session_id, reason), failed=failed)
         while True:
             if revision is not None:
                 session = (await self.require(session_id)).session

@@ -61,6 +61,7 @@ class SessionConditions(BaseModel):
     tag: str | None = Field(default=None, pattern=patterns.TAG, description="Only sessions with this tag.")
     name: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions that clients call so.")
     generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
+    evaluation: bool | None = Field(default=None, description="Only evaluations, or only others.")
 
     metadata: list[str] = Field(
         default=[],

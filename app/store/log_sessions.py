@@ -14,6 +14,7 @@ from app.domain.events import (
     BlobsTombstoned,
     CloseReason,
     Event,
+    Failure,
     RewardAssigned,
     RolloutJoined,
     SessionClosed,
@@ -23,6 +24,7 @@ from app.domain.events import (
     decode,
     encode,
 )
+from app.domain.session import without_message
 from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx
@@ -45,11 +47,12 @@ from app.store.log import (
 )
 from app.store.schema import events
 
-# What an erasure removes from the log: the components of rewards, names and values, and the values and writers of
-# annotations. Only they can hold a client's text in an event. The rows keep their places in both orders, so that
-# readers find no gap; each event says that something is missing. They go in steps: there may be megabytes of them.
+# What an erasure removes from the log: the components of rewards, names and values, the values and writers of
+# annotations, and the messages of failures. Only they can hold a client's text in an event. The rows keep their places
+# in both orders, so that readers find no gap; each event says that something is missing. They go in steps: there may be
+# megabytes of them.
 
-WITH_TEXT = (RewardAssigned.__name__, AnnotationWritten.__name__)
+WITH_TEXT = (RewardAssigned.__name__, AnnotationWritten.__name__, SessionClosed.__name__)
 """The types of event that are rewritten."""
 
 IN_HEAD = ("note", "tags")
@@ -74,11 +77,11 @@ _rewrite = (
     .where(events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place"))
     .values(version=RewardAssigned.VERSION, data=bindparam("left"))
 )
-assert RewardAssigned.VERSION == AnnotationWritten.VERSION
+assert RewardAssigned.VERSION == AnnotationWritten.VERSION == SessionClosed.VERSION
 
 
 class TextRow(NamedTuple):
-    """A stored reward or annotation, not yet decoded."""
+    """A stored reward, annotation or close, not yet decoded."""
 
     seq: int
     type: str
@@ -95,7 +98,7 @@ class Rewritten(NamedTuple):
 
 
 def text_rows(connection: Connection, session_id: str, after: int, most: int) -> list[TextRow]:
-    """Up to `most` of a session's rewards and annotations after event `after`, in order."""
+    """Up to `most` of a session's rewards, annotations and closes after event `after`, in order."""
     rows = connection.execute(_some_texts, {"sid": session_id, "after": after, "most": most})
     return [TextRow(*row) for row in rows]
 
@@ -117,6 +120,9 @@ def without_text(rows: Iterable[TextRow]) -> list[Rewritten]:
             case AnnotationWritten() if has_text(event):
                 left = msgspec.structs.replace(event, value=None, writer=None, erased=True)
                 rewritten.append(Rewritten(row.seq, encode(left), event.turn is None and event.name in IN_HEAD))
+            case SessionClosed(failed=Failure() as failed) if has_text(event):
+                left = msgspec.structs.replace(event, failed=without_message(failed))
+                rewritten.append(Rewritten(row.seq, encode(left)))
     return rewritten
 
 
@@ -159,6 +165,8 @@ def has_text(event: Event) -> bool:
             return bool(event.components)
         case AnnotationWritten():
             return event.value is not None or event.writer is not None
+        case SessionClosed():
+            return event.failed is not None and event.failed.message is not None
         case _:
             return False
 
@@ -243,12 +251,14 @@ class Create(BaseOperation, frozen=True):
         return [outcomes[create.session_id] for create in operations]
 
     def _under(self, tx: Tx, roots: Mapping[str, str | None], runs: Mapping[str, str]) -> Create:
-        """As it is created, in the run and under the limits of its rollout."""
+        """As it is created, in the run and under the limits of its rollout; below an evaluation it is one."""
         root_id, event, run = roots[self.session_id], self.event, runs[self.session_id]
         if run != event.config.of_run:
             event = msgspec.structs.replace(event, config=msgspec.structs.replace(event.config, run=run))
         if root_id is not None and rollouts.has_limits(tx, root_id):
             event = msgspec.structs.replace(event, budget=root_id)
+        if root_id is not None and rollouts.is_evaluation(tx, root_id):
+            event = msgspec.structs.replace(event, config=msgspec.structs.replace(event.config, evaluation=True))
         return self if event is self.event else msgspec.structs.replace(self, event=event)
 
     @property
@@ -274,6 +284,7 @@ def new_head(session_id: str, at: float, created: SessionCreated, root_id: str |
         "generation": created.generation,
         "run": created.config.of_run,
         "group_size": created.config.group_size,
+        "evaluation": created.config.evaluation is True,
     }
 
 
@@ -296,7 +307,8 @@ CreateOutcome = Appended | Existing | Refused | Circular | OfRun
 
 
 class AssignReward(BaseOperation, frozen=True):
-    """Assign a reward, to an open or closed session. If its root has a reward, the head keeps that one."""
+    """Assign a reward, to an open or closed session, which ends its failure. If its root has a reward, the head keeps
+    that one."""
 
     session_id: str
     at: float
@@ -380,8 +392,9 @@ class Finish(Note, frozen=True):
 class Close(BaseOperation, frozen=True):
     """Close an open session; its open turn is abandoned and can no longer commit.
 
-    `engine_session` is its id at its engine, which must be told. `known`: only at this version of its log.
-    `idle_since`: only if it and its rollout have no turn in flight and are unchanged since then.
+    `failed`: its rollout has failed; one that is closed with its root takes over whether that has. `engine_session` is
+    its id at its engine, which must be told. `known`: only at this version of its log. `idle_since`: only if it and its
+    rollout have no turn in flight and are unchanged since then.
     """
 
     session_id: str
@@ -390,6 +403,7 @@ class Close(BaseOperation, frozen=True):
     engine_session: str | None = None
     known: int | None = None
     idle_since: float | None = None
+    failed: Failure | None = None
 
     def apply(self, tx: Tx) -> Appended | Refused:
         given = {"sid": self.session_id, "at": self.at}
@@ -406,7 +420,11 @@ class Close(BaseOperation, frozen=True):
         end_staging(tx, [(self.session_id, None)])
         for follow in tx.points.closed:
             follow(tx, self.session_id, self.engine_session)
-        closed = advance_head(tx, self.session_id, self.at, [SessionClosed(self.reason)])
+        # Read behind the lock of the session's row: a reward of the root that comes later waits for it.
+        failed = rollouts.failure_of(tx, row[1]) if self.reason == "root" and row[1] is not None else self.failed
+        if failed is not None:
+            tx.run(sql.set_failed, {"sid": self.session_id, "kind": failed.kind})
+        closed = advance_head(tx, self.session_id, self.at, [SessionClosed(self.reason, failed)])
         reach("in_close")
         may_have_members = rollouts.may_have_members(tx, self.session_id)
         return Appended(abandoned.events + closed.events, (), abandoned.voided, may_have_members)

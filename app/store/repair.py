@@ -111,6 +111,8 @@ HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {
     "generation": lambda log: log.session.generation,
     "run": lambda log: log.session.config.of_run,
     "group_size": lambda log: log.session.config.group_size,
+    "failed": lambda log: log.session.failed and log.session.failed.kind,
+    "evaluation": lambda log: log.session.config.evaluation is True,
 }
 """How each column of `sessions` but the key follows from the log."""
 

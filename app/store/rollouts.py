@@ -4,8 +4,8 @@
 does not exist (yet), each session counts as its own rollout. A session created in the middle of a line also takes over
 the sessions that named it as their root.
 
-A group counts roots. A rollout is finished when its root is closed and has a reward, and its other sessions are closed
-and have that reward in their logs; erased sessions do not count.
+A group counts roots. A rollout is finished when its root is closed and has a reward or has failed, and its other
+sessions are closed and have the reward, if there is one, in their logs; erased sessions do not count.
 
 `root_id IS NOT NULL` is repeated beside conditions that imply it; otherwise PostgreSQL's planner does not use the
 partial index.
@@ -36,12 +36,21 @@ from sqlalchemy import (
     update,
 )
 
-from app.domain.events import RewardAssigned, SessionCreated, SessionRestored, UnknownEvent, decode
+from app.domain.events import (
+    Failure,
+    RewardAssigned,
+    SessionClosed,
+    SessionCreated,
+    SessionRestored,
+    UnknownEvent,
+    decode,
+)
 from app.domain.groups import GroupKey, Root
 from app.store.dialect import ForEach, Reads, Tx
 from app.store.schema import events, sessions
 
 REWARD = RewardAssigned.__name__
+CLOSED = SessionClosed.__name__
 RESTORED = SessionRestored.__name__
 
 _roots = sessions.alias("roots")
@@ -217,6 +226,38 @@ def last_reward(tx: Tx, session_id: str, *, of_root: bool) -> RewardAssigned | N
         if isinstance(event, RewardAssigned) and event.turn is None and event.of_root == of_root:
             return event
     return None
+
+
+_failed = select(sessions.c.failed).where(sessions.c.session_id == bindparam("sid"))
+_last_close = (
+    select(events.c.version, events.c.data)
+    .where(events.c.session_id == bindparam("sid"), events.c.type == CLOSED)
+    .order_by(events.c.seq.desc())
+    .limit(1)
+)
+
+
+def failure_of(tx: Reads, session_id: str) -> Failure | None:
+    """The failure with which the session was closed, unless a reward has come since."""
+    row = tx.one(_failed, {"sid": session_id})
+    if row is None or row[0] is None:
+        return None
+    close = tx.one(_last_close, {"sid": session_id})
+    try:
+        event = None if close is None else decode(CLOSED, close[0], bytes(close[1]))
+    except UnknownEvent:
+        event = None
+    # A restore may have gone back to before the last close.
+    failed = event.failed if isinstance(event, SessionClosed) else None
+    return failed if failed is not None and failed.kind == row[0] else Failure(row[0])
+
+
+_evaluation = select(sessions.c.evaluation).where(sessions.c.session_id == bindparam("sid"))
+
+
+def is_evaluation(tx: Reads, session_id: str) -> bool:
+    row = tx.one(_evaluation, {"sid": session_id})
+    return row is not None and bool(row[0])
 
 
 _a_member = (

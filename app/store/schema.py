@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Double,
     Identity,
@@ -25,6 +26,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    false,
     text,
 )
 
@@ -113,6 +115,8 @@ sessions = Table(
     Column("generation", Integer),
     Column("run", SESSION_ID, nullable=False),
     Column("group_size", Integer),
+    Column("failed", String(16)),
+    Column("evaluation", Boolean, server_default=false(), nullable=False),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id_run", "group_id", "run"),
     Index("ix_sessions_run_created_at_session_id", "run", "created_at", "session_id"),
@@ -143,6 +147,8 @@ null where it names no parent. It follows from several logs: see `store.rollouts
 
 `name` is what a client calls it, null where none chose a name; `generation` counts the sessions of a name from 1. No
 two processes can begin the same one.
+
+`failed` is the kind of its failure, null where it did not fail or a reward has come since; its message is in the log.
 """
 
 open_turns = Table(

@@ -45,7 +45,7 @@ from sqlalchemy import (
 from sqlalchemy.types import TypeEngine
 
 from app.domain import notes
-from app.domain.events import DEFAULT_RUN, BlobsTombstoned, Recorded, UnknownEvent, decode
+from app.domain.events import DEFAULT_RUN, BlobsTombstoned, Failure, FailureKind, Recorded, UnknownEvent, decode
 from app.domain.groups import GroupKey, Played
 from app.domain.session import Session, decode_session, fold
 from app.errors import StoreDamaged
@@ -103,6 +103,8 @@ class HeadRow(msgspec.Struct, frozen=True):
     name: str | None
     generation: int | None
     run: str
+    evaluation: bool
+    failed_kind: FailureKind | None
     note: str | None
     joined_tags: str | None
     running_since: float | None = None
@@ -111,6 +113,11 @@ class HeadRow(msgspec.Struct, frozen=True):
     def tags(self) -> list[str]:
         return notes.parted(self.joined_tags)
 
+    @property
+    def failed(self) -> Failure | None:
+        """Without its message, which only the log has."""
+        return None if self.failed_kind is None else Failure(self.failed_kind)
+
 
 _running_since = (
     select(func.min(open_turns.c.opened_at))
@@ -118,9 +125,11 @@ _running_since = (
     .correlate(sessions)
     .scalar_subquery()
 )
-_STORED = HeadRow.__struct_fields__[:-2]
+_STORED = HeadRow.__struct_fields__[:-4]
 _ROW = (
     *(sessions.c[name] for name in _STORED),
+    sessions.c.failed,
+    sessions.c.note,
     sessions.c.tags,
     case((sessions.c.open_turns > 0, _running_since)),
 )
@@ -150,6 +159,7 @@ class HeadFilter(msgspec.Struct, frozen=True):
     name: str | None = None
     generation: int | None = None
     run: str | None = None
+    evaluation: bool | None = None
 
 
 Place = tuple[float | None, str]
@@ -226,6 +236,7 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
         None if wanted.tag is None else head.tags.is_not(None) & contains(head.tags, notes.marked(wanted.tag)),
         None if wanted.name is None else head.name.is_not(None) & (head.name == wanted.name),
         None if wanted.generation is None else head.generation == wanted.generation,
+        None if wanted.evaluation is None else head.evaluation.is_(wanted.evaluation),
     ]
     return query.where(*(condition for condition in conditions if condition is not None))
 
@@ -326,18 +337,22 @@ def holds_payload() -> ColumnElement[bool]:
     return or_(live, exists().where(refused_replies.c.session_id == sessions.c.session_id))
 
 
-def newest_version(connection: Connection, among: Sequence[str] | None = None) -> int | None:
-    """The largest weight version of any session."""
+def newest_version(
+    connection: Connection, among: Sequence[str] | None = None, *, evaluation: bool = False
+) -> int | None:
+    """The largest weight version of any session; with `evaluation` also of evaluations."""
     query = select(func.max(sessions.c.weight_version)).where(*of_these(among))
+    if not evaluation:
+        query = query.where(sessions.c.evaluation.is_(False))
     version: int | None = connection.execute(query).scalar_one()
     return version
 
 
-def newest_readable_version(connection: Connection) -> int | None:
-    """The largest weight version of any session that can be read."""
+def newest_readable_version(connection: Connection, *, evaluation: bool = False) -> int | None:
+    """As `newest_version`, of the sessions that can be read."""
 
     def read(again: Connection, among: Sequence[str] | None) -> list[int]:
-        version = newest_version(again, among)
+        version = newest_version(again, among, evaluation=evaluation)
         return [] if version is None else [version]
 
     return max(listed(connection, read), default=None)
@@ -528,7 +543,7 @@ def last_tombstone(connection: Connection, session_id: str) -> int:
     return connection.execute(query).scalar_one() or 0
 
 
-SNAPSHOT_FORMAT = "session-3"
+SNAPSHOT_FORMAT = "session-4"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 
@@ -698,6 +713,7 @@ class ExportHead(msgspec.Struct, frozen=True):
     attempt: int | None = None
     created_at: float = 0.0
     is_rewarded: bool = False
+    evaluation: bool = False
     is_known: bool = True
 
     @property
@@ -711,7 +727,7 @@ class ExportHead(msgspec.Struct, frozen=True):
     @property
     def played(self) -> Played:
         """Of a root, in its group."""
-        return Played(self.session_id, self.attempt, self.created_at, self.is_rewarded)
+        return Played(self.session_id, self.attempt, self.created_at, self.is_rewarded, self.evaluation)
 
 
 def _heads() -> Select[Any]:
@@ -724,6 +740,7 @@ def _heads() -> Select[Any]:
         sessions.c.attempt,
         sessions.c.created_at,
         case((sessions.c.reward.is_(None), False), else_=True),
+        sessions.c.evaluation,
     )
 
 
@@ -763,7 +780,7 @@ def _head_by_log(connection: Connection, session_id: str) -> ExportHead | None:
         return None
     root_id = rollouts.root_in_logs(CoreReads(connection), session_id, session.config.parent)
     config, is_rewarded = session.config, session.reward is not None
-    own = config.of_run, config.attempt, session.created_at, is_rewarded
+    own = config.of_run, config.attempt, session.created_at, is_rewarded, config.evaluation is True
     return ExportHead(session_id, config.group_id, len(session.turns), root_id, *own)
 
 

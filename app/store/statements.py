@@ -154,7 +154,8 @@ touch = (
     .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
     .returning(sessions.c.version, sessions.c.run, sessions.c.group_id, sessions.c.root_id)
 )
-set_reward = update(sessions).where(of_session(sessions)).values(reward=bindparam("value"))
+set_reward = update(sessions).where(of_session(sessions)).values(reward=bindparam("value"), failed=None)
+set_failed = update(sessions).where(of_session(sessions)).values(failed=bindparam("kind"))
 close_head = (
     update(sessions)
     .where(of_session(sessions), sessions.c.status == "open")

@@ -105,6 +105,7 @@ class _Row(msgspec.Struct, frozen=True):
     completed_at: float | None
     measured: bool
     oldest_version: int | None
+    evaluation: bool
 
 
 async def check_groups(database: Database, report: Report, progress: Callable[[str], None]) -> None:
@@ -170,16 +171,17 @@ def _check_counts(named: str, row: _Row | None, now: GroupOutcome, report: Repor
     if row is None:
         report.found(STORE, f"{named}: neither a row nor a note that one is due")
         return
-    found = _counts(row.sessions, row.erased, row.unfinished, row.arrived, row.size)
-    if found != (expected := _counts(now.rollouts, now.erased, now.unfinished, now.arrived, now.size)):
+    found = _counts(row.sessions, row.erased, row.unfinished, row.arrived, row.size, evaluation=row.evaluation)
+    expected = _counts(now.rollouts, now.erased, now.unfinished, now.arrived, now.size, evaluation=now.evaluation)
+    if found != expected:
         report.found(STORE, f"{named}: stored are {found}; its sessions say {expected}")
     if now.complete != (row.completed_at is not None):
         report.found(STORE, f"{named} is {'complete' if now.complete else 'incomplete'}, its row says otherwise")
 
 
-def _counts(present: int, erased: int, unfinished: int, arrived: int, size: int | None) -> str:
-    of_size = "" if size is None else f" of {size}"
-    return f"{present} sessions, {erased} erased, {unfinished} unfinished, {arrived}{of_size} attempts"
+def _counts(present: int, erased: int, unfinished: int, arrived: int, size: int | None, *, evaluation: bool) -> str:
+    of_size, kind = "" if size is None else f" of {size}", "evaluations" if evaluation else "sessions"
+    return f"{present} {kind}, {erased} erased, {unfinished} unfinished, {arrived}{of_size} attempts"
 
 
 def _check_age(key: GroupKey, row: _Row, logs: TurnEvents, report: Report) -> None:

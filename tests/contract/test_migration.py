@@ -28,7 +28,7 @@ from app.store.opening import revision_head, revision_of
 
 T = TypeVar("T")
 
-REVISION = "first_12"
+REVISION = "first_20"
 
 
 def on(url: str, work: Callable[[Connection], T]) -> T:
@@ -76,7 +76,7 @@ def test_the_migration_makes_the_tables_of_the_schema(empty_url: str) -> None:
 
 @pytest.mark.parametrize(
     ("dialect", "digest"),
-    [(sqlite.dialect(), "c95946439d4461a3"), (postgresql.dialect(), "92a4d2e9b3289d37")],
+    [(sqlite.dialect(), "4815522868f13fad"), (postgresql.dialect(), "494844c4d8849306")],
     ids=["sqlite", "postgresql"],
 )
 def test_other_tables_have_another_revision(dialect: Dialect, digest: str) -> None:

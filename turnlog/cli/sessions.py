@@ -63,6 +63,7 @@ def session_columns() -> list[Column]:
     return [
         Column("session", "session_id", whole=True),
         Column("state"),
+        Column("failed", lambda row: row["failed"] and row["failed"]["kind"]),
         Column("turns", right=True),
         Column("reward", right=True),
         Column("changed", lambda row: since(row["updated_at"]), right=True),
@@ -154,6 +155,7 @@ def _print_group(found: dict[str, Any]) -> None:
         Column("session", "session_id", whole=True),
         Column("attempt", right=True),
         Column("status"),
+        Column("failed", lambda one: one["failed"] and one["failed"]["kind"]),
         Column("reward", right=True),
     ]
     table(columns, found["attempts"])

@@ -11,7 +11,7 @@ import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, say, wants_json
+from turnlog.cli.run import UsageError, failure, say, wants_json
 from turnlog.client.address import segment
 from turnlog.errors import TurnlogError
 
@@ -119,7 +119,8 @@ def told(event: Mapping[str, Any]) -> str | None:
         case {"type": "RewardAssigned", "reward": reward}:
             return f"reward {reward:.4g}" + (f" of turn {event['turn']}" if event.get("turn") else "")
         case {"type": "SessionClosed"}:
-            return f"closed: {event['reason']}" if event.get("reason", "deleted") != "deleted" else "closed"
+            closed = f"closed: {event['reason']}" if event.get("reason", "deleted") != "deleted" else "closed"
+            return f"{closed}, failed: {failure(event['failed'])}" if "failed" in event else closed
         case {"type": "SessionRestored", "checkpoint": name, "to_seq": seq}:
             return f"taken back to checkpoint {name}, event {seq}"
         case {"type": "SessionErased"}:

@@ -33,6 +33,8 @@ from turnlog.parameters import Branches as Branches
 from turnlog.parameters import EventParameters as EventParameters
 from turnlog.parameters import ExportFilters as ExportFilters
 from turnlog.parameters import ExportParameters as ExportParameters
+from turnlog.parameters import Failure as Failure
+from turnlog.parameters import FailureKind as FailureKind
 from turnlog.parameters import FeedFilters as FeedFilters
 from turnlog.parameters import FeedParameters as FeedParameters
 from turnlog.parameters import Limits as Limits
@@ -76,6 +78,7 @@ from turnlog.replies import TreeBranch as TreeBranch
 from turnlog.replies import TreeTurn as TreeTurn
 from turnlog.rows import Acknowledged as Acknowledged
 from turnlog.rows import Excluded as Excluded
+from turnlog.rows import Failed as Failed
 from turnlog.rows import LeasedAttempt as LeasedAttempt
 from turnlog.rows import LeasedGroup as LeasedGroup
 from turnlog.rows import LeftOut as LeftOut

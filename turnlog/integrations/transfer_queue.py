@@ -52,7 +52,8 @@ Result = TypeVar("Result")
 class Counts:
     """What a producer did since it was made.
 
-    put: groups whose rows it put. rows: those rows. empty: groups without a row, which were acknowledged at once.
+    put: groups whose rows it put. rows: those rows. empty: groups without a row of a rollout that did not fail, which
+    were acknowledged at once.
     found: groups handed out to it that were in the queue already. acknowledged: groups.
     """
 
@@ -205,10 +206,12 @@ class TransferQueueProducer:
         is_full = self._limit is not None and untaken >= self._limit
         put = 0
         for group in await self._lease(len(waiting), 0 if is_full else self._size):
+            # verl makes advantages of all rows of a group: those of failed rollouts have no place among them.
+            rows = [row for row in group["rows"] if row["extra_fields"]["failed"] is None]
             if group["group_id"] in waiting:
                 self.counts.found += 1
-            elif group["rows"]:
-                await self._put(group["group_id"], group["rows"], listing)
+            elif rows:
+                await self._put(group["group_id"], rows, listing)
                 put += 1
             else:
                 await self._turnlog.acknowledge(self._consumer, [group["group_id"]])

@@ -27,6 +27,7 @@ IDENTITY: Columns = {
     "group_id": "text",
     "attempt": "int64",
     "status": "text",
+    "failed": "json",
     "final": "bool",
     "cursor": "text",
 }
@@ -59,6 +60,7 @@ def identity(row: Row) -> Fields:
         "group_id": row.group_id,
         "attempt": row.session.config.attempt,
         "status": row.sample.status,
+        "failed": row.failed,
         "final": row.final,
         "cursor": row.cursor,
     }

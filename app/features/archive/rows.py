@@ -147,8 +147,9 @@ def _may_leave(points: StorePoints) -> ColumnElement[bool]:
 
 
 def candidates(connection: Connection, points: StorePoints, cutoff: float, after: Place, limit: int) -> Candidates:
-    """Roots of whole rollouts that may leave: closed at or before `cutoff`, with a reward, in no checkpoint. Those of
-    a group leave once it is acknowledged and all of its rollouts that count may."""
+    """Roots of whole rollouts that may leave: closed at or before `cutoff`, with a reward or failed, in no checkpoint.
+    Those of a group leave once it is acknowledged and all of its rollouts that count may; evaluations wait for no
+    acknowledgement."""
     place, may_leave = tuple_(sessions.c.closed_at, sessions.c.session_id), _may_leave(points)
     query = (
         select(sessions.c.closed_at, sessions.c.session_id, sessions.c.run, sessions.c.group_id)
@@ -158,7 +159,7 @@ def candidates(connection: Connection, points: StorePoints, cutoff: float, after
             place > after,
             rollouts.is_root(),
             may_leave,
-            or_(sessions.c.group_id.is_(None), _acknowledged),
+            or_(sessions.c.group_id.is_(None), sessions.c.evaluation, _acknowledged),
         )
         .order_by(sessions.c.closed_at, sessions.c.session_id)
         .limit(limit)

@@ -277,6 +277,7 @@ _set_head = (
         tags=bindparam("new_tags", type_=sessions.c.tags.type),
         spent_turns=bindparam("new_spent_turns", type_=sessions.c.spent_turns.type),
         spent_tokens=bindparam("new_spent_tokens", type_=sessions.c.spent_tokens.type),
+        failed=bindparam("new_failed", type_=sessions.c.failed.type),
     )
     .returning(sessions.c.run, sessions.c.group_id, sessions.c.root_id)
 )

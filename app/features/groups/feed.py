@@ -5,9 +5,10 @@ complete ──▶ leased to a consumer ──ack──▶ consumed, for good
     └── lease ends ─┘   (or a session was created in the group, which is then incomplete)
 
 A group is a run's, and so are leases and acknowledgements: two runs may have groups of one id. It is complete when all
-of its attempts have arrived and each of its rollouts is closed and rewarded (`rules`). A rollout is a root session with
-the sessions of its agents and children; they are handed out together. Leases and acknowledgements are on
-disk before the reply leaves. So groups that a consumer did not acknowledge are handed out again, and only those:
+of its attempts have arrived and each of its rollouts is closed and rewarded, or has failed (`rules`). A rollout is a
+root session with the sessions of its agents and children; they are handed out together. Groups of evaluations are
+handed out to who asks for them. Leases and acknowledgements are on disk before the reply leaves. So groups that a
+consumer did not acknowledge are handed out again, and only those:
 
 - A consumer that asks again, also after a crash, first gets its unacknowledged groups, then new ones, oldest
   completion first. With `new_only` it gets only groups that are not leased, also not to itself: to prefetch, or to
@@ -34,6 +35,7 @@ from app.domain.groups import (
     REPLACED,
     UNKNOWN_STALENESS,
     GroupKey,
+    Outcome,
     oldest_version,
     staleness,
     too_stale,
@@ -44,13 +46,14 @@ from app.errors import CheckpointBusy, InvalidRequest, NotFound
 from app.export import formats
 from app.export.exporter import Exporter
 from app.export.faults import instead, told
+from app.export.parts import EVALUATION
 from app.export.query import ExportQuery, RowQuery
 from app.export.row import Fields
 from app.features.groups import reads as group_reads
 from app.features.groups.groups import GroupList, settle_groups
 from app.features.groups.operations import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.features.groups.reads import Candidate, TurnEvents, Waiting
-from app.features.groups.rules import Attempt, Statistics, outcome, statistics
+from app.features.groups.rules import Attempt, Statistics, of_one_kind, outcome, statistics
 from app.store.damage import Unreadable, of_readable
 from app.store.ports import Database, Writer
 from app.store.sessions import EventRow, decode_events, newest_readable_version
@@ -153,7 +156,7 @@ class Feed:
             await settle_groups(self._database, self._writer)
             current = query.weight_version
             if current is None:
-                current = await self._database.read(newest_readable_version)
+                current = await self._database.read(partial(newest_readable_version, evaluation=query.evaluation))
             given = await self._lease(query, current)
         return self._lines(query, wanted.model_copy(update={"weight_version": current}), current, given)
 
@@ -181,6 +184,7 @@ class Feed:
             "attempts": msgspec.to_builtins(every),
             "statistics": msgspec.to_builtins(group.statistics),
             "complete": group.complete,
+            "evaluation": group.evaluation,
         }
 
     async def _attempts(self, key: GroupKey) -> list[Attempt]:
@@ -214,6 +218,7 @@ class Feed:
                         held_by=held_by,
                         attempts=query.attempts,
                         oldest=oldest,
+                        evaluation=query.evaluation,
                         after=after,
                         limit=query.size - len(given),
                     )
@@ -282,29 +287,31 @@ class Feed:
         """A group's line in pieces: its rows, as `wanted`, are made a few sessions at a time."""
         key = given.group.key
         every = await self._attempts(key)
-        rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.finished}
-        roots = list(rewards)
+        finished = {one.session_id: one for one in of_one_kind(every) if one.finished and one.counts}
+        outcomes = (Outcome(one.reward, one.failed).counted(query.failed) for one in finished.values())
+        rewards = [reward for reward in outcomes if reward is not None]
+        roots = list(finished)
         of_agents = await self._database.read(partial(group_reads.of_agents, root_ids=roots))
         behind = staleness(current, given.group.oldest_version)
         line = _Line(
             run=key.run,
             group_id=key.group_id,
-            attempts=[_attempt(one) for one in every if one.session_id in rewards],
+            attempts=[_attempt(one) for one in finished.values()],
             lease_until=given.lease.lease_until,
             handed_out=given.lease.handed_out,
-            statistics=statistics(list(rewards.values())) if rewards else None,
+            statistics=statistics(rewards) if rewards else None,
             staleness=behind,
             staleness_unknown=UNKNOWN_STALENESS if behind is None else None,
         )
         excluded: list[dict[str, Any]] = [
-            {"session_id": one.session_id, "reason": _why_without(one)}
+            {"session_id": one.session_id, "reason": _why_without(one, given.group)}
             for one in every
-            if one.session_id not in rewards
+            if one.session_id not in finished
         ]
         told = {one["session_id"] for one in excluded}
         yield msgspec.json.encode(line)[:-1] + b',"rows":['
         separator = b""
-        all_sessions = [session_id for root_id in rewards for session_id in (root_id, *of_agents.get(root_id, ()))]
+        all_sessions = [session_id for root_id in roots for session_id in (root_id, *of_agents.get(root_id, ()))]
         for part in _parts(all_sessions, query.shape):
             rows = await self._exporter.rows(part, wanted)
             made, left_out = await asyncio.to_thread(_encoded, rows, wanted)
@@ -348,15 +355,17 @@ def _named(runs: Sequence[str]) -> str:
     return f"runs {', '.join(runs[:RUNS_NAMED])}{' and others' if len(runs) > RUNS_NAMED else ''}"
 
 
-def _why_without(one: Attempt) -> str:
+def _why_without(one: Attempt, group: Candidate) -> str:
     """Why a rollout of a group has no rows."""
     if one.status == "erased":
         return "erased"
+    if one.evaluation and not group.evaluation:
+        return EVALUATION
     return REPLACED if one.replaced else "not closed and rewarded"
 
 
 def _attempt(one: Attempt) -> dict[str, Any]:
-    return {"session_id": one.session_id, "attempt": one.attempt, "reward": one.reward}
+    return {"session_id": one.session_id, "attempt": one.attempt, "reward": one.reward, "failed": one.failed}
 
 
 def _parts(session_ids: Sequence[str], shape: str) -> list[Sequence[str]]:
@@ -388,6 +397,8 @@ def _encoded(rows: Sequence[Fields], query: ExportQuery) -> tuple[list[bytes], l
 
 
 def _why_not(group: Waiting, query: FeedQuery, current: int | None) -> str:
+    if group.evaluation and not query.evaluation:
+        return EVALUATION
     if group.completed_at is None:
         if not group.sessions:
             return "all of its sessions are erased" if group.erased else "it has no rollout: its sessions are children"

@@ -51,6 +51,8 @@ def _row(key: GroupKey, attempts: Sequence[Attempt], lease: FeedLease | None) ->
         arrived=outcome.arrived,
         sessions=outcome.rollouts,
         closed=outcome.closed,
+        failed=outcome.failed,
+        evaluation=outcome.evaluation,
         rewarded=rewards.count if rewards else 0,
         mean=rewards.mean if rewards else None,
         std=rewards.std if rewards else None,

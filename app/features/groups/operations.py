@@ -61,6 +61,7 @@ _settle = (
         size=bindparam("waits_for", type_=groups.c.size.type),
         completed_at=bindparam("complete_since"),
         measured=bindparam("still_measured"),
+        evaluation=bindparam("of_evaluations", type_=Boolean),
         lease_until=case((bindparam("complete", type_=Boolean), groups.c.lease_until), else_=None),
     )
 )
@@ -120,6 +121,7 @@ def _settle_group(tx: Tx, key: GroupKey) -> None:
             "waits_for": now.size,
             "complete_since": since,
             "complete": now.complete,
+            "of_evaluations": now.evaluation,
             "still_measured": bool(known[2]) and now.complete and is_same,
         },
     )

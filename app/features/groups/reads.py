@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, and_, case, exists, or_, select, tuple_
 
-from app.domain.events import RolledBack, SessionCreated, SessionRestored, TurnCommitted
+from app.domain.events import Failure, RolledBack, SessionCreated, SessionRestored, TurnCommitted
 from app.domain.groups import GroupKey
 from app.features.groups.rules import Attempt, in_order
 from app.features.groups.schema import group_changes, groups, is_finished
@@ -35,6 +35,7 @@ class Candidate(msgspec.Struct, frozen=True):
     sessions: int
     measured: bool
     oldest_version: int | None
+    evaluation: bool = False
 
     @property
     def key(self) -> GroupKey:
@@ -103,12 +104,13 @@ def candidates(
     oldest: int | None,
     after: tuple[float, str, str],
     limit: int,
+    evaluation: bool = False,
 ) -> list[Candidate]:
     """Complete, unacknowledged groups of the run (None: of all runs) after `after`, oldest completion first.
 
     `held_by`: those that this consumer got last, even after its lease; None: those that are free. Only groups of which
     at least so many `attempts` have arrived (erased ones have, since they will not come again). Measured groups
-    with a version below `oldest` are left out.
+    with a version below `oldest` are left out. `evaluation`: also groups of evaluations.
     """
     query = (
         select(*(groups.c[name] for name in Candidate.__struct_fields__))
@@ -124,6 +126,8 @@ def candidates(
     )
     if run is not None:
         query = query.where(groups.c.run == run)
+    if not evaluation:
+        query = query.where(groups.c.evaluation.is_(False))
     if oldest is not None:
         young = or_(~groups.c.measured, groups.c.oldest_version.is_(None), groups.c.oldest_version >= oldest)
         query = query.where(young)
@@ -142,12 +146,15 @@ ATTEMPT = (
     sessions.c.group_size,
     sessions.c.created_at,
     sessions.c.updated_at,
+    sessions.c.evaluation,
+    sessions.c.failed,
 )
 
 
 def attempt_of(row: Sequence[Any]) -> Attempt:
     """`row` has the columns ATTEMPT."""
-    return Attempt(*row[:4], bool(row[4]), *row[5:])
+    *known, failed = row
+    return Attempt(*known, failed=None if failed is None else Failure(failed))
 
 
 def attempts(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, list[Attempt]]:
@@ -199,11 +206,14 @@ def turn_events(connection: Connection, keys: Sequence[GroupKey]) -> TurnEvents:
 def _closed_members(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, list[str]]:
     members: dict[GroupKey, list[str]] = {key: [] for key in keys}
     gone = replaced_in(connection, keys)
-    query = select(sessions.c.run, group(), sessions.c.session_id, sessions.c.root_id)
-    for run, group_id, session_id, root_id in connection.execute(
+    of_evaluations = select(*_KEY).where(among(keys, groups), groups.c.evaluation)
+    kinds = {GroupKey(*row) for row in connection.execute(of_evaluations)}
+    query = select(sessions.c.run, group(), sessions.c.session_id, sessions.c.root_id, sessions.c.evaluation)
+    for run, group_id, session_id, root_id, evaluation in connection.execute(
         query.where(in_groups(keys), sessions.c.status == "closed")
     ):
-        if (key := GroupKey(run, group_id)) in members and gone.isdisjoint((session_id, root_id)):
+        key = GroupKey(run, group_id)
+        if key in members and (key in kinds or not evaluation) and gone.isdisjoint((session_id, root_id)):
             members[key].append(session_id)
     return members
 
@@ -234,7 +244,7 @@ _acknowledged = exists().where(
     groups.c.run == sessions.c.run, groups.c.group_id == group(), groups.c.acked_at.is_not(None)
 )
 
-ACKNOWLEDGEMENTS = Acknowledgements(or_(group().is_(None), _acknowledged), acknowledged_groups)
+ACKNOWLEDGEMENTS = Acknowledgements(or_(group().is_(None), sessions.c.evaluation, _acknowledged), acknowledged_groups)
 
 
 class Waiting(msgspec.Struct, frozen=True):
@@ -251,6 +261,7 @@ class Waiting(msgspec.Struct, frozen=True):
     measured: bool
     oldest_version: int | None
     consumer: str | None
+    evaluation: bool
     is_leased: bool
 
     @property

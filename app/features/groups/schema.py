@@ -19,6 +19,7 @@ from sqlalchemy import (
     Text,
     and_,
     exists,
+    false,
     insert,
     or_,
 )
@@ -46,12 +47,14 @@ groups = Table(
     Column("lease_until", Double),
     Column("handed_out", Integer, nullable=False),
     Column("acked_at", Double),
+    Column("evaluation", Boolean, server_default=false(), nullable=False),
 )
 """What the training feed knows of each group of sessions of a run.
 
-Derived from `sessions` (`rules.outcome`): how many are there, how many more have been erased, how many are not both
-closed and rewarded, how many attempts have arrived, how many it waits for (null: it is not known), and when the last
-of them was closed and rewarded (null while one is not). Derived from the log once the group is complete
+Derived from `sessions` (`rules.outcome`): how many are there, how many more have been erased, how many are not
+finished, how many attempts have arrived, how many it waits for (null: it is not known), and when the last of them was
+finished (null while one is not), all of those of one kind (`rules.of_one_kind`), and whether that is evaluations.
+Derived from the log once the group is complete
 (`measured`): the smallest weight version of a live sampled token, null where none is a number.
 The feed's own, and nowhere else: who has the group until when (the database's clock), how often it was handed
 out, and when it was acknowledged.
@@ -83,12 +86,16 @@ _members = sessions.alias("members")
 
 is_finished: ColumnElement[bool] = and_(
     sessions.c.status == "closed",
-    sessions.c.reward.is_not(None),
+    or_(sessions.c.reward.is_not(None), sessions.c.failed.is_not(None)),
     ~exists().where(
         _members.c.root_id == sessions.c.session_id,
         or_(
             _members.c.status == "open",
-            and_(_members.c.status == "closed", _members.c.reward.is_distinct_from(sessions.c.reward)),
+            and_(
+                _members.c.status == "closed",
+                sessions.c.reward.is_not(None),
+                _members.c.reward.is_distinct_from(sessions.c.reward),
+            ),
         ),
     ),
 )
