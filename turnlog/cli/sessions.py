@@ -106,15 +106,16 @@ def groups(
     group: Annotated[str | None, typer.Argument(help="A group's id; none: all groups.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many groups.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
+    run: Annotated[str | None, typer.Option(help="Only groups of this run; of one group, its run.")] = None,
 ) -> None:
     """The groups, or one group's attempts and rewards."""
     server = remote(ctx)
     if group is not None and cursor is not None:
         raise UsageError("--cursor is for the list of all groups")
     if group is None:
-        found = server.read("GET", "/groups", parameters={"limit": limit, "cursor": cursor})
+        found = server.read("GET", "/groups", parameters={"limit": limit, "cursor": cursor, "run": run})
     else:
-        found = server.read("GET", f"/groups/{segment(group)}")
+        found = server.read("GET", f"/groups/{segment(group)}", parameters={"run": run})
     if printed_as_json(ctx, found):
         return
     if group is not None:
@@ -128,6 +129,8 @@ def _print_groups(found: dict[str, Any]) -> None:
 
     columns = [
         Column("group", "group_id", whole=True),
+        *([] if {one["run"] for one in found["groups"]} <= {"default"} else [Column("run", whole=True)]),
+        Column("attempts", _arrived, right=True),
         *(Column(name, right=True) for name in ("sessions", "closed", "rewarded", "mean")),
         Column("sample std", "std", right=True),
         *(Column(name, right=True) for name in ("min", "max")),
@@ -141,10 +144,17 @@ def _print_groups(found: dict[str, Any]) -> None:
         say(f"more with --cursor {found['next_cursor']}")
 
 
+def _arrived(group: dict[str, Any]) -> str:
+    """How many of its attempts have arrived."""
+    return str(group["arrived"]) if group["group_size"] is None else f"{group['arrived']} of {group['group_size']}"
+
+
 def _print_group(found: dict[str, Any]) -> None:
     from turnlog.cli.output import Column, line, shown, table
 
-    line(f"group {found['group_id']}: {'complete' if found['complete'] else 'not complete'}", "bold")
+    of_run = "" if found["run"] == "default" else f" of run {found['run']}"
+    state = "complete" if found["complete"] else "not complete"
+    line(f"group {found['group_id']}{of_run}: {state}, {_arrived(found)} attempts", "bold")
     spread = found["statistics"]
     if spread is not None:
         names = {"count": "count", "mean": "mean", "std": "sample std", "min": "min", "max": "max"}
@@ -157,5 +167,6 @@ def _print_group(found: dict[str, Any]) -> None:
         Column("status"),
         Column("failed", lambda one: one["failed"] and one["failed"]["kind"]),
         Column("reward", right=True),
+        Column("note", lambda one: "replaced" if one["replaced"] else None),
     ]
     table(columns, found["attempts"])

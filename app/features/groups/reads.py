@@ -153,8 +153,10 @@ ATTEMPT = (
 
 def attempt_of(row: Sequence[Any]) -> Attempt:
     """`row` has the columns ATTEMPT."""
-    *known, failed = row
-    return Attempt(*known, failed=None if failed is None else Failure(failed))
+    session_id, attempt, reward, status, finished, group_size, created_at, updated_at, evaluation, failed = row
+    failure = None if failed is None else Failure(failed)
+    known = session_id, attempt, reward, status, bool(finished), group_size, created_at, updated_at
+    return Attempt(*known, bool(evaluation), failure)
 
 
 def attempts(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, list[Attempt]]:
@@ -272,7 +274,8 @@ class Waiting(msgspec.Struct, frozen=True):
 def waiting(connection: Connection, run: str | None, after: GroupKey, limit: int) -> list[Waiting]:
     """Groups of the run (None: of all runs) that have not been acknowledged, after `after`."""
     columns = [*(groups.c[name] for name in Waiting.__struct_fields__[:-1]), case((is_free, False), else_=True)]
-    query = select(*columns).where(groups.c.acked_at.is_(None), tuple_(*_KEY) > after).order_by(*_KEY).limit(limit)
+    behind = tuple_(*_KEY) > after
     if run is not None:
-        query = query.where(groups.c.run == run)
+        behind = and_(groups.c.run == run, groups.c.group_id > after.group_id)
+    query = select(*columns).where(groups.c.acked_at.is_(None), behind).order_by(*_KEY).limit(limit)
     return [Waiting(*row) for row in connection.execute(query)]
