@@ -10,7 +10,7 @@ import msgspec
 import numpy.typing as npt
 
 from app.domain.columns import AlignedColumn
-from app.domain.events import Failure, TurnCommitted
+from app.domain.events import TurnCommitted
 from app.domain.groups import Root
 from app.domain.request import number_of
 from app.domain.samples import Age, Sample
@@ -233,8 +233,10 @@ class Row(msgspec.Struct, frozen=True):
         return None if self.session.reward is None else self.session.reward.reward
 
     @property
-    def failed(self) -> Failure | None:
-        return self.session.failed
+    def failed(self) -> Mapping[str, str] | None:
+        """Why the rollout failed: `kind` and, if there is one, `message`."""
+        failed = self.session.failed
+        return None if failed is None else msgspec.to_builtins(failed)
 
     @property
     def reward_components(self) -> Mapping[str, float]:

@@ -7,17 +7,23 @@ from typing import Any
 import pytest
 from helpers.databases import connected
 from helpers.groups import Groups
+from helpers.log import created
 from helpers.store import Store, reward
 from sqlalchemy import insert, select
 
+from app.domain.events import Failure, SessionClosed
 from app.domain.groups import GroupKey
 from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
 from app.features.groups import reads as group_reads
 from app.features.groups.operations import Acknowledged, Measure, Settle
 from app.features.groups.reads import ACKNOWLEDGEMENTS, Candidate
 from app.store.dialect import now
+from app.store.log import Appended
+from app.store.log_sessions import Close, Create, ShareReward
 from app.store.rollouts import in_groups
-from app.store.sessions import closed_sessions
+from app.store.schema import events
+from app.store.sessions import closed_sessions, load_head
+from ops.verify import verify
 
 pytestmark = pytest.mark.anyio
 
@@ -38,6 +44,59 @@ async def test_a_group_is_complete_when_every_session_is_closed_and_rewarded(mad
     await made.store.submit(reward("b", 0.5))
     assert await made.counts("g") == (2, 0, 0, True)
     assert await made.free() == ["g"]
+
+
+async def test_a_failed_session_has_arrived_until_its_log_says_otherwise(made: Groups) -> None:
+    await made.create("g", "root", 0)
+    await made.store.submit(Create("child", 1.0, created(parent="root"), None))
+    await made.store.submit(reward("child", 0.25))
+    why = Failure("sandbox", "the disk is full")
+    await made.store.submit(Close("root", 5.0, failed=why))
+    assert await made.counts("g") == (1, 0, 1, False), "a child is open"
+    closed = await made.store.submit(Close("child", 5.0, reason="root"))
+    assert closed.events[-1].event == SessionClosed("root", why)
+    assert await made.counts("g") == (1, 0, 0, True), "a child may have a reward where its root has none"
+    assert await made.free() == ["g"]
+    attempts = await made.store.database.read(lambda c: group_reads.attempts(c, ["g"]))
+    assert [(one.failed, one.finished) for one in attempts["g"]] == [(Failure("sandbox"), True)]
+    await made.store.submit(reward("root", 1.0))
+    assert await made.counts("g") == (1, 0, 1, False), "the child has not the root's reward yet"
+    await made.store.submit(ShareReward("child", 6.0))
+    assert await made.counts("g") == (1, 0, 0, True)
+    for name in ("root", "child"):
+        head = await made.store.database.read(lambda c: load_head(c, name))  # noqa: B023
+        assert (head and head.failed) is None
+    assert (await verify(made.store.database)).problems == []
+
+
+async def test_an_erasure_leaves_a_failures_kind_and_nothing_of_its_message(made: Groups) -> None:
+    await made.create("g", "a")
+    await made.store.submit(Close("a", 5.0, failed=Failure("agent", "a secret")))
+    await made.store.erase("a")
+    session = await made.store.session("a")
+    assert session.failed == Failure("agent", erased=True)
+    data = await made.store.database.read(lambda c: c.execute(select(events.c.data)).scalars().all())
+    assert not any(b"secret" in bytes(one) for one in data)
+    assert (await verify(made.store.database)).problems == []
+
+
+async def test_groups_of_evaluations_are_for_who_asks_for_them(made: Groups) -> None:
+    for name, group_id, evaluation in (("a", "g", True), ("b", "mixed", True), ("c", "mixed", None)):
+        event = created(group_id=group_id, evaluation=evaluation)
+        assert isinstance(await made.store.submit(Create(name, 1.0, event, None)), Appended)
+    below = await made.store.submit(Create("below", 1.0, created(parent="a"), None))
+    assert below.events[0].event.config.evaluation is True
+    for name in ("below", "a", "c"):
+        await made.finish(name)
+    await made.store.submit(ShareReward("below", 6.0))
+    assert await made.counts("mixed") == (1, 0, 0, True), "the evaluation is open and does not count"
+    assert await made.free() == ["mixed"]
+    assert await made.free(evaluation=True) == ["g", "mixed"]
+    logs = await made.store.database.read(lambda c: group_reads.turn_events(c, ["g", "mixed"]))
+    assert {group_id: sorted(sessions) for group_id, sessions in logs.items()} == {"g": ["a", "below"], "mixed": ["c"]}
+    await made.finish("b")
+    assert await made.counts("mixed") == (1, 0, 0, True)
+    assert (await verify(made.store.database)).problems == []
 
 
 async def test_a_turns_reward_is_not_the_sessions(made: Groups) -> None:

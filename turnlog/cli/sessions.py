@@ -63,9 +63,9 @@ def session_columns() -> list[Column]:
     return [
         Column("session", "session_id", whole=True),
         Column("state"),
-        Column("failed", lambda row: row["failed"] and row["failed"]["kind"]),
         Column("turns", right=True),
         Column("reward", right=True),
+        Column("failed", lambda row: row["failed"] and row["failed"]["kind"]),
         Column("changed", lambda row: since(row["updated_at"]), right=True),
         Column("in flight", lambda row: since(row["running_since"]), right=True),
         Column("group", "group_id", long=True),

@@ -292,7 +292,7 @@ class Archive:
         ]
 
     async def _samples(self, session_ids: Sequence[str]) -> list[Fields]:
-        query = ExportQuery(format="parquet")
+        query = ExportQuery(format="parquet", evaluation=True)
         parts = [session_ids[at : at + AT_ONCE] for at in range(0, len(session_ids), AT_ONCE)]
         return [row for part in parts for row in await self._exporter.rows(part, query) if "excluded" not in row]
 
