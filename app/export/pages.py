@@ -23,7 +23,7 @@ from app.export import formats
 from app.export.faults import told
 from app.export.query import ExportQuery
 from app.store import rollouts
-from app.store.content import StoredSession, fetch_objects, read_logs, read_sessions, rewards
+from app.store.content import StoredSession, fetch_objects, matches, read_logs, read_sessions, rewards
 from app.store.damage import SPAN, BrokenRow, PageDamaged, attempt
 from app.store.feed import END, EventFilter, Position, changed_sessions, last_places
 from app.store.ports import Connection, Database
@@ -101,7 +101,7 @@ class ExportPages:
         self._high = high
         self._query = query
         types = (*EXPORTED, "SessionCreated") if query.explain else EXPORTED
-        self._wanted = EventFilter(types, query.session_id, query.group_id, query.name, query.generation)
+        self._wanted = EventFilter(types, query.session_id, query.name, query.generation, **query.run_and_group)
         self._grouped = formats.takes_groups(query.shape)
         self._replay, self._images = bool(query.replay), query.images == "inline"
         self._rollout_rows = RolloutRows(database, high, branches, has_text=formats.takes_text(query.format))
@@ -127,8 +127,12 @@ class ExportPages:
                 # Those of a damaged index may form a circle.
                 if any(before >= at for before, at in pairwise([after, *(at for _, at in changed)])):
                     raise BrokenRow("places out of order")
+            last = changed[-1][1] if changed else None
+            if self._query.metadata:
+                matching = matches(connection, [changed_id for changed_id, _ in changed], self._query.metadata)
+                changed = [one for one in changed if matching.get(one[0])]
             heads = self._heads_of(connection, [changed_id for changed_id, _ in changed])
-            return self._places(connection, heads, changed, asked_for=self._query.session_id is not None)
+            return self._places(connection, heads, changed, asked_for=self._query.session_id is not None), last
 
         places, last = await self._read(read)
         return self._parts(places), last
@@ -156,9 +160,7 @@ class ExportPages:
             wanted = self._wanted
             # A session whose group is not known belongs to every group.
             in_group = [
-                head.session_id
-                for head in heads.values()
-                if wanted.group_id is None or not head.is_known or head.group_id == wanted.group_id
+                head.session_id for head in heads.values() if not head.is_known or wanted.has_group(head.group_id)
             ]
             ids = in_group if wanted.session_id is None else [wanted.session_id]
             places = last_places(connection, ids, self._high, wanted.types)
@@ -173,7 +175,7 @@ class ExportPages:
             heads = self._heads_of(connection, session_ids)
             # Of a session without a head it is not known, around damage, whether it is there.
             changed = [(name, END) for name in session_ids if self._heads is not None or name in heads]
-            return self._places(connection, heads, changed, asked_for=True)[0]
+            return self._places(connection, heads, changed, asked_for=True)
 
         return await self._read(read)
 
@@ -219,10 +221,10 @@ class ExportPages:
         changed: Sequence[tuple[str, Position]],
         *,
         asked_for: bool,
-    ) -> tuple[list[ExportPage], Position | None]:
+    ) -> list[ExportPage]:
         known = ((heads.get(session_id, ExportHead(session_id, None, 0)), at) for session_id, at in changed)
         places = [self._place(connection, head, at, asked_for) for head, at in known]
-        return [place for place in places if place is not None], changed[-1][1] if changed else None
+        return [place for place in places if place is not None]
 
     def _heads_of(self, connection: Connection, session_ids: Sequence[str]) -> Mapping[str, ExportHead]:
         return export_heads(connection, session_ids) if self._heads is None else self._heads

@@ -14,6 +14,7 @@ from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Picker, turns_le
 from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
 from app.domain.rules import superseded
 from app.domain.samples import Segment, Status, Truncate, aged
+from app.domain.selection import has_all
 from app.domain.session import Session
 from app.export import formats
 from app.export.faults import excluded, instead, told
@@ -23,8 +24,10 @@ from app.export.row import Fields, Row, Unfit
 from app.export.rows import Known, SessionRows, known
 from app.export.shapes.tree import SessionTree
 from app.store.content import StoredSession
+from app.store.selection import GroupFilter
 
 ERASED = "erased"
+OTHER_METADATA = "its metadata has not what is asked for"
 
 NOTHING_FITS: Mapping[Truncate, str] = {
     "turn": "no turn within max_seq_len",
@@ -191,16 +194,17 @@ class PartRows:
     def _readable(self, stored: StoredSession, page: ExportPage) -> Iterator[Row | Fields]:
         """A row, or the reason why there is none, for each live segment, then for each turn that is not live.
 
-        A session outside the requested group or name gives nothing: it is read only where damage hides them.
+        A session outside the requested run, group or name gives nothing: it is read only where damage hides them. One
+        with other metadata is read in a group of which the last session has what is wanted.
         """
         session_id, at = stored.session_id, page.at
         if stored.status == "erased":
             yield excluded(session_id, self._window.behind(at), ERASED)
             return
         session = known(stored)
-        if self._query.group_id is not None and self._query.group_id not in session.groups:
+        own, wanted = session.session, GroupFilter(**self._query.run_and_group)
+        if wanted.run not in (None, own.config.of_run) or not any(map(wanted.has_group, session.groups)):
             return
-        own = session.session
         if self._query.name not in (None, own.name) or self._query.generation not in (None, own.generation):
             return
         reason = session_excluded(session, self._query)
@@ -211,6 +215,9 @@ class PartRows:
             yield excluded(session_id, self._window.behind(at), TEXT_ONLY)
             return
         made = SessionRows(stored, session, self._query, self._branches, self._release)
+        if self._query.metadata and not has_all(made.metadata or b"{}", self._query.metadata):
+            yield excluded(session_id, self._window.behind(at), OTHER_METADATA)
+            return
         fitting = {segment.row.leaf.number: segment for segment in made.segments}
         missing: list[_Missing] = []
         if self._query.explain:

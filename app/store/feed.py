@@ -18,11 +18,11 @@ from sqlalchemy import ColumnElement, Connection, Select, exists, select, tuple_
 
 from app.domain.events import EXPORTED
 from app.domain.patterns import MAX_INTEGER
-from app.store import rollouts
 from app.store.damage import SPAN, BrokenRow, PageDamaged, attempt, attempt_or, split
 from app.store.dialect import log_synced, log_written, next_tx, oldest_tx, sync_delay_s
 from app.store.ports import Database
 from app.store.schema import events, store_meta
+from app.store.selection import GroupFilter, chosen
 from app.store.sessions import EventRow, called, listed
 
 WINDOW = 10_000
@@ -180,24 +180,26 @@ async def wait_for_horizon(database: Database) -> None:
 # Events in order.
 
 
-class EventFilter(msgspec.Struct, frozen=True):
+class EventFilter(GroupFilter, frozen=True):
     """Conditions on events; empty or None: any. A group is that of a session or of its rollout, when it is read."""
 
     types: tuple[str, ...] = ()
     session_id: str | None = None
-    group_id: str | None = None
     name: str | None = None
     generation: int | None = None
 
     @property
     def is_of_few(self) -> bool:
         """Are the sessions named, so that their own keys find the events?"""
-        return not (self.session_id is self.group_id is self.name is None)
+        return self.session_id is not None or bool(self.group_id) or self.name is not None
 
     @property
-    def of_name(self) -> Select[tuple[str]] | None:
-        """The sessions of the name or generation."""
-        return None if self.name is None and self.generation is None else called(self.name, self.generation)
+    def of_sessions(self) -> list[Select[tuple[str]]]:
+        """The sessions of the run and groups, and those of the name or generation; without one for any."""
+        found = [] if self.run is None and not self.of_groups else [chosen(self)]
+        if self.name is not None or self.generation is not None:
+            found.append(called(self.name, self.generation))
+        return found
 
 
 class PlacedRow(NamedTuple):
@@ -303,7 +305,7 @@ def page(connection: Connection, after: Position, upto: Position, wanted: EventF
 
 def _page(connection: Connection, after: Position, upto: Position, wanted: EventFilter, limit: int) -> EventPage:
     end = upto
-    if wanted.types and not wanted.is_of_few:
+    if (wanted.types or wanted.of_sessions) and not wanted.is_of_few:
         end = _window(connection, after, upto) or upto
     place = _BY_KEY if wanted.is_of_few else _IN_ORDER
     query = select(*_COLUMNS).where(
@@ -362,10 +364,7 @@ def _conditions(wanted: EventFilter) -> list[ColumnElement[bool]]:
         conditions.append(events.c.type.in_(wanted.types))
     if wanted.session_id is not None:
         conditions.append(events.c.session_id == wanted.session_id)
-    if wanted.group_id is not None:
-        conditions.append(events.c.session_id.in_(rollouts.members_of_group(wanted.group_id)))
-    if wanted.of_name is not None:
-        conditions.append(events.c.session_id.in_(wanted.of_name))
+    conditions += [events.c.session_id.in_(found) for found in wanted.of_sessions]
     return conditions
 
 
@@ -382,10 +381,8 @@ def _matching(connection: Connection, rows: Sequence[PlacedRow], wanted: EventFi
     ids: Collection[str | None] = {row.session_id for row in rows}
     if wanted.session_id is not None:
         ids = [wanted.session_id]
-    if wanted.group_id is not None:
-        ids = attempt_or(connection, partial(_ids, query=rollouts.members_of_group(wanted.group_id)), ids)
-    if wanted.of_name is not None:
-        ids = set(ids).intersection(attempt_or(connection, partial(_ids, query=wanted.of_name), ids))
+    for found in wanted.of_sessions:
+        ids = set(ids).intersection(attempt_or(connection, partial(_ids, query=found), ids))
     return [
         row
         for row in rows

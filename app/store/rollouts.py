@@ -14,14 +14,12 @@ partial index.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 from sqlalchemy import (
     ColumnElement,
     Connection,
     FromClause,
-    Select,
     Text,
     bindparam,
     case,
@@ -69,11 +67,6 @@ def in_groups(group_ids: Sequence[str]) -> ColumnElement[bool]:
         .where(_roots.c.group_id.in_(group_ids), there, _roots.c.status != "undone")
     )
     return sessions.c.session_id.in_(union_all(named, theirs))
-
-
-def members_of_group(group_id: str) -> Select[Any]:
-    """The sessions that name this group, and those whose rollout counts in it."""
-    return select(sessions.c.session_id).where(or_(sessions.c.group_id == group_id, in_groups([group_id])))
 
 
 # Groups that have changed, and the root of a new session.

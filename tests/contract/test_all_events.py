@@ -108,7 +108,7 @@ FILTERS: list[tuple[Line, list[tuple[str, int]]]] = [
     ({"session_id": "a"}, [("a", 1), ("a", 2), ("a", 3), ("a", 4)]),
     ({"session_id": "a", "types": ("TurnCommitted",)}, [("a", 3)]),
     ({"session_id": "never-seen"}, []),
-    ({"group_id": "never-seen"}, []),
+    ({"group_id": ("never-seen",)}, []),
 ]
 
 
@@ -140,8 +140,8 @@ async def test_a_group_has_its_agents_sessions_too(store: Store) -> None:
         await store.submit(created(session_id, group_id, parent))
     await store.close("agent")
     reading = Reading(store)
-    assert names(await reading.events(group_id="g")) == [("root", 1), ("agent", 1), ("agent", 2)]
-    assert names(await reading.events(group_id="h", types=("SessionCreated",))) == [("other", 1)]
+    assert names(await reading.events(group_id=("g",))) == [("root", 1), ("agent", 1), ("agent", 2)]
+    assert names(await reading.events(group_id=("h",), types=("SessionCreated",))) == [("other", 1)]
 
 
 async def test_who_filters_learns_of_positions_without_events(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,11 +36,13 @@ from sqlalchemy import (
 
 from app.crash_points import reach
 from app.domain.events import SessionClosed, decode
+from app.domain.selection import Selection
 from app.features.archive.schema import archived, marks_of
 from app.features.groups.schema import groups, is_finished
 from app.features.objects.schema import dead_objects, queue_erased, queue_objects
 from app.store import pins, rollouts
 from app.store import statements as sql
+from app.store.content import matches
 from app.store.dialect import StorePoints, Tx, oldest_tx
 from app.store.feed import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.incarnations import holds_lease
@@ -57,6 +59,7 @@ from app.store.schema import (
     store_meta,
     turns,
 )
+from app.store.selection import GroupFilter
 
 LEASE = "archive"
 
@@ -142,7 +145,9 @@ def _may_leave(points: StorePoints) -> ColumnElement[bool]:
     return is_finished & ~pins.is_pinned(points) & ~pinned_member
 
 
-def candidates(connection: Connection, points: StorePoints, cutoff: float, after: Place, limit: int) -> Candidates:
+def candidates(
+    connection: Connection, points: StorePoints, cutoff: float, after: Place, limit: int, wanted: Selection
+) -> Candidates:
     """Roots of whole rollouts that may leave: closed at or before `cutoff`, with a reward, in no checkpoint. Those of
     a group leave once it is acknowledged and all of its rollouts may."""
     place, may_leave = tuple_(sessions.c.closed_at, sessions.c.session_id), _may_leave(points)
@@ -155,11 +160,16 @@ def candidates(connection: Connection, points: StorePoints, cutoff: float, after
             rollouts.is_root(),
             may_leave,
             or_(sessions.c.group_id.is_(None), _acknowledged),
+            *GroupFilter(**wanted.run_and_group).of(sessions),
         )
         .order_by(sessions.c.closed_at, sessions.c.session_id)
         .limit(limit)
     )
     rows = connection.execute(query).all()
+    last = Place(rows[-1][0], rows[-1][1]) if len(rows) == limit else None
+    if wanted.metadata:
+        matching = matches(connection, [row[1] for row in rows], wanted.metadata)
+        rows = [row for row in rows if matching.get(row[1])]
     waiting = select(sessions.c.group_id).where(
         sessions.c.group_id.in_({row[2] for row in rows if row[2] is not None}),
         or_(sessions.c.status == "open", _is_closed),
@@ -167,7 +177,6 @@ def candidates(connection: Connection, points: StorePoints, cutoff: float, after
         or_(sessions.c.status == "open", sessions.c.closed_at > cutoff, ~may_leave),
     )
     held = set(connection.execute(waiting).scalars())
-    last = Place(rows[-1][0], rows[-1][1]) if len(rows) == limit else None
     roots = [Place(row[0], row[1]) for row in rows if row[2] not in held]
     return Candidates(roots, len(rows) - len(roots), last)
 

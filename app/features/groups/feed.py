@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from pydantic import ConfigDict, Field
@@ -36,6 +36,7 @@ from app.domain.groups import (
 )
 from app.domain.patterns import ID
 from app.domain.restore import in_effect
+from app.domain.selection import Selection
 from app.errors import CheckpointBusy, NotFound
 from app.export import formats
 from app.export.exporter import Exporter
@@ -49,6 +50,7 @@ from app.features.groups.reads import Candidate, TurnEvents, Waiting
 from app.features.groups.rules import Attempt, Statistics, outcome, statistics
 from app.store.damage import Unreadable, of_readable
 from app.store.ports import Database, Writer
+from app.store.selection import GroupFilter
 from app.store.sessions import EventRow, decode_events, newest_readable_version
 from turnlog import replies as reply_types
 
@@ -64,14 +66,18 @@ SESSIONS_AT_ONCE = 16
 PAGE = 500
 """Waiting groups listed in one query."""
 
+LOOKED_AT = 10_000
+"""The most groups that one request looks at, of its own and of free ones; that matters with a filter by metadata."""
+
 MAX_SIZE = 1000
 MAX_LEASE_S = 86_400
 
 
-class FeedQuery(RowQuery):
+class FeedQuery(Selection, RowQuery):
     """A request for groups: how many, for which consumer and lease, and the export parameters of their rows.
 
-    `max_staleness`: only groups whose oldest sampled token is at most so many weight versions behind.
+    `max_staleness`: only groups whose oldest sampled token is at most so many weight versions behind. `metadata`: only
+    groups of which a rollout's root has it.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -91,9 +97,16 @@ class FeedQuery(RowQuery):
         return ExportQuery(**shared, explain=True, advantage="grpo")
 
     @property
+    def of_groups(self) -> GroupFilter:
+        return GroupFilter(group_id=tuple(self.group_id), group_prefix=self.group_prefix)
+
+    @property
     def max_group_staleness(self) -> int | None:
         """Of a group that is handed out; None: any."""
         return self.max_staleness if self.stale == "drop" else None
+
+
+G = TypeVar("G", Candidate, Waiting)
 
 
 class _LeasedGroup(msgspec.Struct, frozen=True):
@@ -174,8 +187,8 @@ class Feed:
         oldest = None if most is None or current is None else current - most
         given: list[_LeasedGroup] = []
         for held_by in (None,) if query.new_only else (query.consumer, None):
-            after = (-1.0, "")
-            while len(given) < query.size:
+            after, looked_at = (-1.0, ""), 0
+            while len(given) < query.size and looked_at < LOOKED_AT:
                 page = await self._database.read(
                     partial(
                         group_reads.candidates,
@@ -183,13 +196,17 @@ class Feed:
                         attempts=query.attempts,
                         oldest=oldest,
                         after=after,
-                        limit=query.size - len(given),
+                        limit=PAGE if query.metadata else query.size - len(given),
+                        wanted=query.of_groups,
                     )
                 )
                 if not page:
                     break
-                after = page[-1].place
-                given += await self._take(query, page, oldest)
+                after, looked_at = page[-1].place, looked_at + len(page)
+                left = await self._fitting(query, page)
+                while left and (more := query.size - len(given)):
+                    given += await self._take(query, left[:more], oldest)
+                    left = left[more:]
         return given
 
     async def _take(self, query: FeedQuery, page: Sequence[Candidate], oldest: int | None) -> list[_LeasedGroup]:
@@ -206,6 +223,14 @@ class Feed:
         leased = await self._writer.submit(Lease(query.consumer, query.lease_s, not query.new_only, young))
         by_id = {lease.group_id: lease for lease in leased}
         return [_LeasedGroup(group, by_id[group.group_id]) for group in young if group.group_id in by_id]
+
+    async def _fitting(self, query: FeedQuery, page: Sequence[G]) -> Sequence[G]:
+        """Those of the groups that have the metadata."""
+        if not query.metadata:
+            return page
+        ids = [group.group_id for group in page]
+        fitting = await self._database.read(partial(group_reads.with_metadata, group_ids=ids, wanted=query.metadata))
+        return [group for group in page if group.group_id in fitting]
 
     async def _readable(self, page: Sequence[Candidate]) -> list[Candidate]:
         """Without the groups that have a head on a damaged page: nobody knows all of their rewards."""
@@ -283,9 +308,9 @@ class Feed:
 
     async def _left_out(self, query: FeedQuery, current: int | None, given: set[str]) -> AsyncIterator[bytes]:
         """For each other unacknowledged group, why it was not handed out."""
-        after = ""
-        while page := await self._database.read(partial(group_reads.waiting, after=after, limit=PAGE)):
-            for group in page:
+        after, waiting = "", partial(group_reads.waiting, wanted=query.of_groups)
+        while page := await self._database.read(partial(waiting, after=after, limit=PAGE)):
+            for group in await self._fitting(query, page):
                 if group.group_id not in given:
                     reason = _why_not(group, query, current)
                     yield msgspec.json.encode({"group_id": group.group_id, "excluded": reason}) + b"\n"

@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from typing import Literal
 
 from app.domain import cursors
+from app.domain.selection import Selection
 from app.errors import StoreDamaged
 from app.features.groups import reads, rules
 from app.features.groups.operations import Settle, SettleGroup
 from app.features.groups.reads import FeedLease
 from app.features.groups.rules import Attempt
 from app.store.ports import Connection, Database, Writer
+from app.store.selection import GroupFilter
 from turnlog.replies import GroupPage, ListedGroup
+
+AT_ONCE, LOOKED_AT = 500, 10_000
+"""Groups that one read and one request look at with a filter by metadata."""
 
 MAX_MISSING = 20
 """How many missing attempts are listed; the lowest ones."""
@@ -22,20 +27,33 @@ class GroupList:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def page(self, cursor: str | None, limit: int) -> GroupPage:
-        """One page of groups, ordered by id. Raises InvalidRequest for an invalid cursor."""
-        after = None if cursor is None else cursors.decode(cursor, cursors.Text, "this list")
+    async def page(self, query: Selection, cursor: str | None, limit: int) -> GroupPage:
+        """One page of groups, ordered by id; with a filter by metadata, those of which a rollout's root has it, and the
+        page may be short though others follow. Raises InvalidRequest for an invalid cursor."""
+        mark, after = cursors.mark(query, Selection.model_fields.keys()), None
+        if cursor is not None:
+            after, given = cursors.decode(cursor, tuple[cursors.Text, str], "this list")
+            cursors.require_mark(given, mark)
+        size = AT_ONCE if query.metadata else limit
+        rows: list[ListedGroup] = []
 
-        def read(connection: Connection) -> GroupPage:
-            ids = reads.ids(connection, after, limit + 1)
-            attempts = reads.attempts(connection, ids[:limit])
-            leases = reads.leases(connection, ids[:limit])
-            return GroupPage(
-                groups=[_row(group_id, attempts[group_id], leases.get(group_id)) for group_id in ids[:limit]],
-                next_cursor=cursors.encode(ids[limit - 1]) if len(ids) > limit else None,
-            )
+        def read(connection: Connection) -> tuple[list[ListedGroup], str | None]:
+            ids = reads.ids(connection, after, size + 1, GroupFilter(**query.run_and_group))
+            page, last = ids[:size], ids[size - 1] if len(ids) > size else None
+            if query.metadata:
+                fitting = reads.with_metadata(connection, page, query.metadata)
+                page = [group_id for group_id in page if group_id in fitting]
+            attempts, leases = reads.attempts(connection, page), reads.leases(connection, page)
+            return [_row(group_id, attempts[group_id], leases.get(group_id)) for group_id in page], last
 
-        return await self._database.read(read)
+        for _ in range(LOOKED_AT // AT_ONCE):
+            found, after = await self._database.read(read)
+            rows += found
+            if after is None or len(rows) >= limit:
+                break
+        if len(rows) > limit:
+            after = rows[limit - 1]["group_id"]
+        return GroupPage(groups=rows[:limit], next_cursor=None if after is None else cursors.encode((after, mark)))
 
 
 def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) -> ListedGroup:

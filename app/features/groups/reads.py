@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 from sqlalchemy import Connection, case, exists, or_, select, tuple_
@@ -11,10 +11,12 @@ from app.domain.events import RolledBack, SessionCreated, SessionRestored, TurnC
 from app.features.groups.rules import Attempt
 from app.features.groups.schema import group_changes, groups, is_finished
 from app.store import rollouts
+from app.store.content import matches
 from app.store.damage import SPAN, of_readable
 from app.store.dialect import now
 from app.store.rollouts import group, in_groups, is_root
 from app.store.schema import events, sessions
+from app.store.selection import ANY, GroupFilter
 from app.store.sessions import Acknowledgements, EventRow
 
 is_free = or_(groups.c.consumer.is_(None), groups.c.lease_until.is_(None), groups.c.lease_until <= now())
@@ -35,11 +37,11 @@ class Candidate(msgspec.Struct, frozen=True):
         return self.completed_at, self.group_id
 
 
-def ids(connection: Connection, after: str | None, limit: int) -> list[str]:
+def ids(connection: Connection, after: str | None, limit: int, wanted: GroupFilter) -> list[str]:
     """Groups behind `after`, None: from the first, in the database's own order: an index has it."""
     query = (
         select(sessions.c.group_id)
-        .where(sessions.c.group_id.is_not(None) if after is None else sessions.c.group_id > after)
+        .where(sessions.c.group_id.is_not(None) if after is None else sessions.c.group_id > after, *wanted.of(sessions))
         .distinct()
         .order_by(sessions.c.group_id)
         .limit(limit)
@@ -82,6 +84,7 @@ def candidates(
     oldest: int | None,
     after: tuple[float, str],
     limit: int,
+    wanted: GroupFilter = ANY,
 ) -> list[Candidate]:
     """Complete, unacknowledged groups after `after`, oldest completion first.
 
@@ -97,6 +100,7 @@ def candidates(
             tuple_(groups.c.completed_at, groups.c.group_id) > after,
             groups.c.sessions + groups.c.erased >= attempts,
             is_free if held_by is None else groups.c.consumer == held_by,
+            *wanted.of(groups),
         )
         .order_by(groups.c.completed_at, groups.c.group_id)
         .limit(limit)
@@ -122,6 +126,14 @@ def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list
         for row in connection.execute(query):
             by_group[row[0]].append(Attempt(*row[1:]))
     return {group_id: in_order(of_group) for group_id, of_group in by_group.items()}
+
+
+def with_metadata(
+    connection: Connection, group_ids: Sequence[str], wanted: Mapping[str, Sequence[str]]
+) -> Collection[str]:
+    """Those of the groups of which a rollout's root has this metadata."""
+    roots = {one.session_id: group_id for group_id, every in attempts(connection, group_ids).items() for one in every}
+    return {roots[name] for name, fits in matches(connection, list(roots), wanted).items() if fits}
 
 
 def in_order(attempts: Iterable[Attempt]) -> list[Attempt]:
@@ -212,12 +224,12 @@ class Waiting(msgspec.Struct, frozen=True):
     is_leased: bool
 
 
-def waiting(connection: Connection, after: str, limit: int) -> list[Waiting]:
+def waiting(connection: Connection, after: str, limit: int, wanted: GroupFilter = ANY) -> list[Waiting]:
     """Groups that have not been acknowledged, with ids after `after`."""
     columns = [*(groups.c[name] for name in Waiting.__struct_fields__[:-1]), case((is_free, False), else_=True)]
     query = (
         select(*columns)
-        .where(groups.c.acked_at.is_(None), groups.c.group_id > after)
+        .where(groups.c.acked_at.is_(None), groups.c.group_id > after, *wanted.of(groups))
         .order_by(groups.c.group_id)
         .limit(limit)
     )
