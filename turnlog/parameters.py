@@ -42,6 +42,7 @@ class NewSession(TypedDict, total=False):
     session_id: Annotated[str | None, "Its id; default: random."]
     group_id: Annotated[str | None, "The group that it is an attempt of."]
     attempt: Annotated[int | None, "Which attempt of its group."]
+    group_size: Annotated[int | None, "How many attempts its group waits for."]
     metadata: Annotated[Mapping[str, Any] | None, "Repeated in each export row."]
     rollback_window: Annotated[int | None, "Committed turns that a retry may discard."]
     retain: Annotated[Literal["window", "sampled", "all"] | None, "Which replay payloads are kept."]
@@ -167,7 +168,8 @@ class FeedFilters(Selection, RowFilters, total=False):
 
     size: Annotated[int, "At most this many groups."]
     lease_s: Annotated[float, "Duration of the lease in seconds."]
-    attempts: Annotated[int, "Only groups with at least this many rollouts."]
+    run: Annotated[str, "Only groups of this run; default: TURNLOG_RUN, else the default run. *: of all runs."]
+    attempts: Annotated[int, "Only groups of which at least this many attempts have arrived."]
     new_only: Annotated[bool, "Only groups without a lease."]
 
 

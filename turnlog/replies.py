@@ -176,11 +176,15 @@ class SessionPage(TypedDict):
 
 
 class ListedGroup(TypedDict):
-    """`sessions` counts the rollouts, by their root sessions, without erased ones. `std` is the sample's (n − 1).
-    `zero_variance`: there are several rewards, and all are equal. `missing_attempts`: the lowest attempts that no
-    session has, erased ones included. `complete` is a group that the feed may lease."""
+    """`sessions` counts the rollouts, by their root sessions, without those that are erased or replaced. `group_size`:
+    how many attempts it waits for, `arrived`: how many it has. `std` is the sample's (n − 1). `zero_variance`: there
+    are several rewards, and all are equal. `missing_attempts`: the lowest attempts that no session has, erased ones
+    included. `complete` is a group that the feed may lease."""
 
+    run: str
     group_id: str
+    group_size: int | None
+    arrived: int
     sessions: int
     closed: int
     rewarded: int
@@ -224,19 +228,28 @@ class SearchPage(TypedDict):
 
 
 class Attempt(TypedDict):
-    """A rollout of a group, by its root; `finished`: all of it is closed and rewarded."""
+    """A rollout of a group, by its root; `finished`: all of it is closed and rewarded. `replaced`: a later session has
+    its attempt's place, since it has no reward. `group_size` is what the session named."""
 
     session_id: str
     attempt: int | None
     reward: float | None
     status: SessionStatus
     finished: bool
+    group_size: int | None
+    created_at: float
+    updated_at: float
+    replaced: bool
 
 
 class Group(TypedDict):
-    """`complete`: each rollout that is not erased is closed and rewarded."""
+    """`group_size`: how many attempts it waits for, `arrived`: how many it has. `complete`: they are there, and each
+    rollout that is neither erased nor replaced is closed and rewarded."""
 
+    run: str
     group_id: str
+    group_size: int | None
+    arrived: int
     attempts: list[Attempt]
     statistics: Statistics | None
     complete: bool
@@ -501,6 +514,7 @@ class SessionGiven(TypedDict):
     session_id: str
     group_id: str | None
     attempt: int | None
+    group_size: int | None
     metadata: dict[str, Any] | None
     rollback_window: int
     retain: str

@@ -239,6 +239,7 @@ class LeftOut(TypedDict):
 class LeasedGroup(TypedDict, Generic[R]):
     """A complete group with its rows, leased until `lease_until`; `handed_out` counts the leases so far."""
 
+    run: str
     group_id: str
     attempts: list[LeasedAttempt]
     lease_until: float
@@ -253,6 +254,7 @@ class LeasedGroup(TypedDict, Generic[R]):
 class WaitingGroup(TypedDict):
     """With `explain`: a group that was not handed out, and why."""
 
+    run: str
     group_id: str
     excluded: str
 

@@ -81,6 +81,7 @@ class CreateSession(BaseModel):
     upstream: str | None = Field(default=None, max_length=64, pattern=NO_NUL)
     parent_session_id: str | None = Field(default=None, pattern=ID)
     run: str | None = Field(default=None, pattern=ID)
+    group_size: int | None = Field(default=None, ge=1, le=2**31 - 1)
 
 
 DEFAULTS = ("temperature", "top_p", "top_k")

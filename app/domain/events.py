@@ -107,7 +107,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     is None in a session whose creator does not speak miles' newer wire; where True, no replay payload is asked for or
     kept. `limits` are the session's own; a session with a parent has none for
     its rollout. `upstream` names one of TURNLOG_TEXT_UPSTREAMS, where `capture` is `text`. `run` None: that of
-    the root, which an event names unless it is the default one.
+    the root, which an event names unless it is the default one. `group_size`: how many attempts its group waits for.
     """
 
     rollback_window: int
@@ -131,6 +131,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     capture: Capture = "tokens"
     upstream: str | None = None
     run: str | None = None
+    group_size: int | None = None
 
     @property
     def of_run(self) -> str:

@@ -24,6 +24,34 @@ class GroupKey(NamedTuple):
     group_id: str
 
 
+REPLACED = "replaced"
+"""Why a rollout that a later one of its attempt replaces is left out."""
+
+
+class Played(NamedTuple):
+    """A rollout's place in its group: its attempt, None for none, and when its root was created."""
+
+    session_id: str
+    attempt: int | None
+    created_at: float
+    is_rewarded: bool
+
+
+def replaced(rollouts: Iterable[Played]) -> frozenset[str]:
+    """The rollouts of a group that have no reward, and whose attempt a later one has: that one replaces them."""
+    every = list(rollouts)
+    newest: dict[int, tuple[float, str]] = {}
+    for one in every:
+        if one.attempt is not None:
+            at = one.created_at, one.session_id
+            newest[one.attempt] = max(at, newest.get(one.attempt, at))
+    return frozenset(
+        one.session_id
+        for one in every
+        if one.attempt is not None and not one.is_rewarded and newest[one.attempt] > (one.created_at, one.session_id)
+    )
+
+
 class Root(msgspec.Struct, frozen=True):
     """The root of a session's rollout, and the group that counts it; None also where the root does not exist."""
 

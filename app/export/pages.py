@@ -17,7 +17,7 @@ import msgspec
 
 from app.domain.branches import Branches, Picker, pick
 from app.domain.events import EXPORTED
-from app.domain.groups import grpo
+from app.domain.groups import GroupKey, grpo, replaced
 from app.domain.session import fold
 from app.export import formats
 from app.export.faults import told
@@ -52,7 +52,10 @@ GROUPS_KEPT = 256
 
 
 class ExportPage(msgspec.Struct, frozen=True):
-    """A session's place in an export, or its group's: the sessions to read for it, with about so many turns."""
+    """A session's place in an export, or its group's: the sessions to read for it, with about so many turns.
+
+    `replaced`: the sessions of a group's replaced rollouts, which have no rows in the group's.
+    """
 
     session_id: str
     at: Position
@@ -60,13 +63,14 @@ class ExportPage(msgspec.Struct, frozen=True):
     turns: int
     is_group: bool
     advantages: Mapping[str, float]
+    replaced: Collection[str] = ()
 
 
 class _Group(msgspec.Struct, frozen=True):
     """The position of each session's last exported event; sessions without one are left out.
 
     So are sessions without a turn whose rollout has turns elsewhere. `advantages` are by root; `rollouts` give each
-    session's root.
+    session's root; `replaced` are roots.
     """
 
     ends: Mapping[str, Position]
@@ -74,6 +78,7 @@ class _Group(msgspec.Struct, frozen=True):
     turns: int
     advantages: Mapping[str, float]
     rollouts: Mapping[str, str]
+    replaced: Collection[str]
 
     def advantages_of(self, session_ids: Iterable[str]) -> dict[str, float]:
         """The advantage of a rollout, which all its sessions share."""
@@ -105,7 +110,7 @@ class ExportPages:
         self._grouped = formats.takes_groups(query.shape)
         self._replay, self._images = bool(query.replay), query.images == "inline"
         self._rollout_rows = RolloutRows(database, high, branches, has_text=formats.takes_text(query.format))
-        self._groups: OrderedDict[str, _Group] = OrderedDict()
+        self._groups: OrderedDict[GroupKey, _Group] = OrderedDict()
         self._heads: dict[str, ExportHead] | None = None
         self._order: list[tuple[str, Position]] | None = None
         self.turn_bytes: int | None = None
@@ -232,9 +237,9 @@ class ExportPages:
     def _place(self, connection: Connection, head: ExportHead, at: Position, asked_for: bool) -> ExportPage | None:
         """None if the session's group comes later. `asked_for`: the group is given here, whatever its last position."""
         alone = ExportPage(head.session_id, at, [head.session_id], head.turns, self._grouped, {})
-        if head.group_id is None or not (self._grouped or self._query.advantage):
+        if head.key is None or not (self._grouped or self._query.advantage):
             return alone
-        group = self._group(connection, head.group_id)
+        group = self._group(connection, head.key)
         if not self._grouped:
             return msgspec.structs.replace(alone, advantages=group.advantages_of([head.session_id]))
         has_rows = any(group.rollouts[session_id] == head.rollout for session_id in group.ends)
@@ -243,15 +248,16 @@ class ExportPages:
         if group.last > at and not asked_for:
             return None
         members = sorted(group.ends)
-        return ExportPage(head.session_id, at, members, group.turns, True, group.advantages_of(members))
+        gone = [member for member in members if group.rollouts[member] in group.replaced]
+        return ExportPage(head.session_id, at, members, group.turns, True, group.advantages_of(members), gone)
 
-    def _group(self, connection: Connection, group_id: str) -> _Group:
-        if (known := self._groups.get(group_id)) is not None:
+    def _group(self, connection: Connection, key: GroupKey) -> _Group:
+        if (known := self._groups.get(key)) is not None:
             return known
         if self._heads is None:
-            heads = group_members(connection, group_id)
+            heads = group_members(connection, key)
         else:
-            heads = [head for head in self._heads.values() if head.group_id == group_id]
+            heads = [head for head in self._heads.values() if head.key == key]
         roots = [member.session_id for member in heads if member.root_id is None]
         taken = {member.rollout for member in heads if member.turns}
         members = [member for member in heads if member.turns or member.rollout not in taken]
@@ -261,12 +267,13 @@ class ExportPages:
             ends = last_places(connection, every, self._high, EXPORTED)
         if len(self._groups) == GROUPS_KEPT:
             self._groups.popitem(last=False)
-        group = self._groups[group_id] = _Group(
+        group = self._groups[key] = _Group(
             ends=ends,
             last=max(ends.values(), default=Position(0, 0)),
             turns=sum(member.turns for member in members),
             advantages=grpo(rewards(connection, roots, self._high)) if self._query.advantage else {},
             rollouts={member.session_id: member.rollout for member in heads},
+            replaced=replaced(head.played for head in heads if head.root_id is None and head.session_id in ends),
         )
         return group
 

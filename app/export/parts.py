@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Picker, turns_left_out
-from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
+from app.domain.groups import REPLACED, UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
 from app.domain.rules import superseded
 from app.domain.samples import Segment, Status, Truncate, aged
 from app.domain.selection import has_all
@@ -90,7 +90,7 @@ class PartRows:
     def _group(self, members: Sequence[StoredSession], page: ExportPage) -> list[Fields]:
         """A whole group as one row, and what is excluded from it.
 
-        Part of a group gives no row: only erased sessions and rolled-back turns may be missing.
+        Part of a group gives no row: only erased and replaced sessions and rolled-back turns may be missing.
         """
         by_member = [list(self._session(member, page)) for member in members]
         rows = [row for of_member in by_member for row in of_member if isinstance(row, Row)]
@@ -198,6 +198,9 @@ class PartRows:
         with other metadata is read in a group of which the last session has what is wanted.
         """
         session_id, at = stored.session_id, page.at
+        if session_id in page.replaced:
+            yield excluded(session_id, self._window.behind(at), REPLACED)
+            return
         if stored.status == "erased":
             yield excluded(session_id, self._window.behind(at), ERASED)
             return
@@ -299,6 +302,7 @@ def _missing(member: StoredSession, rows: Sequence[Row | Fields]) -> str | None:
     if not rows:
         return f"{member.session_id}: its log names another group"
     left_out = [row for row in rows if not isinstance(row, Row) and row["turn"] is None]
+    left_out = [row for row in left_out if row[formats.EXCLUDED] != REPLACED]
     if member.root is not None:
         left_out = [row for row in left_out if row[formats.EXCLUDED] != TEXT_ONLY]
     return next((f"{row['session_id']}: {row[formats.EXCLUDED]}" for row in left_out), None)

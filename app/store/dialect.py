@@ -34,6 +34,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import NullType, TypeEngine
 
+from app.domain.groups import GroupKey
 from app.errors import AppError, StoreFull, StoreUnavailable
 
 Row = Sequence[Any]
@@ -211,7 +212,7 @@ class StorePoints:
         """A session has been closed; its id, and the name of the session that its engine holds for it and must be told
         of, if there is one. Session control."""
 
-        self.changed: list[Callable[[Tx, Sequence[str]], None]] = []
+        self.changed: list[Callable[[Tx, Sequence[GroupKey]], None]] = []
         """A session of each of these groups has changed. Groups."""
 
         self.voided: list[Callable[[Tx, str, Sequence[tuple[int, int]]], None]] = []

@@ -229,11 +229,10 @@ class Create(BaseOperation, frozen=True):
         new = [create._under(tx, roots, runs) for create in operations if create.session_id in roots]
         tx.insert(sql.insert_session, [new_head(c.session_id, c.at, c.event, roots[c.session_id]) for c in new])
         adopted = rollouts.adopt(tx, roots)
-        rollouts.note_groups(
-            tx, sorted({group_id for create in new if (group_id := create.event.config.group_id) is not None})
-        )
-        for root_id in roots.values():
-            rollouts.note(tx, None, root_id)
+        of_groups = {(runs[c.session_id], group_id) for c in new if (group_id := c.event.config.group_id) is not None}
+        rollouts.note_groups(tx, sorted(of_groups))
+        for session_id, root_id in roots.items():
+            rollouts.note(tx, runs[session_id], None, root_id)
         blobs = [blob_row(create.session_id, create.blob) for create in new if create.blob is not None]
         tx.insert(sql.insert_blob, blobs)
         for create, appended in zip(
@@ -274,6 +273,7 @@ def new_head(session_id: str, at: float, created: SessionCreated, root_id: str |
         "name": created.name,
         "generation": created.generation,
         "run": created.config.of_run,
+        "group_size": created.config.group_size,
     }
 
 
@@ -306,10 +306,10 @@ class AssignReward(BaseOperation, frozen=True):
         row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
-        _, group_id, root_id = row
+        _, run, group_id, root_id = row
         if self.event.turn is None and not self._is_overruled(tx, root_id):
             tx.run(sql.set_reward, {"sid": self.session_id, "value": self.event.reward})
-            rollouts.note(tx, group_id, root_id)
+            rollouts.note(tx, run, group_id, root_id)
         appended = append(tx, self.session_id, row[0], self.at, [self.event])
         may_have_members = rollouts.may_have_members(tx, self.session_id)
         reach("in_reward")
@@ -339,9 +339,9 @@ class ShareReward(BaseOperation, frozen=True):
         row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
-        version, group_id, _ = row
+        version, run, group_id, _ = row
         tx.run(sql.set_reward, {"sid": self.session_id, "value": root_reward.reward})
-        rollouts.note(tx, group_id, root_id)
+        rollouts.note(tx, run, group_id, root_id)
         event = RewardAssigned(root_reward.reward, root_reward.components, of_root=True)
         return append(tx, self.session_id, version, self.at, [event])
 
@@ -359,7 +359,7 @@ class JoinRollout(BaseOperation, frozen=True):
         row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
-        version, _, root_id = row
+        version, _, _, root_id = row
         joined = RolloutJoined(root_id, rollouts.has_limits(tx, root_id))
         return append(tx, self.session_id, version, self.at, [joined])
 

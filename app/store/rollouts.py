@@ -34,7 +34,7 @@ from sqlalchemy import (
 )
 
 from app.domain.events import RewardAssigned, SessionCreated, SessionRestored, UnknownEvent, decode
-from app.domain.groups import Root
+from app.domain.groups import GroupKey, Root
 from app.store.dialect import ForEach, Reads, Tx
 from app.store.schema import events, sessions
 
@@ -52,19 +52,25 @@ def is_root(table: FromClause = sessions) -> ColumnElement[bool]:
 
 
 def group() -> ColumnElement[str | None]:
-    """Expression on heads: the group that counts the session's rollout."""
+    """Expression on heads: the group that counts the session's rollout, of the session's own run, which is its
+    root's."""
     of_root = select(_roots.c.group_id).where(_roots.c.session_id == sessions.c.root_id).correlate(sessions)
     return case((is_root(), sessions.c.group_id), else_=of_root.scalar_subquery())
 
 
-def in_groups(group_ids: Sequence[str]) -> ColumnElement[bool]:
+def among(keys: Sequence[GroupKey], table: FromClause = sessions) -> ColumnElement[bool]:
+    """Condition on heads: the session itself names one of these groups."""
+    return tuple_(table.c.group_id, table.c.run).in_([(key.group_id, key.run) for key in keys])
+
+
+def in_groups(keys: Sequence[GroupKey]) -> ColumnElement[bool]:
     """Condition on heads: the session's rollout counts in one of these groups."""
     there = _members.c.status != "undone"
-    named = select(_members.c.session_id).where(_members.c.group_id.in_(group_ids), there, is_root(_members))
+    named = select(_members.c.session_id).where(among(keys, _members), there, is_root(_members))
     theirs = (
         select(_members.c.session_id)
         .join_from(_members, _roots, _roots.c.session_id == _members.c.root_id)
-        .where(_roots.c.group_id.in_(group_ids), there, _roots.c.status != "undone")
+        .where(among(keys, _roots), there, _roots.c.status != "undone")
     )
     return sessions.c.session_id.in_(union_all(named, theirs))
 
@@ -72,7 +78,7 @@ def in_groups(group_ids: Sequence[str]) -> ColumnElement[bool]:
 # Groups that have changed, and the root of a new session.
 
 _root_of = select(sessions.c.root_id).where(sessions.c.session_id == bindparam("sid"))
-_group_of = select(sessions.c.group_id).where(sessions.c.session_id == bindparam("sid"))
+_key_of = select(sessions.c.run, sessions.c.group_id).where(sessions.c.session_id == bindparam("sid"))
 _adopt = update(sessions).where(sessions.c.root_id == bindparam("sid")).values(root_id=bindparam("top"))
 _below = ForEach(
     lambda given: (
@@ -84,15 +90,15 @@ _below = ForEach(
 )
 
 
-def note(tx: Tx, group_id: str | None, root_id: str | None = None) -> None:
+def note(tx: Tx, run: str, group_id: str | None, root_id: str | None = None) -> None:
     """Tell that a session of this group has changed; if its root `root_id` exists, the root's group."""
-    root = None if root_id is None else tx.one(_group_of, {"sid": root_id})
-    note_groups(tx, [group_id if root is None else root[0]])
+    root = None if root_id is None else tx.one(_key_of, {"sid": root_id})
+    note_groups(tx, [(run, group_id) if root is None else (root[0], root[1])])
 
 
-def note_groups(tx: Tx, group_ids: Iterable[str | None]) -> None:
-    """Tell that sessions of these groups have changed."""
-    changed = [group_id for group_id in group_ids if group_id is not None]
+def note_groups(tx: Tx, named: Iterable[tuple[str, str | None]]) -> None:
+    """Tell that sessions of these groups have changed: of each the run and the id, None for no group."""
+    changed = [GroupKey(run, group_id) for run, group_id in named if group_id is not None]
     if changed:
         for follow in tx.points.changed:
             follow(tx, changed)
@@ -121,11 +127,12 @@ def adopt(tx: Tx, roots: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]
     Returns the sessions of these lines by the new one; `JoinRollout` has to tell each of them.
     """
     adopted: dict[str, tuple[str, ...]] = {}
-    counted_in: set[str | None] = set()  # until now
-    for session_id, member, group_id, _ in below(tx, roots):
+    counted_in: set[tuple[str, str]] = set()  # until now
+    for session_id, member, group_id, run in below(tx, roots):
         adopted[session_id] = (*adopted.get(session_id, ()), member)
-        counted_in.add(group_id)
-    note_groups(tx, sorted(filter(None, counted_in)))
+        if group_id is not None:
+            counted_in.add((run, group_id))
+    note_groups(tx, sorted(counted_in))
     for session_id in adopted:
         if (root_id := roots[session_id]) is not None:
             tx.run(_adopt, {"sid": session_id, "top": root_id})

@@ -112,6 +112,7 @@ sessions = Table(
     Column("name", SESSION_ID),
     Column("generation", Integer),
     Column("run", SESSION_ID, nullable=False),
+    Column("group_size", Integer),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id_run", "group_id", "run"),
     Index("ix_sessions_run_created_at_session_id", "run", "created_at", "session_id"),

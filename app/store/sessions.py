@@ -45,7 +45,8 @@ from sqlalchemy import (
 from sqlalchemy.types import TypeEngine
 
 from app.domain import notes
-from app.domain.events import BlobsTombstoned, Recorded, UnknownEvent, decode
+from app.domain.events import DEFAULT_RUN, BlobsTombstoned, Recorded, UnknownEvent, decode
+from app.domain.groups import GroupKey, Played
 from app.domain.session import Session, decode_session, fold
 from app.errors import StoreDamaged
 from app.store import pins, rollouts
@@ -305,11 +306,11 @@ def closed_sessions(
 
 
 class Acknowledgements(NamedTuple):
-    """What the retention of payloads waits for: `is_given` is a condition on heads. `groups` lists times and ids of
-    acknowledged groups behind a place, in that order, as many as asked for."""
+    """What the retention of payloads waits for: `is_given` is a condition on heads. `groups` lists times, runs and ids
+    of acknowledged groups behind a place, in that order, as many as asked for."""
 
     is_given: ColumnElement[bool]
-    groups: Callable[[Connection, tuple[float, str], int], list[tuple[float, str]]]
+    groups: Callable[[Connection, tuple[float, str, str], int], list[tuple[float, str, str]]]
 
 
 def of_these(session_ids: Sequence[str] | None) -> list[ColumnElement[bool]]:
@@ -691,16 +692,37 @@ class ExportHead(msgspec.Struct, frozen=True):
     group_id: str | None
     turns: int
     root_id: str | None = None
+    run: str = DEFAULT_RUN
+    attempt: int | None = None
+    created_at: float = 0.0
+    is_rewarded: bool = False
     is_known: bool = True
 
     @property
     def rollout(self) -> str:
         return self.root_id or self.session_id
 
+    @property
+    def key(self) -> GroupKey | None:
+        return None if self.group_id is None else GroupKey(self.run, self.group_id)
+
+    @property
+    def played(self) -> Played:
+        """Of a root, in its group."""
+        return Played(self.session_id, self.attempt, self.created_at, self.is_rewarded)
+
 
 def _heads() -> Select[Any]:
-    root_id = case((rollouts.is_root(), None), else_=sessions.c.root_id)
-    return select(sessions.c.session_id, rollouts.group(), sessions.c.turns, root_id)
+    return select(
+        sessions.c.session_id,
+        rollouts.group(),
+        sessions.c.turns,
+        case((rollouts.is_root(), None), else_=sessions.c.root_id),
+        sessions.c.run,
+        sessions.c.attempt,
+        sessions.c.created_at,
+        case((sessions.c.reward.is_(None), False), else_=True),
+    )
 
 
 def export_heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, ExportHead]:
@@ -726,7 +748,7 @@ def every_head(connection: Connection) -> dict[str, ExportHead]:
         if root is None:
             every[session_id] = msgspec.structs.replace(head, root_id=None)
         elif root is not head:
-            every[session_id] = msgspec.structs.replace(head, group_id=root.group_id)
+            every[session_id] = msgspec.structs.replace(head, run=root.run, group_id=root.group_id)
     return every
 
 
@@ -738,12 +760,14 @@ def _head_by_log(connection: Connection, session_id: str) -> ExportHead | None:
     if session is None:
         return None
     root_id = rollouts.root_in_logs(CoreReads(connection), session_id, session.config.parent)
-    return ExportHead(session_id, session.config.group_id, len(session.turns), root_id)
+    config, is_rewarded = session.config, session.reward is not None
+    own = config.of_run, config.attempt, session.created_at, is_rewarded
+    return ExportHead(session_id, config.group_id, len(session.turns), root_id, *own)
 
 
-def group_members(connection: Connection, group_id: str) -> list[ExportHead]:
+def group_members(connection: Connection, key: GroupKey) -> list[ExportHead]:
     """All sessions of a group's rollouts, erased ones too."""
-    return [ExportHead(*row) for row in connection.execute(_heads().where(rollouts.in_groups([group_id])))]
+    return [ExportHead(*row) for row in connection.execute(_heads().where(rollouts.in_groups([key])))]
 
 
 # A name's generations: the sessions that clients call alike, one after another.

@@ -21,6 +21,7 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain.events import Recorded, UnknownEvent
+from app.domain.groups import GroupKey
 from app.domain.session import Session, fold
 from app.errors import NotFound, SessionUnreadable
 from app.features.checkpoints import operations as store
@@ -181,7 +182,7 @@ class Restores:
     async def _restore_groups(self, target: Checkpoint) -> None:
         for follow in self._then:
             await follow()
-        after: str | None = ""
+        after: GroupKey | None = GroupKey("", "")
         while after is not None:
             after = await self._writer.submit(RestoreGroups(target.id, after, GROUPS_AT_ONCE))
             reach("after_groups_restored")

@@ -73,7 +73,7 @@ class Fork(BaseOperation, frozen=True):
             return Stale()
         tx.insert(sql.insert_session, [self._head_row()])
         rollouts.adopt(tx, {self.fork_id: None})
-        rollouts.note(tx, self.forked.created.config.group_id)
+        rollouts.note(tx, self.forked.created.config.of_run, self.forked.created.config.group_id)
         self._copy(tx)
         appended = append(tx, self.fork_id, 1, self.at, self.forked.events)
         reach("in_fork")

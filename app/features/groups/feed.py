@@ -4,8 +4,9 @@ complete ──▶ leased to a consumer ──ack──▶ consumed, for good
     ▲               │
     └── lease ends ─┘   (or a session was created in the group, which is then incomplete)
 
-A group is complete when each of its rollouts is closed and rewarded; erased rollouts do not count. A rollout is a root
-session with the sessions of its agents and children; they are handed out together. Leases and acknowledgements are on
+A group is a run's, and so are leases and acknowledgements: two runs may have groups of one id. It is complete when all
+of its attempts have arrived and each of its rollouts is closed and rewarded (`rules`). A rollout is a root session with
+the sessions of its agents and children; they are handed out together. Leases and acknowledgements are on
 disk before the reply leaves. So groups that a consumer did not acknowledge are handed out again, and only those:
 
 - A consumer that asks again, also after a crash, first gets its unacknowledged groups, then new ones, oldest
@@ -28,8 +29,11 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from pydantic import ConfigDict, Field
 
+from app.domain.events import DEFAULT_RUN
 from app.domain.groups import (
+    REPLACED,
     UNKNOWN_STALENESS,
+    GroupKey,
     oldest_version,
     staleness,
     too_stale,
@@ -37,7 +41,7 @@ from app.domain.groups import (
 from app.domain.patterns import ID
 from app.domain.restore import in_effect
 from app.domain.selection import Selection
-from app.errors import CheckpointBusy, NotFound
+from app.errors import CheckpointBusy, InvalidRequest, NotFound
 from app.export import formats
 from app.export.exporter import Exporter
 from app.export.faults import instead, told
@@ -68,13 +72,19 @@ PAGE = 500
 
 LOOKED_AT = 10_000
 """The most groups that one request looks at, of its own and of free ones; that matters with a filter by metadata."""
+RUNS_NAMED = 10
+"""Runs that an error names."""
+
+ALL_RUNS = "*"
+RUN_OR_ALL = rf"{ID}|^\*$"
 
 MAX_SIZE = 1000
 MAX_LEASE_S = 86_400
 
 
 class FeedQuery(Selection, RowQuery):
-    """A request for groups: how many, for which consumer and lease, and the export parameters of their rows.
+    """A request for groups: of which run, how many, for which consumer and lease, and the export parameters of their
+    rows.
 
     `max_staleness`: only groups whose oldest sampled token is at most so many weight versions behind. `metadata`: only
     groups of which a rollout's root has it.
@@ -85,9 +95,12 @@ class FeedQuery(Selection, RowQuery):
     consumer: str = Field(
         pattern=ID, description="The consumer's name. Groups that it has not acknowledged are given to it again."
     )
+    run: str | None = Field(
+        default=DEFAULT_RUN, pattern=RUN_OR_ALL, description="Only groups of this run; `*`: of all runs."
+    )
     size: int = Field(default=1, ge=1, le=MAX_SIZE, description="Maximum number of groups.")
     lease_s: float = Field(default=600, ge=1, le=MAX_LEASE_S, description="Duration of the lease in seconds.")
-    attempts: int = Field(default=1, ge=1, le=2**31 - 1, description="Only groups with at least this many sessions.")
+    attempts: int = Field(default=1, ge=1, le=2**31 - 1, description="Only groups with at least so many attempts.")
     new_only: bool = Field(default=False, description="Only groups without a lease.")
 
     def of_rows(self) -> ExportQuery:
@@ -98,7 +111,7 @@ class FeedQuery(Selection, RowQuery):
 
     @property
     def of_groups(self) -> GroupFilter:
-        return GroupFilter(group_id=tuple(self.group_id), group_prefix=self.group_prefix)
+        return GroupFilter(**self.run_and_group | ({"run": None} if self.run == ALL_RUNS else {}))
 
     @property
     def max_group_staleness(self) -> int | None:
@@ -121,6 +134,7 @@ class _Line(msgspec.Struct, frozen=True):
     true.
     """
 
+    run: str
     group_id: str
     attempts: list[Any]
     lease_until: float
@@ -152,28 +166,41 @@ class Feed:
             given = await self._lease(query, current)
         return self._lines(query, wanted.model_copy(update={"weight_version": current}), current, given)
 
-    async def group(self, group_id: str) -> reply_types.Group:
-        """A group as it is now. Raises NotFound if no session has the id."""
-        every = await self._attempts(group_id)
+    async def group(self, group_id: str, run: str | None) -> reply_types.Group:
+        """A group as it is now. Without a run: the default run's, else that of the only run that has one.
+
+        Raises NotFound if no session has the id, InvalidRequest if several runs have such a group.
+        """
+        key = GroupKey(DEFAULT_RUN if run is None else run, group_id)
+        every = await self._attempts(key)
+        if not every and run is None:
+            others = await self._database.read(partial(group_reads.runs_of, group_id=group_id, limit=RUNS_NAMED + 1))
+            if len(others) > 1:
+                raise InvalidRequest(f"run is missing: {_named(others)} have a group of this id")
+            key = GroupKey(*others, group_id) if others else key
+            every = await self._attempts(key)
         if not every:
             raise NotFound("no session has this group_id")
         group = outcome(every)
         return {
+            "run": key.run,
             "group_id": group_id,
+            "group_size": group.size,
+            "arrived": group.arrived,
             "attempts": msgspec.to_builtins(every),
             "statistics": msgspec.to_builtins(group.statistics),
             "complete": group.complete,
         }
 
-    async def _attempts(self, group_id: str) -> list[Attempt]:
-        return (await self._database.read(partial(group_reads.attempts, group_ids=[group_id])))[group_id]
+    async def _attempts(self, key: GroupKey) -> list[Attempt]:
+        return (await self._database.read(partial(group_reads.attempts, keys=[key])))[key]
 
-    async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
-        """Acknowledge groups. Idempotent. Raises CheckpointBusy."""
+    async def acknowledge(self, consumer: str, run: str, group_ids: Sequence[str]) -> Acknowledged:
+        """Acknowledge groups of a run. Idempotent. Raises CheckpointBusy."""
         every = Acknowledged([], [], [], [])
         distinct = sorted(set(group_ids))
         for at in range(0, len(distinct), ACKS_AT_ONCE):
-            part = await self._writer.submit(Acknowledge(consumer, distinct[at : at + ACKS_AT_ONCE]))
+            part = await self._writer.submit(Acknowledge(consumer, run, distinct[at : at + ACKS_AT_ONCE]))
             if part is None:
                 raise CheckpointBusy("the store is being taken back to a checkpoint: nothing is acknowledged meanwhile")
             every.acknowledged.extend(part.acknowledged)
@@ -187,7 +214,7 @@ class Feed:
         oldest = None if most is None or current is None else current - most
         given: list[_LeasedGroup] = []
         for held_by in (None,) if query.new_only else (query.consumer, None):
-            after, looked_at = (-1.0, ""), 0
+            after, looked_at = (-1.0, "", ""), 0
             while len(given) < query.size and looked_at < LOOKED_AT:
                 page = await self._database.read(
                     partial(
@@ -221,42 +248,42 @@ class Feed:
         if not young:
             return []
         leased = await self._writer.submit(Lease(query.consumer, query.lease_s, not query.new_only, young))
-        by_id = {lease.group_id: lease for lease in leased}
-        return [_LeasedGroup(group, by_id[group.group_id]) for group in young if group.group_id in by_id]
+        by_key = {lease.key: lease for lease in leased}
+        return [_LeasedGroup(group, by_key[group.key]) for group in young if group.key in by_key]
 
     async def _fitting(self, query: FeedQuery, page: Sequence[G]) -> Sequence[G]:
         """Those of the groups that have the metadata."""
         if not query.metadata:
             return page
-        ids = [group.group_id for group in page]
-        fitting = await self._database.read(partial(group_reads.with_metadata, group_ids=ids, wanted=query.metadata))
-        return [group for group in page if group.group_id in fitting]
+        keys = [group.key for group in page]
+        fitting = await self._database.read(partial(group_reads.with_metadata, keys=keys, wanted=query.metadata))
+        return [group for group in page if group.key in fitting]
 
     async def _readable(self, page: Sequence[Candidate]) -> list[Candidate]:
         """Without the groups that have a head on a damaged page: nobody knows all of their rewards."""
-        ids = [group.group_id for group in page]
-        attempts = await self._database.read(lambda connection: of_readable(connection, ids, group_reads.attempts))
-        for group_id in ids:
-            if group_id not in attempts:
-                self._database.unreadable.warn_of_group(group_id, "a page of it is damaged")
-        return [group for group in page if group.group_id in attempts]
+        keys = [group.key for group in page]
+        attempts = await self._database.read(lambda connection: of_readable(connection, keys, group_reads.attempts))
+        for key in keys:
+            if key not in attempts:
+                self._database.unreadable.warn_of_group(key, "a page of it is damaged")
+        return [group for group in page if group.key in attempts]
 
     async def _measured(self, page: Sequence[Candidate]) -> list[Candidate]:
         """The groups with the oldest version among their sessions, which are closed, so that it is final; without those
         of which an agent's head is on a damaged page."""
-        unknown = [one.group_id for one in page if not one.measured]
-        ages: dict[str, int | None] = {}
+        unknown = [one.key for one in page if not one.measured]
+        ages: dict[GroupKey, int | None] = {}
         for at in range(0, len(unknown), GROUPS_AT_ONCE):
             part = unknown[at : at + GROUPS_AT_ONCE]
-            logs = await self._database.read(partial(group_reads.turn_events, group_ids=part))
+            logs = await self._database.read(partial(group_reads.turn_events, keys=part))
             ages |= await asyncio.to_thread(_ages, logs, self._database.unreadable)
-        for group_id in unknown:
-            if group_id not in ages:
-                self._database.unreadable.warn_of_group(group_id, "a page of it is damaged")
+        for key in unknown:
+            if key not in ages:
+                self._database.unreadable.warn_of_group(key, "a page of it is damaged")
         return [
-            one if one.measured else msgspec.structs.replace(one, measured=True, oldest_version=ages[one.group_id])
+            one if one.measured else msgspec.structs.replace(one, measured=True, oldest_version=ages[one.key])
             for one in page
-            if one.measured or one.group_id in ages
+            if one.measured or one.key in ages
         ]
 
     async def _lines(
@@ -266,21 +293,22 @@ class Feed:
             async for piece in self._line(query, wanted, current, one):
                 yield piece
         if query.explain:
-            async for line in self._left_out(query, current, {one.group.group_id for one in given}):
+            async for line in self._left_out(query, current, {one.group.key for one in given}):
                 yield line
 
     async def _line(
         self, query: FeedQuery, wanted: ExportQuery, current: int | None, given: _LeasedGroup
     ) -> AsyncIterator[bytes]:
         """A group's line in pieces: its rows, as `wanted`, are made a few sessions at a time."""
-        group_id = given.group.group_id
-        every = await self._attempts(group_id)
+        key = given.group.key
+        every = await self._attempts(key)
         rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.finished}
         roots = list(rewards)
         of_agents = await self._database.read(partial(group_reads.of_agents, root_ids=roots))
         behind = staleness(current, given.group.oldest_version)
         line = _Line(
-            group_id=group_id,
+            run=key.run,
+            group_id=key.group_id,
             attempts=[_attempt(one) for one in every if one.session_id in rewards],
             lease_until=given.lease.lease_until,
             handed_out=given.lease.handed_out,
@@ -289,10 +317,11 @@ class Feed:
             staleness_unknown=UNKNOWN_STALENESS if behind is None else None,
         )
         excluded: list[dict[str, Any]] = [
-            {"session_id": one.session_id, "reason": "erased" if one.status == "erased" else "not closed and rewarded"}
+            {"session_id": one.session_id, "reason": _why_without(one)}
             for one in every
             if one.session_id not in rewards
         ]
+        told = {one["session_id"] for one in excluded}
         yield msgspec.json.encode(line)[:-1] + b',"rows":['
         separator = b""
         all_sessions = [session_id for root_id in rewards for session_id in (root_id, *of_agents.get(root_id, ()))]
@@ -303,23 +332,25 @@ class Feed:
                 yield separator + row
                 separator = b","
             # A trainer does not miss a turn that was rolled back.
-            excluded += [one for one in left_out if query.explain or "turn" not in one]
+            of_rows = [one for one in left_out if query.explain or "turn" not in one]
+            excluded += [one for one in of_rows if one["session_id"] not in told]
         yield b'],"excluded":' + msgspec.json.encode(excluded) + b"}\n"
 
-    async def _left_out(self, query: FeedQuery, current: int | None, given: set[str]) -> AsyncIterator[bytes]:
+    async def _left_out(self, query: FeedQuery, current: int | None, given: set[GroupKey]) -> AsyncIterator[bytes]:
         """For each other unacknowledged group, why it was not handed out."""
-        after, waiting = "", partial(group_reads.waiting, wanted=query.of_groups)
-        while page := await self._database.read(partial(waiting, after=after, limit=PAGE)):
+        after = GroupKey("", "")
+        waiting = partial(group_reads.waiting, wanted=query.of_groups, limit=PAGE)
+        while page := await self._database.read(partial(waiting, after=after)):
             for group in await self._fitting(query, page):
-                if group.group_id not in given:
-                    reason = _why_not(group, query, current)
-                    yield msgspec.json.encode({"group_id": group.group_id, "excluded": reason}) + b"\n"
-            after = page[-1].group_id
+                if group.key not in given:
+                    line = {**group.key._asdict(), "excluded": _why_not(group, query, current)}
+                    yield msgspec.json.encode(line) + b"\n"
+            after = page[-1].key
 
 
-def _ages(logs: TurnEvents, unreadable: Unreadable) -> dict[str, int | None]:
+def _ages(logs: TurnEvents, unreadable: Unreadable) -> dict[GroupKey, int | None]:
     """Each group's oldest version, without the sessions that cannot be read. Runs on a thread."""
-    return {group_id: min(_oldest_versions(of_group, unreadable), default=None) for group_id, of_group in logs.items()}
+    return {key: min(_oldest_versions(of_group, unreadable), default=None) for key, of_group in logs.items()}
 
 
 def _oldest_versions(logs: Mapping[str, Sequence[EventRow]], unreadable: Unreadable) -> Iterator[int]:
@@ -331,6 +362,17 @@ def _oldest_versions(logs: Mapping[str, Sequence[EventRow]], unreadable: Unreada
             continue
         if version is not None:
             yield version
+
+
+def _named(runs: Sequence[str]) -> str:
+    return f"runs {', '.join(runs[:RUNS_NAMED])}{' and others' if len(runs) > RUNS_NAMED else ''}"
+
+
+def _why_without(one: Attempt) -> str:
+    """Why a rollout of a group has no rows."""
+    if one.status == "erased":
+        return "erased"
+    return REPLACED if one.replaced else "not closed and rewarded"
 
 
 def _attempt(one: Attempt) -> dict[str, Any]:
@@ -369,9 +411,10 @@ def _why_not(group: Waiting, query: FeedQuery, current: int | None) -> str:
     if group.completed_at is None:
         if not group.sessions:
             return "all of its sessions are erased" if group.erased else "it has no rollout: its sessions are children"
-        return f"incomplete: {group.unfinished} of {group.sessions} sessions are not closed and rewarded"
-    if group.sessions + group.erased < query.attempts:
-        return f"incomplete: {group.sessions + group.erased} of {query.attempts} attempts"
+        if group.unfinished:
+            return f"incomplete: {group.unfinished} of {group.sessions} sessions are not closed and rewarded"
+    if group.arrived < (wanted := max(query.attempts, group.size or 0)):
+        return f"incomplete: {group.arrived} of {wanted} attempts"
     if group.is_leased and (query.new_only or group.consumer != query.consumer):
         return f"leased to {group.consumer}"
     behind = staleness(current, group.oldest_version) if group.measured else None

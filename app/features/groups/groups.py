@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from app.domain import cursors
+from app.domain.groups import GroupKey
 from app.domain.selection import Selection
 from app.errors import StoreDamaged
 from app.features.groups import reads, rules
@@ -28,23 +29,25 @@ class GroupList:
         self._database = database
 
     async def page(self, query: Selection, cursor: str | None, limit: int) -> GroupPage:
-        """One page of groups, ordered by id; with a filter by metadata, those of which a rollout's root has it, and the
-        page may be short though others follow. Raises InvalidRequest for an invalid cursor."""
+        """One page of groups, ordered by id, then by run; with a filter by metadata, those of which a rollout's root
+        has it, and the page may be short though others follow. Raises InvalidRequest for an invalid cursor."""
         mark, after = cursors.mark(query, Selection.model_fields.keys()), None
         if cursor is not None:
-            after, given = cursors.decode(cursor, tuple[cursors.Text, str], "this list")
+            *place, given = cursors.decode(cursor, tuple[cursors.Text, cursors.Text, str], "this list")
             cursors.require_mark(given, mark)
+            after = GroupKey(*reversed(place))
         size = AT_ONCE if query.metadata else limit
         rows: list[ListedGroup] = []
 
-        def read(connection: Connection) -> tuple[list[ListedGroup], str | None]:
-            ids = reads.ids(connection, after, size + 1, GroupFilter(**query.run_and_group))
-            page, last = ids[:size], ids[size - 1] if len(ids) > size else None
+        def read(connection: Connection) -> tuple[list[ListedGroup], GroupKey | None]:
+            page = reads.keys(connection, after, size + 1, GroupFilter(**query.run_and_group))
+            last = page[size - 1] if len(page) > size else None
+            page = page[:size]
             if query.metadata:
                 fitting = reads.with_metadata(connection, page, query.metadata)
-                page = [group_id for group_id in page if group_id in fitting]
+                page = [key for key in page if key in fitting]
             attempts, leases = reads.attempts(connection, page), reads.leases(connection, page)
-            return [_row(group_id, attempts[group_id], leases.get(group_id)) for group_id in page], last
+            return [_row(key, attempts[key], leases.get(key)) for key in page], last
 
         for _ in range(LOOKED_AT // AT_ONCE):
             found, after = await self._database.read(read)
@@ -52,15 +55,19 @@ class GroupList:
             if after is None or len(rows) >= limit:
                 break
         if len(rows) > limit:
-            after = rows[limit - 1]["group_id"]
-        return GroupPage(groups=rows[:limit], next_cursor=None if after is None else cursors.encode((after, mark)))
+            after = GroupKey(rows[limit - 1]["run"], rows[limit - 1]["group_id"])
+        following = None if after is None else cursors.encode((after.group_id, after.run, mark))
+        return GroupPage(groups=rows[:limit], next_cursor=following)
 
 
-def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) -> ListedGroup:
+def _row(key: GroupKey, attempts: Sequence[Attempt], lease: FeedLease | None) -> ListedGroup:
     outcome = rules.outcome(attempts)
     rewards = outcome.statistics
     return ListedGroup(
-        group_id=group_id,
+        run=key.run,
+        group_id=key.group_id,
+        group_size=outcome.size,
+        arrived=outcome.arrived,
         sessions=outcome.rollouts,
         closed=outcome.closed,
         rewarded=rewards.count if rewards else 0,
@@ -69,18 +76,19 @@ def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) ->
         min=rewards.min if rewards else None,
         max=rewards.max if rewards else None,
         zero_variance=rewards is not None and rewards.count > 1 and rewards.zero_variance,
-        missing_attempts=missing_attempts([one.attempt for one in attempts if one.attempt is not None]),
+        missing_attempts=missing_attempts([one.attempt for one in attempts if one.attempt is not None], outcome.size),
         state=_state(outcome.complete, lease),
     )
 
 
-def missing_attempts(attempts: Sequence[int]) -> list[int]:
+def missing_attempts(attempts: Sequence[int], size: int | None = None) -> list[int]:
     """The lowest missing attempts, at most MAX_MISSING. Attempts count from 0 if attempt 0 exists, else from 1."""
     present = set(attempts)
     if not present:
         return []
     missing: list[int] = []
-    for number in range(min(1, min(present)), max(present)):
+    first = min(1, min(present))
+    for number in range(first, max(max(present), first + (size or 0))):
         if len(missing) == MAX_MISSING:
             break
         if number not in present:
@@ -113,8 +121,8 @@ async def settle_groups(database: Database, writer: Writer) -> None:
 
 async def _settle_each(database: Database, writer: Writer) -> None:
     """Update each group in a transaction of its own. A group with a session on a damaged page stays as it was."""
-    for group_id in await database.read(reads.noted):
+    for key in await database.read(reads.noted):
         try:
-            await writer.submit(SettleGroup(group_id))
+            await writer.submit(SettleGroup(key))
         except StoreDamaged as error:
-            database.unreadable.warn_of_group(group_id, error)
+            database.unreadable.warn_of_group(key, error)

@@ -14,6 +14,7 @@ from app.api.parameters import LIMIT, Cursor
 from app.api.replies import started
 from app.api.requests import Request
 from app.api.routes import BODY, NDJSON, READ, WRITE, Reply, Routes, json_reply
+from app.domain.events import DEFAULT_RUN
 from app.domain.patterns import ID, NO_NUL
 from app.domain.selection import Selection
 from app.errors import InvalidRequest, NotFound
@@ -22,6 +23,8 @@ from turnlog import replies as reply_types
 from turnlog.rows import Acknowledged, LeasedGroup
 
 route = Routes("Export")
+
+OF_RUN = "Its run. Without it: the default run, else the only run that has a group of this id."
 
 
 class GroupListQuery(Selection):
@@ -39,6 +42,7 @@ class Acknowledgement(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     consumer: str = Field(pattern=ID, strict=True)
+    run: str = Field(default=DEFAULT_RUN, pattern=ID, strict=True)
     groups: Annotated[list[Annotated[str, Field(pattern=NO_NUL, strict=True)]], FailFast()]
 
 
@@ -74,10 +78,12 @@ async def list_groups(request: Request, query: Annotated[GroupListQuery, Query()
     errors=(InvalidRequest, NotFound, *READ),
 )
 async def get_group(
-    request: Request, group_id: Annotated[str, Path(pattern=NO_NUL, description="A group's id.")]
+    request: Request,
+    group_id: Annotated[str, Path(pattern=NO_NUL, description="A group's id.")],
+    run: Annotated[str | None, Query(pattern=ID, description=OF_RUN)] = None,
 ) -> Mapping[str, Any]:
     """A group's sessions, and the statistics of their rewards."""
-    return await _groups(request).feed.group(group_id)
+    return await _groups(request).feed.group(group_id, run)
 
 
 @route(
@@ -90,9 +96,9 @@ async def get_group(
     example={"consumer": "trainer-0", "groups": ["task-17"]},
 )
 async def acknowledge(request: Request) -> dict[str, Any]:
-    """Mark groups as consumed, permanently. Returns the result for each group."""
+    """Mark groups of a run as consumed, permanently. Returns the result for each group."""
     body = await request.body_of(Acknowledgement)
-    outcome = await _groups(request).feed.acknowledge(body.consumer, body.groups)
+    outcome = await _groups(request).feed.acknowledge(body.consumer, body.run, body.groups)
     fields: dict[str, Any] = msgspec.to_builtins(outcome)
     return fields
 

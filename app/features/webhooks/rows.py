@@ -15,6 +15,7 @@ from sqlalchemy import Connection, bindparam, delete, insert, or_, select, updat
 from app.crash_points import reach
 from app.domain.events import RewardAssigned, SessionClosed, SessionErased, TurnOpened
 from app.domain.fleet import EngineDied
+from app.domain.groups import GroupKey
 from app.domain.selection import Selection
 from app.features.groups.reads import attempts
 from app.features.groups.rules import outcome
@@ -138,21 +139,22 @@ def pending(
 def _complete(connection: Connection, rows: Sequence[PlacedRow], named: str, wanted: Selection) -> list[Notice]:
     """The groups of these events' sessions that are complete."""
     at = {row.session_id: row.at or 0.0 for row in rows if row.session_id is not None}
-    query = select(sessions.c.session_id, group().label("counts_in")).where(sessions.c.session_id.in_(at))
-    last: dict[str, float] = {}
-    for session_id, group_id in connection.execute(query):
+    query = select(sessions.c.session_id, sessions.c.run, group().label("counts_in"))
+    last: dict[GroupKey, float] = {}
+    for session_id, run, group_id in connection.execute(query.where(sessions.c.session_id.in_(at))):
         if group_id is not None:
-            last[group_id] = max(last.get(group_id, 0.0), at[session_id])
+            key = GroupKey(run, group_id)
+            last[key] = max(last.get(key, 0.0), at[session_id])
     notices = []
-    for group_id, found in attempts(connection, list(last)).items():
+    for key, found in attempts(connection, list(last)).items():
         outcome_of = outcome(found)
         ids = [one.session_id for one in found]
         if outcome_of.complete and (not wanted.metadata or any(matches(connection, ids, wanted.metadata).values())):
-            told = {"group_id": group_id, "rollouts": outcome_of.rollouts}
-            page = page_of("group", group_id)
+            told = {**key._asdict(), "rollouts": outcome_of.rollouts}
+            page = page_of("group", key.group_id)
             # The number tells it from what the group was before another rollout began.
-            subject = (group_id, outcome_of.rollouts)
-            notices.append(Notice("group.complete", named, subject, _iso(last[group_id]), told, page))
+            subject = (*key, outcome_of.rollouts)
+            notices.append(Notice("group.complete", named, subject, _iso(last[key]), told, page))
     return notices
 
 
@@ -168,6 +170,7 @@ def _stuck(connection: Connection, rows: Iterable[PlacedRow], named: str, wanted
             sessions.c.version,
             sessions.c.status,
             sessions.c.turns,
+            sessions.c.run,
             group(),
             open_turns.c.fence,
             open_turns.c.turn,
@@ -176,7 +179,7 @@ def _stuck(connection: Connection, rows: Iterable[PlacedRow], named: str, wanted
         .where(sessions.c.session_id.in_(ids), or_(sessions.c.status == "open", open_turns.c.fence.is_not(None)))
     )
     notices = {}
-    for session_id, version, status, turns, group_id, fence, turn in connection.execute(query):
+    for session_id, version, status, turns, run, group_id, fence, turn in connection.execute(query):
         opened = events.get((session_id, fence))
         if opened is not None and opened.row is not None and opened.row.type == TurnOpened.__name__:
             row, reason, of = opened, "turn_in_flight", turn
@@ -185,7 +188,8 @@ def _stuck(connection: Connection, rows: Iterable[PlacedRow], named: str, wanted
         else:
             continue
         assert row.row is not None
-        told = {"session_id": session_id, "group_id": group_id, "reason": reason, "turn": of, "turns": turns}
+        told = {"session_id": session_id, "run": run, "group_id": group_id}
+        told |= {"reason": reason, "turn": of, "turns": turns}
         subject, page = (session_id, row.row.seq), page_of("session", session_id)
         notices[subject] = Notice("session.stuck", named, subject, _iso(row.at or 0.0), told, page)
     return list(notices.values())
