@@ -79,13 +79,16 @@ class NewSession(TypedDict, total=False):
     run: Annotated[str | None, "The training run that it belongs to; default: TURNLOG_RUN, else the default run."]
 
 
-class Selection(TypedDict, total=False):
-    """Which sessions, in every list, export and feed."""
-
-    run: Annotated[str, "Only this run's."]
+class OfGroups(TypedDict, total=False):
     group_id: Annotated[str | Sequence[str], "Only this group's; several: of any of these."]
     group_prefix: Annotated[str, "Only those of groups whose id begins so."]
     metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
+
+
+class Selection(OfGroups, total=False):
+    """Which sessions, in every list, export and archive."""
+
+    run: Annotated[str, "Only this run's."]
 
 
 class OfSessions(Selection, total=False):
@@ -163,7 +166,7 @@ class ExportParameters(RowForm, ExportFilters, total=False):
     """The parameters of `GET /export` but for `format`."""
 
 
-class FeedFilters(Selection, RowFilters, total=False):
+class FeedFilters(OfGroups, RowFilters, total=False):
     """The parameters of `GET /export/groups` but for `consumer`, `shape` and `explain`."""
 
     size: Annotated[int, "At most this many groups."]

@@ -111,12 +111,12 @@ def groups(
     """The groups, or one group's attempts and rewards."""
     server = remote(ctx)
     wish = given(filters)
-    if name is not None and (cursor is not None or wish):
-        raise UsageError("--cursor and filters are for the list of groups")
+    if name is not None and (cursor is not None or wish.keys() - {"run"}):
+        raise UsageError("--cursor and filters but --run are for the list of groups")
     if name is None:
         found = server.read("GET", "/groups", parameters={**wish, "limit": limit, "cursor": cursor})
     else:
-        found = server.read("GET", f"/groups/{segment(name)}")
+        found = server.read("GET", f"/groups/{segment(name)}", parameters=wish)
     if printed_as_json(ctx, found):
         return
     if name is not None:
