@@ -70,7 +70,7 @@ class _Group(msgspec.Struct, frozen=True):
     """The position of each session's last exported event; sessions without one are left out.
 
     So are sessions without a turn whose rollout has turns elsewhere. `advantages` are by root; `rollouts` give each
-    session's root; `replaced` are roots.
+    session's root; `replaced` are roots. `matches`: one of the roots has the metadata that is asked for.
     """
 
     ends: Mapping[str, Position]
@@ -78,6 +78,7 @@ class _Group(msgspec.Struct, frozen=True):
     turns: int
     advantages: Mapping[str, float]
     rollouts: Mapping[str, str]
+    matches: bool
     replaced: Collection[str]
 
     def advantages_of(self, session_ids: Iterable[str]) -> dict[str, float]:
@@ -133,14 +134,22 @@ class ExportPages:
                 if any(before >= at for before, at in pairwise([after, *(at for _, at in changed)])):
                     raise BrokenRow("places out of order")
             last = changed[-1][1] if changed else None
-            if self._query.metadata:
-                matching = matches(connection, [changed_id for changed_id, _ in changed], self._query.metadata)
-                changed = [one for one in changed if matching.get(one[0])]
             heads = self._heads_of(connection, [changed_id for changed_id, _ in changed])
+            if self._query.metadata:
+                changed = self._of_metadata(connection, changed, heads)
             return self._places(connection, heads, changed, asked_for=self._query.session_id is not None), last
 
         places, last = await self._read(read)
         return self._parts(places), last
+
+    def _of_metadata(
+        self, connection: Connection, changed: Sequence[tuple[str, Position]], heads: Mapping[str, ExportHead]
+    ) -> list[tuple[str, Position]]:
+        """The sessions whose metadata match, and those that come with their group, which decides itself."""
+        matching = matches(connection, [session_id for session_id, _ in changed], self._query.metadata)
+        if self._grouped:
+            matching |= {name: True for name, head in heads.items() if head.key is not None}
+        return [one for one in changed if matching.get(one[0])]
 
     async def _read(self, read: Callable[[Connection], T]) -> T:
         """Read by the lists of sessions; where a damaged page is in their way, by the heads of all sessions, which are
@@ -235,13 +244,16 @@ class ExportPages:
         return export_heads(connection, session_ids) if self._heads is None else self._heads
 
     def _place(self, connection: Connection, head: ExportHead, at: Position, asked_for: bool) -> ExportPage | None:
-        """None if the session's group comes later. `asked_for`: the group is given here, whatever its last position."""
+        """None if the session's group comes later, or no root in it has the metadata. `asked_for`: the group is given
+        here, whatever its last position."""
         alone = ExportPage(head.session_id, at, [head.session_id], head.turns, self._grouped, {})
         if head.key is None or not (self._grouped or self._query.advantage):
             return alone
         group = self._group(connection, head.key)
         if not self._grouped:
             return msgspec.structs.replace(alone, advantages=group.advantages_of([head.session_id]))
+        if not group.matches:
+            return None
         has_rows = any(group.rollouts[session_id] == head.rollout for session_id in group.ends)
         if head.session_id not in group.ends and not (asked_for and has_rows):
             return msgspec.structs.replace(alone, is_group=False)
@@ -273,6 +285,7 @@ class ExportPages:
             turns=sum(member.turns for member in members),
             advantages=grpo(rewards(connection, roots, self._high)) if self._query.advantage else {},
             rollouts={member.session_id: member.rollout for member in heads},
+            matches=not self._query.metadata or any(matches(connection, roots, self._query.metadata).values()),
             replaced=replaced(head.played for head in heads if head.root_id is None and head.session_id in ends),
         )
         return group

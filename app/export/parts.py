@@ -14,7 +14,6 @@ from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Picker, turns_le
 from app.domain.groups import REPLACED, UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
 from app.domain.rules import superseded
 from app.domain.samples import Segment, Status, Truncate, aged
-from app.domain.selection import has_all
 from app.domain.session import Session
 from app.export import formats
 from app.export.faults import excluded, instead, told
@@ -27,7 +26,6 @@ from app.store.content import StoredSession
 from app.store.selection import GroupFilter
 
 ERASED = "erased"
-OTHER_METADATA = "its metadata has not what is asked for"
 
 NOTHING_FITS: Mapping[Truncate, str] = {
     "turn": "no turn within max_seq_len",
@@ -194,8 +192,7 @@ class PartRows:
     def _readable(self, stored: StoredSession, page: ExportPage) -> Iterator[Row | Fields]:
         """A row, or the reason why there is none, for each live segment, then for each turn that is not live.
 
-        A session outside the requested run, group or name gives nothing: it is read only where damage hides them. One
-        with other metadata is read in a group of which the last session has what is wanted.
+        A session outside the requested run, group or name gives nothing: it is read only where damage hides them.
         """
         session_id, at = stored.session_id, page.at
         if session_id in page.replaced:
@@ -218,9 +215,6 @@ class PartRows:
             yield excluded(session_id, self._window.behind(at), TEXT_ONLY)
             return
         made = SessionRows(stored, session, self._query, self._branches, self._release)
-        if self._query.metadata and not has_all(made.metadata or b"{}", self._query.metadata):
-            yield excluded(session_id, self._window.behind(at), OTHER_METADATA)
-            return
         fitting = {segment.row.leaf.number: segment for segment in made.segments}
         missing: list[_Missing] = []
         if self._query.explain:

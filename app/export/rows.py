@@ -125,7 +125,7 @@ class SessionRows:
         content = {number: self._tokens(number) for number in sorted({one for row in self.rows for one in row.turns})}
         self.segments = segments(known_session.session, self.rows, content, query.max_seq_len, query.truncate)
         self._rollout_rows = len(self.rows) if stored.rollout_rows is None else stored.rollout_rows
-        self.metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
+        self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
 
     def row(self, segment: Segment, cursor: str, *, advantage: float | None = None) -> Row:
         """Raises CorruptContent, Inconsistent; Unfit where a sampled row of a payload is not there."""
@@ -142,7 +142,7 @@ class SessionRows:
             sample=sample,
             turns=Lazy(lambda: [self._turn(span.turn) for span in sample.turns]),
             messages=Lazy(lambda: [message for number in chain for message in self._messages(number)]),
-            metadata=self.metadata,
+            metadata=self._metadata,
             source=self._source(sample),
             cursor=cursor,
             is_last=self.session.is_tree or segment.row is self.rows[-1],

@@ -92,7 +92,6 @@ ROUTES: Mapping[str, Callable[..., list[dict[str, Any]]]] = {
     "/ui/api/sessions": lambda stand, **given: pages(stand, "/ui/api/sessions", "sessions", 2, **given),
     "/search": lambda stand, **given: pages(stand, "/search", "hits", 1, q=WORD, role="user", **given),
     "/export": lambda stand, **given: lines(stand, "/export", **given),
-    "/ui/api/exports": lambda stand, **given: stand.get("/ui/api/exports", **given)["rows"],
     "/events": lambda stand, **given: lines(stand, "/events", type="TurnCommitted", **given),
     "/groups": lambda stand, **given: pages(stand, "/groups", "groups", 1, **given),
 }
@@ -102,8 +101,6 @@ def told(route: str, one: dict[str, Any]) -> list[str]:
     """What a line or item is about; a position alone is about nothing."""
     if route == "/groups":
         return [one["group_id"]]
-    if route == "/ui/api/exports":
-        return list(one["sessions"])
     return [one["session_id"]] if "session_id" in one else []
 
 
@@ -111,11 +108,12 @@ def test_every_route_gives_the_sessions_of_every_filter(filled: Stand) -> None:
     wrong = []
     for given, own, agents, groups in TABLE:
         every = own.split() + agents.split()
-        expected = {"/groups": groups.split(), "/export": every, "/ui/api/exports": every, "/events": every}
+        expected = {"/groups": groups.split(), "/export": every, "/events": every}
         for route, ask in ROUTES.items():
             found = sorted({name for one in ask(filled, **given) for name in told(route, one)})
             if found != sorted(expected.get(route, own.split())):
                 wrong.append((given, route, found))
+        assert filled.get("/ui/api/exports", **given)["sessions"] == len(every)
     assert wrong == []
 
 
@@ -137,12 +135,14 @@ def test_rows_name_their_run(filled: Stand) -> None:
     assert {row["metadata"]["turnlog"]["run"] for row in lines(filled, "/export", shape="slime", run="b")} == {"b"}
 
 
-def test_a_whole_group_is_a_row_where_all_of_it_has_the_metadata(filled: Stand) -> None:
-    given = {"shape": "atropos", "advantage": "grpo", "explain": "true"}
-    assert [one.get("group_id") for one in lines(filled, "/export", **given, **{"metadata.task": "9"})] == ["k"]
-    left_out = lines(filled, "/export", **given, **{"metadata.task": "0"}, group_id="g/1")
-    assert left_out
-    assert all("excluded" in one for one in left_out)
+def test_a_whole_group_is_a_row_where_one_of_its_roots_has_the_metadata(filled: Stand) -> None:
+    def groups(**given: Any) -> list[list[str]]:
+        rows = lines(filled, "/export", shape="atropos", advantage="grpo", **given)
+        return sorted(sorted(row["session_ids"]) for row in rows)
+
+    assert groups(**{"metadata.task": "0"}) == [["a-0", "a-1", "a-agent"], ["b-0"]]
+    assert groups(**{"metadata.task": "1"}, run="a") == [["a-0", "a-1", "a-agent"], ["a-2"]]
+    assert groups(**{"metadata.task": "8"}) == []
 
 
 @pytest.mark.parametrize(
@@ -195,9 +195,9 @@ BAD: list[Given] = [
 
 @pytest.mark.parametrize("given", BAD, ids=str)
 def test_a_bad_filter_is_refused_everywhere(filled: Stand, given: Given) -> None:
-    for route in ROUTES:
+    for route in (*ROUTES, "/ui/api/exports"):
         more = {"q": WORD} if route == "/search" else {}
-        if route == "/ui/api/sessions" and given == {"metadata_task": "1"}:
+        if route == "/ui/api/sessions" and given in ({"metadata_task": "1"}, {"metadata.": "1"}):
             continue  # the page's own route ignores what it does not know
         refused = filled.http.get(route, params={**more, **given})
         assert error_of(refused) == (400, "invalid_request"), route
@@ -205,18 +205,18 @@ def test_a_bad_filter_is_refused_everywhere(filled: Stand, given: Given) -> None
 
 
 def test_the_client_and_the_command_line_have_them(filled: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = Turnlog(filled.base_url)
     given: dict[str, Any] = {"run": "a", "group_id": ["g/1", "h"], "metadata": {"task": 1}}
-    assert {one["session_id"] for one in client.sessions(**given)} == {"a-1", "a-2"}
-    assert {one["session_id"] for one in client.search(WORD, **given)} == {"a-1", "a-2"}
-    assert {row["session_id"] for row in client.export(**given)} == {"a-1", "a-2"}
-    assert {event["session_id"] for event in client.events(**given)} == {"a-1", "a-2"}
-    assert [group["group_id"] for group in client.groups(group_prefix="g", metadata={"task": 1})] == ["g/1"]
+    with Turnlog(filled.base_url) as client:
+        assert {one["session_id"] for one in client.sessions(**given)} == {"a-1", "a-2"}
+        assert {one["session_id"] for one in client.search(WORD, **given)} == {"a-1", "a-2"}
+        assert {row["session_id"] for row in client.export(**given)} == {"a-1", "a-2"}
+        assert {event["session_id"] for event in client.events(**given)} == {"a-1", "a-2"}
+        assert [group["group_id"] for group in client.groups(run="a", metadata={"task": 1})] == ["g/1", "h"]
     monkeypatch.setenv("TURNLOG_URL", filled.base_url)
     flags = ("--run", "a", "--group", "g/1", "--group", "h", "--metadata", "task=1")
     assert {one["session_id"] for one in answer("sessions", *flags)["sessions"]} == {"a-1", "a-2"}
     assert {one["session_id"] for one in answer("search", WORD, *flags)["hits"]} == {"a-1", "a-2"}
-    assert [one["group_id"] for one in answer("groups", "--group-prefix", "g")["groups"]] == ["g/1"]
+    assert [one["group_id"] for one in answer("groups", "--group-prefix", "g", "--run", "b")["groups"]] == ["g/1"]
     exported = [json.loads(line) for line in run("export", *flags).stdout.splitlines()]
     assert {row["session_id"] for row in exported} == {"a-1", "a-2"}
     followed = [json.loads(line) for line in run("tail", "--json", *flags).stdout.splitlines()]
