@@ -221,8 +221,8 @@ def test_the_client_and_the_command_line_have_them(filled: Stand, monkeypatch: p
     assert {row["session_id"] for row in exported} == {"a-1", "a-2"}
     followed = [json.loads(line) for line in run("tail", "--json", *flags).stdout.splitlines()]
     assert {event["session_id"] for event in followed if "seq" in event} == {"a-1", "a-2"}
-    assert "KEY=VALUE" in complaint("sessions", "--metadata", "task")
-    assert "filters" in complaint("groups", "g/1", "--group", "h")
+    assert "KEY=VALUE" in complaint("sessions", "--metadata", "task", code=2)
+    assert "filters" in complaint("groups", "g/1", "--group", "h", code=2)
 
 
 def test_an_archive_takes_the_rollouts_that_the_filter_names(filled: Stand, tmp_path: Path) -> None:
