@@ -109,6 +109,8 @@ FILTERS: list[tuple[Line, list[tuple[str, int]]]] = [
     ({"session_id": "a", "types": ("TurnCommitted",)}, [("a", 3)]),
     ({"session_id": "never-seen"}, []),
     ({"group_id": ("never-seen",)}, []),
+    ({"run": "default", "types": ("SessionCreated", "TurnCommitted")}, [("a", 1), ("b", 1), ("a", 3)]),
+    ({"run": "never-seen"}, []),
 ]
 
 
@@ -118,6 +120,7 @@ async def test_a_filter_leaves_events_out_and_no_place_to_go_on(
     store: Store, monkeypatch: pytest.MonkeyPatch, window: int, page: int
 ) -> None:
     monkeypatch.setattr(feed, "WINDOW", window)
+    monkeypatch.setattr(feed, "FEW", window)  # with 1, the order is walked for the two sessions of the run
     monkeypatch.setattr(feeds, "PAGE", page)
     await filled(store)
     reading = Reading(store)
