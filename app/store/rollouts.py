@@ -21,6 +21,7 @@ from sqlalchemy import (
     Connection,
     FromClause,
     Text,
+    and_,
     bindparam,
     case,
     exists,
@@ -59,8 +60,12 @@ def group() -> ColumnElement[str | None]:
 
 
 def among(keys: Sequence[GroupKey], table: FromClause = sessions) -> ColumnElement[bool]:
-    """Condition on heads: the session itself names one of these groups."""
-    return tuple_(table.c.group_id, table.c.run).in_([(key.group_id, key.run) for key in keys])
+    """Condition on heads, or on another table with these columns: the row is of one of these groups."""
+    runs, ids = {key.run for key in keys}, {key.group_id for key in keys}
+    of_each = table.c.run.in_(sorted(runs)), table.c.group_id.in_(sorted(ids))  # SQLite has no index for the pairs
+    if len(runs) == 1 or len(ids) == 1:
+        return and_(*of_each)
+    return and_(*of_each, tuple_(table.c.run, table.c.group_id).in_(keys))
 
 
 def in_groups(keys: Sequence[GroupKey]) -> ColumnElement[bool]:

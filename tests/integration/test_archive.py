@@ -188,6 +188,26 @@ def test_what_stays(own: Stand, tmp_path: Path) -> None:
     assert error_of(own.http.get(late.path)) == (404, "session_archived")
 
 
+def test_what_a_run_has_acknowledged_leaves_and_no_other_runs(own: Stand, tmp_path: Path) -> None:
+    """Of groups of one id; a replaced rollout, which has no reward, holds its group up no more."""
+    group_id = f"g-{uuid.uuid4().hex[:8]}"
+    left = ended(own, group_id=group_id, run="b")
+    replaced = own.talk(group_id=group_id, run="a", attempt=0)
+    replaced.say("Hello")
+    gone = ended(own, group_id=group_id, run="a", attempt=0)
+    given = own.http.get("/export/groups", params={"consumer": "trainer", "run": "*", "size": 9}).text
+    assert {json.loads(line)["run"] for line in given.splitlines()} == {"a", "b"}
+    body = {"consumer": "trainer", "groups": [group_id], "run": "a"}
+    assert own.http.post("/export/groups/ack", json=body).json()["acknowledged"] == [group_id]
+    step = archived(own, tmp_path)
+    assert (step["archived"], error_of(own.http.get(gone.path))) == (1, (404, "session_archived"))
+    assert own.http.get(left.path).status_code == own.http.get(replaced.path).status_code == 200
+    imported(own, step["file"])
+    assert gone.state()["session"]["run"] == "a"
+    assert own.get(f"/groups/{group_id}", run="a")["complete"] is True
+    assert own.http.get("/export/groups", params={"consumer": "trainer", "run": "a"}).text == ""
+
+
 def test_steps_and_rows_for_other_tools(own: Stand, tmp_path: Path) -> None:
     talks = [ended(own) for _ in range(3)]
     rows = {row["session_id"]: row for row in own.rows()}
@@ -338,6 +358,7 @@ HOSTILE: dict[str, Change] = {
     "no event": lambda row: row["events_rows"][1].update(data='{"turn": NaN}'),
     "a type": lambda row: row["events_rows"][1].update(type="Unknown"),
     "no events": lambda row: row.update(events_rows=None),
+    "another run": lambda row: row.update(run="b"),
     "another group": lambda row: row.update(feed=FEED),
     "content": lambda row: row["turns_rows"][0].update(exchange=zstandard.compress(b"\0" * (300 << 20))),
     "blob": lambda row: row["blobs_rows"][0].update(data=b"\0"),
@@ -345,7 +366,16 @@ HOSTILE: dict[str, Change] = {
     "twice": lambda row: row["turns_rows"].append(row["turns_rows"][0]),
     "long name": lambda row: row["annotation_columns_rows"][0].update(name="n" * 65),
 }
-FEED = {"group_id": "g", "sessions": 1, "erased": 0, "unfinished": 0, "measured": False, "handed_out": 0}
+FEED = {
+    "run": "default",
+    "group_id": "g",
+    "sessions": 1,
+    "erased": 0,
+    "unfinished": 0,
+    "arrived": 1,
+    "measured": False,
+    "handed_out": 0,
+}
 
 
 def test_hostile_rows_of_a_file_are_refused_alone(own: Stand, tmp_path: Path) -> None:

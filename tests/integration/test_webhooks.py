@@ -100,8 +100,8 @@ def serving(places: Places, sglang: SimulatorProcess, *hooks: str, **environment
                 server.stop()
 
 
-def finished(stand: Stand, group_id: str, **body: Any) -> str:
-    talk = stand.talk(group_id=group_id, **body)
+def finished(stand: Stand, group_id: str, **given: Any) -> str:
+    talk = stand.talk(group_id=group_id, **given)
     talk.say("A secret of the conversation")
     assert stand.http.put(f"{talk.path}/reward", json={"reward": 1.0}).status_code == 200
     assert stand.http.delete(talk.path).status_code == 204
@@ -159,14 +159,19 @@ def test_what_receivers_are_told(places: Places, sglang: SimulatorProcess, recei
             "rollouts": 1,
             "url": "https://turnlog.example.org/ui#/group/a%20group%2F1",
         }
+        finished(stand, group_id, run="other", group_size=2)
         finished(stand, group_id)
         until(lambda: len(receiver.accepted("group.complete")) == 2)
-        assert len(set(receiver.ids())) == len(receiver.posts) == 4
+        finished(stand, group_id, run="other")
+        until(lambda: len(receiver.accepted("group.complete")) == 3)
+        complete = [(data["run"], data["rollouts"]) for data in receiver.accepted("group.complete")]
+        assert complete == [("default", 1), ("default", 2), ("other", 2)]
+        assert len(set(receiver.ids())) == len(receiver.posts) == 5
         until(lambda: slow.posts and redirecting.posts)  # neither has held up the first, nor a turn
         for post in receiver.posts:
             assert b"secret" not in post.body
         metrics = "".join(httpx.get(f"{server.base_url}/metrics").text for server in site.servers)
-        assert 'turnlog_webhooks_total{outcome="delivered"} 4' in metrics
+        assert 'turnlog_webhooks_total{outcome="delivered"} 5' in metrics
         verified(receiver.posts)
         assert "key=secret" not in "".join(server.log_path.read_text() for server in site.servers)
         for server in site.servers:

@@ -119,3 +119,10 @@ def test_the_oldest_version_is_of_live_turns() -> None:
 )
 def test_the_numbers_between_the_first_and_the_last(attempts: list[int], missing: list[int]) -> None:
     assert missing_attempts(attempts) == missing
+
+
+@pytest.mark.parametrize(
+    ("attempts", "size", "missing"), [([0], 3, [1, 2]), ([2], 3, [1, 3]), ([0, 5], 2, [1, 2, 3, 4]), ([], 2, [])]
+)
+def test_those_of_its_size_are_missing_too(attempts: list[int], size: int, missing: list[int]) -> None:
+    assert missing_attempts(attempts, size) == missing

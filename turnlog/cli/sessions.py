@@ -130,6 +130,8 @@ def _print_groups(found: dict[str, Any]) -> None:
 
     columns = [
         Column("group", "group_id", whole=True),
+        *([] if {one["run"] for one in found["groups"]} <= {"default"} else [Column("run", whole=True)]),
+        Column("attempts", _arrived, right=True),
         *(Column(name, right=True) for name in ("sessions", "closed", "rewarded", "mean")),
         Column("sample std", "std", right=True),
         *(Column(name, right=True) for name in ("min", "max")),
@@ -143,10 +145,17 @@ def _print_groups(found: dict[str, Any]) -> None:
         say(f"more with --cursor {found['next_cursor']}")
 
 
+def _arrived(group: dict[str, Any]) -> str:
+    """How many of its attempts have arrived."""
+    return str(group["arrived"]) if group["group_size"] is None else f"{group['arrived']} of {group['group_size']}"
+
+
 def _print_group(found: dict[str, Any]) -> None:
     from turnlog.cli.output import Column, line, shown, table
 
-    line(f"group {found['group_id']}: {'complete' if found['complete'] else 'not complete'}", "bold")
+    of_run = "" if found["run"] == "default" else f" of run {found['run']}"
+    state = "complete" if found["complete"] else "not complete"
+    line(f"group {found['group_id']}{of_run}: {state}, {_arrived(found)} attempts", "bold")
     spread = found["statistics"]
     if spread is not None:
         names = {"count": "count", "mean": "mean", "std": "sample std", "min": "min", "max": "max"}
@@ -158,5 +167,6 @@ def _print_group(found: dict[str, Any]) -> None:
         Column("attempt", right=True),
         Column("status"),
         Column("reward", right=True),
+        Column("note", lambda one: "replaced" if one["replaced"] else None),
     ]
     table(columns, found["attempts"])

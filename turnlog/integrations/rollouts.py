@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from turnlog import AsyncSession, AsyncTurnlog
+from turnlog.client.address import default_run
 from turnlog.errors import Conflict, NotFound
 
 REWARD = {"verl": "reward_score", "skyrl": "rewards"}
@@ -38,9 +39,12 @@ async def played(
 
     A session that was rewarded before its process died is not played again: its rows are returned. One that was not is
     closed and left, and another is played. One process at a time may ask for a name. `fields` are those of
-    `create_session`, always the same for a name; an agent may replace its history, because `history` is "tree" unless
+    `create_session`, always the same for a name. Its `run`, by default `TURNLOG_RUN`, is a part of the name: two runs
+    may play rollouts of one name. An agent may replace its history, because `history` is "tree" unless
     they say otherwise. `rewards` is that of `export`. Raises what `play` raises, and TurnlogError.
     """
+    if (run := fields.get("run") or default_run()) is not None:
+        name = name_of(run, name)
     for number in itertools.count():
         session_id = f"{name}.{number}"
         try:

@@ -51,6 +51,8 @@ def require_whole(session: StoredRows) -> None:
         raise CorruptContent(f"its log cannot be read: {type(error).__name__}") from error
     if folded is None or folded.version != session.head["version"] or folded.status != session.head["status"]:
         raise CorruptContent("its log is not whole")
+    if folded.config.of_run != session.head["run"]:
+        raise CorruptContent("its log names another run")
     for row in session.rows[turns.name]:
         codec.unpack_tokens(row["tokens"], row["exchange"])
         codec.unpack(row["exchange"], Exchange)

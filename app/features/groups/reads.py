@@ -263,6 +263,6 @@ class Waiting(msgspec.Struct, frozen=True):
 def waiting(connection: Connection, after: GroupKey, limit: int, wanted: GroupFilter = ANY) -> list[Waiting]:
     """Groups that have not been acknowledged, after `after`."""
     columns = [*(groups.c[name] for name in Waiting.__struct_fields__[:-1]), case((is_free, False), else_=True)]
-    behind = (groups.c.acked_at.is_(None), tuple_(*_KEY) > after)
-    query = select(*columns).where(*behind, *wanted.of(groups)).order_by(*_KEY).limit(limit)
+    behind = tuple_(*_KEY) > after if wanted.run is None else groups.c.group_id > after.group_id
+    query = select(*columns).where(groups.c.acked_at.is_(None), behind, *wanted.of(groups)).order_by(*_KEY).limit(limit)
     return [Waiting(*row) for row in connection.execute(query)]

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import select
 
-from app.domain.events import RewardAssigned, SessionClosed, SessionConfig
+from app.domain.events import DEFAULT_RUN, RewardAssigned, SessionClosed, SessionConfig
 from app.domain.session import fold
 from app.errors import SessionClosed as Closed
 from app.errors import SessionExists
@@ -199,7 +199,7 @@ class Feed:
                 self._acked[group_id] = wall(self._world.loop.time())
 
         what = f"{consumer} acknowledges {group_ids}"
-        await self._ordered(what, lambda process: _of(process).feed.acknowledge(consumer, group_ids), sent)
+        await self._ordered(what, lambda process: _of(process).feed.acknowledge(consumer, DEFAULT_RUN, group_ids), sent)
 
     async def _ordered(
         self,

@@ -145,9 +145,14 @@ class AsyncTurnlog:
         async for one in self._pages("/search", "hits", given, limit, SEARCH_PAGE):
             yield cast(SearchHit, one)
 
-    async def group(self, group_id: str) -> Group:
-        """A group's sessions, and the statistics of their rewards. Raises NotFound."""
-        return cast(Group, await self._transport.read("GET", f"/groups/{segment(group_id)}"))
+    async def group(self, group_id: str, *, run: str | None = None) -> Group:
+        """A group's sessions, and the statistics of their rewards.
+
+        run: by default `TURNLOG_RUN`, else the default run, else the only one that has a group of this id. Raises
+        NotFound, InvalidRequest.
+        """
+        given = present({"run": run or default_run()})
+        return cast(Group, await self._transport.read("GET", f"/groups/{segment(group_id)}", parameters=given))
 
     @overload
     def export(
@@ -215,19 +220,23 @@ class AsyncTurnlog:
     ) -> Any:
         """Up to `size` (default: one) complete groups with their rows, leased to `consumer` until it acknowledges them.
 
-        First the groups that it has not acknowledged, unless `new_only`. With `explain` also an object with `excluded`
+        They are those of `run`, by default of `TURNLOG_RUN`, else of the default run; `*`: of all runs. First the
+        groups that it has not acknowledged, unless `new_only`. With `explain` also an object with `excluded`
         for each other waiting group. With `new_only`, the groups of a lost reply are given again when their lease ends.
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
         given = wanted(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
-        given["consumer"] = consumer
+        given |= {"consumer": consumer, **present({"run": given.get("run") or default_run()})}
         once = filters.get("new_only", False)
         content = await self._transport.call("GET", "/export/groups", parameters=given, slow=True, once=once)
         return [decode(line) for line in content.split(b"\n") if line]
 
-    async def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
-        """Acknowledge groups for good. Returns which were `acknowledged`, `already`, `not_leased` or `unknown`."""
-        body = {"consumer": consumer, "groups": list(group_ids)}
+    async def acknowledge(self, consumer: str, group_ids: Sequence[str], *, run: str | None = None) -> Acknowledged:
+        """Acknowledge groups of a run for good, by default of `TURNLOG_RUN`, else of the default run.
+
+        Returns which were `acknowledged`, `already`, `not_leased` or `unknown`.
+        """
+        body = {"consumer": consumer, "groups": list(group_ids), **present({"run": run or default_run()})}
         return cast(Acknowledged, await self._transport.read("POST", "/export/groups/ack", body=body))
 
     async def pause_adapter(self, name: str, *, lease_s: float | None = None) -> PausedAdapter:
