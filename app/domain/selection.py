@@ -25,6 +25,13 @@ def _listed(given: object) -> object:
     return [given] if isinstance(given, str) else given
 
 
+def _texts(given: object) -> object:
+    """A body may have numbers, true, false and null as they are."""
+    if given is None or isinstance(given, bool | int | float):
+        return [msgspec.json.encode(given).decode()]
+    return _listed(given)
+
+
 def _by_key(given: object) -> object:
     if isinstance(given, str):
         raise ValueError("expected metadata.<key>=<value>")
@@ -33,7 +40,7 @@ def _by_key(given: object) -> object:
 
 Text = Annotated[str, Field(max_length=512, pattern=patterns.NO_NUL)]
 
-Values = Annotated[list[Text], Field(min_length=1, max_length=MAX_VALUES), BeforeValidator(_listed)]
+Values = Annotated[list[Text], Field(min_length=1, max_length=MAX_VALUES), BeforeValidator(_texts)]
 
 Metadata = Annotated[
     dict[Annotated[str, Field(min_length=1, max_length=512)], Values],
