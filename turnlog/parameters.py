@@ -90,17 +90,26 @@ class NewSession(TypedDict, total=False):
     run: Annotated[str | None, "The training run that it belongs to; default: TURNLOG_RUN, else the default run."]
 
 
-class OfSessions(TypedDict, total=False):
+class OfGroups(TypedDict, total=False):
+    group_id: Annotated[str | Sequence[str], "Only this group's; several: of any of these."]
+    group_prefix: Annotated[str, "Only those of groups whose id begins so."]
+    metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
+
+
+class Selection(OfGroups, total=False):
+    """Which sessions, in every list, export and archive."""
+
+    run: Annotated[str, "Only this run's."]
+
+
+class OfSessions(Selection, total=False):
     status: Annotated[SessionStatus, "Only sessions with this status."]
-    run: Annotated[str, "Only sessions of this run."]
-    group_id: Annotated[str, "Only sessions of this group."]
     attempt: Annotated[int, "Only sessions with this attempt number."]
     engine: Annotated[str, "Only sessions that are bound to the engine with this URL."]
     min_reward: Annotated[float, "Only sessions with at least this reward."]
     max_reward: Annotated[float, "Only sessions with at most this reward."]
     unrewarded: Annotated[bool, "Only sessions without a reward."]
     min_staleness: Annotated[int, "At least this many weight versions behind the newest one."]
-    metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
     tag: Annotated[str, "Only sessions with this tag."]
     name: Annotated[str, "Only sessions that clients call so."]
     generation: Annotated[int, "Only this generation of a name."]
@@ -144,11 +153,10 @@ class RowFilters(TypedDict, total=False):
     loss: Annotated[Loss, "once (default: a token is in one row's loss), every (in each)."]
 
 
-class ExportFilters(RowFilters, total=False):
+class ExportFilters(Selection, RowFilters, total=False):
     """The parameters of `GET /export` but for `format`, `shape` and `explain`."""
 
     session_id: Annotated[str, "Only this session."]
-    group_id: Annotated[str, "Only this group."]
     name: Annotated[str, "Only sessions that clients call so."]
     generation: Annotated[int, "Only this generation of a name."]
     status: Annotated[Literal["completed", "truncated", "aborted"], "Rows: completed, truncated, aborted."]
@@ -174,7 +182,7 @@ class ExportParameters(RowForm, ExportFilters, total=False):
     """The parameters of `GET /export` but for `format`."""
 
 
-class FeedFilters(RowFilters, total=False):
+class FeedFilters(OfGroups, RowFilters, total=False):
     """The parameters of `GET /export/groups` but for `consumer`, `shape` and `explain`."""
 
     size: Annotated[int, "At most this many groups."]
@@ -188,7 +196,7 @@ class FeedParameters(RowForm, FeedFilters, total=False):
     """The parameters of `GET /export/groups` but for `consumer`."""
 
 
-class EventParameters(TypedDict, total=False):
+class EventParameters(Selection, total=False):
     """The parameters of `GET /events`."""
 
     after: Annotated[str, "Only events after this position; end: only new ones."]
@@ -196,7 +204,6 @@ class EventParameters(TypedDict, total=False):
     limit: Annotated[int, "At most this many events."]
     type: Annotated[Sequence[EventType], "Only events of these types."]
     session_id: Annotated[str, "Only this session."]
-    group_id: Annotated[str, "Only this group's sessions, agents included."]
     name: Annotated[str, "Only sessions that clients call so."]
     generation: Annotated[int, "Only this generation of a name."]
 

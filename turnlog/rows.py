@@ -143,6 +143,7 @@ class Row(TypedDict):
 
     session_id: str
     segment: int
+    run: str
     group_id: str | None
     attempt: int | None
     parent_session_id: str | None

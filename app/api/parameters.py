@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from app.api.head import invalid_session_id
 from app.domain.patterns import ID, NO_NUL
+from app.domain.selection import fields_of
 from app.errors import InvalidRequest
 
 SessionId = Annotated[str, Path(description="A session's id.", json_schema_extra={"pattern": ID})]
@@ -39,8 +40,9 @@ class InvalidParameters(InvalidRequest):
 
 
 class _Parameter(NamedTuple):
-    """`name` in the signature, `sent_name` in the request. `lists`: which names of a query may come more than once.
-    `names`: of a query that is one model, those that it knows."""
+    """`name` in the signature, `sent_name` in the request. `lists`: which names of a query may come more than once;
+    `maps`: which ones begin a name, with a dot and a key behind them. `names`: of a query that is one model, those that
+    it knows."""
 
     name: str
     sent_name: str
@@ -48,6 +50,7 @@ class _Parameter(NamedTuple):
     adapter: TypeAdapter[Any]
     default: Any
     lists: frozenset[str]
+    maps: frozenset[str]
     names: frozenset[str] | None
 
 
@@ -74,8 +77,7 @@ class Parameters:
             elif one.source == "header":
                 given = request.headers.get(one.sent_name)
             elif one.names is not None:
-                query = request.query_params
-                given = {name: query.getlist(name) if name in one.lists else query[name] for name in query}
+                given = fields_of(request.query_params.multi_items(), one.lists, one.maps)
             elif not request.scope["query_string"]:
                 given = None
             else:
@@ -113,9 +115,12 @@ class Parameters:
                 field.pop("title", None)
                 choices = [choice for choice in field.pop("anyOf", ()) if choice != {"type": "null"}]
                 field |= choices[0] if len(choices) == 1 else {"anyOf": choices} if choices else {}
-                if default is not None:
-                    field["default"] = default
                 made = {"name": name, "in": one.source, "required": name in schema.get("required", ()), "schema": field}
+                if name in one.maps:  # each property of the object is a parameter of its own
+                    field["propertyNames"] = {"pattern": rf"^{name}\..+$"}
+                    made |= {"style": "form", "explode": True}
+                elif default is not None:
+                    field["default"] = default
                 yield made if description is None else {**made, "description": description}
 
     def _message(self, error: Mapping[str, Any], request: Request) -> str:
@@ -137,13 +142,16 @@ def _parameter(name: str, kind: Any, default: Any) -> _Parameter | None:
     bare, source = get_args(kind)[0], info.in_.value
     is_model = isinstance(bare, type) and issubclass(bare, BaseModel)
     fields = bare.model_fields if is_model else {}
-    lists = {each for each, field in fields.items() if _is_list(field.annotation)} or ({name} if _is_list(bare) else ())
+    lists = {each for each, field in fields.items() if _is(list, field.annotation)} or (
+        {name} if _is(list, bare) else set()
+    )
+    maps = {each for each, field in fields.items() if _is(dict, field.annotation)}
     sent_name = info.alias or (name.replace("_", "-") if source == "header" else name)
-    names = frozenset(fields) if is_model else None
-    return _Parameter(name, sent_name, source, TypeAdapter(kind), default, frozenset(lists), names)
+    names = frozenset(fields) - maps | {f"{each}.<key>" for each in maps} if is_model else None
+    return _Parameter(name, sent_name, source, TypeAdapter(kind), default, frozenset(lists), frozenset(maps), names)
 
 
-def _is_list(kind: Any) -> bool:
+def _is(container: type, kind: Any) -> bool:
     if get_origin(kind) in (Annotated, Union, UnionType):
-        return any(map(_is_list, get_args(kind)))
-    return get_origin(kind) is list
+        return any(_is(container, each) for each in get_args(kind))
+    return get_origin(kind) is container

@@ -20,6 +20,7 @@ from typing import cast
 import msgspec
 
 from app.domain.branches import Branches, Picker
+from app.domain.cursors import require_mark
 from app.errors import InvalidRequest, StartupError
 from app.export import formats
 from app.export.helpers import HelpedExport, Helpers, PartMaker, made
@@ -113,7 +114,7 @@ class Exporter:
         """Fix the window. Raises InvalidRequest for an invalid cursor, or an unknown format or shape."""
         self._require(query)
         pinned, high, query = await self._opened(query, cursor)
-        following = Cursor(pinned.epoch, high)
+        following = Cursor(pinned.epoch, high, mark=pinned.mark)
         parts = self._made(pinned, high, query)
         first = await begun(self._threads, parts)
         instead = self._part_rows(query, pinned).instead
@@ -138,6 +139,8 @@ class Exporter:
     async def _opened(self, query: ExportQuery, cursor: str | None) -> tuple[Cursor, Position, ExportQuery]:
         """The cursor with its window fixed, the window's end, and what is asked for. Raises InvalidRequest."""
         given = None if cursor is None else decode_cursor(cursor)
+        if given is not None:
+            require_mark(given.mark, query.mark)
         if given is None or given.high is None:
             await wait_for_horizon(self._database)
         epoch = await self._database.read(feed.epoch)
@@ -147,7 +150,7 @@ class Exporter:
                 newest_readable_version(connection, evaluation=query.evaluation),
             )
         )
-        given = given or Cursor(epoch, Position(0, 0))
+        given = given or Cursor(epoch, Position(0, 0), mark=query.mark)
         if given.epoch != epoch:
             raise InvalidRequest(
                 f"the cursor is of epoch {given.epoch}, the store is in {epoch}: it was restored; export anew"

@@ -23,6 +23,7 @@ from app.export.row import Fields, Row, Unfit
 from app.export.rows import Known, SessionRows, known
 from app.export.shapes.tree import SessionTree
 from app.store.content import StoredSession
+from app.store.selection import GroupFilter
 
 ERASED = "erased"
 EVALUATION = "evaluation"
@@ -203,16 +204,16 @@ class PartRows:
     def _readable(self, stored: StoredSession, page: ExportPage) -> Iterator[Row | Fields]:
         """A row, or the reason why there is none, for each live segment, then for each turn that is not live.
 
-        A session outside the requested group or name gives nothing: it is read only where damage hides them.
+        A session outside the requested run, group or name gives nothing: it is read only where damage hides them.
         """
         session_id, at = stored.session_id, page.at
         if stored.status == "erased":
             yield excluded(session_id, self._window.behind(at), ERASED)
             return
         session = known(stored)
-        if self._query.group_id is not None and self._query.group_id not in session.groups:
+        own, wanted = session.session, GroupFilter(**self._query.run_and_group)
+        if wanted.run not in (None, own.config.of_run) or not any(map(wanted.has_group, session.groups)):
             return
-        own = session.session
         if self._query.name not in (None, own.name) or self._query.generation not in (None, own.generation):
             return
         if own.config.evaluation and not self._query.evaluation:

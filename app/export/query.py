@@ -27,6 +27,7 @@ from app.domain.branches import Branches, Loss
 from app.domain.groups import OnFailed
 from app.domain.patterns import ANNOTATION, MAX_INTEGER, NO_NUL
 from app.domain.samples import RoutingOf, Stale, Truncate
+from app.domain.selection import Selection
 from app.errors import InvalidRequest
 from app.store.feed import Position
 from workers.top_logprobs import MAX_TOP
@@ -135,12 +136,11 @@ class RowQuery(BaseModel):
         return () if self.columns is None else list(dict.fromkeys(self.columns.split(",")))
 
 
-class ExportQuery(RowQuery):
+class ExportQuery(Selection, RowQuery):
     """Which rows to give (None: any), how many, and in which form."""
 
     format: str = Field(default="ndjson", description="What the rows are written into.")
     session_id: Text = Field(default=None, description="A session's id.")
-    group_id: Text = Field(default=None, description="A group's id.")
     name: Text = Field(default=None, description="What clients call the sessions.")
     generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
     status: Literal["completed", "truncated", "aborted"] | None = Field(default=None, description="Only such.")
@@ -190,13 +190,28 @@ class ExportQuery(RowQuery):
             )
         return seconds
 
+    @property
+    def mark(self) -> str:
+        """Of the filters, in a cursor."""
+        return cursors.mark(self, FILTERS)
+
+
+FILTERS = frozenset(
+    {
+        *Selection.model_fields,
+        *("session_id", "name", "generation", "status", "session_status"),
+        *("since", "until", "min_reward", "max_reward"),
+    }
+)
+"""The parameters of an export that say which rows there are, whatever is current; a cursor belongs to them."""
+
 
 class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """An export's position. `high` None: up to the time of the request.
 
     `at` is the position of the last page. `given`: only so many of that page's rows were sent, excluded ones counted.
     `newest` is the largest weight version in the store when the window was fixed, None if none was a number, so that a
-    repeated window gives the same rows.
+    repeated window gives the same rows. `mark` is that of the filters.
     """
 
     epoch: str
@@ -205,6 +220,7 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     at: Position | None = None
     given: Annotated[int, msgspec.Meta(ge=1, le=MAX_INTEGER)] | None = None
     newest: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)] | None = None
+    mark: str = ""
 
     def encode(self) -> str:
         return cursors.encode(self)

@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from app.domain import cursors, patterns
 from app.domain.events import is_number
 from app.domain.groups import staleness
+from app.domain.selection import Selection
 from app.errors import InvalidRequest
 from app.fleet.engines import Engines
 from app.sessions.as_reply import as_reply
-from app.store.content import metadata_of
+from app.store.content import matches
 from app.store.database import Database
 from app.store.ports import Connection
 from app.store.sessions import (
@@ -39,14 +40,10 @@ NEVER = -1
 """Below every weight version."""
 
 
-class SessionConditions(BaseModel):
+class SessionConditions(Selection):
     """Conditions on a session's row; None: any."""
 
-    model_config = ConfigDict(frozen=True)
-
     status: Status | None = Field(default=None, description="Only sessions with this status.")
-    run: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions of this run.")
-    group_id: Text = Field(default=None, description="Only sessions of this group.")
     attempt: int | None = Field(default=None, ge=0, le=2**31 - 1, description="Only sessions with this attempt number.")
     engine: Text = Field(default=None, description="Only sessions that are bound to this engine.")
     min_reward: Number = Field(default=None, description="Only sessions with at least this reward.")
@@ -63,33 +60,15 @@ class SessionConditions(BaseModel):
     generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
     evaluation: bool | None = Field(default=None, description="Only evaluations, or only others.")
 
-    metadata: list[str] = Field(
-        default=[],
-        max_length=20,
-        description="Only sessions whose metadata has this value, as `key=value`; repeated: all of them. A dot in the "
-        "key leads into an object.",
-    )
-
-    @field_validator("metadata", mode="after")
-    @classmethod
-    def _pairs(cls, given: list[str]) -> list[str]:
-        if any(not pair.partition("=")[0] or "=" not in pair for pair in given):
-            raise ValueError("metadata must be key=value")
-        return given
-
-    @property
-    def wanted_metadata(self) -> list[tuple[str, str]]:
-        return [(pair.partition("=")[0], pair.partition("=")[2]) for pair in self.metadata]
-
     def of_heads(self, newest: int | None) -> HeadFilter:
         """`newest` is the newest weight version; not used without `min_staleness`."""
         most = None
         if self.min_staleness is not None:
             most = NEVER if newest is None else newest - self.min_staleness
-        return HeadFilter(most_version=most, **{name: getattr(self, name) for name in _OF_HEADS})
+        return HeadFilter(most_version=most, **{name: getattr(self, name) for name in _OF_HEADS}, **self.run_and_group)
 
 
-_OF_HEADS = SessionConditions.model_fields.keys() & set(HeadFilter.__struct_fields__)
+_OF_HEADS = (SessionConditions.model_fields.keys() & set(HeadFilter.__struct_fields__)) - Selection.model_fields.keys()
 
 Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
 
@@ -101,8 +80,11 @@ METADATA_AT_ONCE = 500
 AtGates = Callable[[], Mapping[str, bool]]
 """Sessions whose turn waits at a gate of this process; True if the turn has its claim."""
 
-CursorFields = tuple[str, bool, float | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None, cursors.Text]
-"""A cursor: the sort column, whether it descends, and the last row's value and id, within what the databases accept."""
+CursorFields = tuple[
+    str, bool, float | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None, cursors.Text, str
+]
+"""A cursor: the sort column, whether it descends, the last row's value and id, within what the databases accept, and
+the mark of its filters."""
 
 MAX_SECONDS = 10 * 365 * 86_400
 
@@ -135,6 +117,11 @@ class SessionQuery(SessionFilter):
 
     q: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions whose id begins so.")
 
+    @property
+    def mark(self) -> str:
+        """Of the filters, in a cursor."""
+        return cursors.mark(self, SessionQuery.model_fields.keys() - {"sort", "order"})
+
 
 class SessionList:
     """`at_gates` returns the turns that wait at gates; `engines` know their weight versions."""
@@ -158,7 +145,7 @@ class SessionList:
         for _ in range(MAX_LOOKED_AT // METADATA_AT_ONCE):
             page = await self._page(query, after, METADATA_AT_ONCE, counted=False)
             ids = [row["session_id"] for row in page["sessions"] if row["state"] != "erased"]
-            matching = await self._database.read(lambda c: matches(c, ids, query.wanted_metadata))  # noqa: B023
+            matching = await self._database.read(lambda c: matches(c, ids, query.metadata))  # noqa: B023
             rows += [row for row in page["sessions"] if matching.get(row["session_id"])]
             after = page["next_cursor"]
             if after is None or len(rows) >= limit:
@@ -257,61 +244,14 @@ def _order_of(query: SessionQuery) -> tuple[SortOrder, bool]:
 def _cursor_behind(row: ListedSession, query: SessionQuery) -> str:
     """The cursor after a row in this order."""
     column, descending = _order_of(query)
-    place = (column, descending, row[column], row["session_id"])
+    place = (column, descending, row[column], row["session_id"], query.mark)
     return cursors.encode(place)
 
 
 def _place_of(cursor: str, query: SessionQuery) -> Place:
-    """Raises InvalidRequest for an invalid cursor, or one of another order."""
-    column, descending, value, session_id = cursors.decode(cursor, CursorFields, "this list")
+    """Raises InvalidRequest for an invalid cursor, or one of other filters or another order."""
+    column, descending, value, session_id, mark = cursors.decode(cursor, CursorFields, "this list")
+    cursors.require_mark(mark, query.mark)
     if (column, descending) != _order_of(query):
         raise InvalidRequest("cursor is of a list in another order")
     return value, session_id
-
-
-Wanted = Sequence[tuple[str, str]]
-"""Keys of metadata, where a dot leads into an object, and their values as text."""
-
-MISSING = object()
-
-
-def matches(connection: Connection, session_ids: Sequence[str], wanted: Wanted) -> dict[str, bool]:
-    """Of these sessions, those with metadata: is all of `wanted` in it? What cannot be read matches nothing."""
-    stored = metadata_of(connection, session_ids)
-    return {session_id: _has_all(metadata, wanted) for session_id, metadata in stored.items()}
-
-
-def _has_all(stored: bytes, wanted: Wanted) -> bool:
-    try:
-        metadata = msgspec.json.decode(stored)
-    except msgspec.MsgspecError:
-        return False
-    return all(is_value(value_of(metadata, key), text) for key, text in wanted)
-
-
-def value_of(metadata: object, key: str) -> object:
-    """The value of a key; if there is no such key, a dot in it leads into an object."""
-    if not isinstance(metadata, Mapping):
-        return MISSING
-    if key in metadata:
-        value: object = metadata[key]
-        return value
-    head, dot, rest = key.partition(".")
-    return value_of(metadata.get(head), rest) if dot else MISSING
-
-
-def is_value(value: object, text: str) -> bool:
-    """Is this the text, or the value that it is as JSON? `3` is both the number and the text."""
-    if value is MISSING:
-        return False
-    if isinstance(value, str):
-        return value == text
-    try:
-        given: Any = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeEncodeError):
-        return False
-    return _canonical(value) == _canonical(given)
-
-
-def _canonical(value: object) -> bytes:
-    return msgspec.json.encode(value, order="deterministic")

@@ -16,6 +16,7 @@ from sqlalchemy import Connection, case, null, or_, select, tuple_
 from app.domain.events import ChunkKey, Event, RewardAssigned, SessionClosed, SessionErased, UnknownEvent
 from app.domain.groups import Outcome, Root
 from app.domain.restore import in_effect
+from app.domain.selection import has_all
 from app.errors import PayloadsUnavailable
 from app.store import rollouts
 from app.store.damage import SPAN, attempt_or, of_readable, split
@@ -125,6 +126,11 @@ def metadata_of(connection: Connection, session_ids: Sequence[str]) -> dict[str,
         with suppress(CorruptContent):
             by_session[session_id] = codec.decompress(frame)
     return by_session
+
+
+def matches(connection: Connection, session_ids: Sequence[str], wanted: Mapping[str, Sequence[str]]) -> dict[str, bool]:
+    """Of these sessions, those with metadata: has it what is wanted? What cannot be read matches nothing."""
+    return {name: has_all(metadata, wanted) for name, metadata in metadata_of(connection, session_ids).items()}
 
 
 def _metadata_frames(connection: Connection, session_ids: Sequence[str]) -> dict[str, bytes | None]:

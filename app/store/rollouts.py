@@ -13,16 +13,13 @@ partial index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 from sqlalchemy import (
     ColumnElement,
     Connection,
     FromClause,
-    Select,
     Text,
     and_,
     bindparam,
@@ -82,26 +79,12 @@ def among(keys: Sequence[GroupKey], table: FromClause = sessions) -> ColumnEleme
 
 def in_groups(keys: Sequence[GroupKey]) -> ColumnElement[bool]:
     """Condition on heads: the session's rollout counts in one of these groups."""
-    return _counted(partial(among, keys))
-
-
-def members_of_group(group_id: str) -> Select[Any]:
-    """The sessions that name a group of this id, in any run, and those whose rollout counts in one."""
-
-    def names(table: FromClause) -> ColumnElement[bool]:
-        return table.c.group_id == group_id
-
-    return select(sessions.c.session_id).where(or_(names(sessions), _counted(names)))
-
-
-def _counted(names: Callable[[FromClause], ColumnElement[bool]]) -> ColumnElement[bool]:
-    """Condition on heads: the root of the session's rollout names such a group."""
     there = _members.c.status != "undone"
-    named = select(_members.c.session_id).where(names(_members), there, is_root(_members))
+    named = select(_members.c.session_id).where(among(keys, _members), there, is_root(_members))
     theirs = (
         select(_members.c.session_id)
         .join_from(_members, _roots, _roots.c.session_id == _members.c.root_id)
-        .where(names(_roots), there, _roots.c.status != "undone")
+        .where(among(keys, _roots), there, _roots.c.status != "undone")
     )
     return sessions.c.session_id.in_(union_all(named, theirs))
 

@@ -63,6 +63,7 @@ from app.store.schema import (
     snapshots,
     turns,
 )
+from app.store.selection import GroupFilter
 from app.store.statements import ENDED, is_idle
 from workers import codec
 from workers.codec import CorruptContent
@@ -135,7 +136,7 @@ _ROW = (
 )
 
 
-class HeadFilter(msgspec.Struct, frozen=True):
+class HeadFilter(GroupFilter, frozen=True):
     """Conditions on heads; None: any. `idle`: without an open turn. `claimed_before`: with one that was claimed at or
     before this time. `among`: only these ids; `but`: ids to leave out; of both LISTED at most.
 
@@ -147,7 +148,6 @@ class HeadFilter(msgspec.Struct, frozen=True):
     claimed_before: float | None = None
     among: Collection[str] | None = None
     but: Collection[str] = ()
-    group_id: str | None = None
     attempt: int | None = None
     engine: str | None = None
     min_reward: float | None = None
@@ -158,7 +158,6 @@ class HeadFilter(msgspec.Struct, frozen=True):
     tag: str | None = None
     name: str | None = None
     generation: int | None = None
-    run: str | None = None
     evaluation: bool | None = None
 
 
@@ -219,13 +218,12 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
     """The query, of heads that match."""
     head = sessions.c
     conditions: list[ColumnElement[bool] | None] = [
+        *wanted.of(sessions),
         None if wanted.status is None else head.status == wanted.status,
         head.open_turns == 0 if wanted.idle else None,
         None if wanted.claimed_before is None else head.session_id.in_(_claimed(wanted.claimed_before)),
         None if wanted.among is None else head.session_id.in_(list(wanted.among)[:LISTED]),
         head.session_id.not_in(list(wanted.but)[:LISTED]) if wanted.but else None,
-        None if wanted.run is None else head.run == wanted.run,
-        None if wanted.group_id is None else head.group_id == wanted.group_id,
         None if wanted.attempt is None else head.attempt == wanted.attempt,
         None if wanted.engine is None else head.engine == wanted.engine,
         None if wanted.min_reward is None else head.reward >= wanted.min_reward,

@@ -165,6 +165,7 @@ async def test_a_cursor_of_another_list_is_refused(filled: Filled) -> None:
     page = await filled.list.page(SessionQuery(), None, 5)
     for asked, cursor in (
         (SessionQuery(sort="turns"), page["next_cursor"]),
+        (SessionQuery(run="other"), page["next_cursor"]),
         (SessionQuery(), "x"),
         (SessionQuery(), "W10"),
         (SessionQuery(), "é"),
@@ -175,14 +176,22 @@ async def test_a_cursor_of_another_list_is_refused(filled: Filled) -> None:
 
 async def test_a_made_up_cursor_never_reaches_the_database(filled: Filled) -> None:
     for place in ((2**63, "a"), (-(2**63) - 1, "a"), (10**30, "a"), (1.0, "a\0"), (None, "\0"), (True, "a")):
-        cursor = base64.urlsafe_b64encode(json.dumps(("created_at", True, *place)).encode()).decode()
+        cursor = base64.urlsafe_b64encode(json.dumps(("created_at", True, *place, "")).encode()).decode()
         with pytest.raises(InvalidRequest):
             await filled.list.page(SessionQuery(), cursor, 5)
 
 
 async def test_more_than_are_counted_are_said_to_be_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_reads, "COUNTED", 3)
-    row = {"version": 1, "status": "open", "open_turns": 0, "turns": 0, "updated_at": 1.0, "body_hash": BODY}
+    row = {
+        "run": "default",
+        "version": 1,
+        "status": "open",
+        "open_turns": 0,
+        "turns": 0,
+        "updated_at": 1.0,
+        "body_hash": BODY,
+    }
     rows = [{**row, "session_id": str(number), "created_at": float(number)} for number in range(5)]
     await store.database.write(lambda tx: tx.insert(insert(sessions), rows), durable=False)
     counted = await store.database.read(lambda connection: count_heads(connection, HeadFilter()))

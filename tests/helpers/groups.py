@@ -17,6 +17,7 @@ from app.features.groups.schema import groups
 from app.store.dialect import now
 from app.store.log import Appended
 from app.store.log_sessions import Create
+from app.store.selection import GroupFilter
 from helpers.databases import connected
 from helpers.log import created
 from helpers.store import Store, reward
@@ -65,9 +66,9 @@ class Groups:
         row = await self.row(group_id)
         return row.sessions, row.erased, row.unfinished, row.completed_at is not None
 
-    async def candidates(self, held_by: str | None = None, **given: Any) -> list[Candidate]:
+    async def candidates(self, held_by: str | None = None, run: str | None = None, **given: Any) -> list[Candidate]:
         await self.settle_groups()
-        wish = {"run": None, "attempts": 1, "oldest": None, "after": FIRST, "limit": 100, **given}
+        wish = {"wanted": GroupFilter(run=run), "attempts": 1, "oldest": None, "after": FIRST, "limit": 100, **given}
         return await self.store.database.read(lambda c: group_reads.candidates(c, held_by=held_by, **wish))
 
     async def free(self, **given: Any) -> list[str]:

@@ -19,6 +19,7 @@ ON_BOTH = frozenset(
         "test_archive",
         "test_checkpoints",
         "test_export",
+        "test_filters",
         "test_fork",
         "test_odd_parameters",
         "test_rollouts",

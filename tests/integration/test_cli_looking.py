@@ -112,7 +112,7 @@ def test_a_groups_rewards(cli: Stand) -> None:
     found = answer("groups", group)
     assert (found["complete"], found["statistics"]["zero_variance"]) == (True, True)
     lines = run("groups", group).stdout.splitlines()
-    assert lines[0] == f"group {group}: complete"
+    assert lines[0] == f"group {group}: complete, 2 attempts"
     assert lines[1] == "rewards: count 2, mean 1, sample std 0, min 1, max 1"
     assert "all rewards are equal: the group's advantages are 0" in lines
     assert group in [one["group_id"] for one in answer("groups", "--limit", "500")["groups"]]

@@ -315,7 +315,8 @@ BAD_PARAMETERS = (
     ({"new_only": "perhaps"}, "new_only"),
     ({"shape": "none"}, "shape"),
     *(({"run": run}, "run") for run in ("", "a b", "**", "*\n")),
-    ({"group_id": "g"}, "group_id"),
+    ({"session_id": "s"}, "session_id"),
+    ({"metadata": "task=1"}, "metadata"),
 )
 BAD_ACKNOWLEDGEMENTS: tuple[tuple[Any, str], ...] = (
     ({"groups": []}, "consumer"),

@@ -108,6 +108,26 @@ def finished(stand: Stand, group_id: str, **given: Any) -> str:
     return talk.id
 
 
+def test_a_receiver_is_told_what_its_filter_names(places: Places, sglang: SimulatorProcess, receiver: Receiver) -> None:
+    """In order: what it is not told would have come before."""
+    wanted = f"{receiver.url}#run=a&group_prefix=maze&metadata.task=1&metadata.task=3"
+    with (
+        serving(places, sglang, wanted, TURNLOG_WEBHOOK_STUCK_S="1") as site,
+        contextlib.closing(Stand(site.servers[-1], sglang.base_url)) as stand,
+    ):
+        for run, group_id, task in (("b", "maze-1", 1), ("a", "maze-2", 2), ("a", "sums-1", 1), ("a", "maze-3", 3)):
+            finished(stand, group_id, run=run, metadata={"task": task})
+        stand.talk(run="a", group_id="sums-2", metadata={"task": 1})
+        stand.talk(run="a", group_id="maze-4", metadata={"task": 1})
+
+        def stuck() -> set[str]:
+            return {data["group_id"] for data in receiver.accepted("session.stuck")}
+
+        until(lambda: "maze-4" in stuck() and receiver.accepted("group.complete"))
+        assert [data["group_id"] for data in receiver.accepted("group.complete")] == ["maze-3"]
+        assert stuck() <= {"maze-3", "maze-4"}  # the first one on a machine that stood still
+
+
 def test_what_receivers_are_told(places: Places, sglang: SimulatorProcess, receiver: Receiver) -> None:
     with (
         Receiver(0) as slow,

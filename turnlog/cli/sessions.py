@@ -10,7 +10,7 @@ from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, printed_as_json, say, say_if_none
 from turnlog.client.address import address, segment
-from turnlog.parameters import PAGE, SessionFilters
+from turnlog.parameters import PAGE, Selection, SessionFilters
 
 if TYPE_CHECKING:
     from turnlog.cli.output import Column
@@ -101,24 +101,26 @@ def open_page(ctx: typer.Context, session: Annotated[str, typer.Argument(help="T
         webbrowser.open(url)
 
 
+@takes(Selection)
 def groups(
     ctx: typer.Context,
-    group: Annotated[str | None, typer.Argument(help="A group's id; none: all groups.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="GROUP", help="A group's id; none: a list of groups.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many groups.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
-    run: Annotated[str | None, typer.Option(help="Only groups of this run; of one group, its run.")] = None,
+    **filters: Any,
 ) -> None:
     """The groups, or one group's attempts and rewards."""
     server = remote(ctx)
-    if group is not None and cursor is not None:
-        raise UsageError("--cursor is for the list of all groups")
-    if group is None:
-        found = server.read("GET", "/groups", parameters={"limit": limit, "cursor": cursor, "run": run})
+    wish = given(filters)
+    if name is not None and (cursor is not None or wish.keys() - {"run"}):
+        raise UsageError("--cursor and filters but --run are for the list of groups")
+    if name is None:
+        found = server.read("GET", "/groups", parameters={**wish, "limit": limit, "cursor": cursor})
     else:
-        found = server.read("GET", f"/groups/{segment(group)}", parameters={"run": run})
+        found = server.read("GET", f"/groups/{segment(name)}", parameters=wish)
     if printed_as_json(ctx, found):
         return
-    if group is not None:
+    if name is not None:
         _print_group(found)
     else:
         _print_groups(found)

@@ -41,6 +41,7 @@ from turnlog.parameters import Limits as Limits
 from turnlog.parameters import Loss as Loss
 from turnlog.parameters import NewSession as NewSession
 from turnlog.parameters import SearchFilters as SearchFilters
+from turnlog.parameters import Selection as Selection
 from turnlog.parameters import SessionFilters as SessionFilters
 from turnlog.parameters import SessionOrder as SessionOrder
 from turnlog.parameters import SessionState as SessionState

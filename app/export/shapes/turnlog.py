@@ -15,6 +15,7 @@ from workers.sampling_masks import KIND as MASK
 COLUMNS: Columns = {
     "session_id": "text",
     "segment": "int64",
+    "run": "text",
     "group_id": "text",
     "attempt": "int64",
     "parent_session_id": "text",
@@ -90,6 +91,7 @@ def fields(row: Row) -> Fields:
     return {
         "session_id": session.session_id,
         "segment": sample.segment,
+        "run": config.of_run,
         "group_id": row.group_id,
         "attempt": config.attempt,
         "parent_session_id": config.parent,

@@ -37,12 +37,14 @@ from sqlalchemy import (
 from app.crash_points import reach
 from app.domain.events import SessionClosed, decode
 from app.domain.groups import GroupKey
+from app.domain.selection import Selection
 from app.features.archive.schema import archived, marks_of
 from app.features.groups.reads import replaced_in
 from app.features.groups.schema import groups, is_finished
 from app.features.objects.schema import dead_objects, queue_erased, queue_objects
 from app.store import pins, rollouts
 from app.store import statements as sql
+from app.store.content import matches
 from app.store.dialect import StorePoints, Tx, oldest_tx
 from app.store.feed import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.incarnations import holds_lease
@@ -59,6 +61,7 @@ from app.store.schema import (
     store_meta,
     turns,
 )
+from app.store.selection import GroupFilter
 
 LEASE = "archive"
 
@@ -146,7 +149,9 @@ def _may_leave(points: StorePoints) -> ColumnElement[bool]:
     return is_finished & ~pins.is_pinned(points) & ~pinned_member
 
 
-def candidates(connection: Connection, points: StorePoints, cutoff: float, after: Place, limit: int) -> Candidates:
+def candidates(
+    connection: Connection, points: StorePoints, cutoff: float, after: Place, limit: int, wanted: Selection
+) -> Candidates:
     """Roots of whole rollouts that may leave: closed at or before `cutoff`, with a reward or failed, in no checkpoint.
     Those of a group leave once it is acknowledged and all of its rollouts that count may; evaluations wait for no
     acknowledgement."""
@@ -160,11 +165,16 @@ def candidates(connection: Connection, points: StorePoints, cutoff: float, after
             rollouts.is_root(),
             may_leave,
             or_(sessions.c.group_id.is_(None), sessions.c.evaluation, _acknowledged),
+            *GroupFilter(**wanted.run_and_group).of(sessions),
         )
         .order_by(sessions.c.closed_at, sessions.c.session_id)
         .limit(limit)
     )
     rows = connection.execute(query).all()
+    last = Place(rows[-1][0], rows[-1][1]) if len(rows) == limit else None
+    if wanted.metadata:
+        matching = matches(connection, [row[1] for row in rows], wanted.metadata)
+        rows = [row for row in rows if matching.get(row[1])]
     keys = sorted({GroupKey(row[2], row[3]) for row in rows if row[3] is not None})
     waiting = select(sessions.c.session_id, sessions.c.run, sessions.c.group_id).where(
         rollouts.among(keys),
@@ -175,7 +185,6 @@ def candidates(connection: Connection, points: StorePoints, cutoff: float, after
     waiting_for = {row[0]: GroupKey(row[1], row[2]) for row in connection.execute(waiting)}
     gone = replaced_in(connection, sorted(set(waiting_for.values())))
     held = {key for session_id, key in waiting_for.items() if session_id not in gone}
-    last = Place(rows[-1][0], rows[-1][1]) if len(rows) == limit else None
     roots = [Place(row[0], row[1]) for row in rows if (row[2], row[3]) not in held]
     return Candidates(roots, len(rows) - len(roots), last)
 

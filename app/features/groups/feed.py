@@ -25,7 +25,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from pydantic import ConfigDict, Field
@@ -42,6 +42,7 @@ from app.domain.groups import (
 )
 from app.domain.patterns import ID
 from app.domain.restore import in_effect
+from app.domain.selection import Selection
 from app.errors import CheckpointBusy, InvalidRequest, NotFound
 from app.export import formats
 from app.export.exporter import Exporter
@@ -56,6 +57,7 @@ from app.features.groups.reads import Candidate, TurnEvents, Waiting
 from app.features.groups.rules import Attempt, Statistics, of_one_kind, outcome, statistics
 from app.store.damage import Unreadable, of_readable
 from app.store.ports import Database, Writer
+from app.store.selection import GroupFilter
 from app.store.sessions import EventRow, decode_events, newest_readable_version
 from turnlog import replies as reply_types
 
@@ -71,6 +73,8 @@ SESSIONS_AT_ONCE = 16
 PAGE = 500
 """Waiting groups listed in one query."""
 
+LOOKED_AT = 10_000
+"""The most groups that one request looks at, of its own and of free ones; that matters with a filter by metadata."""
 RUNS_NAMED = 10
 """Runs that an error names."""
 
@@ -81,11 +85,12 @@ MAX_SIZE = 1000
 MAX_LEASE_S = 86_400
 
 
-class FeedQuery(RowQuery):
+class FeedQuery(Selection, RowQuery):
     """A request for groups: of which run, how many, for which consumer and lease, and the export parameters of their
     rows.
 
-    `max_staleness`: only groups whose oldest sampled token is at most so many weight versions behind.
+    `max_staleness`: only groups whose oldest sampled token is at most so many weight versions behind. `metadata`: only
+    groups of which a rollout's root has it.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -93,7 +98,9 @@ class FeedQuery(RowQuery):
     consumer: str = Field(
         pattern=ID, description="The consumer's name. Groups that it has not acknowledged are given to it again."
     )
-    run: str = Field(default=DEFAULT_RUN, pattern=RUN_OR_ALL, description="Only groups of this run; `*`: of all runs.")
+    run: str | None = Field(
+        default=DEFAULT_RUN, pattern=RUN_OR_ALL, description="Only groups of this run; `*`: of all runs."
+    )
     size: int = Field(default=1, ge=1, le=MAX_SIZE, description="Maximum number of groups.")
     lease_s: float = Field(default=600, ge=1, le=MAX_LEASE_S, description="Duration of the lease in seconds.")
     attempts: int = Field(default=1, ge=1, le=2**31 - 1, description="Only groups with at least so many attempts.")
@@ -106,14 +113,16 @@ class FeedQuery(RowQuery):
         return ExportQuery(**shared, explain=True, advantage="grpo")
 
     @property
-    def of_run(self) -> str | None:
-        """None: all runs."""
-        return None if self.run == ALL_RUNS else self.run
+    def of_groups(self) -> GroupFilter:
+        return GroupFilter(**self.run_and_group | ({"run": None} if self.run == ALL_RUNS else {}))
 
     @property
     def max_group_staleness(self) -> int | None:
         """Of a group that is handed out; None: any."""
         return self.max_staleness if self.stale == "drop" else None
+
+
+G = TypeVar("G", Candidate, Waiting)
 
 
 class _LeasedGroup(msgspec.Struct, frozen=True):
@@ -209,24 +218,27 @@ class Feed:
         oldest = None if most is None or current is None else current - most
         given: list[_LeasedGroup] = []
         for held_by in (None,) if query.new_only else (query.consumer, None):
-            after = (-1.0, "", "")
-            while len(given) < query.size:
+            after, looked_at = (-1.0, "", ""), 0
+            while len(given) < query.size and looked_at < LOOKED_AT:
                 page = await self._database.read(
                     partial(
                         group_reads.candidates,
-                        run=query.of_run,
                         held_by=held_by,
                         attempts=query.attempts,
                         oldest=oldest,
                         evaluation=query.evaluation,
                         after=after,
-                        limit=query.size - len(given),
+                        limit=PAGE if query.metadata else query.size - len(given),
+                        wanted=query.of_groups,
                     )
                 )
                 if not page:
                     break
-                after = page[-1].place
-                given += await self._take(query, page, oldest)
+                after, looked_at = page[-1].place, looked_at + len(page)
+                left = await self._fitting(query, page)
+                while left and (more := query.size - len(given)):
+                    given += await self._take(query, left[:more], oldest)
+                    left = left[more:]
         return given
 
     async def _take(self, query: FeedQuery, page: Sequence[Candidate], oldest: int | None) -> list[_LeasedGroup]:
@@ -243,6 +255,14 @@ class Feed:
         leased = await self._writer.submit(Lease(query.consumer, query.lease_s, not query.new_only, young))
         by_key = {lease.key: lease for lease in leased}
         return [_LeasedGroup(group, by_key[group.key]) for group in young if group.key in by_key]
+
+    async def _fitting(self, query: FeedQuery, page: Sequence[G]) -> Sequence[G]:
+        """Those of the groups that have the metadata."""
+        if not query.metadata:
+            return page
+        keys = [group.key for group in page]
+        fitting = await self._database.read(partial(group_reads.with_metadata, keys=keys, wanted=query.metadata))
+        return [group for group in page if group.key in fitting]
 
     async def _readable(self, page: Sequence[Candidate]) -> list[Candidate]:
         """Without the groups that have a head on a damaged page: nobody knows all of their rewards."""
@@ -326,9 +346,9 @@ class Feed:
     async def _left_out(self, query: FeedQuery, current: int | None, given: set[GroupKey]) -> AsyncIterator[bytes]:
         """For each other unacknowledged group, why it was not handed out."""
         after = GroupKey("", "")
-        waiting = partial(group_reads.waiting, run=query.of_run, limit=PAGE)
+        waiting = partial(group_reads.waiting, wanted=query.of_groups, limit=PAGE)
         while page := await self._database.read(partial(waiting, after=after)):
-            for group in page:
+            for group in await self._fitting(query, page):
                 if group.key not in given:
                     line = {**group.key._asdict(), "excluded": _why_not(group, query, current)}
                     yield msgspec.json.encode(line) + b"\n"

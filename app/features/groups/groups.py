@@ -7,13 +7,18 @@ from typing import Literal
 
 from app.domain import cursors
 from app.domain.groups import GroupKey
+from app.domain.selection import Selection
 from app.errors import StoreDamaged
 from app.features.groups import reads, rules
 from app.features.groups.operations import Settle, SettleGroup
 from app.features.groups.reads import FeedLease
 from app.features.groups.rules import Attempt
 from app.store.ports import Connection, Database, Writer
+from app.store.selection import GroupFilter
 from turnlog.replies import GroupPage, ListedGroup
+
+AT_ONCE, LOOKED_AT = 500, 10_000
+"""Groups that one read and one request look at with a filter by metadata."""
 
 MAX_MISSING = 20
 """How many missing attempts are listed; the lowest ones."""
@@ -23,22 +28,36 @@ class GroupList:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def page(self, run: str | None, cursor: str | None, limit: int) -> GroupPage:
-        """One page of groups of the run (None: of all runs), ordered by id, then by run. Raises InvalidRequest for an
-        invalid cursor."""
-        after = None if cursor is None else cursors.decode(cursor, tuple[cursors.Text, cursors.Text], "this list")
+    async def page(self, query: Selection, cursor: str | None, limit: int) -> GroupPage:
+        """One page of groups, ordered by id, then by run; with a filter by metadata, those of which a rollout's root
+        has it, and the page may be short though others follow. Raises InvalidRequest for an invalid cursor."""
+        mark, after = cursors.mark(query, Selection.model_fields.keys()), None
+        if cursor is not None:
+            *place, given = cursors.decode(cursor, tuple[cursors.Text, cursors.Text, str], "this list")
+            cursors.require_mark(given, mark)
+            after = GroupKey(*reversed(place))
+        size = AT_ONCE if query.metadata else limit
+        rows: list[ListedGroup] = []
 
-        def read(connection: Connection) -> GroupPage:
-            every = reads.keys(connection, run, after, limit + 1)
-            page = every[:limit]
-            attempts = reads.attempts(connection, page)
-            leases = reads.leases(connection, page)
-            return GroupPage(
-                groups=[_row(key, attempts[key], leases.get(key)) for key in page],
-                next_cursor=cursors.encode((page[-1].group_id, page[-1].run)) if len(every) > limit else None,
-            )
+        def read(connection: Connection) -> tuple[list[ListedGroup], GroupKey | None]:
+            page = reads.keys(connection, after, size + 1, GroupFilter(**query.run_and_group))
+            last = page[size - 1] if len(page) > size else None
+            page = page[:size]
+            if query.metadata:
+                fitting = reads.with_metadata(connection, page, query.metadata)
+                page = [key for key in page if key in fitting]
+            attempts, leases = reads.attempts(connection, page), reads.leases(connection, page)
+            return [_row(key, attempts[key], leases.get(key)) for key in page], last
 
-        return await self._database.read(read)
+        for _ in range(LOOKED_AT // AT_ONCE):
+            found, after = await self._database.read(read)
+            rows += found
+            if after is None or len(rows) >= limit:
+                break
+        if len(rows) > limit:
+            after = GroupKey(rows[limit - 1]["run"], rows[limit - 1]["group_id"])
+        following = None if after is None else cursors.encode((after.group_id, after.run, mark))
+        return GroupPage(groups=rows[:limit], next_cursor=following)
 
 
 def _row(key: GroupKey, attempts: Sequence[Attempt], lease: FeedLease | None) -> ListedGroup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -13,10 +13,12 @@ from app.domain.groups import GroupKey
 from app.features.groups.rules import Attempt, in_order
 from app.features.groups.schema import group_changes, groups, is_finished
 from app.store import rollouts
+from app.store.content import matches
 from app.store.damage import SPAN, of_readable
 from app.store.dialect import now
 from app.store.rollouts import among, group, in_groups, is_root
 from app.store.schema import events, sessions
+from app.store.selection import ANY, GroupFilter
 from app.store.sessions import Acknowledgements, EventRow
 
 _KEY = groups.c.run, groups.c.group_id
@@ -46,19 +48,12 @@ class Candidate(msgspec.Struct, frozen=True):
         return self.completed_at, self.run, self.group_id
 
 
-def keys(connection: Connection, run: str | None, after: tuple[str, str] | None, limit: int) -> list[GroupKey]:
-    """Groups of the run (None: of all runs) behind `after`, which are an id and a run, None: from the first. In the
-    database's own order of ids, then of runs: an index has it."""
+def keys(connection: Connection, after: GroupKey | None, limit: int, wanted: GroupFilter) -> list[GroupKey]:
+    """Groups behind `after`, None: from the first, in the database's own order of ids, then of runs: an index has
+    it."""
     place = sessions.c.group_id, sessions.c.run
-    query = (
-        select(*place)
-        .where(sessions.c.group_id.is_not(None) if after is None else tuple_(*place) > after)
-        .distinct()
-        .order_by(*place)
-        .limit(limit)
-    )
-    if run is not None:
-        query = query.where(sessions.c.run == run)
+    behind = sessions.c.group_id.is_not(None) if after is None else tuple_(*place) > (after.group_id, after.run)
+    query = select(*place).where(behind, *wanted.of(sessions)).distinct().order_by(*place).limit(limit)
     return [GroupKey(row.run, row.group_id) for row in connection.execute(query) if row.group_id is not None]
 
 
@@ -98,15 +93,15 @@ def noted(connection: Connection) -> list[GroupKey]:
 def candidates(
     connection: Connection,
     *,
-    run: str | None,
     held_by: str | None,
     attempts: int,
     oldest: int | None,
     after: tuple[float, str, str],
     limit: int,
     evaluation: bool = False,
+    wanted: GroupFilter = ANY,
 ) -> list[Candidate]:
-    """Complete, unacknowledged groups of the run (None: of all runs) after `after`, oldest completion first.
+    """Complete, unacknowledged groups that are wanted, after `after`, oldest completion first.
 
     `held_by`: those that this consumer got last, even after its lease; None: those that are free. Only groups of which
     at least so many `attempts` have arrived (erased ones have, since they will not come again). Measured groups
@@ -120,12 +115,11 @@ def candidates(
             tuple_(groups.c.completed_at, *_KEY) > after,
             groups.c.arrived >= attempts,
             is_free if held_by is None else groups.c.consumer == held_by,
+            *wanted.of(groups),
         )
         .order_by(groups.c.completed_at, *_KEY)
         .limit(limit)
     )
-    if run is not None:
-        query = query.where(groups.c.run == run)
     if not evaluation:
         query = query.where(groups.c.evaluation.is_(False))
     if oldest is not None:
@@ -167,6 +161,14 @@ def attempts(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey,
         for run, group_id, *row in connection.execute(query):
             by_group[GroupKey(run, group_id)].append(attempt_of(row))
     return {key: in_order(of_group) for key, of_group in by_group.items()}
+
+
+def with_metadata(
+    connection: Connection, keys: Sequence[GroupKey], wanted: Mapping[str, Sequence[str]]
+) -> Collection[GroupKey]:
+    """Those of the groups of which a rollout's root has this metadata."""
+    roots = {one.session_id: key for key, every in attempts(connection, keys).items() for one in every}
+    return {roots[name] for name, fits in matches(connection, list(roots), wanted).items() if fits}
 
 
 def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list[str]]:
@@ -271,11 +273,9 @@ class Waiting(msgspec.Struct, frozen=True):
         return GroupKey(self.run, self.group_id)
 
 
-def waiting(connection: Connection, run: str | None, after: GroupKey, limit: int) -> list[Waiting]:
-    """Groups of the run (None: of all runs) that have not been acknowledged, after `after`."""
+def waiting(connection: Connection, after: GroupKey, limit: int, wanted: GroupFilter = ANY) -> list[Waiting]:
+    """Groups that have not been acknowledged, after `after`."""
     columns = [*(groups.c[name] for name in Waiting.__struct_fields__[:-1]), case((is_free, False), else_=True)]
-    behind = tuple_(*_KEY) > after
-    if run is not None:
-        behind = and_(groups.c.run == run, groups.c.group_id > after.group_id)
-    query = select(*columns).where(groups.c.acked_at.is_(None), behind).order_by(*_KEY).limit(limit)
+    behind = tuple_(*_KEY) > after if wanted.run is None else groups.c.group_id > after.group_id
+    query = select(*columns).where(groups.c.acked_at.is_(None), behind, *wanted.of(groups)).order_by(*_KEY).limit(limit)
     return [Waiting(*row) for row in connection.execute(query)]

@@ -16,6 +16,7 @@ from app.api.requests import Request
 from app.api.routes import BODY, NDJSON, READ, WRITE, Reply, Routes, json_reply
 from app.domain.events import DEFAULT_RUN
 from app.domain.patterns import ID, NO_NUL
+from app.domain.selection import Selection
 from app.errors import InvalidRequest, NotFound
 from app.features.groups.feed import FeedQuery, Groups
 from turnlog import replies as reply_types
@@ -24,6 +25,15 @@ from turnlog.rows import Acknowledged, LeasedGroup
 route = Routes("Export")
 
 OF_RUN = "Its run. Without it: the default run, else the only run that has a group of this id."
+
+
+class GroupListQuery(Selection):
+    """Which groups to list, from where."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    limit: int = Field(default=100, ge=1, le=1000, description=LIMIT)
+    cursor: Cursor = None
 
 
 class Acknowledgement(BaseModel):
@@ -55,14 +65,9 @@ async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> St
     json_reply(reply_types.GroupPage, "One page of groups."),
     errors=(InvalidRequest, *READ),
 )
-async def list_groups(
-    request: Request,
-    limit: Annotated[int, Query(ge=1, le=1000, description=LIMIT)] = 100,
-    cursor: Cursor = None,
-    run: Annotated[str | None, Query(pattern=ID, description="Only groups of this run.")] = None,
-) -> object:
+async def list_groups(request: Request, query: Annotated[GroupListQuery, Query()]) -> object:
     """Groups with their progress, the statistics of their rewards and their place in the training feed, by id."""
-    return await _groups(request).listed.page(run, cursor, limit)
+    return await _groups(request).listed.page(query, query.cursor, query.limit)
 
 
 @route(

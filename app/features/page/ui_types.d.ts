@@ -31,6 +31,7 @@ export interface SessionRow {
   status: "open" | "closed" | "erased" | "undone";
   state: State;
   turns: number;
+  run: string;
   group_id: string | null;
   attempt: number | null;
   reward: number | null;

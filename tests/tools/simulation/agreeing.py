@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from sqlalchemy import select
 
 from app.domain.events import name_of
+from app.domain.selection import Selection
 from app.domain.session import Session, encode_session
 from app.errors import AppError, SessionNotFound
 from app.features.groups.feed import Groups
@@ -114,7 +115,7 @@ async def _lists(world: World, process: Process, logs: Mapping[str, FoldedLog]) 
 
 async def _lists_groups(world: World, process: Process, logs: Mapping[str, FoldedLog]) -> None:
     made: Groups = process.service.features["groups"]
-    page = await asked(world, process, lambda: made.listed.page(None, None, ALL))
+    page = await asked(world, process, lambda: made.listed.page(Selection(), None, ALL))
     assert page is not None
     query = select(groups.c.group_id).where(groups.c.acked_at.is_not(None))
     acknowledged = set(world.store.read(lambda connection: connection.execute(query).scalars().all()))

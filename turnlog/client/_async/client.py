@@ -11,7 +11,7 @@ from turnlog.client import frames
 from turnlog.client._async.session import AsyncSession
 from turnlog.client._async.transport import AsyncTransport
 from turnlog.client.address import default_address, default_run, default_token, segment
-from turnlog.client.checked import checked, rows_wanted, sessions_wanted
+from turnlog.client.checked import checked, wanted
 from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
 from turnlog.events import Event, UnreadableEvent
 from turnlog.parameters import (
@@ -24,6 +24,7 @@ from turnlog.parameters import (
     FeedParameters,
     NewSession,
     SearchFilters,
+    Selection,
     SessionFilters,
     Shape,
     TrainerShape,
@@ -105,15 +106,15 @@ class AsyncTurnlog:
 
         `metadata` maps keys to values; a dot in a key leads into an object. Raises InvalidRequest.
         """
-        given = sessions_wanted(SessionFilters, filters)
+        given = wanted(SessionFilters, filters)
         given.setdefault("order", "desc")  # a server that also speaks rLLM's wire tells the two lists apart by it
         async for one in self._pages("/sessions", "sessions", given, limit):
             yield cast(ListedSession, one)
 
-    async def groups(self, limit: int | None = None, *, run: str | None = None) -> AsyncIterator[ListedGroup]:
-        """All groups, or those of a run, with their progress and the statistics of their rewards, by id. Needs the
-        admin token."""
-        async for one in self._pages("/groups", "groups", present({"run": run}), limit):
+    async def groups(self, limit: int | None = None, **filters: Unpack[Selection]) -> AsyncIterator[ListedGroup]:
+        """Groups with their progress and the statistics of their rewards, by id; of metadata, those that a session of
+        the group has. Needs the admin token."""
+        async for one in self._pages("/groups", "groups", wanted(Selection, filters), limit):
             yield cast(ListedGroup, one)
 
     async def _pages(
@@ -140,7 +141,7 @@ class AsyncTurnlog:
 
         Raises InvalidRequest; NotFound if the server's search is off; TypeError and ValueError before anything is sent.
         """
-        given = {**sessions_wanted(SearchFilters, filters), **present({"q": q})}
+        given = {**wanted(SearchFilters, filters), **present({"q": q})}
         async for one in self._pages("/search", "hits", given, limit, SEARCH_PAGE):
             yield cast(SearchHit, one)
 
@@ -179,7 +180,7 @@ class AsyncTurnlog:
 
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        given = rows_wanted(ExportParameters, {"shape": shape, "explain": explain or None, **filters})
+        given = wanted(ExportParameters, {"shape": shape, "explain": explain or None, **filters})
         return AsyncExport(self._transport, ExportPlace(given))
 
     def events(self, **parameters: Unpack[EventParameters]) -> AsyncEvents:
@@ -187,7 +188,7 @@ class AsyncTurnlog:
 
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        return AsyncEvents(self._transport, AllEventsPlace(checked(EventParameters, parameters)))
+        return AsyncEvents(self._transport, AllEventsPlace(wanted(EventParameters, parameters)))
 
     @overload
     async def hand_out(
@@ -224,7 +225,7 @@ class AsyncTurnlog:
         for each other waiting group. With `new_only`, the groups of a lost reply are given again when their lease ends.
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        given = rows_wanted(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
+        given = wanted(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
         given |= {"consumer": consumer, **present({"run": given.get("run") or default_run()})}
         once = filters.get("new_only", False)
         content = await self._transport.call("GET", "/export/groups", parameters=given, slow=True, once=once)

@@ -12,7 +12,7 @@ from turnlog.client import frames
 from turnlog.client._sync.session import Session
 from turnlog.client._sync.transport import Transport
 from turnlog.client.address import default_address, default_run, default_token, segment
-from turnlog.client.checked import checked, rows_wanted, sessions_wanted
+from turnlog.client.checked import checked, wanted
 from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
 from turnlog.events import Event, UnreadableEvent
 from turnlog.parameters import (
@@ -25,6 +25,7 @@ from turnlog.parameters import (
     FeedParameters,
     NewSession,
     SearchFilters,
+    Selection,
     SessionFilters,
     Shape,
     TrainerShape,
@@ -104,15 +105,15 @@ class Turnlog:
 
         `metadata` maps keys to values; a dot in a key leads into an object. Raises InvalidRequest.
         """
-        given = sessions_wanted(SessionFilters, filters)
+        given = wanted(SessionFilters, filters)
         given.setdefault("order", "desc")  # a server that also speaks rLLM's wire tells the two lists apart by it
         for one in self._pages("/sessions", "sessions", given, limit):
             yield cast(ListedSession, one)
 
-    def groups(self, limit: int | None = None, *, run: str | None = None) -> Iterator[ListedGroup]:
-        """All groups, or those of a run, with their progress and the statistics of their rewards, by id. Needs the
-        admin token."""
-        for one in self._pages("/groups", "groups", present({"run": run}), limit):
+    def groups(self, limit: int | None = None, **filters: Unpack[Selection]) -> Iterator[ListedGroup]:
+        """Groups with their progress and the statistics of their rewards, by id; of metadata, those that a session of
+        the group has. Needs the admin token."""
+        for one in self._pages("/groups", "groups", wanted(Selection, filters), limit):
             yield cast(ListedGroup, one)
 
     def _pages(self, path: str, name: str, given: Object, limit: int | None, most: int = PAGE) -> Iterator[Object]:
@@ -136,7 +137,7 @@ class Turnlog:
 
         Raises InvalidRequest; NotFound if the server's search is off; TypeError and ValueError before anything is sent.
         """
-        given = {**sessions_wanted(SearchFilters, filters), **present({"q": q})}
+        given = {**wanted(SearchFilters, filters), **present({"q": q})}
         for one in self._pages("/search", "hits", given, limit, SEARCH_PAGE):
             yield cast(SearchHit, one)
 
@@ -175,7 +176,7 @@ class Turnlog:
 
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        given = rows_wanted(ExportParameters, {"shape": shape, "explain": explain or None, **filters})
+        given = wanted(ExportParameters, {"shape": shape, "explain": explain or None, **filters})
         return Export(self._transport, ExportPlace(given))
 
     def events(self, **parameters: Unpack[EventParameters]) -> Events:
@@ -183,7 +184,7 @@ class Turnlog:
 
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        return Events(self._transport, AllEventsPlace(checked(EventParameters, parameters)))
+        return Events(self._transport, AllEventsPlace(wanted(EventParameters, parameters)))
 
     @overload
     def hand_out(
@@ -220,7 +221,7 @@ class Turnlog:
         for each other waiting group. With `new_only`, the groups of a lost reply are given again when their lease ends.
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        given = rows_wanted(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
+        given = wanted(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
         given |= {"consumer": consumer, **present({"run": given.get("run") or default_run()})}
         once = filters.get("new_only", False)
         content = self._transport.call("GET", "/export/groups", parameters=given, slow=True, once=once)
