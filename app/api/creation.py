@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
+from app.api.of_run import hidden
 from app.api.requests import Request, require_finite, require_small
 from app.api.routes import BODY, WRITE, Routes, json_reply
 from app.domain.events import (
@@ -24,8 +25,11 @@ from app.domain.events import (
 )
 from app.domain.patterns import ID, NO_NUL
 from app.domain.pinned import require_pinnable
+from app.domain.request import reserved
 from app.domain.session import Session
 from app.errors import (
+    AppError,
+    Forbidden,
     InvalidRequest,
     Restored,
     RunMismatch,
@@ -35,6 +39,7 @@ from app.errors import (
     SessionUnreadable,
     Unsupported,
 )
+from app.services import Services
 from app.sessions.lifecycle import NewSession, made_session_id
 from app.settings import LimitsGiven, Settings
 from turnlog import replies as reply_types
@@ -203,6 +208,7 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
     body=CreateSession,
     optional_body=True,
     example={"group_id": "task-17", "attempt": 0},
+    of_run="body",
 )
 async def create_session(request: Request) -> dict[str, Any]:
     """Create a session. With a `session_id`, repeating the request returns the same session."""
@@ -213,16 +219,28 @@ async def create(request: Request, body: CreateSession) -> dict[str, Any]:
     """Create a session; what its client is told. Raises AppError."""
     app = request.services
     new = new_session(body, app.settings)
+    if request.token_run is not None and (names := reserved(new.config.params or {}, app.settings.session_params)):
+        raise Forbidden(f"params.{names[0]}: requires the admin's token")
     if new.config.capture == "text" or new.config.upstream is not None:
         new = msgspec.structs.replace(new, config=_of_text(new.config, app.text_upstreams))
-    session_id = new.session_id
+    try:
+        return created(request, await _begun(app, new))
+    except AppError as error:
+        named = (body.session_id, body.parent_session_id)
+        if (told := await hidden(app, error, request.token_run, named)) is not None:
+            raise told from error
+        raise
+
+
+async def _begun(app: Services, new: NewSession) -> str:
+    """Create a session, or the next generation of its name; its id. Raises AppError."""
     try:
         await app.sessions.create(new)
     except SessionEnded:
         if new.name is None:
             raise
-        session_id = await app.names.begin(new)
-    return created(request, session_id)
+        return await app.names.begin(new)
+    return new.session_id
 
 
 def created(request: Request, session_id: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ The guard authorises every request by what the table of routes says (`Who`):
                              its agents' sessions (checked by `header_sessions`, which finds the token's session in the
                              scope under TOKEN_SESSION). No reward and no erasure (`Request.require_judge`, which the
                              three routes call that can do that by their path, query or body)
+    a run's token            everything within the run: `of_run.admit`, which finds it in the scope under TOKEN_RUN
     the page's cookie        GET and HEAD; a session's note and tags, where the page itself sends them
 
 A token is sent as `Authorization: Bearer` or, as Anthropic's SDKs do, as `x-api-key`.
@@ -86,6 +87,11 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 TOKEN_SESSION = "turnlog.token_session"
 """Key in a scope: the session of the request's session token; missing for an admin."""
+
+TOKEN_RUN = "turnlog.token_run"
+"""Key in a scope: what the request's token of a run says (`RunToken`); missing for an admin and a session."""
+
+UNKNOWN_TOKEN = "the bearer token is unknown"
 
 COOKIE = b"turnlog_ui"
 
@@ -297,7 +303,11 @@ class Guard:
             return None
         token_session = self._tokens.session_of(token)
         if token_session is None:
-            return Unauthorized("the bearer token is unknown")
+            token_run = self._tokens.run_of(token)
+            if token_run is None:
+                return Unauthorized(UNKNOWN_TOKEN)
+            head.scope[TOKEN_RUN] = token_run
+            return None
         head.scope[TOKEN_SESSION] = token_session
         if head.path.startswith(_SESSIONS) and head.path_session != token_session:
             return unknown_session(head.path_session or "")

@@ -127,6 +127,7 @@ class SessionListQuery(SessionFilter):
     "page",
     json_reply(reply_types.SessionPage, "One page of sessions."),
     errors=(InvalidRequest, *READ, *PAYLOADS),
+    of_run="query",
 )
 async def list_sessions(request: Request, query: Annotated[SessionListQuery, Query()]) -> object:
     """Sessions, newest first, or sorted by another column; filtered, and paged by cursor.
@@ -138,7 +139,7 @@ async def list_sessions(request: Request, query: Annotated[SessionListQuery, Que
     return await request.services.session_list.page(wanted, query.cursor, query.limit, counted=query.count)
 
 
-@route("HEAD /sessions/{session_id}", "", "session")
+@route("HEAD /sessions/{session_id}", "", "session", of_run="session")
 async def has_session(request: Request, session_id: SessionId) -> StreamingResponse:
     """The status of the GET: programs probe their base URL with it. The session is not read."""
     await request.services.sessions.require(session_id)
@@ -151,6 +152,7 @@ async def has_session(request: Request, session_id: SessionId) -> StreamingRespo
     "session",
     json_reply(reply_types.Records, "The session."),
     errors=(*SESSION, *READ, *PAYLOADS),
+    of_run="session",
 )
 async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
     """The requests and replies of the live turns, and the fields with which the session was created."""
@@ -191,6 +193,7 @@ async def session_json(
     body=SamplesQuery,
     optional_body=True,
     example={"max_seq_len": 32768},
+    of_run="session",
 )
 async def post_samples(request: Request, session_id: SessionId) -> Response:
     """The session's samples as safetensors; a `reward` in the body or its `metadata` is first assigned to the session,
@@ -229,6 +232,7 @@ async def post_samples(request: Request, session_id: SessionId) -> Response:
     errors=(*BODY, *SESSION, AlreadyFinished, *WRITE),
     body=FinishSession,
     example={"producer_finished": True},
+    of_run="session",
 )
 async def finish_session(request: Request, session_id: SessionId) -> dict[str, Any]:
     """End the session's turns: no more are opened, and the request waits for those in flight. Repeating it gives the
@@ -251,6 +255,7 @@ async def finish_session(request: Request, session_id: SessionId) -> dict[str, A
     "session",
     Reply("Events.", {NDJSON: reply_types.EventLine}),
     errors=(InvalidRequest, SessionNotFound, SessionUnreadable, Overloaded, *READ),
+    of_run="session",
 )
 async def get_events(
     request: Request,
@@ -276,6 +281,7 @@ async def get_events(
         ("x-turnlog-dtype", "x-turnlog-shape", "x-turnlog-row-start"),
     ),
     errors=(InvalidRequest, *SESSION, NotFound, PayloadTombstoned, *READ, *PAYLOADS),
+    of_run="session",
 )
 async def get_payload(
     request: Request,
@@ -303,6 +309,7 @@ async def get_payload(
     "session",
     Reply("The first 256 KiB.", {BYTES: BINARY}, ("x-turnlog-reply-bytes",)),
     errors=(InvalidRequest, SessionNotFound, NotFound, SessionUnreadable, *READ),
+    of_run="session",
 )
 async def get_refused_reply(
     request: Request,
@@ -335,6 +342,7 @@ class MessagesQuery(BaseModel):
     "session",
     json_reply(reply_types.SaidPage, "A page of the conversation."),
     errors=(InvalidRequest, NotFound, SessionNotFound, SessionClosed, SessionUnreadable, *READ),
+    of_run="session",
 )
 async def get_messages(request: Request, session_id: SessionId, query: Annotated[MessagesQuery, Query()]) -> object:
     """The messages that led to a branch's newest turn, oldest first, of an open or closed session. A page ends early
@@ -350,6 +358,7 @@ async def get_messages(request: Request, session_id: SessionId, query: Annotated
     "session",
     json_reply(reply_types.Tree, "The tree."),
     errors=(InvalidRequest, SessionNotFound, SessionUnreadable, *READ),
+    of_run="session",
 )
 async def get_tree(
     request: Request,
@@ -371,6 +380,7 @@ async def get_tree(
     "session",
     json_reply(reply_types.State, "The state."),
     errors=(InvalidRequest, SessionNotFound, SessionUnreadable, *READ, *PAYLOADS),
+    of_run="session",
 )
 async def get_state(
     request: Request,
@@ -405,6 +415,7 @@ _HEADERS = {
     "session",
     Reply("The image's bytes.", {BYTES: BINARY, **{kind: BINARY for _, kind in _RASTER}, "image/webp": BINARY}),
     errors=(*SESSION, NotFound, *READ),
+    of_run="session",
 )
 async def get_image(
     request: Request,
@@ -436,6 +447,7 @@ def _type_of(data: bytes) -> str:
     errors=(*BODY, *SESSION, *WRITE),
     body=Reward,
     example={"reward": 1.0, "components": {"tests": 1.0}},
+    of_run="session",
 )
 async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
     """Set the reward of the session or of one of its turns. With a session's token 403, unless
@@ -457,6 +469,7 @@ ERASING = Reply("Erased from the database; object storage may still have payload
     NO_CONTENT,
     ERASING,
     errors=(InvalidRequest, *SESSION, SessionChanged, *WRITE),
+    of_run="session",
 )
 async def delete_session(
     request: Request,

@@ -28,7 +28,7 @@ from app.store.opening import revision_head, revision_of
 
 T = TypeVar("T")
 
-REVISION = "first_11"
+REVISION = "first_12"
 
 
 def on(url: str, work: Callable[[Connection], T]) -> T:

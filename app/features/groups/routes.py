@@ -38,6 +38,7 @@ class Acknowledgement(BaseModel):
     "admin",
     Reply("One group a line; empty if there is none.", {NDJSON: LeasedGroup[dict[str, Any]]}),
     errors=(InvalidRequest, *WRITE),
+    of_run="query",
 )
 async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> StreamingResponse:
     """Up to `size` complete groups as NDJSON, one a line, leased to the consumer before the first byte is sent."""
@@ -50,6 +51,7 @@ async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> St
     "page",
     json_reply(reply_types.GroupPage, "One page of groups."),
     errors=(InvalidRequest, *READ),
+    of_run="query",
 )
 async def list_groups(
     request: Request,
@@ -66,6 +68,7 @@ async def list_groups(
     "page",
     json_reply(reply_types.Group, "The group."),
     errors=(InvalidRequest, NotFound, *READ),
+    of_run="query",
 )
 async def get_group(
     request: Request, group_id: Annotated[str, Path(pattern=NO_NUL, description="A group's id.")]
@@ -82,6 +85,7 @@ async def get_group(
     errors=(*BODY, *WRITE),
     body=Acknowledgement,
     example={"consumer": "trainer-0", "groups": ["task-17"]},
+    of_run="body",
 )
 async def acknowledge(request: Request) -> dict[str, Any]:
     """Mark groups as consumed, permanently. Returns the result for each group."""

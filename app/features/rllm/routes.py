@@ -149,6 +149,7 @@ async def _sessions(app: Services, since: float | None, limit: int | None) -> As
     "session",
     json_reply(ANYTHING, "What `GET /sessions/{session_id}` tells, `trace_count` and `created_at`."),
     errors=(*SESSION, *READ, *PAYLOADS),
+    of_run="session",
 )
 async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
     """What `GET /sessions/{session_id}` is where this feature is on. `metadata` has what was given at create too."""
@@ -168,6 +169,7 @@ async def get_session(request: Request, session_id: SessionId) -> StreamingRespo
     "session",
     json_reply(ANYTHING),
     errors=(*READ, *WRITE),
+    of_run="session",
 )
 async def delete_session(request: Request, session_id: SessionId) -> dict[str, int]:
     """What `DELETE /sessions/{session_id}` is where this feature is on: the session is closed, and its name may be used
@@ -220,6 +222,7 @@ async def _delete(app: Services, session_id: str) -> int:
     "session",
     json_reply(list[Trace]),
     errors=(*SESSION, *READ),
+    of_run="session",
 )
 async def session_traces(
     request: Request, session_id: SessionId, since: Since = None, limit: Limit = None
