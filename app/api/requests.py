@@ -81,8 +81,7 @@ class Request(starlette.requests.Request):
         body = kind() if self.route.optional_body and not raw.strip() else read_model(raw, kind, most)
         if self.token_run is None or self.route.limit != "body":
             return body
-        named = body.run  # type: ignore[attr-defined]  # `Route.limit` says that the body has it
-        require_run(named, self.token_run)
+        require_run(body.model_dump(include={"run"}, exclude_unset=True).get("run"), self.token_run)
         return body.model_copy(update={"run": self.token_run})
 
     def require_judge(self) -> None:
