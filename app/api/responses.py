@@ -104,7 +104,8 @@ async def get_input_items_by_header(
 
 async def _session_of(request: Request) -> str:
     """The session in which the same headers generate. Raises InvalidRequest, SessionNotFound."""
-    return await session_of_request(request.headers.items(), b"", request.token_session).existing(request.services)
+    session = session_of_request(request.headers.items(), b"", request.token_session, request.head.run)
+    return await session.existing(request.services)
 
 
 async def _stored(app: Services, session_id: str, response_id: str) -> tuple[CacheEntry, Turn, str, bytes | None]:
