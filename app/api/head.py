@@ -347,7 +347,7 @@ async def to_newest(app: Services, head: Head) -> None:
             await app.names.require_run(name, run)
         return
     number = generation_in(head)
-    session_id = await app.names.newest(run, name) if number is None else await app.names.require(run, name, number)
+    session_id = await app.names.of_path(run, name) if number is None else await app.names.require(run, name, number)
     if session_id != name or number is not None:
         path: str = head.scope["path"]
         base = path[: len(path) - len(route_path(head.scope))]

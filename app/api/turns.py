@@ -211,7 +211,7 @@ class TurnRequest:
         try:
             return await self._turn(head.session_id, body, reservation)
         except (GenerationEnded, Restored, SessionNotFound):
-            newest = await app.names.newest(run, name)
+            newest = await app.names.of_path(run, name)
             if newest == head.session_id:
                 raise
         head.session_id = newest

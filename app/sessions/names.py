@@ -72,6 +72,13 @@ class Names:
             await self.require_run(session_id, run)
         return session_id
 
+    async def of_path(self, run: str | None, name: str) -> str:
+        """As `newest`, of a path: the id of another run's session is one there, even if its client chose it."""
+        session_id = await self.newest(run, name)
+        if run is not None and await self._sessions.config_of(session_id) is None:
+            await self.require_run(name, run)
+        return session_id
+
     async def require(self, run: str | None, name: str, generation: int) -> str:
         """The id of one generation of a name. Raises SessionNotFound, StoreUnavailable."""
         first = first_id(run or DEFAULT_RUN, name)
