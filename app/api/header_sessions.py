@@ -23,7 +23,7 @@ import msgspec
 from starlette.types import Scope
 
 from app.api.creation import CreateSession, new_session
-from app.api.head import RUN, route_path, unknown_session
+from app.api.head import route_path, unknown_session
 from app.domain import control
 from app.domain.events import DEFAULT_RUN
 from app.domain.names import first_id
@@ -42,6 +42,7 @@ from app.errors import (
 )
 from app.services import Services
 from app.sessions.lifecycle import NewSession, made_session_id
+from app.sessions.names import require_named_run
 from app.turn.in_flight import TurnReply
 from app.upstream.headers import Headers
 
@@ -209,12 +210,11 @@ class HeaderSession:
                     self._run = above.run
         self._place(self.name if self.is_unnamed else await names.at(self._run, self.name), parent)
 
-    def _require_of_default_run(self, app: Services) -> None:
-        """Raises RunMismatch where the name is one that a client gave a session of another run: who names no run may
-        mean another session. An id that no client chose leads to its session."""
-        root = app.cache.known(self.root) if self._run is None and self._token_session is None else None
-        if root is not None and root.name == self.name and root.config.of_run != DEFAULT_RUN:
-            raise RunMismatch(f"session {self.root} belongs to run {root.config.of_run}: name that in {RUN} beside it")
+    def _require_run(self, app: Services) -> None:
+        """Raises RunMismatch as `require_named_run`."""
+        root = app.cache.known(self.root)
+        if root is not None and self._token_session is None:
+            require_named_run(root, self._run, self.name)
 
     async def _place_of_token(self, app: Services, token_session: str) -> None:
         """The token says which generation of its session's name it is."""
@@ -250,14 +250,14 @@ class HeaderSession:
             self._require_below(self.parent)
         if await app.sessions.config_of(self.session_id) is None:
             await self._create(app)
-        self._require_of_default_run(app)
+        self._require_run(app)
         await self._require_stored_below(app)
 
     async def existing(self, app: Services) -> str:
         """The session's id, for a request that creates none. Raises SessionNotFound as `ensure`."""
         if self._token_session is None:
             self._place(await app.names.newest(self._run, self.name), None)
-            self._require_of_default_run(app)
+            self._require_run(app)
         else:
             await self._place_of_token(app, self._token_session)
         await self._choose_session(app)

@@ -101,12 +101,13 @@ class Names:
         """Close the newest generation of a name; the name's next request begins the next one. Returns what it was
         before, or None if nothing has this name. A session that no client has named is closed for good.
 
-        Raises SessionUnreadable, Restored, StoreUnavailable, StoreFull.
+        Raises RunMismatch as `require_named_run`, SessionUnreadable, Restored, StoreUnavailable, StoreFull.
         """
         live = await self._cache.current(await self.newest(run, name))
         if live is None:
             return None
         session = live.session
+        require_named_run(session, run, name)
         if session.status == "open":
             with contextlib.suppress(SessionClosed):  # by another request at the same moment
                 await self._sessions.close(session.session_id, "deleted" if session.name is None else "finished")
@@ -173,6 +174,13 @@ class Names:
         self._later[run, name] = session_id
         if len(self._later) > REMEMBERED:
             del self._later[next(iter(self._later))]
+
+
+def require_named_run(session: Session, run: str | None, name: str) -> None:
+    """Raises RunMismatch where no run was asked for and a client gave the session this name in another run than the
+    default one: who says the name alone may mean another session. An id that no client chose leads to its session."""
+    if run is None and session.name == name and session.config.of_run != DEFAULT_RUN:
+        raise RunMismatch(f"session {session.session_id} belongs to run {session.config.of_run}: name that run with it")
 
 
 def _owner(run: str | None, name: str, named: CacheEntry | None) -> str:

@@ -114,6 +114,7 @@ def test_a_path_and_an_id_lead_to_their_session(own: Stand) -> None:
     assert late.json()["session_id"] == first
     assert one.session("By path", one.path + CHAT) == one.name  # No reply tells a client the id in its path.
     assert len(own.known(second).committed()) == 2
+    assert one.session("Gym's", f"/ng-rollout/{one.name}{CHAT}") == second
     by_id = [Trainer(own, run, second) for run in (None, "exp-1")]
     assert [trainer.session("By id") for trainer in by_id] == [second, second]
     one.end()
@@ -131,6 +132,10 @@ def test_a_run_that_is_not_the_sessions_is_refused(own: Stand) -> None:
     wrong += [own.http.get(f"{talk.path}/events", headers=theirs.of_run) for talk in (made, chosen)]
     wrong += [own.http.post("/sessions", json={"run": "exp-1"}, headers=theirs.of_run)]
     wrong += [Trainer(own, "exp-2", "child").ask(**{PARENT: made.id})]
+    wrong += [
+        own.http.post("/finish_session", params={"session_id": name}, headers=headers)
+        for name, headers in ((chosen.id, {}), (chosen.id, {RUN: "default"}), (made.id, theirs.of_run))
+    ]
     assert [error_of(response) for response in wrong] == [MISMATCH] * len(wrong)
     assert [len(talk.committed()) for talk in (made, chosen)] == [1, 1]
     assert Trainer(own, "exp-2", chosen.id).session() not in (made.id, chosen.id)  # a name of its own

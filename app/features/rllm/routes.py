@@ -112,7 +112,7 @@ async def _begin_anew(app: Services, run: str | None, name: str) -> bool:
     live = await app.cache.current(session_id)
     if live is None or live.session.status != "open" or live.session.turns or live.session.open_turns:
         return False
-    await app.names.finish(None, session_id)
+    await app.names.finish(live.session.config.of_run, session_id)
     return True
 
 
@@ -211,7 +211,7 @@ async def _delete(app: Services, session_id: str) -> int:
     if live is None or live.session.status != "open":
         return 0
     count = await traces.count(app.database, session_id)
-    await app.names.finish(None, session_id)
+    await app.names.finish(live.session.config.of_run, session_id)
     return count
 
 
