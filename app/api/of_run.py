@@ -12,15 +12,16 @@ from collections.abc import Iterable
 from sqlalchemy import bindparam, select
 from starlette.datastructures import QueryParams
 
-from app.api.head import TOKEN_RUN, UNKNOWN_TOKEN, Head, to_newest, unknown_session
+from app.api.head import RUN, TOKEN_RUN, UNKNOWN_TOKEN, Head, to_newest, unknown_session
 from app.api.routes import Route
+from app.domain.names import first_id
 from app.domain.patterns import is_id
 from app.errors import AppError, Forbidden, IdUnavailable, NotFound, RunMismatch, SessionNotFound, Unauthorized
 from app.services import Services
 from app.store.schema import sessions
 from app.tokens import RunToken
 
-HEADER = b"x-turnlog-run"
+_HEADER = RUN.encode()
 
 _run_of = select(sessions.c.run).where(sessions.c.session_id == bindparam("sid"))
 
@@ -52,11 +53,11 @@ def require_run(named: str | None, run: str) -> None:
 
 
 def _limit_header(head: Head, run: str) -> None:
-    for given in head.headers.get(HEADER, ()):
+    for given in head.headers.get(_HEADER, ()):
         require_run(given.strip(b" \t").decode("latin-1"), run)
     own = run.encode()
-    head.headers[HEADER] = [own]
-    head.scope["headers"] = [*(each for each in head.scope["headers"] if each[0] != HEADER), (HEADER, own)]
+    head.headers[_HEADER] = [own]
+    head.scope["headers"] = [*(each for each in head.scope["headers"] if each[0] != _HEADER), (_HEADER, own)]
 
 
 def _limit_query(head: Head, run: str) -> None:
@@ -71,11 +72,14 @@ def _limit_query(head: Head, run: str) -> None:
 async def _limit_path(app: Services, head: Head, run: str) -> None:
     """Raises SessionNotFound, the same for a session of another run and for none."""
     name = head.path_session or ""
-    await require_own(app, name, run)
+    # Looked up before what may be another run's session is read: that would take longer than to find none.
+    named = [name, first_id(run, name)] if is_id(name) else []
+    if run not in [await _found_run(app, session_id, run) for session_id in named]:
+        raise unknown_session(name)
     try:
         await to_newest(app, head)
         await require_own(app, head.path_session or "", run)
-    except SessionNotFound as error:
+    except (RunMismatch, SessionNotFound) as error:
         raise unknown_session(name) from error
 
 
@@ -91,8 +95,6 @@ async def _found_run(app: Services, session_id: str, own: str) -> str | None:
     known = app.cache.known(session_id)
     if known is not None and known.config.of_run == own:
         return own
-    if not is_id(session_id):
-        return None
     rows = await app.database.read_autocommit(_run_of, {"sid": session_id})
     return rows[0][0] if rows else None
 

@@ -8,6 +8,7 @@ from fastapi import Path, Query
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from app.api.head import unknown_session
 from app.api.header_sessions import session_of_request
 from app.api.of_run import require_own
 from app.api.parameters import LIMIT, SessionId
@@ -16,7 +17,7 @@ from app.api.requests import Request
 from app.api.routes import ANYTHING, JSON, READ, SESSION, Reply, Routes
 from app.domain.session import Turn
 from app.domain.split import ITEMS
-from app.errors import InvalidRequest, NotFound, SessionUnreadable
+from app.errors import InvalidRequest, NotFound, RunMismatch, SessionNotFound, SessionUnreadable
 from app.protocols.base import CommittedReply
 from app.protocols.registry import PROTOCOLS
 from app.protocols.responses.items import response_proof
@@ -108,9 +109,15 @@ async def get_input_items_by_header(
 
 async def _session_of(request: Request) -> str:
     """The session in which the same headers generate. Raises InvalidRequest, SessionNotFound."""
-    app = request.services
-    session_id = await session_of_request(request.headers.items(), b"", request.token_session).existing(app)
-    await require_own(app, session_id, request.token_run)
+    app, run = request.services, request.token_run
+    session = session_of_request(request.headers.items(), b"", request.token_session, request.head.run)
+    if run is None:
+        return await session.existing(app)
+    try:
+        session_id = await session.existing(app)
+        await require_own(app, session_id, run)
+    except (RunMismatch, SessionNotFound) as error:
+        raise unknown_session(session.name) from error
     return session_id
 
 

@@ -29,6 +29,7 @@ from app.errors import (
     RequestTimeout,
     RequestTooLarge,
     Restored,
+    RunMismatch,
     SessionClosed,
     SessionNotFound,
     SessionReclaimed,
@@ -59,7 +60,7 @@ BODY: Errors = (InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedEnco
 READ: Errors = (StoreUnavailable,)
 WRITE: Errors = (Overloaded, StoreUnavailable, StoreFull)
 PAYLOADS: Errors = (PayloadsUnavailable,)
-SESSION: Errors = (SessionNotFound, SessionClosed, SessionReclaimed, Restored, SessionUnreadable)
+SESSION: Errors = (SessionNotFound, SessionClosed, SessionReclaimed, Restored, RunMismatch, SessionUnreadable)
 ENGINE: Errors = (UpstreamInvalid, UpstreamUnreachable, NoUpstream, UpstreamTimeout)
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")

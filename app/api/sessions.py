@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.responses import Response, StreamingResponse
 
 from app.api.creation import created_fields
+from app.api.head import RUN
 from app.api.parameters import LIMIT, Cursor, SessionId
 from app.api.replies import FollowedStream, HeldReply, started
 from app.api.requests import MAX_COMPONENTS, Request, require_finite, require_small
@@ -40,6 +41,7 @@ from app.errors import (
     Overloaded,
     PayloadTombstoned,
     Restored,
+    RunMismatch,
     SessionChanged,
     SessionClosed,
     SessionNotFound,
@@ -512,7 +514,9 @@ async def delete_session(
     "End a session whose name comes again",
     "admin",
     json_reply(reply_types.Finished, "The session that had the name; without an id, none had."),
-    errors=(InvalidRequest, Restored, SessionUnreadable, *WRITE),
+    errors=(InvalidRequest, Restored, RunMismatch, SessionUnreadable, *WRITE),
+    headers={RUN: "The run that the name is of."},
+    of_run="header",
 )
 async def finish_name(
     request: Request, session_id: Annotated[str, Query(pattern=ID, description="The session's name, or its id.")]
@@ -524,7 +528,12 @@ async def finish_name(
     """
     if len(request.query_params.getlist("session_id")) > 1:
         raise InvalidRequest("session_id must be the name of one session")
-    session = await request.services.names.finish(session_id)
+    try:
+        session = await request.services.names.finish(request.head.run, session_id)
+    except RunMismatch:
+        if request.token_run is None:
+            raise
+        session = None
     if session is None:
         return {"session_id": None, "name": session_id, "generation": None}
     return {"session_id": session.session_id, "name": session.name, "generation": session.generation}

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from app.api.client_stream import ClientStream
-from app.api.head import TOKEN_RUN, TOKEN_SESSION, Head, generation_in, invalid_session_id
+from app.api.head import RUN, TOKEN_RUN, TOKEN_SESSION, Head, generation_in, invalid_session_id
 from app.api.header_sessions import (
     AGENT,
     AGENT_HEADERS,
@@ -142,6 +142,8 @@ class TurnRequest:
             elif (invalid := invalid_session_id(session_id)) is not None:
                 raise invalid
             elif self._token_session is not None:  # It is that of one generation.
+                if (run := head.run) is not None:
+                    await app.names.require_run(session_id, run)
                 outcome = await self._turn(session_id, body, reservation)
             else:
                 outcome = await self._turn_of_path(session_id, body, reservation)
@@ -176,7 +178,8 @@ class TurnRequest:
         app, head = self._app, self._head
         fields, unnamed = app.settings.session_from_body, app.settings.without_session
         session = await app.turns.large_bodies.run(
-            _large_size(body), lambda: session_of_request(self._headers, body, self._token_session, fields, unnamed)
+            _large_size(body),
+            lambda: session_of_request(self._headers, body, self._token_session, head.run, fields, unnamed),
         )
         if head.connection is not None and head.connection.is_gone():
             raise ClientGone("the client went away before its session was looked for")
@@ -215,14 +218,15 @@ class TurnRequest:
         """A turn of the generation that the query asks for, else of the newest one. No path begins one. The outcome.
         Raises AppError."""
         app, head = self._app, self._head
+        run = head.run
         if head.scope["query_string"] and (number := generation_in(head)) is not None:
-            head.session_id = await app.names.require(name, number)
+            head.session_id = await app.names.require(run, name, number)
             return await self._turn(head.session_id, body, reservation)
-        head.session_id = app.names.later.get(name, name)
+        head.session_id = await app.names.at(run, name)
         try:
             return await self._turn(head.session_id, body, reservation)
         except (GenerationEnded, Restored, SessionNotFound):
-            newest = await app.names.newest(name)
+            newest = await app.names.of_path(run, name)
             if newest == head.session_id:
                 raise
         head.session_id = newest
@@ -473,6 +477,7 @@ HEADERS: Mapping[str, str] = {
     "x-stainless-retry-count": "Sent by the OpenAI SDKs: 1 or more marks a retry of the same body.",
     "x-request-id": "The client's own name for the request; the reply repeats it.",
 }
+RUN_HEADER: Mapping[str, str] = {RUN: "The run of the session; another than its own is refused."}
 SESSION_HEADERS: Mapping[str, str] = {
     **{harness.session: "Names the session, which is created on first use." for harness in HARNESSES},
     AGENT: "An agent of the session: a branch of it, or a session of its own.",
@@ -487,11 +492,11 @@ def entries() -> Iterator[Route]:
     told = ("x-turnlog-turn", "x-turnlog-replayed", ROLLED_BACK, LEFT_OUT)
     for protocol in ROUTES.values():
         for prefix, summary, headers, more in (
-            ("/sessions/{session_id}", "", HEADERS, ()),
+            ("/sessions/{session_id}", "", {**RUN_HEADER, **HEADERS}, ()),
             (
                 "",
                 ", of the session that a header, its token or the body names",
-                {**SESSION_HEADERS, **HEADERS},
+                {**SESSION_HEADERS, **RUN_HEADER, **HEADERS},
                 (TOLD,),
             ),
         ):

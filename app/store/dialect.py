@@ -195,11 +195,12 @@ class Pins(NamedTuple):
 
 class Departed(NamedTuple):
     """Sessions that are not in the database any more, and whose ids are taken. `ids`: those of some ids; `generations`:
-    as `sessions.generations`, of a name; `attempted`: as `sessions.attempted`, of a name, a mark and an agent."""
+    as `sessions.generations`, of a run and a name; `attempted`: as `sessions.attempted`, of a run, a name, a mark and
+    an agent."""
 
     ids: ForEach
-    generations: Callable[[str], Select[Any]]
-    attempted: Callable[[str, str, str], Select[Any]]
+    generations: Callable[[str, str], Select[Any]]
+    attempted: Callable[[str, str, str, str], Select[Any]]
 
 
 class StorePoints:
