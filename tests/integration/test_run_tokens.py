@@ -43,6 +43,7 @@ def test_a_runs_token_does_everything_within_the_run(guarded: Guarded, teams: tu
     assert error_of(ours.http.get(f"/sessions/{made}")) == (404, "session_closed")
 
 
+@pytest.mark.threat("run's token on another run")
 def test_another_run_looks_like_none(guarded: Guarded, teams: tuple[Team, Team]) -> None:
     ours, theirs = teams
     secret, mine = uuid.uuid4().hex, ours.session()
@@ -98,6 +99,7 @@ def test_a_runs_token_asks_of_an_engine_what_a_sessions_does(guarded: Guarded, t
     assert ours.chat(mine, nvext={"session_control": {"session_id": mine, "action": "bind"}}).status_code == 200
 
 
+@pytest.mark.threat("leaked token stays valid")
 def test_a_token_ends_with_the_next_one(guarded: Guarded, teams: tuple[Team, Team]) -> None:
     ours, theirs = teams
     assert error_of(ours.http.post(f"/runs/{ours.run}/token")) == (403, "forbidden")
