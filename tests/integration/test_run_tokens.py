@@ -44,6 +44,35 @@ def test_a_runs_token_does_everything_within_the_run(guarded: Guarded, teams: tu
 
 
 @pytest.mark.threat("run's token on another run")
+def test_names_in_headers_are_the_runs_own(guarded: Guarded, teams: tuple[Team, Team]) -> None:
+    ours, theirs = teams
+    name, body = uuid.uuid4().hex, {"model": "simulator", "messages": [{"role": "user", "content": "Hello"}]}
+    by_name = {"x-session-id": name}
+    made = [
+        one.http.post(CHAT, json=body, headers=by_name).headers["x-turnlog-session-id"]
+        for one in (ours, theirs)
+        for _ in range(2)
+    ]
+    assert made[0] == made[1] != made[2] == made[3]
+    for team, session_id, other in ((ours, made[0], made[2]), (theirs, made[2], made[0])):
+        [listed] = team.http.get("/sessions").json()["sessions"]
+        assert (listed["session_id"], listed["run"], listed["turns"]) == (session_id, team.run, 2)
+        assert team.http.get(f"/sessions/{name}").json()["session"]["session_id"] == session_id
+        assert error_of(team.http.get(f"/sessions/{other}")) == (404, "session_not_found")
+        foreign = {"x-session-id": other}
+        assert error_of(team.http.post(CHAT, json=body, headers=foreign)) == (409, "id_unavailable")
+        replies = [team.http.get("/v1/responses/resp_1", headers={"x-session-id": one}) for one in (other, "absent")]
+        assert replies[0].text.replace(other, "absent") == replies[1].text
+        elsewhere = {**by_name, "x-turnlog-run": "default"}
+        assert error_of(team.http.post(CHAT, json=body, headers=elsewhere)) == (403, "forbidden")
+    finished = theirs.http.post("/finish_session", params={"session_id": made[0]})
+    assert finished.json() == {"session_id": None, "name": made[0], "generation": None}
+    assert theirs.http.post("/finish_session", params={"session_id": name}).json()["session_id"] == made[2]
+    statuses = [guarded.admin.get(f"/sessions/{one}").status_code for one in (made[0], made[2])]
+    assert statuses == [200, 404]
+
+
+@pytest.mark.threat("run's token on another run")
 def test_another_run_looks_like_none(guarded: Guarded, teams: tuple[Team, Team]) -> None:
     ours, theirs = teams
     secret, mine = uuid.uuid4().hex, ours.session()
