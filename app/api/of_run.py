@@ -76,11 +76,14 @@ async def _limit_path(app: Services, head: Head, run: str) -> None:
     named = [name, first_id(run, name)] if is_id(name) else []
     if run not in [await _found_run(app, session_id, run) for session_id in named]:
         raise unknown_session(name)
+    before = head.scope, head.path_session, head.session_id
     try:
         await to_newest(app, head)
         await require_own(app, head.path_session or "", run)
     except (RunMismatch, SessionNotFound) as error:
         raise unknown_session(name) from error
+    finally:
+        head.scope, head.path_session, head.session_id = before  # Who answers looks it up.
 
 
 async def require_own(app: Services, session_id: str, run: str | None) -> None:

@@ -2,7 +2,7 @@
 
     routes         `POST` and `DELETE /runs/{run}/token`
     a request      with such a token is checked against the number that the store has   (`Services.run_number`)
-    a run's end    ends its token   (`schema.end_token`, in the transaction that ends the run)
+    a run's end    ends its token                                                  (`StorePoints.run_ended`)
 
 What a token opens is said in the table of routes (`Route.of_run`), and checked by `app.api.of_run`. Without this
 feature no token of a run is known.
