@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sqlalchemy import bindparam, select
 from starlette.datastructures import QueryParams
 
 from app.api.head import RUN, TOKEN_RUN, UNKNOWN_TOKEN, Head, to_newest, unknown_session
@@ -18,12 +17,10 @@ from app.domain.names import first_id
 from app.domain.patterns import is_id
 from app.errors import AppError, Forbidden, IdUnavailable, NotFound, RunMismatch, SessionNotFound, Unauthorized
 from app.services import Services
-from app.store.schema import sessions
+from app.store.sessions import RUN_OF
 from app.tokens import RunToken
 
 _HEADER = RUN.encode()
-
-_run_of = select(sessions.c.run).where(sessions.c.session_id == bindparam("sid"))
 
 
 async def admit(app: Services, head: Head, route: Route) -> AppError | None:
@@ -98,7 +95,7 @@ async def _found_run(app: Services, session_id: str, own: str) -> str | None:
     known = app.cache.known(session_id)
     if known is not None and known.config.of_run == own:
         return own
-    rows = await app.database.read_autocommit(_run_of, {"sid": session_id})
+    rows = await app.database.read_autocommit(RUN_OF, {"sid": session_id})
     return rows[0][0] if rows else None
 
 

@@ -83,6 +83,10 @@ LISTED = 10_000
 """Ids in one statement: drivers accept some thirty thousand parameters."""
 
 
+RUN_OF = select(sessions.c.run).where(sessions.c.session_id == bindparam("sid"))
+"""The run of a session."""
+
+
 class HeadRow(msgspec.Struct, frozen=True):
     """A head: `version` is its last seq, times are seconds since the epoch, `running_since` of its oldest open turn."""
 
