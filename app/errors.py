@@ -200,6 +200,17 @@ class RunMismatch(AppError):
     meaning = "the session belongs to another run than the request names"
 
 
+class IdUnavailable(AppError):
+    """Says nothing of the session that has the id."""
+
+    status, code, type, retry = 409, "id_unavailable", "invalid_request_error", False
+    meaning = "with a run's token: the id is taken outside the run; a session without `session_id` gets a free one"
+
+    @classmethod
+    def of(cls, session_id: str) -> Self:
+        return cls(f"the id {session_id} is not available: leave session_id out, and the server makes one")
+
+
 class SessionEnded(SessionExists):
     """The id cannot be used again."""
 

@@ -111,6 +111,7 @@ class Services:
         self.points = TurnPoints()  # in a turn
         self.feature_faults = FeatureFaults()  # after a commit
         self.text_upstreams: dict[str, str | None] = {}  # those of sessions without ids, and their models
+        self.run_number: Callable[[str], Awaitable[int | None]] | None = None  # that of a run's valid token
         self.features: dict[str, Any] = {}  # what each has made, by its name
         self.opens: list[Callable[[], Awaitable[None]]] = []  # `open`
         self.starts: list[Callable[[], None]] = []  # `start`

@@ -257,6 +257,7 @@ Feature = Literal[
     "page",
     "resume",
     "rllm",
+    "run_tokens",
     "search",
     "session_control",
     "text",

@@ -1,7 +1,8 @@
-"""Checks admin tokens, and makes and checks session tokens and cookies.
+"""Checks admin tokens, and makes and checks tokens of sessions and of runs, and cookies.
 
     admin token      in TURNLOG_ADMIN_TOKEN
     session token    tls.<session id>.<MAC over the id>
+    run's token      tlr.<run>.<number>.<MAC over both>; valid is the number that the store has (`of_run.admit`)
     cookie           <expiry>.<MAC over it>, for the page
 
 Nothing is stored, since a MAC can be computed again. Each use has a key of its own, derived from the secret, so that
@@ -14,24 +15,34 @@ import base64
 import hashlib
 import hmac
 from collections.abc import Sequence
+from typing import NamedTuple
 
-PREFIX = b"tls."
+PREFIX, RUN_PREFIX = b"tls.", b"tlr."
 
 COOKIE_S = 12 * 3600
 """How long a browser stays signed in."""
 
-_SESSION, _COOKIE = b"turnlog session v1\0", b"turnlog cookie v1\0"
+_SESSION, _RUN, _COOKIE = b"turnlog session v1\0", b"turnlog run v1\0", b"turnlog cookie v1\0"
+
+
+class RunToken(NamedTuple):
+    """What a token of a run says. A later token of the run has a higher number."""
+
+    run: str
+    number: int
 
 
 class Tokens:
-    """`admin` tokens, and `secrets` from which session tokens are derived: the first is current, all are accepted.
+    """`admin` tokens, and `secrets` from which tokens of sessions and runs are derived: the first is current, all are
+    accepted.
 
-    Without secrets, session tokens are derived from the admin tokens. Without admin tokens no token is needed.
+    Without secrets these are derived from the admin tokens. Without admin tokens no token is needed.
     """
 
     def __init__(self, admin: Sequence[str], secrets: Sequence[str] = ()) -> None:
         self._admin = [hashlib.sha256(token.encode()).digest() for token in admin]
         self._session_keys = [_key(secret, _SESSION) for secret in (secrets or admin)]
+        self._run_keys = [_key(secret, _RUN) for secret in (secrets or admin)]
         self._cookie_keys = [_key(token, _COOKIE) for token in admin]
 
     @property
@@ -63,6 +74,21 @@ class Tokens:
             return None
         name, _, given = token[len(PREFIX) :].rpartition(b".")
         return name.decode() if _is_valid(self._session_keys, _SESSION, name, given) else None
+
+    def for_run(self, run: str, number: int) -> str:
+        """The run's token with this number. Tokens are needed."""
+        text = b"%s.%d" % (run.encode(), number)
+        return (RUN_PREFIX + text + b"." + _mac(self._run_keys[0], _RUN, text)).decode()
+
+    def run_of(self, token: bytes) -> RunToken | None:
+        """What a token of a run says; None if it is no such token. Whether its number is valid, the store knows."""
+        if not token.startswith(RUN_PREFIX) or not token.isascii():
+            return None
+        text, _, given = token[len(RUN_PREFIX) :].rpartition(b".")
+        if not _is_valid(self._run_keys, _RUN, text, given):
+            return None
+        run, _, number = text.decode().rpartition(".")
+        return RunToken(run, int(number))
 
     def cookie_for(self, token: bytes, now: float) -> str | None:
         """The page's cookie for a valid admin token, else None. `now`: seconds since the epoch.

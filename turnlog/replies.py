@@ -560,6 +560,13 @@ class Records(TypedDict):
     session: SessionGiven
 
 
+class RunToken(TypedDict):
+    """The token of a run: everything within the run, nothing outside."""
+
+    run: str
+    token: str
+
+
 class Checkpoint(TypedDict):
     """`sessions` and `groups` count what is in it, `erased` the sessions whose content has been erased since. One with
     `restores` keeps what the store was before it was taken back to that one."""

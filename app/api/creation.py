@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
+from app.api.head import RUN
+from app.api.of_run import hidden
 from app.api.requests import Request, require_finite, require_small
 from app.api.routes import BODY, WRITE, Routes, json_reply
 from app.domain.events import (
@@ -22,10 +24,14 @@ from app.domain.events import (
     SessionConfig,
     StreamMode,
 )
+from app.domain.names import first_id
 from app.domain.patterns import ID, NO_NUL
 from app.domain.pinned import require_pinnable
+from app.domain.request import reserved
 from app.domain.session import Session
 from app.errors import (
+    AppError,
+    Forbidden,
     InvalidRequest,
     Restored,
     RunMismatch,
@@ -35,6 +41,7 @@ from app.errors import (
     SessionUnreadable,
     Unsupported,
 )
+from app.services import Services
 from app.sessions.lifecycle import NewSession, made_session_id
 from app.settings import LimitsGiven, Settings
 from turnlog import replies as reply_types
@@ -204,26 +211,46 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
     body=CreateSession,
     optional_body=True,
     example={"group_id": "task-17", "attempt": 0},
+    of_run="body",
+    headers={RUN: "The run of the session, as `run` in the body."},
 )
 async def create_session(request: Request) -> dict[str, Any]:
     """Create a session. With a `session_id`, repeating the request returns the same session."""
     return await create(request, await request.body_of(CreateSession))
 
 
-async def create(request: Request, body: CreateSession) -> dict[str, Any]:
-    """Create a session; what its client is told. Raises AppError."""
+async def create(request: Request, body: CreateSession, *, by_name: bool = False) -> dict[str, Any]:
+    """Create a session; what its client is told. `by_name`: the body's id is a name of the run, as in a header. Raises
+    AppError."""
     app = request.services
+    if (run := request.head.run) is not None:
+        if body.run not in (None, run):
+            raise RunMismatch(f"the body names run {body.run}, {RUN} names {run}")
+        body = body.model_copy(update={"run": run})
     new = new_session(body, app.settings)
+    if request.token_run is not None and (names := reserved(new.config.params or {}, app.settings.session_params)):
+        raise Forbidden(f"params.{names[0]}: requires the admin's token")
+    if by_name and new.name is not None:
+        new = msgspec.structs.replace(new, session_id=first_id(new.config.of_run, new.name))
     if new.config.capture == "text" or new.config.upstream is not None:
         new = msgspec.structs.replace(new, config=_of_text(new.config, app.text_upstreams))
-    session_id = new.session_id
     try:
-        await app.sessions.create(new)
+        return created(request, await _begun(app, new))
+    except AppError as error:
+        named = (body.session_id, body.parent_session_id)
+        if (told := await hidden(app, error, request.token_run, named)) is not None:
+            raise told from error
+        raise
+
+
+async def _begun(app: Services, new: NewSession) -> str:
+    """Create a session, or the next generation of its name; its id. Raises AppError."""
+    try:
+        return await app.sessions.create(new)
     except SessionEnded:
         if new.name is None:
             raise
-        session_id = await app.names.begin(new)
-    return created(request, session_id)
+        return await app.names.begin(new)
 
 
 def created(request: Request, session_id: str) -> dict[str, Any]:

@@ -36,7 +36,7 @@ class RemoveEngine(BaseModel):
     url: str
 
 
-@route("GET /engines", "List the engines", "page", json_reply(reply_types.EngineList, "All engines."))
+@route("GET /engines", "List the engines", "page", json_reply(reply_types.EngineList, "All engines."), of_run="query")
 async def get_engines(request: Request) -> dict[str, Any]:
     """All engines: their configuration, which all processes share, and their health as this process sees it."""
     app = request.services
@@ -54,6 +54,7 @@ async def get_engines(request: Request) -> dict[str, Any]:
     errors=(*BODY, *WRITE),
     body=PutEngine,
     example={"url": "http://127.0.0.1:30000"},
+    of_run="body",
 )
 async def post_engine(request: Request) -> object:
     """Add, restore or drain an engine. Repeating the request changes nothing."""

@@ -38,7 +38,14 @@ class ExportParameters(ExportQuery):
     cursor: Cursor = None
 
 
-@route("GET /export", "Export training rows", "page", ROWS, errors=(InvalidRequest, Unsupported, *READ, *PAYLOADS))
+@route(
+    "GET /export",
+    "Export training rows",
+    "page",
+    ROWS,
+    errors=(InvalidRequest, Unsupported, *READ, *PAYLOADS),
+    of_run="query",
+)
 async def export(request: Request, query: Annotated[ExportParameters, Query()]) -> StreamingResponse:
     """Training rows in the order of commit, in any format and shape.
 
@@ -89,6 +96,7 @@ class EventParameters(Selection):
     "page",
     Reply("Events, and positions.", {NDJSON: reply_types.LogLine}),
     errors=(InvalidRequest, PositionGone, Overloaded, *READ),
+    of_run="query",
 )
 async def get_events(request: Request, query: Annotated[EventParameters, Query()]) -> StreamingResponse:
     """Every session's events as NDJSON, in the order of commits; with `follow` the stream stays open.

@@ -9,6 +9,7 @@ The guard authorises every request by what the table of routes says (`Who`):
                              its agents' sessions (checked by `header_sessions`, which finds the token's session in the
                              scope under TOKEN_SESSION). No reward and no erasure (`Request.require_judge`, which the
                              three routes call that can do that by their path, query or body)
+    a run's token            everything within the run: `of_run.admit`, which finds it in the scope under TOKEN_RUN
     the page's cookie        GET and HEAD; a session's note and tags, where the page itself sends them
 
 A token is sent as `Authorization: Bearer` or, as Anthropic's SDKs do, as `x-api-key`.
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Literal
 from starlette.types import Message, Scope, Send
 
 from app.api.limits import CONNECTION, MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES, PEER
-from app.domain.patterns import ID
+from app.domain.patterns import ID, is_id
 from app.errors import (
     AppError,
     Forbidden,
@@ -72,6 +73,11 @@ _ID = re.compile(ID)
 GENERATION = b"generation="
 """In a query: which generation of the name in the path."""
 
+RUN = "x-turnlog-run"
+"""The header that names the run of the session that the request names."""
+
+_RUN = RUN.encode()
+
 Who = Literal["anyone", "browser", "session", "page", "admin"]
 """Who may ask for a route, where an admin token is set. The admin may always.
 
@@ -86,6 +92,11 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 
 TOKEN_SESSION = "turnlog.token_session"
 """Key in a scope: the session of the request's session token; missing for an admin."""
+
+TOKEN_RUN = "turnlog.token_run"
+"""Key in a scope: what the request's token of a run says (`RunToken`); missing for an admin and a session."""
+
+UNKNOWN_TOKEN = "the bearer token is unknown"
 
 COOKIE = b"turnlog_ui"
 
@@ -167,6 +178,19 @@ class Head(LogContext):
         self.connection: BoundedProtocol | None = state.get(CONNECTION)
         peer = state.get(PEER) or scope["client"]
         self.peer: str | None = None if peer is None else str(peer[0])
+
+    @property
+    def run(self) -> str | None:
+        """The run in the request's header; None without one. Raises InvalidRequest."""
+        given = self.headers.get(_RUN)
+        if given is None:
+            return None
+        run = b", ".join(given).decode("latin-1").strip()
+        if not is_id(run):
+            raise InvalidRequest(
+                f"{RUN} must be 1 to 128 letters, digits, dots, underscores, colons or hyphens, and not only dots"
+            )
+        return run
 
     def naming(self, send: Send) -> Send:
         """`send` that adds `own_headers`, but for those that the reply passes on from an engine."""
@@ -297,7 +321,11 @@ class Guard:
             return None
         token_session = self._tokens.session_of(token)
         if token_session is None:
-            return Unauthorized("the bearer token is unknown")
+            token_run = self._tokens.run_of(token)
+            if token_run is None:
+                return Unauthorized(UNKNOWN_TOKEN)
+            head.scope[TOKEN_RUN] = token_run
+            return None
         head.scope[TOKEN_SESSION] = token_session
         if head.path.startswith(_SESSIONS) and head.path_session != token_session:
             return unknown_session(head.path_session or "")
@@ -321,10 +349,15 @@ async def to_newest(app: Services, head: Head) -> None:
     """Let the path of a request that is no turn's name the session that it asks for: the newest that has the name, or
     with `?generation=` an earlier one. A session's token is that of one generation. Raises AppError."""
     name = head.path_session
-    if name is None or TOKEN_SESSION in head.scope or not _ID.fullmatch(name):
+    if name is None or not _ID.fullmatch(name):
+        return
+    run = head.run
+    if TOKEN_SESSION in head.scope:
+        if run is not None:
+            await app.names.require_run(name, run)
         return
     number = generation_in(head)
-    session_id = await app.names.newest(name) if number is None else await app.names.require(name, number)
+    session_id = await app.names.of_path(run, name) if number is None else await app.names.require(run, name, number)
     if session_id != name or number is not None:
         path: str = head.scope["path"]
         base = path[: len(path) - len(route_path(head.scope))]

@@ -25,6 +25,8 @@ from starlette.types import Scope
 from app.api.creation import CreateSession, new_session
 from app.api.head import route_path, unknown_session
 from app.domain import control
+from app.domain.events import DEFAULT_RUN
+from app.domain.names import first_id
 from app.domain.patterns import ID, is_id
 from app.domain.surrogates import decoded
 from app.errors import (
@@ -34,11 +36,13 @@ from app.errors import (
     InvalidRequest,
     Restored,
     RollbackTooDeep,
+    RunMismatch,
     SessionBusy,
     SessionClosed,
 )
 from app.services import Services
 from app.sessions.lifecycle import NewSession, made_session_id
+from app.sessions.names import require_named_run
 from app.turn.in_flight import TurnReply
 from app.upstream.headers import Headers
 
@@ -132,7 +136,8 @@ _NAMED = msgspec.json.Decoder(_Naming)
 class HeaderSession:
     """The session of one request: that of `name`, the newest of its generations, or that of an agent in it.
 
-    `token_session` is the session of the request's token, if it has one.
+    `token_session` is the session of the request's token, if it has one. `run` is that of a header; without one a name
+    is a name of its parent's run, else of the default run.
 
     `agent_id` is the agent in the header; it is set to None where the agent has a session of its own. `started_by` is
     the agent that started it, `parent_name` the parent session in a header. `is_unnamed`: the request named no session,
@@ -146,6 +151,7 @@ class HeaderSession:
         name: str,
         *,
         token_session: str | None,
+        run: str | None,
         agent: str | None,
         started_by: str | None,
         parent_name: str | None,
@@ -155,6 +161,7 @@ class HeaderSession:
         self.name = name
         self.is_unnamed = is_unnamed
         self._token_session = token_session
+        self._run = run
         self._agent = agent
         self._started_by = started_by
         self._parent_name = parent_name
@@ -187,15 +194,32 @@ class HeaderSession:
         agents'; GenerationEnded for an agent of a session that was.
         """
         if self._token_session is None:
-            later = app.names.later
-            parent = None if self._parent_name is None else later.get(self._parent_name, self._parent_name)
-            self._place(later.get(self.name, self.name), parent)
+            await self._place_of_name(app)
         else:
             await self._place_of_token(app, self._token_session)
         await self._ensure_placed(app)
 
+    async def _place_of_name(self, app: Services) -> None:
+        names, parent = app.names, None
+        if self._parent_name is not None and self._parent_name != self.name:
+            own = app.cache.known(names.known(self._run, self.name))
+            parent = names.known(self._run, self._parent_name)
+            if own is None or own.config.parent != parent:
+                parent = await names.at(self._run, self._parent_name)
+                if self._run is None and (above := await app.sessions.config_of(parent)) is not None:
+                    self._run = above.run
+        self._place(self.name if self.is_unnamed else await names.at(self._run, self.name), parent)
+
+    def _require_run(self, app: Services) -> None:
+        """Raises RunMismatch as `require_named_run`."""
+        root = app.cache.known(self.root)
+        if root is not None and self._token_session is None:
+            require_named_run(root, self._run, self.name)
+
     async def _place_of_token(self, app: Services, token_session: str) -> None:
         """The token says which generation of its session's name it is."""
+        if self._run is not None:
+            await app.names.require_run(token_session, self._run)
         if token_session == self.name:
             return
         own = await app.cache.get(token_session)
@@ -206,8 +230,11 @@ class HeaderSession:
         """The session of the name had been finished before the request came, or is undone: choose the newest one, or
         begin it. Raises as `ensure`; `ended` if there is no other."""
         before = self.root
+        own = await app.cache.get(before)
+        if own is not None and own.session.name != self.name:
+            raise ended  # It was named by its id.
         has_parent = self._parent_name not in (None, self.name)
-        parent = await app.names.newest(self._parent_name or "") if has_parent else None
+        parent = await app.names.newest(self._run, self._parent_name or "") if has_parent else None
         new = await self._new(app, self.name, parent if self._agent is None else None)
         self._place(await app.names.begin_if_finished(new), parent)
         if self.root == before:
@@ -223,12 +250,14 @@ class HeaderSession:
             self._require_below(self.parent)
         if await app.sessions.config_of(self.session_id) is None:
             await self._create(app)
+        self._require_run(app)
         await self._require_stored_below(app)
 
     async def existing(self, app: Services) -> str:
         """The session's id, for a request that creates none. Raises SessionNotFound as `ensure`."""
         if self._token_session is None:
-            self._place(await app.names.newest(self.name), None)
+            self._place(await app.names.newest(self._run, self.name), None)
+            self._require_run(app)
         else:
             await self._place_of_token(app, self._token_session)
         await self._choose_session(app)
@@ -284,16 +313,20 @@ class HeaderSession:
     async def _new(self, app: Services, session_id: str, parent_id: str | None) -> NewSession:
         """The session as it is to be created. An agent's has no name, nor has one that was made up."""
         is_root = session_id == self.root or session_id == self.name
-        body = CreateSession(session_id=self.name if is_root else session_id, parent_session_id=parent_id)
-        new = new_session(body, app.settings)
+        name = self.name if is_root else session_id
+        new = new_session(CreateSession(session_id=name, parent_session_id=parent_id, run=self._run), app.settings)
         if not is_root or self.is_unnamed:
             new = msgspec.structs.replace(new, name=None, generation=None)
+        elif self._run is not None and self._token_session is None:
+            new = msgspec.structs.replace(new, session_id=first_id(self._run, name))
         if new.config.history is None:
             # No path named it.
             new = msgspec.structs.replace(new, config=msgspec.structs.replace(new.config, history="tree"))
         parent = None if parent_id is None else await app.sessions.config_of(parent_id)
         if parent is None:
             return new
+        if self._run not in (None, parent.of_run):
+            raise RunMismatch(f"session {parent_id} belongs to run {parent.of_run}, not to {self._run}")
         config = msgspec.structs.replace(
             parent,
             parent=new.config.parent,
@@ -332,14 +365,15 @@ def session_of_request(
     headers: Headers,
     body: bytes,
     token_session: str | None,
+    run: str | None = None,
     body_fields: Collection[str] = (),
     without_session: Literal["refuse", "record"] = "refuse",
 ) -> HeaderSession:
     """The session of a request whose path has no session.
 
     From a header, else from `nvext.session_control`, else that of the request's token, else from the first of
-    `body_fields` that the body has. An id that a harness made up gives way to the token's session. Raises
-    InvalidRequest, also if there is none, unless `without_session` is `record`.
+    `body_fields` that the body has. An id that a harness made up gives way to the token's session. `run` is that of a
+    header. Raises InvalidRequest, also if there is none, unless `without_session` is `record`.
     """
     given = _given(headers)
     harness = _harness(given)
@@ -358,12 +392,13 @@ def session_of_request(
                 f"({expected}) or in nvext.session_control, or send its own token as the API key "
                 "(TURNLOG_WITHOUT_SESSION=record gives a request that names none a session of its own)"
             )
-        session_id = _made_up(headers)
+        session_id = _made_up(headers, run)
     main = given[harness.session] if harness is not None else session_id
     by = None if harness is None else given.get(harness.parent_agent or "")
     return HeaderSession(
         session_id,
         token_session=token_session,
+        run=run,
         agent=_agent(given, harness, main),
         started_by=None if by == main else by,
         parent_name=_parent(given, None if harness is None else harness.parent),
@@ -372,10 +407,10 @@ def session_of_request(
     )
 
 
-def _made_up(headers: Headers) -> str:
-    """A new session's id. A retry with the same idempotency key gets the same one."""
+def _made_up(headers: Headers, run: str | None) -> str:
+    """A new session's id. A retry with the same idempotency key gets the same one in its run."""
     key = next((value for name, value in headers if name == "idempotency-key" and value), None)
-    return made_session_id() if key is None else f"key-{_digest(key)}"
+    return made_session_id() if key is None else f"key-{_digest(first_id(run or DEFAULT_RUN, key))}"
 
 
 def agent_of(headers: Headers) -> str | None:

@@ -51,6 +51,7 @@ class _Model(msgspec.Struct):
     Reply("The engine's reply.", {JSON: ANYTHING}),
     errors=(*SESSION, *READ, *ENGINE),
     passes_engines_errors=True,
+    of_run="session",
 )
 async def session_models(request: Request, session_id: SessionId) -> Response:
     """The models of the session's engine; of a session of text, its own."""
@@ -67,6 +68,7 @@ async def session_models(request: Request, session_id: SessionId) -> Response:
     _MODEL,
     errors=(*SESSION, *READ, *ENGINE, NotFound),
     passes_engines_errors=True,
+    of_run="session",
 )
 async def session_model(request: Request, session_id: SessionId, model_id: ModelId) -> Response:
     """One of the models that the session's list has."""
@@ -80,6 +82,7 @@ async def session_model(request: Request, session_id: SessionId, model_id: Model
     Reply("The engine's reply.", {JSON: ANYTHING}),
     errors=ENGINE,
     passes_engines_errors=True,
+    of_run="header",
 )
 async def models(request: Request) -> Response:
     """The models of an engine."""
@@ -93,6 +96,7 @@ async def models(request: Request) -> Response:
     _MODEL,
     errors=(*ENGINE, NotFound),
     passes_engines_errors=True,
+    of_run="header",
 )
 async def model(request: Request, model_id: ModelId) -> Response:
     """One of the models that the list has."""
@@ -145,6 +149,7 @@ _COUNTING = (*BODY, Unsupported, *READ, *ENGINE)
     json_reply(reply_types.TokenCount, "The count."),
     errors=(*_COUNTING, *SESSION),
     passes_engines_errors=True,
+    of_run="session",
 )
 async def count_in_session(request: Request, session_id: SessionId) -> object:
     """The tokens of the prompt that the request makes, exact with a tokenizer, else the count of the session's engine.
@@ -163,6 +168,7 @@ async def count_in_session(request: Request, session_id: SessionId) -> object:
     json_reply(reply_types.TokenCount, "The count."),
     errors=_COUNTING,
     passes_engines_errors=True,
+    of_run="header",
 )
 async def count(request: Request) -> object:
     """The same without a session: an engine's count is that of any engine."""

@@ -20,7 +20,7 @@ COMPONENTS, RESPONSES = "#/components/schemas/", "#/components/responses/"
 ANYONE: Errors = (TargetTooLong, HeadersTooLarge, AppError)
 GUARDED: Errors = (Unauthorized, Forbidden, *ANYONE)
 
-_ADMIN, _SESSION, _COOKIE = "adminToken", "sessionToken", "pageCookie"
+_ADMIN, _SESSION, _RUN, _COOKIE = "adminToken", "sessionToken", "runToken", "pageCookie"
 SECURITY: Mapping[Who, list[dict[str, list[str]]]] = {
     "anyone": [],
     "browser": [],
@@ -35,6 +35,7 @@ SCHEMES: Mapping[str, Schema] = {
         **_BEARER,
         "description": "`token` of the reply that created the session: for it alone. `x-api-key` may hold it, too.",
     },
+    _RUN: {**_BEARER, "description": "`POST /runs/{run}/token` gives it: for that run alone."},
     _COOKIE: {"type": "apiKey", "in": "cookie", "name": COOKIE.decode(), "description": "`POST /ui/sign-in` gives it."},
 }
 
@@ -119,7 +120,10 @@ class _Builder:
                 **self._errors([*route.errors, *(ANYONE if is_open else GUARDED)], route.passes_engines_errors),
             },
             # The cookie writes nothing but a note, with PUT.
-            "security": SECURITY["admin" if route.who == "page" and method == "post" else route.who],
+            "security": [
+                *SECURITY["admin" if route.who == "page" and method == "post" else route.who],
+                *([] if route.limit is None else [{_RUN: []}]),
+            ],
         }
         if (name := self._body_schema(route)) is not None:
             body: Schema = {"schema": {"$ref": COMPONENTS + name}}

@@ -101,6 +101,12 @@ class Parameters:
             raise InvalidParameters(self._message(errors[0], request), errors)
         return values
 
+    def names_in(self, source: str) -> Iterator[str]:
+        """Names of the parameters that are read from there."""
+        for one in self._parameters:
+            if one.source == source:
+                yield from (one.sent_name,) if one.names is None else one.names
+
     def described(self) -> Iterator[dict[str, Any]]:
         """The parameters as the OpenAPI document has them. None of them can be null: an optional one is left out."""
         for one in self._parameters:

@@ -8,14 +8,16 @@ from fastapi import Path, Query
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from app.api.head import unknown_session
 from app.api.header_sessions import session_of_request
+from app.api.of_run import require_own
 from app.api.parameters import LIMIT, SessionId
 from app.api.replies import rendered
 from app.api.requests import Request
 from app.api.routes import ANYTHING, JSON, READ, SESSION, Reply, Routes
 from app.domain.session import Turn
 from app.domain.split import ITEMS
-from app.errors import InvalidRequest, NotFound, SessionUnreadable
+from app.errors import InvalidRequest, NotFound, RunMismatch, SessionNotFound, SessionUnreadable
 from app.protocols.base import CommittedReply
 from app.protocols.registry import PROTOCOLS
 from app.protocols.responses.items import response_proof
@@ -45,7 +47,7 @@ class ItemsQuery(BaseModel):
     )
 
 
-@route(f"GET {_IN_PATH}", "A stored response", "session", _RESPONSE, errors=ERRORS)
+@route(f"GET {_IN_PATH}", "A stored response", "session", _RESPONSE, errors=ERRORS, of_run="session")
 async def get_response(request: Request, session_id: SessionId, response_id: ResponseId) -> Response:
     """A response of the session, also after a restart; 404 if it was made with `store: false`."""
     app = request.services
@@ -61,6 +63,7 @@ async def get_response(request: Request, session_id: SessionId, response_id: Res
     "session",
     _RESPONSE,
     errors=(InvalidRequest, *ERRORS),
+    of_run="header",
 )
 async def get_response_by_header(request: Request, response_id: ResponseId) -> Response:
     """As with the session in the path."""
@@ -73,6 +76,7 @@ async def get_response_by_header(request: Request, response_id: ResponseId) -> R
     "session",
     _ITEMS,
     errors=(InvalidRequest, *ERRORS),
+    of_run="session",
 )
 async def get_input_items(
     request: Request, session_id: SessionId, response_id: ResponseId, query: Annotated[ItemsQuery, Query()]
@@ -94,6 +98,7 @@ async def get_input_items(
     "session",
     _ITEMS,
     errors=(InvalidRequest, *ERRORS),
+    of_run="header",
 )
 async def get_input_items_by_header(
     request: Request, response_id: ResponseId, query: Annotated[ItemsQuery, Query()]
@@ -104,7 +109,16 @@ async def get_input_items_by_header(
 
 async def _session_of(request: Request) -> str:
     """The session in which the same headers generate. Raises InvalidRequest, SessionNotFound."""
-    return await session_of_request(request.headers.items(), b"", request.token_session).existing(request.services)
+    app, run = request.services, request.token_run
+    session = session_of_request(request.headers.items(), b"", request.token_session, request.head.run)
+    if run is None:
+        return await session.existing(app)
+    try:
+        session_id = await session.existing(app)
+        await require_own(app, session_id, run)
+    except (RunMismatch, SessionNotFound) as error:
+        raise unknown_session(session.name) from error
+    return session_id
 
 
 async def _stored(app: Services, session_id: str, response_id: str) -> tuple[CacheEntry, Turn, str, bytes | None]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
 
 from pydantic import BaseModel
 
@@ -29,6 +29,7 @@ from app.errors import (
     RequestTimeout,
     RequestTooLarge,
     Restored,
+    RunMismatch,
     SessionClosed,
     SessionNotFound,
     SessionReclaimed,
@@ -59,7 +60,7 @@ BODY: Errors = (InvalidRequest, RequestTimeout, RequestTooLarge, UnsupportedEnco
 READ: Errors = (StoreUnavailable,)
 WRITE: Errors = (Overloaded, StoreUnavailable, StoreFull)
 PAYLOADS: Errors = (PayloadsUnavailable,)
-SESSION: Errors = (SessionNotFound, SessionClosed, SessionReclaimed, Restored, SessionUnreadable)
+SESSION: Errors = (SessionNotFound, SessionClosed, SessionReclaimed, Restored, RunMismatch, SessionUnreadable)
 ENGINE: Errors = (UpstreamInvalid, UpstreamUnreachable, NoUpstream, UpstreamTimeout)
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE")
@@ -94,6 +95,17 @@ Endpoint = Callable[..., Awaitable[Any]]
 """Gets a `Request` and the parameters that its signature names. Returns a response, or what the reply's JSON is made
 of, or None for an empty one. Raises AppError. Its docstring is the description in the document."""
 
+OfRun = Literal["session", "query", "body", "path", "header", "any"]
+"""Where a route says whose run it is about, for the token of a run (`app.api.of_run`).
+
+    session    the session in the path, which must be the run's
+    query      the parameter `run`, which is set to the token's run
+    body       the field `run`, likewise
+    path       `{run}`, which must be the token's
+    header     `x-turnlog-run`, which is set to the token's run on every route
+    any        nowhere: there is nothing of any run in it
+"""
+
 ErrorParts = Callable[[AppError], tuple[int, Headers, bytes]]
 
 
@@ -103,7 +115,8 @@ class Route:
 
     A route of turns has a `protocol` and no endpoint. One without a `summary` is not in the document. `largest` limits
     the body's bytes; with `optional_body` an empty one means `{}`. `example` is a valid body, `headers` are those a
-    turn reads. `error_parts` makes error replies that are not spelled as the path's protocol spells them.
+    turn reads. `error_parts` makes error replies that are not spelled as the path's protocol spells them. Without
+    `of_run` the route is closed to the token of a run.
     """
 
     methods: tuple[str, ...]
@@ -122,6 +135,23 @@ class Route:
     largest: int = CONTROL_BYTES
     passes_engines_errors: bool = False
     error_parts: ErrorParts | None = None
+    of_run: OfRun | None = None
+
+    @cached_property
+    def limit(self) -> OfRun | None:
+        """`of_run`, or None where the route lacks the place that it names: what cannot be limited stays closed."""
+        match self.of_run:
+            case "session":
+                is_there = self.path.startswith(_BELOW_SESSION)
+            case "path":
+                is_there = "{run}" in self.path
+            case "query":
+                is_there = self.endpoint is not None and "run" in self.parameters.names_in("query")
+            case "body":
+                is_there = self.body is not None and "run" in self.body.model_fields
+            case _:
+                is_there = True
+        return self.of_run if is_there else None
 
     @cached_property
     def parameters(self) -> Parameters:
@@ -142,6 +172,7 @@ class Options(TypedDict, total=False):
     example: Mapping[str, Any]
     largest: int
     passes_engines_errors: bool
+    of_run: OfRun
 
 
 Answering = TypeVar("Answering", bound=Endpoint)
@@ -233,7 +264,8 @@ class Table:
             or _asks_for_websocket(head, others)
             or (head.method == "HEAD" and "GET" in others and others["GET"].who == "session")
         )
-        return Route(methods=(), path="", who="session" if is_of_session else "page", endpoint=refuse)
+        who: Who = "session" if is_of_session else "page"
+        return Route(methods=(), path="", who=who, endpoint=refuse, of_run="any")
 
     def _fitting(self, method: str, head: Head) -> tuple[Route | None, Mapping[str, str]]:
         """The route with this method at the request's path, and the values of the parameters in it."""

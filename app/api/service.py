@@ -125,7 +125,7 @@ async def explorer(request: Request) -> Response:
     return Response(*EXPLORER, media_type="text/html; charset=utf-8")
 
 
-@route("GET /openapi.json", "This document", "page", Reply("OpenAPI 3.1.", {JSON: ANYTHING}))
+@route("GET /openapi.json", "This document", "page", Reply("OpenAPI 3.1.", {JSON: ANYTHING}), of_run="any")
 async def openapi_json(request: Request) -> Response:
     """The OpenAPI document, built on a thread at the first request."""
     return Response(await asyncio.to_thread(lambda: request.app.document), media_type=JSON)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.responses import Response, StreamingResponse
 
 from app.api.creation import created_fields
+from app.api.head import RUN
 from app.api.parameters import LIMIT, Cursor, SessionId
 from app.api.replies import FollowedStream, HeldReply, started
 from app.api.requests import MAX_COMPONENTS, Request, require_finite, require_small
@@ -40,6 +41,7 @@ from app.errors import (
     Overloaded,
     PayloadTombstoned,
     Restored,
+    RunMismatch,
     SessionChanged,
     SessionClosed,
     SessionNotFound,
@@ -147,6 +149,7 @@ class SessionListQuery(SessionFilter):
     "page",
     json_reply(reply_types.SessionPage, "One page of sessions."),
     errors=(InvalidRequest, *READ, *PAYLOADS),
+    of_run="query",
 )
 async def list_sessions(request: Request, query: Annotated[SessionListQuery, Query()]) -> object:
     """Sessions, newest first, or sorted by another column; filtered, and paged by cursor.
@@ -158,7 +161,7 @@ async def list_sessions(request: Request, query: Annotated[SessionListQuery, Que
     return await request.services.session_list.page(wanted, query.cursor, query.limit, counted=query.count)
 
 
-@route("HEAD /sessions/{session_id}", "", "session")
+@route("HEAD /sessions/{session_id}", "", "session", of_run="session")
 async def has_session(request: Request, session_id: SessionId) -> StreamingResponse:
     """The status of the GET: programs probe their base URL with it. The session is not read."""
     await request.services.sessions.require(session_id)
@@ -171,6 +174,7 @@ async def has_session(request: Request, session_id: SessionId) -> StreamingRespo
     "session",
     json_reply(reply_types.Records, "The session."),
     errors=(*SESSION, *READ, *PAYLOADS),
+    of_run="session",
 )
 async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
     """The requests and replies of the live turns, and the fields with which the session was created."""
@@ -211,6 +215,7 @@ async def session_json(
     body=SamplesQuery,
     optional_body=True,
     example={"max_seq_len": 32768},
+    of_run="session",
 )
 async def post_samples(request: Request, session_id: SessionId) -> Response:
     """The session's samples as safetensors; a `reward` in the body or its `metadata` is first assigned to the session,
@@ -249,6 +254,7 @@ async def post_samples(request: Request, session_id: SessionId) -> Response:
     errors=(*BODY, *SESSION, AlreadyFinished, *WRITE),
     body=FinishSession,
     example={"producer_finished": True},
+    of_run="session",
 )
 async def finish_session(request: Request, session_id: SessionId) -> dict[str, Any]:
     """End the session's turns: no more are opened, and the request waits for those in flight. Repeating it gives the
@@ -271,6 +277,7 @@ async def finish_session(request: Request, session_id: SessionId) -> dict[str, A
     "session",
     Reply("Events.", {NDJSON: reply_types.EventLine}),
     errors=(InvalidRequest, SessionNotFound, SessionUnreadable, Overloaded, *READ),
+    of_run="session",
 )
 async def get_events(
     request: Request,
@@ -296,6 +303,7 @@ async def get_events(
         ("x-turnlog-dtype", "x-turnlog-shape", "x-turnlog-row-start"),
     ),
     errors=(InvalidRequest, *SESSION, NotFound, PayloadTombstoned, *READ, *PAYLOADS),
+    of_run="session",
 )
 async def get_payload(
     request: Request,
@@ -323,6 +331,7 @@ async def get_payload(
     "session",
     Reply("The first 256 KiB.", {BYTES: BINARY}, ("x-turnlog-reply-bytes",)),
     errors=(InvalidRequest, SessionNotFound, NotFound, SessionUnreadable, *READ),
+    of_run="session",
 )
 async def get_refused_reply(
     request: Request,
@@ -355,6 +364,7 @@ class MessagesQuery(BaseModel):
     "session",
     json_reply(reply_types.SaidPage, "A page of the conversation."),
     errors=(InvalidRequest, NotFound, SessionNotFound, SessionClosed, SessionUnreadable, *READ),
+    of_run="session",
 )
 async def get_messages(request: Request, session_id: SessionId, query: Annotated[MessagesQuery, Query()]) -> object:
     """The messages that led to a branch's newest turn, oldest first, of an open or closed session. A page ends early
@@ -370,6 +380,7 @@ async def get_messages(request: Request, session_id: SessionId, query: Annotated
     "session",
     json_reply(reply_types.Tree, "The tree."),
     errors=(InvalidRequest, SessionNotFound, SessionUnreadable, *READ),
+    of_run="session",
 )
 async def get_tree(
     request: Request,
@@ -391,6 +402,7 @@ async def get_tree(
     "session",
     json_reply(reply_types.State, "The state."),
     errors=(InvalidRequest, SessionNotFound, SessionUnreadable, *READ, *PAYLOADS),
+    of_run="session",
 )
 async def get_state(
     request: Request,
@@ -425,6 +437,7 @@ _HEADERS = {
     "session",
     Reply("The image's bytes.", {BYTES: BINARY, **{kind: BINARY for _, kind in _RASTER}, "image/webp": BINARY}),
     errors=(*SESSION, NotFound, *READ),
+    of_run="session",
 )
 async def get_image(
     request: Request,
@@ -456,6 +469,7 @@ def _type_of(data: bytes) -> str:
     errors=(*BODY, *SESSION, *WRITE),
     body=Reward,
     example={"reward": 1.0, "components": {"tests": 1.0}},
+    of_run="session",
 )
 async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
     """Set the reward of the session or of one of its turns. With a session's token 403, unless
@@ -500,6 +514,7 @@ ERASING = Reply("Erased from the database; object storage may still have payload
     NO_CONTENT,
     ERASING,
     errors=(InvalidRequest, *SESSION, SessionChanged, *WRITE),
+    of_run="session",
 )
 async def delete_session(
     request: Request,
@@ -542,7 +557,9 @@ async def delete_session(
     "End a session whose name comes again",
     "admin",
     json_reply(reply_types.Finished, "The session that had the name; without an id, none had."),
-    errors=(InvalidRequest, Restored, SessionUnreadable, *WRITE),
+    errors=(InvalidRequest, Restored, RunMismatch, SessionUnreadable, *WRITE),
+    headers={RUN: "The run that the name is of."},
+    of_run="header",
 )
 async def finish_name(
     request: Request, session_id: Annotated[str, Query(pattern=ID, description="The session's name, or its id.")]
@@ -554,7 +571,12 @@ async def finish_name(
     """
     if len(request.query_params.getlist("session_id")) > 1:
         raise InvalidRequest("session_id must be the name of one session")
-    session = await request.services.names.finish(session_id)
+    try:
+        session = await request.services.names.finish(request.head.run, session_id)
+    except RunMismatch:
+        if request.token_run is None:
+            raise
+        session = None
     if session is None:
         return {"session_id": None, "name": session_id, "generation": None}
     return {"session_id": session.session_id, "name": session.name, "generation": session.generation}

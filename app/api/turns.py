@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from app.api.client_stream import ClientStream
-from app.api.head import TOKEN_SESSION, Head, generation_in, invalid_session_id
+from app.api.head import RUN, TOKEN_RUN, TOKEN_SESSION, Head, generation_in, invalid_session_id
 from app.api.header_sessions import (
     AGENT,
     AGENT_HEADERS,
@@ -27,6 +27,7 @@ from app.api.header_sessions import (
     agent_of,
     session_of_request,
 )
+from app.api.of_run import hidden, require_own
 from app.api.replies import INTERNAL, LEFT_OUT, ROLLED_BACK, error_parts, left_out_header, rendered
 from app.api.requests import arrived_body, disconnected
 from app.api.routes import (
@@ -72,6 +73,7 @@ from app.protocols.registry import ROUTES
 from app.protocols.sse import SEARCHED, is_set, wants_stream
 from app.request_memory import BodyReservation
 from app.services import Services
+from app.tokens import RunToken
 from app.turn.in_flight import (
     ABORTED,
     COMMITTED,
@@ -115,6 +117,8 @@ class TurnRequest:
         self._protocol = protocol
         self._head = head
         self._token_session: str | None = head.scope.get(TOKEN_SESSION)
+        token_run: RunToken | None = head.scope.get(TOKEN_RUN)
+        self._token_run = None if token_run is None else token_run.run
         self._headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in head.scope["headers"]]
         self._receive = receive
         self._send = send
@@ -138,6 +142,8 @@ class TurnRequest:
             elif (invalid := invalid_session_id(session_id)) is not None:
                 raise invalid
             elif self._token_session is not None:  # It is that of one generation.
+                if (run := head.run) is not None:
+                    await app.names.require_run(session_id, run)
                 outcome = await self._turn(session_id, body, reservation)
             else:
                 outcome = await self._turn_of_path(session_id, body, reservation)
@@ -172,24 +178,36 @@ class TurnRequest:
         app, head = self._app, self._head
         fields, unnamed = app.settings.session_from_body, app.settings.without_session
         session = await app.turns.large_bodies.run(
-            _large_size(body), lambda: session_of_request(self._headers, body, self._token_session, fields, unnamed)
+            _large_size(body),
+            lambda: session_of_request(self._headers, body, self._token_session, head.run, fields, unnamed),
         )
         if head.connection is not None and head.connection.is_gone():
             raise ClientGone("the client went away before its session was looked for")
         try:
-            await session.ensure(app)
-            outcome = await self._turn_in(session, body, reservation)
+            outcome = await self._turn_in_newest(session, body, reservation)
+        except AppError as error:
+            named = session.session_id, session.root, session.parent
+            if (told := await hidden(app, error, self._token_run, named)) is not None:
+                raise told from error
+            raise
+        await session.end(app)
+        return outcome
+
+    async def _turn_in_newest(self, session: HeaderSession, body: bytes, reservation: BodyReservation) -> str:
+        """The outcome. Raises AppError."""
+        try:
+            await session.ensure(self._app)
+            return await self._turn_in(session, body, reservation)
         except (GenerationEnded, Restored) as ended:
             if self._token_session is not None:
                 raise  # The token is that of one generation.
-            await session.begin_next(app, ended)
-            outcome = await self._turn_in(session, body, reservation)
-        await session.end(app)
-        return outcome
+            await session.begin_next(self._app, ended)
+            return await self._turn_in(session, body, reservation)
 
     async def _turn_in(self, session: HeaderSession, body: bytes, reservation: BodyReservation) -> str:
         """A turn of a session that the path does not name: its client is told which one, unless it has its id."""
         head = self._head
+        await require_own(self._app, session.session_id, self._token_run)
         head.session_id = session.session_id
         head.own_headers = [header for header in head.own_headers if header[0] != TOLD]
         if session.is_unnamed or session.root != session.name:
@@ -200,14 +218,15 @@ class TurnRequest:
         """A turn of the generation that the query asks for, else of the newest one. No path begins one. The outcome.
         Raises AppError."""
         app, head = self._app, self._head
+        run = head.run
         if head.scope["query_string"] and (number := generation_in(head)) is not None:
-            head.session_id = await app.names.require(name, number)
+            head.session_id = await app.names.require(run, name, number)
             return await self._turn(head.session_id, body, reservation)
-        head.session_id = app.names.later.get(name, name)
+        head.session_id = await app.names.at(run, name)
         try:
             return await self._turn(head.session_id, body, reservation)
         except (GenerationEnded, Restored, SessionNotFound):
-            newest = await app.names.newest(name)
+            newest = await app.names.of_path(run, name)
             if newest == head.session_id:
                 raise
         head.session_id = newest
@@ -227,7 +246,8 @@ class TurnRequest:
         else:
             streams = (len(body) > SEARCHED or b'"stream"' in body) and wants_stream(body)
         live = LiveStream() if streams else None
-        waiter = Waiter(reservation.grow, self._watch, self._token_session, head.connection, live)
+        is_of_run = self._token_run is not None
+        waiter = Waiter(reservation.grow, self._watch, self._token_session, head.connection, live, is_of_run)
         if settings.on_disconnect != "finish":
             self._watch(waiter)
         headers = head.headers
@@ -457,6 +477,7 @@ HEADERS: Mapping[str, str] = {
     "x-stainless-retry-count": "Sent by the OpenAI SDKs: 1 or more marks a retry of the same body.",
     "x-request-id": "The client's own name for the request; the reply repeats it.",
 }
+RUN_HEADER: Mapping[str, str] = {RUN: "The run of the session; another than its own is refused."}
 SESSION_HEADERS: Mapping[str, str] = {
     **{harness.session: "Names the session, which is created on first use." for harness in HARNESSES},
     AGENT: "An agent of the session: a branch of it, or a session of its own.",
@@ -471,11 +492,11 @@ def entries() -> Iterator[Route]:
     told = ("x-turnlog-turn", "x-turnlog-replayed", ROLLED_BACK, LEFT_OUT)
     for protocol in ROUTES.values():
         for prefix, summary, headers, more in (
-            ("/sessions/{session_id}", "", HEADERS, ()),
+            ("/sessions/{session_id}", "", {**RUN_HEADER, **HEADERS}, ()),
             (
                 "",
                 ", of the session that a header, its token or the body names",
-                {**SESSION_HEADERS, **HEADERS},
+                {**SESSION_HEADERS, **RUN_HEADER, **HEADERS},
                 (TOLD,),
             ),
         ):
@@ -496,4 +517,5 @@ def entries() -> Iterator[Route]:
                 example=protocol.example,
                 headers=headers,
                 passes_engines_errors=True,
+                of_run="session" if prefix else "header",
             )

@@ -184,6 +184,11 @@ SETTABLE = frozenset({"chat_template", "extra_args", "logits_processors", "prior
 them (`TURNLOG_SESSION_PARAMS`)."""
 
 
+def reserved(params: Mapping[str, object], allowed: Collection[str]) -> list[str]:
+    """The parameters that only an admin's request may have. The operator allows some to all (`allowed`)."""
+    return sorted((TRUSTED_ALONE | SETTABLE.difference(allowed)) & params.keys())
+
+
 def require_own(
     request: ChatRequest | CompletionRequest, session_id: str, token_session: str, allowed: Collection[str] = ()
 ) -> None:
@@ -191,7 +196,7 @@ def require_own(
     own = (session_id, token_session)
     if request.control is not None and request.control.session_id not in own:
         raise Forbidden("nvext.session_control: a session's token may name that session alone")
-    for name in sorted((TRUSTED_ALONE | SETTABLE.difference(allowed)) & request.params.keys()):
+    for name in reserved(request.params, allowed):
         if bytes(request.params[name]) != b"null":
             raise Forbidden(f"{name}: requires the admin's token")
     engine_session = request.params.get(ENGINE_SESSION)

@@ -112,8 +112,8 @@ class Sessions:
         a fault in it is logged and counted."""
         self._on_close.append(callback)
 
-    async def create(self, new: NewSession) -> None:
-        """Idempotent for the same id and body.
+    async def create(self, new: NewSession) -> str:
+        """Idempotent for the same id and body. The session's id, which is another one if its name is there under that.
 
         Raises SessionExists, SessionEnded, Restored, StoreFull, SessionClosed (the root of its rollout is),
         InvalidRequest (its parent descends from it), RunMismatch.
@@ -127,8 +127,8 @@ class Sessions:
         outcome = await self._writer.submit(Create(new.session_id, self._clock(), event, blob))
         reach("after_create")
         if isinstance(outcome, Existing):
-            _require_same(new.session_id, outcome, body_hash)
-            return
+            _require_same(outcome, body_hash)
+            return outcome.session_id
         if isinstance(outcome, Circular):
             raise InvalidRequest(f"session {new.config.parent} descends from session {new.session_id}, its child to be")
         if isinstance(outcome, OfRun):
@@ -143,6 +143,7 @@ class Sessions:
         await asyncio.gather(*map(self._tell_adopted, outcome.adopted))
         if new.config.parent is not None:
             await self._join_rollout(created)
+        return new.session_id
 
     async def _tell_adopted(self, session_id: str) -> None:
         """Write into a session's log that its root is there now. One that was erased has no rows that change."""
@@ -398,7 +399,8 @@ def hash_of(*creation: Any) -> str:
     return digest(msgspec.json.encode(creation, order="sorted"))
 
 
-def _require_same(session_id: str, existing: Existing, body_hash: str) -> None:
+def _require_same(existing: Existing, body_hash: str) -> None:
+    session_id = existing.session_id
     if existing.status == "undone":
         raise Restored.of(session_id)
     if existing.status != "open":

@@ -196,11 +196,12 @@ class Pins(NamedTuple):
 
 class Departed(NamedTuple):
     """Sessions that are not in the database any more, and whose ids are taken. `ids`: those of some ids; `generations`:
-    as `sessions.generations`, of a name; `attempted`: as `sessions.attempted`, of a name, a mark and an agent."""
+    as `sessions.generations`, of a run and a name; `attempted`: as `sessions.attempted`, of a run, a name, a mark and
+    an agent."""
 
     ids: ForEach
-    generations: Callable[[str], Select[Any]]
-    attempted: Callable[[str, str, str], Select[Any]]
+    generations: Callable[[str, str], Select[Any]]
+    attempted: Callable[[str, str, str, str], Select[Any]]
 
 
 class StorePoints:
@@ -228,6 +229,9 @@ class StorePoints:
         self.unstaged: list[Callable[[Tx, Sequence[tuple[str, int | None]]], None]] = []
         """What these turns have staged is not needed any more, each told by its session and its fence; None: that of
         all turns of the session. Resume."""
+
+        self.run_ended: list[Callable[[Tx, str], None]] = []
+        """A run is closed or erased. Run tokens."""
 
         self.departed: list[Departed] = []
         """Where sessions may be that are not in the database. Archive."""

@@ -10,6 +10,7 @@ from sqlalchemy import Connection, bindparam, or_, select, update
 
 from app.crash_points import reach
 from app.domain.events import (
+    DEFAULT_RUN,
     AnnotationWritten,
     BlobsTombstoned,
     CloseReason,
@@ -24,6 +25,7 @@ from app.domain.events import (
     decode,
     encode,
 )
+from app.domain.names import first_id
 from app.domain.session import without_message
 from app.store import pins, rollouts
 from app.store import statements as sql
@@ -176,7 +178,7 @@ def rewrite(tx: Tx, session_id: str, rewritten: Sequence[Rewritten]) -> None:
 
 
 class Create(BaseOperation, frozen=True):
-    """Create a session. Returns Existing if the id or its generation of the name is taken, Refused if its root is
+    """Create a session. Returns Existing if the id or its generation of the run's name is taken, Refused if its root is
     closed, Circular, or OfRun."""
 
     session_id: str
@@ -190,9 +192,8 @@ class Create(BaseOperation, frozen=True):
 
     @property
     def is_of_set(self) -> bool:
-        """May it be created with others at once? A parent may be in the same batch, before its child, and so may the
-        generation of a name."""
-        return self.parent is None and self.event.generation in (None, 1)
+        """May it be created with others at once? A parent may be in the same batch, before its child."""
+        return self.parent is None
 
     def apply(self, tx: Tx) -> CreateOutcome:
         return self.apply_set(tx, [self])[0]
@@ -201,8 +202,8 @@ class Create(BaseOperation, frozen=True):
     def apply_set(cls, tx: Tx, operations: Sequence[Create]) -> list[CreateOutcome]:
         """The outcomes of creations of different sessions, in the same order, by one statement a table."""
         taken = tx.each(sql.heads, [{"sid": create.session_id} for create in operations])
-        outcomes: dict[str, Any] = {session_id: Existing(*head) for session_id, *head in taken}
-        named = {create.session_id for create in operations} | {create.parent for create in operations if create.parent}
+        outcomes: dict[str, Any] = {head[0]: Existing(*head) for head in taken}
+        named = {one for create in operations for one in (*create._own_ids, create.parent) if one is not None}
         gone = ids_elsewhere(tx, sorted(named))
         roots: dict[str, str | None] = {}
         runs: dict[str, str] = {}
@@ -210,14 +211,11 @@ class Create(BaseOperation, frozen=True):
             session_id = create.session_id
             if session_id in outcomes:
                 continue
-            if create.event.generation not in (None, 1) and (
-                begun := tx.all(sql.generations_from, {"called": create.event.name, "number": create.event.generation})
-            ):
-                outcomes[session_id] = Existing(*begun[0])
+            if own := gone.intersection(create._own_ids):
+                outcomes[session_id] = Existing(min(own), "archived", create.event.body_hash)
                 continue
-            if session_id in gone or create.parent in gone:
-                is_own = session_id in gone
-                outcomes[session_id] = Existing("archived", create.event.body_hash) if is_own else Refused("archived")
+            if create.parent in gone:
+                outcomes[session_id] = Refused("archived")
                 continue
             root_id = None if create.parent is None else rollouts.root_for(tx, create.parent)
             root = None if root_id is None else tx.one(sql.head, {"sid": root_id})
@@ -234,6 +232,9 @@ class Create(BaseOperation, frozen=True):
             if run != runs[session_id]:  # a child that was there before names another run
                 outcomes[session_id] = OfRun(run)
                 roots.pop(session_id, None)
+        for session_id, begun in _begun(tx, [one for one in operations if one.session_id in roots], runs):
+            outcomes[session_id] = begun
+            del roots[session_id]
         new = [create._under(tx, roots, runs) for create in operations if create.session_id in roots]
         tx.insert(sql.insert_session, [new_head(c.session_id, c.at, c.event, roots[c.session_id]) for c in new])
         adopted = rollouts.adopt(tx, roots)
@@ -265,6 +266,33 @@ class Create(BaseOperation, frozen=True):
     def parent(self) -> str | None:
         return self.event.config.parent
 
+    @property
+    def _own_ids(self) -> tuple[str, ...]:
+        """Its id, and that which its name's first session has if a header began it."""
+        event = self.event
+        if event.name is None or event.generation != 1:
+            return (self.session_id,)
+        return self.session_id, first_id(event.config.of_run, event.name)
+
+
+def _begun(tx: Tx, creates: Iterable[Create], runs: Mapping[str, str]) -> list[tuple[str, Existing]]:
+    """Of those whose generation of a name is there under another id, or is created here before them: that session. In
+    the default run a name's first one has it as its id."""
+    keys = [
+        (create, runs[create.session_id], create.event.name)
+        for create in creates
+        if create.event.name is not None and (create.event.generation != 1 or runs[create.session_id] != DEFAULT_RUN)
+    ]
+    given = [{"of_run": run, "called": name, "number": create.event.generation} for create, run, name in keys]
+    there = {(run, name): Existing(*row) for run, name, *row in reversed(tx.each(sql.generations_from, given))}
+    begun = []
+    for create, *key in keys:
+        own = Existing(create.session_id, "open", create.event.body_hash)
+        first = there.setdefault((key[0], key[1]), own)
+        if first is not own:
+            begun.append((create.session_id, first))
+    return begun
+
 
 def new_head(session_id: str, at: float, created: SessionCreated, root_id: str | None) -> dict[str, Any]:
     """The head of a session whose log begins with `created`, a fork's too."""
@@ -289,6 +317,9 @@ def new_head(session_id: str, at: float, created: SessionCreated, root_id: str |
 
 
 class Existing(msgspec.Struct, frozen=True):
+    """`session_id` has another id where it is the name's generation."""
+
+    session_id: str
     status: str
     body_hash: str
 

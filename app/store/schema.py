@@ -125,7 +125,7 @@ sessions = Table(
     Index("ix_sessions_root_id", "root_id", sqlite_where=_OF_ROOT, postgresql_where=_OF_ROOT),
     Index("ix_sessions_open_root_id", "root_id", sqlite_where=_OPEN_OF_ROOT, postgresql_where=_OPEN_OF_ROOT),
     Index("ix_sessions_tagged", "created_at", "session_id", sqlite_where=_TAGGED, postgresql_where=_TAGGED),
-    Index("ix_sessions_name", "name", "generation", unique=True, sqlite_where=NAMED, postgresql_where=NAMED),
+    Index("ix_sessions_name", "name", "run", "generation", unique=True, sqlite_where=NAMED, postgresql_where=NAMED),
     sqlite_with_rowid=False,
     postgresql_with={"fillfactor": 50},
 )
@@ -145,8 +145,8 @@ null where it names no parent. It follows from several logs: see `store.rollouts
 
 `run` is the training run that it belongs to: its root's.
 
-`name` is what a client calls it, null where none chose a name; `generation` counts the sessions of a name from 1. No
-two processes can begin the same one.
+`name` is what a client calls it, null where none chose a name; `generation` counts the sessions of a run's name from 1.
+No two processes can begin the same one.
 
 `failed` is the kind of its failure, null where it did not fail or a reward has come since; its message is in the log.
 """

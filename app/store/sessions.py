@@ -85,6 +85,10 @@ LISTED = 10_000
 """Ids in one statement: drivers accept some thirty thousand parameters."""
 
 
+RUN_OF = select(sessions.c.run).where(sessions.c.session_id == bindparam("sid"))
+"""The run of a session."""
+
+
 class HeadRow(msgspec.Struct, frozen=True):
     """A head: `version` is its last seq, times are seconds since the epoch, `running_since` of its oldest open turn."""
 
@@ -802,27 +806,30 @@ class Generation(NamedTuple):
     frees_name: bool | None
 
 
-def generations(connection: Connection, points: StorePoints, name: str) -> list[Generation]:
-    """The sessions that have had this name, the newest first. In one statement: on PostgreSQL one that leaves or comes
-    back between two would be in neither."""
+def generations(connection: Connection, points: StorePoints, run: str, name: str) -> list[Generation]:
+    """The sessions that have had this name in the run, the newest first. In one statement: on PostgreSQL one that
+    leaves or comes back between two would be in neither."""
     here = select(sessions.c.session_id, sessions.c.generation, sessions.c.status, cast(null(), Boolean)).where(
-        sessions.c.name.is_not(None), sessions.c.name == name
+        sessions.c.name.is_not(None), sessions.c.name == name, sessions.c.run == run
     )
-    rows = connection.execute(union_all(here, *(departed.generations(name) for departed in points.departed)))
+    rows = connection.execute(union_all(here, *(departed.generations(run, name) for departed in points.departed)))
     return sorted((Generation(*row) for row in rows), key=lambda one: one.number, reverse=True)
 
 
 def called(name: str | None, generation: int | None) -> Select[tuple[str]]:
-    """The ids of the sessions of a name, of a generation, or of both."""
+    """The ids of the sessions of a name, of a generation, or of both, in all runs."""
     query = select(sessions.c.session_id).where(sessions.c.name.is_not(None))
     if name is not None:
         query = query.where(sessions.c.name == name)
     return query if generation is None else query.where(sessions.c.generation == generation)
 
 
-def attempted(connection: Connection, points: StorePoints, name: str, mark: str, agent: str = "") -> list[str]:
-    """The generations of a name, the newest first, that have a turn whose event holds `mark`: the hash of a key or of a
-    request's body. With `agent`, what the id of an agent's session has behind its root's, that agent's sessions.
+def attempted(
+    connection: Connection, points: StorePoints, run: str, name: str, mark: str, agent: str = ""
+) -> list[str]:
+    """The generations of a run's name, the newest first, that have a turn whose event holds `mark`: the hash of a key
+    or of a request's body. With `agent`, what the id of an agent's session has behind its root's, that agent's
+    sessions.
 
     There is no index of marks: only a marked request that the newest generation does not know asks.
     """
@@ -832,11 +839,12 @@ def attempted(connection: Connection, points: StorePoints, name: str, mark: str,
         .where(
             sessions.c.name.is_not(None),
             sessions.c.name == name,
+            sessions.c.run == run,
             sessions.c.status != "undone",
             events.c.type.in_(_ATTEMPTS),
             contains(events.c.data, literal(mark.encode(), LargeBinary)),
         )
     )
-    left = (departed.attempted(name, mark, agent) for departed in points.departed)
+    left = (departed.attempted(run, name, mark, agent) for departed in points.departed)
     rows: Sequence[Row] = connection.execute(union(here, *left)).all()
     return [row[0] for row in sorted(rows, key=lambda row: row[1], reverse=True)]

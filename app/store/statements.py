@@ -89,10 +89,23 @@ heads = ForEach(
     ),
     sid=Text,
 )
-generations_from = select(sessions.c.status, sessions.c.body_hash).where(
-    sessions.c.name.is_not(None), sessions.c.name == bindparam("called"), sessions.c.generation >= bindparam("number")
+generations_from = ForEach(
+    lambda given: (
+        select(sessions.c.run, sessions.c.name, sessions.c.session_id, sessions.c.status, sessions.c.body_hash)
+        .where(
+            sessions.c.name.is_not(None),
+            sessions.c.name == given.called,
+            sessions.c.run == given.of_run,
+            sessions.c.generation >= given.number,
+        )
+        .order_by(sessions.c.status != "open", sessions.c.status == "undone", sessions.c.generation.desc())
+    ),
+    of_run=Text,
+    called=Text,
+    number=Integer,
 )
-"""The sessions of a name from a generation on: of two processes that begin one, the second finds the first's."""
+"""The sessions of a run's name from a generation on, in `names._newest`'s order: of two processes that begin one, the
+second finds the first's."""
 
 
 def _written_at(seq: ColumnElement[int]) -> ColumnElement[float]:

@@ -121,9 +121,9 @@ class Retries:
         root = await self._named_root(newest)
         if root is None or root.name is None or (root.generation == 1 and root.status == "open"):
             return None
-        name, mark = root.name, flight.retry_key or flight.body_hash
+        run, name, mark = root.config.of_run, root.name, flight.retry_key or flight.body_hash
         agent = newest.session_id.removeprefix(root.session_id)
-        for session_id in await database.read(lambda c: attempted(c, database.points, name, mark, agent)):
+        for session_id in await database.read(lambda c: attempted(c, database.points, run, name, mark, agent)):
             is_own = session_id == newest.session_id
             if not is_own and flight.waiter.token_session is not None:
                 continue

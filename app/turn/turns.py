@@ -344,8 +344,9 @@ class Turns:
             request = protocol.complete(request, await self._stored_turns(entry, request))
         if continued is not None:
             large = large or large_history(body, request, entry.index)
-        token_session = flight.waiter.token_session
-        if token_session is not None:
+        waiter = flight.waiter
+        if waiter.token_session is not None or waiter.is_of_run:
+            token_session = waiter.token_session or flight.session_id
             require_own(request, flight.session_id, token_session, self._settings.session_params)
         if config.params or config.model is not None:
             request = with_pinned(request, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable
 
 import httpx
@@ -207,3 +208,41 @@ def test_a_reply_comes_back_otherwise_to_a_process_that_has_not_seen_it(
         sent += returned
     assert [event["parent"] for event in talks[0].committed()] == [0, 1, 2, 3, 4]
     assert {event["branch"] for event in talks[0].committed()} == {0}
+
+
+def test_two_processes_begin_one_name_of_a_run(fleet: Fleet) -> None:
+    """By headers and a creation at one moment, in two runs: a session each, and a generation after each end."""
+    name = uuid.uuid4().hex
+    body = {"model": "simulator", "messages": [user("Hello")]}
+
+    def turn(at: int, run: str) -> str:
+        headers = {"x-session-id": name, "x-turnlog-run": run}
+        reply = fleet.apis[at].http.post("/v1/chat/completions", json=body, headers=headers)
+        assert reply.status_code == 200, reply.text
+        return str(reply.headers.get("x-turnlog-session-id", name))
+
+    def created(at: int, run: str) -> str:
+        reply = fleet.apis[at].http.post("/sessions", json={"session_id": name, "run": run, "history": "tree"})
+        return str(reply.json()["session_id"] if reply.status_code == 200 else error_of(reply))
+
+    every: dict[str, list[str]] = {"exp-1": [], "exp-2": []}
+    for number in (1, 2):
+        calls = {
+            run: [fleet.meanwhile(way, at, run) for at in (0, 1) for way in (turn, turn, created)[: 4 - number]]
+            for run in every
+        }
+        for run, ids in every.items():
+            told = {call.result() for call in calls[run]} - {str((409, "session_exists"))}
+            assert len(told) == 1, told
+            ids += told
+        for at, run in enumerate(every):
+            ended = fleet.apis[at].http.post(
+                "/finish_session", params={"session_id": name}, headers={"x-turnlog-run": run}
+            )
+            assert (ended.json()["session_id"], ended.json()["generation"]) == (every[run][-1], number)
+    assert len({*every["exp-1"], *every["exp-2"]}) == 4
+    for api in fleet.apis:
+        listed = api.get("/sessions", name=name)["sessions"]
+        assert sorted((one["run"], one["generation"]) for one in listed) == [
+            (run, number) for run in every for number in (1, 2)
+        ]

@@ -23,6 +23,8 @@ ON_BOTH = frozenset(
         "test_fork",
         "test_odd_parameters",
         "test_rollouts",
+        "test_run_names",
+        "test_run_tokens",
         "test_search",
         "test_sessions",
         "test_webhooks",

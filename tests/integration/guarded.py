@@ -44,6 +44,9 @@ class Client(Talk):
         return self.ask("POST", path, json=body, headers=headers)
 
 
+CHAT = "/v1/chat/completions"
+
+
 class Guarded:
     """A stand whose own client is the admin's; `stranger` has no token."""
 
@@ -71,6 +74,25 @@ class Guarded:
         response = self.admin.get(f"/sessions/{session_id}/events")
         assert response.status_code == 200, response.text
         return response.text
+
+
+class Team:
+    """Who holds the token of a run."""
+
+    def __init__(self, guarded: Guarded, run: str) -> None:
+        self.run = run
+        self.token: str = guarded.admin.post(f"/runs/{run}/token").json()["token"]
+        self.http = httpx.Client(base_url=guarded.stand.server.base_url, headers=bearer(self.token), timeout=20)
+
+    def session(self, **body: Any) -> str:
+        made = self.http.post("/sessions", json=body)
+        assert made.status_code == 200, made.text
+        session_id: str = made.json()["session_id"]
+        return session_id
+
+    def chat(self, session_id: str, text: str = "Hello", **fields: Any) -> httpx.Response:
+        body = {"model": "simulator", "messages": [user(text)], **fields}
+        return self.http.post(f"/sessions/{session_id}{CHAT}", json=body)
 
 
 @contextlib.contextmanager

@@ -300,3 +300,25 @@ def test_turnlogs_own_paths_stay_its_own(gateway: Stand) -> None:
     assert gateway.http.put(f"{rollout.path}/reward", json={"reward": 1}).status_code == 200
     assert gateway.http.delete(f"{rollout.path}?erase=true").status_code == 204
     assert rollout.traces() == []
+
+
+def test_names_are_those_of_the_run_in_the_header(gateway: Stand) -> None:
+    """Two trainers call their tasks alike: to create, ask and delete in one run leaves the other's."""
+    plain = Rollout(gateway)
+    other = Rollout(gateway, plain.name)
+    with httpx.Client(base_url=gateway.base_url, headers={"x-turnlog-run": "exp-1"}, timeout=20) as other.http:
+        for rollout in (plain, other):
+            assert rollout.create().json()["session_id"] == rollout.name
+            rollout.say("Hello")
+        assert other.create(group_id="more").status_code == 409
+        other.say("More")
+        assert [len(rollout.traces()) for rollout in (plain, other)] == [1, 2]
+        query = other.http.post("/traces/query", json={"session_ids": [other.name]}).json()
+        assert query == other.traces()
+        assert other.delete() == 2
+        assert [len(rollout.traces()) for rollout in (plain, other)] == [1, 0]
+        assert other.create().status_code == 200
+        body = {"session_ids": [other.name]}
+        assert other.http.post("/sessions/batch_delete", json=body).json() == {"deleted": 0}
+        plain.say("Still")
+        assert len(plain.traces()) == 2

@@ -15,13 +15,12 @@ from app.api.openapi import document
 from app.main import create_app
 from app.protocols import registry
 from app.settings import Settings
-from integration.guarded import ADMIN, ADMIN_BEFORE, Client, Guarded, bearer, guarded_serving, raw
+from integration.guarded import ADMIN, ADMIN_BEFORE, CHAT, Client, Guarded, Team, bearer, guarded_serving, raw
 from integration.places import Places
 from integration.stand import error_of, user
 from ops.server import ROOT
 from ops.simulator.process import SimulatorProcess
 
-CHAT = "/v1/chat/completions"
 GENERATING = [*registry.ROUTES]
 
 
@@ -48,18 +47,28 @@ HEADER_ROUTES = {
 }
 
 
-def documented() -> dict[tuple[str, str], str]:
-    """What docs/security.md says of each route with a session's token."""
-    table = (ROOT / "docs" / "security.md").read_text().partition("| route | with the session's token |")[2]
-    found: dict[tuple[str, str], str] = {}
+def documented() -> dict[tuple[str, str], tuple[str, str]]:
+    """What docs/security.md says of each route with a session's token, and with a run's."""
+    table = (ROOT / "docs" / "security.md").read_text().partition("| route | a session's token | a run's token |")[2]
+    found: dict[tuple[str, str], tuple[str, str]] = {}
     for line in table.partition("\n\n")[0].splitlines()[2:]:
-        routes, answer = line.strip("| ").split(" | ")
+        routes, session, run = line.strip("| ").split(" | ")
         method, *paths = re.findall("`([^`]+)`", routes)
-        found |= {(method, path.replace("…", "/sessions/{session_id}")): answer.strip("`") for path in paths}
+        answers = session.strip("`"), run
+        found |= {(method, path.replace("…", "/sessions/{session_id}")): answers for path in paths}
     return found
 
 
-DOCUMENTED = documented()
+TABLE = documented()
+DOCUMENTED = {
+    place: of_session for place, (of_session, _) in TABLE.items() if of_session != "no" or "/sessions/{" in place[1]
+}
+
+
+WITHOUT_RUN = {
+    *("/checkpoints", "/checkpoints/{name}", "/checkpoints/{name}/restore", "/engines", "/events", "/export"),
+    *("/export/groups", "/export/groups/ack", "/groups", "/groups/{group_id}"),
+}
 
 
 def filled(path: str, session_id: str) -> str:
@@ -73,6 +82,18 @@ def test_every_route_is_known() -> None:
     assert {*OPEN, *HEADER_ROUTES} <= set(ROUTES)
     of_sessions = {(method, path) for method, path in ROUTES if path.startswith("/sessions/")}
     assert set(DOCUMENTED) == of_sessions | HEADER_ROUTES
+
+
+def test_the_document_says_which_routes_a_runs_token_opens() -> None:
+    app = create_app(Settings(workers=1))
+    said = {None: "no", "any": "yes"}
+    for route in app.table.routes:
+        for method in route.methods if route.summary else ():
+            if method != "HEAD" and (method, route.documented_path) not in OPEN:
+                _, of_run = TABLE.get((method, route.documented_path), ("no", "no"))
+                assert of_run == said.get(route.of_run, "its run"), (method, route.path)
+    # What says that it is limited, and lacks the place for it, is closed.
+    assert {route.documented_path for route in app.table.routes if route.of_run != route.limit} == WITHOUT_RUN
 
 
 @pytest.mark.threat("missing token")
@@ -234,6 +255,72 @@ def test_no_spelling_of_a_path_leads_to_another_session(guarded: Guarded) -> Non
         status, _ = raw(port, f"GET {path} HTTP/1.1", host)
         assert status in (400, 401, 404) or path.startswith("/ui/static"), path
     assert guarded.events(other.id) == before
+
+
+FORMS = r"""
+    {p} {p}/ /{p} {p}// {p}? {p}?run={run} {p}?run=* {p}?run=default {p}?ru%6e={run} {p}?generation=1 {p}?erase=true
+    {p}?session_id={b} {p}?group_id={b} {p}?name={b} {p}?run={run}&run={own} {p}?explain=true&records=new {p};{a}
+    {p}%00 {p}%0a {p}%2f {p}%3frun={run} /.{p} /%2e{p} /sessions/{a}/..{p} /sessions/{a}/%2e%2e{q} /health/..{p}
+    /sessions/{a}%2f..%2f..{p} /ui/static/..{p} {upper} {coded} /v1/models/..{p} {p}?follow=false {p}?q={b}
+    {p}?prefix={b} /ng-rollout/{b}{p} /runs/{run}{p} /sessions/{b}{p} /sessions/{a}{p} http://127.0.0.1{p}
+"""
+HEADS = ("", "x-turnlog-run: {run}", "x-session-id: {b}", "x-turnlog-session-id: {b}")
+BODIES = ("{{}}", '{{"session_id": "{b}"}}', '{{"run": "{run}"}}', '{{"parent_session_id": "{b}"}}')
+
+
+def forms(path: str, **names: str) -> list[str]:
+    p = filled(path, names["b"]).replace("{run}", names["run"])
+    coded = "".join(f"%{ord(one):02x}" if at == 1 else one for at, one in enumerate(p))
+    return list(
+        dict.fromkeys(FORMS.format(p=p, q=p.replace("/", "%2f"), upper=p.upper(), coded=coded, **names).split())
+    )
+
+
+def attempts(guarded: Guarded, every: int) -> int:
+    """Ask with the token of one run for what is another's, by each `every`th form of each route; how often."""
+    mark, secret = uuid.uuid4().hex[:8], uuid.uuid4().hex
+    ours, theirs = Team(guarded, f"ours-{mark}"), Team(guarded, f"theirs-{mark}")
+    own, other = ours.session(), theirs.session(group_id=f"g{secret}", metadata={"about": secret})
+    assert theirs.chat(other, secret).status_code == 200
+    assert theirs.http.put(f"/sessions/{other}/annotations/note", json={"value": secret}).status_code == 200
+    before, names = guarded.events(other), {"a": own, "b": other, "run": theirs.run, "own": ours.run}
+    lines = "Host: turnlog", f"Authorization: Bearer {ours.token}"
+    asked = [
+        (method, form, head.format(**names), content.format(**names))
+        for method, path in ROUTES
+        for form in forms(path, **names)
+        for head, content in zip(HEADS, BODIES, strict=True)
+        if (method, path) not in OPEN
+    ][::every]
+
+    def ask(one: tuple[str, str, str, str]) -> None:
+        method, form, head, content = one
+        sent = [head] * bool(head) + [f"Content-Length: {len(content)}"]
+        status, came = raw(guarded.stand.server.port, f"{method} {form} HTTP/1.1", *lines, *sent, body=content.encode())
+        assert 200 <= status < 500, (one, came)
+        assert secret.encode() not in came, (one, came)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, asked))
+    assert guarded.events(other) == before
+    listed = {one["session_id"] for one in theirs.http.get("/sessions").json()["sessions"]}
+    assert listed == {other}
+    for team in (ours, theirs):
+        team.http.close()
+    return len(asked)
+
+
+@pytest.mark.threat("run's token on another run")
+def test_no_route_and_no_spelling_gives_a_runs_token_another_run(guarded: Guarded) -> None:
+    assert attempts(guarded, 31) > 400
+
+
+@pytest.mark.long
+@pytest.mark.threat("run's token on another run")
+def test_no_request_of_thousands_gives_a_runs_token_another_run(guarded: Guarded) -> None:
+    count = attempts(guarded, 1)
+    print(f"{count} requests with a run's token, foreign content 0")
+    assert count > 8_000
 
 
 @pytest.mark.threat("session token on another session")

@@ -81,6 +81,20 @@ def test_a_token_for_one_session_is_none_for_another() -> None:
     assert tokens.session_of(token(tokens, "a.b")) == "a.b"
 
 
+@pytest.mark.threat("forged session token")
+@given(IDS, st.integers(0, 2**63 - 1), st.data())
+def test_a_runs_token_names_its_run_and_number_and_no_other_fits(run: str, number: int, data: st.DataObject) -> None:
+    tokens = Tokens(["admin"], ["secret", "before"])
+    made = tokens.for_run(run, number).encode()
+    assert tokens.run_of(made) == (run, number)
+    assert tokens.run_of(Tokens(["admin"], ["before"]).for_run(run, number).encode()) == (run, number)
+    assert tokens.session_of(made) is tokens.session_of(made.replace(b"tlr.", b"tls.", 1)) is None
+    at, by = data.draw(st.integers(0, len(made) - 1)), data.draw(st.integers(1, 255))
+    assert tokens.run_of(made[:at] + bytes([made[at] ^ by]) + made[at + 1 :]) is None
+    other = f"{run}.{number}"
+    assert tokens.run_of(token(tokens, other).replace(b"tls.", b"tlr.", 1)) is None
+
+
 @pytest.mark.threat("token of the wrong kind")
 def test_each_use_has_a_key_of_its_own() -> None:
     secret = b"shared-by-all"

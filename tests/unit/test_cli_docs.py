@@ -37,5 +37,5 @@ def test_nothing_else_is_told() -> None:
     assert set(re.findall(r"(?<![\w-])(--[a-z][a-z-]+)", TEXT)) <= every
     assert {line.split()[1] for line in re.findall(r"^turnlog .*", TEXT, re.M)} <= set(options())
     needs = TEXT.partition("| commands | need |")[2].partition("\n\n")[0]
-    named = {name for line in needs.splitlines()[2:] for name in re.findall(r"`([a-z]+)`", line.split("|")[1])}
+    named = {name for line in needs.splitlines()[2:] for name in re.findall(r"`([a-z-]+)`", line.split("|")[1])}
     assert named == set(options())

@@ -36,6 +36,7 @@ COMMANDS = {
     "close": (MAKE, "write", "close"),
     "pause": (ORDER, "fleet", "pause"),
     "resume": (ORDER, "fleet", "resume"),
+    "run-token": (ORDER, "run_token", "run_token"),
     "archive": (KEEP, "archive", "archive"),
     "import": (KEEP, "archive", "bring_back"),
     "verify": (KEEP, "maintain", "verify"),

@@ -68,6 +68,7 @@ _READ: Errors = (InvalidRequest, NotFound, *SESSION, *READ)
     body=AnnotationBody,
     largest=MAX_BODY,
     example={"value": "Loops on the same test.", "writer": "ann"},
+    of_run="session",
 )
 async def put_of_session(
     request: Request, session_id: SessionId, name: Name, writer: Writer = None, over: StatedOver = None
@@ -86,6 +87,7 @@ async def put_of_session(
     body=AnnotationBody,
     largest=MAX_BODY,
     example={"values": [-0.25, None, -1.5], "dtype": "float32", "over": "output", "writer": "teacher"},
+    of_run="session",
 )
 async def put_of_turn(
     request: Request,
@@ -106,13 +108,16 @@ async def put_of_turn(
     "session",
     json_reply(reply_types.Annotation),
     errors=_READ,
+    of_run="session",
 )
 async def get_of_session(request: Request, session_id: SessionId, name: Name) -> Response:
     """An annotation of the session."""
     return await _get(request, session_id, None, name, "json")
 
 
-@route(f"GET {OF_TURN}/{{name}}", "What is said of a turn under a name", "session", _VALUE, errors=_READ)
+@route(
+    f"GET {OF_TURN}/{{name}}", "What is said of a turn under a name", "session", _VALUE, errors=_READ, of_run="session"
+)
 async def get_of_turn(
     request: Request, session_id: SessionId, turn: TurnNumber, name: Name, format: Format = "json"
 ) -> Response:
@@ -126,6 +131,7 @@ async def get_of_turn(
     "admin",
     NO_CONTENT,
     errors=(InvalidRequest, *SESSION, *WRITE),
+    of_run="session",
 )
 async def delete_of_session(request: Request, session_id: SessionId, name: Name, writer: Writer = None) -> None:
     """Remove an annotation of the session, if there is one."""
@@ -138,6 +144,7 @@ async def delete_of_session(request: Request, session_id: SessionId, name: Name,
     "admin",
     NO_CONTENT,
     errors=(InvalidRequest, NotFound, *SESSION, *WRITE),
+    of_run="session",
 )
 async def delete_of_turn(
     request: Request, session_id: SessionId, turn: TurnNumber, name: Name, writer: Writer = None
@@ -152,13 +159,21 @@ async def delete_of_turn(
     "session",
     json_reply(reply_types.Annotations),
     errors=(*SESSION, *READ),
+    of_run="session",
 )
 async def list_of_session(request: Request, session_id: SessionId) -> dict[str, Any]:
     """The annotations of the session and of all its turns, without their content."""
     return await _list(request, session_id, None)
 
 
-@route(f"GET {OF_TURN}", "The annotations of a turn", "session", json_reply(reply_types.Annotations), errors=_READ)
+@route(
+    f"GET {OF_TURN}",
+    "The annotations of a turn",
+    "session",
+    json_reply(reply_types.Annotations),
+    errors=_READ,
+    of_run="session",
+)
 async def list_of_turn(request: Request, session_id: SessionId, turn: TurnNumber) -> dict[str, Any]:
     """The annotations of a turn, without their content."""
     return await _list(request, session_id, turn)

@@ -257,14 +257,15 @@ def identities(connection: Connection, session_ids: Sequence[str]) -> dict[str, 
 
 
 class Line(NamedTuple):
-    """What the index says of a session: its rollout's root, which generation of a name it was, and what retries of its
-    turns are told by."""
+    """What the index says of a session: its rollout's root, which generation of its run's name it was, and what retries
+    of its turns are told by."""
 
     session_id: str
     root_id: str
     name: str | None
     generation: int | None
     frees_name: bool | None
+    run: str
     marks: bytes
 
 
@@ -293,7 +294,7 @@ def line_of(session: StoredRows, root_id: str) -> Line:
     frees_name = None
     if head["name"] is not None:
         frees_name = [event.reason for event in log if isinstance(event, SessionClosed)][-1] == "finished"
-    return Line(session.session_id, root_id, head["name"], head["generation"], frees_name, marks_of(log))
+    return Line(session.session_id, root_id, head["name"], head["generation"], frees_name, head["run"], marks_of(log))
 
 
 def _is(table: FromClause, *states: str) -> ColumnElement[bool]:

@@ -9,6 +9,7 @@ from typing import Any
 from sqlalchemy import (
     Boolean,
     Column,
+    ColumnElement,
     Index,
     Integer,
     LargeBinary,
@@ -18,6 +19,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    and_,
     literal,
     select,
     text,
@@ -41,6 +43,7 @@ archived = Table(
     Column("name", SESSION_ID),
     Column("generation", Integer),
     Column("frees_name", Boolean),
+    Column("run", SESSION_ID, nullable=False),
     Column("marks", LargeBinary),
     PrimaryKeyConstraint("session_id", "file"),
     Index("ix_archived_name", "name", sqlite_where=NAMED, postgresql_where=NAMED),
@@ -49,8 +52,8 @@ archived = Table(
     Index("ix_archived_state", "state", sqlite_where=_IS_UNFINISHED, postgresql_where=_IS_UNFINISHED),
 )
 """Sessions in archives: `file` is the URL of a Parquet file that may hold the session, `root_id` its rollout's root,
-also of the root itself. `features.archive.rows` has the states. `name`, `generation` and `frees_name` are the
-session's: a name goes on behind generations that have left. `marks` tells retries of their turns (`marks_of`)."""
+also of the root itself. `features.archive.rows` has the states. `name`, `generation`, `frees_name` and `run` are the
+session's: a run's name goes on behind generations that have left. `marks` tells retries of their turns (`marks_of`)."""
 
 _STILL_HERE = ("writing", "copy")
 """States of a row whose session is in the database."""
@@ -63,19 +66,22 @@ _ids = ForEach(
 )
 
 
-def _generations(name: str) -> Select[Any]:
+def _is_named(run: str, name: str) -> ColumnElement[bool]:
+    return and_(archived.c.name.is_not(None), archived.c.name == name, archived.c.run == run)
+
+
+def _generations(run: str, name: str) -> Select[Any]:
     left = select(archived.c.session_id, archived.c.generation, literal("archived", Text), archived.c.frees_name)
-    return left.where(archived.c.name.is_not(None), archived.c.name == name, archived.c.state.not_in(_STILL_HERE))
+    return left.where(_is_named(run, name), archived.c.state.not_in(_STILL_HERE))
 
 
-def _attempted(name: str, mark: str, agent: str) -> Select[Any]:
+def _attempted(run: str, name: str, mark: str, agent: str) -> Select[Any]:
     own = archived.alias()
     return (
         select(own.c.session_id, archived.c.generation)
         .join_from(archived, own, own.c.session_id == archived.c.session_id + agent)
         .where(
-            archived.c.name.is_not(None),
-            archived.c.name == name,
+            _is_named(run, name),
             own.c.state.not_in(_STILL_HERE),
             contains(own.c.marks, literal(_packed(mark), LargeBinary)),
         )

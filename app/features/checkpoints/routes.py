@@ -44,6 +44,7 @@ class NewCheckpoint(BaseModel):
     errors=(*BODY, CheckpointExists, CheckpointBusy, *WRITE),
     body=NewCheckpoint,
     example={"name": "step-40", "cut": "drain"},
+    of_run="body",
 )
 async def make_checkpoint(request: Request) -> dict[str, Any]:
     """Name a cut over all sessions, groups and acknowledgements.
@@ -66,6 +67,7 @@ async def make_checkpoint(request: Request) -> dict[str, Any]:
     "page",
     json_reply(reply_types.CheckpointList, "All checkpoints, the oldest first."),
     errors=READ,
+    of_run="query",
 )
 async def list_checkpoints(request: Request) -> dict[str, Any]:
     return {"checkpoints": [fields(one) for one in await _checkpoints(request).every()]}
@@ -77,6 +79,7 @@ async def list_checkpoints(request: Request) -> dict[str, Any]:
     "admin",
     json_reply(reply_types.RestoredStore, "It is restored."),
     errors=(NotFound, CheckpointBusy, *WRITE),
+    of_run="query",
 )
 async def restore_checkpoint(request: Request, name: Name) -> Mapping[str, Any]:
     """Make sessions, rewards, leases and acknowledgements what they were at the checkpoint; delete nothing.
@@ -89,7 +92,12 @@ async def restore_checkpoint(request: Request, name: Name) -> Mapping[str, Any]:
 
 
 @route(
-    "DELETE /checkpoints/{name}", "Delete a checkpoint", "admin", NO_CONTENT, errors=(NotFound, CheckpointBusy, *WRITE)
+    "DELETE /checkpoints/{name}",
+    "Delete a checkpoint",
+    "admin",
+    NO_CONTENT,
+    errors=(NotFound, CheckpointBusy, *WRITE),
+    of_run="query",
 )
 async def delete_checkpoint(request: Request, name: Name) -> None:
     """Delete the checkpoint; sessions stay as they are. What only it kept is freed as usual from now on."""

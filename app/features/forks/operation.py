@@ -58,9 +58,9 @@ class Fork(BaseOperation, frozen=True):
     def apply(self, tx: Tx) -> Appended | Existing | Refused | Stale:
         taken = tx.one(sql.head, {"sid": self.fork_id})
         if taken is not None:
-            return Existing(taken[1], taken[3])
+            return Existing(self.fork_id, taken[1], taken[3])
         if ids_elsewhere(tx, [self.fork_id]):
-            return Existing("archived", self.forked.created.body_hash)
+            return Existing(self.fork_id, "archived", self.forked.created.body_hash)
         tx.lock(sql.lock_head, {"sid": self.session_id})
         source = tx.one(sql.head, {"sid": self.session_id})
         if source is None or source[1] == "erased":

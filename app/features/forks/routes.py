@@ -44,6 +44,7 @@ class ForkSession(BaseModel):
     errors=(*BODY, *SESSION, NotFound, SessionEnded, IdempotencyMismatch, *WRITE),
     body=ForkSession,
     example={"turn": 2, "count": 4},
+    of_run="session",
 )
 async def fork_session(
     request: Request,

@@ -52,6 +52,7 @@ class Acknowledgement(BaseModel):
     "admin",
     Reply("One group a line; empty if there is none.", {NDJSON: LeasedGroup[dict[str, Any]]}),
     errors=(InvalidRequest, *WRITE),
+    of_run="query",
 )
 async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> StreamingResponse:
     """Up to `size` complete groups as NDJSON, one a line, leased to the consumer before the first byte is sent."""
@@ -64,6 +65,7 @@ async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> St
     "page",
     json_reply(reply_types.GroupPage, "One page of groups."),
     errors=(InvalidRequest, *READ),
+    of_run="query",
 )
 async def list_groups(request: Request, query: Annotated[GroupListQuery, Query()]) -> object:
     """Groups with their progress, the statistics of their rewards and their place in the training feed, by id."""
@@ -76,6 +78,7 @@ async def list_groups(request: Request, query: Annotated[GroupListQuery, Query()
     "page",
     json_reply(reply_types.Group, "The group."),
     errors=(InvalidRequest, NotFound, *READ),
+    of_run="query",
 )
 async def get_group(
     request: Request,
@@ -94,6 +97,7 @@ async def get_group(
     errors=(*BODY, *WRITE),
     body=Acknowledgement,
     example={"consumer": "trainer-0", "groups": ["task-17"]},
+    of_run="body",
 )
 async def acknowledge(request: Request) -> dict[str, Any]:
     """Mark groups of a run as consumed, permanently. Returns the result for each group."""

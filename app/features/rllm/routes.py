@@ -98,20 +98,21 @@ async def create_session(request: Request) -> dict[str, Any]:
         fields |= {"params": params or None, "model": model or given.model}
     body = given.model_copy(update=fields)
     try:
-        made = await create(request, body)
+        made = await create(request, body, by_name=True)
     except SessionExists:
-        if body.session_id is None or not await _begin_anew(app, body.session_id):
+        if body.session_id is None or not await _begin_anew(app, request.head.run or body.run, body.session_id):
             raise
-        made = await create(request, body)
+        made = await create(request, body, by_name=True)
     return {**made, "session_id": name or made["session_id"]}
 
 
-async def _begin_anew(app: Services, session_id: str) -> bool:
+async def _begin_anew(app: Services, run: str | None, name: str) -> bool:
     """Finish a session that nothing was generated in."""
-    live = await app.cache.current(await app.names.newest(session_id))
+    session_id = await app.names.newest(run, name)
+    live = await app.cache.current(session_id)
     if live is None or live.session.status != "open" or live.session.turns or live.session.open_turns:
         return False
-    await app.names.finish(session_id)
+    await app.names.finish(live.session.config.of_run, session_id)
     return True
 
 
@@ -149,6 +150,7 @@ async def _sessions(app: Services, since: float | None, limit: int | None) -> As
     "session",
     json_reply(ANYTHING, "What `GET /sessions/{session_id}` tells, `trace_count` and `created_at`."),
     errors=(*SESSION, *READ, *PAYLOADS),
+    of_run="session",
 )
 async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
     """What `GET /sessions/{session_id}` is where this feature is on. `metadata` has what was given at create too."""
@@ -168,6 +170,7 @@ async def get_session(request: Request, session_id: SessionId) -> StreamingRespo
     "session",
     json_reply(ANYTHING),
     errors=(*READ, *WRITE),
+    of_run="session",
 )
 async def delete_session(request: Request, session_id: SessionId) -> dict[str, int]:
     """What `DELETE /sessions/{session_id}` is where this feature is on: the session is closed, and its name may be used
@@ -191,7 +194,7 @@ async def batch_delete(request: Request) -> dict[str, int]:
     deleted = 0
     for at in range(0, len(names), AT_ONCE):
         part = await asyncio.gather(
-            *(_delete_named(app, one) for one in names[at : at + AT_ONCE]), return_exceptions=True
+            *(_delete_named(app, request.head.run, one) for one in names[at : at + AT_ONCE]), return_exceptions=True
         )
         for count in part:
             if isinstance(count, BaseException):
@@ -200,8 +203,8 @@ async def batch_delete(request: Request) -> dict[str, int]:
     return {"deleted": deleted}
 
 
-async def _delete_named(app: Services, name: str) -> int:
-    return await _delete(app, await app.names.newest(id_of(name)))
+async def _delete_named(app: Services, run: str | None, name: str) -> int:
+    return await _delete(app, await app.names.newest(run, id_of(name)))
 
 
 async def _delete(app: Services, session_id: str) -> int:
@@ -210,7 +213,7 @@ async def _delete(app: Services, session_id: str) -> int:
     if live is None or live.session.status != "open":
         return 0
     count = await traces.count(app.database, session_id)
-    await app.names.finish(session_id)
+    await app.names.finish(live.session.config.of_run, session_id)
     return count
 
 
@@ -220,6 +223,7 @@ async def _delete(app: Services, session_id: str) -> int:
     "session",
     json_reply(list[Trace]),
     errors=(*SESSION, *READ),
+    of_run="session",
 )
 async def session_traces(
     request: Request, session_id: SessionId, since: Since = None, limit: Limit = None
@@ -242,7 +246,7 @@ async def query_traces(request: Request) -> StreamingResponse:
     """`since` and `limit` are of each session."""
     app = request.services
     query = await request.body_of(TraceQuery)
-    ids = [await app.names.newest(id_of(name)) for name in query.session_ids]
+    ids = [await app.names.newest(request.head.run, id_of(name)) for name in query.session_ids]
     return await started(_array(_traces(app, ids, query.since, query.limit)), JSON)
 
 

@@ -143,6 +143,7 @@ def _hit(message: Message, head: HeadRow, query: SearchedFor | None) -> reply_ty
     "page",
     json_reply(reply_types.SearchPage, "The newest messages that match."),
     errors=(InvalidRequest, *READ),
+    of_run="query",
 )
 async def search(request: Request, query: Annotated[SearchQuery, Query()]) -> object:
     """Messages, tool calls and tool results that match, newest first, paged by cursor; a page may have fewer hits than

@@ -37,6 +37,7 @@ from turnlog.replies import (
     ListedSession,
     PausedAdapter,
     RestoredStore,
+    RunToken,
     SearchHit,
     ToldFleet,
 )
@@ -294,6 +295,16 @@ class AsyncTurnlog:
     async def delete_checkpoint(self, name: str) -> None:
         """Delete a checkpoint; sessions stay as they are. Raises NotFound, Conflict."""
         await self._transport.call("DELETE", f"/checkpoints/{segment(name)}")
+
+    async def run_token(self, run: str) -> str:
+        """Make the run's token anew; the one before ends. It opens everything within the run and nothing outside.
+        Needs the admin token."""
+        found: RunToken = await self._transport.read("POST", f"/runs/{segment(run)}/token")
+        return found["token"]
+
+    async def end_run_token(self, run: str) -> None:
+        """The run has no token any more. Needs the admin token."""
+        await self._transport.call("DELETE", f"/runs/{segment(run)}/token")
 
     async def aclose(self) -> None:
         """Close the connections; sessions stay as they are."""

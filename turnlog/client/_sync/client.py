@@ -38,6 +38,7 @@ from turnlog.replies import (
     ListedSession,
     PausedAdapter,
     RestoredStore,
+    RunToken,
     SearchHit,
     ToldFleet,
 )
@@ -286,6 +287,16 @@ class Turnlog:
     def delete_checkpoint(self, name: str) -> None:
         """Delete a checkpoint; sessions stay as they are. Raises NotFound, Conflict."""
         self._transport.call("DELETE", f"/checkpoints/{segment(name)}")
+
+    def run_token(self, run: str) -> str:
+        """Make the run's token anew; the one before ends. It opens everything within the run and nothing outside.
+        Needs the admin token."""
+        found: RunToken = self._transport.read("POST", f"/runs/{segment(run)}/token")
+        return found["token"]
+
+    def end_run_token(self, run: str) -> None:
+        """The run has no token any more. Needs the admin token."""
+        self._transport.call("DELETE", f"/runs/{segment(run)}/token")
 
     def close(self) -> None:
         """Close the connections; sessions stay as they are."""

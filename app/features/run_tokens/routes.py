@@ -1,0 +1,46 @@
+"""Routes that make and end the token of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Path
+
+from app.api.requests import Request
+from app.api.routes import NO_CONTENT, WRITE, Routes, json_reply
+from app.domain.patterns import ID
+from app.errors import InvalidRequest
+from app.features.run_tokens.run_tokens import RunTokens
+from turnlog import replies as reply_types
+
+route = Routes("Runs")
+
+RunName = Annotated[str, Path(pattern=ID, description="A run's name.")]
+
+
+@route(
+    "POST /runs/{run}/token",
+    "Make the run's token anew",
+    "admin",
+    json_reply(reply_types.RunToken, "The token. It is told here alone, and stored nowhere."),
+    errors=(InvalidRequest, *WRITE),
+)
+async def make_token(request: Request, run: RunName) -> reply_types.RunToken:
+    """A token that opens everything within the run and nothing outside. The run's token of before ends.
+
+    Another process of the server may take the former token for half a second more.
+    """
+    if not request.services.tokens.are_needed:
+        raise InvalidRequest("the server takes requests without a token; a run's token needs TURNLOG_ADMIN_TOKEN")
+    return {"run": run, "token": await _run_tokens(request).make(run)}
+
+
+@route("DELETE /runs/{run}/token", "End the run's token", "admin", NO_CONTENT, errors=(InvalidRequest, *WRITE))
+async def end_token(request: Request, run: RunName) -> None:
+    """The run has no token any more, also where it had none."""
+    await _run_tokens(request).end(run)
+
+
+def _run_tokens(request: Request) -> RunTokens:
+    run_tokens: RunTokens = request.services.features["run_tokens"]
+    return run_tokens

@@ -1,0 +1,165 @@
+"""The token of a run on real servers: everything within the run, nothing outside, not even that it exists."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from integration.guarded import CHAT, Guarded, Team, bearer, guarded_serving
+from integration.places import Places
+from integration.stand import error_of
+from ops.simulator.process import SimulatorProcess
+
+
+@pytest.fixture
+def teams(guarded: Guarded) -> Iterator[tuple[Team, Team]]:
+    mark = uuid.uuid4().hex[:8]
+    both = Team(guarded, f"ours.{mark}"), Team(guarded, f"theirs.{mark}")
+    yield both
+    for team in both:
+        team.http.close()
+
+
+def test_a_runs_token_does_everything_within_the_run(guarded: Guarded, teams: tuple[Team, Team]) -> None:
+    ours, _ = teams
+    made = ours.session(group_id="g")
+    assert ours.chat(made).status_code == 200
+    assert ours.http.put(f"/sessions/{made}/reward", json={"reward": 1.0}).status_code == 200
+    assert ours.http.put(f"/sessions/{made}/annotations/note", json={"value": "seen"}).status_code == 200
+    forked = ours.http.post(f"/sessions/{made}/fork", json={"turn": 1}).json()["sessions"][0]["session_id"]
+    child = ours.session(parent_session_id=made)
+    listed = {one["session_id"]: one["run"] for one in ours.http.get("/sessions").json()["sessions"]}
+    assert listed == dict.fromkeys((made, forked, child), ours.run)
+    assert ours.http.get("/sessions", params={"run": ours.run}).json()["sessions"]
+    for path in ("", "/messages", "/tree", "/state", "/events", "/annotations", "/v1/models"):
+        assert ours.http.get(f"/sessions/{made}{path}").status_code == 200, path
+    assert ours.http.get(f"/sessions/{made}/messages").json()["reward"]["reward"] == 1.0
+    assert ours.http.delete(f"/sessions/{forked}").status_code == 204
+    assert ours.http.delete(f"/sessions/{made}?erase=true").status_code == 204
+    assert error_of(ours.http.get(f"/sessions/{made}")) == (404, "session_closed")
+
+
+@pytest.mark.threat("run's token on another run")
+def test_names_in_headers_are_the_runs_own(guarded: Guarded, teams: tuple[Team, Team]) -> None:
+    ours, theirs = teams
+    name, body = uuid.uuid4().hex, {"model": "simulator", "messages": [{"role": "user", "content": "Hello"}]}
+    by_name = {"x-session-id": name}
+    made = [
+        one.http.post(CHAT, json=body, headers=by_name).headers["x-turnlog-session-id"]
+        for one in (ours, theirs)
+        for _ in range(2)
+    ]
+    assert made[0] == made[1] != made[2] == made[3]
+    for team, session_id, other in ((ours, made[0], made[2]), (theirs, made[2], made[0])):
+        [listed] = team.http.get("/sessions").json()["sessions"]
+        assert (listed["session_id"], listed["run"], listed["turns"]) == (session_id, team.run, 2)
+        assert team.http.get(f"/sessions/{name}").json()["session"]["session_id"] == session_id
+        assert error_of(team.http.get(f"/sessions/{other}")) == (404, "session_not_found")
+        foreign = {"x-session-id": other}
+        assert error_of(team.http.post(CHAT, json=body, headers=foreign)) == (409, "id_unavailable")
+        replies = [team.http.get("/v1/responses/resp_1", headers={"x-session-id": one}) for one in (other, "absent")]
+        assert replies[0].text.replace(other, "absent") == replies[1].text
+        elsewhere = {**by_name, "x-turnlog-run": "default"}
+        assert error_of(team.http.post(CHAT, json=body, headers=elsewhere)) == (403, "forbidden")
+    finished = theirs.http.post("/finish_session", params={"session_id": made[0]})
+    assert finished.json() == {"session_id": None, "name": made[0], "generation": None}
+    assert theirs.http.post("/finish_session", params={"session_id": name}).json()["session_id"] == made[2]
+    statuses = [guarded.admin.get(f"/sessions/{one}").status_code for one in (made[0], made[2])]
+    assert statuses == [200, 404]
+
+
+@pytest.mark.threat("run's token on another run")
+def test_another_run_looks_like_none(guarded: Guarded, teams: tuple[Team, Team]) -> None:
+    ours, theirs = teams
+    secret, mine = uuid.uuid4().hex, ours.session()
+    taken = theirs.session(metadata={"about": secret})
+    assert theirs.chat(taken, secret).status_code == 200
+    before = guarded.events(taken)
+    closed = theirs.session()
+    assert theirs.http.delete(f"/sessions/{closed}").status_code == 204
+    for method, rest in (
+        *(("GET", rest) for rest in ("", "/messages", "/events", "/events?follow=true", "?generation=1")),
+        *(("GET", rest) for rest in ("?generation=2", "/nothing", "/turns/1/routed_experts", "/v1/responses/resp_1")),
+        *(("HEAD", ""), ("PUT", "/reward"), ("DELETE", ""), ("DELETE", "?erase=true"), ("POST", "/fork")),
+        *(("POST", rest) for rest in (CHAT, "/v1/messages", "/v1/responses", "/samples", "/finish")),
+    ):
+        same = {"x-request-id": "the-same"}
+        replies = [
+            ours.http.request(method, f"/sessions/{name}{rest}", json={}, headers=same)
+            for name in (taken, closed, "absent")
+        ]
+        seen = {reply.text.replace(name, "") for reply, name in zip(replies, (taken, closed, "absent"), strict=True)}
+        assert len(seen) == 1, (method, rest)
+        assert {reply.status_code for reply in replies} == {404}, (method, rest)
+    for body in ({"session_id": taken}, {"session_id": closed}, {"parent_session_id": taken}):
+        assert error_of(ours.http.post("/sessions", json=body)) == (409, "id_unavailable")
+        assert theirs.run not in ours.http.post("/sessions", json=body).text
+    orphan = theirs.session(parent_session_id=f"{taken}-root")
+    assert error_of(ours.http.post("/sessions", json={"session_id": f"{taken}-root"})) == (409, "id_unavailable")
+    assert ours.http.post("/sessions", json={"session_id": mine}).json()["session_id"] == mine
+    assert error_of(ours.http.post("/sessions", json={"session_id": mine, "group_id": "x"})) == (409, "session_exists")
+    for query in (f"run={theirs.run}", "run=*", f"run={ours.run}&run={theirs.run}", f"ru%6e={theirs.run}", "run="):
+        assert error_of(ours.http.get(f"/sessions?{query}")) == (403, "forbidden"), query
+    named = [{"run": theirs.run}, {"run": "default"}]
+    assert [error_of(ours.http.post("/sessions", json=body)) for body in named] == [(403, "forbidden")] * 2
+    elsewhere = {"x-turnlog-run": theirs.run}
+    assert error_of(ours.http.get("/sessions", headers=elsewhere)) == (403, "forbidden")
+    assert {one["session_id"] for one in ours.http.get("/sessions").json()["sessions"]} == {mine}
+    assert {one["session_id"] for one in theirs.http.get("/sessions").json()["sessions"]} == {taken, closed, orphan}
+    assert guarded.events(taken) == before
+
+
+def test_a_runs_token_asks_of_an_engine_what_a_sessions_does(guarded: Guarded, teams: tuple[Team, Team]) -> None:
+    ours, theirs = teams
+    mine, other = ours.session(), theirs.session()
+    for fields in (
+        {"nvext": {"session_control": {"session_id": other, "action": "bind"}}},
+        {"session_params": {"id": other}},
+        {"custom_logit_processor": "code"},
+        {"chat_template": "{{ messages }}"},
+    ):
+        assert error_of(ours.chat(mine, **fields)) == (403, "forbidden"), fields
+    pinned = {"params": {"custom_logit_processor": "code"}}
+    assert error_of(ours.http.post("/sessions", json=pinned)) == (403, "forbidden")
+    assert ours.chat(mine, nvext={"session_control": {"session_id": mine, "action": "bind"}}).status_code == 200
+
+
+@pytest.mark.threat("leaked token stays valid")
+def test_a_token_ends_with_the_next_one(guarded: Guarded, teams: tuple[Team, Team]) -> None:
+    ours, theirs = teams
+    assert error_of(ours.http.post(f"/runs/{ours.run}/token")) == (403, "forbidden")
+    later = guarded.admin.post(f"/runs/{ours.run}/token").json()
+    assert later["run"] == ours.run
+    assert later["token"] != ours.token
+    statuses = [
+        guarded.stranger.get("/sessions", headers=bearer(token)).status_code
+        for token in (ours.token, later["token"], theirs.token, f"{later['token'][:-1]}_", "tlr.a.1.b", "tlr..")
+    ]
+    assert statuses == [401, 200, 200, 401, 401, 401]
+    assert guarded.admin.delete(f"/runs/{ours.run}/token").status_code == 204
+    assert error_of(guarded.stranger.get("/sessions", headers=bearer(later["token"]))) == (401, "unauthorized")
+    anew = guarded.admin.post(f"/runs/{ours.run}/token").json()["token"]
+    assert anew not in (ours.token, later["token"])
+    assert guarded.admin.post("/runs/a%20b/token").status_code == 400
+
+
+def test_all_processes_and_later_ones_know_which_token_is_valid(places: Places, sglang: SimulatorProcess) -> None:
+    place = places.new("run-tokens")
+    with guarded_serving(place, sglang.base_url) as guarded:
+        [first, second] = (guarded.admin.post("/runs/kept/token").json()["token"] for _ in range(2))
+    with guarded_serving(place, sglang.base_url) as guarded, contextlib.ExitStack() as stack:
+        asked = [guarded.stranger.get("/sessions", headers=bearer(one)).status_code for one in (first, second)]
+        assert asked == [401, 200]
+        other = guarded
+        if places.postgres is not None:  # SQLite's file has one process.
+            other = stack.enter_context(guarded_serving(place, sglang.base_url))
+            assert other.stranger.get("/sessions", headers=bearer(second)).status_code == 200
+        third = guarded.admin.post("/runs/kept/token").json()["token"]
+        give_up_at = time.monotonic() + 20
+        while other.stranger.get("/sessions", headers=bearer(second)).status_code != 401:
+            assert time.monotonic() < give_up_at
+        assert other.stranger.get("/sessions", headers=bearer(third)).status_code == 200

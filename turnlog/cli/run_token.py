@@ -1,0 +1,30 @@
+"""`turnlog run-token`: make or end the token of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from turnlog.cli.remote import remote
+from turnlog.cli.run import printed_as_json, server_options
+from turnlog.client.address import segment
+
+
+@server_options
+def run_token(
+    ctx: typer.Context,
+    run: Annotated[str, typer.Argument(help="The run's name.")],
+    end: Annotated[bool, typer.Option("--end", help="End the run's token, without a new one.")] = False,
+) -> None:
+    """Make the token of a run anew: it opens everything within the run. The one before ends."""
+    path = f"/runs/{segment(run)}/token"
+    if end:
+        remote(ctx).call("DELETE", path)
+        printed_as_json(ctx, {"run": run, "token": None})
+        return
+    made = remote(ctx).read("POST", path)
+    if not printed_as_json(ctx, made):
+        from turnlog.cli.output import line
+
+        line(made["token"])
