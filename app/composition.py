@@ -24,6 +24,7 @@ from app.features import (
     page,
     resume,
     rllm,
+    runs,
     search,
     session_control,
     text,
@@ -47,6 +48,7 @@ FEATURES = (
     page,
     resume,
     rllm,
+    runs,
     search,
     session_control,
     text,
@@ -55,7 +57,7 @@ FEATURES = (
 """`TURNLOG_FEATURES` names those that are on. Gates come first: checkpoints and resume use them."""
 
 
-TABLES = (archive, checkpoints, groups, objects, resume, session_control)
+TABLES = (archive, checkpoints, groups, objects, resume, runs, session_control)
 """Features with tables of their own, which their module `schema` has."""
 
 

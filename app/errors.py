@@ -232,10 +232,11 @@ class TooManyTurns(AppError):
 
 
 class OverBudget(AppError):
-    """`limit` is the session's limit that was reached. `sampled`: the tokens that were generated in vain."""
+    """`limit` is the session's limit that was reached; of a run's it has no value. `sampled`: the tokens that were
+    generated in vain."""
 
     status, code, type, retry = 409, "over_budget", "invalid_request_error", False
-    meaning = "a limit of the session or of its rollout is reached: `limits`"
+    meaning = "a limit of the session, of its rollout or of its run is reached: `limits`"
     limit: LimitName
     sampled: int = 0
 

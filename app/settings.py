@@ -249,6 +249,7 @@ Feature = Literal[
     "page",
     "resume",
     "rllm",
+    "runs",
     "search",
     "session_control",
     "text",

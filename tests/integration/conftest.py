@@ -22,6 +22,7 @@ ON_BOTH = frozenset(
         "test_fork",
         "test_odd_parameters",
         "test_rollouts",
+        "test_runs",
         "test_search",
         "test_sessions",
         "test_webhooks",
