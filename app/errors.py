@@ -207,6 +207,16 @@ class SessionEnded(SessionExists):
     meaning = "the session was closed or erased, also during the turn"
 
 
+class RunClosed(AppError):
+    status, code, type, retry = 409, "session_closed", "invalid_request_error", False
+    meaning = "the session was closed or erased, also during the turn"
+
+    @classmethod
+    def of(cls, run: str, status: str) -> Self:
+        """`status`: closed, or erasing."""
+        return cls(f"run {run} is {'being erased' if status == 'erasing' else 'closed'}")
+
+
 class AlreadyFinished(AppError):
     status, code, type, retry = 409, "session_finished", "invalid_request_error", False
     meaning = "`POST …/finish` has ended the session's turns; or its snapshot is not the one that the request names"

@@ -27,7 +27,9 @@ from app.domain.pinned import require_pinnable
 from app.domain.session import Session
 from app.errors import (
     InvalidRequest,
+    OverBudget,
     Restored,
+    RunClosed,
     RunMismatch,
     SessionClosed,
     SessionEnded,
@@ -197,6 +199,8 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
         SessionEnded,
         Restored,
         RunMismatch,
+        RunClosed,
+        OverBudget,
         SessionUnreadable,
         *WRITE,
     ),

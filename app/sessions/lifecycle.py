@@ -116,8 +116,8 @@ class Sessions:
     async def create(self, new: NewSession) -> None:
         """Idempotent for the same id and body.
 
-        Raises SessionExists, SessionEnded, Restored, StoreFull, SessionClosed (the root of its rollout is, or its run),
-        InvalidRequest (its parent descends from it), RunMismatch, OverBudget (its run is).
+        Raises SessionExists, SessionEnded, Restored, StoreFull, SessionClosed (the root of its rollout is),
+        InvalidRequest (its parent descends from it), RunMismatch, RunClosed, OverBudget (its run is).
         """
         await self.require_room(new.session_id)
         blob = metadata_blob(new.metadata) if new.metadata else None

@@ -13,7 +13,7 @@ from app.api.parameters import LIMIT, Cursor
 from app.api.requests import Request, require_finite, require_small
 from app.api.routes import BODY, NO_CONTENT, READ, WRITE, Reply, Routes, json_reply
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
-from app.errors import InvalidRequest, NotFound, SessionClosed, SessionUnreadable
+from app.errors import InvalidRequest, NotFound, RunClosed, SessionUnreadable
 from app.features.runs.runs import Given, Runs
 from turnlog import replies as reply_types
 
@@ -78,7 +78,7 @@ async def get_run(request: Request, run: Name) -> Mapping[str, Any]:
     "Give a run its limits, metadata and note",
     "admin",
     json_reply(reply_types.Run, "The run."),
-    errors=(*BODY, SessionClosed, *WRITE),
+    errors=(*BODY, RunClosed, *WRITE),
     body=GivenRun,
     optional_body=True,
     example={"limits": {"live": 512}, "note": "baseline"},

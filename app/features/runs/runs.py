@@ -13,12 +13,12 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain import cursors
-from app.errors import AppError, NotFound, SessionUnreadable
+from app.errors import AppError, NotFound, RunClosed, SessionUnreadable
 from app.features.runs import figures, reads
 from app.features.runs.figures import Tally
 from app.features.runs.operations import LEASE, EndRun, GiveRun, MeasureRun, RunErased
 from app.features.runs.reads import RunRow
-from app.features.runs.schema import ended, over
+from app.features.runs.schema import over
 from app.process import cancelled
 from app.store.incarnations import ReleaseLease, TakeLease
 from app.store.ports import Connection
@@ -90,12 +90,12 @@ class Runs:
         return figures.with_turns(listed[0], await self._tally.of(run))
 
     async def give(self, run: str, given: Given) -> None:
-        """Give the run its limits, metadata and note, in place of those before. Raises SessionClosed."""
+        """Give the run its limits, metadata and note, in place of those before. Raises RunClosed."""
         metadata = None if given.metadata is None else msgspec.json.encode(given.metadata)
         note = None if given.note is None else given.note.encode()
         status = await self._writer.submit(GiveRun(run, given.live, given.tokens, metadata, note))
         if status is not None:
-            raise ended(run, status)
+            raise RunClosed.of(run, status)
         if given.tokens is not None:
             await self._measure(run, None)
         await self._hold()

@@ -19,7 +19,7 @@ from sqlalchemy import (
     select,
 )
 
-from app.errors import AppError, OverBudget, SessionClosed
+from app.errors import OverBudget, RunClosed
 from app.store.damage import Content
 from app.store.dialect import ForEach, NoRoom, StorePoints, Tx
 from app.store.schema import NAMING, SESSION_ID, sessions
@@ -82,7 +82,7 @@ def room(tx: Tx, wanted: Mapping[str, int]) -> dict[str, NoRoom]:
         assert row is not None
         status, max_live, max_tokens, used_tokens = row
         if status in ("closed", "erasing"):
-            rooms[run] = NoRoom(0, ended(run, status))
+            rooms[run] = NoRoom(0, RunClosed.of(run, status))
         elif max_tokens is not None and used_tokens >= max_tokens:
             rooms[run] = NoRoom(0, over(run, "tokens", used_tokens, max_tokens))
         elif max_live is not None:
@@ -91,10 +91,6 @@ def room(tx: Tx, wanted: Mapping[str, int]) -> dict[str, NoRoom]:
             if live + wanted[run] > max_live:
                 rooms[run] = NoRoom(max(max_live - live, 0), over(run, "live sessions", max(live, max_live), max_live))
     return rooms
-
-
-def ended(run: str, status: str) -> AppError:
-    return SessionClosed(f"run {run} is {'being erased' if status == 'erasing' else 'closed'}")
 
 
 def join(points: StorePoints) -> None:

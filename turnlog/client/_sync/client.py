@@ -246,7 +246,7 @@ class Turnlog:
     ) -> Run:
         """Give a run its limits, metadata and note, in place of those before.
 
-        `live`: sessions that may be open at a time; `tokens`: sampled tokens in all. Raises SessionClosed for a run
+        `live`: sessions that may be open at a time; `tokens`: sampled tokens in all. Raises Conflict for a run
         that has ended.
         """
         limits = present({"live": live, "tokens": tokens})
