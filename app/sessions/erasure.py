@@ -54,6 +54,8 @@ class Erasure:
         self._sessions = sessions
         self.elsewhere: list[Callable[[str], Awaitable[bool | None]]] = []
         """Erase a session where a feature has it, and a root's rollout. None: it is not there; False: that goes on."""
+        self.roots_elsewhere: list[Callable[[str], Awaitable[Sequence[str]]]] = []
+        """The roots of a run's rollouts that a feature has, and that are not in the database."""
         self.forget: list[Callable[[str], Awaitable[None]]] = []
         """What features do with a session that has been erased, before that is answered."""
         self.finishing: list[Callable[[str], Awaitable[bool]]] = []

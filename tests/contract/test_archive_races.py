@@ -276,7 +276,9 @@ async def test_of_two_rollouts_that_leave_at_once_the_log_ends_where_the_later_d
         await store.close(name)
     end = await store.horizon()
     fence = await store.submit(TakeLease(LEASE, store.me, 60.0, 60.0))
-    await store.submit(Reserve(fence, file, [Line(name, name, None, None, None, b"") for name in ("earlier", "later")]))
+    await store.submit(
+        Reserve(fence, file, [Line(name, name, None, None, None, "default", b"") for name in ("earlier", "later")])
+    )
 
     waiting = text(
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"

@@ -240,14 +240,15 @@ def identities(connection: Connection, session_ids: Sequence[str]) -> dict[str, 
 
 
 class Line(NamedTuple):
-    """What the index says of a session: its rollout's root, which generation of a name it was, and what retries of its
-    turns are told by."""
+    """What the index says of a session: its rollout's root, which generation of its run's name it was, and what retries
+    of its turns are told by."""
 
     session_id: str
     root_id: str
     name: str | None
     generation: int | None
     frees_name: bool | None
+    run: str
     marks: bytes
 
 
@@ -276,7 +277,7 @@ def line_of(session: StoredRows, root_id: str) -> Line:
     frees_name = None
     if head["name"] is not None:
         frees_name = [event.reason for event in log if isinstance(event, SessionClosed)][-1] == "finished"
-    return Line(session.session_id, root_id, head["name"], head["generation"], frees_name, marks_of(log))
+    return Line(session.session_id, root_id, head["name"], head["generation"], frees_name, head["run"], marks_of(log))
 
 
 def _is(table: FromClause, *states: str) -> ColumnElement[bool]:
@@ -320,6 +321,12 @@ def of_session(connection: Connection, session_id: str) -> list[Indexed]:
     """A session in files, and for a root its whole rollout."""
     query = _index.where(or_(archived.c.session_id == session_id, archived.c.root_id == session_id))
     return _indexed(connection.execute(query))
+
+
+def roots_of_run(connection: Connection, run: str) -> list[str]:
+    """The roots of the run's rollouts that have left the database, or still have to leave a file."""
+    left = select(archived.c.root_id).where(archived.c.run == run, _is(archived, "leaving", "archived", "erasing"))
+    return list(connection.execute(left.distinct()).scalars())
 
 
 _file_is = archived.c.file == bindparam("in_file")

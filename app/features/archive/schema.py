@@ -41,6 +41,7 @@ archived = Table(
     Column("name", SESSION_ID),
     Column("generation", Integer),
     Column("frees_name", Boolean),
+    Column("run", SESSION_ID, nullable=False),
     Column("marks", LargeBinary),
     PrimaryKeyConstraint("session_id", "file"),
     Index("ix_archived_name", "name", sqlite_where=NAMED, postgresql_where=NAMED),
@@ -49,8 +50,8 @@ archived = Table(
     Index("ix_archived_state", "state", sqlite_where=_IS_UNFINISHED, postgresql_where=_IS_UNFINISHED),
 )
 """Sessions in archives: `file` is the URL of a Parquet file that may hold the session, `root_id` its rollout's root,
-also of the root itself. `features.archive.rows` has the states. `name`, `generation` and `frees_name` are the
-session's: a name goes on behind generations that have left. `marks` tells retries of their turns (`marks_of`)."""
+also of the root itself. `features.archive.rows` has the states. `name`, `generation`, `frees_name` and `run` are the
+session's: a run's name goes on behind generations that have left. `marks` tells retries of their turns (`marks_of`)."""
 
 _STILL_HERE = ("writing", "copy")
 """States of a row whose session is in the database."""

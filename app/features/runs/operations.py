@@ -77,14 +77,16 @@ class GiveRun(BaseOperation, frozen=True):
 
 class EndRun(BaseOperation, frozen=True):
     """Close a run, or begin to erase it: no session is created in it any more. Returns its status; None: there is no
-    such run."""
+    such run. `is_elsewhere`: a session of it is in an archive."""
 
     run: str
     erase: bool
+    is_elsewhere: bool = False
 
     def apply(self, tx: Tx) -> Literal["closed", "erasing", "erased"] | None:
         row = tx.one(_status, {"named": self.run})
-        if (row is None or row[0] == "erased") and tx.one(_own_session, {"named": self.run}) is None:
+        is_given = row is not None and row[0] != "erased"
+        if not (is_given or self.is_elsewhere or tx.one(_own_session, {"named": self.run})):
             return None if row is None else "erased"
         if row is None:
             tx.insert(_add, [{"run": self.run, "status": "open"}])

@@ -110,7 +110,8 @@ class Runs:
     async def erase(self, run: str) -> bool:
         """Erase all sessions of the run as their own erasures do, and free its name. False: some of it has still to be
         removed from object storage or archives. Idempotent. Raises NotFound, SessionUnreadable."""
-        status = await self._writer.submit(EndRun(run, erase=True))
+        is_elsewhere = bool(await self._roots_elsewhere(run))
+        status = await self._writer.submit(EndRun(run, erase=True, is_elsewhere=is_elsewhere))
         if status is None:
             raise _unknown(run)
         reach("after_run_ended")
@@ -131,6 +132,7 @@ class Runs:
                 except SessionUnreadable:
                     unreadable = await self._erase_each([session_id for _, session_id in roots])
                 after = roots[-1]
+            is_gone &= await self._services.erasure.erase_all(await self._roots_elsewhere(run))
             if unreadable is not None:
                 raise unreadable
             if not is_gone:
@@ -138,6 +140,9 @@ class Runs:
             if await self._writer.submit(RunErased(run)):
                 log.info("run %s erased", run)
                 return True
+
+    async def _roots_elsewhere(self, run: str) -> list[str]:
+        return [root for ask in self._services.erasure.roots_elsewhere for root in await ask(run)]
 
     async def _erase_each(self, session_ids: list[str]) -> SessionUnreadable | None:
         """Erase those that can be erased; the error of another one."""
