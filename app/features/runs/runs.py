@@ -32,6 +32,9 @@ log = logging.getLogger("turnlog.runs")
 EVERY_S = 5.0
 """How often the tokens of runs with a limit are counted, and what was begun to be ended is looked for."""
 
+AGAIN_S = 60.0
+"""How soon an erased run is looked at again of which object storage or archives still had some."""
+
 LEASE_S = 30.0
 
 STEP = 50
@@ -56,6 +59,7 @@ class Runs:
         self._writer = services.writer
         self._tally = Tally(services.database)
         self._fence: int | None = None
+        self._again_at: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -179,8 +183,10 @@ class Runs:
                 await self._measure(row.run, self._fence, row)
             for run in work.closing:
                 await self._close_sessions(run)
+            now = asyncio.get_running_loop().time()
             for run in work.erasing:
-                await self._erase_sessions(run)
+                if now >= self._again_at.get(run, now) and not await self._erase_sessions(run):
+                    self._again_at[run] = now + AGAIN_S
         await self._hold()
 
     async def _measure(self, run: str, fence: int | None, row: RunRow | None = None) -> None:
