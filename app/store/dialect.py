@@ -238,6 +238,9 @@ class StorePoints:
         """What these turns have staged is not needed any more, each told by its session and its fence; None: that of
         all turns of the session. Resume."""
 
+        self.run_ended: list[Callable[[Tx, str], None]] = []
+        """A run is closed or erased. Run tokens."""
+
         self.departed: list[Departed] = []
         """Where sessions may be that are not in the database. Archive."""
 

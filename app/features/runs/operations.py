@@ -91,6 +91,8 @@ class EndRun(BaseOperation, frozen=True):
         if row is None:
             tx.insert(_add, [{"run": self.run, "status": "open"}])
         tx.run(_begin_erasing if self.erase else _close, {"named": self.run})
+        for follow in tx.points.run_ended:
+            follow(tx, self.run)
         reach("in_run_ended")
         return "erasing" if self.erase or (row is not None and row[0] == "erasing") else "closed"
 
