@@ -258,6 +258,7 @@ Feature = Literal[
     "resume",
     "rllm",
     "run_tokens",
+    "runs",
     "search",
     "session_control",
     "text",

@@ -206,6 +206,73 @@ class GroupPage(TypedDict):
     next_cursor: str | None
 
 
+class RunLimits(TypedDict):
+    """Sessions that may be open at a time, and sampled tokens in all; null: no limit."""
+
+    live: int | None
+    tokens: int | None
+
+
+class RunSessions(TypedDict):
+    """Sessions by status."""
+
+    open: int
+    closed: int
+    erased: int
+
+
+class RunGroups(TypedDict):
+    """`handed_out` at least once; acknowledged groups count in all three."""
+
+    complete: int
+    handed_out: int
+    acknowledged: int
+
+
+class RunVersions(TypedDict):
+    """The newest weight version of a turn, and the oldest that an open session is at; null where there is none."""
+
+    newest: int | None
+    oldest_live: int | None
+
+
+class ListedRun(TypedDict):
+    """`turns` counts committed ones. `reward`: of rollouts, by their root sessions; null without one. `first_at`: when
+    the first session was created; `last_at`: when one changed last."""
+
+    run: str
+    status: Literal["open", "closed", "erasing"]
+    limits: RunLimits
+    metadata: dict[str, Any] | None
+    note: str | None
+    sessions: RunSessions
+    turns: int
+    groups: RunGroups
+    reward: Statistics | None
+    weight_versions: RunVersions
+    first_at: float | None
+    last_at: float | None
+
+
+class RunPage(TypedDict):
+    runs: list[ListedRun]
+    next_cursor: str | None
+
+
+class RunTokens(TypedDict):
+    """Of committed turns, discarded ones too: the lengths of their prompts, and what was sampled."""
+
+    prompt: int
+    generated: int
+
+
+class Run(ListedRun):
+    """`errors` counts turns that were not committed, by the reason that their event has."""
+
+    tokens: RunTokens
+    errors: dict[str, int]
+
+
 class SearchHit(TypedDict):
     """A message that matches. `message` counts from 0 in the conversation that ends with the turn's reply. `marks` are
     [start, end) of what matches in `snippet`, in Unicode characters."""

@@ -38,6 +38,7 @@ from app.process import FeatureFaults
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.event_log import Followers, wait_for_change
 from app.store import rollouts
+from app.store.dialect import NoRoom
 from app.store.log import Appended, Operation, Refused, StoredBlob, VoidedClaim
 from app.store.log_sessions import (
     AssignReward,
@@ -116,7 +117,7 @@ class Sessions:
         """Idempotent for the same id and body. The session's id, which is another one if its name is there under that.
 
         Raises SessionExists, SessionEnded, Restored, StoreFull, SessionClosed (the root of its rollout is),
-        InvalidRequest (its parent descends from it), RunMismatch.
+        InvalidRequest (its parent descends from it), RunMismatch, RunClosed, OverBudget (its run is).
         """
         await self.require_room(new.session_id)
         blob = metadata_blob(new.metadata) if new.metadata else None
@@ -135,6 +136,8 @@ class Sessions:
             raise RunMismatch(
                 f"session {new.session_id}: its rollout belongs to run {outcome.run}, not to {new.config.of_run}"
             )
+        if isinstance(outcome, NoRoom):
+            raise outcome.error
         if isinstance(outcome, Refused):
             raise _of_closed_root(new.session_id, outcome.status)
         created = fold(new.session_id, outcome.events)

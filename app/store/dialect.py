@@ -204,11 +204,21 @@ class Departed(NamedTuple):
     attempted: Callable[[str, str, str, str], Select[Any]]
 
 
+class NoRoom(NamedTuple):
+    """A run takes `left` more sessions, and further ones are refused with `error`."""
+
+    left: int
+    error: AppError
+
+
 class StorePoints:
     """The points at which features write with the kernel, in its transactions: lists that are filled before the store
     is opened, and called in their order. With an empty list a line does nothing."""
 
     def __init__(self) -> None:
+        self.creating: list[Callable[[Tx, Mapping[str, int]], Mapping[str, NoRoom]]] = []
+        """So many sessions are about to be created in each of these runs; gives those that may not take all. Runs."""
+
         self.closed: list[Callable[[Tx, str, str | None], None]] = []
         """A session has been closed; its id, and the name of the session that its engine holds for it and must be told
         of, if there is one. Session control."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -29,7 +30,7 @@ from app.domain.names import first_id
 from app.domain.session import without_message
 from app.store import pins, rollouts
 from app.store import statements as sql
-from app.store.dialect import Tx
+from app.store.dialect import NoRoom, Tx
 from app.store.log import (
     Appended,
     BaseOperation,
@@ -179,7 +180,7 @@ def rewrite(tx: Tx, session_id: str, rewritten: Sequence[Rewritten]) -> None:
 
 class Create(BaseOperation, frozen=True):
     """Create a session. Returns Existing if the id or its generation of the run's name is taken, Refused if its root is
-    closed, Circular, or OfRun."""
+    closed, Circular, OfRun, or NoRoom."""
 
     session_id: str
     at: float
@@ -234,6 +235,9 @@ class Create(BaseOperation, frozen=True):
                 roots.pop(session_id, None)
         for session_id, begun in _begun(tx, [one for one in operations if one.session_id in roots], runs):
             outcomes[session_id] = begun
+            del roots[session_id]
+        for session_id, error in without_room(tx, {session_id: runs[session_id] for session_id in roots}).items():
+            outcomes[session_id] = error
             del roots[session_id]
         new = [create._under(tx, roots, runs) for create in operations if create.session_id in roots]
         tx.insert(sql.insert_session, [new_head(c.session_id, c.at, c.event, roots[c.session_id]) for c in new])
@@ -294,6 +298,16 @@ def _begun(tx: Tx, creates: Iterable[Create], runs: Mapping[str, str]) -> list[t
     return begun
 
 
+def without_room(tx: Tx, runs: Mapping[str, str]) -> dict[str, NoRoom]:
+    """Of new sessions and their runs, those that their run does not take."""
+    refused: dict[str, NoRoom] = {}
+    for room_of in tx.points.creating:
+        for run, room in room_of(tx, Counter(runs.values())).items():
+            of_run = [session_id for session_id, its_run in runs.items() if its_run == run]
+            refused |= dict.fromkeys(of_run[room.left :], room)
+    return refused
+
+
 def new_head(session_id: str, at: float, created: SessionCreated, root_id: str | None) -> dict[str, Any]:
     """The head of a session whose log begins with `created`, a fork's too."""
     return {
@@ -334,7 +348,7 @@ class OfRun(msgspec.Struct, frozen=True):
     run: str
 
 
-CreateOutcome = Appended | Existing | Refused | Circular | OfRun
+CreateOutcome = Appended | Existing | Refused | Circular | OfRun | NoRoom
 
 
 class AssignReward(BaseOperation, frozen=True):

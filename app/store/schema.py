@@ -85,6 +85,7 @@ stays, since `fence` only grows; `until` is the database's clock."""
 
 _OF_ROOT = text("root_id IS NOT NULL")
 _OPEN_OF_ROOT = text("root_id IS NOT NULL AND status = 'open'")
+_OPEN = text("status = 'open'")
 _TAGGED = text("tags IS NOT NULL")
 NAMED = text("name IS NOT NULL")
 
@@ -120,6 +121,7 @@ sessions = Table(
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id_run", "group_id", "run"),
     Index("ix_sessions_run_created_at_session_id", "run", "created_at", "session_id"),
+    Index("ix_sessions_open_run", "run", sqlite_where=_OPEN, postgresql_where=_OPEN),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
     Index("ix_sessions_weight_version", "weight_version"),
     Index("ix_sessions_root_id", "root_id", sqlite_where=_OF_ROOT, postgresql_where=_OF_ROOT),

@@ -25,6 +25,7 @@ ON_BOTH = frozenset(
         "test_rollouts",
         "test_run_names",
         "test_run_tokens",
+        "test_runs",
         "test_search",
         "test_sessions",
         "test_webhooks",

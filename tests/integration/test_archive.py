@@ -96,6 +96,20 @@ def acknowledged(stand: Stand, group_id: str) -> None:
     assert stand.http.post("/export/groups/ack", json=body).json()["acknowledged"] == [group_id]
 
 
+def test_an_erased_run_leaves_its_files(own: Stand, tmp_path: Path) -> None:
+    left, stays = ended(own, run="exp-1"), ended(own, run="exp-2")
+    archived(own, tmp_path)
+    here = own.talk(run="exp-1")
+    path = "/runs/exp-1"
+    until(lambda: own.http.delete(path, params={"erase": "true"}).status_code == 204)
+    assert error_of(own.http.get(left.path)) == (404, "session_closed")
+    assert error_of(own.http.get(stays.path)) == (404, "session_archived")
+    [file] = tmp_path.glob("*.parquet")
+    assert [row["session_id"] for row in pq.read_table(file).to_pylist()].count(left.id) == 0
+    assert here.types()[-1] == "SessionErased"
+    assert error_of(own.http.get(path)) == (404, "not_found")
+
+
 def test_what_left_comes_back_to_the_byte(own: Stand, tmp_path: Path) -> None:
     one = ended(own)
     group_id = f"g-{uuid.uuid4().hex[:8]}"

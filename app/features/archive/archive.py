@@ -404,6 +404,10 @@ class Archive:
         ids = [line.session_id for line in lines]
         return None if not lines else not await self._database.read(partial(rows.have_objects, session_ids=ids))
 
+    async def roots_of_run(self, run: str) -> list[str]:
+        """The roots of a run's rollouts that are in files and not in the database."""
+        return await self._database.read(partial(rows.roots_of_run, run=run))
+
     # Back.
 
     async def bring_back(self, file: str, memory: BodyReservation) -> ImportedFile:

@@ -340,6 +340,12 @@ def of_session(connection: Connection, session_id: str) -> list[Indexed]:
     return _indexed(connection.execute(query))
 
 
+def roots_of_run(connection: Connection, run: str) -> list[str]:
+    """The roots of the run's rollouts that have left the database, or still have to leave a file."""
+    left = select(archived.c.root_id).where(archived.c.run == run, _is(archived, "leaving", "archived", "erasing"))
+    return list(connection.execute(left.distinct()).scalars())
+
+
 _file_is = archived.c.file == bindparam("in_file")
 _of_sid = archived.c.session_id == bindparam("sid")
 _set_state = update(archived).values(state=bindparam("to"))

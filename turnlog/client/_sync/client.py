@@ -35,9 +35,11 @@ from turnlog.replies import (
     Checkpoint,
     Group,
     ListedGroup,
+    ListedRun,
     ListedSession,
     PausedAdapter,
     RestoredStore,
+    Run,
     RunToken,
     SearchHit,
     ToldFleet,
@@ -235,6 +237,42 @@ class Turnlog:
         """
         body = {"consumer": consumer, "groups": list(group_ids), **present({"run": run or default_run()})}
         return cast(Acknowledged, self._transport.read("POST", "/export/groups/ack", body=body))
+
+    def runs(self, limit: int | None = None) -> Iterator[ListedRun]:
+        """All runs with their sessions, turns, groups and rewards, by name. Needs the admin token."""
+        for one in self._pages("/runs", "runs", {}, limit):
+            yield cast(ListedRun, one)
+
+    def run(self, name: str) -> Run:
+        """A run's figures. Raises NotFound."""
+        return cast(Run, self._transport.read("GET", f"/runs/{segment(name)}"))
+
+    def put_run(
+        self,
+        name: str,
+        *,
+        live: int | None = None,
+        tokens: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        note: str | None = None,
+    ) -> Run:
+        """Give a run its limits, metadata and note, in place of those before.
+
+        `live`: sessions that may be open at a time; `tokens`: sampled tokens in all. Raises Conflict for a run
+        that has ended.
+        """
+        limits = present({"live": live, "tokens": tokens})
+        body = {"limits": limits, **present({"metadata": None if metadata is None else dict(metadata), "note": note})}
+        return cast(Run, self._transport.read("PUT", f"/runs/{segment(name)}", body=body))
+
+    def close_run(self, name: str) -> None:
+        """Close a run and its open sessions: no session can be created in it any more. Raises NotFound."""
+        self._transport.call("DELETE", f"/runs/{segment(name)}", slow=True)
+
+    def erase_run(self, name: str) -> None:
+        """Close a run and erase all of its sessions permanently; its name may be used anew. Where object
+        storage or archives still have some of it, the server goes on. Raises NotFound."""
+        self._transport.call("DELETE", f"/runs/{segment(name)}", parameters={"erase": "true"}, slow=True)
 
     def pause_adapter(self, name: str, *, lease_s: float | None = None) -> PausedAdapter:
         """Hold the adapter's turns and abort its generations, until `resume_adapter` or the end of the lease.
