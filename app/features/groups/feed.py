@@ -28,8 +28,10 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import ConfigDict, Field
 
+from app.domain.events import DEFAULT_RUN
 from app.domain.groups import (
     UNKNOWN_STALENESS,
+    Current,
     oldest_version,
     staleness,
     too_stale,
@@ -49,7 +51,7 @@ from app.features.groups.reads import Candidate, TurnEvents, Waiting
 from app.features.groups.rules import Attempt, Statistics, outcome, statistics
 from app.store.damage import Unreadable, of_readable
 from app.store.ports import Database, Writer
-from app.store.sessions import EventRow, decode_events, newest_readable_version
+from app.store.sessions import EventRow, decode_events, newest_readable_versions
 from turnlog import replies as reply_types
 
 ACKS_AT_ONCE = 200
@@ -133,11 +135,11 @@ class Feed:
         # Concurrent requests in one process would only compete for the same groups.
         async with self._leasing:
             await settle_groups(self._database, self._writer)
-            current = query.weight_version
-            if current is None:
-                current = await self._database.read(newest_readable_version)
+            current = Current(query.weight_version)
+            if current.given is None:
+                current = Current(None, await self._database.read(newest_readable_versions))
             given = await self._lease(query, current)
-        return self._lines(query, wanted.model_copy(update={"weight_version": current}), current, given)
+        return self._lines(query, wanted, current, given)
 
     async def group(self, group_id: str) -> reply_types.Group:
         """A group as it is now. Raises NotFound if no session has the id."""
@@ -169,9 +171,9 @@ class Feed:
             every.unknown.extend(part.unknown)
         return every
 
-    async def _lease(self, query: FeedQuery, current: int | None) -> list[_LeasedGroup]:
-        most = query.max_group_staleness
-        oldest = None if most is None or current is None else current - most
+    async def _lease(self, query: FeedQuery, current: Current) -> list[_LeasedGroup]:
+        most, now = query.max_group_staleness, current.of(DEFAULT_RUN)
+        oldest = None if most is None or now is None else now - most
         given: list[_LeasedGroup] = []
         for held_by in (None,) if query.new_only else (query.consumer, None):
             after = (-1.0, "")
@@ -235,7 +237,7 @@ class Feed:
         ]
 
     async def _lines(
-        self, query: FeedQuery, wanted: ExportQuery, current: int | None, given: Sequence[_LeasedGroup]
+        self, query: FeedQuery, wanted: ExportQuery, current: Current, given: Sequence[_LeasedGroup]
     ) -> AsyncIterator[bytes]:
         for one in given:
             async for piece in self._line(query, wanted, current, one):
@@ -245,7 +247,7 @@ class Feed:
                 yield line
 
     async def _line(
-        self, query: FeedQuery, wanted: ExportQuery, current: int | None, given: _LeasedGroup
+        self, query: FeedQuery, wanted: ExportQuery, current: Current, given: _LeasedGroup
     ) -> AsyncIterator[bytes]:
         """A group's line in pieces: its rows, as `wanted`, are made a few sessions at a time."""
         group_id = given.group.group_id
@@ -253,7 +255,9 @@ class Feed:
         rewards = {one.session_id: one.reward for one in every if one.reward is not None and one.finished}
         roots = list(rewards)
         of_agents = await self._database.read(partial(group_reads.of_agents, root_ids=roots))
-        behind = staleness(current, given.group.oldest_version)
+        now = current.of(DEFAULT_RUN)
+        wanted = wanted.model_copy(update={"weight_version": now})
+        behind = staleness(now, given.group.oldest_version)
         line = _Line(
             group_id=group_id,
             attempts=[_attempt(one) for one in every if one.session_id in rewards],
@@ -281,7 +285,7 @@ class Feed:
             excluded += [one for one in left_out if query.explain or "turn" not in one]
         yield b'],"excluded":' + msgspec.json.encode(excluded) + b"}\n"
 
-    async def _left_out(self, query: FeedQuery, current: int | None, given: set[str]) -> AsyncIterator[bytes]:
+    async def _left_out(self, query: FeedQuery, current: Current, given: set[str]) -> AsyncIterator[bytes]:
         """For each other unacknowledged group, why it was not handed out."""
         after = ""
         while page := await self._database.read(partial(group_reads.waiting, after=after, limit=PAGE)):
@@ -340,7 +344,7 @@ def _encoded(rows: Sequence[Fields], query: ExportQuery) -> tuple[list[bytes], l
     return made, left_out
 
 
-def _why_not(group: Waiting, query: FeedQuery, current: int | None) -> str:
+def _why_not(group: Waiting, query: FeedQuery, current: Current) -> str:
     if group.completed_at is None:
         if not group.sessions:
             return "all of its sessions are erased" if group.erased else "it has no rollout: its sessions are children"
@@ -349,7 +353,7 @@ def _why_not(group: Waiting, query: FeedQuery, current: int | None) -> str:
         return f"incomplete: {group.sessions + group.erased} of {query.attempts} attempts"
     if group.is_leased and (query.new_only or group.consumer != query.consumer):
         return f"leased to {group.consumer}"
-    behind = staleness(current, group.oldest_version) if group.measured else None
+    behind = staleness(current.of(DEFAULT_RUN), group.oldest_version) if group.measured else None
     most = query.max_group_staleness
     stale = None if behind is None or most is None else too_stale(behind, most)
     return stale or f"beyond size: {query.size} groups were given"
