@@ -28,7 +28,7 @@ from app.store.opening import revision_head, revision_of
 
 T = TypeVar("T")
 
-REVISION = "first_11"
+REVISION = "first_12"
 
 
 def on(url: str, work: Callable[[Connection], T]) -> T:
@@ -76,7 +76,7 @@ def test_the_migration_makes_the_tables_of_the_schema(empty_url: str) -> None:
 
 @pytest.mark.parametrize(
     ("dialect", "digest"),
-    [(sqlite.dialect(), "b9b8a800bb1ca317"), (postgresql.dialect(), "cdbf3b5868f00349")],
+    [(sqlite.dialect(), "70f3f5b5105fd876"), (postgresql.dialect(), "0b2042ee109e2555")],
     ids=["sqlite", "postgresql"],
 )
 def test_other_tables_have_another_revision(dialect: Dialect, digest: str) -> None:

@@ -64,13 +64,9 @@ async def examine(
             if gate.is_shut:
                 shut = f"the gate of adapter {name}{of_run} is shut"
                 found.append(warning("engines", shut, f"turnlog resume {name}{option}"))
-    for run in sorted(fleet.owners - {engine.run for engine in fleet.members(settings.upstreams)}):
-        found.append(
-            warning(
-                "engines", f"those of run {run} are gone: its turns are 503", f"turnlog engines add URL --run {run}"
-            )
-        )
-    return found
+    without = sorted(fleet.owners - {engine.run for engine in fleet.members(settings.upstreams)})
+    gone = "those of run {0} are gone: its turns are 503", "turnlog engines add URL --run {0}"
+    return [*found, *(warning("engines", *(text.format(run) for text in gone)) for run in without)]
 
 
 def _none(told: Engines) -> Finding:
