@@ -197,7 +197,7 @@ class SessionExists(AppError):
 
 class RunMismatch(AppError):
     status, code, type, retry = 409, "run_mismatch", "invalid_request_error", False
-    meaning = "the session belongs to another run than the request names"
+    meaning = "the session or engine belongs to another run than the request names"
 
 
 class IdUnavailable(AppError):

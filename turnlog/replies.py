@@ -705,7 +705,8 @@ class PausedAdapter(AdapterState, ToldEngines):
 
 
 class FleetGate(TypedDict):
-    """`version` is that of the fleet's log, `weight_version` that of engines that cannot say theirs."""
+    """`version` is that of the fleet's log, `weight_version` that of engines that cannot say theirs. Of `paused_runs` a
+    gate of their own is shut."""
 
     paused: bool
     mode: Literal["abort", "in_place", "retract"] | None
@@ -715,6 +716,7 @@ class FleetGate(TypedDict):
     held: int
     in_flight: int
     paused_adapters: list[str]
+    paused_runs: list[str]
     version: int
     weight_version: str | None
     held_for: Literal["drain", "restore"] | None
@@ -733,9 +735,11 @@ class Regression(TypedDict):
 
 
 class Engine(TypedDict):
-    """An engine: its state in the pool, and its health as seen by the answering process."""
+    """An engine: its state in the pool, and its health as seen by the answering process. `run`: it serves that run
+    alone."""
 
     url: str
+    run: str | None
     state: Literal["serving", "draining"]
     source: Literal["settings", "admin"]
     health: Literal["unknown", "healthy", "busy", "paused", "dead"]

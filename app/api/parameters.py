@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from fastapi import Path, Query
+from fastapi import Header, Path, Query
 from fastapi.params import Param
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.requests import Request
@@ -23,6 +23,10 @@ from app.errors import InvalidRequest
 
 SessionId = Annotated[str, Path(description="A session's id.", json_schema_extra={"pattern": ID})]
 """An invalid one is an unknown session, found without a look into the database."""
+
+HeaderRun = Annotated[
+    str | None, Header(alias="x-turnlog-run", pattern=ID, description="The run that the request is about.")
+]
 
 Cursor = Annotated[str | None, Query(pattern=NO_NUL, description="Where to continue: the cursor of an earlier reply.")]
 
@@ -73,7 +77,7 @@ class Parameters:
         for one in self._parameters:
             given: Any
             if one.source == "path":
-                given = path_values[one.sent_name]
+                given = path_values.get(one.sent_name)  # An endpoint may answer at paths with it and without.
             elif one.source == "header":
                 given = request.headers.get(one.sent_name)
             elif one.names is not None:
@@ -107,13 +111,16 @@ class Parameters:
             if one.source == source:
                 yield from (one.sent_name,) if one.names is None else one.names
 
-    def described(self) -> Iterator[dict[str, Any]]:
-        """The parameters as the OpenAPI document has them. None of them can be null: an optional one is left out."""
+    def described(self, path: str) -> Iterator[dict[str, Any]]:
+        """The parameters as the OpenAPI document has them for a route with this documented path. None of them can be
+        null: an optional one is left out."""
         for one in self._parameters:
+            if one.source == "path" and f"{{{one.sent_name}}}" not in path:
+                continue
             schema = one.adapter.json_schema()
             assert "$defs" not in schema, f"{one.names or one.sent_name}: the document has no components of parameters"
             if one.names is None:
-                is_required = one.default is inspect.Parameter.empty
+                is_required = one.source == "path" or one.default is inspect.Parameter.empty
                 given = {} if is_required else {"default": one.default}
                 schema = {"properties": {one.sent_name: schema | given}, "required": [one.sent_name] * is_required}
             for name, field in schema["properties"].items():

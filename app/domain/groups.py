@@ -151,6 +151,16 @@ def staleness(current: int | None, oldest: int | None) -> int | None:
     return None if current is None or oldest is None else current - oldest
 
 
+class Current(msgspec.Struct, frozen=True):
+    """Which weight version is current: `given` in every run, else the newest of each."""
+
+    given: int | None
+    newest: Mapping[str, int] = {}
+
+    def of(self, run: str) -> int | None:
+        return self.newest.get(run) if self.given is None else self.given
+
+
 def too_stale(behind: int, most: int) -> str | None:
     """Why something so many weight versions behind is left out; None where it is not."""
     return None if behind <= most else f"stale: {behind} weight versions behind, max_staleness is {most}"

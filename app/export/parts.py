@@ -219,7 +219,7 @@ class PartRows:
         if own.config.evaluation and not self._query.evaluation:
             yield excluded(session_id, self._window.behind(at), EVALUATION)
             return
-        reason = page.left_out.get(session_id) or session_excluded(session, self._query)
+        reason = page.left_out.get(session_id) or session_excluded(session, self._query, self._current(own))
         if reason is not None:
             yield excluded(session_id, self._window.behind(at), reason)
             return
@@ -250,7 +250,7 @@ class PartRows:
                     yield excluded(session_id, cursor, f"{error}{beside}", segment=number)
                     continue
                 if (stale := self._query.stale) != "drop":
-                    current, most = self._query.weight_version, self._query.max_staleness
+                    current, most = self._current(own), self._query.max_staleness
                     sample, age = aged(made_row.sample, current, most, masks=stale == "mask")
                     made_row = msgspec.structs.replace(made_row, sample=sample, age=age)
                 yield made_row
@@ -259,6 +259,9 @@ class PartRows:
             yield excluded(
                 session_id, cursor, one.reason, segment=one.segment, turn=one.turn, cut_tokens=one.cut_tokens
             )
+
+    def _current(self, session: Session) -> int | None:
+        return self._window.current(self._query, session.config.of_run)
 
     def _cut(self, session: Known, made: SessionRows, row: BranchRow) -> _Missing | None:
         """What `max_seq_len` took of a row that is in the export; None: nothing that the row has in its loss."""
@@ -313,8 +316,8 @@ def _missing(member: StoredSession, rows: Sequence[Row | Fields]) -> str | None:
     return next((f"{row['session_id']}: {row[formats.EXCLUDED]}" for row in left_out), None)
 
 
-def session_excluded(known: Known, query: ExportQuery) -> str | None:
-    """Why a session of the requested group gives no row at all.
+def session_excluded(known: Known, query: ExportQuery, current: int | None) -> str | None:
+    """Why a session of the requested group gives no row at all; `current` is its run's weight version.
 
     A session with a sampled token of unknown age is excluded, as is one without a reward if a reward is required. So no
     token in an exported row's loss is older than requested, unless the request keeps stale ones.
@@ -343,7 +346,7 @@ def session_excluded(known: Known, query: ExportQuery) -> str | None:
     ]
     if query.max_staleness is None or query.stale == "keep" or not any(event.output_tokens for event in live):
         return None
-    behind = staleness(query.weight_version, oldest_version(live))
+    behind = staleness(current, oldest_version(live))
     if behind is None:
         return f"staleness unknown: {UNKNOWN_STALENESS}"
     if not all(map(has_numbers_only, live)):

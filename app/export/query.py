@@ -74,14 +74,14 @@ class RowQuery(BaseModel):
     """The parameters that an export and the training feed share.
 
     `max_staleness`: how many weight versions a sampled token may be behind `weight_version`. If that is None, it is the
-    newest in the store; an export takes that from its cursor. `stale` says what becomes of older ones.
+    newest of the session's run; an export takes that from its cursor. `stale` says what becomes of older ones.
     """
 
     model_config = ConfigDict(frozen=True)
 
     max_staleness: Count = Field(default=None, description="At most so many weight versions behind `weight_version`.")
     weight_version: Count = Field(
-        default=None, description="What is current; the newest in the store where it is left out."
+        default=None, description="What is current; the newest of the session's run where it is left out."
     )
     stale: Stale = Field(
         default="drop",
@@ -134,6 +134,10 @@ class RowQuery(BaseModel):
     @property
     def column_names(self) -> Sequence[str]:
         return () if self.columns is None else list(dict.fromkeys(self.columns.split(",")))
+
+
+MAX_RUNS = 100
+"""Runs of which a cursor holds the current weight versions."""
 
 
 class ExportQuery(Selection, RowQuery):
@@ -195,6 +199,11 @@ class ExportQuery(Selection, RowQuery):
         """Of the filters, in a cursor."""
         return cursors.mark(self, FILTERS)
 
+    @property
+    def needs_current(self) -> bool:
+        """Must be known which weight version is current in each run?"""
+        return self.weight_version is None and (self.max_staleness is not None or self.stale == "keep")
+
 
 FILTERS = frozenset(
     {
@@ -210,8 +219,8 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     """An export's position. `high` None: up to the time of the request.
 
     `at` is the position of the last page. `given`: only so many of that page's rows were sent, excluded ones counted.
-    `newest` is the largest weight version in the store when the window was fixed, None if none was a number, so that a
-    repeated window gives the same rows. `mark` is that of the filters.
+    `newest` are the largest weight versions by run when the window was fixed, of those that were numbers, so that a
+    repeated window gives the same rows; None where the export does not ask for them. `mark` is that of the filters.
     """
 
     epoch: str
@@ -219,7 +228,7 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     high: Position | None = None
     at: Position | None = None
     given: Annotated[int, msgspec.Meta(ge=1, le=MAX_INTEGER)] | None = None
-    newest: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)] | None = None
+    newest: dict[cursors.Text, Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]] | None = None
     mark: str = ""
 
     def encode(self) -> str:
@@ -238,12 +247,9 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             return ""
         return msgspec.structs.replace(self, at=at, given=number if number < total else None).encode()
 
-    def as_of(self, query: ExportQuery) -> ExportQuery:
-        """Set which weight version is current, unless the client does."""
-        is_asked = query.max_staleness is not None or query.stale == "keep"
-        if not is_asked or query.weight_version is not None:
-            return query
-        return query.model_copy(update={"weight_version": self.newest})
+    def current(self, query: RowQuery, run: str) -> int | None:
+        """Which weight version is current in a run: the client's, else the run's newest."""
+        return (self.newest or {}).get(run) if query.weight_version is None else query.weight_version
 
 
 def decode_cursor(text: str) -> Cursor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from pydantic import Field, model_validator
 
 from app.domain import cursors, patterns
-from app.domain.events import is_number
 from app.domain.groups import staleness
 from app.domain.selection import Selection
 from app.errors import InvalidRequest
@@ -29,15 +28,13 @@ from app.store.sessions import (
     list_heads,
     load_heads,
     newest_version,
+    newest_versions,
 )
 from turnlog.parameters import SessionState
 from turnlog.replies import ListedSession, SessionPage
 
 Text = Annotated[str | None, Field(max_length=512, pattern=patterns.NO_NUL)]
 Number = Annotated[float | None, Field(allow_inf_nan=False)]
-
-NEVER = -1
-"""Below every weight version."""
 
 
 class SessionConditions(Selection):
@@ -53,19 +50,19 @@ class SessionConditions(Selection):
         default=None,
         ge=0,
         le=2**62,
-        description="Only sessions whose newest weight version is at least this many versions behind the newest one.",
+        description="Only sessions whose newest weight version is at least this many versions behind their run's.",
     )
     tag: str | None = Field(default=None, pattern=patterns.TAG, description="Only sessions with this tag.")
     name: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions that clients call so.")
     generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
     evaluation: bool | None = Field(default=None, description="Only evaluations, or only others.")
 
-    def of_heads(self, newest: int | None) -> HeadFilter:
-        """`newest` is the newest weight version; not used without `min_staleness`."""
-        most = None
+    def of_heads(self, engines: Engines) -> HeadFilter:
+        """`engines` know their weight versions."""
+        given = {name: getattr(self, name) for name in _OF_HEADS}
         if self.min_staleness is not None:
-            most = NEVER if newest is None else newest - self.min_staleness
-        return HeadFilter(most_version=most, **{name: getattr(self, name) for name in _OF_HEADS}, **self.run_and_group)
+            given |= {"least_staleness": self.min_staleness, "engine_versions": engines.newest_versions()}
+        return HeadFilter(**given, **self.run_and_group)
 
 
 _OF_HEADS = (SessionConditions.model_fields.keys() & set(HeadFilter.__struct_fields__)) - Selection.model_fields.keys()
@@ -164,8 +161,7 @@ class SessionList:
         at_gates = self.at_gates()
 
         def read(connection: Connection) -> SessionPage:
-            newest = self.newest_version(connection)
-            wanted = self._wanted(query, newest, at_gates)
+            wanted = self._wanted(query, at_gates)
             total = count_heads(connection, wanted) if counted else COUNTED + 1
             is_of_few = total <= COUNTED or wanted.claimed_before is not None or wanted.among is not None
             heads = list_heads(
@@ -177,6 +173,7 @@ class SessionList:
                 limit=limit + 1,
                 many=wanted == HeadFilter() or not is_of_few,
             )
+            newest = self.newest_versions(connection, [head.run for head in heads])
             rows = [session_row(head, newest, at_gates) for head in heads[:limit]]
             page: SessionPage = {
                 "sessions": rows,
@@ -188,13 +185,13 @@ class SessionList:
 
         return await self._database.read(read)
 
-    def _wanted(self, query: SessionQuery, newest: int | None, at_gates: Mapping[str, bool]) -> HeadFilter:
+    def _wanted(self, query: SessionQuery, at_gates: Mapping[str, bool]) -> HeadFilter:
         is_open = query.state not in (None, "closed", "erased", "undone")
         status: Any = "open" if is_open else query.status or query.state
         is_idle, is_running = query.state == "idle", query.state == "running"
         needs_claim = is_running or query.stuck_s is not None or query.sort == "running_since"
         return msgspec.structs.replace(
-            query.of_heads(newest),
+            query.of_heads(self._engines),
             status=status,
             idle=is_idle,
             claimed_before=self._clock() - (query.stuck_s or 0.0) if needs_claim else None,
@@ -207,24 +204,32 @@ class SessionList:
         self, connection: Connection, session_ids: Sequence[str], at_gates: Mapping[str, bool]
     ) -> list[ListedSession]:
         """The rows of these sessions, in no order; for `Database.read`, whose thread must not ask for `at_gates`."""
-        newest = self.newest_version(connection)
-        return [session_row(row, newest, at_gates) for row in load_heads(connection, session_ids)]
+        heads = load_heads(connection, session_ids)
+        newest = self.newest_versions(connection, [head.run for head in heads])
+        return [session_row(head, newest, at_gates) for head in heads]
+
+    def newest_versions(self, connection: Connection, runs: Iterable[str]) -> dict[str, int]:
+        """By run, the largest numeric weight version of its sessions and of the engines that serve it."""
+        runs, engines = set(runs), self._engines.newest_versions()
+        found = newest_versions(connection, runs)
+        for run in runs:
+            if (version := engines.of(run)) is not None:
+                found[run] = max(version, found.get(run, version))
+        return found
 
     def newest_version(self, connection: Connection) -> int | None:
         """The largest numeric weight version of any session or engine."""
-        members = list(self._engines.members.values())  # at once: a read's thread asks, the event loop changes them
-        of_engines = (member.weight_version for member in members)
-        versions = [int(version) for version in of_engines if version is not None and is_number(version)]
-        sampled = newest_version(connection)
-        return max(versions if sampled is None else [*versions, sampled], default=None)
+        of_engines = self._engines.newest_versions()
+        known = (newest_version(connection), of_engines.shared, *of_engines.own.values())
+        return max((version for version in known if version is not None), default=None)
 
 
-def session_row(head: HeadRow, newest: int | None, at_gates: Mapping[str, bool]) -> ListedSession:
+def session_row(head: HeadRow, newest: Mapping[str, int], at_gates: Mapping[str, bool]) -> ListedSession:
     """`running_since`: since when it is `running`. `staleness`: how many weight versions its newest turn is behind the
-    newest one."""
+    newest one of its run."""
     is_at_gate, is_running = head.session_id in at_gates, head.running_since is not None
     state = state_of(head.status, is_at_gate=is_at_gate, is_running=is_running)
-    return as_reply(ListedSession, head, state=state, staleness=staleness(newest, head.weight_version))
+    return as_reply(ListedSession, head, state=state, staleness=staleness(newest.get(head.run), head.weight_version))
 
 
 def state_of(status: Status, *, is_at_gate: bool, is_running: bool) -> SessionState:

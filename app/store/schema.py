@@ -124,6 +124,7 @@ sessions = Table(
     Index("ix_sessions_open_run", "run", sqlite_where=_OPEN, postgresql_where=_OPEN),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
     Index("ix_sessions_weight_version", "weight_version"),
+    Index("ix_sessions_run_weight_version", "run", "weight_version"),
     Index("ix_sessions_root_id", "root_id", sqlite_where=_OF_ROOT, postgresql_where=_OF_ROOT),
     Index("ix_sessions_open_root_id", "root_id", sqlite_where=_OPEN_OF_ROOT, postgresql_where=_OPEN_OF_ROOT),
     Index("ix_sessions_tagged", "created_at", "session_id", sqlite_where=_TAGGED, postgresql_where=_TAGGED),

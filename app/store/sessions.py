@@ -46,6 +46,7 @@ from sqlalchemy.types import TypeEngine
 
 from app.domain import notes
 from app.domain.events import DEFAULT_RUN, BlobsTombstoned, Failure, FailureKind, Recorded, UnknownEvent, decode
+from app.domain.fleet import EngineVersions
 from app.domain.groups import GroupKey, Played
 from app.domain.session import Session, decode_session, fold
 from app.errors import StoreDamaged
@@ -140,11 +141,16 @@ _ROW = (
 )
 
 
+RUNS_AT_ONCE = 100
+"""Runs whose newest version one query reads."""
+
+
 class HeadFilter(GroupFilter, frozen=True):
     """Conditions on heads; None: any. `idle`: without an open turn. `claimed_before`: with one that was claimed at or
     before this time. `among`: only these ids; `but`: ids to leave out; of both LISTED at most.
 
-    `most_version` is the largest weight version, `begins` the beginning of the id, `tag` one of its tags.
+    `least_staleness`: the newest weight version is at least so many behind its run's, which is the newest of the run's
+    sessions and of `engine_versions`. `begins` the beginning of the id, `tag` one of its tags.
     """
 
     status: Status | None = None
@@ -157,7 +163,8 @@ class HeadFilter(GroupFilter, frozen=True):
     min_reward: float | None = None
     max_reward: float | None = None
     unrewarded: bool = False
-    most_version: int | None = None
+    least_staleness: int | None = None
+    engine_versions: EngineVersions = EngineVersions()
     begins: str | None = None
     tag: str | None = None
     name: str | None = None
@@ -233,7 +240,7 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
         None if wanted.min_reward is None else head.reward >= wanted.min_reward,
         None if wanted.max_reward is None else head.reward <= wanted.max_reward,
         head.reward.is_(None) if wanted.unrewarded else None,
-        None if wanted.most_version is None else head.weight_version <= wanted.most_version,
+        None if wanted.least_staleness is None else _is_stale(wanted.least_staleness, wanted.engine_versions),
         None if wanted.begins is None else begins_with(head.session_id, wanted.begins),
         None if wanted.tag is None else head.tags.is_not(None) & contains(head.tags, notes.marked(wanted.tag)),
         None if wanted.name is None else head.name.is_not(None) & (head.name == wanted.name),
@@ -241,6 +248,23 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
         None if wanted.evaluation is None else head.evaluation.is_(wanted.evaluation),
     ]
     return query.where(*(condition for condition in conditions if condition is not None))
+
+
+def _is_stale(least: int, engines: EngineVersions) -> ColumnElement[bool]:
+    """Condition on heads: the newest weight version is at least so many behind the run's."""
+    head, of_run = sessions.c, sessions.alias("of_run")
+    sampled = (
+        select(func.max(of_run.c.weight_version))
+        .where(of_run.c.run == head.run, of_run.c.evaluation.is_(False))
+        .scalar_subquery()
+    )
+    conditions = [head.weight_version <= sampled - least]
+    for run, version in engines.own.items():
+        if version is not None:
+            conditions.append(and_(head.run == run, head.weight_version <= version - least))
+    if engines.shared is not None:
+        conditions.append(and_(head.run.not_in(list(engines.own)), head.weight_version <= engines.shared - least))
+    return or_(*conditions)
 
 
 def _after(value: ColumnElement[float], after: Place, *, newest_first: bool, nullable: bool) -> ColumnElement[bool]:
@@ -339,25 +363,45 @@ def holds_payload() -> ColumnElement[bool]:
     return or_(live, exists().where(refused_replies.c.session_id == sessions.c.session_id))
 
 
-def newest_version(
-    connection: Connection, among: Sequence[str] | None = None, *, evaluation: bool = False
-) -> int | None:
-    """The largest weight version of any session; with `evaluation` also of evaluations."""
-    query = select(func.max(sessions.c.weight_version)).where(*of_these(among))
-    if not evaluation:
-        query = query.where(sessions.c.evaluation.is_(False))
+def newest_version(connection: Connection) -> int | None:
+    """The largest weight version of any session that is no evaluation."""
+    query = select(func.max(sessions.c.weight_version)).where(sessions.c.evaluation.is_(False))
     version: int | None = connection.execute(query).scalar_one()
     return version
 
 
-def newest_readable_version(connection: Connection, *, evaluation: bool = False) -> int | None:
-    """As `newest_version`, of the sessions that can be read."""
+def newest_versions(connection: Connection, runs: Iterable[str]) -> dict[str, int]:
+    """The largest weight version of any session of each of these runs that is no evaluation."""
+    found: dict[str, int] = {}
+    wanted = sorted(set(runs))
+    head = sessions.c
+    for some in (wanted[at : at + RUNS_AT_ONCE] for at in range(0, len(wanted), RUNS_AT_ONCE)):
+        each = [
+            select(
+                literal(run),
+                select(func.max(head.weight_version))
+                .where(head.run == run, head.evaluation.is_(False))
+                .scalar_subquery(),
+            )
+            for run in some
+        ]
+        found |= {run: version for run, version in connection.execute(union_all(*each)) if version is not None}
+    return found
 
-    def read(again: Connection, among: Sequence[str] | None) -> list[int]:
-        version = newest_version(again, among, evaluation=evaluation)
-        return [] if version is None else [version]
 
-    return max(listed(connection, read), default=None)
+def newest_readable_versions(connection: Connection, *, evaluation: bool = False) -> dict[str, int]:
+    """The largest weight version of any session of each run that can be read; with `evaluation` also of evaluations."""
+
+    def read(again: Connection, among: Sequence[str] | None) -> list[tuple[str, int]]:
+        head = sessions.c
+        query = select(head.run, func.max(head.weight_version)).where(
+            head.weight_version.is_not(None), *of_these(among)
+        )
+        if not evaluation:
+            query = query.where(head.evaluation.is_(False))
+        return [(row[0], row[1]) for row in again.execute(query.group_by(head.run))]
+
+    return dict(listed(connection, read))  # in order: of several of one run the largest
 
 
 def count_by_status(connection: Connection) -> tuple[dict[str, int], int]:

@@ -34,6 +34,7 @@ from app.domain.events import DEFAULT_RUN
 from app.domain.groups import (
     REPLACED,
     UNKNOWN_STALENESS,
+    Current,
     GroupKey,
     Outcome,
     oldest_version,
@@ -58,7 +59,7 @@ from app.features.groups.rules import Attempt, Statistics, of_one_kind, outcome,
 from app.store.damage import Unreadable, of_readable
 from app.store.ports import Database, Writer
 from app.store.selection import GroupFilter
-from app.store.sessions import EventRow, decode_events, newest_readable_version
+from app.store.sessions import EventRow, decode_events, newest_readable_versions
 from turnlog import replies as reply_types
 
 ACKS_AT_ONCE = 200
@@ -116,6 +117,11 @@ class FeedQuery(Selection, RowQuery):
     def of_groups(self) -> GroupFilter:
         return GroupFilter(**self.run_and_group | ({"run": None} if self.run == ALL_RUNS else {}))
 
+    def oldest(self, current: Current, run: str) -> int | None:
+        """The oldest weight version of a group of the run that is handed out; None: any."""
+        most, now = self.max_group_staleness, current.of(run)
+        return None if most is None or now is None else now - most
+
     @property
     def max_group_staleness(self) -> int | None:
         """Of a group that is handed out; None: any."""
@@ -163,11 +169,12 @@ class Feed:
         # Concurrent requests in one process would only compete for the same groups.
         async with self._leasing:
             await settle_groups(self._database, self._writer)
-            current = query.weight_version
-            if current is None:
-                current = await self._database.read(partial(newest_readable_version, evaluation=query.evaluation))
+            current = Current(query.weight_version)
+            if current.given is None:
+                newest = await self._database.read(partial(newest_readable_versions, evaluation=query.evaluation))
+                current = Current(None, newest)
             given = await self._lease(query, current)
-        return self._lines(query, wanted.model_copy(update={"weight_version": current}), current, given)
+        return self._lines(query, wanted, current, given)
 
     async def group(self, group_id: str, run: str | None) -> reply_types.Group:
         """A group as it is now. Without a run: the default run's, else that of the only run that has one.
@@ -213,9 +220,9 @@ class Feed:
             every.unknown.extend(part.unknown)
         return every
 
-    async def _lease(self, query: FeedQuery, current: int | None) -> list[_LeasedGroup]:
-        most = query.max_group_staleness
-        oldest = None if most is None or current is None else current - most
+    async def _lease(self, query: FeedQuery, current: Current) -> list[_LeasedGroup]:
+        run = query.of_groups.run
+        oldest = None if run is None else query.oldest(current, run)
         given: list[_LeasedGroup] = []
         for held_by in (None,) if query.new_only else (query.consumer, None):
             after, looked_at = (-1.0, "", ""), 0
@@ -237,16 +244,16 @@ class Feed:
                 after, looked_at = page[-1].place, looked_at + len(page)
                 left = await self._fitting(query, page)
                 while left and (more := query.size - len(given)):
-                    given += await self._take(query, left[:more], oldest)
+                    given += await self._take(query, left[:more], current)
                     left = left[more:]
         return given
 
-    async def _take(self, query: FeedQuery, page: Sequence[Candidate], oldest: int | None) -> list[_LeasedGroup]:
+    async def _take(self, query: FeedQuery, page: Sequence[Candidate], current: Current) -> list[_LeasedGroup]:
         """The groups of a page that are recent enough and were not leased meanwhile."""
         young: list[Candidate] = []
         stale: list[Candidate] = []
         for one in await self._measured(await self._readable(page)):
-            age = one.oldest_version
+            age, oldest = one.oldest_version, query.oldest(current, one.run)
             (stale if oldest is not None and age is not None and age < oldest else young).append(one)
         if stale:
             await self._writer.submit(Measure(stale))
@@ -292,7 +299,7 @@ class Feed:
         ]
 
     async def _lines(
-        self, query: FeedQuery, wanted: ExportQuery, current: int | None, given: Sequence[_LeasedGroup]
+        self, query: FeedQuery, wanted: ExportQuery, current: Current, given: Sequence[_LeasedGroup]
     ) -> AsyncIterator[bytes]:
         for one in given:
             async for piece in self._line(query, wanted, current, one):
@@ -302,7 +309,7 @@ class Feed:
                 yield line
 
     async def _line(
-        self, query: FeedQuery, wanted: ExportQuery, current: int | None, given: _LeasedGroup
+        self, query: FeedQuery, wanted: ExportQuery, current: Current, given: _LeasedGroup
     ) -> AsyncIterator[bytes]:
         """A group's line in pieces: its rows, as `wanted`, are made a few sessions at a time."""
         key = given.group.key
@@ -312,7 +319,9 @@ class Feed:
         rewards = [reward for reward in outcomes if reward is not None]
         roots = list(finished)
         of_agents = await self._database.read(partial(group_reads.of_agents, root_ids=roots))
-        behind = staleness(current, given.group.oldest_version)
+        now = current.of(key.run)
+        wanted = wanted.model_copy(update={"weight_version": now})
+        behind = staleness(now, given.group.oldest_version)
         line = _Line(
             run=key.run,
             group_id=key.group_id,
@@ -343,7 +352,7 @@ class Feed:
             excluded += [one for one in of_rows if one["session_id"] not in told]
         yield b'],"excluded":' + msgspec.json.encode(excluded) + b"}\n"
 
-    async def _left_out(self, query: FeedQuery, current: int | None, given: set[GroupKey]) -> AsyncIterator[bytes]:
+    async def _left_out(self, query: FeedQuery, current: Current, given: set[GroupKey]) -> AsyncIterator[bytes]:
         """For each other unacknowledged group, why it was not handed out."""
         after = GroupKey("", "")
         waiting = partial(group_reads.waiting, wanted=query.of_groups, limit=PAGE)
@@ -416,7 +425,7 @@ def _encoded(rows: Sequence[Fields], query: ExportQuery) -> tuple[list[bytes], l
     return made, left_out
 
 
-def _why_not(group: Waiting, query: FeedQuery, current: int | None) -> str:
+def _why_not(group: Waiting, query: FeedQuery, current: Current) -> str:
     if group.evaluation and not query.evaluation:
         return EVALUATION
     if group.completed_at is None:
@@ -428,7 +437,7 @@ def _why_not(group: Waiting, query: FeedQuery, current: int | None) -> str:
         return f"incomplete: {group.arrived} of {wanted} attempts"
     if group.is_leased and (query.new_only or group.consumer != query.consumer):
         return f"leased to {group.consumer}"
-    behind = staleness(current, group.oldest_version) if group.measured else None
+    behind = staleness(current.of(group.run), group.oldest_version) if group.measured else None
     most = query.max_group_staleness
     stale = None if behind is None or most is None else too_stale(behind, most)
     return stale or f"beyond size: {query.size} groups were given"

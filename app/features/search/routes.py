@@ -63,7 +63,7 @@ class Search:
     def __init__(self, app: Services, index: Index) -> None:
         self._database = app.database
         self._log_end = app.log_end
-        self._newest_version = app.session_list.newest_version
+        self._engines = app.engines
         self._index = index
 
     async def page(self, query: SearchQuery) -> reply_types.SearchPage:
@@ -78,10 +78,7 @@ class Search:
         end = await self._log_end.present()
         position = await self._index.position()
 
-        def heads_wanted(connection: Connection) -> HeadFilter:
-            return query.of_heads(None if query.min_staleness is None else self._newest_version(connection))
-
-        filtered = await self._database.read(heads_wanted)
+        filtered = query.of_heads(self._engines)
         few: Sequence[str] | None = None  # the sessions that match; None: any, or too many to name
         if query.session_id is not None:
             few = [query.session_id]

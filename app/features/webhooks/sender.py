@@ -24,6 +24,7 @@ from app.domain.selection import Selection, selection_of
 from app.errors import AppError
 from app.features.webhooks import rows
 from app.features.webhooks.rows import LEASE, BeginCursors, Cursor, MoveCursor, Notice, Pending
+from app.fleet.member import Member
 from app.process import cancelled
 from app.settings import Network
 from app.store.incarnations import ReleaseLease, TakeLease
@@ -155,10 +156,10 @@ class Sender:
                 continue
             reason = member.last_error or ""
 
-            def decide(fleet: Fleet, url: str = url, reason: str = reason) -> EngineDied | None:
-                if self._services.clock() - fleet.died.get(url, 0.0) < SAME_DEATH_S:
+            def decide(fleet: Fleet, member: Member = member, reason: str = reason) -> EngineDied | None:
+                if self._services.clock() - fleet.died.get(member.url, 0.0) < SAME_DEATH_S:
                     return None
-                return EngineDied(url, reason)
+                return EngineDied(member.url, reason, member.run)
 
             if await self._services.fleet.append(decide) is not None:
                 reach("after_engine_died")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, cast, 
 from turnlog.client import frames
 from turnlog.client._async.session import AsyncSession
 from turnlog.client._async.transport import AsyncTransport
-from turnlog.client.address import default_address, default_run, default_token, segment
+from turnlog.client.address import below_run, default_address, default_run, default_token, segment
 from turnlog.client.checked import checked, wanted
 from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
 from turnlog.events import Event, UnreadableEvent
@@ -32,6 +32,7 @@ from turnlog.parameters import (
 from turnlog.replies import (
     AdapterState,
     Checkpoint,
+    Engine,
     Group,
     ListedGroup,
     ListedRun,
@@ -278,34 +279,59 @@ class AsyncTurnlog:
         storage or archives still have some of it, the server goes on. Raises NotFound."""
         await self._transport.call("DELETE", f"/runs/{segment(name)}", parameters={"erase": "true"}, slow=True)
 
-    async def pause_adapter(self, name: str, *, lease_s: float | None = None) -> PausedAdapter:
-        """Hold the adapter's turns and abort its generations, until `resume_adapter` or the end of the lease.
+    async def engines(self, *, run: str | None = None) -> list[Engine]:
+        """All engines, or those that serve a run."""
+        found = await self._transport.read("GET", "/engines", parameters=present({"run": run}))
+        return cast(list[Engine], found["engines"])
+
+    async def add_engine(self, url: str, *, run: str | None = None) -> Engine:
+        """Add an engine, or bring back one that was drained or removed; with `run` it serves that run alone.
+
+        Raises Conflict for an engine that serves others: remove it first.
+        """
+        body = {"url": url, **present({"run": run})}
+        return cast(Engine, await self._transport.read("POST", "/engines", body=body))
+
+    async def remove_engine(self, url: str) -> None:
+        """Take an engine out of the pool; turns in flight end there. Raises NotFound."""
+        await self._transport.call("DELETE", "/engines", parameters={"url": url})
+
+    async def pause_adapter(self, name: str, *, lease_s: float | None = None, run: str | None = None) -> PausedAdapter:
+        """Hold the adapter's turns, with `run` those of that run, and abort their generations, until `resume_adapter`
+        or the end of the lease.
 
         Raises EnginesFailed if an engine did not accept the order; the gate is shut nevertheless.
         """
-        path = f"/adapters/{segment(name)}/pause"
+        path = below_run(run, f"/adapters/{segment(name)}/pause")
         return cast(
             PausedAdapter, await self._transport.read("POST", path, body=present({"lease_s": lease_s}), slow=True)
         )
 
-    async def resume_adapter(self, name: str, *, version: str | None = None) -> AdapterState:
+    async def resume_adapter(self, name: str, *, version: str | None = None, run: str | None = None) -> AdapterState:
         """Let the adapter's turns proceed; `version` is the version of its weights from now on."""
-        path = f"/adapters/{segment(name)}/resume"
+        path = below_run(run, f"/adapters/{segment(name)}/resume")
         return cast(AdapterState, await self._transport.read("POST", path, body=present({"version": version})))
 
     async def pause_fleet(
-        self, *, mode: Literal["abort", "in_place", "retract"] | None = None, lease_s: float | None = None
+        self,
+        *,
+        mode: Literal["abort", "in_place", "retract"] | None = None,
+        lease_s: float | None = None,
+        run: str | None = None,
     ) -> ToldFleet:
-        """Hold all turns and pause every engine. Raises EnginesFailed; the gate is shut nevertheless."""
+        """Hold all turns and pause every engine; with `run` that run's turns, and its own engines. Raises
+        EnginesFailed; the gate is shut nevertheless."""
         body = present({"mode": mode, "lease_s": lease_s})
-        return cast(ToldFleet, await self._transport.read("POST", "/fleet/pause", body=body, slow=True))
+        return cast(ToldFleet, await self._transport.read("POST", below_run(run, "/fleet/pause"), body=body, slow=True))
 
-    async def resume_fleet(self, *, version: str | None = None) -> ToldFleet:
-        """Resume every engine and let all turns proceed. `version` is the weight version of engines that cannot say
-        theirs. Raises EnginesFailed; the gate is open nevertheless.
+    async def resume_fleet(self, *, version: str | None = None, run: str | None = None) -> ToldFleet:
+        """Resume every engine and let all turns proceed; with `run` that run's. `version` is the weight version of
+        engines that cannot say theirs. Raises EnginesFailed; the gate is open nevertheless.
         """
         body = present({"version": version})
-        return cast(ToldFleet, await self._transport.read("POST", "/fleet/resume", body=body, slow=True))
+        return cast(
+            ToldFleet, await self._transport.read("POST", below_run(run, "/fleet/resume"), body=body, slow=True)
+        )
 
     async def checkpoint(self, name: str, *, drain: bool = False, drain_s: float | None = None) -> Checkpoint:
         """Name a cut over all sessions, groups and acknowledgements. Needs the admin token.
