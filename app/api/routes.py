@@ -266,6 +266,8 @@ class Table:
             or (head.method == "HEAD" and "GET" in others and others["GET"].who == "session")
         )
         who: Who = "session" if is_of_session else "page"
+        if head.path_session is not None:
+            return Route(methods=(), path=_BELOW_SESSION, who=who, endpoint=refuse, of_run="session")
         return Route(methods=(), path="", who=who, endpoint=refuse, of_run="any")
 
     def _fitting(self, method: str, head: Head) -> tuple[Route | None, Mapping[str, str]]:
