@@ -201,9 +201,10 @@ def test_what_a_run_has_acknowledged_leaves_and_no_other_runs(own: Stand, tmp_pa
     assert own.http.post("/export/groups/ack", json=body).json()["acknowledged"] == [group_id]
     step = archived(own, tmp_path)
     assert (step["archived"], error_of(own.http.get(gone.path))) == (1, (404, "session_archived"))
-    assert own.http.get(left.path).status_code == own.http.get(replaced.path).status_code == 200
+    assert error_of(own.http.get(left.path)) == (404, "session_closed")
+    assert own.http.get(replaced.path).status_code == 200
     imported(own, step["file"])
-    assert gone.state()["session"]["run"] == "a"
+    assert {one["session_id"] for one in own.get("/sessions", run="a")["sessions"]} == {replaced.id, gone.id}
     assert own.get(f"/groups/{group_id}", run="a")["complete"] is True
     assert own.http.get("/export/groups", params={"consumer": "trainer", "run": "a"}).text == ""
 

@@ -117,6 +117,10 @@ def test_a_groups_rewards(cli: Stand) -> None:
     assert "all rewards are equal: the group's advantages are 0" in lines
     assert group in [one["group_id"] for one in answer("groups", "--limit", "500")["groups"]]
     assert any(group in line for line in run("groups", "--limit", "500").stdout.splitlines())
+    cli.talk(group_id=group, run="cli", attempt=0, group_size=2)
+    shown = run("groups", group, "--run", "cli").stdout.splitlines()
+    assert shown[0] == f"group {group} of run cli: not complete, 1 of 2 attempts have arrived"
+    assert [one["missing_attempts"] for one in answer("groups", "--run", "cli")["groups"]] == [[1]]
 
 
 def test_engines_are_added_drained_and_removed(cli: Stand) -> None:

@@ -155,7 +155,8 @@ def _print_group(found: dict[str, Any]) -> None:
 
     of_run = "" if found["run"] == "default" else f" of run {found['run']}"
     state = "complete" if found["complete"] else "not complete"
-    line(f"group {found['group_id']}{of_run}: {state}, {_arrived(found)} attempts", "bold")
+    arrived = "" if found["group_size"] is None else f", {_arrived(found)} attempts have arrived"
+    line(f"group {found['group_id']}{of_run}: {state}{arrived}", "bold")
     spread = found["statistics"]
     if spread is not None:
         names = {"count": "count", "mean": "mean", "std": "sample std", "min": "min", "max": "max"}

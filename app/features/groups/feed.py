@@ -177,7 +177,7 @@ class Feed:
             others = await self._database.read(partial(group_reads.runs_of, group_id=group_id, limit=RUNS_NAMED + 1))
             if len(others) > 1:
                 raise InvalidRequest(f"run is missing: {_named(others)} have a group of this id")
-            key = GroupKey(*others, group_id) if others else key
+            key = GroupKey(others[0], group_id) if others else key
             every = await self._attempts(key)
         if not every:
             raise NotFound("no session has this group_id")

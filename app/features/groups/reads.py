@@ -141,7 +141,8 @@ ATTEMPT = (
 
 def attempt_of(row: Sequence[Any]) -> Attempt:
     """`row` has the columns ATTEMPT."""
-    return Attempt(*row[:4], bool(row[4]), *row[5:])
+    session_id, attempt, reward, status, finished, group_size, created_at, updated_at = row
+    return Attempt(session_id, attempt, reward, status, bool(finished), group_size, created_at, updated_at)
 
 
 def attempts(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, list[Attempt]]:
