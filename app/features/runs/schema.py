@@ -77,7 +77,7 @@ def room(tx: Tx, wanted: Mapping[str, int]) -> dict[str, NoRoom]:
     creates one in it waits for this transaction.
     """
     rooms = {}
-    for run, *known in sorted(tx.each(_limits, [{"named": run} for run in wanted])):
+    for run, *known in sorted(tx.each(_limits, [{"named": run} for run in wanted]), key=lambda row: str(row[0])):
         row = known if known[1] is None else tx.one(_locked, {"named": run})
         assert row is not None
         status, max_live, max_tokens, used_tokens = row
