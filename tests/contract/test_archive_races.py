@@ -16,6 +16,7 @@ from helpers.store import Store
 from sqlalchemy import Connection, event, func, select, text, update
 
 from app.domain.events import RewardAssigned, SessionConfig, SessionCreated
+from app.domain.selection import Selection
 from app.errors import ArchiveBusy, PayloadsUnavailable
 from app.features.archive.archive import Archive
 from app.features.archive.rows import DROPPED_AT_ONCE, LEASE, Forget, Import, Line, Reserve, unfinished
@@ -101,7 +102,7 @@ class Stage:
         await self.store.submit(AssignReward(session_id, 4.0, RewardAssigned(1.0)))
 
     async def move(self, archive: Archive) -> str | None:
-        return (await archive.step(-1e12, self.folder.as_uri(), 100, None))["file"]
+        return (await archive.step(-1e12, self.folder.as_uri(), 100, None, Selection()))["file"]
 
     async def erased(self, session_id: str) -> None:
         """Ask until all of it is gone, while an archive finishes what is due."""

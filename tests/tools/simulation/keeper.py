@@ -14,6 +14,7 @@ from sqlalchemy import Connection, select
 
 from app.domain.columns import Column
 from app.domain.events import AnnotationWritten, RewardAssigned
+from app.domain.selection import Selection
 from app.domain.session import Session, fold
 from app.errors import AppError, SessionClosed, SessionNotFound
 from app.features.annotations.annotations import Annotations
@@ -224,7 +225,7 @@ class Keeper:
 
     async def archive(self) -> None:
         """What may leave, leaves for a file."""
-        await self.order("archives", lambda process: _archive(process).step(ANY_AGE_S, FOLDER, 10, None))
+        await self.order("archives", lambda process: _archive(process).step(ANY_AGE_S, FOLDER, 10, None, Selection()))
         self.kept.look()
 
     async def bring_back(self, files: Iterable[str]) -> None:
