@@ -25,6 +25,7 @@ from app.features import (
     resume,
     rllm,
     run_tokens,
+    runs,
     search,
     session_control,
     text,
@@ -49,6 +50,7 @@ FEATURES = (
     resume,
     rllm,
     run_tokens,
+    runs,
     search,
     session_control,
     text,
@@ -57,7 +59,7 @@ FEATURES = (
 """`TURNLOG_FEATURES` names those that are on. Gates come first: checkpoints and resume use them."""
 
 
-TABLES = (archive, checkpoints, groups, objects, resume, run_tokens, session_control)
+TABLES = (archive, checkpoints, groups, objects, resume, run_tokens, runs, session_control)
 """Features with tables of their own, which their module `schema` has."""
 
 

@@ -67,6 +67,9 @@ CrashPoint = Literal[
     "after_components",  # erasing a session: after each step that deletes the text in a few rewards and annotations
     "in_erase",
     "after_erase",  # the rows are deleted; SQLite's log file is not truncated yet
+    "in_run_ended",  # a run is closed, or is to be erased
+    "after_run_ended",  # its sessions are as before
+    "in_run_erased",  # its sessions are erased, and its name is free
     "in_checkpoint",
     "after_checkpoint",
     "after_held",  # turns are held for a restore; nothing has been taken back yet

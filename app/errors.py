@@ -197,7 +197,7 @@ class SessionExists(AppError):
 
 class RunMismatch(AppError):
     status, code, type, retry = 409, "run_mismatch", "invalid_request_error", False
-    meaning = "the session belongs to another run than the request names"
+    meaning = "the session or engine belongs to another run than the request names"
 
 
 class IdUnavailable(AppError):
@@ -216,6 +216,16 @@ class SessionEnded(SessionExists):
 
     code = "session_closed"
     meaning = "the session was closed or erased, also during the turn"
+
+
+class RunClosed(AppError):
+    status, code, type, retry = 409, "session_closed", "invalid_request_error", False
+    meaning = "the session was closed or erased, also during the turn"
+
+    @classmethod
+    def of(cls, run: str, status: str) -> Self:
+        """`status`: closed, or erasing."""
+        return cls(f"run {run} is {'being erased' if status == 'erasing' else 'closed'}")
 
 
 class AlreadyFinished(AppError):
@@ -243,10 +253,11 @@ class TooManyTurns(AppError):
 
 
 class OverBudget(AppError):
-    """`limit` is the session's limit that was reached. `sampled`: the tokens that were generated in vain."""
+    """`limit` is the session's limit that was reached; of a run's it has no value. `sampled`: the tokens that were
+    generated in vain."""
 
     status, code, type, retry = 409, "over_budget", "invalid_request_error", False
-    meaning = "a limit of the session or of its rollout is reached: `limits`"
+    meaning = "a limit of the session, of its rollout or of its run is reached: `limits`"
     limit: LimitName
     sampled: int = 0
 

@@ -163,7 +163,7 @@ class Services:
             client,
             dialect=settings.upstream_dialect,
             api_key=api_key,
-            is_paused=lambda: self.fleet.fleet.gate.is_shut,
+            is_paused=lambda run: self.fleet.fleet.is_engine_paused(run),
         )
 
         # turns

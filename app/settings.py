@@ -39,6 +39,7 @@ from app.domain import patterns
 from app.domain.events import History, OnAbort, OnDivergence, ReplayKind
 from app.domain.patterns import AddressPattern, address_pattern
 from app.domain.request import SETTABLE
+from app.domain.selection import selection_of
 from app.errors import StartupError
 from app.logs import Format as LogFormat
 from app.logs import Level as LogLevel
@@ -162,12 +163,19 @@ def _settable(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _whole_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    faults = (patterns.base_url_fault(url, may_have_query=True) for url in urls)
+    """Of webhooks; behind a `#` stands which sessions one is told about."""
+    faults = (patterns.base_url_fault(url.partition("#")[0], may_have_query=True) for url in urls)
     if len(set(urls)) != len(urls) or any(fault is not None for fault in faults):
         raise ValueError(
-            "URLs such as https://hooks.example.org/turnlog, separated by commas, each once, without credentials "
-            "and fragment"
+            "URLs such as https://hooks.example.org/turnlog, separated by commas, each once, without credentials"
         )
+    for url in urls:
+        _, sign, told = url.partition("#")
+        try:
+            if sign:
+                selection_of(told)
+        except ValueError:
+            raise ValueError("filters such as #run=a&group_prefix=maze&metadata.level=3 behind a URL") from None
     return urls
 
 
@@ -250,6 +258,7 @@ Feature = Literal[
     "resume",
     "rllm",
     "run_tokens",
+    "runs",
     "search",
     "session_control",
     "text",

@@ -221,6 +221,7 @@ class RewardAssigned(_Event):
     turn: NotRequired[int | None]
     of_root: NotRequired[bool]
     components_erased: NotRequired[bool]
+    restored: NotRequired[bool]
 
 
 class AnnotationWritten(_Event):
@@ -271,8 +272,11 @@ class SessionFinished(_Event):
 
 
 class SessionClosed(_Event):
+    """`failed`: its rollout failed, which the root's close also says of the sessions that it closes."""
+
     type: Literal["SessionClosed"]
     reason: NotRequired[Literal["deleted", "idle", "root", "finished"]]
+    failed: NotRequired[dict[str, Any] | None]
 
 
 class SessionRestored(_Event):

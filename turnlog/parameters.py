@@ -6,7 +6,7 @@ The server's models are in `app/api` and `app/export`; its defaults apply to par
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from turnlog.events import EventType
 
@@ -26,6 +26,16 @@ SessionState = Literal["open", "idle", "running", "paused", "closed", "erased", 
 SessionOrder = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
 
 
+FailureKind = Literal["sandbox", "agent", "engine", "timeout", "other"]
+
+
+class Failure(TypedDict):
+    """Why a rollout failed, for a reason that is no reward; a message has at most 4,096 characters."""
+
+    kind: FailureKind
+    message: NotRequired[str | None]
+
+
 class Limits(TypedDict, total=False):
     """What a session or its rollout may use; docs/budgets.md."""
 
@@ -42,6 +52,7 @@ class NewSession(TypedDict, total=False):
     session_id: Annotated[str | None, "Its id; default: random."]
     group_id: Annotated[str | None, "The group that it is an attempt of."]
     attempt: Annotated[int | None, "Which attempt of its group."]
+    group_size: Annotated[int | None, "How many attempts its group waits for."]
     metadata: Annotated[Mapping[str, Any] | None, "Repeated in each export row."]
     rollback_window: Annotated[int | None, "Committed turns that a retry may discard."]
     retain: Annotated[Literal["window", "sampled", "all"] | None, "Which replay payloads are kept."]
@@ -68,7 +79,8 @@ class NewSession(TypedDict, total=False):
     top_p: Annotated[float | None, "Where a request has none."]
     top_k: Annotated[int | None, "Where a request has none."]
     evaluation: Annotated[
-        bool | None, "Speak the wire of miles' newer drivers; an evaluation keeps no replay payloads."
+        bool | None,
+        "Speak the wire of miles' newer drivers; an evaluation trains nothing and keeps no replay payloads.",
     ]
     limits: Annotated[Limits | None, "Turns, tokens, context, seconds that it may use."]
     on_limit: Annotated[Literal["error", "length"] | None, "What becomes of a generation that runs into a limit."]
@@ -78,20 +90,30 @@ class NewSession(TypedDict, total=False):
     run: Annotated[str | None, "The training run that it belongs to; default: TURNLOG_RUN, else the default run."]
 
 
-class OfSessions(TypedDict, total=False):
+class OfGroups(TypedDict, total=False):
+    group_id: Annotated[str | Sequence[str], "Only this group's; several: of any of these."]
+    group_prefix: Annotated[str, "Only those of groups whose id begins so."]
+    metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
+
+
+class Selection(OfGroups, total=False):
+    """Which sessions, in every list, export and archive."""
+
+    run: Annotated[str, "Only this run's."]
+
+
+class OfSessions(Selection, total=False):
     status: Annotated[SessionStatus, "Only sessions with this status."]
-    run: Annotated[str, "Only sessions of this run."]
-    group_id: Annotated[str, "Only sessions of this group."]
     attempt: Annotated[int, "Only sessions with this attempt number."]
     engine: Annotated[str, "Only sessions that are bound to the engine with this URL."]
     min_reward: Annotated[float, "Only sessions with at least this reward."]
     max_reward: Annotated[float, "Only sessions with at most this reward."]
     unrewarded: Annotated[bool, "Only sessions without a reward."]
     min_staleness: Annotated[int, "At least this many weight versions behind the newest one."]
-    metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
     tag: Annotated[str, "Only sessions with this tag."]
     name: Annotated[str, "Only sessions that clients call so."]
     generation: Annotated[int, "Only this generation of a name."]
+    evaluation: Annotated[bool, "Only evaluations; false: only others."]
 
 
 class SessionFilters(OfSessions, total=False):
@@ -114,6 +136,10 @@ class SearchFilters(OfSessions, total=False):
 
 
 class RowFilters(TypedDict, total=False):
+    failed: Annotated[
+        Literal["drop", "keep"], "Failed rollouts: advantages drop (default) them, or keep them with their reward."
+    ]
+    evaluation: Annotated[bool, "Sessions of evaluations too."]
     images: Annotated[Literal["inline", "hash", "none"], "Images: their bytes too, only by their hash, or not at all."]
     max_staleness: Annotated[int, "At most this many weight versions behind."]
     weight_version: Annotated[int, "The current weight version; default: the newest."]
@@ -127,11 +153,10 @@ class RowFilters(TypedDict, total=False):
     loss: Annotated[Loss, "once (default: a token is in one row's loss), every (in each)."]
 
 
-class ExportFilters(RowFilters, total=False):
+class ExportFilters(Selection, RowFilters, total=False):
     """The parameters of `GET /export` but for `format`, `shape` and `explain`."""
 
     session_id: Annotated[str, "Only this session."]
-    group_id: Annotated[str, "Only this group."]
     name: Annotated[str, "Only sessions that clients call so."]
     generation: Annotated[int, "Only this generation of a name."]
     status: Annotated[Literal["completed", "truncated", "aborted"], "Rows: completed, truncated, aborted."]
@@ -157,12 +182,13 @@ class ExportParameters(RowForm, ExportFilters, total=False):
     """The parameters of `GET /export` but for `format`."""
 
 
-class FeedFilters(RowFilters, total=False):
+class FeedFilters(OfGroups, RowFilters, total=False):
     """The parameters of `GET /export/groups` but for `consumer`, `shape` and `explain`."""
 
     size: Annotated[int, "At most this many groups."]
     lease_s: Annotated[float, "Duration of the lease in seconds."]
-    attempts: Annotated[int, "Only groups with at least this many rollouts."]
+    run: Annotated[str, "Only groups of this run; default: TURNLOG_RUN, else the default run. *: of all runs."]
+    attempts: Annotated[int, "Only groups of which at least this many attempts have arrived."]
     new_only: Annotated[bool, "Only groups without a lease."]
 
 
@@ -170,7 +196,7 @@ class FeedParameters(RowForm, FeedFilters, total=False):
     """The parameters of `GET /export/groups` but for `consumer`."""
 
 
-class EventParameters(TypedDict, total=False):
+class EventParameters(Selection, total=False):
     """The parameters of `GET /events`."""
 
     after: Annotated[str, "Only events after this position; end: only new ones."]
@@ -178,7 +204,6 @@ class EventParameters(TypedDict, total=False):
     limit: Annotated[int, "At most this many events."]
     type: Annotated[Sequence[EventType], "Only events of these types."]
     session_id: Annotated[str, "Only this session."]
-    group_id: Annotated[str, "Only this group's sessions, agents included."]
     name: Annotated[str, "Only sessions that clients call so."]
     generation: Annotated[int, "Only this generation of a name."]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from turnlog.events import BranchCause, VersionSpan
 from turnlog.parameters import Limits, SessionState, SessionStatus
-from turnlog.rows import Part, Statistics, TurnReward
+from turnlog.rows import Failed, Part, Statistics, TurnReward
 
 
 class ErrorFields(TypedDict):
@@ -163,6 +163,8 @@ class ListedSession(TypedDict):
     name: str | None
     generation: int | None
     run: str
+    evaluation: bool
+    failed: Failed | None
 
 
 class SessionPage(TypedDict):
@@ -176,13 +178,18 @@ class SessionPage(TypedDict):
 
 
 class ListedGroup(TypedDict):
-    """`sessions` counts the rollouts, by their root sessions, without erased ones. `std` is the sample's (n − 1).
-    `zero_variance`: there are several rewards, and all are equal. `missing_attempts`: the lowest attempts that no
-    session has, erased ones included. `complete` is a group that the feed may lease."""
+    """`sessions` counts the rollouts, by their root sessions, without those that are erased or replaced. `group_size`:
+    how many attempts it waits for, `arrived`: how many it has. `std` is the sample's (n − 1). `zero_variance`: there
+    are several rewards, and all are equal. `missing_attempts`: the lowest attempts that no session has, erased ones
+    included. `complete` is a group that the feed may lease."""
 
+    run: str
     group_id: str
+    group_size: int | None
+    arrived: int
     sessions: int
     closed: int
+    failed: int
     rewarded: int
     mean: float | None
     std: float | None
@@ -191,11 +198,79 @@ class ListedGroup(TypedDict):
     zero_variance: bool
     missing_attempts: list[int]
     state: Literal["open", "complete", "leased", "acknowledged"]
+    evaluation: bool
 
 
 class GroupPage(TypedDict):
     groups: list[ListedGroup]
     next_cursor: str | None
+
+
+class RunLimits(TypedDict):
+    """Sessions that may be open at a time, and sampled tokens in all; null: no limit."""
+
+    live: int | None
+    tokens: int | None
+
+
+class RunSessions(TypedDict):
+    """Sessions by status."""
+
+    open: int
+    closed: int
+    erased: int
+
+
+class RunGroups(TypedDict):
+    """`handed_out` at least once; acknowledged groups count in all three."""
+
+    complete: int
+    handed_out: int
+    acknowledged: int
+
+
+class RunVersions(TypedDict):
+    """The newest weight version of a turn, and the oldest that an open session is at; null where there is none."""
+
+    newest: int | None
+    oldest_live: int | None
+
+
+class ListedRun(TypedDict):
+    """`turns` counts committed ones. `reward`: of rollouts, by their root sessions; null without one. `first_at`: when
+    the first session was created; `last_at`: when one changed last."""
+
+    run: str
+    status: Literal["open", "closed", "erasing"]
+    limits: RunLimits
+    metadata: dict[str, Any] | None
+    note: str | None
+    sessions: RunSessions
+    turns: int
+    groups: RunGroups
+    reward: Statistics | None
+    weight_versions: RunVersions
+    first_at: float | None
+    last_at: float | None
+
+
+class RunPage(TypedDict):
+    runs: list[ListedRun]
+    next_cursor: str | None
+
+
+class RunTokens(TypedDict):
+    """Of committed turns, discarded ones too: the lengths of their prompts, and what was sampled."""
+
+    prompt: int
+    generated: int
+
+
+class Run(ListedRun):
+    """`errors` counts turns that were not committed, by the reason that their event has."""
+
+    tokens: RunTokens
+    errors: dict[str, int]
 
 
 class SearchHit(TypedDict):
@@ -224,22 +299,35 @@ class SearchPage(TypedDict):
 
 
 class Attempt(TypedDict):
-    """A rollout of a group, by its root; `finished`: all of it is closed and rewarded."""
+    """A rollout of a group, by its root; `finished`: all of it is closed and rewarded, or it has failed. `replaced`: a
+    later session has its attempt's place, since it has no reward. `group_size` is what the session named."""
 
     session_id: str
     attempt: int | None
     reward: float | None
     status: SessionStatus
     finished: bool
+    group_size: int | None
+    created_at: float
+    updated_at: float
+    replaced: bool
+    evaluation: bool
+    failed: Failed | None
 
 
 class Group(TypedDict):
-    """`complete`: each rollout that is not erased is closed and rewarded."""
+    """`group_size`: how many attempts it waits for, `arrived`: how many it has. `complete`: they are there, and each
+    rollout that is neither erased nor replaced is finished. `evaluation`: it has only evaluations; in any other group
+    evaluations count for nothing."""
 
+    run: str
     group_id: str
+    group_size: int | None
+    arrived: int
     attempts: list[Attempt]
     statistics: Statistics | None
     complete: bool
+    evaluation: bool
 
 
 class TreeTurn(TypedDict):
@@ -393,6 +481,7 @@ class State(TypedDict):
     seq: int
     last_seq: int
     status: SessionStatus
+    failed: Failed | None
     state: SessionState
     erased: bool
     config: dict[str, Any]
@@ -409,7 +498,7 @@ class State(TypedDict):
     open_turns: list[OpenTurn]
     tree: Tree | None
     turns: list[StateTurn]
-    failed: list[FailedTurn]
+    failed_turns: list[FailedTurn]
     refused: list[RefusedRequest]
     rollbacks: list[Rollback]
     problems: list[dict[str, str]]
@@ -501,6 +590,7 @@ class SessionGiven(TypedDict):
     session_id: str
     group_id: str | None
     attempt: int | None
+    group_size: int | None
     metadata: dict[str, Any] | None
     rollback_window: int
     retain: str
@@ -615,7 +705,8 @@ class PausedAdapter(AdapterState, ToldEngines):
 
 
 class FleetGate(TypedDict):
-    """`version` is that of the fleet's log, `weight_version` that of engines that cannot say theirs."""
+    """`version` is that of the fleet's log, `weight_version` that of engines that cannot say theirs. Of `paused_runs` a
+    gate of their own is shut."""
 
     paused: bool
     mode: Literal["abort", "in_place", "retract"] | None
@@ -625,6 +716,7 @@ class FleetGate(TypedDict):
     held: int
     in_flight: int
     paused_adapters: list[str]
+    paused_runs: list[str]
     version: int
     weight_version: str | None
     held_for: Literal["drain", "restore"] | None
@@ -643,9 +735,11 @@ class Regression(TypedDict):
 
 
 class Engine(TypedDict):
-    """An engine: its state in the pool, and its health as seen by the answering process."""
+    """An engine: its state in the pool, and its health as seen by the answering process. `run`: it serves that run
+    alone."""
 
     url: str
+    run: str | None
     state: Literal["serving", "draining"]
     source: Literal["settings", "admin"]
     health: Literal["unknown", "healthy", "busy", "paused", "dead"]

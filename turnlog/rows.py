@@ -8,12 +8,21 @@ from __future__ import annotations
 from typing import Any, Generic, Literal, NotRequired, TypedDict, TypeVar
 
 from turnlog.events import BranchCause
+from turnlog.parameters import FailureKind
 
 R = TypeVar("R")
 """The type of a row."""
 
 TrainerRow = dict[str, Any]
 """A row in a trainer's shape: docs/export.md has the fields of each."""
+
+
+class Failed(TypedDict):
+    """Why a rollout failed. Lists have no `message`; `erased`: it was deleted with the session's content."""
+
+    kind: FailureKind
+    message: NotRequired[str]
+    erased: NotRequired[bool]
 
 
 class TurnReward(TypedDict):
@@ -134,11 +143,13 @@ class Row(TypedDict):
 
     session_id: str
     segment: int
+    run: str
     group_id: str | None
     attempt: int | None
     parent_session_id: str | None
     adapter: str | None
     status: Literal["completed", "truncated", "aborted"]
+    failed: Failed | None
     final: bool
     as_of_seq: int
     reward: float | None
@@ -224,6 +235,7 @@ class LeasedAttempt(TypedDict):
     session_id: str
     attempt: int | None
     reward: float | None
+    failed: Failed | None
 
 
 class LeftOut(TypedDict):
@@ -238,6 +250,7 @@ class LeftOut(TypedDict):
 class LeasedGroup(TypedDict, Generic[R]):
     """A complete group with its rows, leased until `lease_until`; `handed_out` counts the leases so far."""
 
+    run: str
     group_id: str
     attempts: list[LeasedAttempt]
     lease_until: float
@@ -252,6 +265,7 @@ class LeasedGroup(TypedDict, Generic[R]):
 class WaitingGroup(TypedDict):
     """With `explain`: a group that was not handed out, and why."""
 
+    run: str
     group_id: str
     excluded: str
 

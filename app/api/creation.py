@@ -33,7 +33,9 @@ from app.errors import (
     AppError,
     Forbidden,
     InvalidRequest,
+    OverBudget,
     Restored,
+    RunClosed,
     RunMismatch,
     SessionClosed,
     SessionEnded,
@@ -88,6 +90,7 @@ class CreateSession(BaseModel):
     upstream: str | None = Field(default=None, max_length=64, pattern=NO_NUL)
     parent_session_id: str | None = Field(default=None, pattern=ID)
     run: str | None = Field(default=None, pattern=ID)
+    group_size: int | None = Field(default=None, ge=1, le=2**31 - 1)
 
 
 DEFAULTS = ("temperature", "top_p", "top_k")
@@ -204,6 +207,8 @@ def created_fields(session: Session, metadata: msgspec.Raw) -> dict[str, Any]:
         SessionEnded,
         Restored,
         RunMismatch,
+        RunClosed,
+        OverBudget,
         SessionUnreadable,
         *WRITE,
     ),

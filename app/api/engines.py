@@ -6,11 +6,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.requests import Request, read_model
 from app.api.routes import BODY, NO_CONTENT, WRITE, Routes, json_reply
-from app.errors import InvalidRequest, NotFound
+from app.domain import patterns
+from app.errors import InvalidRequest, NotFound, RunMismatch
 from app.fleet.engine_pool import ListedEngine
 from app.services import Services
 from app.sessions.as_reply import as_reply
@@ -26,6 +27,7 @@ class PutEngine(BaseModel):
 
     url: str
     state: Literal["serving", "draining"] = "serving"
+    run: str | None = Field(default=None, pattern=patterns.ID)
 
 
 class RemoveEngine(BaseModel):
@@ -36,12 +38,22 @@ class RemoveEngine(BaseModel):
     url: str
 
 
-@route("GET /engines", "List the engines", "page", json_reply(reply_types.EngineList, "All engines."), of_run="query")
-async def get_engines(request: Request) -> dict[str, Any]:
+@route(
+    "GET /engines",
+    "List the engines",
+    "page",
+    json_reply(reply_types.EngineList, "All engines, or those that serve a run."),
+    errors=(InvalidRequest,),
+    of_run="query",
+)
+async def get_engines(
+    request: Request,
+    run: Annotated[str | None, Query(pattern=patterns.ID, description="Only the engines that serve this run.")] = None,
+) -> dict[str, Any]:
     """All engines: their configuration, which all processes share, and their health as this process sees it."""
     app = request.services
     return {
-        "engines": [engine_fields(app, listed) for listed in app.engine_pool.listed()],
+        "engines": [engine_fields(app, listed) for listed in app.engine_pool.listed(run)],
         "version": app.fleet.fleet.version,
     }
 
@@ -51,16 +63,18 @@ async def get_engines(request: Request) -> dict[str, Any]:
     "Add, restore or drain an engine",
     "admin",
     json_reply(reply_types.Engine, "The engine as listed."),
-    errors=(*BODY, *WRITE),
+    errors=(*BODY, RunMismatch, *WRITE),
     body=PutEngine,
-    example={"url": "http://127.0.0.1:30000"},
+    example={"url": "http://127.0.0.1:30000", "run": "exp-1"},
     of_run="body",
 )
 async def post_engine(request: Request) -> object:
-    """Add, restore or drain an engine. Repeating the request changes nothing."""
+    """Add, restore or drain an engine. Repeating the request changes nothing. With `run` it serves that run alone;
+    where that is left out, it stays as it is. An engine in the pool is removed before it serves another run."""
     app = request.services
     body = await request.body_of(PutEngine)
-    return engine_fields(app, await app.engine_pool.put(body.url, body.state))
+    run = body.run if "run" in body.model_fields_set else msgspec.UNSET
+    return engine_fields(app, await app.engine_pool.put(body.url, body.state, run))
 
 
 @route(
@@ -75,6 +89,7 @@ async def post_engine(request: Request) -> object:
 async def delete_engine(
     request: Request,
     url: Annotated[str | None, Query(description="An engine's base URL, if it is not in the body.")] = None,
+    run: Annotated[str | None, Query(pattern=patterns.ID, description="Only if it serves this run alone.")] = None,
 ) -> None:
     """Remove an engine from the pool, also one that the settings list."""
     app = request.services
@@ -83,7 +98,7 @@ async def delete_engine(
         raise InvalidRequest("url: name the engine in the query or in the body")
     if url is None and not raw.strip():
         raise InvalidRequest("url is missing: name the engine in the query or in the body")
-    await app.engine_pool.remove(read_model(raw, RemoveEngine).url if url is None else url)
+    await app.engine_pool.remove(read_model(raw, RemoveEngine).url if url is None else url, run)
 
 
 def engine_fields(app: Services, listed: ListedEngine) -> reply_types.Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import Query
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 from starlette.responses import StreamingResponse
 
 from app.api.parameters import Cursor
@@ -13,7 +13,8 @@ from app.api.replies import ClosedStream, FollowedStream
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BINARY, BYTES, NDJSON, PAYLOADS, READ, Reply, Routes
 from app.domain.events import TYPES
-from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
+from app.domain.patterns import ID, MAX_INTEGER
+from app.domain.selection import Selection
 from app.errors import InvalidRequest, Overloaded, PositionGone, Unsupported
 from app.export.query import ExportQuery
 from app.sessions.all_events import EventQuery
@@ -64,7 +65,7 @@ async def export(request: Request, query: Annotated[ExportParameters, Query()]) 
     return ClosedStream(started.pieces, started.media_type, headers)
 
 
-class EventParameters(BaseModel):
+class EventParameters(Selection):
     """Which events to give (None: any), and from where."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -76,10 +77,6 @@ class EventParameters(BaseModel):
     limit: int | None = Field(default=None, ge=1, le=MAX_INTEGER, description="Maximum number of events.")
     type: list[str] = Field(default=[], description="Only events of these types, repeated or separated by commas.")
     session_id: str | None = Field(default=None, pattern=ID, description="Only events of this session.")
-    group_id: str | None = Field(
-        default=None, pattern=NO_NUL, description="Only events of this group's sessions, agents included."
-    )
-
     name: str | None = Field(default=None, pattern=ID, description="Only events of the sessions that clients call so.")
     generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
 
@@ -107,7 +104,7 @@ async def get_events(request: Request, query: Annotated[EventParameters, Query()
     Each line has its `position`, with which any process goes on behind it.
     """
     feed = request.services.all_events
-    wanted = EventFilter(tuple(query.type), query.session_id, query.group_id, query.name, query.generation)
-    asked = EventQuery(query.after, query.follow, query.limit, wanted)
+    wanted = EventFilter(tuple(query.type), query.session_id, query.name, query.generation, **query.run_and_group)
+    asked = EventQuery(query.after, query.follow, query.limit, wanted, query.metadata)
     lines = await request.while_connected(feed.start(asked))
     return FollowedStream(request, lines) if query.follow else ClosedStream(lines, NDJSON)

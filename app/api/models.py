@@ -12,9 +12,10 @@ from fastapi import Path
 from starlette.responses import JSONResponse, Response
 
 from app.api.limits import read_body
-from app.api.parameters import SessionId
+from app.api.parameters import HeaderRun, SessionId
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, ENGINE, JSON, READ, SESSION, Reply, Routes, json_reply
+from app.domain.events import DEFAULT_RUN
 from app.domain.request import ChatRequest, fields_of, join_object
 from app.domain.surrogates import mended
 from app.errors import InvalidRequest, NotFound, Unsupported, UpstreamInvalid
@@ -58,7 +59,7 @@ async def session_models(request: Request, session_id: SessionId) -> Response:
     config = (await request.services.sessions.require(session_id)).session.config
     if config.upstream is not None:
         return JSONResponse({"object": "list", "data": [{"id": config.model, "object": "model", "created": 0}]})
-    return await models_reply(request, session_id)
+    return await models_reply(request, config.of_run, session_id)
 
 
 @route(
@@ -80,13 +81,13 @@ async def session_model(request: Request, session_id: SessionId, model_id: Model
     "The models of an engine",
     "session",
     Reply("The engine's reply.", {JSON: ANYTHING}),
-    errors=ENGINE,
+    errors=(InvalidRequest, *READ, *ENGINE),
     passes_engines_errors=True,
     of_run="header",
 )
-async def models(request: Request) -> Response:
-    """The models of an engine."""
-    return await models_reply(request, "")
+async def models(request: Request, run: HeaderRun = None) -> Response:
+    """The models of an engine of the run."""
+    return await models_reply(request, await _run_of(request, run), "")
 
 
 @route(
@@ -94,19 +95,26 @@ async def models(request: Request) -> Response:
     "One model of an engine",
     "session",
     _MODEL,
-    errors=(*ENGINE, NotFound),
+    errors=(InvalidRequest, *READ, *ENGINE, NotFound),
     passes_engines_errors=True,
     of_run="header",
 )
-async def model(request: Request, model_id: ModelId) -> Response:
+async def model(request: Request, model_id: ModelId, run: HeaderRun = None) -> Response:
     """One of the models that the list has."""
-    return _one_of(await models(request), model_id, request)
+    return _one_of(await models(request, run), model_id, request)
 
 
-async def models_reply(request: Request, session_id: str) -> Response:
+async def _run_of(request: Request, named: str | None) -> str:
+    """The run of a request without a session in its path: that of the token's session, else the one that it names."""
+    session_id = request.token_session
+    entry = None if session_id is None else await request.services.cache.current(session_id)
+    return (named or DEFAULT_RUN) if entry is None else entry.session.config.of_run
+
+
+async def models_reply(request: Request, run: str, session_id: str) -> Response:
     app = request.services
     headers = http_headers.to_engine((), session_id, app.settings.upstream_api_key)
-    reply = await app.engines.models(session_id, headers)
+    reply = await app.engines.models(run, session_id, headers)
     return Response(reply.body.joined(), reply.status, dict(http_headers.to_client(reply.headers)))
 
 
@@ -156,9 +164,10 @@ async def count_in_session(request: Request, session_id: SessionId) -> object:
 
     The body is that of `POST /v1/messages`; `max_tokens` is not needed. Nothing is generated or stored.
     """
-    if (await request.services.sessions.require(session_id)).session.is_text:
+    session = (await request.services.sessions.require(session_id)).session
+    if session.is_text:
         raise Unsupported("the upstream of a session of text counts no tokens")
-    return await _count(request, session_id)
+    return await _count(request, session.config.of_run, session_id)
 
 
 @route(
@@ -170,12 +179,12 @@ async def count_in_session(request: Request, session_id: SessionId) -> object:
     passes_engines_errors=True,
     of_run="header",
 )
-async def count(request: Request) -> object:
-    """The same without a session: an engine's count is that of any engine."""
-    return await _count(request, "")
+async def count(request: Request, run: HeaderRun = None) -> object:
+    """The same without a session: an engine's count is that of any engine of the run."""
+    return await _count(request, await _run_of(request, run), "")
 
 
-async def _count(request: Request, session_id: str) -> object:
+async def _count(request: Request, of_run: str, session_id: str) -> object:
     """The body's memory is reserved until the count is known: large bodies wait for each other."""
     app, session = request.services, request.token_session or session_id or None
     with app.inflight.reserve(session, request.head.peer) as reservation:
@@ -188,7 +197,7 @@ async def _count(request: Request, session_id: str) -> object:
             return {"input_tokens": tokens}
         headers = http_headers.to_engine(request.headers.items(), session_id, app.settings.upstream_api_key)
         counted = await run(large, lambda: _counted(body))
-        return _passed_count(await app.engines.count_tokens(session_id, counted, headers))
+        return _passed_count(await app.engines.count_tokens(of_run, session_id, counted, headers))
 
 
 def _parsed_count(body: bytes) -> tuple[bytes, ChatRequest]:

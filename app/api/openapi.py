@@ -207,9 +207,9 @@ def _parameters(route: Route) -> list[Schema]:
     from app.export.formats import FORMATS, SHAPES  # an export's modules are imported at its first use
 
     if route.endpoint is not None:
-        described = [*route.parameters.described()]
+        described = [*route.parameters.described(route.documented_path)]
     else:
-        described = [*Parameters(_turn_of_session).described()] if "{" in route.path else []
+        described = [*Parameters(_turn_of_session).described(route.documented_path)] if "{" in route.path else []
     for fields in described:
         if fields["name"] in ("format", "shape"):
             fields["schema"]["enum"] = list(FORMATS if fields["name"] == "format" else SHAPES)

@@ -11,17 +11,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from fastapi import Path, Query
+from fastapi import Header, Path, Query
 from fastapi.params import Param
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.requests import Request
 
 from app.api.head import invalid_session_id
 from app.domain.patterns import ID, NO_NUL
+from app.domain.selection import fields_of
 from app.errors import InvalidRequest
 
 SessionId = Annotated[str, Path(description="A session's id.", json_schema_extra={"pattern": ID})]
 """An invalid one is an unknown session, found without a look into the database."""
+
+HeaderRun = Annotated[
+    str | None, Header(alias="x-turnlog-run", pattern=ID, description="The run that the request is about.")
+]
 
 Cursor = Annotated[str | None, Query(pattern=NO_NUL, description="Where to continue: the cursor of an earlier reply.")]
 
@@ -39,8 +44,9 @@ class InvalidParameters(InvalidRequest):
 
 
 class _Parameter(NamedTuple):
-    """`name` in the signature, `sent_name` in the request. `lists`: which names of a query may come more than once.
-    `names`: of a query that is one model, those that it knows."""
+    """`name` in the signature, `sent_name` in the request. `lists`: which names of a query may come more than once;
+    `maps`: which ones begin a name, with a dot and a key behind them. `names`: of a query that is one model, those that
+    it knows."""
 
     name: str
     sent_name: str
@@ -48,6 +54,7 @@ class _Parameter(NamedTuple):
     adapter: TypeAdapter[Any]
     default: Any
     lists: frozenset[str]
+    maps: frozenset[str]
     names: frozenset[str] | None
 
 
@@ -70,12 +77,11 @@ class Parameters:
         for one in self._parameters:
             given: Any
             if one.source == "path":
-                given = path_values[one.sent_name]
+                given = path_values.get(one.sent_name)  # An endpoint may answer at paths with it and without.
             elif one.source == "header":
                 given = request.headers.get(one.sent_name)
             elif one.names is not None:
-                query = request.query_params
-                given = {name: query.getlist(name) if name in one.lists else query[name] for name in query}
+                given = fields_of(request.query_params.multi_items(), one.lists, one.maps)
             elif not request.scope["query_string"]:
                 given = None
             else:
@@ -105,13 +111,16 @@ class Parameters:
             if one.source == source:
                 yield from (one.sent_name,) if one.names is None else one.names
 
-    def described(self) -> Iterator[dict[str, Any]]:
-        """The parameters as the OpenAPI document has them. None of them can be null: an optional one is left out."""
+    def described(self, path: str) -> Iterator[dict[str, Any]]:
+        """The parameters as the OpenAPI document has them for a route with this documented path. None of them can be
+        null: an optional one is left out."""
         for one in self._parameters:
+            if one.source == "path" and f"{{{one.sent_name}}}" not in path:
+                continue
             schema = one.adapter.json_schema()
             assert "$defs" not in schema, f"{one.names or one.sent_name}: the document has no components of parameters"
             if one.names is None:
-                is_required = one.default is inspect.Parameter.empty
+                is_required = one.source == "path" or one.default is inspect.Parameter.empty
                 given = {} if is_required else {"default": one.default}
                 schema = {"properties": {one.sent_name: schema | given}, "required": [one.sent_name] * is_required}
             for name, field in schema["properties"].items():
@@ -119,9 +128,12 @@ class Parameters:
                 field.pop("title", None)
                 choices = [choice for choice in field.pop("anyOf", ()) if choice != {"type": "null"}]
                 field |= choices[0] if len(choices) == 1 else {"anyOf": choices} if choices else {}
-                if default is not None:
-                    field["default"] = default
                 made = {"name": name, "in": one.source, "required": name in schema.get("required", ()), "schema": field}
+                if name in one.maps:  # each property of the object is a parameter of its own
+                    field["propertyNames"] = {"pattern": rf"^{name}\..+$"}
+                    made |= {"style": "form", "explode": True}
+                elif default is not None:
+                    field["default"] = default
                 yield made if description is None else {**made, "description": description}
 
     def _message(self, error: Mapping[str, Any], request: Request) -> str:
@@ -143,13 +155,16 @@ def _parameter(name: str, kind: Any, default: Any) -> _Parameter | None:
     bare, source = get_args(kind)[0], info.in_.value
     is_model = isinstance(bare, type) and issubclass(bare, BaseModel)
     fields = bare.model_fields if is_model else {}
-    lists = {each for each, field in fields.items() if _is_list(field.annotation)} or ({name} if _is_list(bare) else ())
+    lists = {each for each, field in fields.items() if _is(list, field.annotation)} or (
+        {name} if _is(list, bare) else set()
+    )
+    maps = {each for each, field in fields.items() if _is(dict, field.annotation)}
     sent_name = info.alias or (name.replace("_", "-") if source == "header" else name)
-    names = frozenset(fields) if is_model else None
-    return _Parameter(name, sent_name, source, TypeAdapter(kind), default, frozenset(lists), names)
+    names = frozenset(fields) - maps | {f"{each}.<key>" for each in maps} if is_model else None
+    return _Parameter(name, sent_name, source, TypeAdapter(kind), default, frozenset(lists), frozenset(maps), names)
 
 
-def _is_list(kind: Any) -> bool:
+def _is(container: type, kind: Any) -> bool:
     if get_origin(kind) in (Annotated, Union, UnionType):
-        return any(map(_is_list, get_args(kind)))
-    return get_origin(kind) is list
+        return any(_is(container, each) for each in get_args(kind))
+    return get_origin(kind) is container

@@ -85,11 +85,11 @@ class Request(starlette.requests.Request):
         return body.model_copy(update={"run": self.token_run})
 
     def require_judge(self) -> None:
-        """Raises Forbidden where a session's token is about to set a reward or to erase content: the agent that is
-        judged may hold it, whose harness does."""
+        """Raises Forbidden where a session's token is about to set a reward, to say that the rollout failed or to
+        erase content: the agent that is judged may hold it, whose harness does."""
         if self.token_session is not None and self.services.settings.session_rewards == "refuse":
             raise Forbidden(
-                "a session token sets no reward and erases nothing: use the admin token, or set "
+                "a session token sets no reward, fails no rollout and erases nothing: use the admin token, or set "
                 "TURNLOG_SESSION_REWARDS=allow"
             )
 

@@ -171,6 +171,7 @@ class Options(TypedDict, total=False):
     optional_body: bool
     example: Mapping[str, Any]
     largest: int
+    headers: Mapping[str, str]
     passes_engines_errors: bool
     of_run: OfRun
 

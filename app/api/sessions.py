@@ -32,7 +32,7 @@ from app.api.routes import (
     json_reply,
 )
 from app.domain.branches import Branches, Loss
-from app.domain.events import ReplayKind
+from app.domain.events import Failure, FailureKind, ReplayKind
 from app.domain.patterns import ID, MAX_FLOAT32, MAX_INTEGER, NO_NUL
 from app.errors import (
     AlreadyFinished,
@@ -64,6 +64,9 @@ REVISION = "x-miles-session-generation"
 """Of a reply of `/samples`: what its driver names when it deletes the session, so that nothing unseen is closed."""
 
 log = logging.getLogger("turnlog.sessions")
+
+MAX_MESSAGE = 4096
+"""Characters of a failure's message."""
 
 RewardValue = Annotated[FiniteFloat, Field(strict=True, ge=-MAX_FLOAT32, le=MAX_FLOAT32)]
 
@@ -101,6 +104,23 @@ class SamplesQuery(BaseModel):
     def given_reward(self) -> float | None:
         """That of the body, else that which an agent returned."""
         return self.reward if self.reward is not None or self.metadata is None else self.metadata.reward
+
+
+class GivenFailure(BaseModel):
+    """Why a rollout failed."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    kind: FailureKind
+    message: str | None = Field(default=None, max_length=MAX_MESSAGE, pattern=NO_NUL)
+
+
+class CloseSession(BaseModel):
+    """The body of `POST /sessions/{id}/close`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    failed: GivenFailure | None = None
 
 
 class FinishSession(BaseModel):
@@ -459,6 +479,29 @@ async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
     require_small("reward and components have", {"reward": body.reward, "components": body.components})
     seq = await request.services.sessions.assign_reward(session_id, body.reward, body.components, body.turn)
     return {"session_id": session_id, "seq": seq}
+
+
+@route(
+    "POST /sessions/{session_id}/close",
+    "Close the session, and say whether it failed",
+    "session",
+    NO_CONTENT,
+    errors=(*BODY, *SESSION, *WRITE),
+    body=CloseSession,
+    optional_body=True,
+    example={"failed": {"kind": "sandbox", "message": "the container did not start"}},
+)
+async def close_session(request: Request, session_id: SessionId) -> Response:
+    """Close the session at once, as its `DELETE` does. `failed`: the rollout failed for a reason that is no reward; a
+    later reward ends that. The first close stands. `failed` with a session's token is 403, unless
+    `TURNLOG_SESSION_REWARDS=allow`."""
+    body = await request.body_of(CloseSession)
+    given = body.failed
+    if given is not None:
+        request.require_judge()
+    failed = None if given is None else Failure(given.kind, given.message or None)
+    await request.services.sessions.close(session_id, failed=failed)
+    return Response(status_code=204)
 
 
 ERASING = Reply("Erased from the database; object storage may still have payloads of it: repeat.", {}, status=202)

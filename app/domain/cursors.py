@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
+from collections.abc import Collection
 from typing import Annotated, Any
 
 import msgspec
+from pydantic import BaseModel
 
 from app.domain.patterns import NO_NUL
 from app.errors import InvalidRequest
@@ -27,3 +30,16 @@ def decode(text: str, kind: Any, giver: str, name: str = "cursor") -> Any:
         return msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=kind)
     except (binascii.Error, ValueError, msgspec.MsgspecError) as error:
         raise InvalidRequest(f"{name} is not one that {giver} gave") from error
+
+
+def mark(query: BaseModel, filters: Collection[str]) -> str:
+    """What a cursor has of the filters among a request's parameters: a short hash, or nothing where none is set."""
+    chosen = query.model_dump(include=set(filters), exclude_defaults=True)
+    raw = msgspec.json.encode(chosen, order="deterministic")
+    return hashlib.sha256(raw).hexdigest()[:12] if chosen else ""
+
+
+def require_mark(given: str, wanted: str) -> None:
+    """Raises InvalidRequest for a cursor of other filters."""
+    if given != wanted:
+        raise InvalidRequest("cursor belongs to other filters than this request has: begin without it")

@@ -1,9 +1,9 @@
 """The events of a session, as immutable facts.
 
 An event holds ids, counts, hashes and references to blobs, never content: prompts and completions are in the store's
-content tables, so that erasing them leaves the log whole. The components of a reward, and the value and the writer of
-an annotation are the exceptions; an erasure removes them from the event. Events are stored under the name of their
-class with its `VERSION` (`encode`). Hashes are lower-case hex.
+content tables, so that erasing them leaves the log whole. The components of a reward, the value and the writer of an
+annotation, and the message of a failure are the exceptions; an erasure removes them from the event. Events are stored
+under the name of their class with its `VERSION` (`encode`). Hashes are lower-case hex.
 """
 
 from __future__ import annotations
@@ -105,9 +105,10 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     `history` None: the first turn decides (`TurnOpened.history`). `on_abort` None: what the server is set to. `parent`
     is the session whose sub-agent this one is. Every turn has `params` and `model` (`app.domain.pinned`). `evaluation`
     is None in a session whose creator does not speak miles' newer wire; where True, no replay payload is asked for or
-    kept. `limits` are the session's own; a session with a parent has none for
-    its rollout. `upstream` names one of TURNLOG_TEXT_UPSTREAMS, where `capture` is `text`. `run` None: that of
-    the root, which an event names unless it is the default one.
+    kept, and nothing trains on the session unless it is asked for: a session below an evaluation is one too. `limits`
+    are the session's own; a session with a parent has none for its rollout. `upstream` names one of
+    TURNLOG_TEXT_UPSTREAMS, where `capture` is `text`. `run` None: that of the root, which an event names unless it is
+    the default one. `group_size`: how many attempts its group waits for.
     """
 
     rollback_window: int
@@ -131,6 +132,7 @@ class SessionConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     capture: Capture = "tokens"
     upstream: str | None = None
     run: str | None = None
+    group_size: int | None = None
 
     @property
     def of_run(self) -> str:
@@ -471,7 +473,9 @@ class RewardAssigned(Event, frozen=True):
     """A later assignment replaces an earlier one for the same `turn` (None: the session).
 
     `of_root`: the reward of the root of the session's rollout, which overrides the session's own. `components_erased`:
-    its components were deleted with the session's content. Only this event and `AnnotationWritten` are ever rewritten.
+    its components were deleted with the session's content. Only this event, `AnnotationWritten` and `SessionClosed` are
+    ever rewritten. `restored`: it repeats, after a `SessionRestored`, what held then. Any other of the session's
+    rewards ends its failure.
     """
 
     reward: float
@@ -479,6 +483,7 @@ class RewardAssigned(Event, frozen=True):
     turn: int | None = None
     of_root: bool = False
     components_erased: bool = False
+    restored: bool = False
 
 
 ColumnType = Literal["float32", "int32"]
@@ -556,8 +561,23 @@ closed (`root`), or by a client that will use its name again (`finished`): the n
 """
 
 
+FailureKind = Literal["sandbox", "agent", "engine", "timeout", "other"]
+
+
+class Failure(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Why a rollout failed for a reason that is no reward. `erased`: its message was deleted with the session's
+    content."""
+
+    kind: FailureKind
+    message: str | None = None
+    erased: bool = False
+
+
 class SessionClosed(Event, frozen=True):
+    """`failed`: its rollout failed, which the root's close also says of the sessions that it closes."""
+
     reason: CloseReason = "deleted"
+    failed: Failure | None = None
 
 
 class SessionRestored(Event, frozen=True):

@@ -1,14 +1,14 @@
 """The fleet as a fold of its log: its engines, and which gates are shut.
 
 State that belongs to no session has one log. Each event has a `key` and holds that key's whole state, so the last event
-of each key is enough. A gate holds turns back: the fleet's gate all turns, an adapter's gate its own. `closings` only
-grow; comparing them shows later whether a gate was shut meanwhile.
+of each key is enough. A gate holds turns back: the fleet's gate all turns, an adapter's gate its own. A run has such
+gates for its own turns alone. `closings` only grow; comparing them shows later whether a gate was shut meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
@@ -33,16 +33,29 @@ class FleetEvent(Event, frozen=True):
 class EngineListed(FleetEvent, frozen=True):
     """An operator's setting for an engine. It overrides the server's settings and clears a weight version regression.
 
-    `draining`: turns in flight there finish, new ones go elsewhere. `removed`: as if it were not in the settings.
+    `draining`: turns in flight there finish, new ones go elsewhere. `removed`: as if it were not in the settings. With
+    `run` it serves that run alone, which then goes to no other engine, also when its own are removed.
     """
 
     KEY = ("engine", "url")
 
     url: str
     state: Literal["serving", "draining", "removed"] = "serving"
+    run: str | None = None
 
 
-class AdapterPaused(FleetEvent, frozen=True):
+class GateEvent(FleetEvent, frozen=True, kw_only=True):
+    """The base of the events of gates. `run`: the gate holds that run's turns alone; None: those of all runs."""
+
+    run: str | None = None
+
+    @property
+    def key(self) -> str:
+        key = super().key
+        return key if self.run is None else f"run:{self.run}/{key}"
+
+
+class AdapterPaused(GateEvent, frozen=True):
     """The gate of an adapter is shut, until `until` at the latest (seconds since the epoch, the database's clock)."""
 
     KEY = ("adapter", "name")
@@ -53,7 +66,7 @@ class AdapterPaused(FleetEvent, frozen=True):
     version: str | None = None
 
 
-class AdapterResumed(FleetEvent, frozen=True):
+class AdapterResumed(GateEvent, frozen=True):
     """The gate of an adapter is open, also initially (`known`). `version` is its weight version, if given."""
 
     KEY = ("adapter", "name")
@@ -64,8 +77,8 @@ class AdapterResumed(FleetEvent, frozen=True):
     version: str | None = None
 
 
-class FleetPaused(FleetEvent, frozen=True):
-    """The gate of the whole fleet is shut; see `AdapterPaused`."""
+class FleetPaused(GateEvent, frozen=True):
+    """The gate of the whole fleet, or of a run, is shut; see `AdapterPaused`."""
 
     KEY = ("fleet", None)
 
@@ -75,9 +88,9 @@ class FleetPaused(FleetEvent, frozen=True):
     version: str | None = None
 
 
-class FleetResumed(FleetEvent, frozen=True):
-    """The gate of the whole fleet is open. `version` is the weight version of engines that cannot say
-    theirs, if given."""
+class FleetResumed(GateEvent, frozen=True):
+    """The gate of the whole fleet, or of a run, is open. `version` is the weight version of engines that
+    cannot say theirs, if given."""
 
     KEY = ("fleet", None)
 
@@ -118,6 +131,7 @@ class VersionRegressed(FleetEvent, frozen=True):
     engine: str
     before: str
     after: str
+    run: str | None = None
 
 
 class EngineDied(FleetEvent, frozen=True):
@@ -127,6 +141,7 @@ class EngineDied(FleetEvent, frozen=True):
 
     url: str
     reason: str
+    run: str | None = None
 
 
 TYPES: dict[str, type[FleetEvent]] = {
@@ -145,6 +160,17 @@ TYPES: dict[str, type[FleetEvent]] = {
 }
 
 describe(*TYPES.values())
+
+
+class EngineVersions(NamedTuple):
+    """The newest numeric weight versions that engines have: `own` of the runs with engines of their own, `shared` of
+    those that serve the others."""
+
+    own: Mapping[str, int | None] = {}
+    shared: int | None = None
+
+    def of(self, run: str) -> int | None:
+        return self.own.get(run, self.shared)
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -172,6 +198,23 @@ class Gate(msgspec.Struct, frozen=True):
 OPEN = Gate()
 
 
+class GateSet(msgspec.Struct, frozen=True):
+    """The gates of the whole fleet, or of a run: one for all turns, `fleet`, and those of adapters."""
+
+    fleet: Gate = OPEN
+    adapters: dict[str, Gate] = {}
+
+    def adapter(self, name: str | None) -> Gate:
+        return OPEN if name is None else self.adapters.get(name, OPEN)
+
+    @property
+    def all(self) -> list[Gate]:
+        return [self.fleet, *self.adapters.values()]
+
+
+ALL_OPEN = GateSet()
+
+
 class Regression(msgspec.Struct, frozen=True):
     """An engine's weight version went from `before` back to `after`; noticed at `at`."""
 
@@ -180,42 +223,89 @@ class Regression(msgspec.Struct, frozen=True):
     at: float
 
 
+Closings = tuple[int, int, int, int]
+"""How often the fleet's gate, its adapter's, the run's and its adapter's had been shut when a turn passed them."""
+
+
 class Fleet(msgspec.Struct, frozen=True):
-    """The state after event `version`. `engines` are those set by an operator; `gate` is the fleet's. `died`: when an
-    engine was last noted as dead."""
+    """The state after event `version`. `engines` are those set by an operator; `gates` those of the whole fleet, `runs`
+    the gates of runs that have been paused or resumed. `died`: when an engine was last noted as dead."""
 
     version: int = 0
     engines: dict[str, EngineListed] = {}
-    adapters: dict[str, Gate] = {}
-    gate: Gate = OPEN
+    gates: GateSet = ALL_OPEN
+    runs: dict[str, GateSet] = {}
     regressed: dict[str, Regression] = {}
     held: TurnsHeld | None = None
     died: dict[str, float] = {}
 
-    def gates(self, adapter: str | None) -> tuple[Gate, Gate]:
-        """The gates that a turn of this adapter must pass: the fleet's and its own."""
-        return self.gate, OPEN if adapter is None else self.adapters.get(adapter, OPEN)
+    def gates_of(self, run: str | None) -> GateSet:
+        """The gates of a run's turns alone; None: those of all turns."""
+        return self.gates if run is None else self.runs.get(run, ALL_OPEN)
 
-    def is_shut(self, adapter: str | None, *, has_claim: bool = False) -> bool:
-        """Must a turn of this adapter wait? A turn that `has_claim` goes on while others drain."""
-        if self.gate.until is not None:
+    def is_shut(self, run: str, adapter: str | None, *, has_claim: bool = False) -> bool:
+        """Must a turn of this run and adapter wait? A turn that `has_claim` goes on while others drain."""
+        if self.gates.fleet.until is not None:
             return True
         if self.held is not None and not (has_claim and self.held.reason == "drain"):
             return True
-        own = None if adapter is None else self.adapters.get(adapter)
-        return own is not None and own.until is not None
+        own = self.runs.get(run, ALL_OPEN)
+        if own.fleet.until is not None:
+            return True
+        return adapter is not None and (self.gates.adapter(adapter).is_shut or own.adapter(adapter).is_shut)
 
-    def closings(self, adapter: str | None) -> tuple[int, int]:
+    def closings(self, run: str, adapter: str | None) -> Closings:
         """Compare with a later value to see whether one of these gates was shut meanwhile."""
-        fleet, own = self.gates(adapter)
-        return fleet.closings, own.closings
+        own = self.runs.get(run, ALL_OPEN)
+        if adapter is None:
+            return self.gates.fleet.closings, 0, own.fleet.closings, 0
+        every = self.gates
+        return every.fleet.closings, every.adapter(adapter).closings, own.fleet.closings, own.adapter(adapter).closings
+
+    def at_engine(self, run: str | None) -> tuple[int, bool]:
+        """Of the gates behind which the weights of an engine change, which serves this run or (None) several: how often
+        they were shut, and whether one is."""
+        own = [gates.fleet for gates in self.runs.values()] if run is None else [self.gates_of(run).fleet]
+        gates = [self.gates.fleet, *own]
+        return sum(gate.closings for gate in gates), any(gate.is_shut for gate in gates)
+
+    def is_engine_paused(self, run: str | None) -> bool:
+        """Is an engine that serves this run, or (None) several, told to pause?"""
+        return self.gates.fleet.is_shut or (run is not None and self.gates_of(run).fleet.is_shut)
+
+    def version_of(self, run: str | None) -> str | None:
+        """The weight version that a trainer gave for engines that cannot say theirs: the run's, else that of all."""
+        own = self.gates_of(run).fleet.version
+        return self.gates.fleet.version if own is None else own
+
+    def adapter_version(self, run: str, name: str) -> str | None:
+        """The weight version of an adapter: the run's, else that of all."""
+        own = self.runs.get(run, ALL_OPEN).adapter(name).version
+        return self.gates.adapter(name).version if own is None else own
+
+    def knows_adapters(self, run: str) -> bool:
+        return bool(self.gates.adapters) or bool(self.runs.get(run, ALL_OPEN).adapters)
+
+    def knows_adapter(self, run: str, name: str) -> bool:
+        """Was the adapter ever paused or resumed, for all runs or for this one?"""
+        return name in self.gates.adapters or name in self.runs.get(run, ALL_OPEN).adapters
+
+    @property
+    def shut_gates(self) -> list[Gate]:
+        """All gates that are shut."""
+        return [gate for gates in (self.gates, *self.runs.values()) for gate in gates.all if gate.is_shut]
 
     def was_shut_after(self, moment: float) -> bool:
         """Was any gate shut after `moment` (seconds since the epoch), or is it now?"""
-        gates = [gate for gate in (self.gate, *self.adapters.values()) if gate.closings]
+        gates = [gate for of_one in (self.gates, *self.runs.values()) for gate in of_one.all if gate.closings]
         return self.held is not None or any(
             gate.is_shut or (gate.since is not None and gate.since > moment) for gate in gates
         )
+
+    @property
+    def owners(self) -> set[str]:
+        """The runs that have engines of their own, also removed ones: they go to no others."""
+        return {engine.run for engine in self.engines.values() if engine.run is not None}
 
     def members(self, base_urls: tuple[str, ...]) -> list[EngineListed]:
         """The engines: those in the settings and those that an operator added, without removed ones."""
@@ -231,16 +321,17 @@ def apply(fleet: Fleet, placed: Placed) -> Fleet:
         case EngineListed():
             others = {url: regression for url, regression in fleet.regressed.items() if url != event.url}
             changes = {"engines": {**fleet.engines, event.url: event}, "regressed": others}
-        case AdapterPaused():
-            gate = Gate(event.closings, event.until, placed.at, version=event.version)
-            changes = {"adapters": {**fleet.adapters, event.name: gate}}
-        case AdapterResumed():
-            gate = Gate(event.closings, None, placed.at, version=event.version)
-            changes = {"adapters": {**fleet.adapters, event.name: gate}}
+        case AdapterPaused() | AdapterResumed():
+            until = event.until if isinstance(event, AdapterPaused) else None
+            gates = fleet.gates_of(event.run)
+            gate = Gate(event.closings, until, placed.at, version=event.version)
+            changes = _with(fleet, event.run, GateSet(gates.fleet, {**gates.adapters, event.name: gate}))
         case FleetPaused():
-            changes = {"gate": Gate(event.closings, event.until, placed.at, event.mode, event.version)}
+            gate = Gate(event.closings, event.until, placed.at, event.mode, event.version)
+            changes = _with(fleet, event.run, GateSet(gate, fleet.gates_of(event.run).adapters))
         case FleetResumed():
-            changes = {"gate": Gate(event.closings, None, placed.at, version=event.version)}
+            gate = Gate(event.closings, None, placed.at, version=event.version)
+            changes = _with(fleet, event.run, GateSet(gate, fleet.gates_of(event.run).adapters))
         case VersionRegressed():
             regression = Regression(event.before, event.after, placed.at)
             changes = {"regressed": {**fleet.regressed, event.engine: regression}}
@@ -251,6 +342,10 @@ def apply(fleet: Fleet, placed: Placed) -> Fleet:
         case EngineDied():
             changes = {"died": {**fleet.died, event.url: placed.at}}
     return msgspec.structs.replace(fleet, version=placed.seq, **changes)
+
+
+def _with(fleet: Fleet, run: str | None, gates: GateSet) -> dict[str, Any]:
+    return {"gates": gates} if run is None else {"runs": {**fleet.runs, run: gates}}
 
 
 def fold(events: Iterable[Placed]) -> Fleet:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
-from app.domain.events import Event, RolledBack, SessionCreated, TurnCommitted, is_number
+from app.domain.events import Event, Failure, RolledBack, SessionCreated, TurnCommitted, is_number
 
 EPSILON = 1e-6
 """Added to the standard deviation, as verl and slime do; in the rewards' own unit."""
@@ -24,12 +24,62 @@ class GroupKey(NamedTuple):
     group_id: str
 
 
+REPLACED = "replaced"
+"""Why a rollout that a later one of its attempt replaces is left out."""
+
+
+class Played(NamedTuple):
+    """A rollout's place in its group: its attempt, None for none, and when its root was created."""
+
+    session_id: str
+    attempt: int | None
+    created_at: float
+    is_rewarded: bool
+    evaluation: bool
+
+
+def replaced(rollouts: Iterable[Played]) -> frozenset[str]:
+    """The rollouts of a group that have no reward, and whose attempt a later one of their kind has: that one replaces
+    them."""
+    every = [one for one in rollouts if one.attempt is not None]
+    newest: dict[tuple[int | None, bool], tuple[float, str]] = {}
+    for one in every:
+        place, at = (one.attempt, one.evaluation), (one.created_at, one.session_id)
+        newest[place] = max(at, newest.get(place, at))
+    return frozenset(
+        one.session_id
+        for one in every
+        if not one.is_rewarded and newest[one.attempt, one.evaluation] > (one.created_at, one.session_id)
+    )
+
+
 class Root(msgspec.Struct, frozen=True):
     """The root of a session's rollout, and the group that counts it; None also where the root does not exist."""
 
     session_id: str
     exists: bool
     group_id: str | None
+
+
+OnFailed = Literal["drop", "keep"]
+"""What advantages make of a failed rollout: they leave it out, or take the reward that it has."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What became of a rollout."""
+
+    reward: float | None = None
+    failed: Failure | None = None
+
+    def left_out(self, on_failed: OnFailed) -> str | None:
+        """Why advantages leave out a rollout that has failed; None: they do not, or it has not."""
+        if self.failed is None or (on_failed == "keep" and self.reward is not None):
+            return None
+        return f"failed: {self.failed.kind}" + (", and it has no reward" if on_failed == "keep" else "")
+
+    def counted(self, on_failed: OnFailed) -> float | None:
+        """The reward that advantages are made of, if they count the rollout."""
+        return self.reward if self.left_out(on_failed) is None else None
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -99,6 +149,16 @@ def staleness(current: int | None, oldest: int | None) -> int | None:
     Negative where it is newer than what the trainer calls current.
     """
     return None if current is None or oldest is None else current - oldest
+
+
+class Current(msgspec.Struct, frozen=True):
+    """Which weight version is current: `given` in every run, else the newest of each."""
+
+    given: int | None
+    newest: Mapping[str, int] = {}
+
+    def of(self, run: str) -> int | None:
+        return self.newest.get(run) if self.given is None else self.given
 
 
 def too_stale(behind: int, most: int) -> str | None:

@@ -25,6 +25,7 @@ from app.domain.events import (
     ColumnRef,
     EngineShape,
     Event,
+    Failure,
     ForkRef,
     GivenIds,
     History,
@@ -327,7 +328,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
 
     `budgets` are the sessions whose limits its turns count against: itself, the root of its rollout. `spent_turns` and
     `spent_tokens` are what it has used of them. `reached` are the limits that ended or refused something, by the turn
-    that they ended, or after which nothing more was allowed. `finished`: no turn is opened any more.
+    that they ended, or after which nothing more was allowed. `finished`: no turn is opened any more. `failed`: it was
+    closed as failed, and no reward has come since.
     """
 
     session_id: str
@@ -368,6 +370,7 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     generation: int | None = None
     frees_name: bool = False
     finished: Finished | None = None
+    failed: Failure | None = None
 
     @property
     def revision(self) -> int:
@@ -602,7 +605,7 @@ def restored(now: Session, then: Session | None, recorded: Recorded) -> Session:
 
 _OF_THE_TIME = (
     *("status", "reward", "turn_rewards", "has_roots_reward", "annotations", "note", "tags"),
-    *("history", "closed_at", "is_reclaimed", "frees_name", "deliveries", "finished"),
+    *("history", "closed_at", "is_reclaimed", "frees_name", "deliveries", "finished", "failed"),
     *("spent_turns", "spent_tokens", "reached"),
 )
 _UNDONE: dict[str, Any] = {
@@ -620,6 +623,7 @@ _UNDONE: dict[str, Any] = {
     "spent_tokens": 0,
     "reached": {},
     "finished": None,
+    "failed": None,
 }
 
 
@@ -658,11 +662,11 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             return {"finished": session.finished or Finished(event.snapshot_id, event.producer_finished)}
         case SessionClosed():
             why = {"is_reclaimed": event.reason == "idle", "frees_name": event.reason == "finished"}
-            return {"status": "closed", "open_turns": {}, "closed_at": recorded.at, **why}
+            return {"status": "closed", "open_turns": {}, "closed_at": recorded.at, "failed": event.failed, **why}
         case SessionErased():
             gone: dict[str, Any] = {"open_turns": {}, "payloads": {}, "undone_payloads": {}}
             said: dict[str, Any] = {"annotations": {}, "note": None, "tags": ()}
-            return {"status": "erased", **gone, **said, **_without_components(session)}
+            return {"status": "erased", **gone, **said, **_without_text(session)}
         case _:
             raise UnknownEvent(f"session {session.session_id}: {type(event).__name__} has no place at {recorded.seq}")
 
@@ -681,22 +685,29 @@ def _tombstoned(session: Session, event: BlobsTombstoned) -> dict[str, Any]:
     return {"payloads": kept, "undone_payloads": undone}
 
 
-def _without_components(session: Session) -> dict[str, Any]:
-    """Rewards stay as numbers. A state from before the components were removed may still hold them."""
+def _without_text(session: Session) -> dict[str, Any]:
+    """Rewards stay as numbers, and a failure as its kind. A state from before the events were rewritten may still hold
+    the rest."""
     return {
+        "failed": session.failed and without_message(session.failed),
         "reward": None if session.reward is None else AssignedReward(session.reward.reward, {}),
         "turn_rewards": {turn: AssignedReward(assigned.reward, {}) for turn, assigned in session.turn_rewards.items()},
     }
 
 
+def without_message(failed: Failure) -> Failure:
+    return failed if failed.message is None else Failure(failed.kind, erased=True)
+
+
 def _rewarded(session: Session, event: RewardAssigned) -> dict[str, Any]:
-    """An episode has one reward: the root's replaces any other in all of its sessions."""
+    """An episode has one reward: the root's replaces any other in all of its sessions. It ends a failure."""
     reward = AssignedReward(event.reward, event.components)
     if event.turn is not None:
         return {"turn_rewards": {**session.turn_rewards, event.turn: reward}}
     if session.has_roots_reward and not event.of_root:
         return {}
-    return {"reward": reward, "has_roots_reward": event.of_root}
+    failed = session.failed if event.restored else None
+    return {"reward": reward, "has_roots_reward": event.of_root, "failed": failed}
 
 
 def _annotated(session: Session, event: AnnotationWritten, recorded: Recorded) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from itertools import islice
 from threading import Lock
@@ -20,18 +21,19 @@ from typing import cast
 import msgspec
 
 from app.domain.branches import Branches, Picker
+from app.domain.cursors import require_mark
 from app.errors import InvalidRequest, StartupError
 from app.export import formats
 from app.export.helpers import HelpedExport, Helpers, PartMaker, made
 from app.export.pages import PART_BYTES, ExportPage, ExportPages
 from app.export.parts import PartRows
-from app.export.query import Cursor, ExportQuery, decode_cursor
+from app.export.query import MAX_RUNS, Cursor, ExportQuery, decode_cursor
 from app.export.row import Fields
 from app.export.writing import MadePart, Rows, Threads, begun, next_rows, read_ahead, written
 from app.store import feed
 from app.store.database import Database
 from app.store.feed import END, Position, wait_for_horizon
-from app.store.sessions import newest_readable_version
+from app.store.sessions import newest_readable_versions
 
 
 class ExportMetrics(msgspec.Struct):
@@ -113,7 +115,7 @@ class Exporter:
         """Fix the window. Raises InvalidRequest for an invalid cursor, or an unknown format or shape."""
         self._require(query)
         pinned, high, query = await self._opened(query, cursor)
-        following = Cursor(pinned.epoch, high)
+        following = Cursor(pinned.epoch, high, mark=pinned.mark)
         parts = self._made(pinned, high, query)
         first = await begun(self._threads, parts)
         instead = self._part_rows(query, pinned).instead
@@ -138,20 +140,25 @@ class Exporter:
     async def _opened(self, query: ExportQuery, cursor: str | None) -> tuple[Cursor, Position, ExportQuery]:
         """The cursor with its window fixed, the window's end, and what is asked for. Raises InvalidRequest."""
         given = None if cursor is None else decode_cursor(cursor)
+        if given is not None:
+            require_mark(given.mark, query.mark)
         if given is None or given.high is None:
             await wait_for_horizon(self._database)
         epoch = await self._database.read(feed.epoch)
-        horizon, newest = await self._database.read(
-            lambda connection: (feed.horizon(connection), newest_readable_version(connection))
-        )
-        given = given or Cursor(epoch, Position(0, 0))
+        horizon = await self._database.read(feed.horizon)
+        given = given or Cursor(epoch, Position(0, 0), mark=query.mark)
         if given.epoch != epoch:
             raise InvalidRequest(
                 f"the cursor is of epoch {given.epoch}, the store is in {epoch}: it was restored; export anew"
             )
         if given.high is None:
-            given = msgspec.structs.replace(given, high=horizon, newest=newest)
-        return given, given.high or horizon, given.as_of(query)
+            given = msgspec.structs.replace(given, high=horizon, newest=None)
+        if given.newest is None and query.needs_current:
+            newest = await self._database.read(partial(newest_readable_versions, evaluation=query.evaluation))
+            if len(newest) > MAX_RUNS:
+                raise InvalidRequest(f"{len(newest)} runs have weight versions of their own: name a weight_version")
+            given = msgspec.structs.replace(given, newest=newest)
+        return given, given.high or horizon, query
 
     async def rows(self, session_ids: Sequence[str], query: ExportQuery) -> list[Fields]:
         """The rows of these sessions as they are now, excluded ones too; meant for few sessions."""

@@ -41,7 +41,7 @@ class ShapeEntry(msgspec.Struct, frozen=True):
 
     `of_session`: `SessionTree` makes them. `last_status`: a row's status is that of its last turn instead of all its
     turns. `of_turns`: the columns that hold the rewards of turns. `masks`: those of sampling masks, in an export with
-    replay payloads.
+    replay payloads. `needs_advantage`: where an export asks for advantages, a row without one is none.
     """
 
     columns: Columns
@@ -51,6 +51,7 @@ class ShapeEntry(msgspec.Struct, frozen=True):
     last_status: bool = False
     masks: Columns = {}
     of_turns: Columns = {}
+    needs_advantage: bool = False
 
 
 DEFAULT = "turnlog"
@@ -62,10 +63,10 @@ SHAPES: Mapping[str, ShapeEntry] = {
     "verl": ShapeEntry(verl.COLUMNS, verl.fields, of_turns=verl.OF_TURNS),
     "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields, of_turns=skyrl.OF_TURNS),
     "trl": ShapeEntry(trl.COLUMNS, trl.fields),
-    "tinker": ShapeEntry(tinker.COLUMNS, tinker.fields),
+    "tinker": ShapeEntry(tinker.COLUMNS, tinker.fields, needs_advantage=True),
     "areal": ShapeEntry(areal.COLUMNS, areal.fields),
-    "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields, masks=prime_rl.MASKS),
-    "atropos": ShapeEntry(atropos.COLUMNS, of_group=atropos.group_fields),
+    "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields, masks=prime_rl.MASKS, needs_advantage=True),
+    "atropos": ShapeEntry(atropos.COLUMNS, of_group=atropos.group_fields, needs_advantage=True),
     "tree": ShapeEntry(tree.COLUMNS, of_session=True),
 }
 
@@ -136,6 +137,11 @@ def require(query: ExportQuery) -> None:
 def takes_groups(shape: str) -> bool:
     """Does a row of this shape contain a whole group?"""
     return SHAPES[shape].of_group is not None
+
+
+def needs_advantage(query: ExportQuery) -> bool:
+    """Has a row without an advantage no place in this shape? A trainer may bring advantages in a column."""
+    return SHAPES[query.shape].needs_advantage and "advantages" not in query.column_names
 
 
 def takes_sessions(shape: str) -> bool:

@@ -17,13 +17,13 @@ import msgspec
 
 from app.domain.branches import Branches, Picker, pick
 from app.domain.events import EXPORTED
-from app.domain.groups import grpo
+from app.domain.groups import REPLACED, GroupKey, Outcome, grpo, replaced
 from app.domain.session import fold
 from app.export import formats
 from app.export.faults import told
 from app.export.query import ExportQuery
 from app.store import rollouts
-from app.store.content import StoredSession, fetch_objects, read_logs, read_sessions, rewards
+from app.store.content import StoredSession, fetch_objects, matches, outcomes, read_logs, read_sessions
 from app.store.damage import SPAN, BrokenRow, PageDamaged, attempt
 from app.store.feed import END, EventFilter, Position, changed_sessions, last_places
 from app.store.ports import Connection, Database
@@ -52,7 +52,10 @@ GROUPS_KEPT = 256
 
 
 class ExportPage(msgspec.Struct, frozen=True):
-    """A session's place in an export, or its group's: the sessions to read for it, with about so many turns."""
+    """A session's place in an export, or its group's: the sessions to read for it, with about so many turns.
+
+    `left_out`: why sessions of failed and of replaced rollouts give no row.
+    """
 
     session_id: str
     at: Position
@@ -60,13 +63,14 @@ class ExportPage(msgspec.Struct, frozen=True):
     turns: int
     is_group: bool
     advantages: Mapping[str, float]
+    left_out: Mapping[str, str] = {}
 
 
 class _Group(msgspec.Struct, frozen=True):
     """The position of each session's last exported event; sessions without one are left out.
 
-    So are sessions without a turn whose rollout has turns elsewhere. `advantages` are by root; `rollouts` give each
-    session's root.
+    So are sessions without a turn whose rollout has turns elsewhere. `advantages` and `left_out` are by root;
+    `rollouts` give each session's root. `matches`: one of the roots has the metadata that is asked for.
     """
 
     ends: Mapping[str, Position]
@@ -74,11 +78,13 @@ class _Group(msgspec.Struct, frozen=True):
     turns: int
     advantages: Mapping[str, float]
     rollouts: Mapping[str, str]
+    left_out: Mapping[str, str]
+    matches: bool
 
-    def advantages_of(self, session_ids: Iterable[str]) -> dict[str, float]:
-        """The advantage of a rollout, which all its sessions share."""
+    def of(self, session_ids: Iterable[str], by_root: Mapping[str, T]) -> dict[str, T]:
+        """What a rollout has, which all its sessions share."""
         rollouts = ((member, self.rollouts.get(member, member)) for member in session_ids)
-        return {member: self.advantages[root] for member, root in rollouts if root in self.advantages}
+        return {member: by_root[root] for member, root in rollouts if root in by_root}
 
 
 class ExportPages:
@@ -101,11 +107,11 @@ class ExportPages:
         self._high = high
         self._query = query
         types = (*EXPORTED, "SessionCreated") if query.explain else EXPORTED
-        self._wanted = EventFilter(types, query.session_id, query.group_id, query.name, query.generation)
+        self._wanted = EventFilter(types, query.session_id, query.name, query.generation, **query.run_and_group)
         self._grouped = formats.takes_groups(query.shape)
         self._replay, self._images = bool(query.replay), query.images == "inline"
         self._rollout_rows = RolloutRows(database, high, branches, has_text=formats.takes_text(query.format))
-        self._groups: OrderedDict[str, _Group] = OrderedDict()
+        self._groups: OrderedDict[GroupKey, _Group] = OrderedDict()
         self._heads: dict[str, ExportHead] | None = None
         self._order: list[tuple[str, Position]] | None = None
         self.turn_bytes: int | None = None
@@ -127,11 +133,23 @@ class ExportPages:
                 # Those of a damaged index may form a circle.
                 if any(before >= at for before, at in pairwise([after, *(at for _, at in changed)])):
                     raise BrokenRow("places out of order")
+            last = changed[-1][1] if changed else None
             heads = self._heads_of(connection, [changed_id for changed_id, _ in changed])
-            return self._places(connection, heads, changed, asked_for=self._query.session_id is not None)
+            if self._query.metadata:
+                changed = self._of_metadata(connection, changed, heads)
+            return self._places(connection, heads, changed, asked_for=self._query.session_id is not None), last
 
         places, last = await self._read(read)
         return self._parts(places), last
+
+    def _of_metadata(
+        self, connection: Connection, changed: Sequence[tuple[str, Position]], heads: Mapping[str, ExportHead]
+    ) -> list[tuple[str, Position]]:
+        """The sessions whose metadata match, and those that come with their group, which decides itself."""
+        matching = matches(connection, [session_id for session_id, _ in changed], self._query.metadata)
+        if self._grouped:
+            matching |= {name: True for name, head in heads.items() if head.key is not None}
+        return [one for one in changed if matching.get(one[0])]
 
     async def _read(self, read: Callable[[Connection], T]) -> T:
         """Read by the lists of sessions; where a damaged page is in their way, by the heads of all sessions, which are
@@ -156,9 +174,7 @@ class ExportPages:
             wanted = self._wanted
             # A session whose group is not known belongs to every group.
             in_group = [
-                head.session_id
-                for head in heads.values()
-                if wanted.group_id is None or not head.is_known or head.group_id == wanted.group_id
+                head.session_id for head in heads.values() if not head.is_known or wanted.has_group(head.group_id)
             ]
             ids = in_group if wanted.session_id is None else [wanted.session_id]
             places = last_places(connection, ids, self._high, wanted.types)
@@ -173,7 +189,7 @@ class ExportPages:
             heads = self._heads_of(connection, session_ids)
             # Of a session without a head it is not known, around damage, whether it is there.
             changed = [(name, END) for name in session_ids if self._heads is not None or name in heads]
-            return self._places(connection, heads, changed, asked_for=True)[0]
+            return self._places(connection, heads, changed, asked_for=True)
 
         return await self._read(read)
 
@@ -219,38 +235,47 @@ class ExportPages:
         changed: Sequence[tuple[str, Position]],
         *,
         asked_for: bool,
-    ) -> tuple[list[ExportPage], Position | None]:
+    ) -> list[ExportPage]:
         known = ((heads.get(session_id, ExportHead(session_id, None, 0)), at) for session_id, at in changed)
         places = [self._place(connection, head, at, asked_for) for head, at in known]
-        return [place for place in places if place is not None], changed[-1][1] if changed else None
+        return [place for place in places if place is not None]
 
     def _heads_of(self, connection: Connection, session_ids: Sequence[str]) -> Mapping[str, ExportHead]:
         return export_heads(connection, session_ids) if self._heads is None else self._heads
 
     def _place(self, connection: Connection, head: ExportHead, at: Position, asked_for: bool) -> ExportPage | None:
-        """None if the session's group comes later. `asked_for`: the group is given here, whatever its last position."""
+        """None if the session's group comes later, or no root in it has the metadata. `asked_for`: the group is given
+        here, whatever its last position."""
         alone = ExportPage(head.session_id, at, [head.session_id], head.turns, self._grouped, {})
-        if head.group_id is None or not (self._grouped or self._query.advantage):
+        if head.key is None or not (self._grouped or self._query.advantage):
             return alone
-        group = self._group(connection, head.group_id)
+        group = self._group(connection, head.key)
         if not self._grouped:
-            return msgspec.structs.replace(alone, advantages=group.advantages_of([head.session_id]))
+            own = [head.session_id]
+            advantages, left_out = group.of(own, group.advantages), group.of(own, group.left_out)
+            return msgspec.structs.replace(alone, advantages=advantages, left_out=left_out)
+        if not group.matches:
+            return None
         has_rows = any(group.rollouts[session_id] == head.rollout for session_id in group.ends)
         if head.session_id not in group.ends and not (asked_for and has_rows):
             return msgspec.structs.replace(alone, is_group=False)
         if group.last > at and not asked_for:
             return None
         members = sorted(group.ends)
-        return ExportPage(head.session_id, at, members, group.turns, True, group.advantages_of(members))
+        advantages, left_out = group.of(members, group.advantages), group.of(members, group.left_out)
+        return ExportPage(head.session_id, at, members, group.turns, True, advantages, left_out)
 
-    def _group(self, connection: Connection, group_id: str) -> _Group:
-        if (known := self._groups.get(group_id)) is not None:
-            return known
+    def _group(self, connection: Connection, key: GroupKey) -> _Group:
+        if (found := self._groups.get(key)) is not None:
+            return found
         if self._heads is None:
-            heads = group_members(connection, group_id)
+            heads = group_members(connection, key)
         else:
-            heads = [head for head in self._heads.values() if head.group_id == group_id]
-        roots = [member.session_id for member in heads if member.root_id is None]
+            heads = [head for head in self._heads.values() if head.key == key]
+        query = self._query
+        heads = [head for head in heads if query.evaluation or not head.evaluation]
+        roots = {member.session_id: member.evaluation for member in heads if member.root_id is None}
+        known = outcomes(connection, list(roots), self._high)
         taken = {member.rollout for member in heads if member.turns}
         members = [member for member in heads if member.turns or member.rollout not in taken]
         every = [member.session_id for member in members]
@@ -259,14 +284,39 @@ class ExportPages:
             ends = last_places(connection, every, self._high, EXPORTED)
         if len(self._groups) == GROUPS_KEPT:
             self._groups.popitem(last=False)
-        group = self._groups[group_id] = _Group(
+        group = self._groups[key] = _Group(
             ends=ends,
             last=max(ends.values(), default=Position(0, 0)),
             turns=sum(member.turns for member in members),
-            advantages=grpo(rewards(connection, roots, self._high)) if self._query.advantage else {},
+            advantages=self._advantages(roots, known) if query.advantage else {},
             rollouts={member.session_id: member.rollout for member in heads},
+            left_out=self._left_out(heads, ends, known),
+            matches=not query.metadata or any(matches(connection, list(roots), query.metadata).values()),
         )
         return group
+
+    def _left_out(
+        self, heads: Iterable[ExportHead], ends: Collection[str], known: Mapping[str, Outcome]
+    ) -> dict[str, str]:
+        """By root, why its sessions give no row here."""
+        reasons: dict[str, str] = {}
+        if self._query.failed == "keep" or formats.needs_advantage(self._query):
+            given = ((root, outcome.left_out(self._query.failed)) for root, outcome in known.items())
+            reasons = {root: why for root, why in given if why is not None}
+        gone = replaced(head.played for head in heads if head.root_id is None and head.session_id in ends)
+        return {**reasons, **dict.fromkeys(gone, REPLACED)}
+
+    def _advantages(self, roots: Mapping[str, bool], known: Mapping[str, Outcome]) -> dict[str, float]:
+        """By root. `roots` say which of them are evaluations, which are compared with one another alone."""
+        advantages: dict[str, float] = {}
+        for evaluation in (False, True):
+            rewards = {
+                root: reward
+                for root, outcome in known.items()
+                if roots[root] == evaluation and (reward := outcome.counted(self._query.failed)) is not None
+            }
+            advantages |= grpo(rewards)
+        return advantages
 
     def _parts(self, places: Sequence[ExportPage]) -> Iterator[list[ExportPage]]:
         part: list[ExportPage] = []

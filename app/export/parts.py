@@ -23,8 +23,11 @@ from app.export.row import Fields, Row, Unfit
 from app.export.rows import Known, SessionRows, known
 from app.export.shapes.tree import SessionTree
 from app.store.content import StoredSession
+from app.store.selection import GroupFilter
 
 ERASED = "erased"
+EVALUATION = "evaluation"
+"""A session whose rows are given with `evaluation=true` alone."""
 
 NOTHING_FITS: Mapping[Truncate, str] = {
     "turn": "no turn within max_seq_len",
@@ -87,14 +90,24 @@ class PartRows:
     def _group(self, members: Sequence[StoredSession], page: ExportPage) -> list[Fields]:
         """A whole group as one row, and what is excluded from it.
 
-        Part of a group gives no row: only erased sessions and rolled-back turns may be missing.
+        Part of a group gives no row: only erased and replaced sessions and rolled-back turns may be missing.
         """
         by_member = [list(self._session(member, page)) for member in members]
         rows = [row for of_member in by_member for row in of_member if isinstance(row, Row)]
         left_out = [row for of_member in by_member for row in of_member if not isinstance(row, Row)]
         if not rows:
             return self._numbered(page, None, left_out)
-        missing = next(filter(None, map(_missing, members, by_member)), None)
+        missing = next(
+            filter(
+                None,
+                (
+                    _missing(member, rows)
+                    for member, rows in zip(members, by_member, strict=True)
+                    if member.session_id not in page.left_out
+                ),
+            ),
+            None,
+        )
 
         def whole(cursor: str) -> Fields:
             if missing is not None:
@@ -191,19 +204,22 @@ class PartRows:
     def _readable(self, stored: StoredSession, page: ExportPage) -> Iterator[Row | Fields]:
         """A row, or the reason why there is none, for each live segment, then for each turn that is not live.
 
-        A session outside the requested group or name gives nothing: it is read only where damage hides them.
+        A session outside the requested run, group or name gives nothing: it is read only where damage hides them.
         """
         session_id, at = stored.session_id, page.at
         if stored.status == "erased":
             yield excluded(session_id, self._window.behind(at), ERASED)
             return
         session = known(stored)
-        if self._query.group_id is not None and self._query.group_id not in session.groups:
+        own, wanted = session.session, GroupFilter(**self._query.run_and_group)
+        if wanted.run not in (None, own.config.of_run) or not any(map(wanted.has_group, session.groups)):
             return
-        own = session.session
         if self._query.name not in (None, own.name) or self._query.generation not in (None, own.generation):
             return
-        reason = session_excluded(session, self._query)
+        if own.config.evaluation and not self._query.evaluation:
+            yield excluded(session_id, self._window.behind(at), EVALUATION)
+            return
+        reason = page.left_out.get(session_id) or session_excluded(session, self._query, self._current(own))
         if reason is not None:
             yield excluded(session_id, self._window.behind(at), reason)
             return
@@ -234,7 +250,7 @@ class PartRows:
                     yield excluded(session_id, cursor, f"{error}{beside}", segment=number)
                     continue
                 if (stale := self._query.stale) != "drop":
-                    current, most = self._query.weight_version, self._query.max_staleness
+                    current, most = self._current(own), self._query.max_staleness
                     sample, age = aged(made_row.sample, current, most, masks=stale == "mask")
                     made_row = msgspec.structs.replace(made_row, sample=sample, age=age)
                 yield made_row
@@ -243,6 +259,9 @@ class PartRows:
             yield excluded(
                 session_id, cursor, one.reason, segment=one.segment, turn=one.turn, cut_tokens=one.cut_tokens
             )
+
+    def _current(self, session: Session) -> int | None:
+        return self._window.current(self._query, session.config.of_run)
 
     def _cut(self, session: Known, made: SessionRows, row: BranchRow) -> _Missing | None:
         """What `max_seq_len` took of a row that is in the export; None: nothing that the row has in its loss."""
@@ -297,8 +316,8 @@ def _missing(member: StoredSession, rows: Sequence[Row | Fields]) -> str | None:
     return next((f"{row['session_id']}: {row[formats.EXCLUDED]}" for row in left_out), None)
 
 
-def session_excluded(known: Known, query: ExportQuery) -> str | None:
-    """Why a session of the requested group gives no row at all.
+def session_excluded(known: Known, query: ExportQuery, current: int | None) -> str | None:
+    """Why a session of the requested group gives no row at all; `current` is its run's weight version.
 
     A session with a sampled token of unknown age is excluded, as is one without a reward if a reward is required. So no
     token in an exported row's loss is older than requested, unless the request keeps stale ones.
@@ -327,7 +346,7 @@ def session_excluded(known: Known, query: ExportQuery) -> str | None:
     ]
     if query.max_staleness is None or query.stale == "keep" or not any(event.output_tokens for event in live):
         return None
-    behind = staleness(query.weight_version, oldest_version(live))
+    behind = staleness(current, oldest_version(live))
     if behind is None:
         return f"staleness unknown: {UNKNOWN_STALENESS}"
     if not all(map(has_numbers_only, live)):

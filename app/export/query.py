@@ -24,8 +24,10 @@ from pydantic_core import PydanticCustomError
 
 from app.domain import cursors
 from app.domain.branches import Branches, Loss
+from app.domain.groups import OnFailed
 from app.domain.patterns import ANNOTATION, MAX_INTEGER, NO_NUL
 from app.domain.samples import RoutingOf, Stale, Truncate
+from app.domain.selection import Selection
 from app.errors import InvalidRequest
 from app.store.feed import Position
 from workers.top_logprobs import MAX_TOP
@@ -72,20 +74,26 @@ class RowQuery(BaseModel):
     """The parameters that an export and the training feed share.
 
     `max_staleness`: how many weight versions a sampled token may be behind `weight_version`. If that is None, it is the
-    newest in the store; an export takes that from its cursor. `stale` says what becomes of older ones.
+    newest of the session's run; an export takes that from its cursor. `stale` says what becomes of older ones.
     """
 
     model_config = ConfigDict(frozen=True)
 
     max_staleness: Count = Field(default=None, description="At most so many weight versions behind `weight_version`.")
     weight_version: Count = Field(
-        default=None, description="What is current; the newest in the store where it is left out."
+        default=None, description="What is current; the newest of the session's run where it is left out."
     )
     stale: Stale = Field(
         default="drop",
         description="What becomes of a token that is more than `max_staleness` behind: its session (in the feed its "
         "group) is left out (`drop`), it leaves the loss mask (`mask`), or the row only says how old it is (`keep`).",
     )
+    failed: OnFailed = Field(
+        default="drop",
+        description="Rollouts that failed: their group's advantages leave them out (`drop`), or take the reward that "
+        "they have (`keep`), and those without one are left out of the rows.",
+    )
+    evaluation: bool = Field(default=False, description="Sessions of evaluations too, and their weight versions.")
     explain: bool = Field(default=False, description="Say also what was left out, and why.")
     branches: Branches | None = Field(
         default=None,
@@ -128,12 +136,15 @@ class RowQuery(BaseModel):
         return () if self.columns is None else list(dict.fromkeys(self.columns.split(",")))
 
 
-class ExportQuery(RowQuery):
+MAX_RUNS = 100
+"""Runs of which a cursor holds the current weight versions."""
+
+
+class ExportQuery(Selection, RowQuery):
     """Which rows to give (None: any), how many, and in which form."""
 
     format: str = Field(default="ndjson", description="What the rows are written into.")
     session_id: Text = Field(default=None, description="A session's id.")
-    group_id: Text = Field(default=None, description="A group's id.")
     name: Text = Field(default=None, description="What clients call the sessions.")
     generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
     status: Literal["completed", "truncated", "aborted"] | None = Field(default=None, description="Only such.")
@@ -183,13 +194,33 @@ class ExportQuery(RowQuery):
             )
         return seconds
 
+    @property
+    def mark(self) -> str:
+        """Of the filters, in a cursor."""
+        return cursors.mark(self, FILTERS)
+
+    @property
+    def needs_current(self) -> bool:
+        """Must be known which weight version is current in each run?"""
+        return self.weight_version is None and (self.max_staleness is not None or self.stale == "keep")
+
+
+FILTERS = frozenset(
+    {
+        *Selection.model_fields,
+        *("session_id", "name", "generation", "status", "session_status"),
+        *("since", "until", "min_reward", "max_reward"),
+    }
+)
+"""The parameters of an export that say which rows there are, whatever is current; a cursor belongs to them."""
+
 
 class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """An export's position. `high` None: up to the time of the request.
 
     `at` is the position of the last page. `given`: only so many of that page's rows were sent, excluded ones counted.
-    `newest` is the largest weight version in the store when the window was fixed, None if none was a number, so that a
-    repeated window gives the same rows.
+    `newest` are the largest weight versions by run when the window was fixed, of those that were numbers, so that a
+    repeated window gives the same rows; None where the export does not ask for them. `mark` is that of the filters.
     """
 
     epoch: str
@@ -197,7 +228,8 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
     high: Position | None = None
     at: Position | None = None
     given: Annotated[int, msgspec.Meta(ge=1, le=MAX_INTEGER)] | None = None
-    newest: Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)] | None = None
+    newest: dict[cursors.Text, Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)]] | None = None
+    mark: str = ""
 
     def encode(self) -> str:
         return cursors.encode(self)
@@ -215,12 +247,9 @@ class Cursor(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
             return ""
         return msgspec.structs.replace(self, at=at, given=number if number < total else None).encode()
 
-    def as_of(self, query: ExportQuery) -> ExportQuery:
-        """Set which weight version is current, unless the client does."""
-        is_asked = query.max_staleness is not None or query.stale == "keep"
-        if not is_asked or query.weight_version is not None:
-            return query
-        return query.model_copy(update={"weight_version": self.newest})
+    def current(self, query: RowQuery, run: str) -> int | None:
+        """Which weight version is current in a run: the client's, else the run's newest."""
+        return (self.newest or {}).get(run) if query.weight_version is None else query.weight_version
 
 
 def decode_cursor(text: str) -> Cursor:

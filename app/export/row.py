@@ -233,6 +233,12 @@ class Row(msgspec.Struct, frozen=True):
         return None if self.session.reward is None else self.session.reward.reward
 
     @property
+    def failed(self) -> Mapping[str, str] | None:
+        """Why the rollout failed: `kind` and, if there is one, `message`."""
+        failed = self.session.failed
+        return None if failed is None else msgspec.to_builtins(failed)
+
+    @property
     def reward_components(self) -> Mapping[str, float]:
         return {} if self.session.reward is None else self.session.reward.components
 

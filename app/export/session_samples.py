@@ -186,6 +186,7 @@ def summary(session: Session) -> dict[str, Any]:
     return {
         "status": session.status,
         "version": session.version,
+        "run": session.config.of_run,
         "group_id": session.config.group_id,
         "attempt": session.config.attempt,
         "reward": session.reward.reward if session.reward else None,

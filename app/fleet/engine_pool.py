@@ -11,10 +11,10 @@ import msgspec
 from app.domain.events import is_number
 from app.domain.fleet import EngineListed, Fleet, FleetEvent, Regression, VersionRegressed
 from app.domain.patterns import base_url_fault, plain_base_url
-from app.errors import AppError, InvalidRequest, NotFound
+from app.errors import AppError, InvalidRequest, NotFound, RunMismatch
 from app.fleet.engines import Engines
 from app.fleet.member import Member, is_lower
-from app.fleet.state import FleetState
+from app.fleet.state import POLL_S, STALE_S, FleetState
 from app.process import cancelled
 
 log = logging.getLogger("turnlog.fleet")
@@ -36,7 +36,7 @@ class EnginePool:
         self._engines = engines
         self._upstreams = upstreams
         self._reporting: asyncio.Task[None] | None = None
-        engines.serve(fleet.fleet.members(upstreams))
+        engines.serve(fleet.fleet.members(upstreams), fleet.fleet.owners)
         fleet.listen(self._changed)
 
     def start(self) -> None:
@@ -45,8 +45,9 @@ class EnginePool:
     async def stop(self) -> None:
         await cancelled(self._reporting)
 
-    def listed(self) -> list[ListedEngine]:
-        return [self._listed(member) for member in self._engines.members.values()]
+    def listed(self, run: str | None = None) -> list[ListedEngine]:
+        """All engines, or those that serve a run."""
+        return [self._listed(member) for member in self._engines.serving(run)]
 
     def _listed(self, member: Member) -> ListedEngine:
         """A regression is over if the version is as high as before, or has become a name."""
@@ -56,37 +57,60 @@ class EnginePool:
         source: Literal["settings", "admin"] = "settings" if member.url in self._upstreams else "admin"
         return ListedEngine(member, source, None if is_over else regression)
 
-    async def put(self, url: str, state: Literal["serving", "draining"]) -> ListedEngine:
-        """Add the engine, bring it back or drain it. Raises InvalidRequest, StoreUnavailable, StoreFull."""
+    async def put(
+        self, url: str, state: Literal["serving", "draining"], run: str | msgspec.UnsetType | None = msgspec.UNSET
+    ) -> ListedEngine:
+        """Add the engine, bring it back or drain it. `run` is the run that it serves alone, None: it serves several;
+        where it is not given, that stays as it is. Raises InvalidRequest, RunMismatch for an engine that is in the pool
+        for another run, StoreUnavailable, StoreFull."""
         url = _require_base_url(url)
-        wanted = EngineListed(url, state)
 
         def decide(fleet: Fleet) -> FleetEvent | None:
-            known = fleet.engines.get(url) == wanted and url not in fleet.regressed
-            return None if known else wanted
+            wanted = self._wanted(fleet, url, state, run)
+            return None if fleet.engines.get(url) == wanted and url not in fleet.regressed else wanted
 
-        await self._fleet.refresh()
+        known = (await self._fleet.refresh()).engines.get(url)
+        wanted = self._wanted(self._fleet.fleet, url, state, run)
+        if known is not None and known.run != wanted.run and not self._fleet.is_alone:
+            # Until no process sends it a turn of the run that it served before it was removed.
+            await asyncio.sleep(max(STALE_S + 2 * POLL_S, 2 * self._fleet.stale_s))
         await self._fleet.append(decide)
         member = self._engines.members.get(url)
         if member is None:
             raise NotFound(f"engine {url} was removed at the same time")
         return self._listed(member)
 
-    async def remove(self, url: str) -> None:
-        """Turns in flight there still end. Raises InvalidRequest, NotFound, StoreUnavailable, StoreFull."""
+    def _wanted(
+        self, fleet: Fleet, url: str, state: Literal["serving", "draining"], run: str | msgspec.UnsetType | None
+    ) -> EngineListed:
+        """Raises RunMismatch."""
+        listed, known = self._member(fleet, url), fleet.engines.get(url)
+        if listed is not None and run is not msgspec.UNSET and listed.run != run:
+            whose = "several runs" if listed.run is None else f"run {listed.run}"
+            raise RunMismatch(f"engine {url} serves {whose}: remove it first, then add it anew")
+        kept = None if known is None else known.run
+        return EngineListed(url, state, kept if run is msgspec.UNSET else run)
+
+    def _member(self, fleet: Fleet, url: str) -> EngineListed | None:
+        return next((engine for engine in fleet.members(self._upstreams) if engine.url == url), None)
+
+    async def remove(self, url: str, run: str | None = None) -> None:
+        """Turns in flight there still end. `run`: only an engine that serves this run alone. Raises InvalidRequest,
+        NotFound, StoreUnavailable, StoreFull."""
         url = _require_base_url(url)
 
         def decide(fleet: Fleet) -> FleetEvent:
-            if all(engine.url != url for engine in fleet.members(self._upstreams)):
+            listed = self._member(fleet, url)
+            if listed is None or run not in (None, listed.run):
                 raise NotFound(f"there is no engine {url}")
-            return EngineListed(url, "removed")
+            return EngineListed(url, "removed", listed.run)
 
         await self._fleet.refresh()
         await self._fleet.append(decide)
 
     def _changed(self, before: Fleet, now: Fleet) -> None:
         if now.engines is not before.engines:
-            self._engines.serve(now.members(self._upstreams))
+            self._engines.serve(now.members(self._upstreams), now.owners)
         for url in before.regressed.keys() - now.regressed.keys():
             if url in self._engines.members:
                 self._engines.members[url].forget_version()
@@ -99,7 +123,7 @@ class EnginePool:
             for member in list(self._engines.members.values()):
                 before, after = member.fell_from, member.weight_version
                 if before is not None and after is not None:
-                    await self._report(VersionRegressed(member.url, before, after))
+                    await self._report(VersionRegressed(member.url, before, after, member.run))
 
     async def _report(self, event: VersionRegressed) -> None:
         if not _is_new_regression(self._fleet.fleet, event):

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from app.domain.events import EngineShape
-from app.domain.fleet import EngineListed
+from app.domain.events import EngineShape, is_number
+from app.domain.fleet import EngineListed, EngineVersions
 from app.domain.request import IdsField
 from app.errors import AppError, NoUpstream, UpstreamInvalid, UpstreamTimeout, UpstreamUnreachable
 from app.fleet.member import ROUTES, Member, WeightVersions
@@ -56,16 +56,30 @@ _MODELS = msgspec.json.Decoder(_Models)
 
 
 class EngineOrder:
-    """Engines in the order in which a turn tries them: `first`, then `others()`, ranked only when the first fails."""
+    """The engines that a turn of `run` (None: of any) tries, in order: `first`, then the others, ranked only when that
+    fails.
 
-    def __init__(self, first: str, others: Callable[[], Iterable[str]]) -> None:
+    `may_serve`: may an engine serve the run? It is asked again before a request is sent, since a turn may have waited
+    long for that.
+    """
+
+    def __init__(self, run: str | None, first: str, others: Callable[[], Iterable[str]], may_serve: Serves) -> None:
+        self.run = run
         self.first = first
         self._others = others
+        self._may_serve = may_serve
 
     def __iter__(self) -> Iterator[str]:
-        yield self.first
+        if self.may_serve(self.first):
+            yield self.first
         yield from (url for url in self._others() if url != self.first)
 
+    def may_serve(self, url: str) -> bool:
+        return self._may_serve(url, self.run)
+
+
+Serves = Callable[[str, str | None], bool]
+"""May the engine with this base URL serve this run?"""
 
 BodyFor = Callable[[str], Awaitable[Sequence[bytes | memoryview]]]
 """A request's body, in parts, for the engine with this base URL: a turn may move to another engine, which reads other
@@ -104,17 +118,24 @@ class Engines:
         self._configured = configured
         self._placement = placement
         self._headers = to_control(api_key)
+        self._shared: list[Member] = []
+        self._own: dict[str, list[Member]] = {}
         self._generating: dict[str, str] = {}
         self._probes: dict[str, asyncio.Task[Any]] = {}
         self.changed = asyncio.Event()
         self.regression = asyncio.Event()
 
-    def serve(self, listed: Sequence[EngineListed]) -> None:
-        """Use these engines from now on; what is known of those that stay is kept."""
+    def serve(self, listed: Sequence[EngineListed], owners: Iterable[str] = ()) -> None:
+        """Use these engines from now on; what is known of those that stay is kept. Runs that are `owners` go to their
+        own alone, though they have none just now."""
         before = self.members
         self.members = {engine.url: before.get(engine.url) or Member(engine.url) for engine in listed}
         for engine in listed:
-            self.members[engine.url].is_draining = engine.state == "draining"
+            member = self.members[engine.url]
+            member.is_draining, member.run = engine.state == "draining", engine.run
+        members = list(self.members.values())
+        self._shared = [member for member in members if member.run is None]
+        self._own = {run: [member for member in members if member.run == run] for run in owners}
         self.changed.set()
 
     def seen(self, url: str, version: str | None, known: str | None, dialect: Dialect | None = None) -> None:
@@ -153,39 +174,61 @@ class Engines:
         """What is known of an engine, also of one that was removed."""
         return self.members.get(url) or Member(url)
 
-    def require_some(self) -> None:
-        """Raises NoUpstream."""
-        if not self.members:
-            raise NoUpstream("there is no engine: set TURNLOG_UPSTREAMS, or POST /engines")
+    def serving(self, run: str | None) -> Sequence[Member]:
+        """The engines that serve a run: its own, else those that serve no run alone. None: all engines."""
+        return list(self.members.values()) if run is None else self._own.get(run, self._shared)
 
-    def why_unavailable(self, url: str) -> Literal["listed", "draining", "dead"] | None:
-        """Why no turn should go to this engine; None if one may."""
+    def newest_versions(self) -> EngineVersions:
+        """What is current at engines. Also for a read's thread."""
+
+        def newest(members: Sequence[Member]) -> int | None:
+            versions = [member.weight_version for member in members]
+            return max((int(one) for one in versions if one is not None and is_number(one)), default=None)
+
+        return EngineVersions({run: newest(members) for run, members in self._own.items()}, newest(self._shared))
+
+    def may_serve(self, url: str, run: str | None) -> bool:
+        """Is there this engine, and does it serve the run?"""
         member = self.members.get(url)
-        if member is None:
+        return member is not None and (run is None or member.run == (run if run in self._own else None))
+
+    def require_some(self, run: str | None) -> None:
+        """Raises NoUpstream."""
+        if not self.serving(run):
+            if run is not None and run in self._own:
+                raise NoUpstream(f"the engines of run {run} are gone, and it goes to no others: POST /engines")
+            whose = "" if not self.members else f" for run {run}: each serves another run alone"
+            raise NoUpstream(f"there is no engine{whose}: set TURNLOG_UPSTREAMS, or POST /engines")
+
+    def why_unavailable(self, url: str, run: str | None) -> Literal["listed", "draining", "dead"] | None:
+        """Why no turn of this run should go to this engine; None if one may."""
+        if not self.may_serve(url, run):
             return "listed"
+        member = self.members[url]
         if member.is_draining:
             return "draining"
         return "dead" if member.health == "dead" else None
 
-    def order(self, session_id: str, preferred: str | None = None) -> EngineOrder:
-        """The engines in the order in which a turn tries them, beginning with `preferred` if it accepts turns.
+    def order(self, run: str | None, session_id: str, preferred: str | None = None) -> EngineOrder:
+        """The engines in the order in which a turn of this run (None: of any) tries them, beginning with `preferred` if
+        it accepts turns.
 
         Draining and dead engines come last, rather than none. Raises NoUpstream.
         """
-        self.require_some()
-        if preferred is not None and self.why_unavailable(preferred) is None:
-            return EngineOrder(preferred, lambda: self._ranked(session_id))
-        first, *others = self._ranked(session_id)
-        return EngineOrder(first, lambda: others)
+        if preferred is None or self.why_unavailable(preferred, run) is not None:
+            preferred = self._ranked(run, session_id)[0]
+        return EngineOrder(run, preferred, lambda: self._ranked(run, session_id), self.may_serve)
 
-    def _ranked(self, session_id: str) -> list[str]:
+    def _ranked(self, run: str | None, session_id: str) -> list[str]:
         """Available engines, then draining, then dead ones; each group by load, then by rendezvous hashing.
 
         Only the hashing is the same in all processes. An engine that answers slowly has more load than this process
-        knows.
+        knows. Raises NoUpstream.
         """
-        if len(self.members) == 1:
-            return list(self.members)
+        members = self.serving(run)
+        if len(members) < 2:
+            self.require_some(run)
+            return [member.url for member in members]
         by_load = self._placement == "least_loaded"
 
         def rank(member: Member) -> tuple[bool, bool, bool, int, bytes]:
@@ -194,11 +237,11 @@ class Engines:
             load = member.in_flight if by_load else 0
             return member.health == "dead", member.is_draining, is_slow, load, name
 
-        return [member.url for member in sorted(self.members.values(), key=rank)]
+        return [member.url for member in sorted(members, key=rank)]
 
     async def generate(
         self,
-        order: Iterable[str],
+        order: EngineOrder,
         shape: EngineShape,
         body_for: BodyFor,
         headers: Headers,
@@ -218,12 +261,13 @@ class Engines:
         if not the shape's.
 
         Raises as `body_for`, UpstreamUnreachable, UpstreamTimeout, UpstreamInvalid (malformed, too large, a redirect or
-        another status that holds no completion), Withheld if `may_send` refuses at the last moment.
+        another status that holds no completion), NoUpstream, Withheld if `may_send` refuses at the last moment or the
+        engine does not serve the run any more.
         """
         tried, url, is_cancelled = 0, "", False
 
         def sends() -> bool:
-            if may_send is not None and not may_send():
+            if not order.may_serve(url) or (may_send is not None and not may_send()):
                 return False
             if rid:
                 self._generating[rid] = url
@@ -241,7 +285,7 @@ class Engines:
                     dialect = self._configured if member.dialect is None else member.dialect
                     dispatched = version
                     if version is None:
-                        dispatched = await self._dispatched(url, known, open_stream is not None)
+                        dispatched = await self._dispatched(url, order.run, known, open_stream is not None)
                     sent = headers
                     if rid and dialect != "sglang":
                         sent = with_request_id(sent, rid)
@@ -259,7 +303,7 @@ class Engines:
                     reply = msgspec.structs.replace(refused.reply)
                 except UNUSABLE as error:
                     if rid and isinstance(error, BadStream) and not isinstance(error, CutStream):
-                        await self.abort(rid)  # It may generate on: its stream was left, not ended.
+                        await self.abort(rid, order.run)  # It may generate on: its stream was left, not ended.
                     raise self._told(member, error) from error
                 finally:
                     member.in_flight -= 1
@@ -279,8 +323,8 @@ class Engines:
             if not is_cancelled:
                 self._generating.pop(rid, None)
 
-    async def _dispatched(self, url: str, known: str | None, is_stream: bool) -> str | None:
-        """The weight version of what is sent to this engine now; None if it is not known."""
+    async def _dispatched(self, url: str, run: str | None, known: str | None, is_stream: bool) -> str | None:
+        """The weight version of what a run sends to this engine now; None if it is not known."""
         if self._versions is None:
             return known
         member = self.members.get(url)
@@ -288,7 +332,7 @@ class Engines:
             return None
         dialect = self._dialect_of(url)
         names_none = dialect == "vllm" or (is_stream and dialect == "sglang")
-        return await self._versions.at_dispatch(member, self.seen, ROUTES[dialect] if names_none else None)
+        return await self._versions.at_dispatch(member, run, self.seen, ROUTES[dialect] if names_none else None)
 
     def _dialect_of(self, url: str) -> DialectChoice:
         """The dialect of one engine; `auto` while it is not known."""
@@ -378,13 +422,14 @@ class Engines:
         if member is not None:
             member.token_ids = member.offer = None
 
-    async def models(self, session_id: str, headers: Headers) -> EngineReply:
+    async def models(self, run: str | None, session_id: str, headers: Headers) -> EngineReply:
         """GET /v1/models. Raises as `generate`."""
-        return await self.first_reached(self.order(session_id), lambda url: self._client.get(url + MODELS, headers))
+        order = self.order(run, session_id)
+        return await self.first_reached(order, lambda url: self._client.get(url + MODELS, headers))
 
-    async def count_tokens(self, session_id: str, body: bytes, headers: Headers) -> EngineReply:
+    async def count_tokens(self, run: str | None, session_id: str, body: bytes, headers: Headers) -> EngineReply:
         """POST /v1/messages/count_tokens, which not every engine has. Raises as `generate`."""
-        order = self.order(session_id)
+        order = self.order(run, session_id)
         return await self.first_reached(order, lambda url: self._client.post(url + COUNT_TOKENS, body, headers))
 
     async def first_reached(self, order: Iterable[str], ask: Callable[[str], Awaitable[EngineReply]]) -> EngineReply:
@@ -429,14 +474,15 @@ class Engines:
         """The engine that runs a generation of this process; None for an unknown rid."""
         return self._generating.get(rid)
 
-    async def abort(self, rid: str) -> None:
-        """Ask the engine that runs the generation to abort it, or all engines if it is not known.
+    async def abort(self, rid: str, run: str | None) -> None:
+        """Ask the engine that has the generation to abort it, or all that serve its run if it is not known.
 
         vLLM, and an engine that cannot be reached, notice the closed connection.
         """
         body = msgspec.json.encode({"rid": rid, "abort_all": False})
         running = self._generating.pop(rid, None)
-        asked = [url for url in ([running] if running else self.members) if self._dialect_of(url) != "vllm"]
+        may_run = [running] if running else [member.url for member in self.serving(run)]
+        asked = [url for url in may_run if self._dialect_of(url) != "vllm"]
         await asyncio.gather(*(self._abort(url, body) for url in asked))
 
     async def _abort(self, base_url: str, body: bytes) -> None:

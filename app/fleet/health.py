@@ -90,7 +90,8 @@ Decoded = TypeVar("Decoded", _ModelInfo, _IsPaused, _ServerInfo)
 
 
 class HealthWatch:
-    """One task that starts each engine's checks when due. `is_paused` tells whether the fleet's gate is shut."""
+    """One task that starts each engine's checks when due. `is_paused` tells whether an engine of a run, or (None) of
+    several, is told to pause."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class HealthWatch:
         *,
         dialect: DialectChoice,
         api_key: str | None,
-        is_paused: Callable[[], bool],
+        is_paused: Callable[[str | None], bool],
     ) -> None:
         self._engines = engines
         self._client = client
@@ -165,7 +166,7 @@ class HealthWatch:
             return
         self._due[url] = asyncio.get_running_loop().time() + CHECK_INTERVAL_S
         known, dialect = member.weight_version, member.dialect or self._dialect
-        is_gate_shut = self._is_paused()
+        is_gate_shut = self._is_paused(member.run)
         info_reply, health = await asyncio.gather(
             self._ask(url + ("/is_paused" if dialect == "vllm" else "/model_info")),
             # A paused SGLang cannot generate a token, and /health would only time out.
@@ -176,7 +177,7 @@ class HealthWatch:
         if _read(info_reply, _IsPaused) is not None:
             version = await weight_version(self._client, url, self._headers, ROUTES["vllm"])
             self._engines.seen(url, version, known, "vllm")
-        self._update(member, info_reply, health, is_gate_shut or self._is_paused(), known)
+        self._update(member, info_reply, health, is_gate_shut or self._is_paused(member.run), known)
         if member.dialect == "vllm" and not member.logprobs_asked:
             member.logprobs_asked = True
             asking = asyncio.create_task(self._ask_mode(member), name="turnlog-logprobs-mode")

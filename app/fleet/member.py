@@ -57,7 +57,8 @@ class _Named(msgspec.Struct):
 
 
 class Member(msgspec.Struct):
-    """`in_flight` counts this process's generations there. `since` (seconds since the epoch) is when `health` changed.
+    """`run`: it serves this run alone; None: all that have no engines of their own. `in_flight` counts this process's
+    generations there. `since` (seconds since the epoch) is when `health` changed.
 
     `generation` grows when the engine answers after it had refused connections: it was restarted, so `sessions` (has it
     the session routes?), `dialect`, `logprobs_of` and `token_ids` (the field of a chat that it takes a prompt's ids
@@ -70,13 +71,14 @@ class Member(msgspec.Struct):
     turn and was not checked since.
 
     `weight_version` is the newest known. While it is lower than one before, `fell_from` holds that one. `version_asked`
-    are the closings of the fleet's gate after which the engine was asked for it.
+    are the closings of its gates (`Fleet.at_engine`) after which the engine was asked for it.
 
     `logprobs_of` is what it says its logprobs are of; `logprobs_asked`: it was asked.
     """
 
     url: str
     is_draining: bool = False
+    run: str | None = None
     in_flight: int = 0
     health: Health = "unknown"
     since: float | None = None
@@ -216,7 +218,7 @@ class WeightVersions:
     A reply that names its versions is believed. vLLM's chat and SGLang's stream name none, so the engine is asked: by
     each health check, and by the first such turn after a gate has opened, since trainers change weights behind a shut
     gate, once for all turns that wait. An engine that cannot say has the version that the trainer named when it resumed
-    the fleet.
+    the turn's run, or the fleet.
 
     `GET /weight_info` is a route of vLLM's development mode, `GET /model_info` is SGLang's. A trainer sets the version
     with `POST /update_weight_version`.
@@ -228,12 +230,12 @@ class WeightVersions:
         self._headers = to_control(api_key)
         self._asking: dict[str, asyncio.Task[None]] = {}
 
-    async def at_dispatch(self, member: Member, seen: Seen, route: str | None) -> str | None:
-        """The version of what is sent to this engine now; None if nobody can say.
+    async def at_dispatch(self, member: Member, run: str | None, seen: Seen, route: str | None) -> str | None:
+        """The version of what a run sends to this engine now; None if nobody can say.
 
         `seen` records what the engine answers at `route`; without a route it is not asked.
         """
-        while route is not None and member.version_asked != self._fleet.fleet.gate.closings:
+        while route is not None and member.version_asked != self._fleet.fleet.at_engine(member.run)[0]:
             asking = self._asking.get(member.url)
             if asking is None:
                 asking = self._asking[member.url] = asyncio.create_task(
@@ -242,19 +244,18 @@ class WeightVersions:
                 asking.add_done_callback(lambda _: self._asking.pop(member.url, None))
             # Other turns wait for it too: it goes on if this one is cancelled.
             await asyncio.shield(asking)
-            if self._fleet.fleet.gate.is_shut:
+            if self._fleet.fleet.at_engine(member.run)[1]:
                 break
-        stated, reported = self._fleet.fleet.gate.version, member.weight_version
+        stated, reported = self._fleet.fleet.version_of(run), member.weight_version
         return stated if stated is not None and reported in (None, UNSET) else reported
 
     async def _ask(self, member: Member, seen: Seen, route: str) -> None:
-        gate, known = self._fleet.fleet.gate, member.weight_version
+        (closings, was_shut), known = self._fleet.fleet.at_engine(member.run), member.weight_version
         version = await weight_version(self._client, member.url, self._headers, route)
         if version is None:
             member.forget_version()
         else:
             seen(member.url, version, known)
-        now = self._fleet.fleet.gate
-        # Was it open all the time between? Behind a shut one, weights may have changed after the answer.
-        if not gate.is_shut and not now.is_shut and gate.closings == now.closings:
-            member.version_asked = gate.closings
+        # Were they open all the time between? Behind a shut one, weights may have changed after the answer.
+        if not was_shut and self._fleet.fleet.at_engine(member.run) == (closings, False):
+            member.version_asked = closings

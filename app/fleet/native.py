@@ -89,9 +89,9 @@ class NativeRoutes:
         return member.server_info
 
     async def chat(
-        self, answer: EngineReply, session_id: str, params: Fields, tools: bytes | None, ids: bytes
+        self, answer: EngineReply, run: str, session_id: str, params: Fields, tools: bytes | None, ids: bytes
     ) -> EngineReply:
-        """The answer as the engine's chat would have given it. Another engine parses it if that one is gone.
+        """The answer as the engine's chat would have given it. Another engine of the run parses it if that one is gone.
 
         Raises as `Engines.first_reached`.
         """
@@ -103,7 +103,7 @@ class NativeRoutes:
             choices.append(await self._message(url, text, params, tools))
             return answer
 
-        await self._engines.first_reached(self._engines.order(session_id, answer.engine), ask)
+        await self._engines.first_reached(self._engines.order(run, session_id, answer.engine), ask)
         body = _with_message(raw, choices[-1], params, ids)
         return msgspec.structs.replace(answer, body=Body([body]), is_native=False)
 

@@ -165,8 +165,7 @@ class FleetState:
 
     def _set_state(self, fleet: Fleet) -> None:
         before, self.fleet = self.fleet, fleet
-        shut = fleet.gate.is_shut or any(gate.is_shut for gate in fleet.adapters.values())
-        self.is_calm = self.is_alone and not shut and fleet.held is None
+        self.is_calm = self.is_alone and not fleet.shut_gates and fleet.held is None
         for listener in self._listeners:
             listener(before, fleet)
 

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from app.errors import PositionGone, StoreDamaged, StoreUnavailable
 from app.sessions.event_log import event_fields
 from app.sessions.log_end import POLL_S, LogEnd, LogPosition, decode_position
 from app.store import feed
+from app.store.content import matches
 from app.store.database import Database
 from app.store.feed import START, EventFilter, EventPage, PlacedRow, Position, holds, written_at
 from app.store.ports import Connection
@@ -32,6 +33,9 @@ END = "end"
 
 PAGE = 500
 """Events in one read."""
+
+KNOWN = 100_000
+"""Sessions of which a reader knows whether their metadata match; they do not change."""
 
 READS = 2
 """Reads at a time, so that readers of the whole log leave connections to others."""
@@ -48,6 +52,7 @@ class EventQuery(msgspec.Struct, frozen=True):
     follow: bool = False
     limit: int | None = None
     wanted: EventFilter = EventFilter()
+    metadata: Mapping[str, Sequence[str]] = {}
 
 
 class _Reader:
@@ -58,6 +63,8 @@ class _Reader:
 
     def __init__(self, query: EventQuery, position: LogPosition, upto: Position, *, is_told: bool) -> None:
         self.wanted = query.wanted
+        self.metadata = query.metadata
+        self._matches: dict[str, bool] = {}
         self.follows = query.follow
         self.position = position
         self.upto = upto
@@ -74,6 +81,21 @@ class _Reader:
     @property
     def nothing(self) -> EventPage:
         return EventPage([], self.position.place, self.position.at)
+
+    def next_page(self, connection: Connection) -> EventPage:
+        """The next events that match. With a filter by metadata a whole page is looked through, whatever `limit`."""
+        place, most = self.position.place, min(PAGE, self.left)
+        page = feed.page(connection, place, self.upto, self.wanted, PAGE if self.metadata else most)
+        if not self.metadata:
+            return page
+        if len(self._matches) > KNOWN:
+            self._matches.clear()
+        unknown = {row.session_id for row in page.rows if row.session_id is not None} - self._matches.keys()
+        self._matches |= dict.fromkeys(unknown, False) | matches(connection, sorted(unknown), self.metadata)
+        rows = [row for row in page.rows if row.session_id is None or self._matches[row.session_id]]
+        if len(rows) > most:
+            return EventPage(rows[:most], rows[most - 1].place, rows[most - 1].at)
+        return page._replace(rows=rows)
 
     def advance(self, page: EventPage) -> None:
         """The page's rows have been sent."""
@@ -181,8 +203,7 @@ class AllEvents:
 
     async def _page(self, reader: _Reader) -> EventPage:
         """Raises PositionGone, StoreUnavailable."""
-        position, upto = reader.position, reader.upto
-        limit = min(PAGE, reader.left)
+        position = reader.position
 
         def read(connection: Connection) -> EventPage | None:
             _require_epoch(position, feed.log_epoch(connection))
@@ -190,7 +211,7 @@ class AllEvents:
                 return None
             if reader.is_at_end:
                 return reader.nothing
-            return feed.page(connection, position.place, upto, reader.wanted, limit)
+            return reader.next_page(connection)
 
         async with self._reads:
             placed = await self._database.read(read, one_moment=True)

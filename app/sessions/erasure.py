@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from app.crash_points import reach
 from app.domain import retention
@@ -54,6 +54,8 @@ class Erasure:
         self._sessions = sessions
         self.elsewhere: list[Callable[[str], Awaitable[bool | None]]] = []
         """Erase a session where a feature has it, and a root's rollout. None: it is not there; False: that goes on."""
+        self.roots_elsewhere: list[Callable[[str], Awaitable[Sequence[str]]]] = []
+        """The roots of a run's rollouts that a feature has, and that are not in the database."""
         self.forget: list[Callable[[str], Awaitable[None]]] = []
         """What features do with a session that has been erased, before that is answered."""
         self.finishing: list[Callable[[str], Awaitable[bool]]] = []
@@ -65,6 +67,17 @@ class Erasure:
 
         Idempotent. The root is erased last, so a retry after a crash finds what is left. Raises SessionNotFound.
         """
+        return await self.erase_all([session_id])
+
+    async def erase_all(self, session_ids: Sequence[str]) -> bool:
+        """As `erase`, one after another; the log files are emptied once."""
+        left = [await self._erase(session_id) for session_id in session_ids]
+        await self._database.empty_log_file()
+        gone = [await ask(session_id) for session_id in session_ids for ask in self.finishing]
+        return all(left) and all(gone)
+
+    async def _erase(self, session_id: str) -> bool:
+        """False: that goes on where a feature has it."""
         # Before, so that nothing comes back from there meanwhile; and after, for what has just left.
         before = [await ask(session_id) for ask in self.elsewhere]
         try:
@@ -78,10 +91,7 @@ class Erasure:
             if all(answer is None for answer in before):
                 raise
             await self._erase_members(session_id)  # those that did not leave with the root
-        left = [await ask(session_id) for ask in self.elsewhere]
-        await self._database.empty_log_file()
-        gone = [await ask(session_id) for ask in self.finishing]
-        return False not in left and all(gone)
+        return False not in [await ask(session_id) for ask in self.elsewhere]
 
     async def _erase_members(self, session_id: str) -> bool:
         """False if a restore of a checkpoint has opened one of them again meanwhile."""

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TypeVar
 
 from app.domain.fleet import fold
+from app.domain.groups import GroupKey
 from app.errors import AppError, SessionUnreadable, StoreDamaged
 from app.process import cancelled
 from app.sessions.erasure import Erasure
@@ -81,7 +82,7 @@ class Janitor:
         self._settings = settings
         self._clock = clock
         self._freed_upto = (0.0, "")
-        self._acknowledged_upto = (0.0, "")
+        self._acknowledged_upto = (0.0, "", "")
         self._erased_in_log_file = False
         self._has_finished_rewarding = False
         self._task: asyncio.Task[None] | None = None
@@ -95,7 +96,7 @@ class Janitor:
     def look_again(self) -> None:
         """Sessions that were passed over because a checkpoint had them may be due."""
         self._freed_upto = (0.0, "")
-        self._acknowledged_upto = (0.0, "")
+        self._acknowledged_upto = (0.0, "", "")
 
     async def _run(self) -> None:
         told: tuple[type[AppError], str] | None = None
@@ -184,7 +185,7 @@ class Janitor:
 
     async def _free_acknowledged(self, given: Acknowledgements, cutoff: float) -> None:
         """Sessions skipped because their group was not acknowledged; `_free_replay` has passed them by now."""
-        after = min(self._acknowledged_upto, (self._acknowledged_upto[0] - LATE_S, ""))
+        after = min(self._acknowledged_upto, (self._acknowledged_upto[0] - LATE_S, "", ""))
         while groups := await self._database.read(lambda connection: given.groups(connection, after, STEP)):  # noqa: B023
             for place in groups:
                 of_group = partial(
@@ -194,7 +195,7 @@ class Janitor:
                     after=(0.0, ""),
                     limit=None,
                     holding=True,
-                    where=in_groups([place[1]]),
+                    where=in_groups([GroupKey(*place[1:])]),
                 )
                 for _, session_id in await self._listed(of_group):
                     with suppress(SessionUnreadable, StoreDamaged):

@@ -18,7 +18,7 @@ import msgspec
 from app.crash_points import reach
 from app.domain import decide
 from app.domain.canonical import digest
-from app.domain.events import BlobRef, CloseReason, SessionConfig, SessionCreated, SessionFinished
+from app.domain.events import BlobRef, CloseReason, Failure, SessionConfig, SessionCreated, SessionFinished
 from app.domain.session import Session, engine_session_of, fold
 from app.errors import (
     AlreadyFinished,
@@ -38,6 +38,7 @@ from app.process import FeatureFaults
 from app.sessions.cache import CacheEntry, SessionCache, require_open
 from app.sessions.event_log import Followers, wait_for_change
 from app.store import rollouts
+from app.store.dialect import NoRoom
 from app.store.log import Appended, Operation, Refused, StoredBlob, VoidedClaim
 from app.store.log_sessions import (
     AssignReward,
@@ -116,7 +117,7 @@ class Sessions:
         """Idempotent for the same id and body. The session's id, which is another one if its name is there under that.
 
         Raises SessionExists, SessionEnded, Restored, StoreFull, SessionClosed (the root of its rollout is),
-        InvalidRequest (its parent descends from it), RunMismatch.
+        InvalidRequest (its parent descends from it), RunMismatch, RunClosed, OverBudget (its run is).
         """
         await self.require_room(new.session_id)
         blob = metadata_blob(new.metadata) if new.metadata else None
@@ -135,6 +136,8 @@ class Sessions:
             raise RunMismatch(
                 f"session {new.session_id}: its rollout belongs to run {outcome.run}, not to {new.config.of_run}"
             )
+        if isinstance(outcome, NoRoom):
+            raise outcome.error
         if isinstance(outcome, Refused):
             raise _of_closed_root(new.session_id, outcome.status)
         created = fold(new.session_id, outcome.events)
@@ -235,13 +238,20 @@ class Sessions:
                     return session
                 await wait_for_change(changed, left)
 
-    async def close(self, session_id: str, reason: CloseReason = "deleted", *, revision: int | None = None) -> None:
+    async def close(
+        self,
+        session_id: str,
+        reason: CloseReason = "deleted",
+        *,
+        revision: int | None = None,
+        failed: Failure | None = None,
+    ) -> None:
         """Close the session, and its whole rollout if it is a root; with `revision`, only if it still has that one
-        and no turn in flight. Raises SessionNotFound, SessionClosed, SessionChanged.
+        and no turn in flight. `failed`: that has failed. Raises SessionNotFound, SessionClosed, SessionChanged.
 
         A turn in flight can no longer commit.
         """
-        closing = self._closing(session_id, reason)
+        closing = msgspec.structs.replace(self._closing(session_id, reason), failed=failed)
         while True:
             if revision is not None:
                 session = (await self.require(session_id)).session

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from app.domain import cursors, patterns
-from app.domain.events import is_number
 from app.domain.groups import staleness
+from app.domain.selection import Selection
 from app.errors import InvalidRequest
 from app.fleet.engines import Engines
 from app.sessions.as_reply import as_reply
-from app.store.content import metadata_of
+from app.store.content import matches
 from app.store.database import Database
 from app.store.ports import Connection
 from app.store.sessions import (
@@ -28,6 +28,7 @@ from app.store.sessions import (
     list_heads,
     load_heads,
     newest_version,
+    newest_versions,
 )
 from turnlog.parameters import SessionState
 from turnlog.replies import ListedSession, SessionPage
@@ -35,18 +36,11 @@ from turnlog.replies import ListedSession, SessionPage
 Text = Annotated[str | None, Field(max_length=512, pattern=patterns.NO_NUL)]
 Number = Annotated[float | None, Field(allow_inf_nan=False)]
 
-NEVER = -1
-"""Below every weight version."""
 
-
-class SessionConditions(BaseModel):
+class SessionConditions(Selection):
     """Conditions on a session's row; None: any."""
 
-    model_config = ConfigDict(frozen=True)
-
     status: Status | None = Field(default=None, description="Only sessions with this status.")
-    run: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions of this run.")
-    group_id: Text = Field(default=None, description="Only sessions of this group.")
     attempt: int | None = Field(default=None, ge=0, le=2**31 - 1, description="Only sessions with this attempt number.")
     engine: Text = Field(default=None, description="Only sessions that are bound to this engine.")
     min_reward: Number = Field(default=None, description="Only sessions with at least this reward.")
@@ -56,39 +50,22 @@ class SessionConditions(BaseModel):
         default=None,
         ge=0,
         le=2**62,
-        description="Only sessions whose newest weight version is at least this many versions behind the newest one.",
+        description="Only sessions whose newest weight version is at least this many versions behind their run's.",
     )
     tag: str | None = Field(default=None, pattern=patterns.TAG, description="Only sessions with this tag.")
     name: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions that clients call so.")
     generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
+    evaluation: bool | None = Field(default=None, description="Only evaluations, or only others.")
 
-    metadata: list[str] = Field(
-        default=[],
-        max_length=20,
-        description="Only sessions whose metadata has this value, as `key=value`; repeated: all of them. A dot in the "
-        "key leads into an object.",
-    )
-
-    @field_validator("metadata", mode="after")
-    @classmethod
-    def _pairs(cls, given: list[str]) -> list[str]:
-        if any(not pair.partition("=")[0] or "=" not in pair for pair in given):
-            raise ValueError("metadata must be key=value")
-        return given
-
-    @property
-    def wanted_metadata(self) -> list[tuple[str, str]]:
-        return [(pair.partition("=")[0], pair.partition("=")[2]) for pair in self.metadata]
-
-    def of_heads(self, newest: int | None) -> HeadFilter:
-        """`newest` is the newest weight version; not used without `min_staleness`."""
-        most = None
+    def of_heads(self, engines: Engines) -> HeadFilter:
+        """`engines` know their weight versions."""
+        given = {name: getattr(self, name) for name in _OF_HEADS}
         if self.min_staleness is not None:
-            most = NEVER if newest is None else newest - self.min_staleness
-        return HeadFilter(most_version=most, **{name: getattr(self, name) for name in _OF_HEADS})
+            given |= {"least_staleness": self.min_staleness, "engine_versions": engines.newest_versions()}
+        return HeadFilter(**given, **self.run_and_group)
 
 
-_OF_HEADS = SessionConditions.model_fields.keys() & set(HeadFilter.__struct_fields__)
+_OF_HEADS = (SessionConditions.model_fields.keys() & set(HeadFilter.__struct_fields__)) - Selection.model_fields.keys()
 
 Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
 
@@ -100,8 +77,11 @@ METADATA_AT_ONCE = 500
 AtGates = Callable[[], Mapping[str, bool]]
 """Sessions whose turn waits at a gate of this process; True if the turn has its claim."""
 
-CursorFields = tuple[str, bool, float | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None, cursors.Text]
-"""A cursor: the sort column, whether it descends, and the last row's value and id, within what the databases accept."""
+CursorFields = tuple[
+    str, bool, float | Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None, cursors.Text, str
+]
+"""A cursor: the sort column, whether it descends, the last row's value and id, within what the databases accept, and
+the mark of its filters."""
 
 MAX_SECONDS = 10 * 365 * 86_400
 
@@ -134,6 +114,11 @@ class SessionQuery(SessionFilter):
 
     q: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions whose id begins so.")
 
+    @property
+    def mark(self) -> str:
+        """Of the filters, in a cursor."""
+        return cursors.mark(self, SessionQuery.model_fields.keys() - {"sort", "order"})
+
 
 class SessionList:
     """`at_gates` returns the turns that wait at gates; `engines` know their weight versions."""
@@ -157,7 +142,7 @@ class SessionList:
         for _ in range(MAX_LOOKED_AT // METADATA_AT_ONCE):
             page = await self._page(query, after, METADATA_AT_ONCE, counted=False)
             ids = [row["session_id"] for row in page["sessions"] if row["state"] != "erased"]
-            matching = await self._database.read(lambda c: matches(c, ids, query.wanted_metadata))  # noqa: B023
+            matching = await self._database.read(lambda c: matches(c, ids, query.metadata))  # noqa: B023
             rows += [row for row in page["sessions"] if matching.get(row["session_id"])]
             after = page["next_cursor"]
             if after is None or len(rows) >= limit:
@@ -176,8 +161,7 @@ class SessionList:
         at_gates = self.at_gates()
 
         def read(connection: Connection) -> SessionPage:
-            newest = self.newest_version(connection)
-            wanted = self._wanted(query, newest, at_gates)
+            wanted = self._wanted(query, at_gates)
             total = count_heads(connection, wanted) if counted else COUNTED + 1
             is_of_few = total <= COUNTED or wanted.claimed_before is not None or wanted.among is not None
             heads = list_heads(
@@ -189,6 +173,7 @@ class SessionList:
                 limit=limit + 1,
                 many=wanted == HeadFilter() or not is_of_few,
             )
+            newest = self.newest_versions(connection, [head.run for head in heads])
             rows = [session_row(head, newest, at_gates) for head in heads[:limit]]
             page: SessionPage = {
                 "sessions": rows,
@@ -200,13 +185,13 @@ class SessionList:
 
         return await self._database.read(read)
 
-    def _wanted(self, query: SessionQuery, newest: int | None, at_gates: Mapping[str, bool]) -> HeadFilter:
+    def _wanted(self, query: SessionQuery, at_gates: Mapping[str, bool]) -> HeadFilter:
         is_open = query.state not in (None, "closed", "erased", "undone")
         status: Any = "open" if is_open else query.status or query.state
         is_idle, is_running = query.state == "idle", query.state == "running"
         needs_claim = is_running or query.stuck_s is not None or query.sort == "running_since"
         return msgspec.structs.replace(
-            query.of_heads(newest),
+            query.of_heads(self._engines),
             status=status,
             idle=is_idle,
             claimed_before=self._clock() - (query.stuck_s or 0.0) if needs_claim else None,
@@ -219,24 +204,32 @@ class SessionList:
         self, connection: Connection, session_ids: Sequence[str], at_gates: Mapping[str, bool]
     ) -> list[ListedSession]:
         """The rows of these sessions, in no order; for `Database.read`, whose thread must not ask for `at_gates`."""
-        newest = self.newest_version(connection)
-        return [session_row(row, newest, at_gates) for row in load_heads(connection, session_ids)]
+        heads = load_heads(connection, session_ids)
+        newest = self.newest_versions(connection, [head.run for head in heads])
+        return [session_row(head, newest, at_gates) for head in heads]
+
+    def newest_versions(self, connection: Connection, runs: Iterable[str]) -> dict[str, int]:
+        """By run, the largest numeric weight version of its sessions and of the engines that serve it."""
+        runs, engines = set(runs), self._engines.newest_versions()
+        found = newest_versions(connection, runs)
+        for run in runs:
+            if (version := engines.of(run)) is not None:
+                found[run] = max(version, found.get(run, version))
+        return found
 
     def newest_version(self, connection: Connection) -> int | None:
         """The largest numeric weight version of any session or engine."""
-        members = list(self._engines.members.values())  # at once: a read's thread asks, the event loop changes them
-        of_engines = (member.weight_version for member in members)
-        versions = [int(version) for version in of_engines if version is not None and is_number(version)]
-        sampled = newest_version(connection)
-        return max(versions if sampled is None else [*versions, sampled], default=None)
+        of_engines = self._engines.newest_versions()
+        known = (newest_version(connection), of_engines.shared, *of_engines.own.values())
+        return max((version for version in known if version is not None), default=None)
 
 
-def session_row(head: HeadRow, newest: int | None, at_gates: Mapping[str, bool]) -> ListedSession:
+def session_row(head: HeadRow, newest: Mapping[str, int], at_gates: Mapping[str, bool]) -> ListedSession:
     """`running_since`: since when it is `running`. `staleness`: how many weight versions its newest turn is behind the
-    newest one."""
+    newest one of its run."""
     is_at_gate, is_running = head.session_id in at_gates, head.running_since is not None
     state = state_of(head.status, is_at_gate=is_at_gate, is_running=is_running)
-    return as_reply(ListedSession, head, state=state, staleness=staleness(newest, head.weight_version))
+    return as_reply(ListedSession, head, state=state, staleness=staleness(newest.get(head.run), head.weight_version))
 
 
 def state_of(status: Status, *, is_at_gate: bool, is_running: bool) -> SessionState:
@@ -256,61 +249,14 @@ def _order_of(query: SessionQuery) -> tuple[SortOrder, bool]:
 def _cursor_behind(row: ListedSession, query: SessionQuery) -> str:
     """The cursor after a row in this order."""
     column, descending = _order_of(query)
-    place = (column, descending, row[column], row["session_id"])
+    place = (column, descending, row[column], row["session_id"], query.mark)
     return cursors.encode(place)
 
 
 def _place_of(cursor: str, query: SessionQuery) -> Place:
-    """Raises InvalidRequest for an invalid cursor, or one of another order."""
-    column, descending, value, session_id = cursors.decode(cursor, CursorFields, "this list")
+    """Raises InvalidRequest for an invalid cursor, or one of other filters or another order."""
+    column, descending, value, session_id, mark = cursors.decode(cursor, CursorFields, "this list")
+    cursors.require_mark(mark, query.mark)
     if (column, descending) != _order_of(query):
         raise InvalidRequest("cursor is of a list in another order")
     return value, session_id
-
-
-Wanted = Sequence[tuple[str, str]]
-"""Keys of metadata, where a dot leads into an object, and their values as text."""
-
-MISSING = object()
-
-
-def matches(connection: Connection, session_ids: Sequence[str], wanted: Wanted) -> dict[str, bool]:
-    """Of these sessions, those with metadata: is all of `wanted` in it? What cannot be read matches nothing."""
-    stored = metadata_of(connection, session_ids)
-    return {session_id: _has_all(metadata, wanted) for session_id, metadata in stored.items()}
-
-
-def _has_all(stored: bytes, wanted: Wanted) -> bool:
-    try:
-        metadata = msgspec.json.decode(stored)
-    except msgspec.MsgspecError:
-        return False
-    return all(is_value(value_of(metadata, key), text) for key, text in wanted)
-
-
-def value_of(metadata: object, key: str) -> object:
-    """The value of a key; if there is no such key, a dot in it leads into an object."""
-    if not isinstance(metadata, Mapping):
-        return MISSING
-    if key in metadata:
-        value: object = metadata[key]
-        return value
-    head, dot, rest = key.partition(".")
-    return value_of(metadata.get(head), rest) if dot else MISSING
-
-
-def is_value(value: object, text: str) -> bool:
-    """Is this the text, or the value that it is as JSON? `3` is both the number and the text."""
-    if value is MISSING:
-        return False
-    if isinstance(value, str):
-        return value == text
-    try:
-        given: Any = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, UnicodeEncodeError):
-        return False
-    return _canonical(value) == _canonical(given)
-
-
-def _canonical(value: object) -> bytes:
-    return msgspec.json.encode(value, order="deterministic")

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
+from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from app.domain.events import LimitReached, Recorded, RolledBack, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
@@ -90,7 +91,8 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
             for recorded in state.events
             if isinstance(recorded.event, TurnCommitted)
         ],
-        failed=[
+        failed=None if session.failed is None else to_builtins(session.failed),
+        failed_turns=[
             _failed(state, recorded, recorded.event)
             for recorded in state.events
             if isinstance(recorded.event, TurnRejected | TurnAbandoned)

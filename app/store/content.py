@@ -13,16 +13,18 @@ from typing import NamedTuple, TypeVar
 import msgspec
 from sqlalchemy import Connection, case, null, or_, select, tuple_
 
-from app.domain.events import ChunkKey, RewardAssigned, SessionErased, UnknownEvent, decode
-from app.domain.groups import Root
+from app.domain.events import ChunkKey, Event, RewardAssigned, SessionClosed, SessionErased, UnknownEvent
+from app.domain.groups import Outcome, Root
+from app.domain.restore import in_effect
+from app.domain.selection import has_all
 from app.errors import PayloadsUnavailable
 from app.store import rollouts
 from app.store.damage import SPAN, attempt_or, of_readable, split
 from app.store.feed import Position, at_or_before
 from app.store.ports import Database
-from app.store.rollouts import RESTORED, REWARD
+from app.store.rollouts import CLOSED, RESTORED, REWARD
 from app.store.schema import annotation_columns, blobs, chunks, events, refused_replies, sessions, turns
-from app.store.sessions import EventRow, Frames
+from app.store.sessions import EventRow, Frames, decode_events
 from workers import codec
 from workers.codec import CorruptContent, Exchange, Messages, StoredTokens
 
@@ -124,6 +126,11 @@ def metadata_of(connection: Connection, session_ids: Sequence[str]) -> dict[str,
         with suppress(CorruptContent):
             by_session[session_id] = codec.decompress(frame)
     return by_session
+
+
+def matches(connection: Connection, session_ids: Sequence[str], wanted: Mapping[str, Sequence[str]]) -> dict[str, bool]:
+    """Of these sessions, those with metadata: has it what is wanted? What cannot be read matches nothing."""
+    return {name: has_all(metadata, wanted) for name, metadata in metadata_of(connection, session_ids).items()}
 
 
 def _metadata_frames(connection: Connection, session_ids: Sequence[str]) -> dict[str, bytes | None]:
@@ -350,31 +357,37 @@ def _logs(connection: Connection, session_ids: Sequence[str], upto: Position) ->
     }
 
 
-def rewards(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, float]:
-    """Each session's reward as of a position; sessions without one are left out.
+def outcomes(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, Outcome]:
+    """What became of each session as of a position; sessions without a reward that did not fail are left out.
 
-    Sessions with an unreadable reward are left out too: the export reports them.
+    Those of which an event cannot be read are left out too: the export reports them.
     """
-    return of_readable(connection, session_ids, partial(_rewards, upto=upto))
+    return of_readable(connection, session_ids, partial(_outcomes, upto=upto))
 
 
-def _rewards(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, float]:
-    by_session: dict[str, float] = {}
-    unreadable: set[str] = set()
+def _outcomes(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, Outcome]:
     query = (
-        select(events.c.session_id, events.c.type, events.c.version, events.c.data)
-        .where(events.c.session_id.in_(session_ids), events.c.type.in_((REWARD, RESTORED)), at_or_before(upto))
+        select(events.c.session_id, *(events.c[name] for name in EventRow._fields))
+        .where(events.c.session_id.in_(session_ids), events.c.type.in_((REWARD, CLOSED, RESTORED)), at_or_before(upto))
         .order_by(events.c.session_id, events.c.seq)
     )
-    for session_id, kind, version, data in connection.execute(query):
-        if kind == RESTORED:
-            by_session.pop(session_id, None)
-            continue
-        try:
-            event = decode(REWARD, version, data)
-        except UnknownEvent:
-            unreadable.add(session_id)
-            continue
-        if isinstance(event, RewardAssigned) and event.turn is None:
-            by_session[session_id] = event.reward
-    return {session_id: reward for session_id, reward in by_session.items() if session_id not in unreadable}
+    logs: dict[str, list[EventRow]] = {}
+    for session_id, *row in connection.execute(query):
+        logs.setdefault(session_id, []).append(EventRow(*row))
+    by_session: dict[str, Outcome] = {}
+    for session_id, rows in logs.items():
+        with suppress(UnknownEvent):
+            outcome = _outcome(recorded.event for recorded in in_effect(decode_events(rows)))
+            if outcome != Outcome():
+                by_session[session_id] = outcome
+    return by_session
+
+
+def _outcome(log: Iterable[Event]) -> Outcome:
+    outcome = Outcome()
+    for event in log:
+        if isinstance(event, SessionClosed):
+            outcome = Outcome(outcome.reward, event.failed)
+        elif isinstance(event, RewardAssigned) and event.turn is None:
+            outcome = Outcome(event.reward, outcome.failed if event.restored else None)
+    return outcome

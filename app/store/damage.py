@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Dialect, LargeBinary, Select, literal_column, select, table
 from sqlalchemy.exc import DBAPIError
 
+from app.domain.groups import GroupKey
 from app.errors import SessionUnreadable
 
 log = logging.getLogger("turnlog.unreadable")
@@ -174,10 +175,10 @@ class Unreadable:
         if self._is_new(session_id):
             log.warning("session %s cannot be read: %s", session_id, why, extra={"session_id": session_id})
 
-    def warn_of_group(self, group_id: str, why: object) -> None:
+    def warn_of_group(self, key: GroupKey, why: object) -> None:
         """Log a warning for a group with an unreadable head."""
-        if self._is_new(f"group {group_id}"):
-            log.warning("group %s is left as it was: %s", group_id, why)
+        if self._is_new(f"group {key.group_id} of run {key.run}"):
+            log.warning("group %s of run %s is left as it was: %s", key.group_id, key.run, why)
 
     def _is_new(self, name: str) -> bool:
         is_new = name not in self._logged

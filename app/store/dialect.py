@@ -34,6 +34,7 @@ from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import NullType, TypeEngine
 
+from app.domain.groups import GroupKey
 from app.errors import AppError, StoreFull, StoreUnavailable
 
 Row = Sequence[Any]
@@ -203,16 +204,26 @@ class Departed(NamedTuple):
     attempted: Callable[[str, str, str, str], Select[Any]]
 
 
+class NoRoom(NamedTuple):
+    """A run takes `left` more sessions, and further ones are refused with `error`."""
+
+    left: int
+    error: AppError
+
+
 class StorePoints:
     """The points at which features write with the kernel, in its transactions: lists that are filled before the store
     is opened, and called in their order. With an empty list a line does nothing."""
 
     def __init__(self) -> None:
+        self.creating: list[Callable[[Tx, Mapping[str, int]], Mapping[str, NoRoom]]] = []
+        """So many sessions are about to be created in each of these runs; gives those that may not take all. Runs."""
+
         self.closed: list[Callable[[Tx, str, str | None], None]] = []
         """A session has been closed; its id, and the name of the session that its engine holds for it and must be told
         of, if there is one. Session control."""
 
-        self.changed: list[Callable[[Tx, Sequence[str]], None]] = []
+        self.changed: list[Callable[[Tx, Sequence[GroupKey]], None]] = []
         """A session of each of these groups has changed. Groups."""
 
         self.voided: list[Callable[[Tx, str, Sequence[tuple[int, int]]], None]] = []

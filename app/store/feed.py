@@ -14,19 +14,22 @@ from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Select, exists, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Select, exists, func, select, tuple_
 
 from app.domain.events import EXPORTED
 from app.domain.patterns import MAX_INTEGER
-from app.store import rollouts
 from app.store.damage import SPAN, BrokenRow, PageDamaged, attempt, attempt_or, split
 from app.store.dialect import log_synced, log_written, next_tx, oldest_tx, sync_delay_s
 from app.store.ports import Database
 from app.store.schema import events, store_meta
+from app.store.selection import GroupFilter, chosen
 from app.store.sessions import EventRow, called, listed
 
 WINDOW = 10_000
 """Events that one read looks through for a type that may be rare."""
+
+FEW = 1000
+"""Sessions whose events are found by their keys: each page looks at all of them. Of more, the order is walked."""
 
 BEHIND = 1 << 62
 """Position of the first session of which nobody knows where it stands; no writer ever comes so far."""
@@ -180,24 +183,21 @@ async def wait_for_horizon(database: Database) -> None:
 # Events in order.
 
 
-class EventFilter(msgspec.Struct, frozen=True):
+class EventFilter(GroupFilter, frozen=True):
     """Conditions on events; empty or None: any. A group is that of a session or of its rollout, when it is read."""
 
     types: tuple[str, ...] = ()
     session_id: str | None = None
-    group_id: str | None = None
     name: str | None = None
     generation: int | None = None
 
     @property
-    def is_of_few(self) -> bool:
-        """Are the sessions named, so that their own keys find the events?"""
-        return not (self.session_id is self.group_id is self.name is None)
-
-    @property
-    def of_name(self) -> Select[tuple[str]] | None:
-        """The sessions of the name or generation."""
-        return None if self.name is None and self.generation is None else called(self.name, self.generation)
+    def of_sessions(self) -> list[Select[tuple[str]]]:
+        """The sessions of the run and groups, and those of the name or generation; without one for any."""
+        found = [] if self.run is None and not self.of_groups else [chosen(self)]
+        if self.name is not None or self.generation is not None:
+            found.append(called(self.name, self.generation))
+        return found
 
 
 class PlacedRow(NamedTuple):
@@ -235,7 +235,9 @@ def changed_sessions(
     )
     query = (
         select(events.c.session_id, *_IN_ORDER)
-        .where(*_conditions(wanted), ~newer, _later_than(after), at_or_before(upto))
+        .where(
+            *_conditions(wanted, by_key=_is_of_few(connection, wanted)), ~newer, _later_than(after), at_or_before(upto)
+        )
         .order_by(*_IN_ORDER)
         .limit(limit)
     )
@@ -302,12 +304,14 @@ def page(connection: Connection, after: Position, upto: Position, wanted: EventF
 
 
 def _page(connection: Connection, after: Position, upto: Position, wanted: EventFilter, limit: int) -> EventPage:
-    end = upto
-    if wanted.types and not wanted.is_of_few:
+    end, is_of_few = upto, _is_of_few(connection, wanted)
+    if (wanted.types or wanted.of_sessions) and not is_of_few:
         end = _window(connection, after, upto) or upto
-    place = _BY_KEY if wanted.is_of_few else _IN_ORDER
+    place = _BY_KEY if is_of_few else _IN_ORDER
     query = select(*_COLUMNS).where(
-        tuple_(*place) > (after.tx, after.position), tuple_(*place) <= (end.tx, end.position), *_conditions(wanted)
+        tuple_(*place) > (after.tx, after.position),
+        tuple_(*place) <= (end.tx, end.position),
+        *_conditions(wanted, by_key=is_of_few),
     )
     rows = _placed(connection, query.order_by(*place).limit(limit))
     if len(rows) == limit:
@@ -356,16 +360,24 @@ def _window(connection: Connection, after: Position, upto: Position) -> Position
     return None if row is None else _place_of(row[0], row[1])
 
 
-def _conditions(wanted: EventFilter) -> list[ColumnElement[bool]]:
+def _is_of_few(connection: Connection, wanted: EventFilter) -> bool:
+    """Are the sessions named, or so few, that their own keys find the events?"""
+    if wanted.session_id is not None or wanted.group_id or wanted.name is not None:
+        return True
+    some = (found.limit(FEW + 1).subquery() for found in wanted.of_sessions)
+    counts = [connection.execute(select(func.count()).select_from(one)).scalar_one() for one in some]
+    return min(counts, default=FEW + 1) <= FEW
+
+
+def _conditions(wanted: EventFilter, *, by_key: bool) -> list[ColumnElement[bool]]:
+    """`by_key` False: the order of commits is walked, not the keys of the sessions."""
     conditions: list[ColumnElement[bool]] = []
     if wanted.types:
         conditions.append(events.c.type.in_(wanted.types))
     if wanted.session_id is not None:
         conditions.append(events.c.session_id == wanted.session_id)
-    if wanted.group_id is not None:
-        conditions.append(events.c.session_id.in_(rollouts.members_of_group(wanted.group_id)))
-    if wanted.of_name is not None:
-        conditions.append(events.c.session_id.in_(wanted.of_name))
+    session_id = events.c.session_id if by_key else events.c.session_id.concat("")
+    conditions += [session_id.in_(found) for found in wanted.of_sessions]
     return conditions
 
 
@@ -382,10 +394,8 @@ def _matching(connection: Connection, rows: Sequence[PlacedRow], wanted: EventFi
     ids: Collection[str | None] = {row.session_id for row in rows}
     if wanted.session_id is not None:
         ids = [wanted.session_id]
-    if wanted.group_id is not None:
-        ids = attempt_or(connection, partial(_ids, query=rollouts.members_of_group(wanted.group_id)), ids)
-    if wanted.of_name is not None:
-        ids = set(ids).intersection(attempt_or(connection, partial(_ids, query=wanted.of_name), ids))
+    for found in wanted.of_sessions:
+        ids = set(ids).intersection(attempt_or(connection, partial(_ids, query=found), ids))
     return [
         row
         for row in rows

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import msgspec
 from sqlalchemy import BigInteger, Connection, bindparam, func, insert, literal, select
@@ -13,7 +13,7 @@ from app.domain.fleet import TYPES, AdapterPaused, FleetEvent, FleetPaused, Plac
 from app.errors import StoreUnavailable
 from app.store.dialect import Row, Tx, now
 from app.store.log import BaseOperation
-from app.store.schema import fleet_events, open_turns
+from app.store.schema import fleet_events, open_turns, sessions
 
 _ROW = (fleet_events.c.seq, fleet_events.c.at, fleet_events.c.type, fleet_events.c.version, fleet_events.c.data)
 _this_moment = select(now().label("now")).subquery("this_moment")
@@ -28,12 +28,15 @@ _state = select(*_ROW).where(fleet_events.c.seq.in_(_newest)).order_by(fleet_eve
 _last = select(func.max(fleet_events.c.seq), now())
 _insert = insert(fleet_events)
 _clock = select(literal(0), now())
-_generating = (
-    select(open_turns.c.session_id, open_turns.c.fence, open_turns.c.incarnation)
-    .where(open_turns.c.adapter == bindparam("adapter"))
-    .order_by(open_turns.c.opened_at)
+_with_run = open_turns.join(sessions, sessions.c.session_id == open_turns.c.session_id)
+_claims = select(open_turns.c.session_id, open_turns.c.fence, open_turns.c.incarnation, sessions.c.run).select_from(
+    _with_run
 )
-_counts = select(open_turns.c.adapter, func.count()).group_by(open_turns.c.adapter)
+_counts = (
+    select(sessions.c.run, open_turns.c.adapter, func.count())
+    .select_from(_with_run)
+    .group_by(sessions.c.run, open_turns.c.adapter)
+)
 
 
 class FleetRead(msgspec.Struct, frozen=True):
@@ -65,22 +68,32 @@ def clock(connection: Connection) -> float:
     return float(row[1])
 
 
-def generating(connection: Connection, adapter: str) -> list[tuple[str, int, int]]:
-    """Session, fence and incarnation of an adapter's open turns in any process, oldest first."""
-    return [(row[0], row[1], row[2]) for row in connection.execute(_generating, {"adapter": adapter})]
+class OpenClaim(NamedTuple):
+    """The claim of an open turn, and its session's run."""
+
+    session_id: str
+    fence: int
+    incarnation: int
+    run: str
 
 
-def generating_by_key(connection: Connection, keys: Sequence[str] | None) -> list[tuple[str, int, int]]:
-    """Session, fence and incarnation of the open turns with these retry keys, in any process; of all without keys."""
-    claims = select(open_turns.c.session_id, open_turns.c.fence, open_turns.c.incarnation)
+def generating(
+    connection: Connection, run: str | None = None, adapter: str | None = None, keys: Sequence[str] | None = None
+) -> list[OpenClaim]:
+    """The open turns of a run, of an adapter, with one of these retry keys, in any process, oldest first; None: any."""
+    wanted = _claims.order_by(open_turns.c.opened_at)
+    if run is not None:
+        wanted = wanted.where(sessions.c.run == run)
+    if adapter is not None:
+        wanted = wanted.where(open_turns.c.adapter == adapter)
     if keys is not None:
-        claims = claims.where(open_turns.c.retry_key.in_(keys))
-    return [(row[0], row[1], row[2]) for row in connection.execute(claims)]
+        wanted = wanted.where(open_turns.c.retry_key.in_(keys))
+    return [OpenClaim(*row) for row in connection.execute(wanted)]
 
 
-def open_counts(connection: Connection) -> dict[str | None, int]:
-    """Number of open turns by adapter; None counts those without one."""
-    return {row[0]: row[1] for row in connection.execute(_counts)}
+def open_counts(connection: Connection) -> dict[tuple[str, str | None], int]:
+    """Number of open turns by run and adapter; None counts those without one."""
+    return {(row[0], row[1]): row[2] for row in connection.execute(_counts)}
 
 
 def _decoded(rows: Iterable[Row]) -> list[Placed]:

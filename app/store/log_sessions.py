@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,6 +16,7 @@ from app.domain.events import (
     BlobsTombstoned,
     CloseReason,
     Event,
+    Failure,
     RewardAssigned,
     RolloutJoined,
     SessionClosed,
@@ -25,9 +27,10 @@ from app.domain.events import (
     encode,
 )
 from app.domain.names import first_id
+from app.domain.session import without_message
 from app.store import pins, rollouts
 from app.store import statements as sql
-from app.store.dialect import Tx
+from app.store.dialect import NoRoom, Tx
 from app.store.log import (
     Appended,
     BaseOperation,
@@ -47,11 +50,12 @@ from app.store.log import (
 )
 from app.store.schema import events
 
-# What an erasure removes from the log: the components of rewards, names and values, and the values and writers of
-# annotations. Only they can hold a client's text in an event. The rows keep their places in both orders, so that
-# readers find no gap; each event says that something is missing. They go in steps: there may be megabytes of them.
+# What an erasure removes from the log: the components of rewards, names and values, the values and writers of
+# annotations, and the messages of failures. Only they can hold a client's text in an event. The rows keep their places
+# in both orders, so that readers find no gap; each event says that something is missing. They go in steps: there may be
+# megabytes of them.
 
-WITH_TEXT = (RewardAssigned.__name__, AnnotationWritten.__name__)
+WITH_TEXT = (RewardAssigned.__name__, AnnotationWritten.__name__, SessionClosed.__name__)
 """The types of event that are rewritten."""
 
 IN_HEAD = ("note", "tags")
@@ -76,11 +80,11 @@ _rewrite = (
     .where(events.c.session_id == bindparam("sid"), events.c.seq == bindparam("place"))
     .values(version=RewardAssigned.VERSION, data=bindparam("left"))
 )
-assert RewardAssigned.VERSION == AnnotationWritten.VERSION
+assert RewardAssigned.VERSION == AnnotationWritten.VERSION == SessionClosed.VERSION
 
 
 class TextRow(NamedTuple):
-    """A stored reward or annotation, not yet decoded."""
+    """A stored reward, annotation or close, not yet decoded."""
 
     seq: int
     type: str
@@ -97,7 +101,7 @@ class Rewritten(NamedTuple):
 
 
 def text_rows(connection: Connection, session_id: str, after: int, most: int) -> list[TextRow]:
-    """Up to `most` of a session's rewards and annotations after event `after`, in order."""
+    """Up to `most` of a session's rewards, annotations and closes after event `after`, in order."""
     rows = connection.execute(_some_texts, {"sid": session_id, "after": after, "most": most})
     return [TextRow(*row) for row in rows]
 
@@ -119,6 +123,9 @@ def without_text(rows: Iterable[TextRow]) -> list[Rewritten]:
             case AnnotationWritten() if has_text(event):
                 left = msgspec.structs.replace(event, value=None, writer=None, erased=True)
                 rewritten.append(Rewritten(row.seq, encode(left), event.turn is None and event.name in IN_HEAD))
+            case SessionClosed(failed=Failure() as failed) if has_text(event):
+                left = msgspec.structs.replace(event, failed=without_message(failed))
+                rewritten.append(Rewritten(row.seq, encode(left)))
     return rewritten
 
 
@@ -161,6 +168,8 @@ def has_text(event: Event) -> bool:
             return bool(event.components)
         case AnnotationWritten():
             return event.value is not None or event.writer is not None
+        case SessionClosed():
+            return event.failed is not None and event.failed.message is not None
         case _:
             return False
 
@@ -171,7 +180,7 @@ def rewrite(tx: Tx, session_id: str, rewritten: Sequence[Rewritten]) -> None:
 
 class Create(BaseOperation, frozen=True):
     """Create a session. Returns Existing if the id or its generation of the run's name is taken, Refused if its root is
-    closed, Circular, or OfRun."""
+    closed, Circular, OfRun, or NoRoom."""
 
     session_id: str
     at: float
@@ -227,14 +236,16 @@ class Create(BaseOperation, frozen=True):
         for session_id, begun in _begun(tx, [one for one in operations if one.session_id in roots], runs):
             outcomes[session_id] = begun
             del roots[session_id]
+        for session_id, error in without_room(tx, {session_id: runs[session_id] for session_id in roots}).items():
+            outcomes[session_id] = error
+            del roots[session_id]
         new = [create._under(tx, roots, runs) for create in operations if create.session_id in roots]
         tx.insert(sql.insert_session, [new_head(c.session_id, c.at, c.event, roots[c.session_id]) for c in new])
         adopted = rollouts.adopt(tx, roots)
-        rollouts.note_groups(
-            tx, sorted({group_id for create in new if (group_id := create.event.config.group_id) is not None})
-        )
-        for root_id in roots.values():
-            rollouts.note(tx, None, root_id)
+        of_groups = {(runs[c.session_id], group_id) for c in new if (group_id := c.event.config.group_id) is not None}
+        rollouts.note_groups(tx, sorted(of_groups))
+        for session_id, root_id in roots.items():
+            rollouts.note(tx, runs[session_id], None, root_id)
         blobs = [blob_row(create.session_id, create.blob) for create in new if create.blob is not None]
         tx.insert(sql.insert_blob, blobs)
         for create, appended in zip(
@@ -245,12 +256,14 @@ class Create(BaseOperation, frozen=True):
         return [outcomes[create.session_id] for create in operations]
 
     def _under(self, tx: Tx, roots: Mapping[str, str | None], runs: Mapping[str, str]) -> Create:
-        """As it is created, in the run and under the limits of its rollout."""
+        """As it is created, in the run and under the limits of its rollout; below an evaluation it is one."""
         root_id, event, run = roots[self.session_id], self.event, runs[self.session_id]
         if run != event.config.of_run:
             event = msgspec.structs.replace(event, config=msgspec.structs.replace(event.config, run=run))
         if root_id is not None and rollouts.has_limits(tx, root_id):
             event = msgspec.structs.replace(event, budget=root_id)
+        if root_id is not None and rollouts.is_evaluation(tx, root_id):
+            event = msgspec.structs.replace(event, config=msgspec.structs.replace(event.config, evaluation=True))
         return self if event is self.event else msgspec.structs.replace(self, event=event)
 
     @property
@@ -285,6 +298,16 @@ def _begun(tx: Tx, creates: Iterable[Create], runs: Mapping[str, str]) -> list[t
     return begun
 
 
+def without_room(tx: Tx, runs: Mapping[str, str]) -> dict[str, NoRoom]:
+    """Of new sessions and their runs, those that their run does not take."""
+    refused: dict[str, NoRoom] = {}
+    for room_of in tx.points.creating:
+        for run, room in room_of(tx, Counter(runs.values())).items():
+            of_run = [session_id for session_id, its_run in runs.items() if its_run == run]
+            refused |= dict.fromkeys(of_run[room.left :], room)
+    return refused
+
+
 def new_head(session_id: str, at: float, created: SessionCreated, root_id: str | None) -> dict[str, Any]:
     """The head of a session whose log begins with `created`, a fork's too."""
     return {
@@ -302,6 +325,8 @@ def new_head(session_id: str, at: float, created: SessionCreated, root_id: str |
         "name": created.name,
         "generation": created.generation,
         "run": created.config.of_run,
+        "group_size": created.config.group_size,
+        "evaluation": created.config.evaluation is True,
     }
 
 
@@ -323,11 +348,12 @@ class OfRun(msgspec.Struct, frozen=True):
     run: str
 
 
-CreateOutcome = Appended | Existing | Refused | Circular | OfRun
+CreateOutcome = Appended | Existing | Refused | Circular | OfRun | NoRoom
 
 
 class AssignReward(BaseOperation, frozen=True):
-    """Assign a reward, to an open or closed session. If its root has a reward, the head keeps that one."""
+    """Assign a reward, to an open or closed session, which ends its failure. If its root has a reward, the head keeps
+    that one."""
 
     session_id: str
     at: float
@@ -337,10 +363,10 @@ class AssignReward(BaseOperation, frozen=True):
         row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
-        _, group_id, root_id = row
+        _, run, group_id, root_id = row
         if self.event.turn is None and not self._is_overruled(tx, root_id):
             tx.run(sql.set_reward, {"sid": self.session_id, "value": self.event.reward})
-            rollouts.note(tx, group_id, root_id)
+            rollouts.note(tx, run, group_id, root_id)
         appended = append(tx, self.session_id, row[0], self.at, [self.event])
         may_have_members = rollouts.may_have_members(tx, self.session_id)
         reach("in_reward")
@@ -370,9 +396,9 @@ class ShareReward(BaseOperation, frozen=True):
         row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
-        version, group_id, _ = row
+        version, run, group_id, _ = row
         tx.run(sql.set_reward, {"sid": self.session_id, "value": root_reward.reward})
-        rollouts.note(tx, group_id, root_id)
+        rollouts.note(tx, run, group_id, root_id)
         event = RewardAssigned(root_reward.reward, root_reward.components, of_root=True)
         return append(tx, self.session_id, version, self.at, [event])
 
@@ -390,7 +416,7 @@ class JoinRollout(BaseOperation, frozen=True):
         row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
         if row is None:
             return refused(tx, self.session_id)
-        version, _, root_id = row
+        version, _, _, root_id = row
         joined = RolloutJoined(root_id, rollouts.has_limits(tx, root_id))
         return append(tx, self.session_id, version, self.at, [joined])
 
@@ -411,8 +437,9 @@ class Finish(Note, frozen=True):
 class Close(BaseOperation, frozen=True):
     """Close an open session; its open turn is abandoned and can no longer commit.
 
-    `engine_session` is its id at its engine, which must be told. `known`: only at this version of its log.
-    `idle_since`: only if it and its rollout have no turn in flight and are unchanged since then.
+    `failed`: its rollout has failed; one that is closed with its root takes over whether that has. `engine_session` is
+    its id at its engine, which must be told. `known`: only at this version of its log. `idle_since`: only if it and its
+    rollout have no turn in flight and are unchanged since then.
     """
 
     session_id: str
@@ -421,6 +448,7 @@ class Close(BaseOperation, frozen=True):
     engine_session: str | None = None
     known: int | None = None
     idle_since: float | None = None
+    failed: Failure | None = None
 
     def apply(self, tx: Tx) -> Appended | Refused:
         given = {"sid": self.session_id, "at": self.at}
@@ -437,7 +465,11 @@ class Close(BaseOperation, frozen=True):
         end_staging(tx, [(self.session_id, None)])
         for follow in tx.points.closed:
             follow(tx, self.session_id, self.engine_session)
-        closed = advance_head(tx, self.session_id, self.at, [SessionClosed(self.reason)])
+        # Read behind the lock of the session's row: a reward of the root that comes later waits for it.
+        failed = rollouts.failure_of(tx, row[1]) if self.reason == "root" and row[1] is not None else self.failed
+        if failed is not None:
+            tx.run(sql.set_failed, {"sid": self.session_id, "kind": failed.kind})
+        closed = advance_head(tx, self.session_id, self.at, [SessionClosed(self.reason, failed)])
         reach("in_close")
         may_have_members = rollouts.may_have_members(tx, self.session_id)
         return Appended(abandoned.events + closed.events, (), abandoned.voided, may_have_members)

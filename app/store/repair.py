@@ -110,6 +110,9 @@ HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {
     "name": lambda log: log.session.name,
     "generation": lambda log: log.session.generation,
     "run": lambda log: log.session.config.of_run,
+    "group_size": lambda log: log.session.config.group_size,
+    "failed": lambda log: log.session.failed and log.session.failed.kind,
+    "evaluation": lambda log: log.session.config.evaluation is True,
 }
 """How each column of `sessions` but the key follows from the log."""
 
@@ -254,12 +257,11 @@ def mend(tx: Tx, session_id: str) -> Examined:
     if log is None or examined.sound:
         return examined
     head = head_row(log)
-    before = {difference.stored for difference in examined.differences if difference.place == "sessions.group_id"}
-    note_groups(tx, before | {head["group_id"]})
-    for root_id in {
-        difference.stored for difference in examined.differences if difference.place == "sessions.root_id"
-    } | {head["root_id"]}:
-        note(tx, None, root_id)
+    stored = {difference.place: difference.stored for difference in examined.differences}
+    before = {name: stored.get(f"sessions.{name}", head[name]) for name in ("run", "group_id", "root_id")}
+    note_groups(tx, {(one["run"], one["group_id"]) for one in (before, head)})
+    for root_id in {before["root_id"], head["root_id"]}:
+        note(tx, head["run"], None, root_id)
     if not tx.run(_set_head, {"sid": session_id, **{f"new_{name}": value for name, value in head.items()}}):
         tx.insert(_insert_head, [{"session_id": session_id, **head}])
     tx.run(_drop_open, {"sid": session_id})

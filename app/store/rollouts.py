@@ -4,8 +4,8 @@
 does not exist (yet), each session counts as its own rollout. A session created in the middle of a line also takes over
 the sessions that named it as their root.
 
-A group counts roots. A rollout is finished when its root is closed and has a reward, and its other sessions are closed
-and have that reward in their logs; erased sessions do not count.
+A group counts roots. A rollout is finished when its root is closed and has a reward or has failed, and its other
+sessions are closed and have the reward, if there is one, in their logs; erased sessions do not count.
 
 `root_id IS NOT NULL` is repeated beside conditions that imply it; otherwise PostgreSQL's planner does not use the
 partial index.
@@ -14,15 +14,14 @@ partial index.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 from sqlalchemy import (
     ColumnElement,
     Connection,
     FromClause,
-    Select,
     Text,
+    and_,
     bindparam,
     case,
     exists,
@@ -35,12 +34,21 @@ from sqlalchemy import (
     update,
 )
 
-from app.domain.events import RewardAssigned, SessionCreated, SessionRestored, UnknownEvent, decode
-from app.domain.groups import Root
+from app.domain.events import (
+    Failure,
+    RewardAssigned,
+    SessionClosed,
+    SessionCreated,
+    SessionRestored,
+    UnknownEvent,
+    decode,
+)
+from app.domain.groups import GroupKey, Root
 from app.store.dialect import ForEach, Reads, Tx
 from app.store.schema import events, sessions
 
 REWARD = RewardAssigned.__name__
+CLOSED = SessionClosed.__name__
 RESTORED = SessionRestored.__name__
 
 _roots = sessions.alias("roots")
@@ -54,32 +62,37 @@ def is_root(table: FromClause = sessions) -> ColumnElement[bool]:
 
 
 def group() -> ColumnElement[str | None]:
-    """Expression on heads: the group that counts the session's rollout."""
+    """Expression on heads: the group that counts the session's rollout, of the session's own run, which is its
+    root's."""
     of_root = select(_roots.c.group_id).where(_roots.c.session_id == sessions.c.root_id).correlate(sessions)
     return case((is_root(), sessions.c.group_id), else_=of_root.scalar_subquery())
 
 
-def in_groups(group_ids: Sequence[str]) -> ColumnElement[bool]:
+def among(keys: Sequence[GroupKey], table: FromClause = sessions) -> ColumnElement[bool]:
+    """Condition on heads, or on another table with these columns: the row is of one of these groups."""
+    runs, ids = {key.run for key in keys}, {key.group_id for key in keys}
+    of_each = table.c.run.in_(sorted(runs)), table.c.group_id.in_(sorted(ids))  # SQLite has no index for the pairs
+    if len(runs) == 1 or len(ids) == 1:
+        return and_(*of_each)
+    return and_(*of_each, tuple_(table.c.run, table.c.group_id).in_(keys))
+
+
+def in_groups(keys: Sequence[GroupKey]) -> ColumnElement[bool]:
     """Condition on heads: the session's rollout counts in one of these groups."""
     there = _members.c.status != "undone"
-    named = select(_members.c.session_id).where(_members.c.group_id.in_(group_ids), there, is_root(_members))
+    named = select(_members.c.session_id).where(among(keys, _members), there, is_root(_members))
     theirs = (
         select(_members.c.session_id)
         .join_from(_members, _roots, _roots.c.session_id == _members.c.root_id)
-        .where(_roots.c.group_id.in_(group_ids), there, _roots.c.status != "undone")
+        .where(among(keys, _roots), there, _roots.c.status != "undone")
     )
     return sessions.c.session_id.in_(union_all(named, theirs))
-
-
-def members_of_group(group_id: str) -> Select[Any]:
-    """The sessions that name this group, and those whose rollout counts in it."""
-    return select(sessions.c.session_id).where(or_(sessions.c.group_id == group_id, in_groups([group_id])))
 
 
 # Groups that have changed, and the root of a new session.
 
 _root_of = select(sessions.c.root_id).where(sessions.c.session_id == bindparam("sid"))
-_group_of = select(sessions.c.group_id).where(sessions.c.session_id == bindparam("sid"))
+_key_of = select(sessions.c.run, sessions.c.group_id).where(sessions.c.session_id == bindparam("sid"))
 _adopt = update(sessions).where(sessions.c.root_id == bindparam("sid")).values(root_id=bindparam("top"))
 _below = ForEach(
     lambda given: (
@@ -91,15 +104,15 @@ _below = ForEach(
 )
 
 
-def note(tx: Tx, group_id: str | None, root_id: str | None = None) -> None:
+def note(tx: Tx, run: str, group_id: str | None, root_id: str | None = None) -> None:
     """Tell that a session of this group has changed; if its root `root_id` exists, the root's group."""
-    root = None if root_id is None else tx.one(_group_of, {"sid": root_id})
-    note_groups(tx, [group_id if root is None else root[0]])
+    root = None if root_id is None else tx.one(_key_of, {"sid": root_id})
+    note_groups(tx, [(run, group_id) if root is None else (root[0], root[1])])
 
 
-def note_groups(tx: Tx, group_ids: Iterable[str | None]) -> None:
-    """Tell that sessions of these groups have changed."""
-    changed = [group_id for group_id in group_ids if group_id is not None]
+def note_groups(tx: Tx, named: Iterable[tuple[str, str | None]]) -> None:
+    """Tell that sessions of these groups have changed: of each the run and the id, None for no group."""
+    changed = [GroupKey(run, group_id) for run, group_id in named if group_id is not None]
     if changed:
         for follow in tx.points.changed:
             follow(tx, changed)
@@ -128,11 +141,12 @@ def adopt(tx: Tx, roots: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]
     Returns the sessions of these lines by the new one; `JoinRollout` has to tell each of them.
     """
     adopted: dict[str, tuple[str, ...]] = {}
-    counted_in: set[str | None] = set()  # until now
-    for session_id, member, group_id, _ in below(tx, roots):
+    counted_in: set[tuple[str, str]] = set()  # until now
+    for session_id, member, group_id, run in below(tx, roots):
         adopted[session_id] = (*adopted.get(session_id, ()), member)
-        counted_in.add(group_id)
-    note_groups(tx, sorted(filter(None, counted_in)))
+        if group_id is not None:
+            counted_in.add((run, group_id))
+    note_groups(tx, sorted(counted_in))
     for session_id in adopted:
         if (root_id := roots[session_id]) is not None:
             tx.run(_adopt, {"sid": session_id, "top": root_id})
@@ -200,6 +214,38 @@ def last_reward(tx: Tx, session_id: str, *, of_root: bool) -> RewardAssigned | N
         if isinstance(event, RewardAssigned) and event.turn is None and event.of_root == of_root:
             return event
     return None
+
+
+_failed = select(sessions.c.failed).where(sessions.c.session_id == bindparam("sid"))
+_last_close = (
+    select(events.c.version, events.c.data)
+    .where(events.c.session_id == bindparam("sid"), events.c.type == CLOSED)
+    .order_by(events.c.seq.desc())
+    .limit(1)
+)
+
+
+def failure_of(tx: Reads, session_id: str) -> Failure | None:
+    """The failure with which the session was closed, unless a reward has come since."""
+    row = tx.one(_failed, {"sid": session_id})
+    if row is None or row[0] is None:
+        return None
+    close = tx.one(_last_close, {"sid": session_id})
+    try:
+        event = None if close is None else decode(CLOSED, close[0], bytes(close[1]))
+    except UnknownEvent:
+        event = None
+    # A restore may have gone back to before the last close.
+    failed = event.failed if isinstance(event, SessionClosed) else None
+    return failed if failed is not None and failed.kind == row[0] else Failure(row[0])
+
+
+_evaluation = select(sessions.c.evaluation).where(sessions.c.session_id == bindparam("sid"))
+
+
+def is_evaluation(tx: Reads, session_id: str) -> bool:
+    row = tx.one(_evaluation, {"sid": session_id})
+    return row is not None and bool(row[0])
 
 
 _a_member = (

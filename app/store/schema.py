@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Double,
     Identity,
@@ -25,6 +26,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    false,
     text,
 )
 
@@ -83,6 +85,7 @@ stays, since `fence` only grows; `until` is the database's clock."""
 
 _OF_ROOT = text("root_id IS NOT NULL")
 _OPEN_OF_ROOT = text("root_id IS NOT NULL AND status = 'open'")
+_OPEN = text("status = 'open'")
 _TAGGED = text("tags IS NOT NULL")
 NAMED = text("name IS NOT NULL")
 
@@ -112,11 +115,16 @@ sessions = Table(
     Column("name", SESSION_ID),
     Column("generation", Integer),
     Column("run", SESSION_ID, nullable=False),
+    Column("group_size", Integer),
+    Column("failed", String(16)),
+    Column("evaluation", Boolean, server_default=false(), nullable=False),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id_run", "group_id", "run"),
     Index("ix_sessions_run_created_at_session_id", "run", "created_at", "session_id"),
+    Index("ix_sessions_open_run", "run", sqlite_where=_OPEN, postgresql_where=_OPEN),
     Index("ix_sessions_closed_at_session_id", "closed_at", "session_id"),
     Index("ix_sessions_weight_version", "weight_version"),
+    Index("ix_sessions_run_weight_version", "run", "weight_version"),
     Index("ix_sessions_root_id", "root_id", sqlite_where=_OF_ROOT, postgresql_where=_OF_ROOT),
     Index("ix_sessions_open_root_id", "root_id", sqlite_where=_OPEN_OF_ROOT, postgresql_where=_OPEN_OF_ROOT),
     Index("ix_sessions_tagged", "created_at", "session_id", sqlite_where=_TAGGED, postgresql_where=_TAGGED),
@@ -142,6 +150,8 @@ null where it names no parent. It follows from several logs: see `store.rollouts
 
 `name` is what a client calls it, null where none chose a name; `generation` counts the sessions of a run's name from 1.
 No two processes can begin the same one.
+
+`failed` is the kind of its failure, null where it did not fail or a reward has come since; its message is in the log.
 """
 
 open_turns = Table(

@@ -45,7 +45,9 @@ from sqlalchemy import (
 from sqlalchemy.types import TypeEngine
 
 from app.domain import notes
-from app.domain.events import BlobsTombstoned, Recorded, UnknownEvent, decode
+from app.domain.events import DEFAULT_RUN, BlobsTombstoned, Failure, FailureKind, Recorded, UnknownEvent, decode
+from app.domain.fleet import EngineVersions
+from app.domain.groups import GroupKey, Played
 from app.domain.session import Session, decode_session, fold
 from app.errors import StoreDamaged
 from app.store import pins, rollouts
@@ -62,6 +64,7 @@ from app.store.schema import (
     snapshots,
     turns,
 )
+from app.store.selection import GroupFilter
 from app.store.statements import ENDED, is_idle
 from workers import codec
 from workers.codec import CorruptContent
@@ -106,6 +109,8 @@ class HeadRow(msgspec.Struct, frozen=True):
     name: str | None
     generation: int | None
     run: str
+    evaluation: bool
+    failed_kind: FailureKind | None
     note: str | None
     joined_tags: str | None
     running_since: float | None = None
@@ -114,6 +119,11 @@ class HeadRow(msgspec.Struct, frozen=True):
     def tags(self) -> list[str]:
         return notes.parted(self.joined_tags)
 
+    @property
+    def failed(self) -> Failure | None:
+        """Without its message, which only the log has."""
+        return None if self.failed_kind is None else Failure(self.failed_kind)
+
 
 _running_since = (
     select(func.min(open_turns.c.opened_at))
@@ -121,19 +131,26 @@ _running_since = (
     .correlate(sessions)
     .scalar_subquery()
 )
-_STORED = HeadRow.__struct_fields__[:-2]
+_STORED = HeadRow.__struct_fields__[:-4]
 _ROW = (
     *(sessions.c[name] for name in _STORED),
+    sessions.c.failed,
+    sessions.c.note,
     sessions.c.tags,
     case((sessions.c.open_turns > 0, _running_since)),
 )
 
 
-class HeadFilter(msgspec.Struct, frozen=True):
+RUNS_AT_ONCE = 100
+"""Runs whose newest version one query reads."""
+
+
+class HeadFilter(GroupFilter, frozen=True):
     """Conditions on heads; None: any. `idle`: without an open turn. `claimed_before`: with one that was claimed at or
     before this time. `among`: only these ids; `but`: ids to leave out; of both LISTED at most.
 
-    `most_version` is the largest weight version, `begins` the beginning of the id, `tag` one of its tags.
+    `least_staleness`: the newest weight version is at least so many behind its run's, which is the newest of the run's
+    sessions and of `engine_versions`. `begins` the beginning of the id, `tag` one of its tags.
     """
 
     status: Status | None = None
@@ -141,18 +158,18 @@ class HeadFilter(msgspec.Struct, frozen=True):
     claimed_before: float | None = None
     among: Collection[str] | None = None
     but: Collection[str] = ()
-    group_id: str | None = None
     attempt: int | None = None
     engine: str | None = None
     min_reward: float | None = None
     max_reward: float | None = None
     unrewarded: bool = False
-    most_version: int | None = None
+    least_staleness: int | None = None
+    engine_versions: EngineVersions = EngineVersions()
     begins: str | None = None
     tag: str | None = None
     name: str | None = None
     generation: int | None = None
-    run: str | None = None
+    evaluation: bool | None = None
 
 
 Place = tuple[float | None, str]
@@ -212,25 +229,42 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
     """The query, of heads that match."""
     head = sessions.c
     conditions: list[ColumnElement[bool] | None] = [
+        *wanted.of(sessions),
         None if wanted.status is None else head.status == wanted.status,
         head.open_turns == 0 if wanted.idle else None,
         None if wanted.claimed_before is None else head.session_id.in_(_claimed(wanted.claimed_before)),
         None if wanted.among is None else head.session_id.in_(list(wanted.among)[:LISTED]),
         head.session_id.not_in(list(wanted.but)[:LISTED]) if wanted.but else None,
-        None if wanted.run is None else head.run == wanted.run,
-        None if wanted.group_id is None else head.group_id == wanted.group_id,
         None if wanted.attempt is None else head.attempt == wanted.attempt,
         None if wanted.engine is None else head.engine == wanted.engine,
         None if wanted.min_reward is None else head.reward >= wanted.min_reward,
         None if wanted.max_reward is None else head.reward <= wanted.max_reward,
         head.reward.is_(None) if wanted.unrewarded else None,
-        None if wanted.most_version is None else head.weight_version <= wanted.most_version,
+        None if wanted.least_staleness is None else _is_stale(wanted.least_staleness, wanted.engine_versions),
         None if wanted.begins is None else begins_with(head.session_id, wanted.begins),
         None if wanted.tag is None else head.tags.is_not(None) & contains(head.tags, notes.marked(wanted.tag)),
         None if wanted.name is None else head.name.is_not(None) & (head.name == wanted.name),
         None if wanted.generation is None else head.generation == wanted.generation,
+        None if wanted.evaluation is None else head.evaluation.is_(wanted.evaluation),
     ]
     return query.where(*(condition for condition in conditions if condition is not None))
+
+
+def _is_stale(least: int, engines: EngineVersions) -> ColumnElement[bool]:
+    """Condition on heads: the newest weight version is at least so many behind the run's."""
+    head, of_run = sessions.c, sessions.alias("of_run")
+    sampled = (
+        select(func.max(of_run.c.weight_version))
+        .where(of_run.c.run == head.run, of_run.c.evaluation.is_(False))
+        .scalar_subquery()
+    )
+    conditions = [head.weight_version <= sampled - least]
+    for run, version in engines.own.items():
+        if version is not None:
+            conditions.append(and_(head.run == run, head.weight_version <= version - least))
+    if engines.shared is not None:
+        conditions.append(and_(head.run.not_in(list(engines.own)), head.weight_version <= engines.shared - least))
+    return or_(*conditions)
 
 
 def _after(value: ColumnElement[float], after: Place, *, newest_first: bool, nullable: bool) -> ColumnElement[bool]:
@@ -311,11 +345,11 @@ def closed_sessions(
 
 
 class Acknowledgements(NamedTuple):
-    """What the retention of payloads waits for: `is_given` is a condition on heads. `groups` lists times and ids of
-    acknowledged groups behind a place, in that order, as many as asked for."""
+    """What the retention of payloads waits for: `is_given` is a condition on heads. `groups` lists times, runs and ids
+    of acknowledged groups behind a place, in that order, as many as asked for."""
 
     is_given: ColumnElement[bool]
-    groups: Callable[[Connection, tuple[float, str], int], list[tuple[float, str]]]
+    groups: Callable[[Connection, tuple[float, str, str], int], list[tuple[float, str, str]]]
 
 
 def of_these(session_ids: Sequence[str] | None) -> list[ColumnElement[bool]]:
@@ -329,21 +363,45 @@ def holds_payload() -> ColumnElement[bool]:
     return or_(live, exists().where(refused_replies.c.session_id == sessions.c.session_id))
 
 
-def newest_version(connection: Connection, among: Sequence[str] | None = None) -> int | None:
-    """The largest weight version of any session."""
-    query = select(func.max(sessions.c.weight_version)).where(*of_these(among))
+def newest_version(connection: Connection) -> int | None:
+    """The largest weight version of any session that is no evaluation."""
+    query = select(func.max(sessions.c.weight_version)).where(sessions.c.evaluation.is_(False))
     version: int | None = connection.execute(query).scalar_one()
     return version
 
 
-def newest_readable_version(connection: Connection) -> int | None:
-    """The largest weight version of any session that can be read."""
+def newest_versions(connection: Connection, runs: Iterable[str]) -> dict[str, int]:
+    """The largest weight version of any session of each of these runs that is no evaluation."""
+    found: dict[str, int] = {}
+    wanted = sorted(set(runs))
+    head = sessions.c
+    for some in (wanted[at : at + RUNS_AT_ONCE] for at in range(0, len(wanted), RUNS_AT_ONCE)):
+        each = [
+            select(
+                literal(run),
+                select(func.max(head.weight_version))
+                .where(head.run == run, head.evaluation.is_(False))
+                .scalar_subquery(),
+            )
+            for run in some
+        ]
+        found |= {run: version for run, version in connection.execute(union_all(*each)) if version is not None}
+    return found
 
-    def read(again: Connection, among: Sequence[str] | None) -> list[int]:
-        version = newest_version(again, among)
-        return [] if version is None else [version]
 
-    return max(listed(connection, read), default=None)
+def newest_readable_versions(connection: Connection, *, evaluation: bool = False) -> dict[str, int]:
+    """The largest weight version of any session of each run that can be read; with `evaluation` also of evaluations."""
+
+    def read(again: Connection, among: Sequence[str] | None) -> list[tuple[str, int]]:
+        head = sessions.c
+        query = select(head.run, func.max(head.weight_version)).where(
+            head.weight_version.is_not(None), *of_these(among)
+        )
+        if not evaluation:
+            query = query.where(head.evaluation.is_(False))
+        return [(row[0], row[1]) for row in again.execute(query.group_by(head.run))]
+
+    return dict(listed(connection, read))  # in order: of several of one run the largest
 
 
 def count_by_status(connection: Connection) -> tuple[dict[str, int], int]:
@@ -531,7 +589,7 @@ def last_tombstone(connection: Connection, session_id: str) -> int:
     return connection.execute(query).scalar_one() or 0
 
 
-SNAPSHOT_FORMAT = "session-3"
+SNAPSHOT_FORMAT = "session-4"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 
@@ -697,16 +755,39 @@ class ExportHead(msgspec.Struct, frozen=True):
     group_id: str | None
     turns: int
     root_id: str | None = None
+    run: str = DEFAULT_RUN
+    attempt: int | None = None
+    created_at: float = 0.0
+    is_rewarded: bool = False
+    evaluation: bool = False
     is_known: bool = True
 
     @property
     def rollout(self) -> str:
         return self.root_id or self.session_id
 
+    @property
+    def key(self) -> GroupKey | None:
+        return None if self.group_id is None else GroupKey(self.run, self.group_id)
+
+    @property
+    def played(self) -> Played:
+        """Of a root, in its group."""
+        return Played(self.session_id, self.attempt, self.created_at, self.is_rewarded, self.evaluation)
+
 
 def _heads() -> Select[Any]:
-    root_id = case((rollouts.is_root(), None), else_=sessions.c.root_id)
-    return select(sessions.c.session_id, rollouts.group(), sessions.c.turns, root_id)
+    return select(
+        sessions.c.session_id,
+        rollouts.group(),
+        sessions.c.turns,
+        case((rollouts.is_root(), None), else_=sessions.c.root_id),
+        sessions.c.run,
+        sessions.c.attempt,
+        sessions.c.created_at,
+        case((sessions.c.reward.is_(None), False), else_=True),
+        sessions.c.evaluation,
+    )
 
 
 def export_heads(connection: Connection, session_ids: Sequence[str]) -> dict[str, ExportHead]:
@@ -732,7 +813,7 @@ def every_head(connection: Connection) -> dict[str, ExportHead]:
         if root is None:
             every[session_id] = msgspec.structs.replace(head, root_id=None)
         elif root is not head:
-            every[session_id] = msgspec.structs.replace(head, group_id=root.group_id)
+            every[session_id] = msgspec.structs.replace(head, run=root.run, group_id=root.group_id)
     return every
 
 
@@ -744,12 +825,14 @@ def _head_by_log(connection: Connection, session_id: str) -> ExportHead | None:
     if session is None:
         return None
     root_id = rollouts.root_in_logs(CoreReads(connection), session_id, session.config.parent)
-    return ExportHead(session_id, session.config.group_id, len(session.turns), root_id)
+    config, is_rewarded = session.config, session.reward is not None
+    own = config.of_run, config.attempt, session.created_at, is_rewarded, config.evaluation is True
+    return ExportHead(session_id, config.group_id, len(session.turns), root_id, *own)
 
 
-def group_members(connection: Connection, group_id: str) -> list[ExportHead]:
+def group_members(connection: Connection, key: GroupKey) -> list[ExportHead]:
     """All sessions of a group's rollouts, erased ones too."""
-    return [ExportHead(*row) for row in connection.execute(_heads().where(rollouts.in_groups([group_id])))]
+    return [ExportHead(*row) for row in connection.execute(_heads().where(rollouts.in_groups([key])))]
 
 
 # A name's generations: the sessions that clients call alike, one after another.

@@ -165,14 +165,15 @@ touch = (
     update(sessions)
     .where(of_session(sessions), has_rows)
     .values(version=sessions.c.version + 1, updated_at=bindparam("at"))
-    .returning(sessions.c.version, sessions.c.group_id, sessions.c.root_id)
+    .returning(sessions.c.version, sessions.c.run, sessions.c.group_id, sessions.c.root_id)
 )
-set_reward = update(sessions).where(of_session(sessions)).values(reward=bindparam("value"))
+set_reward = update(sessions).where(of_session(sessions)).values(reward=bindparam("value"), failed=None)
+set_failed = update(sessions).where(of_session(sessions)).values(failed=bindparam("kind"))
 close_head = (
     update(sessions)
     .where(of_session(sessions), sessions.c.status == "open")
     .values(status="closed", closed_at=bindparam("at"))
-    .returning(sessions.c.group_id, sessions.c.root_id)
+    .returning(sessions.c.run, sessions.c.group_id, sessions.c.root_id)
 )
 close_known_head = close_head.where(sessions.c.version == bindparam("known"))
 
@@ -191,7 +192,7 @@ erase_head = (
     update(sessions)
     .where(of_session(sessions), or_(*(sessions.c.status == status for status in ENDED)))
     .values(status="erased", note=None, tags=None)
-    .returning(sessions.c.group_id, sessions.c.root_id)
+    .returning(sessions.c.run, sessions.c.group_id, sessions.c.root_id)
 )
 
 

@@ -185,6 +185,8 @@ class Claims:
         session_id = flight.session_id
         if session.finished is not None:
             raise AlreadyFinished(f"session {session_id} was finished; it takes no more turns")
+        if self._points.held_runs and (why := self._points.held_runs.get(session.config.of_run)) is not None:
+            raise OverBudget(why)
         if session.turns.count >= settings.max_turns:
             raise TooManyTurns(f"session {session_id} has {session.turns.count} turns, the most that it may have")
         if session.undone.count and (undone := placed.history.undone_turn(session, entry.every_index)) is not None:

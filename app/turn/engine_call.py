@@ -304,7 +304,9 @@ class EngineCalls:
                     headers,
                     flight.waiter.grow,
                     rid=turn.rid,
-                    version=None if flight.adapter is None else self._fleet.fleet.gates(flight.adapter)[1].version,
+                    version=None
+                    if flight.adapter is None
+                    else self._fleet.fleet.adapter_version(flight.run, flight.adapter),
                     may_send=partial(self._may_send, flight),
                     open_stream=_stream_of(call) if call.stream else None,
                     path=None if call.ids is None else lambda: call.path,
@@ -593,13 +595,13 @@ def adapter_of(session: Session, request: Request, fleet: Fleet) -> str | None:
     """
     if session.config.capture == "text":
         return None
-    own = session.config.adapter or None
+    own, run = session.config.adapter or None, session.config.of_run
     model = bytes(request.params.get("model", b""))
     is_plain = not model or (model[:1] == b'"' and b"\\" not in model)
-    if own is None and is_plain and not fleet.adapters and "lora_path" not in request.params:
+    if own is None and is_plain and not fleet.knows_adapters(run) and "lora_path" not in request.params:
         return None
     path = value_of(request.params.get("lora_path"), "lora_path")
-    named = _adapter_in_model(value_of(request.params.get("model"), "model"), fleet)
+    named = _adapter_in_model(value_of(request.params.get("model"), "model"), run, fleet)
     if own is None:
         return path if isinstance(path, str) and path else named
     for name, requested in (("lora_path", path), ("model", named)):
@@ -608,8 +610,9 @@ def adapter_of(session: Session, request: Request, fleet: Fleet) -> str | None:
     return own
 
 
-def _adapter_in_model(model: Any, fleet: Fleet) -> str | None:
-    """The known adapter that a `model` names, also as SGLang's `base:adapter`."""
+def _adapter_in_model(model: Any, run: str, fleet: Fleet) -> str | None:
+    """The adapter, known to this run, that a `model` names, also as SGLang's `base:adapter`."""
     if not isinstance(model, str):
         return None
-    return next((name for name in (model, model.partition(":")[2].strip()) if name in fleet.adapters), None)
+    named = (model, model.partition(":")[2].strip())
+    return next((name for name in named if fleet.knows_adapter(run, name)), None)

@@ -22,6 +22,7 @@ import msgspec
 from app.domain.completion import RequestPrompt
 from app.domain.decide import TurnBlobs
 from app.domain.events import (
+    DEFAULT_RUN,
     AffinityBound,
     AffinityReleased,
     BlobRef,
@@ -314,10 +315,10 @@ class InFlightTurn(msgspec.Struct, eq=False):
 
     `retry_key` (hashed) and `retry_count` are the marks of a retry: an idempotency key, and the OpenAI SDKs' count of
     the attempts before this one. `body_hash` is that of the canonical body, by which other retries are known, once it
-    is placed. `new_history` becomes the session's where its first turn decides that. `headers` are the client's,
-    `adapter` is the LoRA adapter. `has_waited`: at a gate, or for a turn that it repeats, so that the session may have
-    been finished after the request came. `absorbed_by` is the committed turn that has absorbed it, a late attempt
-    (`Retries.repeated`).
+    is placed. `new_history` becomes the session's where its first turn decides that. `headers` are the client's, `run`
+    is the session's, `adapter` the LoRA adapter. `has_waited`: at a gate, or for a turn that it repeats, so that the
+    session may have been finished after the request came. `absorbed_by` is the committed turn that has absorbed it, a
+    late attempt (`Retries.repeated`).
 
     `waiters` are its client and those that joined; `finished`, made for the first that joins, resolves to the reply if
     the turn commits, else to None. `is_at_gate`: it waits at a gate. `claim` is its `TurnOpened`, once that is written;
@@ -336,6 +337,7 @@ class InFlightTurn(msgspec.Struct, eq=False):
     agent_id: str | None = None
     has_waited: bool = False
     new_history: History = "linear"
+    run: str = DEFAULT_RUN
     adapter: str | None = None
     absorbed_by: int | None = None
     waiters: list[Waiter] = []

@@ -34,7 +34,7 @@ class Placement:
     async def place(self, turn: Claimed) -> EngineChoice:
         """The engines to try. Raises NoUpstream, StoreUnavailable."""
         session = turn.session
-        affinity = session.affinity
+        run, affinity = session.config.of_run, session.affinity
         away: AwayCause | None = None
         if affinity is None:
             parent = session.config.parent
@@ -43,8 +43,8 @@ class Placement:
         elif affinity.control is None and self._ttl_s is not None and self._clock() - turn.idle_since > self._ttl_s:
             preferred, away = None, "expired"
         else:
-            preferred, away = affinity.engine, self._engines.why_unavailable(affinity.engine)
-        return EngineChoice(self._engines.order(session.session_id, preferred), away)
+            preferred, away = affinity.engine, self._engines.why_unavailable(affinity.engine, run)
+        return EngineChoice(self._engines.order(run, session.session_id, preferred), away)
 
     async def _engine_of(self, session_id: str) -> str | None:
         """The engine of a sub-agent's parent: their prompts share a prefix. Raises StoreUnavailable."""

@@ -75,6 +75,9 @@ class TurnPoints:
         self.limits: SessionLimits | None = None
         """Holds the turns of sessions that have limits to these. Budgets."""
 
+        self.held_runs: dict[str, str] = {}
+        """Runs that take no new turns, and what their error says. Runs."""
+
         self.claimed: list[Callable[[Claimed], None]] = []
         """The turn has its claim. Whatever happens from now on, `ended` is called. Session control."""
 

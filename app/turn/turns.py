@@ -228,8 +228,8 @@ class Turns:
                 if upstream is not None:
                     if upstream not in self._text_upstreams:
                         raise NoUpstream(f"session {session_id}: TURNLOG_TEXT_UPSTREAMS has no {upstream}")
-                elif not self._engines.members:
-                    self._engines.require_some()
+                else:
+                    self._engines.require_some(flight.run)
                 reply = await self._take_new(placed, entry)
             if reply is not None:
                 return reply if request.echo is None else msgspec.structs.replace(reply, echo=request.echo)
@@ -358,7 +358,7 @@ class Turns:
             request = prefill.with_beginning(request)
         if request.key is not None and flight.retry_key is None:
             flight.retry_key = hash_key(request.key)
-        flight.adapter = adapter_of(entry.session, request, self._fleet.fleet)
+        flight.run, flight.adapter = config.of_run, adapter_of(entry.session, request, self._fleet.fleet)
         return request, large
 
     async def _look_at(self, flight: InFlightTurn, entry: CacheEntry, request: Request, large: int) -> Placed:
@@ -492,15 +492,15 @@ class Turns:
         """The turn was cancelled: tell the engine, release the claim, and return the error."""
         flight = turn.flight
         if flight.engine_asked:
-            self._abort(turn.rid)
+            self._abort(turn.rid, flight.run)
         if flight.cancel_reason != "session_closed":
             await self._claims.abandon(turn, "disconnect")
         flight.aborts = frozenset(self._aborting)
         return flight.cancel_error()
 
-    def _abort(self, rid: str) -> None:
+    def _abort(self, rid: str, run: str | None) -> None:
         """Have the engine end a generation, without waiting for it."""
-        task = asyncio.create_task(self._engines.abort(rid))
+        task = asyncio.create_task(self._engines.abort(rid, run))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
@@ -573,7 +573,7 @@ class Turns:
         own = {flight.claim.seq for flight in flights if flight.claim is not None}
         for fence, incarnation in ended:
             if fence not in own:
-                self._abort(rid_of(session_id, fence, incarnation))
+                self._abort(rid_of(session_id, fence, incarnation), None if known is None else known.config.of_run)
 
     async def drain(self, grace_s: float) -> None:
         """Wait at most `grace_s` for the turns in flight; the rest are abandoned when the process ends."""

@@ -78,9 +78,9 @@ class _Log:
         """Check the counter of closings: it is one higher when an open gate is closed, and otherwise unchanged."""
         match event:
             case AdapterPaused() | AdapterResumed():
-                gate = self._fleet.gates(event.name)[1]
+                gate = self._fleet.gates_of(event.run).adapter(event.name)
             case FleetPaused() | FleetResumed():
-                gate = self._fleet.gate
+                gate = self._fleet.gates_of(event.run).fleet
             case _:
                 return
         shuts = isinstance(event, AdapterPaused | FleetPaused) and not gate.is_shut

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
 import msgspec
-from sqlalchemy import Connection, case, func, or_, select, tuple_, union
+from sqlalchemy import Connection, select, tuple_, union
 
-from app.domain.events import UnknownEvent
-from app.domain.groups import oldest_version
+from app.domain.events import DEFAULT_RUN, UnknownEvent
+from app.domain.groups import GroupKey, oldest_version
 from app.domain.restore import in_effect
 from app.features.groups import reads as group_reads
 from app.features.groups.reads import TurnEvents
-from app.features.groups.schema import group_changes, groups, is_finished
+from app.features.groups.rules import GroupOutcome, outcome
+from app.features.groups.schema import group_changes, groups
 from app.store.damage import attempt_or
 from app.store.database import Database
-from app.store.rollouts import is_root
+from app.store.rollouts import among
 from app.store.schema import events, sessions
-from app.store.sessions import decode_events
+from app.store.sessions import EventRow, decode_events
 from ops import restored
 from ops.verify.report import STORE, Report
 
@@ -93,125 +94,117 @@ def _positions(connection: Connection, since: Position) -> list[Position]:
     return [(row[0], row[1]) for row in connection.execute(query.limit(POSITIONS))]
 
 
-class _Members(msgspec.Struct, frozen=True):
-    """Counts of a group's rollouts: those present, those erased, and those without a close or a reward."""
-
-    present: int = 0
-    erased: int = 0
-    unfinished: int = 0
-
-
 class _Row(msgspec.Struct, frozen=True):
     """The stored row of a group."""
 
     sessions: int
     erased: int
     unfinished: int
+    arrived: int
+    size: int | None
     completed_at: float | None
     measured: bool
     oldest_version: int | None
+    evaluation: bool
 
 
 async def check_groups(database: Database, report: Report, progress: Callable[[str], None]) -> None:
     """Check each group's row against its sessions, except for groups that are noted as changed and not updated yet."""
-    after = ""
-    while ids := await database.read(partial(_group_ids, after=after)):
-        report.add(await database.read(partial(_check_page, ids=ids), one_moment=True))
+    after = GroupKey("", "")
+    while keys := await database.read(partial(_group_keys, after=after)):
+        report.add(await database.read(partial(_check_page, keys=keys), one_moment=True))
         progress(f"{report.groups} groups")
-        after = ids[-1]
+        after = keys[-1]
 
 
-def _group_ids(connection: Connection, after: str) -> list[str]:
-    """The next group ids, from the sessions and from the groups table."""
+def _group_keys(connection: Connection, after: GroupKey) -> list[GroupKey]:
+    """The next groups by id, then by run, from the sessions and from the groups table."""
+    behind = after.group_id, after.run
     parts = [
-        select(table.c.group_id).where(table.c.group_id > after).distinct().order_by(table.c.group_id).limit(GROUPS)
+        select(*(place := (table.c.group_id, table.c.run)))
+        .where(tuple_(*place) > behind)
+        .distinct()
+        .order_by(*place)
+        .limit(GROUPS)
         for table in (sessions, groups)
     ]
-    named = union(*(select(part.subquery().c.group_id) for part in parts)).subquery()
-    return list(connection.execute(select(named.c.group_id).order_by(named.c.group_id).limit(GROUPS)).scalars())
+    named = union(*(select(part.subquery()) for part in parts)).subquery()
+    query = select(named.c.run, named.c.group_id).order_by(named.c.group_id, named.c.run).limit(GROUPS)
+    return [GroupKey(*row) for row in connection.execute(query)]
 
 
-def _check_page(connection: Connection, ids: Sequence[str]) -> Report:
+def _check_page(connection: Connection, keys: Sequence[GroupKey]) -> Report:
     report = Report()
-    stored = _stored(connection, ids)
-    members = _members(connection, list(stored))
-    report.groups += len(ids)
-    report.noted_groups += len(ids) - len(stored)
-    for group_id, row in stored.items():
-        _check_counts(group_id, row, members.get(group_id, _Members()), report)
-    measured = {group_id: row for group_id, row in stored.items() if row is not None and row.measured}
+    stored = _stored(connection, keys)
+    attempts = group_reads.attempts(connection, list(stored))
+    report.groups += len(keys)
+    report.noted_groups += len(keys) - len(stored)
+    for key, row in stored.items():
+        _check_counts(_named(key), row, outcome(attempts[key]), report)
+    measured = {key: row for key, row in stored.items() if row is not None and row.measured}
     names = list(measured)
     for start in range(0, len(names), LOGS_READ):
         part = names[start : start + LOGS_READ]
         logs = group_reads.turn_events(connection, part)
-        for group_id in part:
-            _check_age(group_id, measured[group_id], logs, report)
+        for key in part:
+            _check_age(key, measured[key], logs, report)
     return report
 
 
-def _stored(connection: Connection, ids: Sequence[str]) -> dict[str, _Row | None]:
+def _named(key: GroupKey) -> str:
+    return f"group {key.group_id}" + ("" if key.run == DEFAULT_RUN else f" of run {key.run}")
+
+
+def _stored(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, _Row | None]:
     """The row, or None, of each group that is not noted as changed."""
-    noted = set(connection.execute(select(group_changes.c.group_id).where(group_changes.c.group_id.in_(ids))).scalars())
-    stored: dict[str, _Row | None] = dict.fromkeys(group_id for group_id in ids if group_id not in noted)
+    changed = select(group_changes.c.run, group_changes.c.group_id).where(among(keys, group_changes))
+    noted = {GroupKey(*row) for row in connection.execute(changed)}
+    stored: dict[GroupKey, _Row | None] = dict.fromkeys(key for key in keys if key not in noted)
     columns = [groups.c[name] for name in _Row.__struct_fields__]
-    for row in connection.execute(select(groups.c.group_id, *columns).where(groups.c.group_id.in_(stored))):
-        stored[row[0]] = _Row(*row[1:])
+    query = select(groups.c.run, groups.c.group_id, *columns).where(among(list(stored), groups))
+    for run, group_id, *row in connection.execute(query):
+        stored[GroupKey(run, group_id)] = _Row(*row)
     return stored
 
 
-def _members(connection: Connection, ids: Sequence[str]) -> dict[str, _Members]:
-    """Counts of rollouts, as a settled group has them."""
-    is_erased = sessions.c.status == "erased"
-    query = (
-        select(
-            sessions.c.group_id,
-            func.sum(case((is_erased, 0), else_=1)),
-            func.sum(case((is_erased, 1), else_=0)),
-            func.sum(case((or_(is_erased, is_finished), 0), else_=1)),
-        )
-        .where(sessions.c.group_id.in_(ids), sessions.c.status != "undone", is_root())
-        .group_by(sessions.c.group_id)
-    )
-    return {row[0]: _Members(*row[1:]) for row in connection.execute(query)}
-
-
-def _check_counts(group_id: str, row: _Row | None, members: _Members, report: Report) -> None:
+def _check_counts(named: str, row: _Row | None, now: GroupOutcome, report: Report) -> None:
     if row is None:
-        report.found(STORE, f"group {group_id}: neither a row nor a note that one is due")
+        report.found(STORE, f"{named}: neither a row nor a note that one is due")
         return
-    found = _Members(row.sessions, row.erased, row.unfinished)
-    if found != members:
-        report.found(STORE, f"group {group_id}: stored are {_counts(found)}; its sessions say {_counts(members)}")
-    complete = members.present > 0 and members.unfinished == 0
-    if complete != (row.completed_at is not None):
-        report.found(STORE, f"group {group_id} is {'complete' if complete else 'incomplete'}, its row says otherwise")
+    found = _counts(row.sessions, row.erased, row.unfinished, row.arrived, row.size, evaluation=row.evaluation)
+    expected = _counts(now.rollouts, now.erased, now.unfinished, now.arrived, now.size, evaluation=now.evaluation)
+    if found != expected:
+        report.found(STORE, f"{named}: stored are {found}; its sessions say {expected}")
+    if now.complete != (row.completed_at is not None):
+        report.found(STORE, f"{named} is {'complete' if now.complete else 'incomplete'}, its row says otherwise")
 
 
-def _counts(members: _Members) -> str:
-    return f"{members.present} sessions, {members.erased} erased, {members.unfinished} unfinished"
+def _counts(present: int, erased: int, unfinished: int, arrived: int, size: int | None, *, evaluation: bool) -> str:
+    of_size, kind = "" if size is None else f" of {size}", "evaluations" if evaluation else "sessions"
+    return f"{present} {kind}, {erased} erased, {unfinished} unfinished, {arrived}{of_size} attempts"
 
 
-def _check_age(group_id: str, row: _Row, logs: TurnEvents, report: Report) -> None:
+def _check_age(key: GroupKey, row: _Row, logs: TurnEvents, report: Report) -> None:
     """Check that the stored oldest weight version is that of the logs, and say where they cannot be read."""
-    unchecked = f"group {group_id}: its oldest weight version was not checked"
-    if group_id not in logs:
+    unchecked = f"{_named(key)}: its oldest weight version was not checked"
+    if key not in logs:
         report.found(STORE, f"{unchecked}: the heads of its sessions cannot be read")
         return
-    if unread := [session_id for session_id, rows in logs[group_id].items() if not rows]:
+    if unread := [session_id for session_id, rows in logs[key].items() if not rows]:
         report.found(STORE, f"{unchecked}: events of {', '.join(unread)} cannot be read")
         return
     try:
-        oldest = min(_oldest(logs, group_id), default=None)
+        oldest = min(_oldest(logs[key]), default=None)
     except UnknownEvent as error:
         report.found(STORE, f"{unchecked}: {error}")
         return
     if row.oldest_version != oldest:
         kept = row.oldest_version
-        report.found(STORE, f"group {group_id}: its oldest weight version is {oldest}, its row says {kept}")
+        report.found(STORE, f"{_named(key)}: its oldest weight version is {oldest}, its row says {kept}")
 
 
-def _oldest(logs: TurnEvents, group_id: str) -> Iterator[int]:
-    for rows in logs[group_id].values():
+def _oldest(logs: Mapping[str, Sequence[EventRow]]) -> Iterator[int]:
+    for rows in logs.values():
         version = oldest_version(one.event for one in in_effect(decode_events(rows)))
         if version is not None:
             yield version

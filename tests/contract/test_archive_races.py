@@ -144,7 +144,7 @@ async def test_a_session_that_is_erased_while_it_leaves_leaves_nothing_behind(st
     assert not stage.in_files("session-erased")
     left = select(func.count()).select_from(turns)
     assert await stage.store.database.read(lambda connection: connection.execute(left).scalar_one()) == 0
-    assert await stage.store.create("session-erased") == Existing("erased", BODY)
+    assert await stage.store.create("session-erased") == Existing("session-erased", "erased", BODY)
 
 
 async def test_an_erased_session_says_so_in_the_log_that_it_left_with(stage: Stage) -> None:

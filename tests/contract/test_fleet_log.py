@@ -80,10 +80,10 @@ async def test_nothing_to_do_is_judged_by_what_is_so_now(postgres_store: Store) 
         assert late._polling is not None
         late._polling.cancel()
         await first.append(lambda fleet: AdapterPaused("a", 1, 0.0), lease_s=600)
-        assert not late.fleet.is_shut("a")
-        opened = await late.append(lambda fleet: AdapterResumed("a", 1) if fleet.is_shut("a") else None)
+        assert not late.fleet.is_shut("default", "a")
+        opened = await late.append(lambda fleet: AdapterResumed("a", 1) if fleet.is_shut("default", "a") else None)
         assert opened is not None
-        assert not (await first.refresh()).is_shut("a")
+        assert not (await first.refresh()).is_shut("default", "a")
 
 
 async def test_an_event_that_the_database_has_lost_is_forgotten(postgres_store: Store) -> None:
@@ -96,9 +96,9 @@ async def test_an_event_that_the_database_has_lost_is_forgotten(postgres_store: 
         lost = delete(fleet_events).where(fleet_events.c.seq == 2)
         await database.write(lambda tx: tx.run(lost, {}), durable=True)
         await first.refresh()
-        assert (first.fleet.version, first.fleet.is_shut("a")) == (1, True)
+        assert (first.fleet.version, first.fleet.is_shut("default", "a")) == (1, True)
         await first.append(lambda fleet: AdapterPaused("b", 1, 0.0), lease_s=600)
-        assert (await second.refresh()).is_shut("a")
+        assert (await second.refresh()).is_shut("default", "a")
         assert second.fleet == first.fleet
         assert second.fleet.version == 2
 
@@ -133,7 +133,7 @@ async def test_a_slow_database_lets_turns_pass_and_is_still_asked(postgres_store
             await gates.wait(Passing("a"))
         await near.append(lambda fleet: AdapterPaused("a", 1, 0.0), lease_s=600)
         async with asyncio.timeout(20):
-            while not gates.is_shut("a"):
+            while not far.fleet.is_shut("default", "a"):
                 await asyncio.sleep(0.01)
         await far.stop()
 
@@ -182,16 +182,16 @@ async def test_a_lease_that_is_made_longer_while_it_runs_out_leaves_the_engines_
             pauses = Pauses(fleet=state, gates=Gates(state), engines=engines, control=late, database=database)
             pauses.start()
             async with asyncio.timeout(20):
-                await pauses.pause_fleet("in_place", 0.1)
+                await pauses.pause_fleet(None, "in_place", 0.1)
                 await late.began.wait()
-                await pauses.pause_fleet("in_place", 600)
+                await pauses.pause_fleet(None, "in_place", 600)
                 late.goes.set()
                 orders: list[str] = []
                 while len(orders) < 4:
                     seen = (await simulated.get("/sim/requests", params={"last": 9})).json()
                     orders = [one["path"] for one in seen]
             assert orders[-2:] == ["/continue_generation", "/pause_generation"]
-            assert state.fleet.gate.is_shut
+            assert state.fleet.gates.fleet.is_shut
             await pauses.stop()
     await client.close()
 
@@ -206,7 +206,7 @@ async def test_a_process_goes_on_looking_after_a_fault(postgres_store: Store) ->
             while faulty.faults:
                 await asyncio.sleep(0.01)
             await near.append(lambda fleet: AdapterPaused("a", 1, 0.0), lease_s=600)
-            while not far.fleet.is_shut("a"):
+            while not far.fleet.is_shut("default", "a"):
                 await asyncio.sleep(0.01)
         await far.stop()
 
@@ -220,9 +220,9 @@ async def test_what_another_process_begins_before_it_knows_is_aborted_too(
     with SimulatorProcess() as engine:
         async with process(postgres_store.database) as state, watching([state], postgres_store.database) as watches:
             watches[0]._engines.serve([EngineListed(engine.base_url)])
-            pausing = asyncio.create_task(watches[0].pause_adapter("a", 600))
+            pausing = asyncio.create_task(watches[0].pause_adapter(None, "a", 600))
             async with asyncio.timeout(20):
-                while not state.fleet.is_shut("a"):
+                while not state.fleet.is_shut("default", "a"):
                     await asyncio.sleep(0.01)
             await asyncio.sleep(0.2)  # the first look is over by now
             await postgres_store.claim("s", 1, adapter="a")

@@ -13,6 +13,7 @@ from helpers.log import BODY, created
 from helpers.store import Store, engines_at, reward
 from sqlalchemy import insert
 
+from app.domain.fleet import EngineListed
 from app.errors import InvalidRequest
 from app.features.page import overview as page_reads
 from app.sessions.session_list import SessionList, SessionQuery, Sort
@@ -165,6 +166,7 @@ async def test_a_cursor_of_another_list_is_refused(filled: Filled) -> None:
     page = await filled.list.page(SessionQuery(), None, 5)
     for asked, cursor in (
         (SessionQuery(sort="turns"), page["next_cursor"]),
+        (SessionQuery(run="other"), page["next_cursor"]),
         (SessionQuery(), "x"),
         (SessionQuery(), "W10"),
         (SessionQuery(), "é"),
@@ -175,14 +177,22 @@ async def test_a_cursor_of_another_list_is_refused(filled: Filled) -> None:
 
 async def test_a_made_up_cursor_never_reaches_the_database(filled: Filled) -> None:
     for place in ((2**63, "a"), (-(2**63) - 1, "a"), (10**30, "a"), (1.0, "a\0"), (None, "\0"), (True, "a")):
-        cursor = base64.urlsafe_b64encode(json.dumps(("created_at", True, *place)).encode()).decode()
+        cursor = base64.urlsafe_b64encode(json.dumps(("created_at", True, *place, "")).encode()).decode()
         with pytest.raises(InvalidRequest):
             await filled.list.page(SessionQuery(), cursor, 5)
 
 
 async def test_more_than_are_counted_are_said_to_be_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_reads, "COUNTED", 3)
-    row = {"version": 1, "status": "open", "open_turns": 0, "turns": 0, "updated_at": 1.0, "body_hash": BODY}
+    row = {
+        "run": "default",
+        "version": 1,
+        "status": "open",
+        "open_turns": 0,
+        "turns": 0,
+        "updated_at": 1.0,
+        "body_hash": BODY,
+    }
     rows = [{**row, "session_id": str(number), "created_at": float(number)} for number in range(5)]
     await store.database.write(lambda tx: tx.insert(insert(sessions), rows), durable=False)
     counted = await store.database.read(lambda connection: count_heads(connection, HeadFilter()))
@@ -201,3 +211,25 @@ async def test_the_counts_are_those_of_the_list(filled: Filled) -> None:
     assert running == by_state.count("running")
     new = [row for row in rows if row["state"] == "running" and (row["updated_at"] < 2.0 or not row["turns"])]
     assert newly_active == len(new)
+
+
+async def test_staleness_counts_from_the_newest_version_of_the_run(store: Store) -> None:
+    """Of its sessions, and of the engines that serve it: here one serves `own` alone."""
+    engines = engines_at("9", "20")
+    urls = list(engines.members)
+    engines.serve([EngineListed(urls[0]), EngineListed(urls[1], run="own")], {"own"})
+    listed = SessionList(store.database, dict, engines, lambda: NOW)
+    for at, (name, run, version) in enumerate(
+        (("a", "a", "900"), ("a-old", "a", "897"), ("b", "b", "7"), ("own-1", "own", "18"), ("none", "c", "name"))
+    ):
+        await store.submit(Create(name, float(at), created(run=run), None))
+        await store.take_turn(name, weight_versions=(VersionSpan(version, 0, 2),), engine=urls[0])
+
+    async def found(**query: Any) -> dict[str, int | None]:
+        page = await listed.page(SessionQuery(**query), None, 100)
+        return {row["session_id"]: row["staleness"] for row in page["sessions"]}
+
+    assert await found() == {"a": 0, "a-old": 3, "b": 2, "own-1": 2, "none": None}
+    assert await found(min_staleness=2) == {"a-old": 3, "b": 2, "own-1": 2}
+    assert await found(min_staleness=3) == await found(min_staleness=1, run="a") == {"a-old": 3}
+    assert await store.database.read(session_reads.newest_readable_versions) == {"a": 900, "b": 7, "own": 18}

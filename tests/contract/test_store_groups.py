@@ -7,16 +7,23 @@ from typing import Any
 import pytest
 from helpers.databases import connected
 from helpers.groups import Groups
+from helpers.log import created
 from helpers.store import Store, reward
 from sqlalchemy import insert, select
 
+from app.domain.events import Failure, SessionClosed
+from app.domain.groups import GroupKey
 from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
 from app.features.groups import reads as group_reads
 from app.features.groups.operations import Acknowledged, Measure, Settle
 from app.features.groups.reads import ACKNOWLEDGEMENTS, Candidate
 from app.store.dialect import now
+from app.store.log import Appended
+from app.store.log_sessions import Close, Create, ShareReward
 from app.store.rollouts import in_groups
-from app.store.sessions import closed_sessions
+from app.store.schema import events
+from app.store.sessions import closed_sessions, load_head
+from ops.verify import verify
 
 pytestmark = pytest.mark.anyio
 
@@ -37,6 +44,59 @@ async def test_a_group_is_complete_when_every_session_is_closed_and_rewarded(mad
     await made.store.submit(reward("b", 0.5))
     assert await made.counts("g") == (2, 0, 0, True)
     assert await made.free() == ["g"]
+
+
+async def test_a_failed_session_has_arrived_until_its_log_says_otherwise(made: Groups) -> None:
+    await made.create("g", "root", 0)
+    await made.store.submit(Create("child", 1.0, created(parent="root"), None))
+    await made.store.submit(reward("child", 0.25))
+    why = Failure("sandbox", "the disk is full")
+    await made.store.submit(Close("root", 5.0, failed=why))
+    assert await made.counts("g") == (1, 0, 1, False), "a child is open"
+    closed = await made.store.submit(Close("child", 5.0, reason="root"))
+    assert closed.events[-1].event == SessionClosed("root", why)
+    assert await made.counts("g") == (1, 0, 0, True), "a child may have a reward where its root has none"
+    assert await made.free() == ["g"]
+    attempts = await made.store.database.read(lambda c: group_reads.attempts(c, ["g"]))
+    assert [(one.failed, one.finished) for one in attempts["g"]] == [(Failure("sandbox"), True)]
+    await made.store.submit(reward("root", 1.0))
+    assert await made.counts("g") == (1, 0, 1, False), "the child has not the root's reward yet"
+    await made.store.submit(ShareReward("child", 6.0))
+    assert await made.counts("g") == (1, 0, 0, True)
+    for name in ("root", "child"):
+        head = await made.store.database.read(lambda c: load_head(c, name))  # noqa: B023
+        assert (head and head.failed) is None
+    assert (await verify(made.store.database)).problems == []
+
+
+async def test_an_erasure_leaves_a_failures_kind_and_nothing_of_its_message(made: Groups) -> None:
+    await made.create("g", "a")
+    await made.store.submit(Close("a", 5.0, failed=Failure("agent", "a secret")))
+    await made.store.erase("a")
+    session = await made.store.session("a")
+    assert session.failed == Failure("agent", erased=True)
+    data = await made.store.database.read(lambda c: c.execute(select(events.c.data)).scalars().all())
+    assert not any(b"secret" in bytes(one) for one in data)
+    assert (await verify(made.store.database)).problems == []
+
+
+async def test_groups_of_evaluations_are_for_who_asks_for_them(made: Groups) -> None:
+    for name, group_id, evaluation in (("a", "g", True), ("b", "mixed", True), ("c", "mixed", None)):
+        event = created(group_id=group_id, evaluation=evaluation)
+        assert isinstance(await made.store.submit(Create(name, 1.0, event, None)), Appended)
+    below = await made.store.submit(Create("below", 1.0, created(parent="a"), None))
+    assert below.events[0].event.config.evaluation is True
+    for name in ("below", "a", "c"):
+        await made.finish(name)
+    await made.store.submit(ShareReward("below", 6.0))
+    assert await made.counts("mixed") == (1, 0, 0, True), "the evaluation is open and does not count"
+    assert await made.free() == ["mixed"]
+    assert await made.free(evaluation=True) == ["g", "mixed"]
+    logs = await made.store.database.read(lambda c: group_reads.turn_events(c, ["g", "mixed"]))
+    assert {group_id: sorted(sessions) for group_id, sessions in logs.items()} == {"g": ["a", "below"], "mixed": ["c"]}
+    await made.finish("b")
+    assert await made.counts("mixed") == (1, 0, 0, True)
+    assert (await verify(made.store.database)).problems == []
 
 
 async def test_a_turns_reward_is_not_the_sessions(made: Groups) -> None:
@@ -92,7 +152,7 @@ async def test_a_leased_group_is_nobody_elses(made: Groups) -> None:
     await made.complete("g")
     (seen,) = await made.candidates()
     (leased,) = await made.lease("one", [seen], 60.0)
-    assert (leased.group_id, leased.handed_out) == ("g", 1)
+    assert (leased.key, leased.handed_out) == (GroupKey("default", "g"), 1)
     clock = await made.store.database.read(lambda c: c.execute(select(now())).scalar_one())
     assert 50 < leased.lease_until - clock <= 60
     assert await made.free() == []
@@ -179,7 +239,7 @@ async def test_age_is_measured_once_and_filters(made: Groups) -> None:
     assert not g.measured
     ages = ((g, 3), (h, 7), (unknown, None))
     await made.store.submit(
-        Measure([Candidate(one.group_id, one.completed_at, one.sessions, True, age) for one, age in ages])
+        Measure([Candidate("default", one.group_id, one.completed_at, one.sessions, True, age) for one, age in ages])
     )
     assert [one.oldest_version for one in await made.candidates()] == [3, 7, None]
     assert await made.free(oldest=4) == ["h", "unknown"]
@@ -187,15 +247,87 @@ async def test_age_is_measured_once_and_filters(made: Groups) -> None:
     await made.create("h", "late")
     await made.finish("late")
     assert {one.group_id: one.measured for one in await made.candidates()} == {"g": True, "h": False, "unknown": True}
-    await made.store.submit(Measure([Candidate("h", h.completed_at, h.sessions, True, 1)]))
+    await made.store.submit(Measure([Candidate("default", "h", h.completed_at, h.sessions, True, 1)]))
     assert not next(one for one in await made.candidates() if one.group_id == "h").measured, "of other sessions"
+
+
+async def test_two_runs_may_have_groups_of_one_id(made: Groups) -> None:
+    """Notes, rows, leases and acknowledgements are by run."""
+    await made.complete("g")
+    await made.create("g", "of-b", 0, run="b")
+    assert await made.counts("g") == (2, 0, 0, True)
+    assert (await made.row("g", "b")).unfinished == 1
+    assert [one.key for one in await made.candidates(run="b")] == []
+    await made.finish("of-b")
+    await made.complete("g", run="c")
+    assert [tuple(one.key) for one in await made.candidates()] == [("b", "g"), ("c", "g"), ("default", "g")]
+    (seen,) = await made.candidates(run="b")
+    await made.lease("one", [seen])
+    assert [one.key.run for one in await made.candidates()] == ["c", "default"]
+    assert await made.ack("one", "g") == Acknowledged([], [], ["g"], [])
+    assert await made.ack("one", "g", run="a") == Acknowledged([], [], [], ["g"])
+    assert await made.ack("one", "g", run="b") == Acknowledged(["g"], [], [], [])
+    assert [one.key.run for one in await made.candidates()] == ["c", "default"]
+    await made.create("g", "later", run="c")
+    assert [one.key.run for one in await made.candidates()] == ["default"]
+
+
+async def test_a_group_waits_for_the_largest_size_that_a_session_names(made: Groups) -> None:
+    """Arrivals are distinct attempts; a session without a number is one of its own."""
+    await made.create("g", "a", 0, group_size=2)
+    await made.finish("a")
+    assert await made.counts("g") == (1, 0, 0, False)
+    await made.create("g", "again", 0, group_size=3)
+    await made.finish("again")
+    assert await made.counts("g") == (2, 0, 0, False), "both are rewarded, and one attempt"
+    await made.create("g", "b", 1)
+    await made.finish("b")
+    assert (await made.row("g")).arrived == 2
+    assert await made.free() == []
+    await made.create("g", "alone")
+    await made.finish("alone")
+    row = await made.row("g")
+    assert (row.arrived, row.size, row.sessions) == (3, 3, 4)
+    assert await made.free(attempts=3) == ["g"]
+    assert await made.free(attempts=4) == []
+    await made.store.erase("b")
+    assert await made.free(attempts=3) == ["g"], "it will not come again"
+
+
+async def test_a_later_session_of_an_attempt_replaces_one_without_a_reward(made: Groups) -> None:
+    """It neither holds the group up nor counts, whatever it does, until it is rewarded."""
+    await made.create("g", "first", 0)
+    await made.store.take_turn("first")
+    await made.create("g", "b", 1)
+    await made.finish("b")
+    await made.create("g", "second", 0, at=2.0)
+    assert await made.counts("g") == (2, 0, 1, False)
+    await made.finish("second")
+    assert await made.counts("g") == (2, 0, 0, True)
+    assert [(one.session_id, one.replaced) for one in await made.attempts("g")] == [
+        ("first", True),
+        ("second", False),
+        ("b", False),
+    ]
+    await made.store.close("first")
+    assert await made.counts("g") == (2, 0, 0, True)
+    key = GroupKey("default", "g")
+    logs = await made.store.database.read(lambda c: group_reads.turn_events(c, [key]))
+    assert set(logs[key]) == {"b", "second"}, "the age of a group is that of what is handed out"
+    await made.create("g", "third", 0, at=3.0)
+    assert await made.counts("g") == (3, 0, 1, False), "one that has a reward stays"
+    await made.store.submit(reward("first", 1.0))
+    assert await made.counts("g") == (4, 0, 1, False)
+    for name, attempt in (("x", 7), ("y", None), ("z", None)):
+        await made.create("g", name, attempt, at=4.0)
+    assert [one.session_id for one in await made.attempts("g") if one.replaced] == [], "nobody else's attempt"
 
 
 async def test_attempts_are_listed_in_order(made: Groups) -> None:
     for session_id, attempt in (("x", None), ("b", 2), ("a", 10), ("c", 0)):
         await made.create("g", session_id, attempt)
     await made.finish("a", 0.5)
-    found = (await made.store.database.read(lambda c: group_reads.attempts(c, ["g"])))["g"]
+    found = await made.attempts("g")
     assert [(one.session_id, one.attempt, one.reward, one.status) for one in found] == [
         ("c", 0, None, "open"),
         ("b", 2, None, "open"),
@@ -211,12 +343,13 @@ async def test_the_age_is_measured_by_the_turns_of_closed_sessions(made: Groups)
     await made.finish("a")
     await made.store.take_turn("b")
     await made.store.close("b")
-    found = await made.store.database.read(lambda c: group_reads.turn_events(c, ["g", "none"]))
-    assert {name: [row.seq for row in rows] for name, rows in found["g"].items()} == {
+    here, none = GroupKey("default", "g"), GroupKey("default", "none")
+    found = await made.store.database.read(lambda c: group_reads.turn_events(c, [here, none]))
+    assert {name: [row.seq for row in rows] for name, rows in found[here].items()} == {
         "a": [1, 3],
         "b": [1, 3, 5],
     }
-    assert found["none"] == {}
+    assert found[none] == {}
 
 
 async def test_retention_can_wait_for_the_acknowledgement(made: Groups) -> None:
@@ -245,7 +378,8 @@ async def test_retention_can_wait_for_the_acknowledgement(made: Groups) -> None:
     assert await closed(ACKNOWLEDGEMENTS.is_given) == ["alone"]
     await made.ack("one", "g")
     assert await closed(ACKNOWLEDGEMENTS.is_given) == ["alone", "g-0", "g-1", "open"]
-    (place,) = await made.store.database.read(lambda c: ACKNOWLEDGEMENTS.groups(c, (0.0, ""), 10))
-    assert place[1] == "g"
-    assert await closed(in_groups([place[1]])) == ["g-0", "g-1", "open"]
+    (place,) = await made.store.database.read(lambda c: ACKNOWLEDGEMENTS.groups(c, (0.0, "", ""), 10))
+    key = GroupKey(*place[1:])
+    assert key == GroupKey("default", "g")
+    assert await closed(in_groups([key])) == ["g-0", "g-1", "open"]
     assert await made.store.database.read(lambda c: ACKNOWLEDGEMENTS.groups(c, place, 10)) == []

@@ -56,7 +56,7 @@ async def test_the_operations_of_a_sessions_life(store: Store) -> None:
     """What each answers while it may, and when it may not any more; what is refused writes nothing."""
     assert await store.claim("s", 1) == Refused(None)
     assert [recorded.seq for recorded in (await store.create("s", at=7.5)).events] == [1]
-    assert await store.create("s", body_hash="c" * 32) == Existing("open", BODY)
+    assert await store.create("s", body_hash="c" * 32) == Existing("s", "open", BODY)
     assert [await store.claim("s", expected) for expected in (0, 2, 99)] == [Stale()] * 3
     taken = await store.claim("s", 1, retry_key="k" * 32)
     assert [recorded.seq for recorded in taken.events] == [2]
@@ -150,7 +150,7 @@ async def test_erase_takes_content_and_keeps_the_skeleton(store: Store) -> None:
     erased = await store.erase("s")
     assert [type(recorded.event) for recorded in erased.events] == [SessionErased]
     assert await store.erase("s") == Refused("erased")
-    assert await store.create("s") == Existing("erased", BODY)
+    assert await store.create("s") == Existing("s", "erased", BODY)
     with pytest.raises(CorruptContent):
         await store.database.read(lambda c: load_tokens(c, "s", [1]))
     with pytest.raises(CorruptContent):

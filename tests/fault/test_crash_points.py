@@ -259,6 +259,29 @@ def erasure(site: Site, stand: Stand, case: Case, tally: Tally) -> Story:
     assert stand.http.post("/sessions", json={"session_id": talk.id}).status_code == 409
 
 
+def runs_erasure(site: Site, stand: Stand, case: Case, tally: Tally) -> Story:
+    """Begun to be erased, a run is erased by whoever serves next, and its name is free; its followers are told."""
+    run = f"run-{case}"
+    talks = [stand.talk(run=run) for _ in range(3)]
+    for talk in talks:
+        talk.say("To be forgotten", sim=LARGE, return_routed_experts=True)
+        talk.noted(note=f"forgotten-{talk.id}")
+    child = stand.talk(parent_session_id=talks[0].id)
+    site.say(stand.talk(), "I stay")
+    assert stand.http.put(f"/runs/{run}", json={"note": f"forgotten-{run}"}).status_code == 200
+    frames = [frame for talk in talks for frame in stored_frames(site.url, talk)]
+    stand = yield lambda: stand.http.delete(f"/runs/{run}", params={"erase": "true"})
+    if case.point == "in_run_ended":
+        assert stand.http.delete(f"/runs/{run}", params={"erase": "true"}).status_code == 204
+    until(lambda: stand.http.get(f"/runs/{run}").status_code == 404)
+    assert [frame for frame in [*frames, f"forgotten-{run}".encode()] if in_files(site.url, frame)] == []
+    for talk in (*talks, child):
+        types = stand.known(talk.id).types()
+        assert (types.count("SessionClosed"), types.count("SessionErased")) == (1, 1)
+    site.say(stand.talk(run=run), "Anew")
+    assert stand.get(f"/runs/{run}")["sessions"] == {"open": 1, "closed": 0, "erased": 0}
+
+
 def rollouts_close(site: Site, stand: Stand, case: Case, tally: Tally) -> Story:
     """Killed between the root's close and its children's: the next start closes them, and the group is complete."""
     group = f"close-{case.point}"
@@ -385,6 +408,11 @@ OTHERS = (
     *(Case(word, point) for point in ("in_finish", "after_finish", "in_close", "after_close")),
     *(Case(erasure, point) for point in ("in_close", "after_tombstones", "after_freed")),
     *(Case(erasure, point) for point in ("in_erase", "after_components", "after_erase")),
+    *(
+        Case(runs_erasure, point)
+        for point in ("in_run_ended", "after_run_ended", "in_close", "in_erase", "in_run_erased")
+    ),
+    Case(runs_erasure, "after_erase", 2),
     *(Case(rollouts_close, point, restarts=True) for point in ("after_close", "after_child_closed")),
     *(Case(rollouts_reward, point, restarts=True) for point in ("after_reward", "after_reward_shared")),
     *(Case(cut, point) for point in ("in_checkpoint", "after_checkpoint")),

@@ -96,6 +96,20 @@ def acknowledged(stand: Stand, group_id: str) -> None:
     assert stand.http.post("/export/groups/ack", json=body).json()["acknowledged"] == [group_id]
 
 
+def test_an_erased_run_leaves_its_files(own: Stand, tmp_path: Path) -> None:
+    left, stays = ended(own, run="exp-1"), ended(own, run="exp-2")
+    archived(own, tmp_path)
+    here = own.talk(run="exp-1")
+    path = "/runs/exp-1"
+    until(lambda: own.http.delete(path, params={"erase": "true"}).status_code == 204)
+    assert error_of(own.http.get(left.path)) == (404, "session_closed")
+    assert error_of(own.http.get(stays.path)) == (404, "session_archived")
+    [file] = tmp_path.glob("*.parquet")
+    assert [row["session_id"] for row in pq.read_table(file).to_pylist()].count(left.id) == 0
+    assert here.types()[-1] == "SessionErased"
+    assert error_of(own.http.get(path)) == (404, "not_found")
+
+
 def test_what_left_comes_back_to_the_byte(own: Stand, tmp_path: Path) -> None:
     one = ended(own)
     group_id = f"g-{uuid.uuid4().hex[:8]}"
@@ -186,6 +200,27 @@ def test_what_stays(own: Stand, tmp_path: Path) -> None:
     assert archived(own, tmp_path, older_than_s=3600)["archived"] == 0
     assert archived(own, tmp_path)["archived"] == 3
     assert error_of(own.http.get(late.path)) == (404, "session_archived")
+
+
+def test_what_a_run_has_acknowledged_leaves_and_no_other_runs(own: Stand, tmp_path: Path) -> None:
+    """Of groups of one id; a replaced rollout, which has no reward, holds its group up no more."""
+    group_id = f"g-{uuid.uuid4().hex[:8]}"
+    left = ended(own, group_id=group_id, run="b")
+    replaced = own.talk(group_id=group_id, run="a", attempt=0)
+    replaced.say("Hello")
+    gone = ended(own, group_id=group_id, run="a", attempt=0)
+    given = own.http.get("/export/groups", params={"consumer": "trainer", "run": "*", "size": 9}).text
+    assert {json.loads(line)["run"] for line in given.splitlines()} == {"a", "b"}
+    body = {"consumer": "trainer", "groups": [group_id], "run": "a"}
+    assert own.http.post("/export/groups/ack", json=body).json()["acknowledged"] == [group_id]
+    step = archived(own, tmp_path)
+    assert (step["archived"], error_of(own.http.get(gone.path))) == (1, (404, "session_archived"))
+    assert error_of(own.http.get(left.path)) == (404, "session_closed")
+    assert own.http.get(replaced.path).status_code == 200
+    imported(own, step["file"])
+    assert {one["session_id"] for one in own.get("/sessions", run="a")["sessions"]} == {replaced.id, gone.id}
+    assert own.get(f"/groups/{group_id}", run="a")["complete"] is True
+    assert own.http.get("/export/groups", params={"consumer": "trainer", "run": "a"}).text == ""
 
 
 def test_steps_and_rows_for_other_tools(own: Stand, tmp_path: Path) -> None:
@@ -338,6 +373,7 @@ HOSTILE: dict[str, Change] = {
     "no event": lambda row: row["events_rows"][1].update(data='{"turn": NaN}'),
     "a type": lambda row: row["events_rows"][1].update(type="Unknown"),
     "no events": lambda row: row.update(events_rows=None),
+    "another run": lambda row: row.update(run="b"),
     "another group": lambda row: row.update(feed=FEED),
     "content": lambda row: row["turns_rows"][0].update(exchange=zstandard.compress(b"\0" * (300 << 20))),
     "blob": lambda row: row["blobs_rows"][0].update(data=b"\0"),
@@ -345,7 +381,16 @@ HOSTILE: dict[str, Change] = {
     "twice": lambda row: row["turns_rows"].append(row["turns_rows"][0]),
     "long name": lambda row: row["annotation_columns_rows"][0].update(name="n" * 65),
 }
-FEED = {"group_id": "g", "sessions": 1, "erased": 0, "unfinished": 0, "measured": False, "handed_out": 0}
+FEED = {
+    "run": "default",
+    "group_id": "g",
+    "sessions": 1,
+    "erased": 0,
+    "unfinished": 0,
+    "arrived": 1,
+    "measured": False,
+    "handed_out": 0,
+}
 
 
 def test_hostile_rows_of_a_file_are_refused_alone(own: Stand, tmp_path: Path) -> None:

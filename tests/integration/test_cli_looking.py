@@ -112,11 +112,15 @@ def test_a_groups_rewards(cli: Stand) -> None:
     found = answer("groups", group)
     assert (found["complete"], found["statistics"]["zero_variance"]) == (True, True)
     lines = run("groups", group).stdout.splitlines()
-    assert lines[0] == f"group {group}: complete"
+    assert lines[0] == f"group {group}: complete, 2 attempts"
     assert lines[1] == "rewards: count 2, mean 1, sample std 0, min 1, max 1"
     assert "all rewards are equal: the group's advantages are 0" in lines
     assert group in [one["group_id"] for one in answer("groups", "--limit", "500")["groups"]]
     assert any(group in line for line in run("groups", "--limit", "500").stdout.splitlines())
+    cli.talk(group_id=group, run="cli", attempt=0, group_size=2)
+    shown = run("groups", group, "--run", "cli").stdout.splitlines()
+    assert shown[0] == f"group {group} of run cli: not complete, 1 of 2 attempts have arrived"
+    assert [one["missing_attempts"] for one in answer("groups", "--run", "cli")["groups"]] == [[1]]
 
 
 def test_engines_are_added_drained_and_removed(cli: Stand) -> None:

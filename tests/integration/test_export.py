@@ -121,7 +121,7 @@ def test_the_same_cursor_gives_the_same_bytes_and_the_next_one_goes_on(stand: St
 
 
 BAD: tuple[tuple[dict[str, object], tuple[str, ...]], ...] = (
-    ({"grup_id": "x"}, ("grup_id", "group_id, images, limit")),
+    ({"grup_id": "x"}, ("grup_id", "group_id, group_prefix, images, limit")),
     ({"format": "xml"}, ("format=xml", "ndjson, parquet, safetensors, msgpack, atif, messages")),
     ({"shape": "odd"}, ("shape=odd", "turnlog, miles, slime, verl, skyrl")),
     ({"format": "atif", "shape": "verl"}, ("format=atif", "shape=verl", "ndjson, parquet, safetensors, msgpack")),

@@ -28,7 +28,11 @@ from ops.simulator.process import SimulatorProcess
 
 CODE = ("app", "workers", "turnlog", "migrations", "alembic.ini")
 
-NEEDED_BY = {"gates": ("checkpoints",), "groups": ("archive", "checkpoints", "webhooks"), "objects": ("archive",)}
+NEEDED_BY = {
+    "gates": ("checkpoints",),
+    "groups": ("archive", "checkpoints", "runs", "webhooks"),
+    "objects": ("archive",),
+}
 """Features whose code imports another's (import-linter has the list)."""
 
 
@@ -66,12 +70,13 @@ SOME = [
     tuple(names.split())
     for names in (
         "annotations archive forks objects otel page rllm text",
-        "archive budgets checkpoints groups objects page session_control webhooks",
-        "archive checkpoints forks gates groups live otel resume text webhooks",
+        "archive budgets checkpoints groups objects page runs session_control webhooks",
+        "archive checkpoints forks gates groups live otel resume runs text webhooks",
         "annotations budgets forks live rllm search webhooks",
-        "live page resume search session_control text",
-        "annotations archive checkpoints gates groups objects resume search webhooks",
+        "live page resume runs search session_control text",
+        "annotations archive checkpoints gates groups objects resume runs search webhooks",
         "budgets checkpoints gates otel rllm session_control",
+        "resume",
     )
 ]
 """Features that are away together: each of them once while each other one is there."""

@@ -45,11 +45,19 @@ def finish(talk: Talk, stand: Stand, reward: float | None) -> None:
     assert stand.http.delete(talk.path).status_code == 204
 
 
-def a_group(stand: Stand, rewards: Sequence[float] = (0.0, 1.0), version: str = "3", **sim: Any) -> str:
+def a_group(
+    stand: Stand,
+    rewards: Sequence[float] = (0.0, 1.0),
+    version: str = "3",
+    *,
+    group: str | None = None,
+    run: str | None = None,
+    **sim: Any,
+) -> str:
     """A complete group of one-turn sessions with these rewards."""
-    group = uuid.uuid4().hex
+    group = group or uuid.uuid4().hex
     for attempt, reward in enumerate(rewards):
-        talk = stand.talk(group_id=group, attempt=attempt)
+        talk = stand.talk(group_id=group, attempt=attempt, run=run)
         talk.say("Hello", sim={"weight_version": version, **sim})
         finish(talk, stand, reward)
     return group
@@ -70,8 +78,8 @@ def reasons(lines: list[dict[str, Any]]) -> dict[str, str]:
     return {line["group_id"]: line["excluded"] for line in lines if "rows" not in line}
 
 
-def ack(stand: Stand, consumer: str, *groups: str) -> dict[str, list[str]]:
-    response = stand.http.post("/export/groups/ack", json={"consumer": consumer, "groups": groups})
+def ack(stand: Stand, consumer: str, *groups: str, **of_run: str) -> dict[str, list[str]]:
+    response = stand.http.post("/export/groups/ack", json={"consumer": consumer, "groups": groups, **of_run})
     assert response.status_code == 200, response.text
     found: dict[str, list[str]] = response.json()
     return found
@@ -122,6 +130,84 @@ def test_what_is_not_acknowledged_in_time_goes_to_whoever_asks(swept: Stand) -> 
         "not_leased": [],
         "unknown": ["nonsense"],
     }
+
+
+def test_a_group_is_its_runs(swept: Stand) -> None:
+    """Two runs with groups of the same ids: what is given, leased, acknowledged and computed is each run's own."""
+    run_a, run_b = f"a-{uuid.uuid4().hex}", f"b-{uuid.uuid4().hex}"
+    group = a_group(swept, (0.0, 1.0), run=run_a)
+    a_group(swept, (2.0, 2.0, 8.0), group=group, run=run_b)
+    swept.talk(group_id=group, run=run_b, attempt=3)
+    asked = swept.http.get(f"/groups/{group}")
+    assert error_of(asked) == (400, "invalid_request")
+    assert run_a in asked.text
+    assert run_b in asked.text
+    assert ask(swept, "trainer", 9, explain=True) == [], "the default run has none, and learns of none"
+    assert reasons(ask(swept, "trainer", 9, run=run_b, explain=True)) == {
+        group: "incomplete: 1 of 4 sessions are not closed and rewarded"
+    }
+    [line] = ask(swept, "trainer", 9, run="*")
+    assert (line["run"], line["group_id"], line["statistics"]["count"]) == (run_a, group, 2)
+    assert [round(row["advantage"], 3) for row in line["rows"]] == [-0.707, 0.707]
+    [row] = swept.rows(session_id=line["rows"][0]["session_id"], advantage="grpo")
+    assert round(row["advantage"], 3) == -0.707, "an export's too"
+    [open_one] = [one for one in swept.get("/sessions", run=run_b)["sessions"] if one["status"] == "open"]
+    finish(swept.known(open_one["session_id"]), swept, 8.0)
+    [other] = ask(swept, "rival", 9, run=run_b)
+    assert (other["run"], other["statistics"]["count"]) == (run_b, 4)
+    assert ack(swept, "trainer", group)["unknown"] == [group]
+    assert ack(swept, "trainer", group, run=run_b)["not_leased"] == [group]
+    assert ack(swept, "trainer", group, run=run_a)["acknowledged"] == [group]
+    expire(swept)
+    assert [one["run"] for one in ask(swept, "trainer", 9, run="*")] == [run_b]
+    assert ask(swept, "trainer", 9, run=run_a) == []
+    a_group(swept, group=group)
+    seen = {run: swept.get(f"/groups/{group}", **({} if run is None else {"run": run})) for run in (None, run_a, run_b)}
+    assert {run: (one["run"], one["arrived"]) for run, one in seen.items()} == {
+        None: ("default", 2),
+        run_a: (run_a, 2),
+        run_b: (run_b, 4),
+    }
+    listed: list[dict[str, Any]] = []
+    page: dict[str, Any] = {"next_cursor": None}
+    while page["next_cursor"] is not None or not listed:
+        cursor = {} if page["next_cursor"] is None else {"cursor": page["next_cursor"]}
+        page = swept.get("/groups", limit=1, **cursor)
+        listed += page["groups"]
+    assert [(one["run"], one["state"]) for one in listed if one["group_id"] == group] == [
+        (run_a, "acknowledged"),
+        (run_b, "leased"),
+        ("default", "complete"),
+    ]
+    assert [one["group_id"] for one in swept.get("/groups", run=run_a)["groups"]] == [group]
+
+
+def test_a_group_waits_for_its_size_and_a_later_session_replaces_one_without_a_reward(swept: Stand) -> None:
+    group, talks = uuid.uuid4().hex, []
+    for attempt, reward in ((0, None), (0, 1.0), (1, 0.0)):
+        assert ids(ask(swept, "trainer")) == []
+        talks.append(swept.talk(group_id=group, attempt=attempt, group_size=2))
+        talks[-1].say("Hello")
+        finish(talks[-1], swept, reward)
+        if reward == 1.0:
+            assert reasons(ask(swept, "trainer", explain=True)) == {group: "incomplete: 1 of 2 attempts"}
+            assert swept.get(f"/groups/{group}")["complete"] is False
+    replaced, *rest = [talk.id for talk in talks]
+    for shape, rows in (("turnlog", 2), ("atropos", 1)):
+        [line] = ask(swept, "trainer", shape=shape)
+        assert [one["session_id"] for one in line["attempts"]] == rest
+        assert len(line["rows"]) == rows
+        assert line["excluded"] == [{"session_id": replaced, "reason": "replaced"}]
+        assert line["statistics"]["count"] == 2
+    [row, left_out] = swept.rows(group_id=group, shape="atropos", explain="true")
+    assert row["session_ids"] == rest
+    assert (left_out["session_id"], left_out["excluded"]) == (replaced, "replaced")
+    told = swept.get(f"/groups/{group}")
+    assert (told["group_size"], told["arrived"], told["complete"]) == (2, 2, True)
+    assert [one["session_id"] for one in told["attempts"] if one["replaced"]] == [replaced]
+    assert swept.http.put(f"/sessions/{replaced}/reward", json={"reward": 0.5}).status_code == 200
+    [line] = ask(swept, "trainer")
+    assert (line["statistics"]["count"], line["excluded"]) == (3, [])
 
 
 def test_stale_groups_stay_and_are_explained(fresh: Stand) -> None:
@@ -228,12 +314,15 @@ BAD_PARAMETERS = (
     ({"truncate": "middle"}, "truncate"),
     ({"new_only": "perhaps"}, "new_only"),
     ({"shape": "none"}, "shape"),
-    ({"group_id": "g"}, "group_id"),
+    *(({"run": run}, "run") for run in ("", "a b", "**", "*\n")),
+    ({"session_id": "s"}, "session_id"),
+    ({"metadata": "task=1"}, "metadata"),
 )
 BAD_ACKNOWLEDGEMENTS: tuple[tuple[Any, str], ...] = (
     ({"groups": []}, "consumer"),
     ({"consumer": "a/b", "groups": []}, "consumer"),
     ({"consumer": "c"}, "groups"),
+    ({"consumer": "c", "groups": [], "run": "*"}, "run"),
     ({"consumer": "c", "groups": "g"}, "groups"),
     ({"consumer": "c", "groups": [1]}, "groups.0"),
     ({"consumer": "c", "groups": [], "more": 1}, "more"),

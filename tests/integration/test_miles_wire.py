@@ -124,7 +124,7 @@ def test_an_evaluation_asks_for_no_replay_payloads_and_keeps_none(replaying: Sta
     for talk, expected in ((judged, nulls), (trained, [])):
         tensors, meta = collected(replaying, talk)
         assert sorted(meta["samples"][0]["nulls"]) == expected
-        [row] = talk.rows()
+        [row] = talk.rows(evaluation=True)
         assert tensors["tokens.0"].tolist() == row["tokens"]
     assert judged.state()["records"][0]["response"]["choices"][0]["meta_info"]["routed_experts"] is None
 
@@ -163,7 +163,7 @@ def test_weight_versions_are_spans_in_the_newer_wire(replaying: Stand, evaluatio
     talk = replaying.talk(**evaluation)
     talk.say("One", sim={"weight_version": "4"})
     talk.say("Two", sim={"weight_versions": ["4", "5"]})
-    [row] = talk.rows()
+    [row] = talk.rows(evaluation=True)
     [sample] = collected(replaying, talk)[1]["samples"]
     if evaluation:
         spans = [span for call in sample["weight_versions"] for span in call]

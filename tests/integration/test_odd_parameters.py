@@ -65,7 +65,7 @@ def test_an_integer_that_no_database_holds_is_refused_by_name(stand: Stand) -> N
 def test_a_text_with_a_nul_is_refused_by_name(stand: Stand) -> None:
     talk = stand.talk()
     asked = list(parameters(stand, "string"))
-    assert {("/export", "group_id"), ("/sessions", "cursor"), ("/ui/api/sessions", "engine")} <= set(asked)
+    assert {("/export", "group_prefix"), ("/sessions", "cursor"), ("/ui/api/sessions", "engine")} <= set(asked)
     wrong = [
         refused(
             stand,
@@ -81,7 +81,11 @@ def test_a_text_with_a_nul_is_refused_by_name(stand: Stand) -> None:
 
 FORGED: dict[str, tuple[object, ...]] = {
     "/sessions": ([1, NUL], [1e300, NUL], [10**400, "a"], [1, "\ud800"], [None, "a"], ["a", 1], {}),
-    "/ui/api/sessions": (["created_at", True, 1, NUL], ["created_at", True, HUGE, "a"], ["created_at", True, "a", "a"]),
+    "/ui/api/sessions": (
+        ["created_at", True, 1, NUL, ""],
+        ["created_at", True, HUGE, "a", ""],
+        ["created_at", True, "a", "a", ""],
+    ),
     "/ui/api/live": ([NUL, [0, HUGE]], [1, [0, 0]], ["a", [-1, 0]], NUL),
     "/ui/api/exports": ({"epoch": NUL, "low": [0, 0]}, {"epoch": "a", "low": [HUGE, 0]}),
     "/export": (

@@ -108,10 +108,10 @@ def test_fields_narrow_a_search_and_stand_alone(searched: Stand) -> None:
         ({"q": word, "status": "closed"}, [(other.id, 1, 0)]),
         ({"q": word, "session_id": other.id}, [(other.id, 1, 0)]),
         ({"group_id": word, "role": "user"}, [(talk.id, 2, 2), (talk.id, 1, 0)]),
-        ({"metadata": f"env.name={word}", "q": word, "role": "user"}, [(talk.id, 1, 0)]),
-        ({"q": word, "metadata": [f"env.name={word}", "level=4"]}, []),
-        ({"q": word, "metadata": "level=4"}, [(other.id, 1, 0)]),
-        ({"q": word, "metadata": "level=5"}, []),
+        ({"metadata.env.name": word, "q": word, "role": "user"}, [(talk.id, 1, 0)]),
+        ({"q": word, "metadata.env.name": word, "metadata.level": 4}, []),
+        ({"q": word, "metadata.level": 4}, [(other.id, 1, 0)]),
+        ({"q": word, "metadata.level": 5}, []),
         ({"q": word, "attempt": 2}, [(other.id, 1, 0)]),
         ({"q": f"another {word}", "engine": engine}, [(other.id, 1, 0)]),
         ({"q": word, "engine": f"{engine}/other"}, []),
@@ -189,7 +189,7 @@ def test_a_damaged_index_is_made_anew(sglang: SimulatorProcess, tmp_path: Path) 
 def test_a_bad_search_is_refused_and_no_text_is_a_fault_of_the_database(searched: Stand) -> None:
     odd = ({"limit": 101}, {"cursor": "nonsense"}, {"metadata": "novalue"}, {"session_id": "a b"})
     texts = ("", "...", "-word", "\0", "a " * 40)
-    alone: tuple[dict[str, Any], ...] = ({}, {"status": "open"}, {"metadata": "a=b"}, *({"q": text} for text in texts))
+    alone: tuple[dict[str, Any], ...] = ({}, {"status": "open"}, {"metadata.a": "b"}, *({"q": text} for text in texts))
     for parameters in (*alone, *({"q": "a", **one} for one in odd)):
         assert error_of(searched.http.get("/search", params=parameters)) == (400, "invalid_request"), parameters
     for query in ('a"b', "a OR", "OR a", "NOT a", "a*", "(a", "a AND b", "text:a", "é", "日本"):

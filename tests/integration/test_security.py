@@ -144,6 +144,7 @@ JUDGING: list[tuple[str, str, dict[str, Any]]] = [
     ),
     *(("PUT", f"{of}/annotations/reward", {"json": {"value": 1.0}}) for of in ("", "/turns/1")),
     ("POST", "/fork", {"json": {"turn": 1}}),
+    ("POST", "/close", {"json": {"failed": {"kind": "sandbox"}}}),
 ]
 
 
@@ -171,6 +172,7 @@ def test_an_operator_may_let_a_sessions_token_judge(lenient: Guarded) -> None:
     assert mine.ask("POST", f"{mine.path}/samples", json={"reward": 1.0}).status_code == 200
     assert lenient.admin.get(mine.path).json()["metadata"]["reward"] == 1.0
     assert error_of(mine.ask("PUT", f"{mine.path}/annotations/reward", json={"value": 1})) == (403, "forbidden")
+    assert mine.ask("POST", f"{mine.path}/close", json={"failed": {"kind": "agent"}}).status_code == 204
     assert mine.ask("DELETE", f"{mine.path}?erase=true").status_code == 204
 
 

@@ -60,11 +60,11 @@ FILTERS: list[tuple[dict[str, Any], list[int]]] = [
     ({"engine": "http://elsewhere"}, []),
     ({"tag": "look"}, [1]),
     ({"stuck_s": 0}, []),
-    ({"metadata": ["difficulty=0", "tag=2"]}, [2]),
-    ({"metadata": "odd=true", "status": "open"}, [1]),
-    ({"metadata": "env.name=maze", "order": "asc"}, [0, 1, 2, 3, 4]),
-    ({"metadata": 'env={"name": "maze"}', "attempt": 4}, [4]),
-    ({"metadata": "a.b=1", "min_reward": 3}, [3]),
+    ({"metadata.difficulty": 0, "metadata.tag": 2}, [2]),
+    ({"metadata.odd": "true", "status": "open"}, [1]),
+    ({"metadata.env.name": "maze", "order": "asc"}, [0, 1, 2, 3, 4]),
+    ({"metadata.env": '{"name": "maze"}', "attempt": 4}, [4]),
+    ({"metadata.a.b": 1, "min_reward": 3}, [3]),
 ]
 
 
@@ -89,7 +89,7 @@ def test_a_cursor_is_of_one_order(stand: Stand, group: Group) -> None:
 WRONG: tuple[dict[str, Any], ...] = (
     {"sorted": "turns"},
     *({"status": "idle"}, {"status": "open", "state": "idle"}, {"attempt": -1}, {"min_reward": "nan"}),
-    *({"metadata": "difficulty"}, {"metadata": "=1"}, {"prefix": "a b"}),
+    *({"metadata": "difficulty=0"}, {"metadata.": "1"}, {"prefix": "a b"}),
     *({"limit": 1001}, {"limit": "x"}, {"cursor": "zzz"}),
 )
 
@@ -117,6 +117,6 @@ def test_a_metadata_filter_sees_forks_and_no_erased_session(stand: Stand) -> Non
     talk = stand.talk(metadata={"mark": mark})
     talk.say("One")
     [fork] = stand.http.post(f"{talk.path}/fork", json={"turn": 1}).json()["sessions"]
-    assert every(stand, metadata=f"mark={mark}") == [fork["session_id"], talk.id]
+    assert every(stand, **{"metadata.mark": mark}) == [fork["session_id"], talk.id]
     stand.http.delete(talk.path, params={"erase": "true"}).raise_for_status()
-    assert every(stand, metadata=f"mark={mark}") == [fork["session_id"]]
+    assert every(stand, **{"metadata.mark": mark}) == [fork["session_id"]]

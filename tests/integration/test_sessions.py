@@ -85,13 +85,13 @@ GIVEN: dict[str, Any] = (
     | {"on_divergence": "segment", "on_drift": "reject", "matcher": "strict", "adapter": "a1", "on_abort": "fail"}
     | {"stream_mode": "live", "params": {"temperature": 0.5, "stop": ["é"]}, "model": "simulator"}
     | {"params_mode": "refuse", "evaluation": True, "capture": "tokens", "on_limit": "length"}
-    | {"limits": {"turns": 5, "per": "session"}, "parent_session_id": "another"}
+    | {"limits": {"turns": 5, "per": "session"}, "parent_session_id": "another", "run": "b", "group_size": 4}
 )
 DEFAULTS = (
     dict.fromkeys(GIVEN)
     | {"metadata": {}, "rollback_window": 1, "retain": "window", "on_divergence": "reject", "on_drift": "segment"}
     | {"matcher": "tolerant", "stream_mode": "whole", "params_mode": "override", "capture": "tokens"}
-    | {"on_limit": "error"}
+    | {"on_limit": "error", "run": "default"}
 )
 
 

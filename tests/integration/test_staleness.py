@@ -99,6 +99,17 @@ def test_a_session_whose_oldest_token_is_too_old_is_left_out(weights: Weights) -
     assert weights.stand.rows(group_id=group, shape="atropos", max_staleness=2) == []
 
 
+def test_the_current_version_is_the_newest_of_the_run(weights: Weights) -> None:
+    group, ours, theirs = (uuid.uuid4().hex for _ in range(3))
+    talk = weights.talk(1, 3, run=ours, group_id=group)
+    ahead = weights.talk(9000, run=theirs, group_id=group)
+    rows = weights.stand.rows(group_id=group, max_staleness=1, explain=True)
+    reason = {row["session_id"]: row.get("excluded") for row in rows}
+    assert reason == {talk.id: "stale: 2 weight versions behind, max_staleness is 1", ahead.id: None}
+    told = {row["session_id"]: row["staleness"] for row in weights.stand.rows(group_id=group, stale="keep")}
+    assert told == {talk.id: 2, ahead.id: 0}
+
+
 def test_a_cursor_says_what_was_current(weights: Weights) -> None:
     """The same cursor gives the same bytes, also after the weights have moved on."""
     stand, query = weights.stand, {"max_staleness": 1, "explain": True}

@@ -59,7 +59,7 @@ def test_turns_failures_and_rollbacks_stand_in_their_places(shared: Stand, walke
     [rollback] = [event for event in events if event["type"] == "RolledBack"]
     assert found["turns"][1]["discarded_by"] == rollback["seq"]
     assert found["rollbacks"] == [{"seq": rollback["seq"], "at": rollback["at"], "to_turn": 1, "discarded": [2]}]
-    [failed] = found["failed"]
+    [failed] = found["failed_turns"]
     assert (failed["kind"], failed["reason"], failed["turn"]) == ("rejected", "upstream_invalid", 3)
     kept = shared.http.get(f"/sessions/{walked.id}/rejected/{failed['fence']}")
     assert len(kept.content) == failed["kept_bytes"]
@@ -74,7 +74,7 @@ def test_every_moment_of_the_past_is_what_it_was(shared: Stand, walked: Talk) ->
         assert (found["seq"], found["last_seq"]) == (seq, len(events))
         committed = [one["turn"] for one in past if one["type"] == "TurnCommitted"]
         assert [turn["turn"] for turn in found["turns"]] == committed
-        assert len(found["failed"]) == sum(one["type"] == "TurnRejected" for one in past)
+        assert len(found["failed_turns"]) == sum(one["type"] == "TurnRejected" for one in past)
         assert len(found["rollbacks"]) == sum(one["type"] == "RolledBack" for one in past)
         assert bool(found["open_turns"]) == (event["type"] in ("TurnOpened", "AffinityBound", "RolledBack"))
         assert (found["reward"] is None) == all(one["type"] != "RewardAssigned" for one in past)

@@ -100,12 +100,32 @@ def serving(places: Places, sglang: SimulatorProcess, *hooks: str, **environment
                 server.stop()
 
 
-def finished(stand: Stand, group_id: str) -> str:
-    talk = stand.talk(group_id=group_id)
+def finished(stand: Stand, group_id: str, **given: Any) -> str:
+    talk = stand.talk(group_id=group_id, **given)
     talk.say("A secret of the conversation")
     assert stand.http.put(f"{talk.path}/reward", json={"reward": 1.0}).status_code == 200
     assert stand.http.delete(talk.path).status_code == 204
     return talk.id
+
+
+def test_a_receiver_is_told_what_its_filter_names(places: Places, sglang: SimulatorProcess, receiver: Receiver) -> None:
+    """In order: what it is not told would have come before."""
+    wanted = f"{receiver.url}#run=a&group_prefix=maze&metadata.task=1&metadata.task=3"
+    with (
+        serving(places, sglang, wanted, TURNLOG_WEBHOOK_STUCK_S="1") as site,
+        contextlib.closing(Stand(site.servers[-1], sglang.base_url)) as stand,
+    ):
+        for run, group_id, task in (("b", "maze-1", 1), ("a", "maze-2", 2), ("a", "sums-1", 1), ("a", "maze-3", 3)):
+            finished(stand, group_id, run=run, metadata={"task": task})
+        stand.talk(run="a", group_id="sums-2", metadata={"task": 1})
+        stand.talk(run="a", group_id="maze-4", metadata={"task": 1})
+
+        def stuck() -> set[str]:
+            return {data["group_id"] for data in receiver.accepted("session.stuck")}
+
+        until(lambda: "maze-4" in stuck() and receiver.accepted("group.complete"))
+        assert [data["group_id"] for data in receiver.accepted("group.complete")] == ["maze-3"]
+        assert stuck() <= {"maze-3", "maze-4"}  # the first one on a machine that stood still
 
 
 def test_what_receivers_are_told(places: Places, sglang: SimulatorProcess, receiver: Receiver) -> None:
@@ -134,18 +154,24 @@ def test_what_receivers_are_told(places: Places, sglang: SimulatorProcess, recei
         assert told == {idle.id: ("no_progress", None), hanging.id: ("turn_in_flight", 1)}
         [complete] = receiver.accepted("group.complete")
         assert complete == {
+            "run": "default",
             "group_id": group_id,
             "rollouts": 1,
             "url": "https://turnlog.example.org/ui#/group/a%20group%2F1",
         }
+        finished(stand, group_id, run="other", group_size=2)
         finished(stand, group_id)
         until(lambda: len(receiver.accepted("group.complete")) == 2)
-        assert len(set(receiver.ids())) == len(receiver.posts) == 4
+        finished(stand, group_id, run="other")
+        until(lambda: len(receiver.accepted("group.complete")) == 3)
+        complete = [(data["run"], data["rollouts"]) for data in receiver.accepted("group.complete")]
+        assert complete == [("default", 1), ("default", 2), ("other", 2)]
+        assert len(set(receiver.ids())) == len(receiver.posts) == 5
         until(lambda: slow.posts and redirecting.posts)  # neither has held up the first, nor a turn
         for post in receiver.posts:
             assert b"secret" not in post.body
         metrics = "".join(httpx.get(f"{server.base_url}/metrics").text for server in site.servers)
-        assert 'turnlog_webhooks_total{outcome="delivered"} 4' in metrics
+        assert 'turnlog_webhooks_total{outcome="delivered"} 5' in metrics
         verified(receiver.posts)
         assert "key=secret" not in "".join(server.log_path.read_text() for server in site.servers)
         for server in site.servers:

@@ -25,7 +25,7 @@ from app.sessions.session_list import Sort, Status
 from ops import event_types, unasync
 from turnlog import parameters, replies, rows
 from turnlog.client import names as client
-from turnlog.client.checked import checked, rows_wanted, sessions_wanted
+from turnlog.client.checked import checked, wanted
 
 
 def names(kind: type) -> set[str]:
@@ -84,7 +84,7 @@ def test_all_types_are_public_and_nothing_else_is_typed() -> None:
     public: list[str] = getattr(turnlog, "__all__")  # noqa: B009 - made when it is asked for, which mypy does not see
     for module in (parameters, rows):
         own = {name for name, one in vars(module).items() if is_typeddict(one) and one.__module__ == module.__name__}
-        assert own - {"OfSessions", "RowForm", "RowFilters"} <= set(public)
+        assert own - {"OfGroups", "OfSessions", "RowForm", "RowFilters"} <= set(public)
     for name in public:
         assert getattr(turnlog, name) is getattr(client, name)
     with pytest.raises(AttributeError, match="no attribute 'Sessions'"):
@@ -131,14 +131,14 @@ def test_a_wrong_parameter_is_refused(kind: type, given: dict[str, Any], error: 
 def test_right_parameters_pass() -> None:
     given = {"limit": np.int64(3), "min_reward": 1, "max_reward": np.float32(2), "since": "2026-01-01", "until": 5}
     assert checked(parameters.ExportParameters, {**given, "replay": True, "cursor": None}) == {**given, "replay": True}
-    assert rows_wanted(parameters.ExportParameters, {"columns": ["a", "b"]}) == {"columns": "a,b"}
+    assert wanted(parameters.ExportParameters, {"columns": ["a", "b"]}) == {"columns": "a,b"}
     assert checked(parameters.EventParameters, {"type": ("TurnCommitted",)}) == {"type": ("TurnCommitted",)}
     limits = {"turns": 50, "tokens": None, "seconds": 1800, "per": "session"}
     assert checked(parameters.NewSession, {"limits": limits, "params": {}}) == {"limits": limits, "params": {}}
     filters = {"a": "b", "n": 3, "yes": True, "none": None}
     assert checked(parameters.SessionFilters, {"metadata": filters}) == {"metadata": filters}
-    given = sessions_wanted(parameters.SessionFilters, {"metadata": filters})
-    assert given == {"metadata": ["a=b", "n=3", "yes=true", "none=null"]}
+    given = wanted(parameters.SessionFilters, {"metadata": filters})
+    assert given == {"metadata.a": "b", "metadata.n": "3", "metadata.yes": "true", "metadata.none": "null"}
 
 
 def test_the_sync_client_is_current() -> None:

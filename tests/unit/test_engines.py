@@ -11,7 +11,7 @@ import pytest
 
 from app.domain.fleet import EngineListed
 from app.errors import NoUpstream, UpstreamInvalid, UpstreamUnreachable
-from app.fleet.engines import Engines
+from app.fleet.engines import EngineOrder, Engines
 from app.upstream.client import EngineClient, Withheld
 from app.upstream.streams import ReplyStream
 from ops.server import reserve_port
@@ -78,36 +78,37 @@ def over(client: EngineClient, *urls: str, placement: str = "least_loaded") -> E
 
 async def test_equally_loaded_engines_are_shared_out_by_the_sessions_names(client: EngineClient) -> None:
     engines, reversed_ = over(client, A, B, C), over(client, C, B, A)
-    first = Counter(engines.order(f"s{number}").first for number in range(600))
+    first = Counter(engines.order(None, f"s{number}").first for number in range(600))
     assert min(first[url] for url in (A, B, C)) > 150
-    assert all(list(engines.order(f"s{number}")) == list(reversed_.order(f"s{number}")) for number in range(50))
+    names = [f"s{number}" for number in range(50)]
+    assert all(list(engines.order(None, name)) == list(reversed_.order(None, name)) for name in names)
 
 
 async def test_a_hash_looks_at_no_load_and_moves_only_what_it_must(client: EngineClient) -> None:
     engines = over(client, A, B, C, placement="hash")
-    before = {name: list(engines.order(name)) for name in map(str, range(200))}
+    before = {name: list(engines.order(None, name)) for name in map(str, range(200))}
     engines.members[A].in_flight = 100
     engines.members[B].health = "busy"
-    assert before == {name: list(engines.order(name)) for name in before}
+    assert before == {name: list(engines.order(None, name)) for name in before}
     engines.serve([EngineListed(A), EngineListed(C)])
-    assert all(list(engines.order(name)) == [url for url in order if url != B] for name, order in before.items())
+    assert all(list(engines.order(None, name)) == [url for url in order if url != B] for name, order in before.items())
 
 
 async def test_the_engine_with_the_prefix_comes_first(client: EngineClient) -> None:
     engines = over(client, A, B, C)
     engines.members[C].in_flight = 50
-    assert engines.order("s", C).first == C
-    assert list(engines.order("s", "http://elsewhere")) == list(engines.order("s"))
-    assert list(over(client, A).order("s", A)) == [A]
+    assert engines.order(None, "s", C).first == C
+    assert list(engines.order(None, "s", "http://elsewhere")) == list(engines.order(None, "s"))
+    assert list(over(client, A).order(None, "s", A)) == [A]
 
 
 async def test_slow_engines_get_new_sessions_last_but_keep_theirs(client: EngineClient) -> None:
     engines = over(client, A, B, C)
     engines.members[A].health, engines.members[B].health = "busy", "paused"
     engines.members[C].in_flight = 9
-    assert engines.order("s").first == C
-    assert engines.order("s", B).first == B
-    assert engines.why_unavailable(A) is engines.why_unavailable(B) is None
+    assert engines.order(None, "s").first == C
+    assert engines.order(None, "s", B).first == B
+    assert engines.why_unavailable(A, None) is engines.why_unavailable(B, None) is None
 
 
 async def test_draining_and_dead_engines_come_last_but_come(client: EngineClient) -> None:
@@ -115,13 +116,13 @@ async def test_draining_and_dead_engines_come_last_but_come(client: EngineClient
     engines.serve([EngineListed(A), EngineListed(B, "draining"), EngineListed(C)])
     engines.members[A].health = "dead"
     engines.members[C].in_flight = 50
-    assert list(engines.order("s")) == list(engines.order("s", A)) == list(engines.order("s", B)) == [C, B, A]
-    assert [engines.why_unavailable(url) for url in (A, B, C, "http://d")] == ["dead", "draining", None, "listed"]
+    assert [list(engines.order(None, "s", first)) for first in (None, A, B)] == [[C, B, A]] * 3
+    assert [engines.why_unavailable(url, None) for url in (A, B, C, "http://d")] == ["dead", "draining", None, "listed"]
 
 
 async def test_without_an_engine_there_is_no_order(client: EngineClient) -> None:
     with pytest.raises(NoUpstream):
-        over(client).order("s")
+        over(client).order(None, "s")
 
 
 async def test_what_is_known_of_an_engine_outlives_a_change_of_the_list(client: EngineClient) -> None:
@@ -134,8 +135,12 @@ async def test_what_is_known_of_an_engine_outlives_a_change_of_the_list(client: 
     assert engines.members[A].health == "unknown"
 
 
+def in_order(*urls: str) -> EngineOrder:
+    return EngineOrder(None, urls[0], lambda: urls, lambda url, run: True)
+
+
 async def asked(engines: Engines, *order: str, rid: str = "", version: str | None = None) -> str:
-    answer = await engines.generate(order, "chat", nothing, [], lambda size: None, rid=rid, version=version)
+    answer = await engines.generate(in_order(*order), "chat", nothing, [], lambda size: None, rid=rid, version=version)
     return answer.engine
 
 
@@ -169,7 +174,7 @@ async def test_an_engine_whose_stream_is_left_is_told_to_abort(
         engine.go.set()
         opened = {"rid": "r", "open_stream": lambda *_: ReplyStream(limit=0)}
         with pytest.raises(error):
-            await engines.generate([engine.url], "chat", nothing, [], lambda size: None, **opened)
+            await engines.generate(in_order(engine.url), "chat", nothing, [], lambda size: None, **opened)
     paths = [one.decode().partition(" ")[0] for one in engine.asked]
     assert paths == ["/v1/chat/completions", "/abort_request"][:asked]
 
@@ -203,7 +208,7 @@ async def test_what_may_not_be_sent_any_more_when_a_connection_is_there_is_not(c
 
         with pytest.raises(Withheld):
             await over(client, engine.url).generate(
-                [nobody, engine.url], "chat", nothing, [], lambda size: None, may_send=no
+                in_order(nobody, engine.url), "chat", nothing, [], lambda size: None, may_send=no
             )
         assert said == [True], "not of the engine that cannot be connected to"
         assert engine.asked == []
@@ -229,10 +234,10 @@ async def test_an_abort_goes_to_the_engine_that_has_the_generation(client: Engin
         turn.cancel()
         await asyncio.gather(turn, return_exceptions=True)
         working.go.set()
-        await engines.abort("turnlog-1")
+        await engines.abort("turnlog-1", None)
         assert working.asked[1:] == [b'/abort_request {"rid":"turnlog-1","abort_all":false}']
         assert other.asked == []
-        await engines.abort("turnlog-1")
+        await engines.abort("turnlog-1", None)
         assert [len(working.asked), len(other.asked)] == [3, 1]
 
 

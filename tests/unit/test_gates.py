@@ -26,12 +26,12 @@ async def state(sqlite_store: Store) -> AsyncIterator[FleetState]:
 
 
 async def shut(state: FleetState, name: str = "lora") -> None:
-    count = state.fleet.closings(name)[1] + 1
+    count = state.fleet.closings("default", name)[1] + 1
     await state.append(lambda fleet: AdapterPaused(name, count, 0.0), lease_s=600)
 
 
 async def open_(state: FleetState, name: str = "lora") -> None:
-    await state.append(lambda fleet: AdapterResumed(name, fleet.adapters[name].closings))
+    await state.append(lambda fleet: AdapterResumed(name, fleet.gates.adapters[name].closings))
 
 
 class Crowd:
@@ -57,7 +57,7 @@ async def test_they_pass_in_order_of_their_tickets_and_quickly(state: FleetState
     await shut(state)
     crowd = Crowd(gates, 1000)
     await asyncio.sleep(0)
-    assert gates.held() == {"lora": 1000}
+    assert gates.held() == {("default", "lora"): 1000}
     await open_(state)
     await crowd.all()
     assert crowd.passed == sorted(crowd.passed)
@@ -102,7 +102,7 @@ async def test_a_gate_that_is_shut_again_at_once_keeps_their_places(state: Fleet
         state._apply(placed)  # both before anybody who waits has had the time to go
     late = Crowd(gates, 5)
     await asyncio.sleep(0.01)
-    assert gates.held() == {"lora": 10}
+    assert gates.held() == {("default", "lora"): 10}
     state._apply(Placed(seq + 3, 3.0, AdapterResumed("lora", 2)))
     await crowd.all()
     await late.all()
@@ -116,7 +116,7 @@ async def test_one_that_gives_up_leaves_the_others(state: FleetState) -> None:
     await asyncio.sleep(0)
     crowd.tasks[1].cancel()
     await asyncio.wait({crowd.tasks[1]})
-    assert gates.held() == {"lora": 2}
+    assert gates.held() == {("default", "lora"): 2}
     await open_(state)
     await asyncio.gather(crowd.tasks[0], crowd.tasks[2])
     assert len(crowd.passed) == 2
@@ -129,11 +129,11 @@ async def test_each_waits_for_its_own_gate_and_the_fleets(state: FleetState) -> 
     ours, others = Crowd(gates, 2), Crowd(gates, 2, "other")
     await open_(state)
     await asyncio.sleep(0)
-    assert gates.held() == {"lora": 2, "other": 2}
+    assert gates.held() == {("default", "lora"): 2, ("default", "other"): 2}
     await shut(state)
     await state.append(lambda fleet: FleetResumed(1))
     await others.all()
-    assert gates.held() == {"lora": 2}
+    assert gates.held() == {("default", "lora"): 2}
     await open_(state)
     await ours.all()
 
@@ -142,7 +142,7 @@ async def test_a_server_that_stops_lets_go_of_all(state: FleetState) -> None:
     gates = Gates(state)
     await shut(state)
     crowd = Crowd(gates, 3)
-    asking = asyncio.create_task(gates.opens("lora", 60))
+    asking = asyncio.create_task(gates.opens(None, "lora", 60))
     await asyncio.sleep(0)
     gates.stop()
     found = await asyncio.gather(*crowd.tasks, return_exceptions=True)
@@ -150,17 +150,17 @@ async def test_a_server_that_stops_lets_go_of_all(state: FleetState) -> None:
     assert await asking is False
     with pytest.raises(Overloaded):
         await gates.wait(Passing("lora"))
-    assert await gates.opens("lora", 60) is False
+    assert await gates.opens(None, "lora", 60) is False
     await gates.wait(Passing("other"))
 
 
 async def test_asking_for_an_adapter_goes_by_its_own_gate(state: FleetState) -> None:
     gates = Gates(state)
     await state.append(lambda fleet: FleetPaused(1, 0.0), lease_s=600)
-    assert await gates.opens("lora", 60) is True
+    assert await gates.opens(None, "lora", 60) is True
     await shut(state)
-    assert await gates.opens("lora", 0) is False
-    asking = [asyncio.create_task(gates.opens("lora", 60)) for _ in range(2)]
+    assert await gates.opens(None, "lora", 0) is False
+    asking = [asyncio.create_task(gates.opens(None, "lora", 60)) for _ in range(2)]
     await asyncio.sleep(0)
     await open_(state)
     assert await asyncio.gather(*asking) == [True, True]
@@ -170,7 +170,7 @@ async def test_asking_for_an_adapter_goes_by_its_own_gate(state: FleetState) -> 
 async def test_who_asks_for_an_adapter_waits_on_where_it_is_open_for_a_moment(state: FleetState) -> None:
     gates = Gates(state)
     await shut(state)
-    asking = asyncio.create_task(gates.opens("lora", 60))
+    asking = asyncio.create_task(gates.opens(None, "lora", 60))
     await asyncio.sleep(0)
     seq = state.fleet.version
     state._apply(Placed(seq + 1, 1.0, AdapterResumed("lora", 1)))

@@ -11,9 +11,10 @@ from helpers.log import committed, rolled_back
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from app.domain.groups import EPSILON, grpo, oldest_version
+from app.domain.events import Failure
+from app.domain.groups import EPSILON, Outcome, grpo, oldest_version
 from app.features.groups.groups import MAX_MISSING, missing_attempts
-from app.features.groups.rules import statistics
+from app.features.groups.rules import Attempt, outcome, statistics
 from workers.reply import VersionSpan
 
 REWARDS = st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=64)
@@ -36,6 +37,38 @@ def test_statistics_are_numpys(rewards: list[float]) -> None:
     assert found.std == pytest.approx(sample, rel=1e-9, abs=1e-12 * scale)
     assert (found.min, found.max) == (min(rewards), max(rewards))
     assert found.zero_variance == (len(set(rewards)) == 1)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "dropped", "kept", "why"),
+    [
+        (Outcome(0.5), 0.5, 0.5, None),
+        (Outcome(0.0, Failure("agent")), None, 0.0, None),
+        (Outcome(None, Failure("timeout", "an hour")), None, None, "failed: timeout, and it has no reward"),
+        (Outcome(), None, None, None),
+    ],
+)
+def test_a_failure_counts_only_by_a_reward_that_it_has(
+    outcome: Outcome, dropped: float | None, kept: float | None, why: str | None
+) -> None:
+    assert (outcome.counted("drop"), outcome.counted("keep")) == (dropped, kept)
+    assert outcome.left_out("keep") == why
+    assert outcome.left_out("drop") == (outcome.failed and f"failed: {outcome.failed.kind}")
+
+
+def test_evaluations_count_only_in_a_group_of_evaluations() -> None:
+    trained, judged = Attempt("a", 0, 1.0, "closed", True), Attempt("b", 0, None, "open", False, evaluation=True)
+    lost = Attempt("c", 1, None, "closed", True, failed=Failure("other"))
+    for attempts, rollouts, rewards, complete, evaluation in (
+        ([trained, judged], 1, 1, True, False),
+        ([judged], 1, None, False, True),
+        ([trained, lost], 2, 1, True, False),
+        ([lost], 1, None, True, False),
+        ([], 0, None, False, False),
+    ):
+        found = outcome(attempts)
+        assert (found.rollouts, found.complete, found.evaluation) == (rollouts, complete, evaluation)
+        assert (found.statistics and found.statistics.count) == rewards
 
 
 @given(ANY)
@@ -119,3 +152,10 @@ def test_the_oldest_version_is_of_live_turns() -> None:
 )
 def test_the_numbers_between_the_first_and_the_last(attempts: list[int], missing: list[int]) -> None:
     assert missing_attempts(attempts) == missing
+
+
+@pytest.mark.parametrize(
+    ("attempts", "size", "missing"), [([0], 3, [1, 2]), ([2], 3, [1, 3]), ([0, 5], 2, [1, 2, 3, 4]), ([], 2, [])]
+)
+def test_those_of_its_size_are_missing_too(attempts: list[int], size: int, missing: list[int]) -> None:
+    assert missing_attempts(attempts, size) == missing

@@ -83,7 +83,7 @@ class Watched:
         self.engines = Engines(self._client)
         self.engines.serve([EngineListed(engine.url)])
         settings: dict[str, Any] = {"dialect": "auto", "api_key": None, **options}
-        self.watch = HealthWatch(self.engines, self._client, is_paused=lambda: self.gate_is_shut, **settings)
+        self.watch = HealthWatch(self.engines, self._client, is_paused=lambda run: self.gate_is_shut, **settings)
 
     @property
     def member(self) -> Member:
@@ -237,7 +237,7 @@ async def test_a_turn_that_is_refused_has_the_engine_looked_at_at_once(monkeypat
             await asyncio.sleep(0.01)
         await found.engine.stop()
         with contextlib.suppress(Exception):
-            await found.engines.generate([found.engine.url], "chat", _no_body, [], lambda size: None)
+            await found.engines.generate(found.engines.order(None, "s"), "chat", _no_body, [], lambda size: None)
         assert found.member.failures == 1
         async with asyncio.timeout(20):
             while found.member.health != "dead":

@@ -10,9 +10,11 @@ from app.domain.events import (
     AffinityBound,
     AffinityReleased,
     Event,
+    Failure,
     Recorded,
     RewardAssigned,
     SessionClosed,
+    SessionErased,
     TurnRejected,
 )
 from app.domain.session import fold
@@ -80,6 +82,23 @@ def test_the_reward_of_a_turn_is_not_that_of_the_session() -> None:
     turn = [created(), opened(1, 0), committed(1, 0, 2)]
     assert head(*turn, RewardAssigned(0.5, {}, 1))["reward"] is None
     assert head(*turn, RewardAssigned(0.5, {}, None), SessionClosed())["reward"] == 0.5
+
+
+def test_a_failure_stands_until_a_reward_comes() -> None:
+    failed = SessionClosed(failed=Failure("sandbox", "no space"))
+    for events, kind in (
+        ([failed], "sandbox"),
+        ([RewardAssigned(0.5), failed], "sandbox"),
+        ([failed, RewardAssigned(0.5, turn=1)], "sandbox"),
+        ([failed, RewardAssigned(0.5, restored=True)], "sandbox"),
+        ([failed, RewardAssigned(0.5)], None),
+        ([failed, RewardAssigned(0.5, of_root=True)], None),
+        ([RewardAssigned(0.5, of_root=True), failed, RewardAssigned(1.0)], "sandbox"),
+        ([failed, SessionErased()], "sandbox"),
+    ):
+        turn = [created(), opened(1, 0), committed(1, 0, 2)]
+        assert head(*turn, *events)["failed"] == kind, events
+    assert log_of([created(), failed, SessionErased()]).session.failed == Failure("sandbox", erased=True)
 
 
 def test_closed_at_is_the_close_whatever_follows() -> None:

@@ -12,6 +12,7 @@ from app.domain.events import (
     BlobsTombstoned,
     ChunkRef,
     Event,
+    Failure,
     PayloadRef,
     Recorded,
     RewardAssigned,
@@ -110,6 +111,20 @@ def test_a_restore_gives_back_what_an_earlier_one_has_undone() -> None:
     session = folded(events)
     assert (session.turns, session.payloads, session.status) == (whole.turns, whole.payloads, "open")
     assert [one.number for one in session.undone] == [3]
+
+
+@pytest.mark.parametrize("reward", [None, 0.5])
+def test_a_restore_gives_back_a_failure_with_its_reward(reward: float | None) -> None:
+    given = [] if reward is None else [RewardAssigned(reward)]
+    failed = SessionClosed(failed=Failure("engine", "it went away"))
+    events: list[Event] = [created(), *given, failed]
+    then = folded(events)
+    events += [RewardAssigned(1.0), *restoring(then, "before")]
+    session = folded(events)
+    assert session.failed == failed.failed
+    assert (session.reward and session.reward.reward) == reward
+    opened = folded([*events, *restoring(folded(events[:1]), "first")])
+    assert (opened.status, opened.failed) == ("open", None)
 
 
 def test_a_restore_is_not_folded_from_a_later_state_than_it_goes_back_to() -> None:

@@ -115,5 +115,5 @@ def test_a_session_is_judged_by_its_oldest_sampled_token(
     turns: Sequence[Spans], current: int | None, reason: str | None
 ) -> None:
     found = known(book_of(*turns))
-    assert session_excluded(found, ExportQuery(max_staleness=2, weight_version=current)) == reason
-    assert session_excluded(found, ExportQuery(weight_version=current)) is None
+    assert session_excluded(found, ExportQuery(max_staleness=2), current) == reason
+    assert session_excluded(found, ExportQuery(), current) is None

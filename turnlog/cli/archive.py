@@ -9,12 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from turnlog.amounts import amount
+from turnlog.cli.parameters import by_key, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, printed_as_json, say
+from turnlog.parameters import Selection
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
+@takes(Selection)
 def archive(
     ctx: typer.Context,
     older_than: Annotated[str, typer.Option(help="Rollouts that were closed so long ago: 90s, 30m, 12h, 7d.")],
@@ -24,12 +27,14 @@ def archive(
             help="A folder's URL, as the server sees it: s3://…, gs://…, az://…, file:///… below its TURNLOG_FILE_ROOT."
         ),
     ],
+    **filters: Any,
 ) -> None:
     """Move old rollouts out of the database into Parquet files, while turns go on."""
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", older_than)
     if matched is None:
         raise UsageError(f"--older-than {older_than}: expected a number and s, m, h or d, such as 7d")
     body: dict[str, Any] = {"to": to, "older_than_s": float(matched[1]) * _UNITS[matched[2]], "after": None}
+    body |= {name: value for name, value in filters.items() if value} | {"metadata": by_key(filters["metadata"])}
     told: dict[str, Any] = {"archived": 0, "left": 0, "bytes": 0, "files": []}
     while True:
         step = remote(ctx).read("POST", "/archives", body=body, slow=True)

@@ -27,6 +27,8 @@ COMMANDS = {
     "tree": (OBSERVE, "tree", "tree"),
     "tail": (OBSERVE, "tail", "tail"),
     "groups": (OBSERVE, "sessions", "groups"),
+    "runs": (OBSERVE, "runs", "runs"),
+    "run": (OBSERVE, "runs", "run"),
     "search": (OBSERVE, "search", "search"),
     "export": (OBSERVE, "export", "export"),
     "create": (MAKE, "write", "create"),

@@ -11,7 +11,7 @@ import typer
 from turnlog.amounts import amount
 from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, printed_as_json, server_options
-from turnlog.client.address import segment
+from turnlog.client.address import below_run, segment
 from turnlog.errors import TurnlogError
 
 
@@ -25,23 +25,28 @@ engines_app = typer.Typer(help="The engines: list, add, drain, remove.", no_args
 
 Engine = Annotated[str, typer.Argument(help="The engine's base URL, as in TURNLOG_UPSTREAMS.")]
 Adapter = Annotated[str | None, typer.Argument(help="The adapter's name; or --fleet.")]
+Run = Annotated[str | None, typer.Option("--run", help="Only of this run.")]
 Fleet = Annotated[bool, typer.Option("--fleet", help="The gate of all turns, and every engine.")]
 
 
 @engines_app.command("list")
 @server_options
-def list_engines(ctx: typer.Context) -> None:
-    """List the engines, with their health as seen by the answering process."""
-    found = remote(ctx).read("GET", "/engines")
+def list_engines(ctx: typer.Context, run: Run = None) -> None:
+    """List the engines, or those that serve a run, with their health as seen by the answering process."""
+    found = remote(ctx).read("GET", "/engines", parameters={} if run is None else {"run": run})
     if not printed_as_json(ctx, found):
         _print_engines(found["engines"])
 
 
 @engines_app.command()
 @server_options
-def add(ctx: typer.Context, engine: Engine) -> None:
+def add(
+    ctx: typer.Context,
+    engine: Engine,
+    run: Annotated[str | None, typer.Option("--run", help="It serves this run alone.")] = None,
+) -> None:
     """Add an engine, or bring back one that was drained or removed."""
-    _put(ctx, engine, "serving")
+    _put(ctx, engine, "serving", run)
 
 
 @engines_app.command()
@@ -59,8 +64,9 @@ def remove(ctx: typer.Context, engine: Engine) -> None:
     printed_as_json(ctx, {"url": engine, "state": "removed"})
 
 
-def _put(ctx: typer.Context, engine: str, state: str) -> None:
-    found = remote(ctx).read("POST", "/engines", body={"url": engine, "state": state})
+def _put(ctx: typer.Context, engine: str, state: str, run: str | None = None) -> None:
+    of_run = {} if run is None else {"run": run}
+    found = remote(ctx).read("POST", "/engines", body={"url": engine, "state": state, **of_run})
     if not printed_as_json(ctx, found):
         _print_engines([found])
 
@@ -70,6 +76,7 @@ def _print_engines(engines: list[dict[str, Any]]) -> None:
 
     columns = [
         Column("engine", "url", whole=True),
+        Column("run"),
         Column("state"),
         Column("health"),
         Column("for", lambda one: since(one["since"]), right=True),
@@ -86,6 +93,7 @@ def pause(
     ctx: typer.Context,
     adapter: Adapter = None,
     fleet: Fleet = False,
+    run: Run = None,
     lease_s: Annotated[float | None, typer.Option(min=0, help="The gate opens by itself then (600).")] = None,
     mode: Annotated[Mode | None, typer.Option(help="With --fleet: how engines pause (abort).")] = None,
 ) -> None:
@@ -93,24 +101,27 @@ def pause(
     wish = {"lease_s": lease_s, "mode": mode}
     if mode is not None and not fleet:
         raise UsageError("--mode needs --fleet")
-    _order(ctx, "pause", adapter, fleet, wish)
+    _order(ctx, "pause", adapter, fleet, run, wish)
 
 
 def resume(
     ctx: typer.Context,
     adapter: Adapter = None,
     fleet: Fleet = False,
+    run: Run = None,
     version: Annotated[str | None, typer.Option(help="The weight version from now on.")] = None,
 ) -> None:
     """Let an adapter's turns proceed, or with --fleet all turns."""
-    _order(ctx, "resume", adapter, fleet, {"version": version})
+    _order(ctx, "resume", adapter, fleet, run, {"version": version})
 
 
-def _order(ctx: typer.Context, verb: str, adapter: str | None, fleet: bool, wish: Mapping[str, object]) -> None:
+def _order(
+    ctx: typer.Context, verb: str, adapter: str | None, fleet: bool, run: str | None, wish: Mapping[str, object]
+) -> None:
     """Print the gate's state and each engine's answer; exit code 1 if an engine failed."""
     if fleet == (adapter is not None):
         raise UsageError("name an adapter, or --fleet")
-    where = "/fleet" if fleet else f"/adapters/{segment(adapter or '')}"
+    where = below_run(run, "/fleet" if fleet else f"/adapters/{segment(adapter or '')}")
     body = {name: value for name, value in wish.items() if value is not None}
     failure: TurnlogError | None = None
     state: Mapping[str, Any]
@@ -121,7 +132,8 @@ def _order(ctx: typer.Context, verb: str, adapter: str | None, fleet: bool, wish
             raise
         failure, state = error, error.body
     if not printed_as_json(ctx, {name: value for name, value in state.items() if name != "error"}):
-        _print_gate("the fleet" if fleet else f"adapter {adapter}", state)
+        what = "the fleet" if fleet else f"adapter {adapter}"
+        _print_gate(what if run is None else f"{what} of run {run}", state)
     if failure is not None:
         raise failure
 

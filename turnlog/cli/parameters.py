@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -19,8 +19,8 @@ Command = Callable[..., None]
 def takes(parameters: type, *without: str) -> Callable[[Command], Command]:
     """The command's `**parameters` become options, one for each of the TypedDict's fields but `without`.
 
-    `group_id` is `--group`, and so on. An object is given as JSON, which `read_object` reads; in a
-    filter by metadata as `KEY=VALUE`, which may be repeated.
+    `group_id` is `--group`, and so on; as a filter it may be repeated. An object is given as JSON, which `read_object`
+    reads; in a filter by metadata as `KEY=VALUE`, which may be repeated.
     """
 
     def with_options(command: Command) -> Command:
@@ -35,9 +35,21 @@ def takes(parameters: type, *without: str) -> Callable[[Command], Command]:
 
 
 def given(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that were given, as the server reads them in a query."""
-    there = {name: "true" if value is True else value for name, value in parameters.items()}
-    return {name: value for name, value in there.items() if value not in (None, []) and value is not False}
+    """The options that were given, as the server reads them in a query. Raises UsageError."""
+    there = {name: "true" if value is True else value for name, value in parameters.items() if name != "metadata"}
+    named = {name: value for name, value in there.items() if value not in (None, []) and value is not False}
+    return named | {f"metadata.{key}": values for key, values in by_key(parameters.get("metadata")).items()}
+
+
+def by_key(pairs: Sequence[str] | None) -> dict[str, list[str]]:
+    """Of `KEY=VALUE`s. Raises UsageError."""
+    found: dict[str, list[str]] = {}
+    for pair in pairs or ():
+        key, sign, value = pair.partition("=")
+        if not (key and sign):
+            raise UsageError(f"--metadata {pair:.64}: expected KEY=VALUE")
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def read_object(flag: str, text: str | None) -> dict[str, Any] | None:
@@ -69,6 +81,8 @@ def _kind(name: str, hint: Any) -> tuple[Any, str | None]:
     """The option's type, and what stands for its value in the help."""
     kinds = set(get_args(hint) if get_origin(hint) in (Union, UnionType) else [hint]) - {type(None)}
     words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    if name == "group_id" and len(kinds) > 1:
+        return list[str], None
     if bool in kinds:
         return bool, None
     if words:

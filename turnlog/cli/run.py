@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -188,6 +188,11 @@ def server_options(command: Callable[..., None]) -> Callable[..., None]:
     def common(url: Url = DEFAULT, token: Token = None, as_json: Json = False) -> None: ...
 
     return _with_options(run, command, common)
+
+
+def failure(failed: Mapping[str, Any]) -> str:
+    """A rollout's failure in a line."""
+    return ": ".join(filter(None, (failed["kind"], failed.get("message"))))
 
 
 def say_if_none(records: Sequence[object], noun: str) -> None:

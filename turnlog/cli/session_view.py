@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from turnlog.cli.output import Column, compact, line, shown, table, when
+from turnlog.cli.run import failure
 
 STAGES = ("gate", "claim", "prepare", "engine", "validate")
 """The stages of a turn before its commit, in milliseconds."""
@@ -28,6 +29,8 @@ def print_session(state: Mapping[str, Any]) -> None:
     if state.get("erased"):
         line("its content was erased; what follows is the log's skeleton")
     _print_reward(state)
+    if state["failed"]:
+        line(f"failed: {failure(state['failed'])}", "bold")
     if state.get("note"):
         line(f"note: {state['note']}")
     if state.get("tags"):
@@ -40,10 +43,10 @@ def print_session(state: Mapping[str, Any]) -> None:
     if state["turns"]:
         line()
         _print_turns(state["turns"])
-    if state["failed"]:
+    if state["failed_turns"]:
         line()
         line("failed turns", "bold")
-        _print_failed(state["failed"])
+        _print_failed(state["failed_turns"])
     if state["rollbacks"]:
         line()
         line("rollbacks", "bold")

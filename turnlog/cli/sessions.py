@@ -10,7 +10,7 @@ from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, printed_as_json, say, say_if_none
 from turnlog.client.address import address, segment
-from turnlog.parameters import PAGE, SessionFilters
+from turnlog.parameters import PAGE, Selection, SessionFilters
 
 if TYPE_CHECKING:
     from turnlog.cli.output import Column
@@ -65,6 +65,7 @@ def session_columns() -> list[Column]:
         Column("state"),
         Column("turns", right=True),
         Column("reward", right=True),
+        Column("failed", lambda row: row["failed"] and row["failed"]["kind"]),
         Column("changed", lambda row: since(row["updated_at"]), right=True),
         Column("in flight", lambda row: since(row["running_since"]), right=True),
         Column("group", "group_id", long=True),
@@ -100,23 +101,26 @@ def open_page(ctx: typer.Context, session: Annotated[str, typer.Argument(help="T
         webbrowser.open(url)
 
 
+@takes(Selection)
 def groups(
     ctx: typer.Context,
-    group: Annotated[str | None, typer.Argument(help="A group's id; none: all groups.")] = None,
+    name: Annotated[str | None, typer.Argument(metavar="GROUP", help="A group's id; none: a list of groups.")] = None,
     limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many groups.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
+    **filters: Any,
 ) -> None:
     """The groups, or one group's attempts and rewards."""
     server = remote(ctx)
-    if group is not None and cursor is not None:
-        raise UsageError("--cursor is for the list of all groups")
-    if group is None:
-        found = server.read("GET", "/groups", parameters={"limit": limit, "cursor": cursor})
+    wish = given(filters)
+    if name is not None and (cursor is not None or wish.keys() - {"run"}):
+        raise UsageError("--cursor and filters but --run are for the list of groups")
+    if name is None:
+        found = server.read("GET", "/groups", parameters={**wish, "limit": limit, "cursor": cursor})
     else:
-        found = server.read("GET", f"/groups/{segment(group)}")
+        found = server.read("GET", f"/groups/{segment(name)}", parameters=wish)
     if printed_as_json(ctx, found):
         return
-    if group is not None:
+    if name is not None:
         _print_group(found)
     else:
         _print_groups(found)
@@ -127,6 +131,8 @@ def _print_groups(found: dict[str, Any]) -> None:
 
     columns = [
         Column("group", "group_id", whole=True),
+        *([] if {one["run"] for one in found["groups"]} <= {"default"} else [Column("run", whole=True)]),
+        Column("attempts", _arrived, right=True),
         *(Column(name, right=True) for name in ("sessions", "closed", "rewarded", "mean")),
         Column("sample std", "std", right=True),
         *(Column(name, right=True) for name in ("min", "max")),
@@ -140,10 +146,18 @@ def _print_groups(found: dict[str, Any]) -> None:
         say(f"more with --cursor {found['next_cursor']}")
 
 
+def _arrived(group: dict[str, Any]) -> str:
+    """How many of its attempts have arrived."""
+    return str(group["arrived"]) if group["group_size"] is None else f"{group['arrived']} of {group['group_size']}"
+
+
 def _print_group(found: dict[str, Any]) -> None:
     from turnlog.cli.output import Column, line, shown, table
 
-    line(f"group {found['group_id']}: {'complete' if found['complete'] else 'not complete'}", "bold")
+    of_run = "" if found["run"] == "default" else f" of run {found['run']}"
+    state = "complete" if found["complete"] else "not complete"
+    arrived = "" if found["group_size"] is None else f", {_arrived(found)} attempts have arrived"
+    line(f"group {found['group_id']}{of_run}: {state}{arrived}", "bold")
     spread = found["statistics"]
     if spread is not None:
         names = {"count": "count", "mean": "mean", "std": "sample std", "min": "min", "max": "max"}
@@ -154,6 +168,8 @@ def _print_group(found: dict[str, Any]) -> None:
         Column("session", "session_id", whole=True),
         Column("attempt", right=True),
         Column("status"),
+        Column("failed", lambda one: one["failed"] and one["failed"]["kind"]),
         Column("reward", right=True),
+        Column("note", lambda one: "replaced" if one["replaced"] else None),
     ]
     table(columns, found["attempts"])

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from turnlog.amounts import amount
+from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, say, wants_json
+from turnlog.cli.run import UsageError, failure, say, wants_json
 from turnlog.client.address import segment
 from turnlog.errors import TurnlogError
+from turnlog.parameters import Selection
 
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
@@ -25,6 +27,7 @@ MOST = 60
 _SHOWN = frozenset({"seq", "type", "at", "session_id", "position"})
 
 
+@takes(Selection)
 def tail(
     ctx: typer.Context,
     session: Annotated[str | None, typer.Argument(help="The session's id; without one: all sessions.")] = None,
@@ -38,8 +41,8 @@ def tail(
     types: Annotated[
         list[str] | None, typer.Option("--type", help="Of all sessions: only events of this type. May be repeated.")
     ] = None,
-    group: Annotated[str | None, typer.Option(help="Of all sessions: only those of this group.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Of all sessions: at most this many events.")] = None,
+    **filters: Any,
 ) -> None:
     """A session's events, or all sessions'; with -f each new event as soon as it is on disk."""
     from turnlog.client.lines import AllEventsPlace, EventsPlace, is_event
@@ -47,11 +50,12 @@ def tail(
     for_machine = wants_json(ctx)
     server = remote(ctx, patience_s=0) if follow else remote(ctx)
     place: AllEventsPlace | EventsPlace
+    wish = given(filters)
     if session is None:
-        given = {"after": after, "follow": follow, "type": types or None, "group_id": group, "limit": limit}
-        path, place = "/events", AllEventsPlace(given)
-    elif types or group or limit:
-        raise UsageError("--type, --group and --limit are only for the events of all sessions")
+        asked = {"after": after, "follow": follow, "type": types or None, "limit": limit}
+        path, place = "/events", AllEventsPlace(asked | wish)
+    elif types or wish or limit:
+        raise UsageError("--type, --limit and filters are only for the events of all sessions")
     else:
         path, place = f"/sessions/{segment(session)}/events", EventsPlace(_number(after), follow)
     is_empty = True
@@ -119,7 +123,8 @@ def told(event: Mapping[str, Any]) -> str | None:
         case {"type": "RewardAssigned", "reward": reward}:
             return f"reward {reward:.4g}" + (f" of turn {event['turn']}" if event.get("turn") else "")
         case {"type": "SessionClosed"}:
-            return f"closed: {event['reason']}" if event.get("reason", "deleted") != "deleted" else "closed"
+            closed = f"closed: {event['reason']}" if event.get("reason", "deleted") != "deleted" else "closed"
+            return f"{closed}, failed: {failure(event['failed'])}" if "failed" in event else closed
         case {"type": "SessionRestored", "checkpoint": name, "to_seq": seq}:
             return f"taken back to checkpoint {name}, event {seq}"
         case {"type": "SessionErased"}:

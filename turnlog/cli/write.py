@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Any
+from enum import StrEnum
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -14,7 +15,7 @@ from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, printed_as_json, say
 from turnlog.client.address import segment
 from turnlog.errors import SessionClosed
-from turnlog.parameters import NewSession
+from turnlog.parameters import FailureKind, NewSession
 
 OBJECTS = ("metadata", "params", "limits")
 """Fields of a new session that are objects."""
@@ -102,11 +103,27 @@ def annotate(
         say(f"{name} is written, in event {written['seq']}")
 
 
-def close(ctx: typer.Context, session: Id) -> None:
+FailureName = StrEnum("FailureName", {kind: kind for kind in get_args(FailureKind)})  # type: ignore[misc]
+
+
+def close(
+    ctx: typer.Context,
+    session: Id,
+    failed: Annotated[
+        FailureName | None, typer.Option(help="The rollout failed, for a reason that is no reward.")
+    ] = None,
+    message: Annotated[str | None, typer.Option(help="With --failed: more of the reason.")] = None,
+) -> None:
     """Close a session: a turn in flight is aborted. Its rows, events and rewards stay."""
+    if message is not None and failed is None:
+        raise UsageError("--message is for --failed")
     closed, before = {"session_id": session, "status": "closed"}, ""
     try:
-        remote(ctx).call("DELETE", _path(session))
+        if failed is None:
+            remote(ctx).call("DELETE", _path(session))
+        else:
+            why = {"kind": failed.value, **given({"message": message})}
+            remote(ctx).call("POST", f"{_path(session)}/close", body={"failed": why})
     except SessionClosed:
         before = " already"
     if not printed_as_json(ctx, closed):

@@ -27,6 +27,11 @@ def default_run() -> str | None:
     return os.environ.get("TURNLOG_RUN") or None
 
 
+def below_run(run: str | None, path: str) -> str:
+    """The path of the same route for one run; None: for all."""
+    return path if run is None else f"/runs/{segment(run)}{path}"
+
+
 def authorization(token: str | None) -> dict[str, str]:
     """Raises ValueError for a token that no header can hold; httpx's own error would quote it."""
     if token is None:

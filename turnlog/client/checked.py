@@ -31,20 +31,14 @@ def checked(parameters: type, given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def rows_wanted(parameters: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`checked` parameters of rows, whose `columns` may be a list. Raises TypeError, ValueError."""
+def wanted(parameters: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The `checked` parameters as a query has them: `columns` with commas, each key of the `metadata` in a name of its
+    own. Raises TypeError, ValueError."""
     found = checked(parameters, given)
     if not isinstance(columns := found.get("columns", ""), str):
         found["columns"] = ",".join(columns)
-    return found
-
-
-def sessions_wanted(parameters: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`checked` filters of sessions, with `key=value` for each of the `metadata`. Raises TypeError, ValueError."""
-    found = checked(parameters, given)
-    if (metadata := found.get("metadata")) is not None:
-        pairs = metadata.items()
-        found["metadata"] = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in pairs]
+    for key, value in found.pop("metadata", {}).items():
+        found[f"metadata.{key}"] = value if isinstance(value, str) else json.dumps(value)
     return found
 
 

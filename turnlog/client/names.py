@@ -33,12 +33,15 @@ from turnlog.parameters import Branches as Branches
 from turnlog.parameters import EventParameters as EventParameters
 from turnlog.parameters import ExportFilters as ExportFilters
 from turnlog.parameters import ExportParameters as ExportParameters
+from turnlog.parameters import Failure as Failure
+from turnlog.parameters import FailureKind as FailureKind
 from turnlog.parameters import FeedFilters as FeedFilters
 from turnlog.parameters import FeedParameters as FeedParameters
 from turnlog.parameters import Limits as Limits
 from turnlog.parameters import Loss as Loss
 from turnlog.parameters import NewSession as NewSession
 from turnlog.parameters import SearchFilters as SearchFilters
+from turnlog.parameters import Selection as Selection
 from turnlog.parameters import SessionFilters as SessionFilters
 from turnlog.parameters import SessionOrder as SessionOrder
 from turnlog.parameters import SessionState as SessionState
@@ -76,6 +79,7 @@ from turnlog.replies import TreeBranch as TreeBranch
 from turnlog.replies import TreeTurn as TreeTurn
 from turnlog.rows import Acknowledged as Acknowledged
 from turnlog.rows import Excluded as Excluded
+from turnlog.rows import Failed as Failed
 from turnlog.rows import LeasedAttempt as LeasedAttempt
 from turnlog.rows import LeasedGroup as LeasedGroup
 from turnlog.rows import LeftOut as LeftOut

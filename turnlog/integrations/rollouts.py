@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 from turnlog import AsyncSession, AsyncTurnlog
+from turnlog.client.address import default_run
 from turnlog.errors import Conflict, NotFound
 
 REWARD = {"verl": "reward_score", "skyrl": "rewards"}
@@ -32,15 +33,21 @@ async def played(
     *,
     shape: Literal["verl", "skyrl"],
     rewards: Literal["total", "turn"] = "total",
+    retry_failed: int = 0,
     **fields: Any,
 ) -> list[dict[str, Any]]:
-    """The rows of the rollout `name`, for which `play` makes its turns and sets its reward.
+    """The rows of the rollout `name`, for which `play` makes its turns and sets its reward, or closes it as failed.
 
     A session that was rewarded before its process died is not played again: its rows are returned. One that was not is
-    closed and left, and another is played. One process at a time may ask for a name. `fields` are those of
-    `create_session`, always the same for a name; an agent may replace its history, because `history` is "tree" unless
-    they say otherwise. `rewards` is that of `export`. Raises what `play` raises, and TurnlogError.
+    closed and left, and another is played. One that failed is returned as well; of the first `retry_failed` that did,
+    another is played in its place, as the same attempt. One process at a time may ask for a name. `fields` are those of
+    `create_session`, always the same for a name. Its `run`, by default `TURNLOG_RUN`, is a part of the name: two runs
+    may play rollouts of one name. An agent may replace its history, because `history` is "tree" unless they say
+    otherwise. `rewards` is that of `export`. Raises what `play` raises, and TurnlogError.
     """
+    failures = 0
+    if (run := fields.get("run") or default_run()) is not None:
+        name = name_of(run, name)
     for number in itertools.count():
         session_id = f"{name}.{number}"
         try:
@@ -55,7 +62,12 @@ async def played(
                 await play(session)
         else:
             await session.close()
-        rows = [row async for row in turnlog.export(session_id=session_id, shape=shape, rewards=rewards)]
-        if is_new or any(row[REWARD[shape]] is not None for row in rows):
+        exported = turnlog.export(session_id=session_id, shape=shape, rewards=rewards, evaluation=True)
+        rows = [row async for row in exported]
+        if any(row[REWARD[shape]] is not None for row in rows):
             return rows
+        has_failed = (await session.state())["failed"] is not None
+        if (has_failed and failures == retry_failed) or (is_new and not has_failed):
+            return rows
+        failures += has_failed
     raise AssertionError("unreachable")

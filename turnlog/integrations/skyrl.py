@@ -21,8 +21,8 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has n
     """For the synchronous and the fully asynchronous trainer, which has several `generate` calls under way at once.
 
     run: names the training run. A trajectory is named by it, the step and phase, and SkyRL's own id: asked for again,
-    it is not played again. rewards: of `turn`, each token of a response has one. session_fields: more arguments of
-    `create_session`.
+    it is not played again. rewards: of `turn`, each token of a response has one. retry_failed: how often a trajectory
+    whose session was closed as failed is played again. session_fields: more arguments of `create_session`.
     """
 
     def __init__(
@@ -32,12 +32,14 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has n
         *,
         run: str,
         rewards: Literal["total", "turn"] = "total",
+        retry_failed: int = 0,
         **session_fields: Any,
     ) -> None:
         self._turnlog = turnlog
         self._play = play
         self._run = run
         self._rewards = rewards
+        self._retry_failed = retry_failed
         self._fields = session_fields
 
     async def generate(self, input_batch: GeneratorInput, **ignored: Any) -> GeneratorOutput:
@@ -76,5 +78,13 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has n
             await self._play(session, prompt, extras)
 
         fields = {"group_id": trajectory.instance_id, "attempt": trajectory.repetition_id, **self._fields}
-        rows = await played(self._turnlog, name, play, shape="skyrl", rewards=self._rewards, **fields)
+        rows = await played(
+            self._turnlog,
+            name,
+            play,
+            shape="skyrl",
+            rewards=self._rewards,
+            retry_failed=self._retry_failed,
+            **fields,
+        )
         return rows, time.monotonic() - begun

@@ -34,6 +34,7 @@ from tensordict import TensorDict
 from tensordict.tensorclass import NonTensorStack
 
 from turnlog import AsyncTurnlog
+from turnlog.client.address import default_run
 from turnlog.errors import TurnlogError
 from turnlog.rows import LeasedGroup, TrainerRow
 
@@ -52,7 +53,8 @@ Result = TypeVar("Result")
 class Counts:
     """What a producer did since it was made.
 
-    put: groups whose rows it put. rows: those rows. empty: groups without a row, which were acknowledged at once.
+    put: groups whose rows it put. rows: those rows. empty: groups without a row of a rollout that did not fail, which
+    were acknowledged at once.
     found: groups handed out to it that were in the queue already. acknowledged: groups.
     """
 
@@ -147,6 +149,7 @@ class TransferQueueProducer:
     """Puts the groups of Turnlog's feed into a partition of the queue that `transfer_queue.init()` has connected to.
 
     consumer: the name by which Turnlog leases groups; one producer at a time may have it.
+    run: whose groups; by default those of `TURNLOG_RUN`, else of the default run. A partition takes those of one run.
     until: when a group is acknowledged; see the module.
     columns: a row's columns in the queue; by default verl's.
     size: groups put at a time. limit: groups in the queue that the trainer has not taken; at so many none is put.
@@ -160,6 +163,7 @@ class TransferQueueProducer:
         turnlog: AsyncTurnlog,
         *,
         consumer: str,
+        run: str | None = None,
         partition: str = "train",
         until: Literal["put", "cleared"] = "put",
         columns: Callable[[Row], Columns] = columns,
@@ -173,6 +177,7 @@ class TransferQueueProducer:
         self.counts = Counts()
         self._turnlog = turnlog
         self._consumer = consumer
+        self._run = run or default_run() or "default"
         self._partition = partition
         self._until = until
         self._columns = columns
@@ -205,13 +210,15 @@ class TransferQueueProducer:
         is_full = self._limit is not None and untaken >= self._limit
         put = 0
         for group in await self._lease(len(waiting), 0 if is_full else self._size):
+            # verl makes advantages of all rows of a group: those of failed rollouts have no place among them.
+            rows = [row for row in group["rows"] if row["extra_fields"]["failed"] is None]
             if group["group_id"] in waiting:
                 self.counts.found += 1
-            elif group["rows"]:
-                await self._put(group["group_id"], group["rows"], listing)
+            elif rows:
+                await self._put(group["group_id"], rows, listing)
                 put += 1
             else:
-                await self._turnlog.acknowledge(self._consumer, [group["group_id"]])
+                await self._turnlog.acknowledge(self._consumer, [group["group_id"]], run=self._run)
                 self.counts.empty += 1
         if put:
             await self._settle()
@@ -229,6 +236,7 @@ class TransferQueueProducer:
             self._renew_at = time.monotonic() + self._lease_s / 3
         return await self._turnlog.hand_out(
             self._consumer,
+            run=self._run,
             size=size,
             attempts=self._attempts,
             lease_s=self._lease_s,
@@ -244,7 +252,7 @@ class TransferQueueProducer:
         held = {key.split("_")[0] for key in listing}
         due = [group_id for group_id in receipts if self._until == "put" or uid(group_id) not in held]
         if due:
-            answer = await self._turnlog.acknowledge(self._consumer, due)
+            answer = await self._turnlog.acknowledge(self._consumer, due, run=self._run)
             settled = set(due) - set(answer["not_leased"])
             self.counts.acknowledged += len(answer["acknowledged"])
             await self._clear([receipts.pop(group_id) for group_id in sorted(settled)])
@@ -307,6 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m turnlog.integrations.transfer_queue", description="Feed TransferQueue."
     )
     parser.add_argument("--consumer", required=True, help="the name by which Turnlog leases groups")
+    parser.add_argument("--run", help="whose groups; by default TURNLOG_RUN, else the default run's")
     parser.add_argument("--url", help="Turnlog's address; by default TURNLOG_URL")
     parser.add_argument("--ray", default="auto", help="the Ray cluster's address")
     parser.add_argument("--partition", default="train")

@@ -28,11 +28,13 @@ class _Output(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
 class TurnlogAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
     """Write `play`, and register the class under a name of your own.
 
-    url: Turnlog's address; by default `TURNLOG_URL`.
+    url: Turnlog's address; by default `TURNLOG_URL`. retry_failed: how often a rollout whose session was closed as
+    failed is played again.
     A rollout is named by verl's `uid`, `session_id` and `global_steps`: asked for again, it is not played again.
     """
 
     url: ClassVar[str | None] = None
+    retry_failed: ClassVar[int] = 0
 
     @abstractmethod
     async def play(self, session: AsyncSession, sampling_params: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
@@ -53,6 +55,7 @@ class TurnlogAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no type
                 play,
                 shape="verl",
                 rewards="turn",
+                retry_failed=self.retry_failed,
                 group_id=uid,
                 attempt=attempt,
             )

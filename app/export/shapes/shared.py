@@ -24,9 +24,11 @@ from workers.sampling_masks import Masks
 IDENTITY: Columns = {
     "session_id": "text",
     "segment": "int64",
+    "run": "text",
     "group_id": "text",
     "attempt": "int64",
     "status": "text",
+    "failed": "json",
     "final": "bool",
     "cursor": "text",
 }
@@ -56,9 +58,11 @@ def identity(row: Row) -> Fields:
     return {
         "session_id": row.session.session_id,
         "segment": row.sample.segment,
+        "run": row.session.config.of_run,
         "group_id": row.group_id,
         "attempt": row.session.config.attempt,
         "status": row.sample.status,
+        "failed": row.failed,
         "final": row.final,
         "cursor": row.cursor,
     }

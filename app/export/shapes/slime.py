@@ -30,6 +30,9 @@ COLUMNS: Columns = {
     "metadata": "json",
 }
 
+FAILED = "failed"
+"""slime's and miles' status of a rollout that failed; Turnlog's own rows say it in a field of its own."""
+
 MASKS: Columns = {"rollout_top_p_token_ids": "[int32]", "rollout_top_p_token_offsets": "[int64]"}
 
 
@@ -63,7 +66,7 @@ def shaped(row: Row, beside: Fields) -> Fields:
         "rollout_log_probs": sample.logprobs[start:],
         "rollout_routed_experts": experts,
         "weight_versions": shared.weight_versions(row),
-        "status": sample.status,
+        "status": sample.status if row.failed is None else FAILED,
         "metadata": metadata(row, own, {"advantage": row.advantage, "routed_experts_missing": missing, **beside}),
     }
 

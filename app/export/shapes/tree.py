@@ -22,7 +22,7 @@ from app.export.shapes import turnlog
 from workers.reply import VersionSpan
 
 OF_SESSION = (
-    *("session_id", "group_id", "attempt", "parent_session_id", "reward", "reward_components"),
+    *("session_id", "run", "group_id", "attempt", "parent_session_id", "reward", "reward_components"),
     *("advantage", "metadata", "cursor", "rollout_id", "rollout_rows", "rollout_weight", "pinned", "note", "tags"),
     *("name", "generation"),
 )

@@ -6,6 +6,7 @@ this touches the rest:
     SessionNotFound     asks whether the session is in a file: 404 `session_archived`   (`Services.explain`)
     creating a session  refuses an id that left, and a parent that did                 (`StorePoints.departed`)
     an erasure          takes the session out of its files, and is 202 until it is     (`Erasure.elsewhere`)
+    a run's erasure     that of its sessions in files                                  (`Erasure.roots_elsewhere`)
     the log's end       stays where it was when its last events have left              (`feed.last_forgotten`)
 """
 
@@ -45,6 +46,7 @@ def add_to(app: Services) -> Archive:
     )
     app.explain.append(archive.where_is)
     app.erasure.elsewhere.append(archive.erase)
+    app.erasure.roots_elsewhere.append(archive.roots_of_run)
     app.starts.append(archive.start)
     app.ends.append(archive.stop)
     return archive

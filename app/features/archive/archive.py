@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from app.crash_points import reach
+from app.domain.selection import Selection
 from app.errors import (
     AppError,
     ArchiveBusy,
@@ -166,9 +167,11 @@ class Archive:
 
     # Leaving.
 
-    async def step(self, older_than_s: float, to: str, limit: int, after: Place | None) -> ArchiveStep:
-        """Move some rollouts that were closed `older_than_s` seconds ago, the first `limit` behind `after`, into one
-        file below `to`.
+    async def step(
+        self, older_than_s: float, to: str, limit: int, after: Place | None, wanted: Selection
+    ) -> ArchiveStep:
+        """Move some of the wanted rollouts that were closed `older_than_s` seconds ago, the first `limit` behind
+        `after`, into one file below `to`.
 
         Raises InvalidRequest, Unsupported (without pyarrow), ArchiveBusy, PayloadsUnavailable, StoreUnavailable,
         StoreFull.
@@ -180,7 +183,7 @@ class Archive:
             begin = after or Place(-1.0, "")
             points = self._database.points
             candidates = await self._database.read(
-                partial(rows.candidates, points=points, cutoff=cutoff, after=begin, limit=limit)
+                partial(rows.candidates, points=points, cutoff=cutoff, after=begin, limit=limit, wanted=wanted)
             )
             taken: list[Rollout] = []
             size, left, at = 0, candidates.left, candidates.after
@@ -292,7 +295,7 @@ class Archive:
         ]
 
     async def _samples(self, session_ids: Sequence[str]) -> list[Fields]:
-        query = ExportQuery(format="parquet")
+        query = ExportQuery(format="parquet", evaluation=True)
         parts = [session_ids[at : at + AT_ONCE] for at in range(0, len(session_ids), AT_ONCE)]
         return [row for part in parts for row in await self._exporter.rows(part, query) if "excluded" not in row]
 
@@ -400,6 +403,10 @@ class Archive:
             return False
         ids = [line.session_id for line in lines]
         return None if not lines else not await self._database.read(partial(rows.have_objects, session_ids=ids))
+
+    async def roots_of_run(self, run: str) -> list[str]:
+        """The roots of a run's rollouts that are in files and not in the database."""
+        return await self._database.read(partial(rows.roots_of_run, run=run))
 
     # Back.
 

@@ -51,6 +51,8 @@ def require_whole(session: StoredRows) -> None:
         raise CorruptContent(f"its log cannot be read: {type(error).__name__}") from error
     if folded is None or folded.version != session.head["version"] or folded.status != session.head["status"]:
         raise CorruptContent("its log is not whole")
+    if folded.config.of_run != session.head["run"]:
+        raise CorruptContent("its log names another run")
     for row in session.rows[turns.name]:
         codec.unpack_tokens(row["tokens"], row["exchange"])
         codec.unpack(row["exchange"], Exchange)
@@ -70,17 +72,20 @@ def require_own(rollout: Rollout) -> None:
     """
     if not _is_id(rollout.root_id):
         raise CorruptContent("the rollout's id is none")
+    of_root = rollout.sessions[0].head
     for session in rollout.sessions:
         head = session.head
         _require_columns(sessions.columns, head)
         if not _is_id(session.session_id) or head["root_id"] not in (None, rollout.root_id):
             raise CorruptContent("an id is none, or of another rollout")
+        if head["run"] != of_root["run"]:
+            raise CorruptContent("a session is of another run than its root")
         if head["status"] != "closed" or head["open_turns"] != 0 or head["closed_at"] is None:
             raise CorruptContent("a session is not closed")
         if session.feed is not None:
             _require_columns(groups.columns, session.feed)
         # All have the root's group's row, whatever group a child names.
-        if session.feed is not None and session.feed["group_id"] != rollout.sessions[0].head["group_id"]:
+        if session.feed is not None and any(session.feed[name] != of_root[name] for name in ("run", "group_id")):
             raise CorruptContent("a session has another group's row")
         for table, columns in CONTENT.items():
             keys = [column.name for column in table.primary_key.columns if column.name != "session_id"]

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.api.requests import Request
 from app.api.routes import BODY, PAYLOADS, WRITE, Routes, json_reply
 from app.domain.patterns import ID
+from app.domain.selection import Selection
 from app.errors import ArchiveBusy, NotFound, Unsupported
 from app.features.archive.archive import Archive
 from app.features.archive.rows import Place
@@ -29,8 +30,9 @@ class After(BaseModel):
     session_id: str = Field(pattern=ID)
 
 
-class ArchiveSessions(BaseModel):
-    """The body of `POST /archives`. `to` is a folder's URL: `s3://…`, `gs://…`, `az://…`, `file:///…`."""
+class ArchiveSessions(Selection):
+    """The body of `POST /archives`. `to` is a folder's URL: `s3://…`, `gs://…`, `az://…`, `file:///…`. The conditions
+    are on a rollout's root."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -59,10 +61,11 @@ class ImportFile(BaseModel):
 )
 async def archive_sessions(request: Request) -> dict[str, Any]:
     """Move some rollouts into one Parquet file: closed, rewarded, in no checkpoint, and those of a group
-    acknowledged by the training feed. Repeat with `after` of the reply until it is null; turns go on meanwhile."""
+    acknowledged by the training feed; with `run`, `group_id`, `group_prefix` or `metadata` only those that fit. Repeat
+    with `after` of the reply until it is null; turns go on meanwhile."""
     given = await request.body_of(ArchiveSessions)
     after = None if given.after is None else Place(given.after.closed_at, given.after.session_id)
-    return {**await _archive(request).step(given.older_than_s, given.to, given.limit, after)}
+    return {**await _archive(request).step(given.older_than_s, given.to, given.limit, after, given)}
 
 
 @route(

@@ -36,11 +36,15 @@ from sqlalchemy import (
 
 from app.crash_points import reach
 from app.domain.events import SessionClosed, decode
+from app.domain.groups import GroupKey
+from app.domain.selection import Selection
 from app.features.archive.schema import archived, marks_of
+from app.features.groups.reads import replaced_in
 from app.features.groups.schema import groups, is_finished
 from app.features.objects.schema import dead_objects, queue_erased, queue_objects
 from app.store import pins, rollouts
 from app.store import statements as sql
+from app.store.content import matches
 from app.store.dialect import StorePoints, Tx, oldest_tx
 from app.store.feed import FORGOTTEN, Position, forgotten_place, select_forgotten
 from app.store.incarnations import holds_lease
@@ -57,6 +61,7 @@ from app.store.schema import (
     store_meta,
     turns,
 )
+from app.store.selection import GroupFilter
 
 LEASE = "archive"
 
@@ -132,7 +137,9 @@ class Candidates(NamedTuple):
 
 _is_closed = sessions.c.status == "closed"
 _members = sessions.alias("members")
-_acknowledged = exists().where(groups.c.group_id == sessions.c.group_id, groups.c.acked_at.is_not(None))
+_acknowledged = exists().where(
+    groups.c.run == sessions.c.run, groups.c.group_id == sessions.c.group_id, groups.c.acked_at.is_not(None)
+)
 
 
 def _may_leave(points: StorePoints) -> ColumnElement[bool]:
@@ -142,33 +149,43 @@ def _may_leave(points: StorePoints) -> ColumnElement[bool]:
     return is_finished & ~pins.is_pinned(points) & ~pinned_member
 
 
-def candidates(connection: Connection, points: StorePoints, cutoff: float, after: Place, limit: int) -> Candidates:
-    """Roots of whole rollouts that may leave: closed at or before `cutoff`, with a reward, in no checkpoint. Those of
-    a group leave once it is acknowledged and all of its rollouts may."""
+def candidates(
+    connection: Connection, points: StorePoints, cutoff: float, after: Place, limit: int, wanted: Selection
+) -> Candidates:
+    """Roots of whole rollouts that may leave: closed at or before `cutoff`, with a reward or failed, in no checkpoint.
+    Those of a group leave once it is acknowledged and all of its rollouts that count may; evaluations wait for no
+    acknowledgement."""
     place, may_leave = tuple_(sessions.c.closed_at, sessions.c.session_id), _may_leave(points)
     query = (
-        select(sessions.c.closed_at, sessions.c.session_id, sessions.c.group_id)
+        select(sessions.c.closed_at, sessions.c.session_id, sessions.c.run, sessions.c.group_id)
         .where(
             _is_closed,
             sessions.c.closed_at <= cutoff,
             place > after,
             rollouts.is_root(),
             may_leave,
-            or_(sessions.c.group_id.is_(None), _acknowledged),
+            or_(sessions.c.group_id.is_(None), sessions.c.evaluation, _acknowledged),
+            *GroupFilter(**wanted.run_and_group).of(sessions),
         )
         .order_by(sessions.c.closed_at, sessions.c.session_id)
         .limit(limit)
     )
     rows = connection.execute(query).all()
-    waiting = select(sessions.c.group_id).where(
-        sessions.c.group_id.in_({row[2] for row in rows if row[2] is not None}),
+    last = Place(rows[-1][0], rows[-1][1]) if len(rows) == limit else None
+    if wanted.metadata:
+        matching = matches(connection, [row[1] for row in rows], wanted.metadata)
+        rows = [row for row in rows if matching.get(row[1])]
+    keys = sorted({GroupKey(row[2], row[3]) for row in rows if row[3] is not None})
+    waiting = select(sessions.c.session_id, sessions.c.run, sessions.c.group_id).where(
+        rollouts.among(keys),
         or_(sessions.c.status == "open", _is_closed),
         rollouts.is_root(),
         or_(sessions.c.status == "open", sessions.c.closed_at > cutoff, ~may_leave),
     )
-    held = set(connection.execute(waiting).scalars())
-    last = Place(rows[-1][0], rows[-1][1]) if len(rows) == limit else None
-    roots = [Place(row[0], row[1]) for row in rows if row[2] not in held]
+    waiting_for = {row[0]: GroupKey(row[1], row[2]) for row in connection.execute(waiting)}
+    gone = replaced_in(connection, sorted(set(waiting_for.values())))
+    held = {key for session_id, key in waiting_for.items() if session_id not in gone}
+    roots = [Place(row[0], row[1]) for row in rows if (row[2], row[3]) not in held]
     return Candidates(roots, len(rows) - len(roots), last)
 
 
@@ -211,8 +228,8 @@ def read_rollout(connection: Connection, root_id: str) -> Rollout | None:
     begun = select(archived.c.session_id).where(archived.c.session_id.in_(list(by_id)), archived.c.state.in_(_ERASED))
     if connection.execute(begun.limit(1)).first() is not None:
         return None
-    group_id = by_id[root_id]["group_id"]
-    feed = connection.execute(select(groups).where(groups.c.group_id == group_id)).mappings().first()
+    of_group = groups.c.run == by_id[root_id]["run"], groups.c.group_id == by_id[root_id]["group_id"]
+    feed = connection.execute(select(groups).where(*of_group)).mappings().first()
     content: dict[str, dict[str, list[dict[str, Any]]]] = {one: {table.name: [] for table in CONTENT} for one in by_id}
     for table, columns in CONTENT.items():
         rows = select(table.c.session_id, *columns).where(table.c.session_id.in_(list(by_id)))
@@ -323,6 +340,12 @@ def of_session(connection: Connection, session_id: str) -> list[Indexed]:
     return _indexed(connection.execute(query))
 
 
+def roots_of_run(connection: Connection, run: str) -> list[str]:
+    """The roots of the run's rollouts that have left the database, or still have to leave a file."""
+    left = select(archived.c.root_id).where(archived.c.run == run, _is(archived, "leaving", "archived", "erasing"))
+    return list(connection.execute(left.distinct()).scalars())
+
+
 _file_is = archived.c.file == bindparam("in_file")
 _of_sid = archived.c.session_id == bindparam("sid")
 _set_state = update(archived).values(state=bindparam("to"))
@@ -422,7 +445,7 @@ class Forget(BaseOperation, frozen=True):
             states = {file: state for file, state, _ in tx.all(_files_of, {"sid": session_id})}
             if states.get(self.file) != "writing" or not _ERASED.isdisjoint(states.values()):
                 return False
-        group = tx.one(_group_of, {"sid": self.root_id})
+        group = tx.one(_key_of, {"sid": self.root_id})
         tx.one(_lock_meta, {})  # Else of two rollouts that leave at once on PostgreSQL the lower place may be kept.
         gone = tx.one(select_forgotten, {})
         last = forgotten_place(None if gone is None else gone[0])
@@ -436,7 +459,8 @@ class Forget(BaseOperation, frozen=True):
             _drop_content(tx, session_id, self.file)
         tx.run(_forget_place, {})
         tx.insert(insert(store_meta), [{"key": FORGOTTEN, "value": f"{last.tx}.{last.position}"}])
-        rollouts.note(tx, None if group is None else group[0])
+        if group is not None:
+            rollouts.note(tx, *group)
         reach("in_archive")
         return True
 
@@ -559,9 +583,9 @@ class Import(Fenced, frozen=True):
             for session in self.rollout.sessions:
                 _insert_rows(tx, table, session)
         feed = self.rollout.sessions[0].feed
-        if feed is not None and tx.one(_group, {"sid": feed["group_id"]}) is None:
+        if feed is not None and tx.one(_group, {"of_run": feed["run"], "gid": feed["group_id"]}) is None:
             tx.insert(insert(groups), [feed])
-        rollouts.note(tx, heads[0]["group_id"])
+        rollouts.note(tx, heads[0]["run"], heads[0]["group_id"])
         reach("in_import")
         return "imported"
 
@@ -625,8 +649,8 @@ _files_of = (
     .with_for_update()
 )
 _imported = _set_state.where(_of_sid, archived.c.state == "archived").values(state="copy")
-_group = select(groups.c.group_id).where(groups.c.group_id == bindparam("sid"))
-_group_of = select(sessions.c.group_id).where(sql.of_session(sessions))
+_group = select(groups.c.group_id).where(groups.c.run == bindparam("of_run"), groups.c.group_id == bindparam("gid"))
+_key_of = select(sessions.c.run, sessions.c.group_id).where(sql.of_session(sessions))
 _present = _of_rollout(bindparam("sid", type_=sessions.c.session_id.type)).where(
     or_(sessions.c.status == "open", _is_closed)
 )

@@ -27,11 +27,13 @@ from sqlalchemy import (
     insert,
     or_,
     select,
+    tuple_,
     update,
 )
 
 from app.crash_points import reach
 from app.domain.events import Event
+from app.domain.groups import GroupKey
 from app.features.checkpoints.schema import checkpoint_groups, checkpoint_sessions, checkpoints
 from app.features.groups.schema import group_changes, groups
 from app.store import pins, rollouts
@@ -275,8 +277,9 @@ _set_head = (
         tags=bindparam("new_tags", type_=sessions.c.tags.type),
         spent_turns=bindparam("new_spent_turns", type_=sessions.c.spent_turns.type),
         spent_tokens=bindparam("new_spent_tokens", type_=sessions.c.spent_tokens.type),
+        failed=bindparam("new_failed", type_=sessions.c.failed.type),
     )
-    .returning(sessions.c.group_id, sessions.c.root_id)
+    .returning(sessions.c.run, sessions.c.group_id, sessions.c.root_id)
 )
 _mark_done = (
     update(checkpoint_sessions)
@@ -321,18 +324,21 @@ class RestoreSession(BaseOperation, frozen=True):
         return Appended(abandoned.events + restored.events)
 
 
-_groups_after = select(groups.c.group_id).where(groups.c.group_id > _after).order_by(groups.c.group_id).limit(_most)
+_KEY = groups.c.run, groups.c.group_id
+_behind = tuple_(bindparam("after_run"), bindparam("after_group"))
+_groups_after = select(*_KEY).where(tuple_(*_KEY) > _behind).order_by(*_KEY).limit(_most)
 _GROUP_COLUMNS = [column.name for column in groups.columns]
+_place_then = tuple_(checkpoint_groups.c.run, checkpoint_groups.c.group_id)
 _was = select(*(checkpoint_groups.c[name] for name in _GROUP_COLUMNS)).where(
     checkpoint_groups.c.checkpoint_id == _id,
-    checkpoint_groups.c.group_id > _after,
-    checkpoint_groups.c.group_id <= bindparam("upto"),
+    _place_then > _behind,
+    _place_then <= tuple_(bindparam("upto_run"), bindparam("upto_group")),
 )
 _RESTORED = ("completed_at", "measured", "oldest_version", "consumer", "lease_until", "handed_out", "acked_at")
 _NEVER_LEASED = {**dict.fromkeys(_RESTORED), "measured": False, "handed_out": 0}
 _set_group = (
     update(groups)
-    .where(groups.c.group_id == bindparam("gid"))
+    .where(groups.c.run == bindparam("of_run"), groups.c.group_id == bindparam("gid"))
     .values({name: bindparam(f"new_{name}", type_=groups.c[name].type) for name in _RESTORED})
 )
 _note = insert(group_changes)
@@ -345,25 +351,27 @@ class RestoreGroups(BaseOperation, frozen=True):
     """
 
     checkpoint_id: int
-    after: str
+    after: GroupKey
     most: int
 
     @property
     def size(self) -> int:
         return 256 * self.most
 
-    def apply(self, tx: Tx) -> str | None:
-        group_ids = [row[0] for row in tx.all(_groups_after, {"after": self.after, "most": self.most})]
-        if not group_ids:
+    def apply(self, tx: Tx) -> GroupKey | None:
+        behind = {"after_run": self.after.run, "after_group": self.after.group_id}
+        keys = [GroupKey(*row) for row in tx.all(_groups_after, {**behind, "most": self.most})]
+        if not keys:
             return None
-        rows = tx.all(_was, {"id": self.checkpoint_id, "after": self.after, "upto": group_ids[-1]})
-        was = {row[0]: dict(zip(_GROUP_COLUMNS, row, strict=True)) for row in rows}
-        for group_id in group_ids:
-            values = was.get(group_id, _NEVER_LEASED)
-            tx.run(_set_group, {"gid": group_id, **{f"new_{name}": values[name] for name in _RESTORED}})
-        tx.insert(_note, [{"group_id": group_id} for group_id in group_ids])
-        last: str = group_ids[-1]
-        return last
+        upto = {"upto_run": keys[-1].run, "upto_group": keys[-1].group_id}
+        rows = tx.all(_was, {"id": self.checkpoint_id, **behind, **upto})
+        was = {GroupKey(row[0], row[1]): dict(zip(_GROUP_COLUMNS, row, strict=True)) for row in rows}
+        for key in keys:
+            values = was.get(key, _NEVER_LEASED)
+            new = {f"new_{name}": values[name] for name in _RESTORED}
+            tx.run(_set_group, {"of_run": key.run, "gid": key.group_id, **new})
+        tx.insert(_note, [key._asdict() for key in keys])
+        return keys[-1]
 
 
 _meta = select(store_meta.c.key, store_meta.c.value)

@@ -21,6 +21,7 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain.events import Recorded, UnknownEvent
+from app.domain.groups import GroupKey
 from app.domain.session import Session, fold
 from app.errors import NotFound, SessionUnreadable
 from app.features.checkpoints import operations as store
@@ -61,7 +62,7 @@ GROUPS_AT_ONCE = 200
 
 HEAD = (
     *("status", "closed_at", "reward", "turns", "weight_version", "engine", "note", "tags"),
-    *("spent_turns", "spent_tokens"),
+    *("spent_turns", "spent_tokens", "failed"),
 )
 """The columns of a session's row that a restore changes, besides those that every event does."""
 
@@ -181,7 +182,7 @@ class Restores:
     async def _restore_groups(self, target: Checkpoint) -> None:
         for follow in self._then:
             await follow()
-        after: str | None = ""
+        after: GroupKey | None = GroupKey("", "")
         while after is not None:
             after = await self._writer.submit(RestoreGroups(target.id, after, GROUPS_AT_ONCE))
             reach("after_groups_restored")

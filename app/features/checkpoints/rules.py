@@ -20,6 +20,13 @@ def restoring(then: Session | None, checkpoint: str) -> list[Event]:
 def _rewards(then: Session) -> list[RewardAssigned]:
     """Assigned again, so that the newest events of this kind say what holds."""
     own = then.reward
-    session = [] if own is None else [RewardAssigned(own.reward, own.components, of_root=then.has_roots_reward)]
-    turns = [RewardAssigned(one.reward, one.components, turn) for turn, one in sorted(then.turn_rewards.items())]
-    return [*session, *turns]
+    of_session = (
+        []
+        if own is None
+        else [RewardAssigned(own.reward, own.components, of_root=then.has_roots_reward, restored=True)]
+    )
+    turns = [
+        RewardAssigned(one.reward, one.components, turn, restored=True)
+        for turn, one in sorted(then.turn_rewards.items())
+    ]
+    return [*of_session, *turns]

@@ -64,7 +64,7 @@ checkpoint_groups = Table(
     metadata,
     Column("checkpoint_id", BigInteger, nullable=False),
     *(Column(column.name, column.type, nullable=column.nullable) for column in groups.columns),
-    PrimaryKeyConstraint("checkpoint_id", "group_id"),
+    PrimaryKeyConstraint("checkpoint_id", "run", "group_id"),
 )
 """The rows of `groups` in a checkpoint: the training feed's leases and acknowledgements."""
 

@@ -22,6 +22,7 @@ from app.errors import (
 from app.features.forks.operation import Fork, ForkSource, read_source
 from app.features.forks.rules import Forked, config_of_fork, fork
 from app.sessions.lifecycle import Clock, Sessions, hash_of, metadata_blob, metadata_ref, refusal
+from app.store.dialect import NoRoom
 from app.store.log import Appended, Refused, StoredBlob
 from app.store.log_sessions import Existing
 from app.store.log_turns import Stale
@@ -106,6 +107,8 @@ class Forks:
             # Where the outcome is not known, a fork that was created has taken them already.
             if objects is not None and copies is not None and not isinstance(outcome, Appended):
                 await objects.end_copies(fork_id, copies)
+        if isinstance(outcome, NoRoom):
+            raise outcome.error
         if isinstance(outcome, Refused):
             raise refusal(order.source, outcome.status)
         if isinstance(outcome, Existing):

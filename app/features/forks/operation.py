@@ -15,9 +15,9 @@ from app.domain.events import AnnotationWritten, BlobsTombstoned, ChunkKey
 from app.features.forks.rules import Forked
 from app.store import rollouts
 from app.store import statements as sql
-from app.store.dialect import Parameters, Tx
+from app.store.dialect import NoRoom, Parameters, Tx
 from app.store.log import Appended, BaseOperation, Refused, StoredBlob, append, blob_row, ids_elsewhere
-from app.store.log_sessions import Existing, new_head
+from app.store.log_sessions import Existing, new_head, without_room
 from app.store.log_turns import Stale
 from app.store.schema import SESSION_ID, annotation_columns, blobs, chunks, events, turns
 from app.store.sessions import EventRow, event_rows
@@ -55,7 +55,7 @@ class Fork(BaseOperation, frozen=True):
         chunks = sum(chunk.size for event in self.forked.copied for ref in event.payloads for chunk in ref.chunks)
         return min(512 * len(self.forked.events) + 16 * tokens + chunks, MOST_BYTES)
 
-    def apply(self, tx: Tx) -> Appended | Existing | Refused | Stale:
+    def apply(self, tx: Tx) -> Appended | Existing | Refused | Stale | NoRoom:
         taken = tx.one(sql.head, {"sid": self.fork_id})
         if taken is not None:
             return Existing(self.fork_id, taken[1], taken[3])
@@ -69,11 +69,13 @@ class Fork(BaseOperation, frozen=True):
             return Stale()
         if self.forked.columns and not set(self.forked.columns.values()) <= self._columns(tx):
             return Stale()
+        if room := without_room(tx, {self.fork_id: self.forked.created.config.of_run}).get(self.fork_id):
+            return room
         if self.copies is not None and not self.copies.take(tx, self.fork_id):
             return Stale()
         tx.insert(sql.insert_session, [self._head_row()])
         rollouts.adopt(tx, {self.fork_id: None})
-        rollouts.note(tx, self.forked.created.config.group_id)
+        rollouts.note(tx, self.forked.created.config.of_run, self.forked.created.config.group_id)
         self._copy(tx)
         appended = append(tx, self.fork_id, 1, self.at, self.forked.events)
         reach("in_fork")

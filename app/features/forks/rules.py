@@ -64,9 +64,9 @@ class Forked(msgspec.Struct, frozen=True):
 
 def config_of_fork(source: Session, group_id: str | None) -> SessionConfig:
     """The fork's configuration is the source's. A fork is a rollout of its own, so it has no parent and no attempt
-    number."""
-    own_group = group_id or source.config.group_id
-    return msgspec.structs.replace(source.config, group_id=own_group, attempt=None, parent=None, history=source.history)
+    number, and says nothing of its group's size."""
+    own = {"group_id": group_id or source.config.group_id, "group_size": None, "attempt": None, "parent": None}
+    return msgspec.structs.replace(source.config, **own, history=source.history)
 
 
 def fork(

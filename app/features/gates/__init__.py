@@ -1,6 +1,7 @@
-"""Gates: turns are held back while a trainer changes weights, of one adapter or of the whole fleet.
+"""Gates: turns are held back while a trainer changes weights, of one adapter or of the whole fleet, in all runs or one.
 
-    routes              `/fleet`, `/adapters`, SkyRL's names for them, and those of an engine (`engine_routes.py`)
+    routes              `/fleet`, `/adapters`, both also below `/runs/{run}`, SkyRL's names for them, and those of an
+                        engine (`engine_routes.py`)
     a turn              waits at a shut gate before its claim, before it is sent, and at the last moment
                         (`TurnPoints.before_claim`, `before_engine`, `may_send`)
     engines             are told to pause, to resume and to abort   (`upstream.control`)
@@ -16,7 +17,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from app.domain.fleet import AdapterResumed, Fleet, FleetResumed
+from app.domain.fleet import AdapterResumed, Fleet, FleetEvent, FleetResumed
 from app.errors import AppError
 from app.metrics import Family
 
@@ -89,14 +90,19 @@ async def absent(services: Services) -> None:
     """Forget what only this feature keeps up to date: pauses, whose leases nobody ends, and reported versions."""
     fleet = services.fleet.fleet
     try:
-        for name, gate in fleet.adapters.items():
-            if gate.is_shut or gate.version is not None:
-                await services.fleet.append(partial(_opened, name))
-        if fleet.gate.is_shut or fleet.gate.version is not None:
-            await services.fleet.append(lambda now: FleetResumed(now.gate.closings))
+        for run in (None, *fleet.runs):
+            gates = fleet.gates_of(run)
+            for name, gate in gates.adapters.items():
+                if gate.is_shut or gate.version is not None:
+                    await services.fleet.append(partial(_opened, run, name))
+            if gates.fleet.is_shut or gates.fleet.version is not None:
+                await services.fleet.append(partial(_opened, run, None))
     except AppError as error:
         log.warning("gates of an earlier start could not be opened: %s", error)
 
 
-def _opened(name: str, fleet: Fleet) -> AdapterResumed:
-    return AdapterResumed(name, fleet.adapters[name].closings)
+def _opened(run: str | None, name: str | None, fleet: Fleet) -> FleetEvent:
+    gates = fleet.gates_of(run)
+    if name is None:
+        return FleetResumed(gates.fleet.closings, run=run)
+    return AdapterResumed(name, gates.adapter(name).closings, run=run)

@@ -6,6 +6,8 @@
     by id                    the generations of turns that a client has named
     refused                  what is meant for one engine's ranks: sent to several, it would corrupt their group
 
+With `x-turnlog-run` a request is about that run alone: its turns, its engines.
+
 A path that is not listed is 404: nothing reaches an engine by default.
 """
 
@@ -23,6 +25,7 @@ from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from app.api.parameters import HeaderRun
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, ENGINE, JSON, WRITE, Reply, Routes, json_reply
 from app.domain.fleet import PauseMode
@@ -117,20 +120,20 @@ async def ping(request: Request) -> dict[str, Any]:
 
 
 @route("GET /workers", "The engines, as SGLang's router lists them", "page", json_reply(ANYTHING))
-async def workers(request: Request) -> dict[str, Any]:
+async def workers(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     """Their own addresses: a trainer that aborts or updates each engine by itself reaches them without Turnlog."""
-    urls = list(request.services.engines.members)
+    urls = [member.url for member in request.services.engines.serving(run)]
     return {"workers": [{"id": url, "url": url, "worker_type": "regular"} for url in urls], "total": len(urls)}
 
 
 @route("GET /list_workers", "The engines, as older routers list them", "page", json_reply(ANYTHING))
-async def list_workers(request: Request) -> dict[str, Any]:
-    return {"urls": list(request.services.engines.members)}
+async def list_workers(request: Request, run: HeaderRun = None) -> dict[str, Any]:
+    return {"urls": [member.url for member in request.services.engines.serving(run)]}
 
 
 @route("GET /is_paused", "Are all turns held back?", "page", json_reply(ANYTHING), errors=WRITE)
-async def is_paused(request: Request) -> dict[str, Any]:
-    return {"is_paused": (await request.services.fleet.refresh()).gate.is_shut}
+async def is_paused(request: Request, run: HeaderRun = None) -> dict[str, Any]:
+    return {"is_paused": (await request.services.fleet.refresh()).is_engine_paused(run)}
 
 
 # passed to one engine
@@ -145,7 +148,7 @@ async def is_paused(request: Request) -> dict[str, Any]:
     largest=WHOLE,
     passes_engines_errors=True,
 )
-async def pass_on(request: Request) -> Response:
+async def pass_on(request: Request, run: HeaderRun = None) -> Response:
     """The answer of one engine, to the same request."""
     app = request.services
     path, headers = request.route.path, http_headers.to_engine((), "", app.settings.upstream_api_key)
@@ -154,8 +157,7 @@ async def pass_on(request: Request) -> Response:
     def ask(url: str) -> Awaitable[EngineReply]:
         return app.client.post(url + path, body, headers) if body else app.client.get(url + path, headers)
 
-    app.engines.require_some()
-    answer = await app.engines.first_reached(app.engines.order(""), ask)
+    answer = await app.engines.first_reached(app.engines.order(run, ""), ask)
     return Response(answer.body.joined(), answer.status, dict(http_headers.to_client(answer.headers)))
 
 
@@ -166,12 +168,13 @@ async def pass_on(request: Request) -> Response:
 async def pause(
     request: Request,
     mode: Annotated[Literal["abort", "wait", "keep"], Query(description="As vLLM has them.")] = "abort",
+    run: HeaderRun = None,
 ) -> Response:
     """As `POST /fleet/pause` with a lease of ten minutes. `wait` is 400: a turn may take hours, and the gate holds new
     ones back meanwhile."""
     if mode not in _VLLMS_MODES:
         raise Unsupported("mode must be abort or keep: turns in flight may take hours")
-    return reply({"status": "paused"}, await pauses_of(request).pause_fleet(_VLLMS_MODES[mode], LEASE_S))
+    return reply({"status": "paused"}, await pauses_of(request).pause_fleet(run, _VLLMS_MODES[mode], LEASE_S))
 
 
 @route(
@@ -183,10 +186,10 @@ async def pause(
     body=PauseGeneration,
     optional_body=True,
 )
-async def pause_generation(request: Request) -> Response:
+async def pause_generation(request: Request, run: HeaderRun = None) -> Response:
     """As `POST /fleet/pause` with a lease of ten minutes."""
     order = await request.body_of(PauseGeneration)
-    return reply({"status": "ok"}, await pauses_of(request).pause_fleet(order.mode, LEASE_S))
+    return reply({"status": "ok"}, await pauses_of(request).pause_fleet(run, order.mode, LEASE_S))
 
 
 @route(
@@ -196,11 +199,10 @@ async def pause_generation(request: Request) -> Response:
     json_reply(ANYTHING),
     errors=(*BODY, EnginesFailed, *WRITE),
 )
-async def resume(request: Request) -> Response:
+async def resume(request: Request, run: HeaderRun = None) -> Response:
     """As `POST /fleet/resume`, with the version of the last update through this process, if there was one."""
     pauses = pauses_of(request)
-    version, pauses.updated = pauses.updated, None
-    return reply({"status": "ok"}, await pauses.resume_fleet(version))
+    return reply({"status": "ok"}, await pauses.resume_fleet(run, pauses.updated.pop(run, None)))
 
 
 @route(
@@ -211,30 +213,35 @@ async def resume(request: Request) -> Response:
     errors=(*BODY, EnginesFailed, *WRITE),
     largest=WHOLE,
 )
-async def change(request: Request) -> Response:
-    """Hold all turns back, send the request to every engine, and resume, unless the turns were held back before."""
+async def change(request: Request, run: HeaderRun = None) -> Response:
+    """Hold all turns back, send the request to every engine, and resume, unless the turns were held back before. Of a
+    run, its turns and its engines; one that shares its engines has none to change."""
     app, pauses = request.services, pauses_of(request)
     body = await request.whole_body()
     stamp = _stamp(body)
-    was_shut = (await app.fleet.refresh()).gate.is_shut
-    engines = {} if was_shut else await pauses.pause_fleet("in_place", LEASE_S)
+    members = [member.url for member in app.engines.serving(run)]
+    if run is not None and not all(app.engines.members[url].run == run for url in members):
+        raise Unsupported(f"run {run} has no engines of its own; those that serve it also serve other runs")
+    was_shut = (await app.fleet.refresh()).gates_of(run).fleet.is_shut
+    engines = {} if was_shut else await pauses.pause_fleet(run, "in_place", LEASE_S)
     try:
         if all(one["ok"] for one in engines.values()):
             path = request.route.path
             given = [(name, value) for name in _QUERIES.get(path, ()) for value in request.query_params.getlist(name)]
-            engines = await _everywhere(app, f"{path}?{urlencode(given)}" if given else path, body)
+            engines = await _everywhere(app, members, f"{path}?{urlencode(given)}" if given else path, body)
     finally:
         is_done = all(one["ok"] for one in engines.values())
         version = stamp if is_done else None
         if was_shut:
-            pauses.updated = version or pauses.updated
+            if version is not None:
+                pauses.updated[run] = version
         else:
-            await pauses.resume_fleet(version)
+            await pauses.resume_fleet(run, version)
     return reply({"success": is_done, "message": f"{len(engines)} engines"}, engines)
 
 
-async def _everywhere(app: Services, path: str, body: bytes) -> dict[str, reply_types.Told]:
-    """The request's outcome at every engine."""
+async def _everywhere(app: Services, members: list[str], path: str, body: bytes) -> dict[str, reply_types.Told]:
+    """The request's outcome at these engines."""
     headers = http_headers.to_control(app.settings.upstream_api_key)
 
     async def order(url: str) -> reply_types.Told:
@@ -248,7 +255,6 @@ async def _everywhere(app: Services, path: str, body: bytes) -> dict[str, reply_
         error = None if reply.status == 200 else f"{path}: it answered {reply.status}"
         return reply_types.Told(ok=error is None, error=error, aborted=0)
 
-    members = list(app.engines.members)
     return dict(zip(members, await asyncio.gather(*map(order, members)), strict=True))
 
 
@@ -274,13 +280,13 @@ def _stamp(body: bytes) -> str | None:
     errors=(*BODY, *WRITE),
     body=AbortRequest,
 )
-async def abort_request(request: Request) -> dict[str, Any]:
+async def abort_request(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     """The generation of the turn whose request had this `rid`, in any process; with `abort_all` every one."""
     order = await request.body_of(AbortRequest)
     if not order.abort_all and not order.rid:
         raise InvalidRequest("rid is missing, and abort_all is not true")
     keys = None if order.abort_all else [hash_key(f"sglang_generate:{order.rid}")]
-    return {"aborted": await _abort(request.services, keys)}
+    return {"aborted": await _abort(request.services, run, keys)}
 
 
 @route(
@@ -291,7 +297,7 @@ async def abort_request(request: Request) -> dict[str, Any]:
     errors=(*BODY, *WRITE),
     body=AbortRequests,
 )
-async def abort_requests(request: Request) -> dict[str, Any]:
+async def abort_requests(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     """The generations of the turns whose requests had these `request_id`s, in any process. Without ids every one on
     `/abort_requests`, as at vLLM, where the other route wants a list, and aborts nothing for an empty one."""
     ids = (await request.body_of(AbortRequests)).request_ids
@@ -300,13 +306,13 @@ async def abort_requests(request: Request) -> dict[str, Any]:
     elif ids is None:
         raise InvalidRequest("request_ids is missing")
     keys = None if ids is None else [hash_key(f"vllm_generate:{one}") for one in ids]
-    return {"status": "aborted", "aborted": await _abort(request.services, keys)}
+    return {"status": "aborted", "aborted": await _abort(request.services, run, keys)}
 
 
-async def _abort(app: Services, keys: list[str] | None) -> int:
+async def _abort(app: Services, run: str | None, keys: list[str] | None) -> int:
     """Have the engines end these generations; what was sampled commits as aborted, if the session returns that."""
-    claims = await app.database.read(partial(store.generating_by_key, keys=keys))
-    await asyncio.gather(*(app.engines.abort(rid_of(*claim)) for claim in claims))
+    claims = await app.database.read(partial(store.generating, run=run, keys=keys))
+    await asyncio.gather(*(app.engines.abort(rid_of(*claim[:3]), claim.run) for claim in claims))
     return len(claims)
 
 
@@ -320,7 +326,7 @@ async def _abort(app: Services, keys: list[str] | None) -> int:
     json_reply(ANYTHING),
     errors=(Unsupported,),
 )
-async def refuse(request: Request) -> Response:
+async def refuse(request: Request, run: HeaderRun = None) -> Response:
     """400: the request is meant for one engine's ranks. The message names the engines' own addresses."""
-    engines = ", ".join(request.services.engines.members) or "there are none"
+    engines = ", ".join(member.url for member in request.services.engines.serving(run)) or "there are none"
     raise Unsupported(f"{request.route.path} is an engine's own: send it to the engines themselves ({engines})")

@@ -12,13 +12,12 @@ from typing import Any, Protocol
 
 import msgspec
 
-from app.domain.fleet import OPEN, Fleet
+from app.domain.fleet import Closings, Fleet
 from app.errors import Overloaded
 from app.fleet.state import POLL_S, STALE_S, FleetState
 
-Closings = tuple[int, int]
-"""How often the fleet's and the adapter's gate had been shut when a turn passed them."""
-
+Lane = tuple[str, str | None]
+"""Turns that wait at the same gates: their run, and their adapter."""
 
 AT_ONCE, REST_S = 16, 0.005
 """A gate that opens lets AT_ONCE turns pass every REST_S seconds. A thousand at once would block the event loop for a
@@ -30,7 +29,7 @@ class Passage(msgspec.Struct):
     request was sent."""
 
     ticket: int
-    closings: Closings = (0, 0)
+    closings: Closings = (0, 0, 0, 0)
 
 
 GATES = "gates"
@@ -42,6 +41,9 @@ class GatedTurn(Protocol):
 
     @property
     def features(self) -> dict[str, Any]: ...
+
+    @property
+    def run(self) -> str: ...
 
     @property
     def adapter(self) -> str | None: ...
@@ -56,8 +58,7 @@ Wait = Callable[[GatedTurn], Awaitable[None]]
 
 class _HeldTurn(msgspec.Struct, eq=False):
     ticket: int
-    adapter: str | None
-    has_claim: bool
+    turn: GatedTurn
     opened: asyncio.Future[None]
 
     def release(self) -> None:
@@ -71,21 +72,26 @@ class Gates:
     def __init__(self, fleet: FleetState) -> None:
         self._fleet = fleet
         self._line: list[_HeldTurn] = []
-        self._held: Counter[str | None] = Counter()
+        self._held: Counter[Lane] = Counter()
         self._next_release: asyncio.TimerHandle | None = None
-        self._open_events: dict[str, asyncio.Event] = {}
+        self._open_events: dict[tuple[str | None, str], asyncio.Event] = {}
         self._tickets = itertools.count(1)
         self._stopping = False
         fleet.listen(self._changed)
 
-    def held(self) -> Counter[str | None]:
-        """How many turns wait in this process, by adapter."""
+    def held(self) -> Counter[Lane]:
+        """How many turns wait in this process, by run and adapter."""
         return +self._held
 
     def shut_s(self) -> dict[str, list[float]]:
-        """For how many seconds each shut gate has been shut, the fleet's and those of adapters."""
+        """For how many seconds each shut gate has been shut, the fleet's and those of adapters, of all runs and of
+        single ones."""
         fleet = self._fleet.fleet
-        by_scope = {"fleet": [fleet.gate], "adapter": list(fleet.adapters.values())}
+        each = [fleet.gates, *fleet.runs.values()]
+        by_scope = {
+            "fleet": [gates.fleet for gates in each],
+            "adapter": [gate for gates in each for gate in gates.adapters.values()],
+        }
         return {
             scope: [time.time() - (gate.since or 0.0) for gate in gates if gate.is_shut]
             for scope, gates in by_scope.items()
@@ -102,7 +108,7 @@ class Gates:
         turn.features[GATES] = Passage(next(self._tickets))
         if self._fleet.is_calm and self._next_release is None:
             return None
-        if self.is_open(turn) and not self._is_line_moving(turn.adapter):
+        if self.is_open(turn) and not self._is_line_moving(turn):
             return None
         return self.wait
 
@@ -110,20 +116,19 @@ class Gates:
         """None if a turn that has arrived may go on at once."""
         return None if self._fleet.is_calm or self.is_open(turn) else self.wait
 
-    def is_shut(self, adapter: str | None, *, has_claim: bool = False) -> bool:
-        return self._fleet.fleet.is_shut(adapter, has_claim=has_claim)
-
     def is_open(self, turn: GatedTurn) -> bool:
         """May a turn go to an engine? False also if the state is stale: `wait` refreshes it."""
-        return self._fleet.is_fresh and not self._fleet.fleet.is_shut(turn.adapter, has_claim=turn.has_claim)
+        return self._fleet.is_fresh and not self._is_shut(turn)
+
+    def _is_shut(self, turn: GatedTurn) -> bool:
+        return self._fleet.fleet.is_shut(turn.run, turn.adapter, has_claim=turn.has_claim)
 
     def try_pass(self, turn: GatedTurn) -> bool:
         """May the request be sent now? If so, later closings are counted from here."""
         state = self._fleet
         if not (state.is_calm or self.is_open(turn)):
             return False
-        fleet, adapter = state.fleet, turn.adapter
-        turn.features[GATES].closings = (fleet.gate.closings, 0) if adapter is None else fleet.closings(adapter)
+        turn.features[GATES].closings = state.fleet.closings(turn.run, turn.adapter)
         return True
 
     async def was_shut(self, turn: GatedTurn) -> bool:
@@ -132,53 +137,55 @@ class Gates:
         Raises StoreUnavailable.
         """
         sent: Closings = turn.features[GATES].closings
-        if self._fleet.fleet.closings(turn.adapter) != sent:
+        if self._fleet.fleet.closings(turn.run, turn.adapter) != sent:
             return True
-        return (await self._fleet.refresh()).closings(turn.adapter) != sent
+        return (await self._fleet.refresh()).closings(turn.run, turn.adapter) != sent
 
-    def _is_line_moving(self, adapter: str | None) -> bool:
+    def _is_line_moving(self, turn: GatedTurn) -> bool:
         """Are turns that arrived earlier being let through?"""
-        return self._next_release is not None and self._held[adapter] > 0
+        return self._next_release is not None and self._held[turn.run, turn.adapter] > 0
 
     async def wait(self, turn: GatedTurn) -> None:
         """Wait until a turn may pass; one that has its claim goes on while others drain.
 
         Raises Overloaded if the server stops, StoreUnavailable if the gates' state cannot be read.
         """
-        may_try = not self._is_line_moving(turn.adapter)
+        may_try = not self._is_line_moving(turn)
         while not (may_try and self.is_open(turn)):
-            if may_try and not self.is_shut(turn.adapter, has_claim=turn.has_claim):
+            if may_try and not self._is_shut(turn):
                 await self._fleet.refresh()
                 continue
             if self._stopping:
                 raise Overloaded("the server is stopping; the gate is shut")
-            await self._wait_in_line(turn.adapter, turn.features[GATES].ticket, turn.has_claim)
+            await self._wait_in_line(turn, turn.features[GATES].ticket)
             may_try = True
 
-    async def _wait_in_line(self, adapter: str | None, ticket: int, has_claim: bool) -> None:
-        waiter = _HeldTurn(ticket, adapter, has_claim, asyncio.get_running_loop().create_future())
+    async def _wait_in_line(self, turn: GatedTurn, ticket: int) -> None:
+        waiter = _HeldTurn(ticket, turn, asyncio.get_running_loop().create_future())
         bisect.insort(self._line, waiter, key=lambda held: held.ticket)
-        self._held[adapter] += 1
+        lane = turn.run, turn.adapter
+        self._held[lane] += 1
         try:
             await waiter.opened
         finally:
-            self._held[adapter] -= 1
+            self._held[lane] -= 1
             index = bisect.bisect_left(self._line, ticket, key=lambda held: held.ticket)
             if self._line[index : index + 1] == [waiter]:
                 del self._line[index]
 
-    async def opens(self, name: str, timeout_s: float) -> bool:
-        """Is an adapter's own gate open, now or within `timeout_s`? A stopping server answers at once."""
+    async def opens(self, run: str | None, name: str, timeout_s: float) -> bool:
+        """Is an adapter's own gate open, that of a run or (None) of all, now or within `timeout_s`? A stopping server
+        answers at once."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self._is_own_shut(name) and not self._stopping:
-                    await self._open_events.setdefault(name, asyncio.Event()).wait()
+                while self._is_own_shut(run, name) and not self._stopping:
+                    await self._open_events.setdefault((run, name), asyncio.Event()).wait()
         except TimeoutError:
             return False
-        return not self._is_own_shut(name)
+        return not self._is_own_shut(run, name)
 
-    def _is_own_shut(self, name: str) -> bool:
-        return self._fleet.fleet.adapters.get(name, OPEN).is_shut
+    def _is_own_shut(self, run: str | None, name: str) -> bool:
+        return self._fleet.fleet.gates_of(run).adapter(name).is_shut
 
     def stop(self) -> None:
         """Release all waiting turns, since a stopping server waits for its requests."""
@@ -192,14 +199,13 @@ class Gates:
     def _changed(self, before: Fleet, now: Fleet) -> None:
         if self._next_release is None:
             self._release_some()
-        for name in [name for name in self._open_events if not self._is_own_shut(name)]:
-            self._open_events.pop(name).set()
+        for key in [key for key in self._open_events if not self._is_own_shut(*key)]:
+            self._open_events.pop(key).set()
 
     def _release_some(self) -> None:
         """Release the next AT_ONCE turns whose gates are open, and the others a little later."""
         self._next_release = None
-        fleet = self._fleet.fleet
-        open_to = (turn for turn in self._line if not fleet.is_shut(turn.adapter, has_claim=turn.has_claim))
+        open_to = (held for held in self._line if not self._is_shut(held.turn))
         passing = itertools.islice(open_to, AT_ONCE + 1)
         for number, waiter in enumerate(list(passing)):
             if number == AT_ONCE:

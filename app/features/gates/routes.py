@@ -1,4 +1,4 @@
-"""Routes that pause and resume one adapter or the whole fleet, also by SkyRL's names."""
+"""Routes that pause and resume one adapter or the whole fleet, in all runs or one, also by SkyRL's names."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse
 
+from app.api.parameters import HeaderRun
 from app.api.requests import Request, disconnected
 from app.api.routes import BODY, READ, WRITE, Routes, json_reply
 from app.domain.fleet import PauseMode
-from app.domain.patterns import NO_NUL
+from app.domain.patterns import ID, NO_NUL
 from app.errors import EnginesFailed, InvalidRequest, NotFound
 from app.features.gates.pauses import Pauses
 from turnlog import replies as reply_types
@@ -30,7 +31,14 @@ AdapterName = Annotated[
     str,
     Path(min_length=1, max_length=MAX_NAME, pattern=NO_NUL, description="An adapter's name; slashes need no encoding."),
 ]
+Run = Annotated[str | None, Path(pattern=ID, description="The run whose turns alone it is about.")]
 Lease = Annotated[float, Field(gt=0, le=MAX_LEASE_S, allow_inf_nan=False)]
+
+
+def _places(place: str) -> tuple[str, str]:
+    """The route, and the same of one run."""
+    method, _, path = place.partition(" ")
+    return place, f"{method} /runs/{{run}}{path}"
 
 
 class _PauseRequest(BaseModel):
@@ -57,7 +65,7 @@ class ResumeFleet(ResumeAdapter):
 
 
 @route(
-    f"POST {ADAPTER}/pause",
+    _places(f"POST {ADAPTER}/pause"),
     "Pause an adapter: hold its turns and abort its generations",
     "admin",
     json_reply(reply_types.PausedAdapter, "The gate is shut, and every engine has aborted the generations."),
@@ -66,17 +74,18 @@ class ResumeFleet(ResumeAdapter):
     optional_body=True,
     example={"lease_s": 600},
 )
-async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
-    """Hold the adapter's turns and abort its generations, in every process and at every engine."""
+async def pause_adapter(request: Request, name: AdapterName, run: Run = None) -> JSONResponse:
+    """Hold the adapter's turns and abort its generations, in every process and at every engine. Below a run, its turns
+    and its engines alone."""
     body = await request.body_of(PauseAdapter)
     pauses = pauses_of(request)
-    result = await pauses.pause_adapter(name, body.lease_s)
-    state = await pauses.adapter(name)
+    result = await pauses.pause_adapter(run, name, body.lease_s)
+    state = await pauses.adapter(run, name)
     return reply({**state, "aborted": result.aborted, "count": len(result.aborted)}, result.engines)
 
 
 @route(
-    f"POST {ADAPTER}/resume",
+    _places(f"POST {ADAPTER}/resume"),
     "Resume an adapter's turns",
     "admin",
     json_reply(reply_types.AdapterState, "The state of its gate."),
@@ -85,32 +94,38 @@ async def pause_adapter(request: Request, name: AdapterName) -> JSONResponse:
     optional_body=True,
     example={"version": "43"},
 )
-async def resume_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
+async def resume_adapter(request: Request, name: AdapterName, run: Run = None) -> Mapping[str, Any]:
     """Resume the adapter's turns. An unknown name is added to the list of adapters."""
     body = await request.body_of(ResumeAdapter)
     pauses = pauses_of(request)
-    await pauses.resume_adapter(name, body.version)
-    return await pauses.adapter(name)
+    await pauses.resume_adapter(run, name, body.version)
+    return await pauses.adapter(run, name)
 
 
 @route(
-    f"GET {ADAPTER}",
+    _places(f"GET {ADAPTER}"),
     "An adapter's gate",
     "page",
     json_reply(reply_types.AdapterState, "The state of its gate."),
     errors=(InvalidRequest, NotFound, *READ),
 )
-async def get_adapter(request: Request, name: AdapterName) -> Mapping[str, Any]:
-    return await pauses_of(request).adapter(name)
-
-
-@route("GET /adapters", "List the adapters", "page", json_reply(reply_types.AdapterList, "All adapters."), errors=READ)
-async def list_adapters(request: Request) -> Mapping[str, Any]:
-    return {"adapters": await pauses_of(request).adapters()}
+async def get_adapter(request: Request, name: AdapterName, run: Run = None) -> Mapping[str, Any]:
+    return await pauses_of(request).adapter(run, name)
 
 
 @route(
-    "POST /fleet/pause",
+    _places("GET /adapters"),
+    "List the adapters",
+    "page",
+    json_reply(reply_types.AdapterList, "All adapters."),
+    errors=(InvalidRequest, *READ),
+)
+async def list_adapters(request: Request, run: Run = None) -> Mapping[str, Any]:
+    return {"adapters": await pauses_of(request).adapters(run)}
+
+
+@route(
+    _places("POST /fleet/pause"),
     "Pause the fleet: hold all turns and pause every engine",
     "admin",
     json_reply(reply_types.ToldFleet, "The gate is shut, and every engine is paused."),
@@ -119,16 +134,17 @@ async def list_adapters(request: Request) -> Mapping[str, Any]:
     optional_body=True,
     example={"mode": "abort", "lease_s": 600},
 )
-async def pause_fleet(request: Request) -> JSONResponse:
-    """Hold all turns and pause every engine."""
+async def pause_fleet(request: Request, run: Run = None) -> JSONResponse:
+    """Hold all turns and pause every engine. Below a run, its turns and its own engines alone; at engines that also
+    serve others its generations are aborted."""
     body = await request.body_of(PauseFleet)
     pauses = pauses_of(request)
-    engines = await pauses.pause_fleet(body.mode, body.lease_s)
-    return reply(await pauses.fleet(), engines)
+    engines = await pauses.pause_fleet(run, body.mode, body.lease_s)
+    return reply(await pauses.fleet(run), engines)
 
 
 @route(
-    "POST /fleet/resume",
+    _places("POST /fleet/resume"),
     "Resume every engine and all turns",
     "admin",
     json_reply(reply_types.ToldFleet, "The gate is open, and every engine has resumed."),
@@ -137,22 +153,26 @@ async def pause_fleet(request: Request) -> JSONResponse:
     optional_body=True,
     example={"version": "43"},
 )
-async def resume_fleet(request: Request) -> JSONResponse:
+async def resume_fleet(request: Request, run: Run = None) -> JSONResponse:
     """Resume every engine, and all turns except those of paused adapters.
 
     `version` is the weight version of engines that cannot say theirs.
     """
     body = await request.body_of(ResumeFleet)
     pauses = pauses_of(request)
-    engines = await pauses.resume_fleet(body.version)
-    return reply(await pauses.fleet(), engines)
+    engines = await pauses.resume_fleet(run, body.version)
+    return reply(await pauses.fleet(run), engines)
 
 
 @route(
-    "GET /fleet", "The fleet's gate", "page", json_reply(reply_types.FleetGate, "The state of the gate."), errors=READ
+    _places("GET /fleet"),
+    "The fleet's gate",
+    "page",
+    json_reply(reply_types.FleetGate, "The state of the gate."),
+    errors=(InvalidRequest, *READ),
 )
-async def get_fleet(request: Request) -> Mapping[str, Any]:
-    return await pauses_of(request).fleet()
+async def get_fleet(request: Request, run: Run = None) -> Mapping[str, Any]:
+    return await pauses_of(request).fleet(run)
 
 
 def pauses_of(request: Request) -> Pauses:
@@ -197,10 +217,10 @@ class LoraWait(Lora):
     body=Lora,
     example={"lora_name": "adapter-a"},
 )
-async def abort_lora_requests(request: Request) -> JSONResponse:
+async def abort_lora_requests(request: Request, run: HeaderRun = None) -> JSONResponse:
     """The same as `POST /adapters/{name}/pause`."""
     order = await request.body_of(Lora)
-    result = await pauses_of(request).pause_adapter(order.lora_name, LEASE_S)
+    result = await pauses_of(request).pause_adapter(run, order.lora_name, LEASE_S)
     body = {"status": "ok", "aborted": result.aborted, "count": len(result.aborted)}
     if all(engine["ok"] for engine in result.engines.values()):
         return JSONResponse(body)
@@ -216,10 +236,10 @@ async def abort_lora_requests(request: Request) -> JSONResponse:
     body=Lora,
     example={"lora_name": "adapter-a"},
 )
-async def resume_lora_requests(request: Request) -> dict[str, Any]:
+async def resume_lora_requests(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     """The same as `POST /adapters/{name}/resume`."""
     order = await request.body_of(Lora)
-    await pauses_of(request).resume_adapter(order.lora_name, None)
+    await pauses_of(request).resume_adapter(run, order.lora_name, None)
     return {"status": "ok"}
 
 
@@ -232,10 +252,10 @@ async def resume_lora_requests(request: Request) -> dict[str, Any]:
     body=LoraWait,
     example={"lora_name": "adapter-a", "timeout_s": 5},
 )
-async def wait_lora_unpaused(request: Request) -> dict[str, Any]:
+async def wait_lora_unpaused(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     """Answers once the adapter is not paused, or after `timeout_s`, or when the server stops."""
     order = await request.body_of(LoraWait)
-    opening = asyncio.ensure_future(pauses_of(request).gates.opens(order.lora_name, order.timeout_s))
+    opening = asyncio.ensure_future(pauses_of(request).gates.opens(run, order.lora_name, order.timeout_s))
     disconnect = asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait((opening, disconnect), return_when=asyncio.FIRST_COMPLETED)

@@ -6,13 +6,19 @@ from collections.abc import Sequence
 from typing import Literal
 
 from app.domain import cursors
+from app.domain.groups import GroupKey
+from app.domain.selection import Selection
 from app.errors import StoreDamaged
 from app.features.groups import reads, rules
 from app.features.groups.operations import Settle, SettleGroup
 from app.features.groups.reads import FeedLease
 from app.features.groups.rules import Attempt
 from app.store.ports import Connection, Database, Writer
+from app.store.selection import GroupFilter
 from turnlog.replies import GroupPage, ListedGroup
+
+AT_ONCE, LOOKED_AT = 500, 10_000
+"""Groups that one read and one request look at with a filter by metadata."""
 
 MAX_MISSING = 20
 """How many missing attempts are listed; the lowest ones."""
@@ -22,47 +28,69 @@ class GroupList:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def page(self, cursor: str | None, limit: int) -> GroupPage:
-        """One page of groups, ordered by id. Raises InvalidRequest for an invalid cursor."""
-        after = None if cursor is None else cursors.decode(cursor, cursors.Text, "this list")
+    async def page(self, query: Selection, cursor: str | None, limit: int) -> GroupPage:
+        """One page of groups, ordered by id, then by run; with a filter by metadata, those of which a rollout's root
+        has it, and the page may be short though others follow. Raises InvalidRequest for an invalid cursor."""
+        mark, after = cursors.mark(query, Selection.model_fields.keys()), None
+        if cursor is not None:
+            *place, given = cursors.decode(cursor, tuple[cursors.Text, cursors.Text, str], "this list")
+            cursors.require_mark(given, mark)
+            after = GroupKey(*reversed(place))
+        size = AT_ONCE if query.metadata else limit
+        rows: list[ListedGroup] = []
 
-        def read(connection: Connection) -> GroupPage:
-            ids = reads.ids(connection, after, limit + 1)
-            attempts = reads.attempts(connection, ids[:limit])
-            leases = reads.leases(connection, ids[:limit])
-            return GroupPage(
-                groups=[_row(group_id, attempts[group_id], leases.get(group_id)) for group_id in ids[:limit]],
-                next_cursor=cursors.encode(ids[limit - 1]) if len(ids) > limit else None,
-            )
+        def read(connection: Connection) -> tuple[list[ListedGroup], GroupKey | None]:
+            page = reads.keys(connection, after, size + 1, GroupFilter(**query.run_and_group))
+            last = page[size - 1] if len(page) > size else None
+            page = page[:size]
+            if query.metadata:
+                fitting = reads.with_metadata(connection, page, query.metadata)
+                page = [key for key in page if key in fitting]
+            attempts, leases = reads.attempts(connection, page), reads.leases(connection, page)
+            return [_row(key, attempts[key], leases.get(key)) for key in page], last
 
-        return await self._database.read(read)
+        for _ in range(LOOKED_AT // AT_ONCE):
+            found, after = await self._database.read(read)
+            rows += found
+            if after is None or len(rows) >= limit:
+                break
+        if len(rows) > limit:
+            after = GroupKey(rows[limit - 1]["run"], rows[limit - 1]["group_id"])
+        following = None if after is None else cursors.encode((after.group_id, after.run, mark))
+        return GroupPage(groups=rows[:limit], next_cursor=following)
 
 
-def _row(group_id: str, attempts: Sequence[Attempt], lease: FeedLease | None) -> ListedGroup:
+def _row(key: GroupKey, attempts: Sequence[Attempt], lease: FeedLease | None) -> ListedGroup:
     outcome = rules.outcome(attempts)
     rewards = outcome.statistics
     return ListedGroup(
-        group_id=group_id,
+        run=key.run,
+        group_id=key.group_id,
+        group_size=outcome.size,
+        arrived=outcome.arrived,
         sessions=outcome.rollouts,
         closed=outcome.closed,
+        failed=outcome.failed,
+        evaluation=outcome.evaluation,
         rewarded=rewards.count if rewards else 0,
         mean=rewards.mean if rewards else None,
         std=rewards.std if rewards else None,
         min=rewards.min if rewards else None,
         max=rewards.max if rewards else None,
         zero_variance=rewards is not None and rewards.count > 1 and rewards.zero_variance,
-        missing_attempts=missing_attempts([one.attempt for one in attempts if one.attempt is not None]),
+        missing_attempts=missing_attempts([one.attempt for one in attempts if one.attempt is not None], outcome.size),
         state=_state(outcome.complete, lease),
     )
 
 
-def missing_attempts(attempts: Sequence[int]) -> list[int]:
+def missing_attempts(attempts: Sequence[int], size: int | None = None) -> list[int]:
     """The lowest missing attempts, at most MAX_MISSING. Attempts count from 0 if attempt 0 exists, else from 1."""
     present = set(attempts)
     if not present:
         return []
     missing: list[int] = []
-    for number in range(min(1, min(present)), max(present)):
+    first = min(1, min(present))
+    for number in range(first, max(max(present), first + (size or 0))):
         if len(missing) == MAX_MISSING:
             break
         if number not in present:
@@ -95,8 +123,8 @@ async def settle_groups(database: Database, writer: Writer) -> None:
 
 async def _settle_each(database: Database, writer: Writer) -> None:
     """Update each group in a transaction of its own. A group with a session on a damaged page stays as it was."""
-    for group_id in await database.read(reads.noted):
+    for key in await database.read(reads.noted):
         try:
-            await writer.submit(SettleGroup(group_id))
+            await writer.submit(SettleGroup(key))
         except StoreDamaged as error:
-            database.unreadable.warn_of_group(group_id, error)
+            database.unreadable.warn_of_group(key, error)

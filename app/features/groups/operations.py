@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
-from sqlalchemy import Boolean, and_, bindparam, case, delete, func, insert, or_, select, update
+from sqlalchemy import Boolean, and_, bindparam, case, delete, insert, or_, select, update
 
-from app.features.groups.reads import Candidate, is_free
-from app.features.groups.rules import is_complete
-from app.features.groups.schema import group_changes, groups, is_finished
+from app.domain.groups import GroupKey
+from app.features.groups.reads import ATTEMPT, IS_ROLLOUT, Candidate, attempt_of, is_free
+from app.features.groups.rules import in_order, outcome
+from app.features.groups.schema import group_changes, groups
 from app.store import pins
 from app.store.dialect import Tx
 from app.store.dialect import now as database_now
 from app.store.log import BaseOperation
-from app.store.rollouts import is_root
 from app.store.schema import sessions
 
 # Settling.
@@ -36,31 +36,32 @@ _notes = (
             select(group_changes.c.id).order_by(group_changes.c.id).limit(bindparam("most")).with_for_update()
         )
     )
-    .returning(group_changes.c.group_id)
+    .returning(group_changes.c.run, group_changes.c.group_id)
 )
-_notes_of_group = delete(group_changes).where(group_changes.c.group_id == bindparam("gid"))
+_of_group = and_(groups.c.run == bindparam("of_run"), groups.c.group_id == bindparam("gid"))
+_notes_of_group = delete(group_changes).where(
+    group_changes.c.run == bindparam("of_run"), group_changes.c.group_id == bindparam("gid")
+)
 _locked = (
     select(groups.c.sessions, groups.c.completed_at, groups.c.measured, groups.c.erased)
-    .where(groups.c.group_id == bindparam("gid"))
+    .where(_of_group)
     .with_for_update()
 )
 _insert_group = insert(groups)
-_erased = sessions.c.status == "erased"
-_members = select(
-    func.count(),
-    func.sum(case((_erased, 1), else_=0)),
-    func.sum(case((or_(_erased, is_finished), 0), else_=1)),
-    func.max(case((_erased, None), else_=sessions.c.updated_at)),
-).where(sessions.c.group_id == bindparam("gid"), sessions.c.status != "undone", is_root())
+_named = and_(sessions.c.run == bindparam("of_run"), sessions.c.group_id == bindparam("gid"))
+_rollouts = select(*ATTEMPT).where(_named, IS_ROLLOUT)
 _settle = (
     update(groups)
-    .where(groups.c.group_id == bindparam("gid"))
+    .where(_of_group)
     .values(
         sessions=bindparam("present"),
         erased=bindparam("gone"),
         unfinished=bindparam("lacking"),
+        arrived=bindparam("there"),
+        size=bindparam("waits_for", type_=groups.c.size.type),
         completed_at=bindparam("complete_since"),
         measured=bindparam("still_measured"),
+        evaluation=bindparam("of_evaluations", type_=Boolean),
         lease_until=case((bindparam("complete", type_=Boolean), groups.c.lease_until), else_=None),
     )
 )
@@ -83,8 +84,8 @@ class Settle(BaseOperation, frozen=True):
     def apply(self, tx: Tx) -> bool:
         pins.keep(tx)
         notes = tx.all(_notes, {"most": self.most})
-        for group_id in sorted({row[0] for row in notes}):
-            _settle_group(tx, group_id)
+        for key in sorted({GroupKey(*row) for row in notes}):
+            _settle_group(tx, key)
         return len(notes) == self.most
 
 
@@ -92,38 +93,42 @@ class SettleGroup(BaseOperation, frozen=True):
     """As `Settle`, for one group and all its notes."""
 
     durable: ClassVar[bool] = False
-    group_id: str
+    key: GroupKey
 
     def apply(self, tx: Tx) -> None:
         pins.keep(tx)
-        tx.run(_notes_of_group, {"gid": self.group_id})
-        _settle_group(tx, self.group_id)
+        tx.run(_notes_of_group, _given(self.key))
+        _settle_group(tx, self.key)
 
 
-def _settle_group(tx: Tx, group_id: str) -> None:
-    known = tx.one(_locked, {"gid": group_id})
+def _settle_group(tx: Tx, key: GroupKey) -> None:
+    known = tx.one(_locked, _given(key))
     if known is None:
-        new = {"group_id": group_id, "sessions": 0, "erased": 0, "unfinished": 0, "measured": False, "handed_out": 0}
-        tx.insert(_insert_group, [new])
+        counts = dict.fromkeys(("sessions", "erased", "unfinished", "arrived", "handed_out"), 0)
+        tx.insert(_insert_group, [{**key._asdict(), **counts, "measured": False}])
         known = (0, None, False, 0)
-    row = tx.one(_members, {"gid": group_id})
-    assert row is not None
-    every, gone, lacking, last_change = row[0], row[1] or 0, row[2] or 0, row[3]
-    present = every - gone
-    complete = is_complete(present, lacking)
-    since = (last_change if known[1] is None else known[1]) if complete else None
+    now = outcome(in_order(attempt_of(row) for row in tx.all(_rollouts, _given(key))))
+    since = (now.changed_at if known[1] is None else known[1]) if now.complete else None
+    is_same = known[0] == now.rollouts and known[3] == now.erased
     tx.run(
         _settle,
         {
-            "gid": group_id,
-            "present": present,
-            "gone": gone,
-            "lacking": lacking,
+            **_given(key),
+            "present": now.rollouts,
+            "gone": now.erased,
+            "lacking": now.unfinished,
+            "there": now.arrived,
+            "waits_for": now.size,
             "complete_since": since,
-            "complete": complete,
-            "still_measured": bool(known[2]) and complete and known[0] == present and known[3] == gone,
+            "complete": now.complete,
+            "of_evaluations": now.evaluation,
+            "still_measured": bool(known[2]) and now.complete and is_same,
         },
     )
+
+
+def _given(key: GroupKey) -> dict[str, str]:
+    return {"of_run": key.run, "gid": key.group_id}
 
 
 # Leasing.
@@ -132,7 +137,7 @@ def _settle_group(tx: Tx, group_id: str) -> None:
 class Leased(msgspec.Struct, frozen=True):
     """`lease_until` is in seconds since the epoch by the database's clock; `handed_out` includes this time."""
 
-    group_id: str
+    key: GroupKey
     lease_until: float
     handed_out: int
 
@@ -140,7 +145,7 @@ class Leased(msgspec.Struct, frozen=True):
 _lease = (
     update(groups)
     .where(
-        groups.c.group_id == bindparam("gid"),
+        _of_group,
         groups.c.acked_at.is_(None),
         groups.c.completed_at == bindparam("seen_at"),
         groups.c.sessions == bindparam("seen_sessions"),
@@ -176,11 +181,11 @@ class Lease(BaseOperation, frozen=True):
         leased: list[Leased] = []
         if pins.is_restoring(tx):
             return leased
-        for group in sorted(self.wanted, key=lambda group: group.group_id):
+        for group in sorted(self.wanted, key=lambda group: group.key):
             row = tx.one(
                 _lease,
                 {
-                    "gid": group.group_id,
+                    **_given(group.key),
                     "seen_at": group.completed_at,
                     "seen_sessions": group.sessions,
                     "who": self.consumer,
@@ -190,14 +195,14 @@ class Lease(BaseOperation, frozen=True):
                 },
             )
             if row is not None:
-                leased.append(Leased(group.group_id, row[0], row[1]))
+                leased.append(Leased(group.key, row[0], row[1]))
         return leased
 
 
 _measure = (
     update(groups)
     .where(
-        groups.c.group_id == bindparam("gid"),
+        _of_group,
         groups.c.completed_at == bindparam("seen_at"),
         groups.c.sessions == bindparam("seen_sessions"),
     )
@@ -212,8 +217,8 @@ class Measure(BaseOperation, frozen=True):
     found: Sequence[Candidate]
 
     def apply(self, tx: Tx) -> None:
-        for group in sorted(self.found, key=lambda group: group.group_id):
-            row = {"gid": group.group_id, "seen_at": group.completed_at, "seen_sessions": group.sessions}
+        for group in sorted(self.found, key=lambda group: group.key):
+            row = {**_given(group.key), "seen_at": group.completed_at, "seen_sessions": group.sessions}
             tx.run(_measure, {**row, "oldest": group.oldest_version})
 
 
@@ -222,14 +227,14 @@ class Measure(BaseOperation, frozen=True):
 _acknowledge = (
     update(groups)
     .where(
-        groups.c.group_id == bindparam("gid"),
+        _of_group,
         groups.c.consumer == bindparam("who"),
         groups.c.acked_at.is_(None),
     )
     .values(acked_at=database_now())
 )
-_consumer_of = select(groups.c.consumer, groups.c.acked_at).where(groups.c.group_id == bindparam("gid"))
-_any_session = select(sessions.c.session_id).where(sessions.c.group_id == bindparam("gid")).limit(1)
+_consumer_of = select(groups.c.consumer, groups.c.acked_at).where(_of_group)
+_any_session = select(sessions.c.session_id).where(_named).limit(1)
 
 
 class Acknowledged(msgspec.Struct, frozen=True):
@@ -242,12 +247,13 @@ class Acknowledged(msgspec.Struct, frozen=True):
 
 
 class Acknowledge(BaseOperation, frozen=True):
-    """Mark groups as consumed, also after their lease has ended, unless another consumer got them.
+    """Mark groups of a run as consumed, also after their lease has ended, unless another consumer got them.
 
     None while the store is being taken back to a checkpoint: nothing is acknowledged then.
     """
 
     consumer: str
+    run: str
     group_ids: Sequence[str]
 
     @property
@@ -259,11 +265,12 @@ class Acknowledge(BaseOperation, frozen=True):
             return None
         outcome = Acknowledged([], [], [], [])
         for group_id in sorted(set(self.group_ids)):
-            if tx.run(_acknowledge, {"gid": group_id, "who": self.consumer}):
+            given = _given(GroupKey(self.run, group_id))
+            if tx.run(_acknowledge, {**given, "who": self.consumer}):
                 outcome.acknowledged.append(group_id)
                 continue
-            row = tx.one(_consumer_of, {"gid": group_id})
-            if row is None and tx.one(_any_session, {"gid": group_id}) is None:
+            row = tx.one(_consumer_of, given)
+            if row is None and tx.one(_any_session, given) is None:
                 outcome.unknown.append(group_id)
             elif row is not None and row[0] == self.consumer and row[1] is not None:
                 outcome.already.append(group_id)

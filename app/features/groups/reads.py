@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, case, exists, or_, select, tuple_
+from sqlalchemy import Connection, and_, case, exists, or_, select, tuple_
 
-from app.domain.events import RolledBack, SessionCreated, SessionRestored, TurnCommitted
-from app.features.groups.rules import Attempt
+from app.domain.events import Failure, RolledBack, SessionCreated, SessionRestored, TurnCommitted
+from app.domain.groups import GroupKey
+from app.features.groups.rules import Attempt, in_order
 from app.features.groups.schema import group_changes, groups, is_finished
 from app.store import rollouts
+from app.store.content import matches
 from app.store.damage import SPAN, of_readable
 from app.store.dialect import now
-from app.store.rollouts import group, in_groups, is_root
+from app.store.rollouts import among, group, in_groups, is_root
 from app.store.schema import events, sessions
+from app.store.selection import ANY, GroupFilter
 from app.store.sessions import Acknowledgements, EventRow
+
+_KEY = groups.c.run, groups.c.group_id
+_NOTED = group_changes.c.run, group_changes.c.group_id
 
 is_free = or_(groups.c.consumer.is_(None), groups.c.lease_until.is_(None), groups.c.lease_until <= now())
 """No consumer holds the group. The last one may still acknowledge it until another gets it."""
@@ -24,27 +31,36 @@ is_free = or_(groups.c.consumer.is_(None), groups.c.lease_until.is_(None), group
 class Candidate(msgspec.Struct, frozen=True):
     """A complete group that may be leased; `oldest_version` is valid if `measured`."""
 
+    run: str
     group_id: str
     completed_at: float
     sessions: int
     measured: bool
     oldest_version: int | None
+    evaluation: bool = False
 
     @property
-    def place(self) -> tuple[float, str]:
-        return self.completed_at, self.group_id
+    def key(self) -> GroupKey:
+        return GroupKey(self.run, self.group_id)
+
+    @property
+    def place(self) -> tuple[float, str, str]:
+        return self.completed_at, self.run, self.group_id
 
 
-def ids(connection: Connection, after: str | None, limit: int) -> list[str]:
-    """Groups behind `after`, None: from the first, in the database's own order: an index has it."""
-    query = (
-        select(sessions.c.group_id)
-        .where(sessions.c.group_id.is_not(None) if after is None else sessions.c.group_id > after)
-        .distinct()
-        .order_by(sessions.c.group_id)
-        .limit(limit)
-    )
-    return [group_id for group_id in connection.execute(query).scalars() if group_id is not None]
+def keys(connection: Connection, after: GroupKey | None, limit: int, wanted: GroupFilter) -> list[GroupKey]:
+    """Groups behind `after`, None: from the first, in the database's own order of ids, then of runs: an index has
+    it."""
+    place = sessions.c.group_id, sessions.c.run
+    behind = sessions.c.group_id.is_not(None) if after is None else tuple_(*place) > (after.group_id, after.run)
+    query = select(*place).where(behind, *wanted.of(sessions)).distinct().order_by(*place).limit(limit)
+    return [GroupKey(row.run, row.group_id) for row in connection.execute(query) if row.group_id is not None]
+
+
+def runs_of(connection: Connection, group_id: str, limit: int) -> list[str]:
+    """The first runs that have a group of this id."""
+    query = select(sessions.c.run).where(sessions.c.group_id == group_id).distinct().order_by(sessions.c.run)
+    return list(connection.execute(query.limit(limit)).scalars())
 
 
 class FeedLease(msgspec.Struct, frozen=True):
@@ -54,13 +70,13 @@ class FeedLease(msgspec.Struct, frozen=True):
     is_acknowledged: bool
 
 
-def leases(connection: Connection, group_ids: Sequence[str]) -> dict[str, FeedLease]:
+def leases(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, FeedLease]:
     """Of the groups that the feed has handed out."""
-    by_group: dict[str, FeedLease] = {}
-    for at in range(0, len(group_ids), SPAN):
-        query = select(groups.c.group_id, groups.c.lease_until > now(), groups.c.acked_at.is_not(None))
-        for row in connection.execute(query.where(groups.c.group_id.in_(group_ids[at : at + SPAN]))):
-            by_group[row[0]] = FeedLease(bool(row[1]), bool(row[2]))
+    by_group: dict[GroupKey, FeedLease] = {}
+    for at in range(0, len(keys), SPAN):
+        query = select(*_KEY, groups.c.lease_until > now(), groups.c.acked_at.is_not(None))
+        for row in connection.execute(query.where(among(keys[at : at + SPAN], groups))):
+            by_group[GroupKey(row[0], row[1])] = FeedLease(bool(row[2]), bool(row[3]))
     return by_group
 
 
@@ -69,9 +85,9 @@ def has_notes(connection: Connection) -> bool:
     return connection.execute(select(group_changes.c.id).limit(1)).first() is not None
 
 
-def noted(connection: Connection) -> list[str]:
+def noted(connection: Connection) -> list[GroupKey]:
     """The groups that have notes."""
-    return list(connection.execute(select(group_changes.c.group_id).distinct()).scalars())
+    return [GroupKey(*row) for row in connection.execute(select(*_NOTED).distinct())]
 
 
 def candidates(
@@ -80,52 +96,79 @@ def candidates(
     held_by: str | None,
     attempts: int,
     oldest: int | None,
-    after: tuple[float, str],
+    after: tuple[float, str, str],
     limit: int,
+    evaluation: bool = False,
+    wanted: GroupFilter = ANY,
 ) -> list[Candidate]:
-    """Complete, unacknowledged groups after `after`, oldest completion first.
+    """Complete, unacknowledged groups that are wanted, after `after`, oldest completion first.
 
-    `held_by`: those that this consumer got last, even after its lease; None: those that are free. Only groups of at
-    least `attempts` sessions (erased ones count, since they will not come again). Measured groups with a version below
-    `oldest` are left out.
+    `held_by`: those that this consumer got last, even after its lease; None: those that are free. Only groups of which
+    at least so many `attempts` have arrived (erased ones have, since they will not come again). Measured groups
+    with a version below `oldest` are left out. `evaluation`: also groups of evaluations.
     """
     query = (
         select(*(groups.c[name] for name in Candidate.__struct_fields__))
         .where(
             groups.c.acked_at.is_(None),
             groups.c.completed_at.is_not(None),
-            tuple_(groups.c.completed_at, groups.c.group_id) > after,
-            groups.c.sessions + groups.c.erased >= attempts,
+            tuple_(groups.c.completed_at, *_KEY) > after,
+            groups.c.arrived >= attempts,
             is_free if held_by is None else groups.c.consumer == held_by,
+            *wanted.of(groups),
         )
-        .order_by(groups.c.completed_at, groups.c.group_id)
+        .order_by(groups.c.completed_at, *_KEY)
         .limit(limit)
     )
+    if not evaluation:
+        query = query.where(groups.c.evaluation.is_(False))
     if oldest is not None:
         young = or_(~groups.c.measured, groups.c.oldest_version.is_(None), groups.c.oldest_version >= oldest)
         query = query.where(young)
     return [Candidate(*row) for row in connection.execute(query)]
 
 
-def attempts(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[Attempt]]:
+IS_ROLLOUT = and_(sessions.c.status != "undone", is_root())
+"""Condition on heads: a group counts the session."""
+
+ATTEMPT = (
+    sessions.c.session_id,
+    sessions.c.attempt,
+    sessions.c.reward,
+    sessions.c.status,
+    case((is_finished, True), else_=False),
+    sessions.c.group_size,
+    sessions.c.created_at,
+    sessions.c.updated_at,
+    sessions.c.evaluation,
+    sessions.c.failed,
+)
+
+
+def attempt_of(row: Sequence[Any]) -> Attempt:
+    """`row` has the columns ATTEMPT."""
+    session_id, attempt, reward, status, finished, group_size, created_at, updated_at, evaluation, failed = row
+    failure = None if failed is None else Failure(failed)
+    known = session_id, attempt, reward, status, bool(finished), group_size, created_at, updated_at
+    return Attempt(*known, bool(evaluation), failure)
+
+
+def attempts(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, list[Attempt]]:
     """The rollouts of each group in the order of their attempts, those without a number last."""
-    by_group: dict[str, list[Attempt]] = {group_id: [] for group_id in group_ids}
-    for at in range(0, len(group_ids), SPAN):
-        query = select(
-            sessions.c.group_id,
-            sessions.c.session_id,
-            sessions.c.attempt,
-            sessions.c.reward,
-            sessions.c.status,
-            case((is_finished, True), else_=False),
-        ).where(sessions.c.group_id.in_(group_ids[at : at + SPAN]), sessions.c.status != "undone", is_root())
-        for row in connection.execute(query):
-            by_group[row[0]].append(Attempt(*row[1:]))
-    return {group_id: in_order(of_group) for group_id, of_group in by_group.items()}
+    by_group: dict[GroupKey, list[Attempt]] = {key: [] for key in keys}
+    for at in range(0, len(keys), SPAN):
+        query = select(sessions.c.run, sessions.c.group_id, *ATTEMPT).where(among(keys[at : at + SPAN]), IS_ROLLOUT)
+        for run, group_id, *row in connection.execute(query):
+            by_group[GroupKey(run, group_id)].append(attempt_of(row))
+    return {key: in_order(of_group) for key, of_group in by_group.items()}
 
 
-def in_order(attempts: Iterable[Attempt]) -> list[Attempt]:
-    return sorted(attempts, key=lambda one: (one.attempt is None, one.attempt or 0, one.session_id))
+def with_metadata(
+    connection: Connection, keys: Sequence[GroupKey], wanted: Mapping[str, Sequence[str]]
+) -> Collection[GroupKey]:
+    """Those of the groups of which a rollout's root has this metadata."""
+    roots = {one.session_id: key for key, every in attempts(connection, keys).items() for one in every}
+    return {roots[name] for name, fits in matches(connection, list(roots), wanted).items() if fits}
 
 
 def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list[str]]:
@@ -137,34 +180,45 @@ def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list
     return by_group
 
 
-TurnEvents = dict[str, dict[str, list[EventRow]]]
+def replaced_in(connection: Connection, keys: Sequence[GroupKey]) -> set[str]:
+    """The replaced rollouts of these groups, by their roots."""
+    return {one.session_id for of_group in attempts(connection, keys).values() for one in of_group if one.replaced}
+
+
+TurnEvents = dict[GroupKey, dict[str, list[EventRow]]]
 """Event rows by group and session."""
 
 _AGING = (SessionCreated.__name__, TurnCommitted.__name__, RolledBack.__name__, SessionRestored.__name__)
 """Types of the events that say which turns are live, which of them are copies, and their weight versions."""
 
 
-def turn_events(connection: Connection, group_ids: Sequence[str]) -> TurnEvents:
+def turn_events(connection: Connection, keys: Sequence[GroupKey]) -> TurnEvents:
     """The events of some groups' closed sessions that say which turns are live and their weight versions; none of a
     session of which an event is on a damaged page, and no group of which a head is on one.
 
-    Sessions of agents and children are included.
+    Sessions of agents and children are included, those of replaced rollouts are not.
     """
-    members = of_readable(connection, group_ids, _closed_members)
+    members = of_readable(connection, keys, _closed_members)
     every = [session_id for of_group in members.values() for session_id in of_group]
     events_of = of_readable(connection, every, _turn_events_of)
     return {
-        group_id: {session_id: events_of.get(session_id, []) for session_id in session_ids}
-        for group_id, session_ids in members.items()
+        key: {session_id: events_of.get(session_id, []) for session_id in session_ids}
+        for key, session_ids in members.items()
     }
 
 
-def _closed_members(connection: Connection, group_ids: Sequence[str]) -> dict[str, list[str]]:
-    members: dict[str, list[str]] = {group_id: [] for group_id in group_ids}
-    query = select(group(), sessions.c.session_id).where(in_groups(group_ids), sessions.c.status == "closed")
-    for group_id, session_id in connection.execute(query):
-        if group_id in members:
-            members[group_id].append(session_id)
+def _closed_members(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, list[str]]:
+    members: dict[GroupKey, list[str]] = {key: [] for key in keys}
+    gone = replaced_in(connection, keys)
+    of_evaluations = select(*_KEY).where(among(keys, groups), groups.c.evaluation)
+    kinds = {GroupKey(*row) for row in connection.execute(of_evaluations)}
+    query = select(sessions.c.run, group(), sessions.c.session_id, sessions.c.root_id, sessions.c.evaluation)
+    for run, group_id, session_id, root_id, evaluation in connection.execute(
+        query.where(in_groups(keys), sessions.c.status == "closed")
+    ):
+        key = GroupKey(run, group_id)
+        if key in members and (key in kinds or not evaluation) and gone.isdisjoint((session_id, root_id)):
+            members[key].append(session_id)
     return members
 
 
@@ -181,44 +235,47 @@ def _turn_events_of(connection: Connection, session_ids: Sequence[str]) -> dict[
     return logs
 
 
-def acknowledged_groups(connection: Connection, after: tuple[float, str], limit: int) -> list[tuple[float, str]]:
-    """Acknowledgement times and ids of groups, after `after` in that order."""
-    place = tuple_(groups.c.acked_at, groups.c.group_id)
-    query = (
-        select(groups.c.acked_at, groups.c.group_id)
-        .where(place > after)
-        .order_by(groups.c.acked_at, groups.c.group_id)
-        .limit(limit)
-    )
-    return [(row[0], row[1]) for row in connection.execute(query)]
+def acknowledged_groups(
+    connection: Connection, after: tuple[float, str, str], limit: int
+) -> list[tuple[float, str, str]]:
+    """Acknowledgement times, runs and ids of groups, after `after` in that order."""
+    place = groups.c.acked_at, *_KEY
+    query = select(*place).where(tuple_(*place) > after).order_by(*place).limit(limit)
+    return [(row[0], row[1], row[2]) for row in connection.execute(query)]
 
 
-_acknowledged = exists().where(groups.c.group_id == group(), groups.c.acked_at.is_not(None))
+_acknowledged = exists().where(
+    groups.c.run == sessions.c.run, groups.c.group_id == group(), groups.c.acked_at.is_not(None)
+)
 
-ACKNOWLEDGEMENTS = Acknowledgements(or_(group().is_(None), _acknowledged), acknowledged_groups)
+ACKNOWLEDGEMENTS = Acknowledgements(or_(group().is_(None), sessions.c.evaluation, _acknowledged), acknowledged_groups)
 
 
 class Waiting(msgspec.Struct, frozen=True):
     """A group that has not been acknowledged."""
 
+    run: str
     group_id: str
     sessions: int
     erased: int
     unfinished: int
+    arrived: int
+    size: int | None
     completed_at: float | None
     measured: bool
     oldest_version: int | None
     consumer: str | None
+    evaluation: bool
     is_leased: bool
 
+    @property
+    def key(self) -> GroupKey:
+        return GroupKey(self.run, self.group_id)
 
-def waiting(connection: Connection, after: str, limit: int) -> list[Waiting]:
-    """Groups that have not been acknowledged, with ids after `after`."""
+
+def waiting(connection: Connection, after: GroupKey, limit: int, wanted: GroupFilter = ANY) -> list[Waiting]:
+    """Groups that have not been acknowledged, after `after`."""
     columns = [*(groups.c[name] for name in Waiting.__struct_fields__[:-1]), case((is_free, False), else_=True)]
-    query = (
-        select(*columns)
-        .where(groups.c.acked_at.is_(None), groups.c.group_id > after)
-        .order_by(groups.c.group_id)
-        .limit(limit)
-    )
+    behind = tuple_(*_KEY) > after if wanted.run is None else groups.c.group_id > after.group_id
+    query = select(*columns).where(groups.c.acked_at.is_(None), behind, *wanted.of(groups)).order_by(*_KEY).limit(limit)
     return [Waiting(*row) for row in connection.execute(query)]

@@ -14,13 +14,26 @@ from app.api.parameters import LIMIT, Cursor
 from app.api.replies import started
 from app.api.requests import Request
 from app.api.routes import BODY, NDJSON, READ, WRITE, Reply, Routes, json_reply
+from app.domain.events import DEFAULT_RUN
 from app.domain.patterns import ID, NO_NUL
+from app.domain.selection import Selection
 from app.errors import InvalidRequest, NotFound
 from app.features.groups.feed import FeedQuery, Groups
 from turnlog import replies as reply_types
 from turnlog.rows import Acknowledged, LeasedGroup
 
 route = Routes("Export")
+
+OF_RUN = "Its run. Without it: the default run, else the only run that has a group of this id."
+
+
+class GroupListQuery(Selection):
+    """Which groups to list, from where."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    limit: int = Field(default=100, ge=1, le=1000, description=LIMIT)
+    cursor: Cursor = None
 
 
 class Acknowledgement(BaseModel):
@@ -29,6 +42,7 @@ class Acknowledgement(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     consumer: str = Field(pattern=ID, strict=True)
+    run: str = Field(default=DEFAULT_RUN, pattern=ID, strict=True)
     groups: Annotated[list[Annotated[str, Field(pattern=NO_NUL, strict=True)]], FailFast()]
 
 
@@ -53,13 +67,9 @@ async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> St
     errors=(InvalidRequest, *READ),
     of_run="query",
 )
-async def list_groups(
-    request: Request,
-    limit: Annotated[int, Query(ge=1, le=1000, description=LIMIT)] = 100,
-    cursor: Cursor = None,
-) -> object:
+async def list_groups(request: Request, query: Annotated[GroupListQuery, Query()]) -> object:
     """Groups with their progress, the statistics of their rewards and their place in the training feed, by id."""
-    return await _groups(request).listed.page(cursor, limit)
+    return await _groups(request).listed.page(query, query.cursor, query.limit)
 
 
 @route(
@@ -71,10 +81,12 @@ async def list_groups(
     of_run="query",
 )
 async def get_group(
-    request: Request, group_id: Annotated[str, Path(pattern=NO_NUL, description="A group's id.")]
+    request: Request,
+    group_id: Annotated[str, Path(pattern=NO_NUL, description="A group's id.")],
+    run: Annotated[str | None, Query(pattern=ID, description=OF_RUN)] = None,
 ) -> Mapping[str, Any]:
     """A group's sessions, and the statistics of their rewards."""
-    return await _groups(request).feed.group(group_id)
+    return await _groups(request).feed.group(group_id, run)
 
 
 @route(
@@ -88,9 +100,9 @@ async def get_group(
     of_run="body",
 )
 async def acknowledge(request: Request) -> dict[str, Any]:
-    """Mark groups as consumed, permanently. Returns the result for each group."""
+    """Mark groups of a run as consumed, permanently. Returns the result for each group."""
     body = await request.body_of(Acknowledgement)
-    outcome = await _groups(request).feed.acknowledge(body.consumer, body.groups)
+    outcome = await _groups(request).feed.acknowledge(body.consumer, body.run, body.groups)
     fields: dict[str, Any] = msgspec.to_builtins(outcome)
     return fields
 

@@ -197,8 +197,8 @@ class Overviews:
             weight_version=newest,
             gate=_without_gates(self._services.fleet.fleet.version)
             if self._pauses is None
-            else await self._pauses.fleet(),
-            adapters=[] if self._pauses is None else await self._pauses.adapters(),
+            else await self._pauses.fleet(None),
+            adapters=[] if self._pauses is None else await self._pauses.adapters(None),
             database=DatabaseSize(
                 heads.bytes, self._database.log_file_bytes(), "sqlite" if self._database.is_sqlite else "postgresql"
             ),
@@ -209,6 +209,5 @@ class Overviews:
 
 def _without_gates(version: int) -> reply_types.FleetGate:
     never: dict[str, Any] = dict.fromkeys(("lease_left_s", "weight_version", "held_for"))
-    return as_reply(
-        reply_types.FleetGate, OPEN, paused=False, held=0, in_flight=0, paused_adapters=[], version=version, **never
-    )
+    none: dict[str, Any] = {"paused_adapters": [], "paused_runs": []}
+    return as_reply(reply_types.FleetGate, OPEN, paused=False, held=0, in_flight=0, version=version, **never, **none)

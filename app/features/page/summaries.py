@@ -21,8 +21,9 @@ from app.domain.events import (
     UnknownEvent,
 )
 from app.domain.restore import in_effect
+from app.domain.selection import MISSING, value_of
 from app.sessions.conversation import as_messages
-from app.sessions.session_list import MISSING, SessionList, SessionQuery, value_of
+from app.sessions.session_list import SessionList, SessionQuery
 from app.store.content import load_frames, metadata_of
 from app.store.damage import of_readable
 from app.store.database import Database

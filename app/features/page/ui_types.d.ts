@@ -17,6 +17,13 @@ export interface Me {
   now: number;
 }
 
+/** Why a rollout failed; lists have no message. */
+export interface Failure {
+  kind: "sandbox" | "agent" | "engine" | "timeout" | "other";
+  message?: string;
+  erased?: boolean;
+}
+
 /** A session in a list; `version` is its last event. */
 export interface SessionRow {
   session_id: string;
@@ -24,6 +31,7 @@ export interface SessionRow {
   status: "open" | "closed" | "erased" | "undone";
   state: State;
   turns: number;
+  run: string;
   group_id: string | null;
   attempt: number | null;
   reward: number | null;
@@ -36,6 +44,8 @@ export interface SessionRow {
   closed_at: number | null;
   name: string | null;
   generation: number | null;
+  evaluation: boolean;
+  failed: Failure | null;
   note: string | null;
   tags: string[];
   /** added by the page */
@@ -172,6 +182,8 @@ export interface Attempt {
   attempt: number | null;
   status: string;
   finished: boolean;
+  evaluation: boolean;
+  failed: Failure | null;
   reward: number | null;
 }
 
@@ -190,6 +202,7 @@ export interface Group {
   attempts: Attempt[];
   statistics: Statistics | null;
   complete: boolean;
+  evaluation: boolean;
 }
 
 export interface Reward {
@@ -331,6 +344,7 @@ export interface Session {
   seq: number;
   last_seq: number;
   status: string;
+  failed: Failure | null;
   state: State;
   erased: boolean;
   config: { group_id: string | null; attempt: number | null; adapter: string | null } & Record<string, unknown>;
@@ -352,7 +366,7 @@ export interface Session {
   annotations: Record<string, Annotation[]>;
   /** requests that a limit refused; they continue `turn` (0: none) */
   refused: { seq: number; at: number; turn: number; limit: string }[];
-  failed: FailedTurn[];
+  failed_turns: FailedTurn[];
   rollbacks: Rollback[];
   /** those that have the session, as it was after event `seq`; the oldest first */
   checkpoints: { name: string; created_at: number; seq: number }[];

@@ -265,7 +265,7 @@ class Resume:
         """
         services, choice = self._services, turn.choice
         assert choice is not None
-        order = services.engines.order(turn.flight.session_id, engine)
+        order = services.engines.order(turn.flight.run, turn.flight.session_id, engine)
         if choice.control is None:
             again = await services.placement.place(turn)
             choice.away = again.away or choice.away
@@ -278,7 +278,8 @@ class Resume:
             return answer
         offers = value_of(params.get("tool_choice"), "tool_choice") != "none"
         tools = call.tools if offers else None
-        return await self._services.native.chat(answer, turn.flight.session_id, params, tools, call.prompt.text)
+        flight, prompt = turn.flight, call.prompt.text
+        return await self._services.native.chat(answer, flight.run, flight.session_id, params, tools, prompt)
 
     async def _reported_ids(self, turn: Claimed, reply: ValidatedReply) -> bytes:
         """The prompt's ids as text, as reported by the engine that tokenised it. Raises SessionUnreadable."""

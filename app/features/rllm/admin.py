@@ -114,7 +114,7 @@ async def reload(request: Request) -> dict[str, str]:
 @route("GET /admin/weight_version", "The trainer's weight version", "page", json_reply(ANYTHING), errors=WRITE)
 async def get_weight_version(request: Request) -> dict[str, int | None]:
     """Null where none was set, or one that is no number."""
-    version = (await request.services.fleet.refresh()).gate.version
+    version = (await request.services.fleet.refresh()).gates.fleet.version
     return {"weight_version": int(version) if version is not None and is_number(version) else None}
 
 
@@ -141,7 +141,7 @@ async def set_weight_version(request: Request) -> dict[str, int]:
         raise InvalidRequest(f"invalid weight_version: {given!r:.64}")
 
     def stamped(fleet: Fleet) -> FleetEvent | None:
-        gate = fleet.gate
+        gate = fleet.gates.fleet
         if gate.version == version:
             return None
         if gate.is_shut:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 from fastapi import Query
 from pydantic import ConfigDict, Field
 
@@ -19,7 +20,8 @@ from app.features.search.text import Query as SearchedFor
 from app.features.search.text import parse, snippet
 from app.sessions.as_reply import as_reply
 from app.sessions.log_end import decode_position
-from app.sessions.session_list import SessionConditions, matches
+from app.sessions.session_list import SessionConditions
+from app.store.content import matches
 from app.store.ports import Connection
 from app.store.sessions import HeadFilter, HeadRow, load_heads, some_ids
 from turnlog import replies as reply_types
@@ -36,6 +38,9 @@ AT_ONCE, LOOKED_AT = 200, 5000
 """Messages that one read of the index gives, and one request looks at, if most are of sessions that do not match."""
 
 Text = Annotated[str | None, Field(pattern=NO_NUL)]
+
+CursorFields = tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_INTEGER)], str]
+"""The last message's number, and the mark of what is searched for."""
 
 
 class SearchQuery(SessionConditions):
@@ -58,7 +63,7 @@ class Search:
     def __init__(self, app: Services, index: Index) -> None:
         self._database = app.database
         self._log_end = app.log_end
-        self._newest_version = app.session_list.newest_version
+        self._engines = app.engines
         self._index = index
 
     async def page(self, query: SearchQuery) -> reply_types.SearchPage:
@@ -66,16 +71,14 @@ class Search:
         parsed = None if query.q is None else parse(query.q)
         if not any((parsed, query.role, query.tool, query.finish_reason, query.session_id)):
             raise InvalidRequest("q, role, tool, finish_reason or session_id must be given")
-        before: int = FIRST if query.cursor is None else cursors.decode(query.cursor, int, "this search")
-        if query.cursor is not None and not 0 <= before <= MAX_INTEGER:
-            raise InvalidRequest("cursor is not one of this search")
+        before, mark = FIRST, cursors.mark(query, SearchQuery.model_fields.keys() - {"limit", "cursor"})
+        if query.cursor is not None:
+            before, given = cursors.decode(query.cursor, CursorFields, "this search")
+            cursors.require_mark(given, mark)
         end = await self._log_end.present()
         position = await self._index.position()
 
-        def heads_wanted(connection: Connection) -> HeadFilter:
-            return query.of_heads(None if query.min_staleness is None else self._newest_version(connection))
-
-        filtered = await self._database.read(heads_wanted)
+        filtered = query.of_heads(self._engines)
         few: Sequence[str] | None = None  # the sessions that match; None: any, or too many to name
         if query.session_id is not None:
             few = [query.session_id]
@@ -87,7 +90,7 @@ class Search:
         while len(hits) <= query.limit and looked_at < LOOKED_AT:
             wanted = Wanted(parsed, query.role, query.tool, query.finish_reason, few, before, size)
             messages = await self._index.find(wanted)
-            heads = await self._of({message.session_id for message in messages}, filtered, query.wanted_metadata)
+            heads = await self._of({message.session_id for message in messages}, filtered, query.metadata)
             hits += [(message, heads[message.session_id]) for message in messages if message.session_id in heads]
             if len(messages) < size:
                 before = 0
@@ -98,12 +101,12 @@ class Search:
         place = None if position is None else decode_position(position, "the search index").place
         return reply_types.SearchPage(
             hits=[_hit(message, head, parsed) for message, head in hits[: query.limit]],
-            next_cursor=cursors.encode(before) if before else None,
+            next_cursor=cursors.encode((before, mark)) if before else None,
             is_current=place is not None and place >= end,
         )
 
     async def _of(
-        self, session_ids: Collection[str], filtered: HeadFilter, metadata: Sequence[tuple[str, str]]
+        self, session_ids: Collection[str], filtered: HeadFilter, metadata: Mapping[str, Sequence[str]]
     ) -> dict[str, HeadRow]:
         """The heads of those that match, and are not erased."""
         ids = sorted(session_ids)

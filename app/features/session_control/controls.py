@@ -108,7 +108,7 @@ class SessionControls:
     def claimed(self, turn: Claimed) -> None:
         """The turn has its claim (`points.claimed`)."""
         if turn.request.control is not None:
-            turn.flight.features[NAME] = self.turn(turn.request.control, turn.flight.session_id)
+            turn.flight.features[NAME] = self.turn(turn.request.control, turn.flight.session_id, turn.flight.run)
 
     async def placing(self, turn: Claimed, choice: EngineChoice) -> None:
         """The turn's name has its say (`points.placing`). Raises StoreUnavailable, Overloaded."""
@@ -121,9 +121,9 @@ class SessionControls:
         if controlled is not None:
             controlled.finish(turn.flight.aborts)
 
-    def turn(self, control: SessionControl, session_id: str) -> ControlledTurn:
+    def turn(self, control: SessionControl, session_id: str, run: str) -> ControlledTurn:
         """Begin a turn that holds its session's claim; call `finish` on it in the end."""
-        turn = ControlledTurn(self, control, session_id)
+        turn = ControlledTurn(self, control, session_id, run)
         self._turns.append(turn)
         self._in_use[control.session_id] += 1
         return turn
@@ -278,9 +278,10 @@ class ControlledTurn:
     `_state` is the name's state as far as this turn is concerned; `elsewhere`: another process has changed it.
     """
 
-    def __init__(self, controls: SessionControls, control: SessionControl, session_id: str) -> None:
+    def __init__(self, controls: SessionControls, control: SessionControl, session_id: str, run: str) -> None:
         self.control = control
         self.session_id = session_id
+        self.run = run
         self.over = asyncio.Event()
         self.slides_at = float("inf")
         self._controls = controls
@@ -303,7 +304,7 @@ class ControlledTurn:
         """Choose the turn's engine; `choice` is that without session control. Raises StoreUnavailable, Overloaded."""
         await self._acquire(choice.order.first)
         if self._state != "unbound":
-            choice.order = self._controls.engines.order(self.session_id, self._engine)
+            choice.order = self._controls.engines.order(self.run, self.session_id, self._engine)
             choice.control = self
 
     async def _acquire(self, candidate: str) -> None:
@@ -343,7 +344,7 @@ class ControlledTurn:
             self._state = "elsewhere"
             return
         if self._state == "bound":
-            self._cause = controls.engines.why_unavailable(old) or "dead"
+            self._cause = controls.engines.why_unavailable(old, self.run) or "dead"
         self._engine, self._state = engine, "opening" if moved.opening else "bound"
         if moved.left:
             controls.run_in_background(self.control.session_id, controls.calls.close(old, self.control.session_id))

@@ -15,9 +15,12 @@ from sqlalchemy import Connection, bindparam, delete, insert, or_, select, updat
 from app.crash_points import reach
 from app.domain.events import RewardAssigned, SessionClosed, SessionErased, TurnOpened
 from app.domain.fleet import EngineDied
+from app.domain.groups import GroupKey
+from app.domain.selection import Selection
 from app.features.groups.reads import attempts
 from app.features.groups.rules import outcome
 from app.store import feed
+from app.store.content import matches
 from app.store.damage import attempt_or
 from app.store.dialect import Tx
 from app.store.feed import EventFilter, PlacedRow, Position
@@ -106,9 +109,12 @@ def present(connection: Connection) -> Cursor:
     return Cursor(feed.log_epoch(connection), last, last, connection.execute(newest).scalar() or 0)
 
 
-def pending(connection: Connection, cursor: Cursor, upto: Position, old_before: float | None) -> Pending:
+def pending(
+    connection: Connection, cursor: Cursor, upto: Position, old_before: float | None, wanted: Selection
+) -> Pending:
     """What follows the cursor, of at most PAGE events each. `old_before`: what was written earlier, and is the last of
-    its session, is too old; None: nothing is looked at for that."""
+    its session, is too old; None: nothing is looked at for that. `wanted`: only of such sessions, and of groups that
+    have such a one; engines are everyone's."""
     named = feed.epoch(connection)
     notices: list[Notice] = []
     fleet, finished, quiet, quiet_from = cursor.fleet, cursor.finished, cursor.quiet, None
@@ -117,49 +123,54 @@ def pending(connection: Connection, cursor: Cursor, upto: Position, old_before: 
         told = {"engine": died.url, "reason": died.reason}
         notices.append(Notice("engine.died", named, (died.url, fleet), _iso(placed.at), told))
     if finished < upto:
-        page = feed.page(connection, finished, upto, EventFilter(types=_FINISHING), PAGE)
-        notices += attempt_or(connection, lambda again: _complete(again, page.rows, named), [])
+        page = feed.page(connection, finished, upto, EventFilter(_FINISHING, **wanted.run_and_group), PAGE)
+        notices += attempt_or(connection, lambda again: _complete(again, page.rows, named, wanted), [])
         finished = max(finished, page.reached)
     if old_before is not None and quiet < upto:
-        page = feed.page(connection, quiet, upto, EventFilter(), PAGE)
+        page = feed.page(connection, quiet, upto, EventFilter(**wanted.run_and_group), PAGE)
         young = next((row for row in page.rows if row.at is not None and row.at >= old_before), None)
         rows = page.rows if young is None else page.rows[: page.rows.index(young)]
-        notices += attempt_or(connection, lambda again: _stuck(again, rows, named), [])
+        notices += attempt_or(connection, lambda again: _stuck(again, rows, named, wanted), [])
         reached = page.reached if young is None else rows[-1].place if rows else quiet
         quiet, quiet_from = max(quiet, reached), None if young is None else young.at
     return Pending(notices, Cursor(cursor.epoch, finished, quiet, fleet), quiet_from)
 
 
-def _complete(connection: Connection, rows: Sequence[PlacedRow], named: str) -> list[Notice]:
+def _complete(connection: Connection, rows: Sequence[PlacedRow], named: str, wanted: Selection) -> list[Notice]:
     """The groups of these events' sessions that are complete."""
     at = {row.session_id: row.at or 0.0 for row in rows if row.session_id is not None}
-    query = select(sessions.c.session_id, group().label("counts_in")).where(sessions.c.session_id.in_(at))
-    last: dict[str, float] = {}
-    for session_id, group_id in connection.execute(query):
+    query = select(sessions.c.session_id, sessions.c.run, group().label("counts_in"))
+    last: dict[GroupKey, float] = {}
+    for session_id, run, group_id in connection.execute(query.where(sessions.c.session_id.in_(at))):
         if group_id is not None:
-            last[group_id] = max(last.get(group_id, 0.0), at[session_id])
+            key = GroupKey(run, group_id)
+            last[key] = max(last.get(key, 0.0), at[session_id])
     notices = []
-    for group_id, found in attempts(connection, list(last)).items():
+    for key, found in attempts(connection, list(last)).items():
         outcome_of = outcome(found)
-        if outcome_of.complete:
-            told = {"group_id": group_id, "rollouts": outcome_of.rollouts}
-            page = page_of("group", group_id)
+        ids = [one.session_id for one in found]
+        if outcome_of.complete and (not wanted.metadata or any(matches(connection, ids, wanted.metadata).values())):
+            told = {**key._asdict(), "rollouts": outcome_of.rollouts}
+            page = page_of("group", key.group_id)
             # The number tells it from what the group was before another rollout began.
-            subject = (group_id, outcome_of.rollouts)
-            notices.append(Notice("group.complete", named, subject, _iso(last[group_id]), told, page))
+            subject = (*key, outcome_of.rollouts)
+            notices.append(Notice("group.complete", named, subject, _iso(last[key]), told, page))
     return notices
 
 
-def _stuck(connection: Connection, rows: Iterable[PlacedRow], named: str) -> list[Notice]:
+def _stuck(connection: Connection, rows: Iterable[PlacedRow], named: str, wanted: Selection) -> list[Notice]:
     """The sessions in which nothing has followed one of these events, or the turn that it opened has not ended."""
     events = {(row.session_id, row.row.seq): row for row in rows if row.row is not None}
-    ids = {session_id for session_id, _ in events}
+    ids = {session_id for session_id, _ in events if session_id is not None}
+    if wanted.metadata:
+        ids = {session_id for session_id, fits in matches(connection, sorted(ids), wanted.metadata).items() if fits}
     query = (
         select(
             sessions.c.session_id,
             sessions.c.version,
             sessions.c.status,
             sessions.c.turns,
+            sessions.c.run,
             group(),
             open_turns.c.fence,
             open_turns.c.turn,
@@ -168,7 +179,7 @@ def _stuck(connection: Connection, rows: Iterable[PlacedRow], named: str) -> lis
         .where(sessions.c.session_id.in_(ids), or_(sessions.c.status == "open", open_turns.c.fence.is_not(None)))
     )
     notices = {}
-    for session_id, version, status, turns, group_id, fence, turn in connection.execute(query):
+    for session_id, version, status, turns, run, group_id, fence, turn in connection.execute(query):
         opened = events.get((session_id, fence))
         if opened is not None and opened.row is not None and opened.row.type == TurnOpened.__name__:
             row, reason, of = opened, "turn_in_flight", turn
@@ -177,7 +188,8 @@ def _stuck(connection: Connection, rows: Iterable[PlacedRow], named: str) -> lis
         else:
             continue
         assert row.row is not None
-        told = {"session_id": session_id, "group_id": group_id, "reason": reason, "turn": of, "turns": turns}
+        told = {"session_id": session_id, "run": run, "group_id": group_id}
+        told |= {"reason": reason, "turn": of, "turns": turns}
         subject, page = (session_id, row.row.seq), page_of("session", session_id)
         notices[subject] = Notice("session.stuck", named, subject, _iso(row.at or 0.0), told, page)
     return list(notices.values())

@@ -20,9 +20,11 @@ import msgspec
 from app.crash_points import reach
 from app.domain.fleet import EngineDied, Fleet
 from app.domain.patterns import webhook_key
+from app.domain.selection import Selection, selection_of
 from app.errors import AppError
 from app.features.webhooks import rows
 from app.features.webhooks.rows import LEASE, BeginCursors, Cursor, MoveCursor, Notice, Pending
+from app.fleet.member import Member
 from app.process import cancelled
 from app.settings import Network
 from app.store.incarnations import ReleaseLease, TakeLease
@@ -66,11 +68,13 @@ class Undelivered(Exception):
 
 
 class Receiver:
-    """One address. Nothing of it is shown or stored but its host and port: its path may be a secret."""
+    """One address, and which sessions it is told about (`wanted`). Nothing of it is shown or stored but its host and
+    port: its path may be a secret."""
 
     def __init__(self, url: str, may_connect: partial[bool]) -> None:
-        parts = urlsplit(url)
-        self.url = url
+        self.url, _, told = url.partition("#")
+        self.wanted = selection_of(told) if told else Selection()
+        parts = urlsplit(self.url)
         self.shown = parts.netloc
         self.key = hashlib.sha256(url.encode()).hexdigest()[:32]
         self.connections = Connections(CONNECT_S, None if _is_named(parts.hostname or "") else may_connect)
@@ -152,10 +156,10 @@ class Sender:
                 continue
             reason = member.last_error or ""
 
-            def decide(fleet: Fleet, url: str = url, reason: str = reason) -> EngineDied | None:
-                if self._services.clock() - fleet.died.get(url, 0.0) < SAME_DEATH_S:
+            def decide(fleet: Fleet, member: Member = member, reason: str = reason) -> EngineDied | None:
+                if self._services.clock() - fleet.died.get(member.url, 0.0) < SAME_DEATH_S:
                     return None
-                return EngineDied(url, reason)
+                return EngineDied(member.url, reason, member.run)
 
             if await self._services.fleet.append(decide) is not None:
                 reach("after_engine_died")
@@ -229,7 +233,7 @@ class Sender:
         if self._stuck_s is not None and not self._services.fleet.fleet.was_shut_after(now - GATED_S):
             quiet, limit = receiver.quiet_from, now - self._stuck_s
             old_before = limit if quiet is None or quiet < limit else None
-        read = partial(rows.pending, cursor=cursor, upto=upto, old_before=old_before)
+        read = partial(rows.pending, cursor=cursor, upto=upto, old_before=old_before, wanted=receiver.wanted)
         found = await self._services.database.read(read, one_moment=True)
         if old_before is not None:
             receiver.quiet_from = found.quiet_from

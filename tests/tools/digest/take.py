@@ -43,7 +43,7 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
 }
 
 SORTS = ("created_at", "updated_at", "turns", "reward", "staleness")
-FILTERS = ("group_id=7", "status=open", "min_reward=0.2", "metadata=%7B%22task%22%3A1%7D", "attempt=1", "sort=odd")
+FILTERS = ("group_id=7", "status=open", "min_reward=0.2", "metadata.n=1", "attempt=1", "sort=odd")
 PAGE = ("", "/actions", "/conversation", "/tokens", "/rollout", "/turns/1", "/turns/1?whole=true", "/find?text=Two")
 """What the page asks for of a session."""
 WHOLE = ("/fleet", "/checkpoints", "/engines", "/ui/api/versions", "/ui/api/me", "/nowhere")

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from sqlalchemy import select
 
 from app.domain.events import name_of
+from app.domain.selection import Selection
 from app.domain.session import Session, encode_session
 from app.errors import AppError, SessionNotFound
 from app.features.groups.feed import Groups
@@ -114,7 +115,7 @@ async def _lists(world: World, process: Process, logs: Mapping[str, FoldedLog]) 
 
 async def _lists_groups(world: World, process: Process, logs: Mapping[str, FoldedLog]) -> None:
     made: Groups = process.service.features["groups"]
-    page = await asked(world, process, lambda: made.listed.page(None, ALL))
+    page = await asked(world, process, lambda: made.listed.page(Selection(), None, ALL))
     assert page is not None
     query = select(groups.c.group_id).where(groups.c.acked_at.is_not(None))
     acknowledged = set(world.store.read(lambda connection: connection.execute(query).scalars().all()))
@@ -122,13 +123,15 @@ async def _lists_groups(world: World, process: Process, logs: Mapping[str, Folde
         group_id = group["group_id"]
         is_told = group["state"] == "acknowledged"
         world.must(is_told == (group_id in acknowledged), f"{process.name} says that {group_id} is {group['state']}")
-        attempts = {
-            log.session.config.attempt
+        members = [
+            log.session.config
             for log in logs.values()
             if log.session.config.group_id == group_id and log.root_id is None and log.session.status != "undone"
-        } - {None}
-        most = max((one for one in attempts if one is not None), default=0)
-        missing = [one for one in range(0 if 0 in attempts else 1, most) if one not in attempts]
+        ]
+        attempts = {config.attempt for config in members if config.attempt is not None}
+        first, size = int(0 not in attempts), max((config.group_size or 0 for config in members), default=0)
+        end = max(*attempts, first + size) if attempts else 0
+        missing = [one for one in range(first, end) if one not in attempts]
         same = group["missing_attempts"] == missing
         world.must(same, f"{process.name} says that {group_id} lacks {group['missing_attempts']}, not {missing}")
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import select
 
-from app.domain.events import RewardAssigned, SessionClosed, SessionConfig
+from app.domain.events import DEFAULT_RUN, RewardAssigned, SessionClosed, SessionConfig
 from app.domain.session import fold
 from app.errors import SessionClosed as Closed
 from app.errors import SessionExists
@@ -93,8 +93,10 @@ class Feed:
         self._world = world
         self._rng = rng = random.Random(f"feed {seed}")
         self._producers: list[Producer] = []
+        self._sizes: dict[str, int] = {}
         for group in names[: rng.choice((2, 3))]:
-            for attempt in range(rng.choice((1, 2))):
+            self._sizes[group] = rng.choice((1, 2))
+            for attempt in range(self._sizes[group]):
                 self._add(group, attempt)
             if rng.random() < 0.3:
                 self._add(group, 0, parent=f"{group}.0")
@@ -105,7 +107,8 @@ class Feed:
     def _add(self, group: str, attempt: int, parent: str | None = None) -> None:
         name = f"{group}.{attempt}" if parent is None else f"{parent}.child"
         made = Producer(self._world, name, name, Habits())
-        made.config = SessionConfig(rollback_window=1, group_id=group, attempt=attempt, parent=parent)
+        size = self._sizes[group] if attempt == 0 else None
+        made.config = SessionConfig(rollback_window=1, group_id=group, attempt=attempt, parent=parent, group_size=size)
         made.turns = self._rng.choice((0, 1, 1))
         self._producers.append(made)
 
@@ -199,7 +202,7 @@ class Feed:
                 self._acked[group_id] = wall(self._world.loop.time())
 
         what = f"{consumer} acknowledges {group_ids}"
-        await self._ordered(what, lambda process: _of(process).feed.acknowledge(consumer, group_ids), sent)
+        await self._ordered(what, lambda process: _of(process).feed.acknowledge(consumer, DEFAULT_RUN, group_ids), sent)
 
     async def _ordered(
         self,
@@ -220,6 +223,7 @@ class Feed:
             if fact.what == "created" and fact.session_id in known and fact.sent_at < asked
         }
         must(created <= given.attempts.keys(), f"{name} was given without {sorted(created - given.attempts.keys())}")
+        must(len(given.attempts) >= self._sizes.get(name, 0), f"{name} was given before all attempts had arrived")
         for other in self._given[name]:
             first, second = sorted((other, given), key=lambda one: one.number)
             must(first.number < second.number, f"{name} was given twice with lease {given.number}")

@@ -11,7 +11,7 @@ import msgspec
 from sqlalchemy import Connection
 
 from app.composition import store_points
-from app.domain.events import TurnCommitted
+from app.domain.events import DEFAULT_RUN, TurnCommitted
 from app.errors import AppError
 from app.store.content import load_messages
 from app.store.sessions import generations, load_events
@@ -25,6 +25,10 @@ T = TypeVar("T")
 SHARE = 0.6
 """Of all schedules in which no session is closed for being idle: that would end a name for good."""
 
+RUNS = ("exp-1", None)
+"""Each has its own sessions of the name, and its own turns of the keys."""
+
+NAME = "task-1"
 PATH = "/v1/chat/completions"
 TURNS = 2
 AGAIN_S = 0.5
@@ -36,18 +40,19 @@ def trajectories(world: World, seed: int) -> list[Trajectory]:
     if rng.random() > SHARE or world.settings.idle_close_s is not None:
         return []
     requests = Requests(world.history.now)
-    return [Trajectory(world, rng, requests, f"task-{number}") for number in range(1, rng.choice((1, 2)) + 1)]
+    return [Trajectory(world, rng, requests, run) for run in RUNS[: rng.choice((1, 2))]]
 
 
 class Trajectory:
     """Two turns an epoch, each with a key of its own, and an end. In the next epoch a request of the last may come
     again, and the first one twice at once: one of them begins the session, or the other."""
 
-    def __init__(self, world: World, rng: random.Random, requests: Requests, name: str) -> None:
+    def __init__(self, world: World, rng: random.Random, requests: Requests, run: str | None) -> None:
         self._world = world
         self._rng = rng
         self._requests = requests
-        self._name = name
+        self._run = run
+        self._name = f"{NAME} of {run}"
         self._told: list[list[str]] = []
 
     async def live(self) -> None:
@@ -78,13 +83,14 @@ class Trajectory:
 
     async def _turn(self, messages: Sequence[Message], epoch: int, turn: int) -> str:
         """What it says: the payloads of an epoch that is over may be gone."""
-        headers = {"x-session-id": self._name, "idempotency-key": f"{self._name} {epoch} {turn}"}
+        headers = {"x-session-id": NAME, "idempotency-key": f"{epoch} {turn}"}
+        headers |= {} if self._run is None else {"x-turnlog-run": self._run}
         body: dict[str, Any] = {"model": "simulated", "messages": messages}
         refusals = (404, 422)
 
         async def asked(process: Process) -> str | None:
             answer: Answer = await self._requests.turn(process, PATH, headers, body)
-            self._world.note(f"{headers['idempotency-key']} is answered {answer.status} by {process.name}")
+            self._world.note(f"{self._said(epoch, turn)['content']} is answered {answer.status} by {process.name}")
             self._world.must(answer.status not in refusals, f"{headers} is refused: {answer.body[:200]!r}")
             return _content(answer.body) if answer.status == 200 else None
 
@@ -92,7 +98,7 @@ class Trajectory:
 
     async def _finished(self, process: Process) -> bool:
         async def finish() -> bool:
-            await process.service.names.finish(self._name)
+            await process.service.names.finish(self._run, NAME)
             return True
 
         self._world.note(f"{self._name} is to be finished, by way of {process.name}")
@@ -123,7 +129,7 @@ class Trajectory:
     def _stored(self, connection: Connection) -> list[list[str]]:
         """Of each generation the replies, by what was asked."""
         found = []
-        for one in reversed(generations(connection, store_points(), self._name)):
+        for one in reversed(generations(connection, store_points(), self._run or DEFAULT_RUN, NAME)):
             log = load_events(connection, one.session_id)
             turns = [recorded.event.turn for recorded in log if isinstance(recorded.event, TurnCommitted)]
             stored = load_messages(connection, one.session_id, turns).values()

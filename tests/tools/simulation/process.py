@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from app.domain.events import DEFAULT_RUN
 from app.errors import AppError
 from app.services import DRAIN_S
 from app.sessions.recovery import written
@@ -82,7 +83,7 @@ class Process:
         self.service = service.made(
             world.settings,
             database,
-            engine_of(world, lambda adapter: self.service.fleet.fleet.is_shut(adapter, has_claim=True)),
+            engine_of(world, lambda adapter: self.service.fleet.fleet.is_shut(DEFAULT_RUN, adapter, has_claim=True)),
             SimulatedPool(world),
             self.clock,
             self.incarnation,

@@ -80,13 +80,13 @@ class Trainer:
 def pause(process: Process, name: str | None, lease_s: float, mode: Any = "abort") -> Coroutine[Any, Any, object]:
     """Shut the gate of an adapter, or of all."""
     pauses = _pauses(process)
-    return pauses.pause_fleet(mode, lease_s) if name is None else pauses.pause_adapter(name, lease_s)
+    return pauses.pause_fleet(None, mode, lease_s) if name is None else pauses.pause_adapter(None, name, lease_s)
 
 
 def resume(process: Process, name: str | None) -> Coroutine[Any, Any, object]:
     """Open it."""
     pauses = _pauses(process)
-    return pauses.resume_fleet() if name is None else pauses.resume_adapter(name, None)
+    return pauses.resume_fleet(None) if name is None else pauses.resume_adapter(None, name, None)
 
 
 def _pauses(process: Process) -> Pauses:

@@ -52,12 +52,21 @@ async def examine(
     finally:
         await client.close()
     found = [finding for findings in looked for finding in findings]
-    if fleet is not None and fleet.gate.is_shut:
-        found.append(warning("engines", "the gate of the fleet is shut: turns wait", "turnlog resume --fleet"))
-    for name, gate in (fleet or Fleet()).adapters.items():
-        if gate.is_shut:
-            found.append(warning("engines", f"the gate of adapter {name} is shut", f"turnlog resume {name}"))
-    return found
+    if fleet is None:
+        return found
+    for run in (None, *fleet.runs):
+        of_run, option = ("", "") if run is None else (f" of run {run}", f" --run {run}")
+        gates = fleet.gates_of(run)
+        if gates.fleet.is_shut:
+            shut = f"the gate of the fleet{of_run} is shut: turns wait"
+            found.append(warning("engines", shut, f"turnlog resume --fleet{option}"))
+        for name, gate in gates.adapters.items():
+            if gate.is_shut:
+                shut = f"the gate of adapter {name}{of_run} is shut"
+                found.append(warning("engines", shut, f"turnlog resume {name}{option}"))
+    without = sorted(fleet.owners - {engine.run for engine in fleet.members(settings.upstreams)})
+    gone = "those of run {0} are gone: its turns are 503", "turnlog engines add URL --run {0}"
+    return [*found, *(warning("engines", *(text.format(run) for text in gone)) for run in without)]
 
 
 def _none(told: Engines) -> Finding:

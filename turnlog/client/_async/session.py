@@ -16,7 +16,7 @@ from turnlog.client.lines import EventsPlace, Object, present
 from turnlog.client.samples import Samples, parse
 from turnlog.errors import SessionClosed
 from turnlog.events import Event
-from turnlog.parameters import TreeParameters
+from turnlog.parameters import Failure, TreeParameters
 from turnlog.replies import FinishedSession, ListedAnnotation, Records, State, Tree
 
 if TYPE_CHECKING:
@@ -243,10 +243,20 @@ class AsyncSession:
             for fork in made["sessions"]
         ]
 
-    async def close(self) -> None:
-        """Close the session; a turn in flight is aborted. Idempotent. Raises NotFound."""
+    async def close(self, *, failed: Failure | None = None) -> None:
+        """Close the session; a turn in flight is aborted. Idempotent: the first close stands.
+
+        failed: why the rollout failed, if it did for a reason that is no reward; a later reward ends that. Needs the
+            admin token, or a server with `TURNLOG_SESSION_REWARDS=allow`.
+
+        Raises NotFound, Forbidden, InvalidRequest; TypeError and ValueError for another kind, before anything is sent.
+        """
         try:
-            await self._transport.call("DELETE", self._path, token=self.token)
+            if failed is None:
+                await self._transport.call("DELETE", self._path, token=self.token)
+            else:
+                body = {"failed": checked(Failure, failed)}
+                await self._transport.call("POST", f"{self._path}/close", body=body, token=self._judges_token)
         except SessionClosed:
             return
 
@@ -259,7 +269,7 @@ class AsyncSession:
 
     @property
     def _judges_token(self) -> str | None:
-        """The client's own token, if it has one: the session's may set no reward and erase nothing."""
+        """The client's own token, if it has one: the session's may set no reward, fail no rollout and erase nothing."""
         return self._transport.token or self.token
 
     async def __aenter__(self) -> AsyncSession:

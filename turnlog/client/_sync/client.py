@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, cast, 
 from turnlog.client import frames
 from turnlog.client._sync.session import Session
 from turnlog.client._sync.transport import Transport
-from turnlog.client.address import default_address, default_run, default_token, segment
-from turnlog.client.checked import checked, rows_wanted, sessions_wanted
+from turnlog.client.address import below_run, default_address, default_run, default_token, segment
+from turnlog.client.checked import checked, wanted
 from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
 from turnlog.events import Event, UnreadableEvent
 from turnlog.parameters import (
@@ -25,6 +25,7 @@ from turnlog.parameters import (
     FeedParameters,
     NewSession,
     SearchFilters,
+    Selection,
     SessionFilters,
     Shape,
     TrainerShape,
@@ -32,11 +33,14 @@ from turnlog.parameters import (
 from turnlog.replies import (
     AdapterState,
     Checkpoint,
+    Engine,
     Group,
     ListedGroup,
+    ListedRun,
     ListedSession,
     PausedAdapter,
     RestoredStore,
+    Run,
     RunToken,
     SearchHit,
     ToldFleet,
@@ -105,14 +109,15 @@ class Turnlog:
 
         `metadata` maps keys to values; a dot in a key leads into an object. Raises InvalidRequest.
         """
-        given = sessions_wanted(SessionFilters, filters)
+        given = wanted(SessionFilters, filters)
         given.setdefault("order", "desc")  # a server that also speaks rLLM's wire tells the two lists apart by it
         for one in self._pages("/sessions", "sessions", given, limit):
             yield cast(ListedSession, one)
 
-    def groups(self, limit: int | None = None) -> Iterator[ListedGroup]:
-        """All groups with their progress and the statistics of their rewards, by id. Needs the admin token."""
-        for one in self._pages("/groups", "groups", {}, limit):
+    def groups(self, limit: int | None = None, **filters: Unpack[Selection]) -> Iterator[ListedGroup]:
+        """Groups with their progress and the statistics of their rewards, by id; of metadata, those that a session of
+        the group has. Needs the admin token."""
+        for one in self._pages("/groups", "groups", wanted(Selection, filters), limit):
             yield cast(ListedGroup, one)
 
     def _pages(self, path: str, name: str, given: Object, limit: int | None, most: int = PAGE) -> Iterator[Object]:
@@ -136,13 +141,18 @@ class Turnlog:
 
         Raises InvalidRequest; NotFound if the server's search is off; TypeError and ValueError before anything is sent.
         """
-        given = {**sessions_wanted(SearchFilters, filters), **present({"q": q})}
+        given = {**wanted(SearchFilters, filters), **present({"q": q})}
         for one in self._pages("/search", "hits", given, limit, SEARCH_PAGE):
             yield cast(SearchHit, one)
 
-    def group(self, group_id: str) -> Group:
-        """A group's sessions, and the statistics of their rewards. Raises NotFound."""
-        return cast(Group, self._transport.read("GET", f"/groups/{segment(group_id)}"))
+    def group(self, group_id: str, *, run: str | None = None) -> Group:
+        """A group's sessions, and the statistics of their rewards.
+
+        run: by default `TURNLOG_RUN`, else the default run, else the only one that has a group of this id. Raises
+        NotFound, InvalidRequest.
+        """
+        given = present({"run": run or default_run()})
+        return cast(Group, self._transport.read("GET", f"/groups/{segment(group_id)}", parameters=given))
 
     @overload
     def export(
@@ -170,7 +180,7 @@ class Turnlog:
 
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        given = rows_wanted(ExportParameters, {"shape": shape, "explain": explain or None, **filters})
+        given = wanted(ExportParameters, {"shape": shape, "explain": explain or None, **filters})
         return Export(self._transport, ExportPlace(given))
 
     def events(self, **parameters: Unpack[EventParameters]) -> Events:
@@ -178,7 +188,7 @@ class Turnlog:
 
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        return Events(self._transport, AllEventsPlace(checked(EventParameters, parameters)))
+        return Events(self._transport, AllEventsPlace(wanted(EventParameters, parameters)))
 
     @overload
     def hand_out(
@@ -210,47 +220,110 @@ class Turnlog:
     ) -> Any:
         """Up to `size` (default: one) complete groups with their rows, leased to `consumer` until it acknowledges them.
 
-        First the groups that it has not acknowledged, unless `new_only`. With `explain` also an object with `excluded`
+        They are those of `run`, by default of `TURNLOG_RUN`, else of the default run; `*`: of all runs. First the
+        groups that it has not acknowledged, unless `new_only`. With `explain` also an object with `excluded`
         for each other waiting group. With `new_only`, the groups of a lost reply are given again when their lease ends.
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
-        given = rows_wanted(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
-        given["consumer"] = consumer
+        given = wanted(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
+        given |= {"consumer": consumer, **present({"run": given.get("run") or default_run()})}
         once = filters.get("new_only", False)
         content = self._transport.call("GET", "/export/groups", parameters=given, slow=True, once=once)
         return [decode(line) for line in content.split(b"\n") if line]
 
-    def acknowledge(self, consumer: str, group_ids: Sequence[str]) -> Acknowledged:
-        """Acknowledge groups for good. Returns which were `acknowledged`, `already`, `not_leased` or `unknown`."""
-        body = {"consumer": consumer, "groups": list(group_ids)}
+    def acknowledge(self, consumer: str, group_ids: Sequence[str], *, run: str | None = None) -> Acknowledged:
+        """Acknowledge groups of a run for good, by default of `TURNLOG_RUN`, else of the default run.
+
+        Returns which were `acknowledged`, `already`, `not_leased` or `unknown`.
+        """
+        body = {"consumer": consumer, "groups": list(group_ids), **present({"run": run or default_run()})}
         return cast(Acknowledged, self._transport.read("POST", "/export/groups/ack", body=body))
 
-    def pause_adapter(self, name: str, *, lease_s: float | None = None) -> PausedAdapter:
-        """Hold the adapter's turns and abort its generations, until `resume_adapter` or the end of the lease.
+    def runs(self, limit: int | None = None) -> Iterator[ListedRun]:
+        """All runs with their sessions, turns, groups and rewards, by name. Needs the admin token."""
+        for one in self._pages("/runs", "runs", {}, limit):
+            yield cast(ListedRun, one)
+
+    def run(self, name: str) -> Run:
+        """A run's figures. Raises NotFound."""
+        return cast(Run, self._transport.read("GET", f"/runs/{segment(name)}"))
+
+    def put_run(
+        self,
+        name: str,
+        *,
+        live: int | None = None,
+        tokens: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        note: str | None = None,
+    ) -> Run:
+        """Give a run its limits, metadata and note, in place of those before.
+
+        `live`: sessions that may be open at a time; `tokens`: sampled tokens in all. Raises Conflict for a run
+        that has ended.
+        """
+        limits = present({"live": live, "tokens": tokens})
+        body = {"limits": limits, **present({"metadata": None if metadata is None else dict(metadata), "note": note})}
+        return cast(Run, self._transport.read("PUT", f"/runs/{segment(name)}", body=body))
+
+    def close_run(self, name: str) -> None:
+        """Close a run and its open sessions: no session can be created in it any more. Raises NotFound."""
+        self._transport.call("DELETE", f"/runs/{segment(name)}", slow=True)
+
+    def erase_run(self, name: str) -> None:
+        """Close a run and erase all of its sessions permanently; its name may be used anew. Where object
+        storage or archives still have some of it, the server goes on. Raises NotFound."""
+        self._transport.call("DELETE", f"/runs/{segment(name)}", parameters={"erase": "true"}, slow=True)
+
+    def engines(self, *, run: str | None = None) -> list[Engine]:
+        """All engines, or those that serve a run."""
+        found = self._transport.read("GET", "/engines", parameters=present({"run": run}))
+        return cast(list[Engine], found["engines"])
+
+    def add_engine(self, url: str, *, run: str | None = None) -> Engine:
+        """Add an engine, or bring back one that was drained or removed; with `run` it serves that run alone.
+
+        Raises Conflict for an engine that serves others: remove it first.
+        """
+        body = {"url": url, **present({"run": run})}
+        return cast(Engine, self._transport.read("POST", "/engines", body=body))
+
+    def remove_engine(self, url: str) -> None:
+        """Take an engine out of the pool; turns in flight end there. Raises NotFound."""
+        self._transport.call("DELETE", "/engines", parameters={"url": url})
+
+    def pause_adapter(self, name: str, *, lease_s: float | None = None, run: str | None = None) -> PausedAdapter:
+        """Hold the adapter's turns, with `run` those of that run, and abort their generations, until `resume_adapter`
+        or the end of the lease.
 
         Raises EnginesFailed if an engine did not accept the order; the gate is shut nevertheless.
         """
-        path = f"/adapters/{segment(name)}/pause"
+        path = below_run(run, f"/adapters/{segment(name)}/pause")
         return cast(PausedAdapter, self._transport.read("POST", path, body=present({"lease_s": lease_s}), slow=True))
 
-    def resume_adapter(self, name: str, *, version: str | None = None) -> AdapterState:
+    def resume_adapter(self, name: str, *, version: str | None = None, run: str | None = None) -> AdapterState:
         """Let the adapter's turns proceed; `version` is the version of its weights from now on."""
-        path = f"/adapters/{segment(name)}/resume"
+        path = below_run(run, f"/adapters/{segment(name)}/resume")
         return cast(AdapterState, self._transport.read("POST", path, body=present({"version": version})))
 
     def pause_fleet(
-        self, *, mode: Literal["abort", "in_place", "retract"] | None = None, lease_s: float | None = None
+        self,
+        *,
+        mode: Literal["abort", "in_place", "retract"] | None = None,
+        lease_s: float | None = None,
+        run: str | None = None,
     ) -> ToldFleet:
-        """Hold all turns and pause every engine. Raises EnginesFailed; the gate is shut nevertheless."""
+        """Hold all turns and pause every engine; with `run` that run's turns, and its own engines. Raises
+        EnginesFailed; the gate is shut nevertheless."""
         body = present({"mode": mode, "lease_s": lease_s})
-        return cast(ToldFleet, self._transport.read("POST", "/fleet/pause", body=body, slow=True))
+        return cast(ToldFleet, self._transport.read("POST", below_run(run, "/fleet/pause"), body=body, slow=True))
 
-    def resume_fleet(self, *, version: str | None = None) -> ToldFleet:
-        """Resume every engine and let all turns proceed. `version` is the weight version of engines that cannot say
-        theirs. Raises EnginesFailed; the gate is open nevertheless.
+    def resume_fleet(self, *, version: str | None = None, run: str | None = None) -> ToldFleet:
+        """Resume every engine and let all turns proceed; with `run` that run's. `version` is the weight version of
+        engines that cannot say theirs. Raises EnginesFailed; the gate is open nevertheless.
         """
         body = present({"version": version})
-        return cast(ToldFleet, self._transport.read("POST", "/fleet/resume", body=body, slow=True))
+        return cast(ToldFleet, self._transport.read("POST", below_run(run, "/fleet/resume"), body=body, slow=True))
 
     def checkpoint(self, name: str, *, drain: bool = False, drain_s: float | None = None) -> Checkpoint:
         """Name a cut over all sessions, groups and acknowledgements. Needs the admin token.

@@ -17,7 +17,7 @@ from turnlog.client.lines import EventsPlace, Object, present
 from turnlog.client.samples import Samples, parse
 from turnlog.errors import SessionClosed
 from turnlog.events import Event
-from turnlog.parameters import TreeParameters
+from turnlog.parameters import Failure, TreeParameters
 from turnlog.replies import FinishedSession, ListedAnnotation, Records, State, Tree
 
 if TYPE_CHECKING:
@@ -242,10 +242,20 @@ class Session:
             for fork in made["sessions"]
         ]
 
-    def close(self) -> None:
-        """Close the session; a turn in flight is aborted. Idempotent. Raises NotFound."""
+    def close(self, *, failed: Failure | None = None) -> None:
+        """Close the session; a turn in flight is aborted. Idempotent: the first close stands.
+
+        failed: why the rollout failed, if it did for a reason that is no reward; a later reward ends that. Needs the
+            admin token, or a server with `TURNLOG_SESSION_REWARDS=allow`.
+
+        Raises NotFound, Forbidden, InvalidRequest; TypeError and ValueError for another kind, before anything is sent.
+        """
         try:
-            self._transport.call("DELETE", self._path, token=self.token)
+            if failed is None:
+                self._transport.call("DELETE", self._path, token=self.token)
+            else:
+                body = {"failed": checked(Failure, failed)}
+                self._transport.call("POST", f"{self._path}/close", body=body, token=self._judges_token)
         except SessionClosed:
             return
 
@@ -256,7 +266,7 @@ class Session:
 
     @property
     def _judges_token(self) -> str | None:
-        """The client's own token, if it has one: the session's may set no reward and erase nothing."""
+        """The client's own token, if it has one: the session's may set no reward, fail no rollout and erase nothing."""
         return self._transport.token or self.token
 
     def __enter__(self) -> Session:

@@ -42,7 +42,7 @@ const BRANCHES = 200;
  * @param {number|null} branch only what led to its newest turn; null: all turns
  * @returns {Row[]} in the order in which they began
  */
-export function rowsOf({ turns, failed, refused, open_turns, tree }, branch) {
+export function rowsOf({ turns, failed_turns, refused, open_turns, tree }, branch) {
   const path = branch === null || !tree ? null : pathOf(tree, branch);
   const children = Map.groupBy([...turns, ...open_turns], (one) => one.parent);
   /** @type {Map<number, TreeBranch>} */
@@ -60,7 +60,7 @@ export function rowsOf({ turns, failed, refused, open_turns, tree }, branch) {
     if (path && !path.has(number)) continue;
     const after = (children.get(number) ?? []).filter((one) => !path || path.has(one.turn));
     const next = after.find((one) => !("live" in one) || one.live) ?? after[0];
-    const again = tree ? null : failed.find((one) => one.fence > turn.seq && (!next || one.fence < next.fence));
+    const again = tree ? null : failed_turns.find((one) => one.fence > turn.seq && (!next || one.fence < next.fence));
     const end = begin === null ? null : committed_at;
     const isRoot = turn.parent === 0 || turn.segment_cause !== null;
     if (isRoot) rows.push({ ...nothing, kind: "asked", number, turn, order: order - 0.5 });
@@ -71,7 +71,7 @@ export function rowsOf({ turns, failed, refused, open_turns, tree }, branch) {
       child: next && "seq" in next && !next.segment_cause ? next.turn : null,
     });
   }
-  for (const one of path ? [] : failed)
+  for (const one of path ? [] : failed_turns)
     rows.push({ ...nothing, kind: "failed", number: one.turn, failed: one, order: one.fence, begin: one.opened_at, end: one.ended_at });
   for (const one of refused)
     if (!path || path.has(one.turn)) rows.push({ ...nothing, kind: "refused", number: one.turn, refused: one, order: one.seq, begin: null });

@@ -34,7 +34,19 @@ export const access = { needsToken: false, onUnauthorized: () => {} };
  * @returns {string} absolute
  */
 export function url(path, parameters) {
-  return new URL(path.slice(1) + queryOf(parameters), BASE).href;
+  return new URL(path.slice(1) + queryOf(sent(parameters)), BASE).href;
+}
+
+/**
+ * A form has a filter by metadata in one field, `key=value`; the server reads the key in the parameter's name.
+ * @param {Parameters} [parameters]
+ * @returns {Parameters|undefined}
+ */
+function sent(parameters) {
+  if (!parameters || parameters instanceof URLSearchParams || !parameters.metadata) return parameters;
+  const { metadata, ...others } = parameters;
+  const [key, ...value] = String(metadata).split("=");
+  return { ...others, [`metadata.${key}`]: value.join("=") };
 }
 
 /**

@@ -43,7 +43,9 @@ export function matches(row, query) {
     (!query.q || row.session_id.startsWith(query.q)) &&
     (!query.state || (query.state === "open" ? row.status : row.state) === query.state) &&
     (query.sort !== "running_since" || row.running_since !== null) &&
+    (!query.run || row.run === query.run) &&
     (!query.group_id || row.group_id === query.group_id) &&
+    (!query.group_prefix || row.group_id?.startsWith(query.group_prefix) === true) &&
     (!query.tag || row.tags.includes(query.tag)) &&
     (!query.engine || row.engine === query.engine) &&
     (least === null || (row.reward !== null && row.reward >= least)) &&
@@ -77,7 +79,9 @@ export class FilterForm extends QueryForm {
       { class: "filters", role: "search", "aria-label": "Filter sessions" },
       field("Session id begins with", textField("q")),
       field("State", choice("state", Object.keys(STATES))),
+      field("Run", textField("run")),
       field("Group", textField("group_id")),
+      field("Group begins with", textField("group_prefix")),
       field("Tag", textField("tag")),
       field("Engine", engines),
       field("Reward from", numberField("min_reward", { step: "any" })),

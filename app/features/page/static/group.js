@@ -144,8 +144,8 @@ export class GroupView extends View {
 }
 
 /** @param {Attempt} attempt @param {Statistics|null} statistics */
-function advantage({ reward, status }, statistics) {
-  if (reward === null || !statistics || status === "erased" || status === "undone") return { advantage: null, normalized: null };
+function advantage({ reward, status, failed }, statistics) {
+  if (reward === null || failed || !statistics || status === "erased" || status === "undone") return { advantage: null, normalized: null };
   const { mean, std, zero_variance: isFlat } = statistics;
   return { advantage: isFlat ? 0 : reward - mean, normalized: isFlat ? 0 : (reward - mean) / (std + EPSILON) };
 }

@@ -142,13 +142,13 @@ export class SessionView extends View {
   }
 
   /** @param {Session} session @returns {number|null} the turn to show: that of the address, else the first, or in flight the newest */
-  #chosen({ turns, failed, open_turns, tree }) {
-    const all = [...turns, ...failed, ...open_turns].map((one) => one.turn);
+  #chosen({ turns, failed_turns, open_turns, tree }) {
+    const all = [...turns, ...failed_turns, ...open_turns].map((one) => one.turn);
     if (this.at.turn !== null && all.includes(this.at.turn)) return this.at.brought ? cameFrom(turns, this.at.turn) : this.at.turn;
     const leaf = tree?.branches.find((one) => one.branch === this.at.branch)?.leaf;
     if (leaf !== undefined) return leaf;
     this.isFollowing ||= open_turns.length > 0;
-    return this.isFollowing ? Math.max(...all) : (turns[0]?.turn ?? failed[0]?.turn ?? null);
+    return this.isFollowing ? Math.max(...all) : (turns[0]?.turn ?? failed_turns[0]?.turn ?? null);
   }
 
   /** @param {TabName} name @returns {Tab} */
@@ -190,7 +190,7 @@ export class SessionView extends View {
       session.problems.map((one) => message("error", `${one.part} cannot be shown`, h("p", null, one.message))),
     );
     this.#mark(session);
-    renew(this.head, [session.seq, this.at.seq, session.last_seq, session.state, session.reward], () => this.#head(session));
+    renew(this.head, [session.seq, this.at.seq, session.last_seq, session.state, session.reward, session.failed], () => this.#head(session));
     replace(this.brief, session.tags.length > 0 && ["· ", named(session.tags.join(", ")), " "], session.note && ["· ", named(session.note)]);
     const { config, metadata, turn_rewards: rewards, note, tags, budgets, limit, checkpoints, seq } = session;
     renew(this.more, [config, metadata, rewards, note, tags, budgets, limit, checkpoints, seq], () => this.#details(session));
@@ -198,7 +198,7 @@ export class SessionView extends View {
 
   /** @param {Session} session @returns {Child} */
   #head(session) {
-    const { session_id, state, seq, last_seq, reward, config, turns, tree, affinity, open_turns, limit } = session;
+    const { session_id, state, failed: failure, seq, last_seq, reward, config, turns, tree, affinity, open_turns, limit } = session;
     const live = turns.filter((turn) => turn.live);
     const rows = rowsOf(session, null).filter((row) => !row.turn || row.turn.live);
     const begin = rows.find((row) => row.begin !== null)?.begin ?? null;
@@ -213,6 +213,7 @@ export class SessionView extends View {
       badge(state),
       this.at.seq !== null && [badge(`as of event ${seq} of ${last_seq}`, "warn"), h("a", { href: sessionHref(this.id, { tab: this.at.tab }) }, "live")],
       reward && h("span", null, "reward ", h("strong", null, decimal(reward.reward))),
+      failure && h("span", null, badge(`failed: ${failure.kind}`, "bad"), failure.message && [" ", named(failure.message)]),
       config.group_id != null &&
         h("span", null, h("a", { href: groupHref(config.group_id) }, named(config.group_id)), config.attempt != null && ` attempt ${config.attempt}`),
       h("span", null, `${amount(live.length, "turn")}${branches}`),

@@ -70,7 +70,7 @@ export class TurnTab extends SessionPart {
   #read(whole = []) {
     const { session, turn } = this;
     this.prompts.abort();
-    const failed = session?.failed.find((one) => one.turn === turn);
+    const failed = session?.failed_turns.find((one) => one.turn === turn);
     const open = session?.open_turns.find((one) => one.turn === turn);
     if (!session || turn === null || session.erased)
       return replace(this.element, message("empty", session?.erased ? "The content is erased." : "No turn is committed yet."));

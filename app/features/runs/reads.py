@@ -1,0 +1,174 @@
+"""What is read of runs: their names, their rows, and the figures that follow from the heads of their sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+from sqlalchemy import Connection, case, exists, func, select, tuple_, union
+
+from app.domain.events import TurnAbandoned, TurnCommitted, TurnRejected
+from app.features.groups.schema import groups
+from app.features.runs.schema import is_of_run, runs
+from app.store.rollouts import is_root
+from app.store.schema import events, sessions
+from app.store.sessions import EventRow
+
+COUNTED = (TurnCommitted.__name__, TurnRejected.__name__, TurnAbandoned.__name__)
+"""Types of the events that figures are made of."""
+
+
+class RunRow(msgspec.Struct, frozen=True):
+    """A row of `runs`; `metadata` is JSON, `note` UTF-8."""
+
+    run: str
+    status: str
+    max_live: int | None
+    max_tokens: int | None
+    used_tokens: int
+    metadata: bytes | None
+    note: bytes | None
+
+
+class HeadCount(NamedTuple):
+    """The sessions of a run that are alike: their number and their turns, when the first was created and the last
+    changed, and their largest and smallest weight version."""
+
+    run: str
+    status: str
+    is_root: bool
+    reward: float | None
+    sessions: int
+    turns: int
+    first_at: float
+    last_at: float
+    newest: int | None
+    oldest: int | None
+
+
+class GroupCount(NamedTuple):
+    """A run's groups. A group that was acknowledged was handed out, and is complete."""
+
+    run: str
+    complete: int
+    handed_out: int
+    acknowledged: int
+
+
+def names(connection: Connection, after: str, limit: int) -> list[str]:
+    """Names of runs behind `after`, in the database's own order; of some no session may be left.
+
+    The names of sessions are found one by one in their index, however many sessions a run has.
+    """
+    next_name = select(func.min(sessions.c.run).label("run"))
+    step = next_name.where(sessions.c.run > after).cte("step", recursive=True)
+    following = next_name.where(sessions.c.run > step.c.run).scalar_subquery()
+    step = step.union_all(select(following).select_from(step).where(step.c.run.is_not(None)))
+    first = select(step.c.run).where(step.c.run.is_not(None)).limit(limit).subquery()
+    of_sessions = select(first.c.run)
+    given = select(runs.c.run).where(runs.c.run > after, runs.c.status != "erased")
+    every = union(of_sessions, given).subquery()
+    return list(connection.execute(select(every.c.run).order_by(every.c.run).limit(limit)).scalars())
+
+
+def rows(connection: Connection, names: Sequence[str]) -> dict[str, RunRow]:
+    """Of those that have one, erased ones left out."""
+    columns = [runs.c[name] for name in RunRow.__struct_fields__]
+    query = select(*columns).where(runs.c.run.in_(names), runs.c.status != "erased")
+    return {row[0]: RunRow(*row) for row in connection.execute(query)}
+
+
+def heads(connection: Connection, names: Sequence[str]) -> list[HeadCount]:
+    """The sessions of these runs, counted by what is alike, in one query over their heads."""
+    root = case((is_root(), 1), else_=0)
+    alike = (sessions.c.run, sessions.c.status, root, sessions.c.reward)
+    query = (
+        select(
+            *alike,
+            func.count(),
+            func.sum(sessions.c.turns),
+            func.min(sessions.c.created_at),
+            func.max(sessions.c.updated_at),
+            func.max(sessions.c.weight_version),
+            func.min(sessions.c.weight_version),
+        )
+        .where(sessions.c.run.in_(names), sessions.c.status != "undone", is_of_run)
+        .group_by(*alike)
+    )
+    return [HeadCount(*row) for row in connection.execute(query)]
+
+
+def group_counts(connection: Connection, names: Sequence[str]) -> dict[str, GroupCount]:
+    of_run = select(sessions.c.run, sessions.c.group_id).where(
+        sessions.c.run.in_(names), sessions.c.group_id.is_not(None)
+    )
+    named = of_run.distinct().subquery()
+    query = (
+        select(
+            named.c.run,
+            func.sum(case((groups.c.completed_at.is_not(None), 1), else_=0)),
+            func.sum(case((groups.c.handed_out > 0, 1), else_=0)),
+            func.sum(case((groups.c.acked_at.is_not(None), 1), else_=0)),
+        )
+        .join_from(named, groups, groups.c.group_id == named.c.group_id)
+        .group_by(named.c.run)
+    )
+    return {row[0]: GroupCount(*row) for row in connection.execute(query)}
+
+
+def versions(connection: Connection, run: str) -> dict[str, int]:
+    """The run's sessions, and the number of the last event of each."""
+    query = select(sessions.c.session_id, sessions.c.version)
+    return dict(connection.execute(query.where(sessions.c.run == run, is_of_run)).tuples().all())
+
+
+def turn_ends(connection: Connection, after: Iterable[tuple[str, int]]) -> dict[str, list[EventRow]]:
+    """Of each session the events after a number that end a turn."""
+    columns = [events.c[name] for name in EventRow._fields]
+    found = {}
+    for session_id, seq in after:
+        of_session = events.c.session_id == session_id, events.c.seq > seq, events.c.type.in_(COUNTED)
+        query = select(*columns).where(*of_session).order_by(events.c.seq)
+        found[session_id] = [EventRow(*row) for row in connection.execute(query)]
+    return found
+
+
+class Work(NamedTuple):
+    """Runs with a limit on tokens; runs that are closed and have an open session; runs that are being erased."""
+
+    limited: list[RunRow]
+    closing: list[str]
+    erasing: list[str]
+
+
+def work(connection: Connection) -> Work:
+    columns = [runs.c[name] for name in RunRow.__struct_fields__]
+    limited = select(*columns).where(runs.c.max_tokens.is_not(None), runs.c.status == "open")
+    has_open = exists().where(sessions.c.run == runs.c.run, sessions.c.status == "open")
+    closing = select(runs.c.run).where(runs.c.status == "closed", has_open)
+    erasing = select(runs.c.run).where(runs.c.status == "erasing")
+    return Work(
+        [RunRow(*row) for row in connection.execute(limited)],
+        list(connection.execute(closing).scalars()),
+        list(connection.execute(erasing).scalars()),
+    )
+
+
+def open_sessions(connection: Connection, run: str, limit: int) -> list[str]:
+    """Open sessions of the run, roots before the rest."""
+    query = select(sessions.c.session_id).where(sessions.c.run == run, sessions.c.status == "open")
+    return list(connection.execute(query.order_by(sessions.c.root_id.is_not(None)).limit(limit)).scalars())
+
+
+Place = tuple[float, str]
+
+
+def roots(connection: Connection, run: str, after: Place, limit: int) -> list[Place]:
+    """Roots of the run, erased ones too, behind `after` in the order of their creation."""
+    place = tuple_(sessions.c.created_at, sessions.c.session_id)
+    query = select(sessions.c.created_at, sessions.c.session_id).where(
+        sessions.c.run == run, place > after, is_root(), is_of_run
+    )
+    found = connection.execute(query.order_by(sessions.c.created_at, sessions.c.session_id).limit(limit))
+    return [(row[0], row[1]) for row in found]

@@ -1,0 +1,236 @@
+"""Runs: their figures, limits, end and erasure, and that a name may be used anew."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from integration.cli import run as command
+from integration.places import Places
+from integration.stand import Stand, Talk, error_of, serving, until, user
+from ops.server import VERBATIM, ServerProcess
+from ops.simulator.process import SimulatorProcess
+from turnlog import Turnlog
+from turnlog.errors import NotFound
+
+
+@pytest.fixture(scope="module")
+def used(sglang: SimulatorProcess, places: Places) -> Iterator[Stand]:
+    with serving(places.new("runs"), sglang.base_url) as made:
+        yield made
+
+
+def named() -> str:
+    return f"run-{uuid.uuid4().hex}"
+
+
+def played(stand: Stand, run: str, reward: float | None = None, **body: Any) -> Talk:
+    talk = stand.talk(run=run, **body)
+    talk.say("Hello")
+    if reward is not None:
+        assert stand.http.put(f"{talk.path}/reward", json={"reward": reward}).status_code == 200
+        assert stand.http.delete(talk.path).status_code == 204
+    return talk
+
+
+def put(stand: Stand, run: str, /, **body: Any) -> httpx.Response:
+    return stand.http.put(f"/runs/{run}", json=body)
+
+
+def refusal(response: httpx.Response) -> tuple[tuple[int, str], str]:
+    return error_of(response), response.json()["error"]["message"]
+
+
+def lines(stand: Stand, **parameters: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stand.http.get("/events", params=parameters).text.splitlines()]
+
+
+def test_the_figures_of_a_run(used: Stand) -> None:
+    run, other = named(), named()
+    assert error_of(used.http.get(f"/runs/{run}")) == (404, "not_found")
+    talks = [played(used, run, reward, group_id=f"{run}-{reward}") for reward in (0.0, 1.0)]
+    live = played(used, run)
+    child = used.talk(parent_session_id=live.id)
+    refused = child.chat([user("Fail")], sim={"fault": "missing_prompt_ids"})
+    assert refused.status_code == 502, refused.text
+    fork = used.http.post(f"{live.path}/fork", json={"turn": 1}).json()["sessions"][0]["session_id"]
+    played(used, other, 0.5)
+    line = used.http.get("/export/groups", params={"consumer": run, "attempts": 1, "size": 1}).text
+    handed_out = [json.loads(one)["group_id"] for one in line.splitlines()]
+    found = used.get(f"/runs/{run}")
+    committed = [event for talk in (*talks, live) for event in talk.committed()]
+    names = [span["version"] for event in committed for span in event["weight_versions"]]
+    versions = [int(name) for name in names if name.isdigit()]
+    assert found == {
+        "run": run,
+        "status": "open",
+        "limits": {"live": None, "tokens": None},
+        "metadata": None,
+        "note": None,
+        "sessions": {"open": 3, "closed": 2, "erased": 0},
+        "turns": 4,
+        "groups": {"complete": 2, "handed_out": len(handed_out), "acknowledged": 0},
+        "reward": {"count": 2, "mean": 0.5, "std": 0.5**0.5, "min": 0.0, "max": 1.0, "zero_variance": False},
+        "weight_versions": {"newest": max(versions, default=None), "oldest_live": min(versions, default=None)},
+        "first_at": talks[0].events()[0]["at"],
+        "last_at": found["last_at"],
+        "tokens": {
+            "prompt": sum(event["base_tokens"] + event["suffix_tokens"] for event in committed),
+            "generated": sum(event["output_tokens"] for event in committed),
+        },
+        "errors": {"upstream_invalid": 1},
+    }
+    live.say("Go on")
+    assert used.get(f"/runs/{run}")["tokens"]["generated"] == found["tokens"]["generated"] + sum(
+        event["output_tokens"] for event in live.committed()[1:]
+    )
+    assert fork in {one["session_id"] for one in used.get("/sessions", run=run)["sessions"]}
+
+
+def test_a_list_of_runs_has_those_with_a_session_and_those_given_something(used: Stand) -> None:
+    prefix = named()
+    names = [f"{prefix}-{number}" for number in range(5)]
+    for name in names[::2]:
+        used.talk(run=name)
+    for name in names[1::2]:
+        assert put(used, name, note=name, metadata={"seed": 1}).status_code == 200
+    with Turnlog(used.base_url) as client:
+        listed = {one["run"]: one for one in client.runs() if one["run"].startswith(prefix)}
+        assert list(listed) == names
+        assert client.put_run(names[0], live=3, note="n")["limits"] == {"live": 3, "tokens": None}
+        assert client.run(names[1])["note"] == names[1]
+        client.close_run(names[1])
+        client.erase_run(names[3])
+        with pytest.raises(NotFound):
+            client.run(names[3])
+    assert [(one["note"], one["metadata"]) for one in listed.values()][:2] == [(None, None), (names[1], {"seed": 1})]
+    pages: list[str] = []
+    cursor = None
+    while cursor is not None or not pages:
+        page = used.get("/runs", limit=1, **({} if cursor is None else {"cursor": cursor}))
+        pages += [one["run"] for one in page["runs"]]
+        cursor = page["next_cursor"]
+    assert [name for name in pages if name.startswith(prefix)] == [names[0], names[1], names[2], names[4]]
+    assert names[2] in command("runs", "--limit", "1000", "--url", used.base_url).stdout
+    assert "1 open" in command("run", names[2], "--url", used.base_url).stdout
+    command("run", names[2], "--close", "--url", used.base_url)
+    assert used.get(f"/runs/{names[2]}")["status"] == "closed"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"limits": {"live": 0}}, {"limits": {"turns": 1}}, {"note": 1}, {"metadata": []}, {"run": "x"}],
+    ids=str,
+)
+def test_bad_input_is_refused(used: Stand, body: dict[str, Any]) -> None:
+    assert error_of(put(used, named(), **body)) == (400, "invalid_request")
+    for name in ("...", "a%20b", "x" * 129):
+        assert used.http.put(f"/runs/{name}", json={}).status_code in (400, 404)
+    assert error_of(used.http.get("/runs", params={"cursor": "x"})) == (400, "invalid_request")
+    for method in ("GET", "DELETE"):
+        assert error_of(used.http.request(method, f"/runs/{named()}")) == (404, "not_found")
+
+
+def test_a_closed_run_takes_no_session(used: Stand) -> None:
+    run = named()
+    talk = played(used, run)
+    child = used.talk(parent_session_id=talk.id)
+    for _ in range(2):
+        assert used.http.delete(f"/runs/{run}").status_code == 204
+    assert [used.known(one.id).types()[-1] for one in (talk, child)] == ["SessionClosed"] * 2
+    for response in (
+        used.http.post("/sessions", json={"run": run}),
+        used.http.post(f"{talk.path}/fork", json={"turn": 1}),
+        put(used, run, note="again"),
+    ):
+        assert refusal(response) == ((409, "session_closed"), f"run {run} is closed")
+    assert used.get(f"/runs/{run}")["status"] == "closed"
+
+
+def test_past_its_tokens_a_run_takes_no_session_and_no_turn(used: Stand) -> None:
+    run, other = named(), named()
+    talk, elsewhere = played(used, run), played(used, other)
+    spent = sum(event["output_tokens"] for event in talk.committed())
+    key = {"idempotency-key": "once"}
+    given = talk.chat([*talk.messages, user("More")], headers=key)
+    assert given.status_code == 200
+    spent = sum(event["output_tokens"] for event in talk.committed())
+    assert put(used, run, limits={"tokens": spent}).json()["limits"] == {"live": None, "tokens": spent}
+    why = ((409, "over_budget"), f"run {run} has reached its limit on tokens: {spent} of {spent}")
+    turn = talk.chat([*talk.messages, user("Other")])
+    assert turn.headers["x-should-retry"] == "false"
+    for response in (turn, used.http.post("/sessions", json={"run": run})):
+        assert refusal(response) == why
+    again = talk.chat([*talk.messages, user("More")], headers=key)
+    assert again.json() == given.json()  # what was committed is given again
+    elsewhere.say("Unconcerned")
+    put(used, run, limits={"tokens": spent + 1})
+    talk.say("Go on")
+    until(lambda: talk.chat([*talk.messages, user("Late")]).status_code == 409)
+    put(used, run)
+    talk.say("Without a limit")
+
+
+def test_an_erased_run_leaves_nothing_and_its_name_may_be_used_anew(used: Stand) -> None:
+    run, secret = named(), uuid.uuid4().hex
+    put(used, run, note=secret, metadata={"secret": secret}, limits={"live": 9})
+    talks = [played(used, run, 1.0, group_id=run), played(used, run)]
+    child = used.talk(parent_session_id=talks[1].id, metadata={"secret": secret})
+    talks[1].say(secret)
+    bystander = played(used, named())
+    position = lines(used, after="end")[-1]["position"]
+    for _ in range(2):
+        assert used.http.delete(f"/runs/{run}", params={"erase": "true"}).status_code == 204
+    told = lines(used, after=position)
+    erased = {event["session_id"] for event in told if event.get("type") == "SessionErased"}
+    assert erased == {talk.id for talk in (*talks, child)}
+    assert error_of(used.http.get(f"/runs/{run}")) == (404, "not_found")
+    assert run not in {one["run"] for one in used.get("/runs", limit=1000)["runs"]}
+    assert used.rows(session_id=talks[0].id) == []
+    bystander.say("Still here")
+    anew = played(used, run)
+    found = used.get(f"/runs/{run}")
+    assert (found["sessions"], found["turns"], found["note"]) == ({"open": 1, "closed": 0, "erased": 0}, 1, None)
+    assert found["limits"] == {"live": None, "tokens": None}
+    assert found["tokens"]["generated"] == sum(event["output_tokens"] for event in anew.committed())
+
+
+def test_the_limit_on_live_sessions_is_exact(places: Places, sglang: SimulatorProcess) -> None:
+    """Also of two processes that create at once, in batches, by forks and below a root."""
+    place, run, most = places.new("live"), named(), 7
+    with serving(place, sglang.base_url) as stand:
+        servers = [stand.server]
+        if place.postgres is not None:
+            other = ServerProcess(
+                place.folder / "other", upstreams=[sglang.base_url], environment=VERBATIM, database_url=stand.url
+            )
+            servers.append(other.start())
+        assert put(stand, run, limits={"live": most}).status_code == 200
+        root = played(stand, run)
+        bodies = [{"run": run}, {"run": run, "parent_session_id": root.id}]
+
+        def create(number: int) -> httpx.Response:
+            base = servers[number % len(servers)].base_url
+            if number % 5 == 0:
+                return httpx.post(f"{base}{root.path}/fork", json={"turn": 1}, timeout=60)
+            return httpx.post(f"{base}/sessions", json=bodies[number % 3 == 0], timeout=60)
+
+        with ThreadPoolExecutor(16) as threads:
+            replies = list(threads.map(create, range(48)))
+        refused = [one for one in replies if one.status_code != 200]
+        assert len(replies) - len(refused) == most - 1
+        why = ((409, "over_budget"), f"run {run} has reached its limit on live sessions: {most} of {most}")
+        assert {refusal(one) for one in refused} == {why}
+        assert stand.http.post("/sessions", json={"run": run, "session_id": root.id}).status_code in (200, 409)
+        stand.talk(run=named())
+        assert stand.http.delete(root.path).status_code == 204
+        assert stand.get(f"/runs/{run}")["sessions"]["open"] < most
+        stand.talk(run=run)
+        if len(servers) > 1:
+            servers[1].stop()
