@@ -296,7 +296,7 @@ def attempts(guarded: Guarded, every: int) -> int:
         method, form, head, content = one
         sent = [head] * bool(head) + [f"Content-Length: {len(content)}"]
         status, came = raw(guarded.stand.server.port, f"{method} {form} HTTP/1.1", *lines, *sent, body=content.encode())
-        assert status >= 200 and status != 500, (one, came)
+        assert status not in (0, 500), (one, came)
         assert secret.encode() not in came, (one, came)
 
     with ThreadPoolExecutor(4) as pool:
