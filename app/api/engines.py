@@ -85,6 +85,7 @@ async def post_engine(request: Request) -> object:
     errors=(*BODY, NotFound, *WRITE),
     body=RemoveEngine,
     optional_body=True,
+    of_run="query",
 )
 async def delete_engine(
     request: Request,

@@ -490,6 +490,7 @@ async def put_reward(request: Request, session_id: SessionId) -> dict[str, Any]:
     body=CloseSession,
     optional_body=True,
     example={"failed": {"kind": "sandbox", "message": "the container did not start"}},
+    of_run="session",
 )
 async def close_session(request: Request, session_id: SessionId) -> Response:
     """Close the session at once, as its `DELETE` does. `failed`: the rollout failed for a reason that is no reward; a

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from integration.guarded import CHAT, Guarded, Team, bearer, guarded_serving
+from integration.cli import answer, run
+from integration.guarded import ADMIN, CHAT, Guarded, Team, bearer, guarded_serving
 from integration.places import Places
 from integration.stand import error_of
 from ops.simulator.process import SimulatorProcess
+from turnlog import Turnlog
 
 
 @pytest.fixture
@@ -149,17 +151,46 @@ def test_a_token_ends_with_the_next_one(guarded: Guarded, teams: tuple[Team, Tea
 
 def test_all_processes_and_later_ones_know_which_token_is_valid(places: Places, sglang: SimulatorProcess) -> None:
     place = places.new("run-tokens")
-    with guarded_serving(place, sglang.base_url) as guarded:
-        [first, second] = (guarded.admin.post("/runs/kept/token").json()["token"] for _ in range(2))
-    with guarded_serving(place, sglang.base_url) as guarded, contextlib.ExitStack() as stack:
-        asked = [guarded.stranger.get("/sessions", headers=bearer(one)).status_code for one in (first, second)]
-        assert asked == [401, 200]
+
+    def status(of: Guarded, token: str) -> int:
+        return of.stranger.get("/sessions", headers=bearer(token)).status_code
+
+    with place.database() as url, contextlib.ExitStack() as stack:
+        environment = {"TURNLOG_DATABASE_URL": url}
+        with guarded_serving(place, sglang.base_url, environment=environment) as guarded:
+            [first, second] = (guarded.admin.post("/runs/kept/token").json()["token"] for _ in range(2))
+        guarded = stack.enter_context(guarded_serving(place, sglang.base_url, environment=environment))
+        assert [status(guarded, token) for token in (first, second)] == [401, 200]
         other = guarded
         if places.postgres is not None:  # SQLite's file has one process.
-            other = stack.enter_context(guarded_serving(place, sglang.base_url))
-            assert other.stranger.get("/sessions", headers=bearer(second)).status_code == 200
+            elsewhere = places.new("run-tokens")
+            other = stack.enter_context(guarded_serving(elsewhere, sglang.base_url, environment=environment))
+            assert status(other, second) == 200
         third = guarded.admin.post("/runs/kept/token").json()["token"]
         give_up_at = time.monotonic() + 20
-        while other.stranger.get("/sessions", headers=bearer(second)).status_code != 401:
+        while status(other, second) != 401:
             assert time.monotonic() < give_up_at
-        assert other.stranger.get("/sessions", headers=bearer(third)).status_code == 200
+        assert status(other, third) == 200
+
+
+def test_the_client_and_the_command_line_make_and_end_a_runs_token(
+    guarded: Guarded, clean_environment: Callable[..., None]
+) -> None:
+    address = guarded.stand.server.base_url
+    clean_environment(URL=address, ADMIN_TOKEN=ADMIN)
+
+    def status(token: str) -> int:
+        return guarded.stranger.get("/sessions", headers=bearer(token)).status_code
+
+    made = run("run-token", "by-hand").stdout.strip()
+    assert status(made) == 200
+    assert answer("run-token", "by-hand", "--end") == {"run": "by-hand", "token": None}
+    assert status(made) == 401
+    with Turnlog(address, token=ADMIN) as client:
+        token = client.run_token("by-hand")
+        with Turnlog(address, token=token) as team:
+            session = team.create_session(group_id="g")
+            assert session.set_reward(1.0) > 0
+            assert [one["run"] for one in team.sessions()] == ["by-hand"]
+        client.end_run_token("by-hand")
+    assert status(token) == 401

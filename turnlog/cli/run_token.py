@@ -7,11 +7,10 @@ from typing import Annotated
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import printed_as_json, server_options
+from turnlog.cli.run import printed_as_json
 from turnlog.client.address import segment
 
 
-@server_options
 def run_token(
     ctx: typer.Context,
     run: Annotated[str, typer.Argument(help="The run's name.")],

@@ -119,19 +119,19 @@ async def ping(request: Request) -> dict[str, Any]:
     return {}
 
 
-@route("GET /workers", "The engines, as SGLang's router lists them", "page", json_reply(ANYTHING))
+@route("GET /workers", "The engines, as SGLang's router lists them", "page", json_reply(ANYTHING), of_run="header")
 async def workers(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     """Their own addresses: a trainer that aborts or updates each engine by itself reaches them without Turnlog."""
     urls = [member.url for member in request.services.engines.serving(run)]
     return {"workers": [{"id": url, "url": url, "worker_type": "regular"} for url in urls], "total": len(urls)}
 
 
-@route("GET /list_workers", "The engines, as older routers list them", "page", json_reply(ANYTHING))
+@route("GET /list_workers", "The engines, as older routers list them", "page", json_reply(ANYTHING), of_run="header")
 async def list_workers(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     return {"urls": [member.url for member in request.services.engines.serving(run)]}
 
 
-@route("GET /is_paused", "Are all turns held back?", "page", json_reply(ANYTHING), errors=WRITE)
+@route("GET /is_paused", "Are all turns held back?", "page", json_reply(ANYTHING), errors=WRITE, of_run="header")
 async def is_paused(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     return {"is_paused": (await request.services.fleet.refresh()).is_engine_paused(run)}
 
@@ -147,6 +147,7 @@ async def is_paused(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     errors=(*BODY, *ENGINE),
     largest=WHOLE,
     passes_engines_errors=True,
+    of_run="header",
 )
 async def pass_on(request: Request, run: HeaderRun = None) -> Response:
     """The answer of one engine, to the same request."""
@@ -164,7 +165,9 @@ async def pass_on(request: Request, run: HeaderRun = None) -> Response:
 # gated, then all engines
 
 
-@route("POST /pause", "vLLM's pause", "admin", json_reply(ANYTHING), errors=(*BODY, EnginesFailed, *WRITE))
+@route(
+    "POST /pause", "vLLM's pause", "admin", json_reply(ANYTHING), errors=(*BODY, EnginesFailed, *WRITE), of_run="header"
+)
 async def pause(
     request: Request,
     mode: Annotated[Literal["abort", "wait", "keep"], Query(description="As vLLM has them.")] = "abort",
@@ -185,6 +188,7 @@ async def pause(
     errors=(*BODY, EnginesFailed, *WRITE),
     body=PauseGeneration,
     optional_body=True,
+    of_run="header",
 )
 async def pause_generation(request: Request, run: HeaderRun = None) -> Response:
     """As `POST /fleet/pause` with a lease of ten minutes."""
@@ -198,6 +202,7 @@ async def pause_generation(request: Request, run: HeaderRun = None) -> Response:
     "admin",
     json_reply(ANYTHING),
     errors=(*BODY, EnginesFailed, *WRITE),
+    of_run="header",
 )
 async def resume(request: Request, run: HeaderRun = None) -> Response:
     """As `POST /fleet/resume`, with the version of the last update through this process, if there was one."""
@@ -212,6 +217,7 @@ async def resume(request: Request, run: HeaderRun = None) -> Response:
     json_reply(ANYTHING),
     errors=(*BODY, EnginesFailed, *WRITE),
     largest=WHOLE,
+    of_run="header",
 )
 async def change(request: Request, run: HeaderRun = None) -> Response:
     """Hold all turns back, send the request to every engine, and resume, unless the turns were held back before. Of a
@@ -279,6 +285,7 @@ def _stamp(body: bytes) -> str | None:
     json_reply(ANYTHING),
     errors=(*BODY, *WRITE),
     body=AbortRequest,
+    of_run="header",
 )
 async def abort_request(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     """The generation of the turn whose request had this `rid`, in any process; with `abort_all` every one."""
@@ -296,6 +303,7 @@ async def abort_request(request: Request, run: HeaderRun = None) -> dict[str, An
     json_reply(ANYTHING),
     errors=(*BODY, *WRITE),
     body=AbortRequests,
+    of_run="header",
 )
 async def abort_requests(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     """The generations of the turns whose requests had these `request_id`s, in any process. Without ids every one on
@@ -325,6 +333,7 @@ async def _abort(app: Services, run: str | None, keys: list[str] | None) -> int:
     "admin",
     json_reply(ANYTHING),
     errors=(Unsupported,),
+    of_run="header",
 )
 async def refuse(request: Request, run: HeaderRun = None) -> Response:
     """400: the request is meant for one engine's ranks. The message names the engines' own addresses."""

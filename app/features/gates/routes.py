@@ -73,6 +73,7 @@ class ResumeFleet(ResumeAdapter):
     body=PauseAdapter,
     optional_body=True,
     example={"lease_s": 600},
+    of_run="path",
 )
 async def pause_adapter(request: Request, name: AdapterName, run: Run = None) -> JSONResponse:
     """Hold the adapter's turns and abort its generations, in every process and at every engine. Below a run, its turns
@@ -93,6 +94,7 @@ async def pause_adapter(request: Request, name: AdapterName, run: Run = None) ->
     body=ResumeAdapter,
     optional_body=True,
     example={"version": "43"},
+    of_run="path",
 )
 async def resume_adapter(request: Request, name: AdapterName, run: Run = None) -> Mapping[str, Any]:
     """Resume the adapter's turns. An unknown name is added to the list of adapters."""
@@ -108,6 +110,7 @@ async def resume_adapter(request: Request, name: AdapterName, run: Run = None) -
     "page",
     json_reply(reply_types.AdapterState, "The state of its gate."),
     errors=(InvalidRequest, NotFound, *READ),
+    of_run="path",
 )
 async def get_adapter(request: Request, name: AdapterName, run: Run = None) -> Mapping[str, Any]:
     return await pauses_of(request).adapter(run, name)
@@ -119,6 +122,7 @@ async def get_adapter(request: Request, name: AdapterName, run: Run = None) -> M
     "page",
     json_reply(reply_types.AdapterList, "All adapters."),
     errors=(InvalidRequest, *READ),
+    of_run="path",
 )
 async def list_adapters(request: Request, run: Run = None) -> Mapping[str, Any]:
     return {"adapters": await pauses_of(request).adapters(run)}
@@ -133,6 +137,7 @@ async def list_adapters(request: Request, run: Run = None) -> Mapping[str, Any]:
     body=PauseFleet,
     optional_body=True,
     example={"mode": "abort", "lease_s": 600},
+    of_run="path",
 )
 async def pause_fleet(request: Request, run: Run = None) -> JSONResponse:
     """Hold all turns and pause every engine. Below a run, its turns and its own engines alone; at engines that also
@@ -152,6 +157,7 @@ async def pause_fleet(request: Request, run: Run = None) -> JSONResponse:
     body=ResumeFleet,
     optional_body=True,
     example={"version": "43"},
+    of_run="path",
 )
 async def resume_fleet(request: Request, run: Run = None) -> JSONResponse:
     """Resume every engine, and all turns except those of paused adapters.
@@ -170,6 +176,7 @@ async def resume_fleet(request: Request, run: Run = None) -> JSONResponse:
     "page",
     json_reply(reply_types.FleetGate, "The state of the gate."),
     errors=(InvalidRequest, *READ),
+    of_run="path",
 )
 async def get_fleet(request: Request, run: Run = None) -> Mapping[str, Any]:
     return await pauses_of(request).fleet(run)
@@ -216,6 +223,7 @@ class LoraWait(Lora):
     errors=(*BODY, EnginesFailed, *WRITE),
     body=Lora,
     example={"lora_name": "adapter-a"},
+    of_run="header",
 )
 async def abort_lora_requests(request: Request, run: HeaderRun = None) -> JSONResponse:
     """The same as `POST /adapters/{name}/pause`."""
@@ -235,6 +243,7 @@ async def abort_lora_requests(request: Request, run: HeaderRun = None) -> JSONRe
     errors=(*BODY, *WRITE),
     body=Lora,
     example={"lora_name": "adapter-a"},
+    of_run="header",
 )
 async def resume_lora_requests(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     """The same as `POST /adapters/{name}/resume`."""
@@ -251,6 +260,7 @@ async def resume_lora_requests(request: Request, run: HeaderRun = None) -> dict[
     errors=BODY,
     body=LoraWait,
     example={"lora_name": "adapter-a", "timeout_s": 5},
+    of_run="header",
 )
 async def wait_lora_unpaused(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     """Answers once the adapter is not paused, or after `timeout_s`, or when the server stops."""

@@ -67,6 +67,7 @@ async def list_runs(
     "page",
     json_reply(reply_types.Run, "The run."),
     errors=(InvalidRequest, NotFound, *READ),
+    of_run="path",
 )
 async def get_run(request: Request, run: Name) -> Mapping[str, Any]:
     """A run's sessions, turns, tokens, groups, rewards, errors and weight versions, from the log."""
@@ -101,6 +102,7 @@ async def put_run(request: Request, run: Name) -> Mapping[str, Any]:
     NO_CONTENT,
     ERASING,
     errors=(InvalidRequest, NotFound, SessionUnreadable, *WRITE),
+    of_run="path",
 )
 async def delete_run(
     request: Request,

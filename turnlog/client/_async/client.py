@@ -363,7 +363,8 @@ class AsyncTurnlog:
     async def run_token(self, run: str) -> str:
         """Make the run's token anew; the one before ends. It opens everything within the run and nothing outside.
         Needs the admin token."""
-        return cast(RunToken, await self._transport.read("POST", f"/runs/{segment(run)}/token"))["token"]
+        made = cast(RunToken, await self._transport.read("POST", f"/runs/{segment(run)}/token"))
+        return made["token"]
 
     async def end_run_token(self, run: str) -> None:
         """The run has no token any more. Needs the admin token."""

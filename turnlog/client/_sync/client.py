@@ -353,7 +353,8 @@ class Turnlog:
     def run_token(self, run: str) -> str:
         """Make the run's token anew; the one before ends. It opens everything within the run and nothing outside.
         Needs the admin token."""
-        return cast(RunToken, self._transport.read("POST", f"/runs/{segment(run)}/token"))["token"]
+        made = cast(RunToken, self._transport.read("POST", f"/runs/{segment(run)}/token"))
+        return made["token"]
 
     def end_run_token(self, run: str) -> None:
         """The run has no token any more. Needs the admin token."""
