@@ -208,7 +208,7 @@ def test_the_limit_on_live_sessions_is_exact(places: Places, sglang: SimulatorPr
         servers = [stand.server]
         if place.postgres is not None:
             other = ServerProcess(
-                place.folder / "other", upstreams=[sglang.base_url], environment=VERBATIM, database_url=stand.url
+                place.folder, upstreams=[sglang.base_url], environment=VERBATIM, database_url=stand.url
             )
             servers.append(other.start())
         assert put(stand, run, limits={"live": most}).status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import itemgetter
 
 from sqlalchemy import (
     BigInteger,
@@ -77,7 +78,7 @@ def room(tx: Tx, wanted: Mapping[str, int]) -> dict[str, NoRoom]:
     creates one in it waits for this transaction.
     """
     rooms = {}
-    for run, *known in sorted(tx.each(_limits, [{"named": run} for run in wanted]), key=lambda row: str(row[0])):
+    for run, *known in sorted(tx.each(_limits, [{"named": run} for run in wanted]), key=itemgetter(0)):
         row = known if known[1] is None else tx.one(_locked, {"named": run})
         assert row is not None
         status, max_live, max_tokens, used_tokens = row
