@@ -36,7 +36,7 @@ ASKED = 0.3
 AGAIN_S = 0.5
 ALL = 1000
 
-UNLISTED = frozenset({"open_turns", "body_hash", "root_id", "last_turn", "spent_turns", "spent_tokens"})
+UNLISTED = frozenset({"open_turns", "body_hash", "root_id", "last_turn", "spent_turns", "spent_tokens", "group_size"})
 """Columns of a head that the list has not."""
 
 NOBODY = "nobody"

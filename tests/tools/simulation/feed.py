@@ -107,7 +107,7 @@ class Feed:
     def _add(self, group: str, attempt: int, parent: str | None = None) -> None:
         name = f"{group}.{attempt}" if parent is None else f"{parent}.child"
         made = Producer(self._world, name, name, Habits())
-        size = self._sizes[group] if attempt == 0 else None
+        size = None if attempt == LATE else self._sizes[group]
         made.config = SessionConfig(rollback_window=1, group_id=group, attempt=attempt, parent=parent, group_size=size)
         made.turns = self._rng.choice((0, 1, 1))
         self._producers.append(made)
