@@ -183,7 +183,8 @@ async def test_a_made_up_cursor_never_reaches_the_database(filled: Filled) -> No
 
 async def test_more_than_are_counted_are_said_to_be_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_reads, "COUNTED", 3)
-    row = {"version": 1, "status": "open", "open_turns": 0, "turns": 0, "updated_at": 1.0, "body_hash": BODY}
+    row = {"version": 1, "status": "open", "open_turns": 0, "turns": 0, "updated_at": 1.0, "run": "default"}
+    row["body_hash"] = BODY
     rows = [{**row, "session_id": str(number), "created_at": float(number)} for number in range(5)]
     await store.database.write(lambda tx: tx.insert(insert(sessions), rows), durable=False)
     counted = await store.database.read(lambda connection: count_heads(connection, HeadFilter()))
@@ -209,7 +210,7 @@ async def test_staleness_counts_from_the_newest_version_of_the_run(store: Store)
     engines = engines_at("9", "20")
     urls = list(engines.members)
     engines.serve([EngineListed(urls[0]), EngineListed(urls[1], run="own")], {"own"})
-    listed = SessionList(store.database, lambda: {}, engines, lambda: NOW)
+    listed = SessionList(store.database, dict, engines, lambda: NOW)
     for at, (name, run, version) in enumerate(
         (("a", "a", "900"), ("a-old", "a", "897"), ("b", "b", "7"), ("own-1", "own", "18"), ("none", "c", "name"))
     ):
