@@ -460,13 +460,14 @@ class Close(BaseOperation, frozen=True):
             row = tx.one(sql.close_head, given)
         if row is None:
             return refused(tx, self.session_id)
-        rollouts.note(tx, *row)
+        run, group_id, root_id = row
+        rollouts.note(tx, run, group_id, root_id)
         abandoned = abandon(tx, self.session_id, self.at, holders_of(tx, self.session_id), "session_closed")
         end_staging(tx, [(self.session_id, None)])
         for follow in tx.points.closed:
             follow(tx, self.session_id, self.engine_session)
         # Read behind the lock of the session's row: a reward of the root that comes later waits for it.
-        failed = rollouts.failure_of(tx, row[1]) if self.reason == "root" and row[1] is not None else self.failed
+        failed = rollouts.failure_of(tx, root_id) if self.reason == "root" and root_id is not None else self.failed
         if failed is not None:
             tx.run(sql.set_failed, {"sid": self.session_id, "kind": failed.kind})
         closed = advance_head(tx, self.session_id, self.at, [SessionClosed(self.reason, failed)])

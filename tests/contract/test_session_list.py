@@ -184,15 +184,8 @@ async def test_a_made_up_cursor_never_reaches_the_database(filled: Filled) -> No
 
 async def test_more_than_are_counted_are_said_to_be_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_reads, "COUNTED", 3)
-    row = {
-        "run": "default",
-        "version": 1,
-        "status": "open",
-        "open_turns": 0,
-        "turns": 0,
-        "updated_at": 1.0,
-        "body_hash": BODY,
-    }
+    row = {"version": 1, "status": "open", "open_turns": 0, "turns": 0, "updated_at": 1.0, "run": "default"}
+    row["body_hash"] = BODY
     rows = [{**row, "session_id": str(number), "created_at": float(number)} for number in range(5)]
     await store.database.write(lambda tx: tx.insert(insert(sessions), rows), durable=False)
     counted = await store.database.read(lambda connection: count_heads(connection, HeadFilter()))

@@ -57,8 +57,9 @@ async def test_a_failed_session_has_arrived_until_its_log_says_otherwise(made: G
     assert closed.events[-1].event == SessionClosed("root", why)
     assert await made.counts("g") == (1, 0, 0, True), "a child may have a reward where its root has none"
     assert await made.free() == ["g"]
-    attempts = await made.store.database.read(lambda c: group_reads.attempts(c, ["g"]))
-    assert [(one.failed, one.finished) for one in attempts["g"]] == [(Failure("sandbox"), True)]
+    key = GroupKey("default", "g")
+    attempts = await made.store.database.read(lambda c: group_reads.attempts(c, [key]))
+    assert [(one.failed, one.finished) for one in attempts[key]] == [(Failure("sandbox"), True)]
     await made.store.submit(reward("root", 1.0))
     assert await made.counts("g") == (1, 0, 1, False), "the child has not the root's reward yet"
     await made.store.submit(ShareReward("child", 6.0))

@@ -191,6 +191,7 @@ async def test_much_at_once_is_told_in_several_reads(watched: Watched, monkeypat
 async def written_elsewhere(database: Database, count: int) -> None:
     """So many sessions in one transaction, as another process may write them."""
     head = {"version": 1, "status": "open", "open_turns": 0, "turns": 0, "created_at": 1.0, "updated_at": 1.0}
+    head["run"] = "default"
     heads = [{**head, "session_id": f"s{number}", "body_hash": BODY} for number in range(count)]
     event = {"seq": 1, "type": "SessionCreated", "version": 1, "at": 1.0, "data": b"{}"}
     log = [{**event, "session_id": f"s{number}"} for number in range(count)]

@@ -28,9 +28,11 @@ class Runs:
         for run, engine in (("a", self.a), ("b", self.b)):
             self.give(engine, run)
 
-    def give(self, engine: Engine, run: str | None) -> None:
+    def give(self, engine: Engine, run: str) -> None:
+        """Every process knows it when this returns."""
         self.first.http.delete("/engines", params={"url": engine.url})
         assert order(self.first, "/engines", url=engine.url, run=run)["run"] == run
+        until(lambda: engine.url in [one["url"] for one in self.second.get("/engines", run=run)["engines"]])
 
     def told(self) -> dict[str, set[str]]:
         """The orders that each engine got, and the sessions whose turns it did."""

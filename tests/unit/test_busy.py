@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from unit.making import SESSION, Book
 
+from app.domain.fleet import Fleet
 from app.errors import SessionBusy, StoreUnavailable
 from app.protocols.registry import PROTOCOLS
 from app.sessions.cache import CacheEntry
@@ -73,7 +74,7 @@ async def test_a_turn_begins_while_an_earlier_reply_is_looked_for(repeats: bool)
         retries=SimpleNamespace(joinable=partial(Retries.joinable, cast(Any, None)), repeated=repeated, ended=ended),
         claims=SimpleNamespace(forget=lambda turn: None),
         engines=SimpleNamespace(members={"http://engine": None}),
-        fleet=SimpleNamespace(fleet=SimpleNamespace(adapters={})),
+        fleet=SimpleNamespace(fleet=Fleet()),
         token_in=SimpleNamespace(prompts=None),
     )
     looking = asyncio.create_task(turns.take(second, PROTOCOLS["chat"], BODY))

@@ -30,7 +30,7 @@ PLACE = st.builds(Position, st.integers(0, 2**62), st.integers(0, 2**62))
         st.none() | PLACE,
         st.none() | PLACE,
         st.none() | st.integers(1, 9),
-        st.none() | st.integers(0, 2**62),
+        st.none() | st.dictionaries(st.text("abc", max_size=3), st.integers(0, 2**62), max_size=3),
     )
 )
 def test_a_cursor_survives_a_url(cursor: Cursor) -> None:

@@ -92,6 +92,7 @@ export interface Percentiles {
 
 export interface Engine {
   url: string;
+  run: string | null;
   state: "draining" | "serving";
   source: "settings" | "admin";
   health: string;
@@ -119,6 +120,7 @@ export interface Gate {
 export interface FleetGate extends Gate {
   mode: string | null;
   paused_adapters: string[];
+  paused_runs: string[];
   version: number;
   weight_version: string | null;
   held_for: "drain" | "restore" | null;

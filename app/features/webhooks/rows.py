@@ -120,7 +120,7 @@ def pending(
     fleet, finished, quiet, quiet_from = cursor.fleet, cursor.finished, cursor.quiet, None
     for placed in later(connection, EngineDied, fleet, PAGE):
         died, fleet = cast(EngineDied, placed.event), placed.seq
-        told = {"engine": died.url, "reason": died.reason}
+        told = {"engine": died.url, "run": died.run, "reason": died.reason}
         notices.append(Notice("engine.died", named, (died.url, fleet), _iso(placed.at), told))
     if finished < upto:
         page = feed.page(connection, finished, upto, EventFilter(_FINISHING, **wanted.run_and_group), PAGE)
