@@ -235,8 +235,8 @@ class Row(msgspec.Struct, frozen=True):
     @property
     def failed(self) -> Mapping[str, str] | None:
         """Why the rollout failed: `kind` and, if there is one, `message`."""
-        failed = self.session.failed
-        return None if failed is None else msgspec.to_builtins(failed)
+        told: Mapping[str, str] | None = msgspec.to_builtins(self.session.failed)
+        return told
 
     @property
     def reward_components(self) -> Mapping[str, float]:
