@@ -55,14 +55,19 @@ def test_the_figures_of_a_run(used: Stand) -> None:
     run, other = named(), named()
     assert error_of(used.http.get(f"/runs/{run}")) == (404, "not_found")
     talks = [played(used, run, reward, group_id=f"{run}-{reward}") for reward in (0.0, 1.0)]
+    failed = played(used, run)
+    assert used.http.put(f"{failed.path}/reward", json={"reward": 9.0}).status_code == 200
+    closed = used.http.post(f"{failed.path}/close", json={"failed": {"kind": "sandbox"}})
+    assert closed.status_code == 204, closed.text
+    talks.append(failed)
     live = played(used, run)
     child = used.talk(parent_session_id=live.id)
     refused = child.chat([user("Fail")], sim={"fault": "missing_prompt_ids"})
     assert refused.status_code == 502, refused.text
     fork = used.http.post(f"{live.path}/fork", json={"turn": 1}).json()["sessions"][0]["session_id"]
-    played(used, other, 0.5)
-    line = used.http.get("/export/groups", params={"consumer": run, "attempts": 1, "size": 1}).text
-    handed_out = [json.loads(one)["group_id"] for one in line.splitlines()]
+    played(used, other, 0.5, group_id=f"{run}-0.0")
+    line = used.http.get("/export/groups", params={"consumer": run, "run": run}).text
+    assert [json.loads(one)["run"] for one in line.splitlines()] == [run]
     found = used.get(f"/runs/{run}")
     committed = [event for talk in (*talks, live) for event in talk.committed()]
     names = [span["version"] for event in committed for span in event["weight_versions"]]
@@ -73,9 +78,9 @@ def test_the_figures_of_a_run(used: Stand) -> None:
         "limits": {"live": None, "tokens": None},
         "metadata": None,
         "note": None,
-        "sessions": {"open": 3, "closed": 2, "erased": 0},
-        "turns": 4,
-        "groups": {"complete": 2, "handed_out": len(handed_out), "acknowledged": 0},
+        "sessions": {"open": 3, "closed": 3, "erased": 0},
+        "turns": 5,
+        "groups": {"complete": 2, "handed_out": 1, "acknowledged": 0},
         "reward": {"count": 2, "mean": 0.5, "std": 0.5**0.5, "min": 0.0, "max": 1.0, "zero_variance": False},
         "weight_versions": {"newest": max(versions, default=None), "oldest_live": min(versions, default=None)},
         "first_at": talks[0].events()[0]["at"],
