@@ -60,7 +60,9 @@ def test_the_figures_of_a_run(used: Stand) -> None:
     closed = used.http.post(f"{failed.path}/close", json={"failed": {"kind": "sandbox"}})
     assert closed.status_code == 204, closed.text
     talks.append(failed)
-    live = played(used, run)
+    live, judged = used.talk(run=run), used.talk(run=run, evaluation=True)
+    live.say("Hello", sim={"weight_version": "7"})
+    judged.say("Hello", sim={"weight_version": "900"})
     child = used.talk(parent_session_id=live.id)
     refused = child.chat([user("Fail")], sim={"fault": "missing_prompt_ids"})
     assert refused.status_code == 502, refused.text
@@ -69,20 +71,18 @@ def test_the_figures_of_a_run(used: Stand) -> None:
     line = used.http.get("/export/groups", params={"consumer": run, "run": run}).text
     assert [json.loads(one)["run"] for one in line.splitlines()] == [run]
     found = used.get(f"/runs/{run}")
-    committed = [event for talk in (*talks, live) for event in talk.committed()]
-    names = [span["version"] for event in committed for span in event["weight_versions"]]
-    versions = [int(name) for name in names if name.isdigit()]
+    committed = [event for talk in (*talks, live, judged) for event in talk.committed()]
     assert found == {
         "run": run,
         "status": "open",
         "limits": {"live": None, "tokens": None},
         "metadata": None,
         "note": None,
-        "sessions": {"open": 3, "closed": 3, "erased": 0},
-        "turns": 5,
+        "sessions": {"open": 4, "closed": 3, "erased": 0},
+        "turns": 6,
         "groups": {"complete": 2, "handed_out": 1, "acknowledged": 0},
         "reward": {"count": 2, "mean": 0.5, "std": 0.5**0.5, "min": 0.0, "max": 1.0, "zero_variance": False},
-        "weight_versions": {"newest": max(versions, default=None), "oldest_live": min(versions, default=None)},
+        "weight_versions": {"newest": 7, "oldest_live": 7},
         "first_at": talks[0].events()[0]["at"],
         "last_at": found["last_at"],
         "tokens": {
