@@ -93,8 +93,9 @@ async def test_groups_of_evaluations_are_for_who_asks_for_them(made: Groups) -> 
     assert await made.counts("mixed") == (1, 0, 0, True), "the evaluation is open and does not count"
     assert await made.free() == ["mixed"]
     assert await made.free(evaluation=True) == ["g", "mixed"]
-    logs = await made.store.database.read(lambda c: group_reads.turn_events(c, ["g", "mixed"]))
-    assert {group_id: sorted(sessions) for group_id, sessions in logs.items()} == {"g": ["a", "below"], "mixed": ["c"]}
+    keys = [GroupKey("default", "g"), GroupKey("default", "mixed")]
+    logs = await made.store.database.read(lambda c: group_reads.turn_events(c, keys))
+    assert [sorted(logs[key]) for key in keys] == [["a", "below"], ["c"]]
     await made.finish("b")
     assert await made.counts("mixed") == (1, 0, 0, True)
     assert (await verify(made.store.database)).problems == []

@@ -203,11 +203,12 @@ def test_what_stays(own: Stand, tmp_path: Path) -> None:
 
 
 def test_what_a_run_has_acknowledged_leaves_and_no_other_runs(own: Stand, tmp_path: Path) -> None:
-    """Of groups of one id; a replaced rollout, which has no reward, holds its group up no more."""
+    """Of groups of one id; a replaced rollout, which has no reward, and an evaluation hold their group up no more."""
     group_id = f"g-{uuid.uuid4().hex[:8]}"
     left = ended(own, group_id=group_id, run="b")
     replaced = own.talk(group_id=group_id, run="a", attempt=0)
     replaced.say("Hello")
+    judged = own.talk(group_id=group_id, run="a", evaluation=True)
     gone = ended(own, group_id=group_id, run="a", attempt=0)
     given = own.http.get("/export/groups", params={"consumer": "trainer", "run": "*", "size": 9}).text
     assert {json.loads(line)["run"] for line in given.splitlines()} == {"a", "b"}
@@ -216,9 +217,11 @@ def test_what_a_run_has_acknowledged_leaves_and_no_other_runs(own: Stand, tmp_pa
     step = archived(own, tmp_path)
     assert (step["archived"], error_of(own.http.get(gone.path))) == (1, (404, "session_archived"))
     assert error_of(own.http.get(left.path)) == (404, "session_closed")
-    assert own.http.get(replaced.path).status_code == 200
+    assert {own.http.get(one.path).status_code for one in (replaced, judged)} == {200}
     imported(own, step["file"])
-    assert {one["session_id"] for one in own.get("/sessions", run="a")["sessions"]} == {replaced.id, gone.id}
+    assert {one["session_id"] for one in own.get("/sessions", run="a")["sessions"]} == {
+        *(one.id for one in (replaced, judged, gone))
+    }
     assert own.get(f"/groups/{group_id}", run="a")["complete"] is True
     assert own.http.get("/export/groups", params={"consumer": "trainer", "run": "a"}).text == ""
 

@@ -112,7 +112,7 @@ def test_a_groups_rewards(cli: Stand) -> None:
     found = answer("groups", group)
     assert (found["complete"], found["statistics"]["zero_variance"]) == (True, True)
     lines = run("groups", group).stdout.splitlines()
-    assert lines[0] == f"group {group}: complete, 2 attempts"
+    assert lines[0] == f"group {group}: complete"
     assert lines[1] == "rewards: count 2, mean 1, sample std 0, min 1, max 1"
     assert "all rewards are equal: the group's advantages are 0" in lines
     assert group in [one["group_id"] for one in answer("groups", "--limit", "500")["groups"]]
@@ -127,7 +127,7 @@ def test_engines_are_added_drained_and_removed(cli: Stand) -> None:
     engine = "http://127.0.0.1:9"
     assert answer("engines", "add", f"{engine}/v1")["url"] == engine
     assert {one["url"]: one["state"] for one in answer("engines", "list")["engines"]}[engine] == "serving"
-    assert run("engines", "drain", engine).stdout.splitlines()[1].split()[:2] == [engine, "draining"]
+    assert run("engines", "drain", engine).stdout.splitlines()[1].split()[:3] == [engine, "–", "draining"]
     assert engine in run("engines", "list").stdout
     assert answer("engines", "remove", engine) == {"url": engine, "state": "removed"}
     assert "not_found" in complaint("engines", "remove", engine)

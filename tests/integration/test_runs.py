@@ -55,29 +55,34 @@ def test_the_figures_of_a_run(used: Stand) -> None:
     run, other = named(), named()
     assert error_of(used.http.get(f"/runs/{run}")) == (404, "not_found")
     talks = [played(used, run, reward, group_id=f"{run}-{reward}") for reward in (0.0, 1.0)]
-    live = played(used, run)
+    failed = played(used, run)
+    assert used.http.put(f"{failed.path}/reward", json={"reward": 9.0}).status_code == 200
+    closed = used.http.post(f"{failed.path}/close", json={"failed": {"kind": "sandbox"}})
+    assert closed.status_code == 204, closed.text
+    talks.append(failed)
+    live, judged = used.talk(run=run), used.talk(run=run, evaluation=True)
+    live.say("Hello", sim={"weight_version": "7"})
+    judged.say("Hello", sim={"weight_version": "900"})
     child = used.talk(parent_session_id=live.id)
     refused = child.chat([user("Fail")], sim={"fault": "missing_prompt_ids"})
     assert refused.status_code == 502, refused.text
     fork = used.http.post(f"{live.path}/fork", json={"turn": 1}).json()["sessions"][0]["session_id"]
-    played(used, other, 0.5)
-    line = used.http.get("/export/groups", params={"consumer": run, "attempts": 1, "size": 1}).text
-    handed_out = [json.loads(one)["group_id"] for one in line.splitlines()]
+    played(used, other, 0.5, group_id=f"{run}-0.0")
+    line = used.http.get("/export/groups", params={"consumer": run, "run": run}).text
+    assert [json.loads(one)["run"] for one in line.splitlines()] == [run]
     found = used.get(f"/runs/{run}")
-    committed = [event for talk in (*talks, live) for event in talk.committed()]
-    names = [span["version"] for event in committed for span in event["weight_versions"]]
-    versions = [int(name) for name in names if name.isdigit()]
+    committed = [event for talk in (*talks, live, judged) for event in talk.committed()]
     assert found == {
         "run": run,
         "status": "open",
         "limits": {"live": None, "tokens": None},
         "metadata": None,
         "note": None,
-        "sessions": {"open": 3, "closed": 2, "erased": 0},
-        "turns": 4,
-        "groups": {"complete": 2, "handed_out": len(handed_out), "acknowledged": 0},
+        "sessions": {"open": 4, "closed": 3, "erased": 0},
+        "turns": 6,
+        "groups": {"complete": 2, "handed_out": 1, "acknowledged": 0},
         "reward": {"count": 2, "mean": 0.5, "std": 0.5**0.5, "min": 0.0, "max": 1.0, "zero_variance": False},
-        "weight_versions": {"newest": max(versions, default=None), "oldest_live": min(versions, default=None)},
+        "weight_versions": {"newest": 7, "oldest_live": 7},
         "first_at": talks[0].events()[0]["at"],
         "last_at": found["last_at"],
         "tokens": {

@@ -99,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         run.step(left="no signal")
         run.play("waiting")
         turnlog.hand_out("trainer")
-        turnlog.create_session(group_id="half", attempt=0)
+        turnlog.create_session(group_id="half", attempt=1)
         run.play("half", attempts=1)
     (folder / "run.json").write_text(json.dumps({"max_staleness": 4}))
     run.note("engine.jsonl", at=time.time(), tokens=2 * 1000)

@@ -81,15 +81,17 @@ def test_the_rows_of_a_rollouts_other_sessions_are_counted_as_of_the_export(stan
     agent.say("Hello")
     agent.messages = []
     agent.say("What came before, in short")
-    then = stand.http.get("/export", params={"session_id": root.id}).headers["x-turnlog-cursor"]
+    exports = (stand.http.get("/export", params={"session_id": talk.id}) for talk in (root, agent))
+    then = [{"cursor": export.headers["x-turnlog-cursor"]} for export in exports]
     silent.say("Late")
 
-    def told(**query: str) -> list[list[int]]:
-        return [[row["rollout_rows"] for row in talk.rows(**query)] for talk in (root, agent)]
+    def told(queries: Sequence[dict[str, str]] = ({}, {})) -> list[list[int]]:
+        asked = zip((root, agent), queries, strict=True)
+        return [[row["rollout_rows"] for row in talk.rows(**query)] for talk, query in asked]
 
-    assert (told(cursor=then), told()) == ([[3], [3, 3]], [[4], [4, 4]])
+    assert (told(then), told()) == ([[3], [3, 3]], [[4], [4, 4]])
     assert stand.http.delete(agent.path, params={"erase": "true"}).status_code == 204
-    assert (told(cursor=then), told()) == ([[1], []], [[2], []])
+    assert (told(then), told()) == ([[1], []], [[2], []])
 
 
 def test_grpo_counts_a_rollout_once(whole: Rollouts, split: Rollouts) -> None:

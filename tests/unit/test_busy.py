@@ -73,7 +73,7 @@ async def test_a_turn_begins_while_an_earlier_reply_is_looked_for(repeats: bool)
         cache=SimpleNamespace(get=get, current=get, database=SimpleNamespace(is_sqlite=True)),
         retries=SimpleNamespace(joinable=partial(Retries.joinable, cast(Any, None)), repeated=repeated, ended=ended),
         claims=SimpleNamespace(forget=lambda turn: None),
-        engines=SimpleNamespace(members={"http://engine": None}),
+        engines=SimpleNamespace(require_some=lambda run: None),
         fleet=SimpleNamespace(fleet=Fleet()),
         token_in=SimpleNamespace(prompts=None),
     )

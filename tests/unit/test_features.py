@@ -73,6 +73,7 @@ TABLES = {
         "app.features.groups.schema:note",
         OF_GROUPS,
     ),
+    "runs": Part("runs", NO_SESSION, NO_SESSION, LATER),
     "run_tokens": Part("run_tokens", NO_SESSION, NO_SESSION, LATER),
     "checkpoints": Part("checkpoints", NO_SESSION, NO_SESSION, MADE),
     "checkpoint_sessions": Part(

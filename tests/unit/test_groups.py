@@ -56,9 +56,13 @@ def test_a_failure_counts_only_by_a_reward_that_it_has(
     assert outcome.left_out("drop") == (outcome.failed and f"failed: {outcome.failed.kind}")
 
 
+def attempt(name: str, number: int, reward: float | None, *, is_finished: bool = True, **fields: Any) -> Attempt:
+    return Attempt(name, number, reward, "closed" if is_finished else "open", is_finished, None, 1.0, 1.0, **fields)
+
+
 def test_evaluations_count_only_in_a_group_of_evaluations() -> None:
-    trained, judged = Attempt("a", 0, 1.0, "closed", True), Attempt("b", 0, None, "open", False, evaluation=True)
-    lost = Attempt("c", 1, None, "closed", True, failed=Failure("other"))
+    trained, judged = attempt("a", 0, 1.0), attempt("b", 0, None, is_finished=False, evaluation=True)
+    lost = attempt("c", 1, None, failed=Failure("other"))
     for attempts, rollouts, rewards, complete, evaluation in (
         ([trained, judged], 1, 1, True, False),
         ([judged], 1, None, False, True),

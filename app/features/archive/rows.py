@@ -39,7 +39,7 @@ from app.domain.events import SessionClosed, decode
 from app.domain.groups import GroupKey
 from app.domain.selection import Selection
 from app.features.archive.schema import archived, marks_of
-from app.features.groups.reads import replaced_in
+from app.features.groups.reads import uncounted_in
 from app.features.groups.schema import groups, is_finished
 from app.features.objects.schema import dead_objects, queue_erased, queue_objects
 from app.store import pins, rollouts
@@ -183,7 +183,7 @@ def candidates(
         or_(sessions.c.status == "open", sessions.c.closed_at > cutoff, ~may_leave),
     )
     waiting_for = {row[0]: GroupKey(row[1], row[2]) for row in connection.execute(waiting)}
-    gone = replaced_in(connection, sorted(set(waiting_for.values())))
+    gone = uncounted_in(connection, sorted(set(waiting_for.values())))
     held = {key for session_id, key in waiting_for.items() if session_id not in gone}
     roots = [Place(row[0], row[1]) for row in rows if (row[2], row[3]) not in held]
     return Candidates(roots, len(rows) - len(roots), last)

@@ -10,7 +10,7 @@ from sqlalchemy import Connection, and_, case, exists, or_, select, tuple_
 
 from app.domain.events import Failure, RolledBack, SessionCreated, SessionRestored, TurnCommitted
 from app.domain.groups import GroupKey
-from app.features.groups.rules import Attempt, in_order
+from app.features.groups.rules import Attempt, in_order, of_one_kind
 from app.features.groups.schema import group_changes, groups, is_finished
 from app.store import rollouts
 from app.store.content import matches
@@ -180,9 +180,14 @@ def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list
     return by_group
 
 
-def replaced_in(connection: Connection, keys: Sequence[GroupKey]) -> set[str]:
-    """The replaced rollouts of these groups, by their roots."""
-    return {one.session_id for of_group in attempts(connection, keys).values() for one in of_group if one.replaced}
+def uncounted_in(connection: Connection, keys: Sequence[GroupKey]) -> set[str]:
+    """The rollouts that do not count in these groups, by their roots: replaced ones, and evaluations beside rollouts
+    for training."""
+    gone: set[str] = set()
+    for of_group in attempts(connection, keys).values():
+        counted = {one.session_id for one in of_one_kind(of_group) if not one.replaced}
+        gone |= {one.session_id for one in of_group} - counted
+    return gone
 
 
 TurnEvents = dict[GroupKey, dict[str, list[EventRow]]]
@@ -196,7 +201,7 @@ def turn_events(connection: Connection, keys: Sequence[GroupKey]) -> TurnEvents:
     """The events of some groups' closed sessions that say which turns are live and their weight versions; none of a
     session of which an event is on a damaged page, and no group of which a head is on one.
 
-    Sessions of agents and children are included, those of replaced rollouts are not.
+    Sessions of agents and children are included, those of rollouts that do not count are not.
     """
     members = of_readable(connection, keys, _closed_members)
     every = [session_id for of_group in members.values() for session_id in of_group]
@@ -209,15 +214,13 @@ def turn_events(connection: Connection, keys: Sequence[GroupKey]) -> TurnEvents:
 
 def _closed_members(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, list[str]]:
     members: dict[GroupKey, list[str]] = {key: [] for key in keys}
-    gone = replaced_in(connection, keys)
-    of_evaluations = select(*_KEY).where(among(keys, groups), groups.c.evaluation)
-    kinds = {GroupKey(*row) for row in connection.execute(of_evaluations)}
-    query = select(sessions.c.run, group(), sessions.c.session_id, sessions.c.root_id, sessions.c.evaluation)
-    for run, group_id, session_id, root_id, evaluation in connection.execute(
+    gone = uncounted_in(connection, keys)
+    query = select(sessions.c.run, group(), sessions.c.session_id, sessions.c.root_id)
+    for run, group_id, session_id, root_id in connection.execute(
         query.where(in_groups(keys), sessions.c.status == "closed")
     ):
         key = GroupKey(run, group_id)
-        if key in members and (key in kinds or not evaluation) and gone.isdisjoint((session_id, root_id)):
+        if key in members and gone.isdisjoint((session_id, root_id)):
             members[key].append(session_id)
     return members
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, case, exists, func, select, tuple_, union
+from sqlalchemy import Connection, and_, case, exists, func, select, tuple_, union
 
 from app.domain.events import TurnAbandoned, TurnCommitted, TurnRejected
 from app.features.groups.schema import groups
@@ -33,7 +33,8 @@ class RunRow(msgspec.Struct, frozen=True):
 
 class HeadCount(NamedTuple):
     """The sessions of a run that are alike: their number and their turns, when the first was created and the last
-    changed, and their largest and smallest weight version."""
+    changed, and their largest and smallest weight version, which evaluations do not have. A failed one has no reward.
+    """
 
     run: str
     status: str
@@ -82,7 +83,9 @@ def rows(connection: Connection, names: Sequence[str]) -> dict[str, RunRow]:
 def heads(connection: Connection, names: Sequence[str]) -> list[HeadCount]:
     """The sessions of these runs, counted by what is alike, in one query over their heads."""
     root = case((is_root(), 1), else_=0)
-    alike = (sessions.c.run, sessions.c.status, root, sessions.c.reward)
+    reward = case((sessions.c.failed.is_(None), sessions.c.reward))
+    version = case((sessions.c.evaluation.is_(False), sessions.c.weight_version))
+    alike = (sessions.c.run, sessions.c.status, root, reward)
     query = (
         select(
             *alike,
@@ -90,8 +93,8 @@ def heads(connection: Connection, names: Sequence[str]) -> list[HeadCount]:
             func.sum(sessions.c.turns),
             func.min(sessions.c.created_at),
             func.max(sessions.c.updated_at),
-            func.max(sessions.c.weight_version),
-            func.min(sessions.c.weight_version),
+            func.max(version),
+            func.min(version),
         )
         .where(sessions.c.run.in_(names), sessions.c.status != "undone", is_of_run)
         .group_by(*alike)
@@ -101,7 +104,7 @@ def heads(connection: Connection, names: Sequence[str]) -> list[HeadCount]:
 
 def group_counts(connection: Connection, names: Sequence[str]) -> dict[str, GroupCount]:
     of_run = select(sessions.c.run, sessions.c.group_id).where(
-        sessions.c.run.in_(names), sessions.c.group_id.is_not(None)
+        sessions.c.run.in_(names), sessions.c.group_id.is_not(None), is_of_run
     )
     named = of_run.distinct().subquery()
     query = (
@@ -111,7 +114,7 @@ def group_counts(connection: Connection, names: Sequence[str]) -> dict[str, Grou
             func.sum(case((groups.c.handed_out > 0, 1), else_=0)),
             func.sum(case((groups.c.acked_at.is_not(None), 1), else_=0)),
         )
-        .join_from(named, groups, groups.c.group_id == named.c.group_id)
+        .join_from(named, groups, and_(groups.c.run == named.c.run, groups.c.group_id == named.c.group_id))
         .group_by(named.c.run)
     )
     return {row[0]: GroupCount(*row) for row in connection.execute(query)}
