@@ -37,24 +37,6 @@ REPEATED = ("contract", "fault", "integration")
 QUICK_ON_BOTH = ("test_leases", "test_migration", "test_simulation", "test_store_operations")
 """Modules of these folders that the quick lane runs on both."""
 
-LONGEST = (
-    "contract/test_digest",
-    "e2e/test_demo",
-    "e2e/test_packages",
-    "e2e/test_page_widths",
-    "e2e/test_wheel",
-    "fault/test_damaged_postgres",
-    "fault/test_pool_under_load",
-    "fault/test_simulation",
-    "fault/test_simulation_postgres",
-    "fault/test_two_servers_late",
-    "integration/test_bench_peers",
-    "integration/test_bench_real",
-    "integration/test_memory",
-    "unit/test_simulation_replay",
-)
-"""Modules whose tests take longest: none of them may begin when all else is done."""
-
 LANES = {
     "real_engine": "the tests before a real engine, vLLM on the CPU",
     "real_sglang": "the tests before the published SGLang on the CPU, whose scheduler is scripted",
@@ -126,8 +108,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     asked = asked_of(config)
     others = [item for item in items if lane_of(item) not in asked]
     if others:
@@ -136,23 +117,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if seed := config.getoption("shuffle"):
         # A module's tests stay together: what they share is started once.
         items.sort(key=lambda item: (_drawn(seed, module_of(item)), module_of(item), _drawn(seed, item.nodeid)))
-    outcome = yield  # in which pytest brings together what shares a fixture
-    if count := getattr(config, "workerinput", {}).get("workercount"):
-        items[:] = longest_first(items, count)
-    return outcome
-
-
-def longest_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
-    """Each of xdist's workers takes its part of the list from the front, and at last what others have not begun."""
-    longest = [item for item in items if f"{item.path.parent.name}/{item.path.stem}" in LONGEST]
-    others = [item for item in items if item not in longest]
-    ordered: list[pytest.Item] = []
-    for number in range(workers):
-        first = longest[number::workers]
-        part = (len(items) - len(ordered)) // (workers - number)
-        ordered += [*first, *others[: max(part - len(first), 0)]]
-        del others[: max(part - len(first), 0)]
-    return ordered
 
 
 def module_of(item: pytest.Item) -> str:
