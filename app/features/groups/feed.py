@@ -174,7 +174,8 @@ class Feed:
             await settle_groups(self._database, self._writer)
             current = Current(query.weight_version)
             if current.given is None:
-                newest = await self._database.read(partial(newest_readable_versions, evaluation=query.evaluation))
+                versions = partial(newest_readable_versions, run=query.of_groups.run, evaluation=query.evaluation)
+                newest = await self._database.read(versions)
                 current = Current(None, newest)
             given = await self._lease(query, current)
         return self._lines(query, wanted, current, given)
