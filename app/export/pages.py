@@ -172,11 +172,9 @@ class ExportPages:
         """As `changed_sessions`, of sessions whose heads are given, by their own events."""
         if self._order is None:
             wanted = self._wanted
-            # A session whose group is not known belongs to every group.
-            in_group = [
-                head.session_id for head in heads.values() if not head.is_known or wanted.has_group(head.group_id)
-            ]
-            ids = in_group if wanted.session_id is None else [wanted.session_id]
+            ids = {head.session_id for head in heads.values() if _fits(head, wanted)}
+            if wanted.session_id is not None:
+                ids = {wanted.session_id} if wanted.run is None else ids & {wanted.session_id}
             places = last_places(connection, ids, self._high, wanted.types)
             self._order = sorted(places.items(), key=lambda place: place[1])
         at = bisect_right(self._order, after, key=lambda place: place[1])
@@ -418,3 +416,10 @@ class RolloutRows:
                 continue
             counts[members[session_id]] += rows
         return counts
+
+
+def _fits(head: ExportHead, wanted: EventFilter) -> bool:
+    """A session whose head is lost belongs to every group, and to no run that is named."""
+    if not head.is_known:
+        return wanted.run is None
+    return wanted.run in (None, head.run) and wanted.has_group(head.group_id)

@@ -18,7 +18,7 @@ import msgspec
 from app.crash_points import reach
 from app.domain import decide
 from app.domain.canonical import digest
-from app.domain.events import BlobRef, CloseReason, Failure, SessionConfig, SessionCreated, SessionFinished
+from app.domain.events import DEFAULT_RUN, BlobRef, CloseReason, Failure, SessionConfig, SessionCreated, SessionFinished
 from app.domain.session import Session, engine_session_of, fold
 from app.errors import (
     AlreadyFinished,
@@ -121,7 +121,8 @@ class Sessions:
         """
         await self.require_room(new.session_id)
         blob = metadata_blob(new.metadata) if new.metadata else None
-        body_hash = hash_of(new.config, new.metadata or {})
+        named = None if new.config.run == DEFAULT_RUN else new.config.run  # the same session, whether it is named
+        body_hash = hash_of(msgspec.structs.replace(new.config, run=named), new.metadata or {})
         ref = None if blob is None else metadata_ref(blob)
         event = SessionCreated(new.config, body_hash, ref, name=new.name, generation=new.generation)
         reach("before_create")

@@ -395,7 +395,9 @@ def _matching(connection: Connection, rows: Sequence[PlacedRow], wanted: EventFi
     if wanted.session_id is not None:
         ids = [wanted.session_id]
     for found in wanted.of_sessions:
-        ids = set(ids).intersection(attempt_or(connection, partial(_ids, query=found), ids))
+        # Where it cannot be known whose a session is, a run is told nothing.
+        unknown = ids if wanted.run is None else ()
+        ids = set(ids).intersection(attempt_or(connection, partial(_ids, query=found), unknown))
     return [
         row
         for row in rows

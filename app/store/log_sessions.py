@@ -233,12 +233,15 @@ class Create(BaseOperation, frozen=True):
             if run != runs[session_id]:  # a child that was there before names another run
                 outcomes[session_id] = OfRun(run)
                 roots.pop(session_id, None)
-        for session_id, begun in _begun(tx, [one for one in operations if one.session_id in roots], runs):
-            outcomes[session_id] = begun
+        begun = _begun(tx, [one for one in operations if one.session_id in roots], runs)
+        for session_id, first in begun:
+            outcomes[session_id] = first
             del roots[session_id]
-        for session_id, error in without_room(tx, {session_id: runs[session_id] for session_id in roots}).items():
+        no_room = without_room(tx, {session_id: runs[session_id] for session_id in roots})
+        for session_id, error in no_room.items():
             outcomes[session_id] = error
             del roots[session_id]
+        outcomes |= {session_id: no_room[of.session_id] for session_id, of in begun if of.session_id in no_room}
         new = [create._under(tx, roots, runs) for create in operations if create.session_id in roots]
         tx.insert(sql.insert_session, [new_head(c.session_id, c.at, c.event, roots[c.session_id]) for c in new])
         adopted = rollouts.adopt(tx, roots)

@@ -28,6 +28,7 @@ from starlette.responses import Response
 from app.api.parameters import HeaderRun
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, ENGINE, JSON, WRITE, Reply, Routes, json_reply
+from app.domain.events import DEFAULT_RUN
 from app.domain.fleet import PauseMode
 from app.domain.session import rid_of
 from app.errors import EnginesFailed, InvalidRequest, Unsupported
@@ -150,7 +151,7 @@ async def is_paused(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     of_run="header",
 )
 async def pass_on(request: Request, run: HeaderRun = None) -> Response:
-    """The answer of one engine, to the same request."""
+    """The answer of one engine of the run, without one of the default run, to the same request."""
     app = request.services
     path, headers = request.route.path, http_headers.to_engine((), "", app.settings.upstream_api_key)
     body = await request.whole_body() if request.method == "POST" else b""
@@ -158,7 +159,7 @@ async def pass_on(request: Request, run: HeaderRun = None) -> Response:
     def ask(url: str) -> Awaitable[EngineReply]:
         return app.client.post(url + path, body, headers) if body else app.client.get(url + path, headers)
 
-    answer = await app.engines.first_reached(app.engines.order(run, ""), ask)
+    answer = await app.engines.first_reached(app.engines.order(run or DEFAULT_RUN, ""), ask)
     return Response(answer.body.joined(), answer.status, dict(http_headers.to_client(answer.headers)))
 
 
