@@ -204,7 +204,10 @@ class IdUnavailable(AppError):
     """Says nothing of the session that has the id."""
 
     status, code, type, retry = 409, "id_unavailable", "invalid_request_error", False
-    meaning = "with a run's token: the id is taken outside the run; a session without `session_id` gets a free one"
+    meaning = (
+        "with a run's token: the id, or the engine, is taken outside the run; a session without `session_id` gets a "
+        "free one"
+    )
 
     @classmethod
     def of(cls, session_id: str) -> Self:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from app.api.requests import Request, read_model
 from app.api.routes import BODY, NO_CONTENT, WRITE, Routes, json_reply
 from app.domain import patterns
-from app.errors import InvalidRequest, NotFound, RunMismatch
+from app.errors import Forbidden, IdUnavailable, InvalidRequest, NotFound, RunMismatch
 from app.fleet.engine_pool import ListedEngine
 from app.services import Services
 from app.sessions.as_reply import as_reply
@@ -63,7 +63,7 @@ async def get_engines(
     "Add, restore or drain an engine",
     "admin",
     json_reply(reply_types.Engine, "The engine as listed."),
-    errors=(*BODY, RunMismatch, *WRITE),
+    errors=(*BODY, Forbidden, IdUnavailable, RunMismatch, *WRITE),
     body=PutEngine,
     example={"url": "http://127.0.0.1:30000", "run": "exp-1"},
     of_run="body",
@@ -73,6 +73,8 @@ async def post_engine(request: Request) -> object:
     where that is left out, it stays as it is. An engine in the pool is removed before it serves another run."""
     app = request.services
     body = await request.body_of(PutEngine)
+    if request.token_run is not None:
+        return engine_fields(app, await app.engine_pool.put_own(body.url, body.state, request.token_run))
     run = body.run if "run" in body.model_fields_set else msgspec.UNSET
     return engine_fields(app, await app.engine_pool.put(body.url, body.state, run))
 

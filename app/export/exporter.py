@@ -154,7 +154,9 @@ class Exporter:
         if given.high is None:
             given = msgspec.structs.replace(given, high=horizon, newest=None)
         if given.newest is None and query.needs_current:
-            newest = await self._database.read(partial(newest_readable_versions, evaluation=query.evaluation))
+            newest = await self._database.read(
+                partial(newest_readable_versions, run=query.run, evaluation=query.evaluation)
+            )
             if len(newest) > MAX_RUNS:
                 raise InvalidRequest(f"{len(newest)} runs have weight versions of their own: name a weight_version")
             given = msgspec.structs.replace(given, newest=newest)

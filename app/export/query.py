@@ -209,7 +209,7 @@ FILTERS = frozenset(
     {
         *Selection.model_fields,
         *("session_id", "name", "generation", "status", "session_status"),
-        *("since", "until", "min_reward", "max_reward"),
+        *("since", "until", "min_reward", "max_reward", "evaluation", "failed"),
     }
 )
 """The parameters of an export that say which rows there are, whatever is current; a cursor belongs to them."""

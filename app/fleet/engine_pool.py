@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from app.domain.events import is_number
 from app.domain.fleet import EngineListed, Fleet, FleetEvent, Regression, VersionRegressed
-from app.domain.patterns import base_url_fault, plain_base_url
-from app.errors import AppError, InvalidRequest, NotFound, RunMismatch
+from app.domain.patterns import AddressPattern, base_url_fault, plain_base_url
+from app.errors import AppError, Forbidden, IdUnavailable, InvalidRequest, NotFound, RunMismatch
 from app.fleet.engines import Engines
 from app.fleet.member import Member, is_lower
 from app.fleet.state import POLL_S, STALE_S, FleetState
@@ -29,12 +30,24 @@ class ListedEngine(msgspec.Struct, frozen=True):
 
 
 class EnginePool:
-    """Keeps `engines` in step with the fleet's log, and writes to it when an engine's weight version falls."""
+    """Keeps `engines` in step with the fleet's log, and writes to it when an engine's weight version falls.
 
-    def __init__(self, fleet: FleetState, engines: Engines, upstreams: tuple[str, ...]) -> None:
+    `has_key`: engines are sent a key; `with_key` are addresses that may be sent it without the operator's asking."""
+
+    def __init__(
+        self,
+        fleet: FleetState,
+        engines: Engines,
+        upstreams: tuple[str, ...],
+        *,
+        has_key: bool,
+        with_key: Sequence[AddressPattern],
+    ) -> None:
         self._fleet = fleet
         self._engines = engines
         self._upstreams = upstreams
+        self._has_key = has_key
+        self._with_key = with_key
         self._reporting: asyncio.Task[None] | None = None
         engines.serve(fleet.fleet.members(upstreams), fleet.fleet.owners)
         fleet.listen(self._changed)
@@ -56,6 +69,18 @@ class EnginePool:
         is_over = regression is None or (version is not None and not is_lower(version, regression.before))
         source: Literal["settings", "admin"] = "settings" if member.url in self._upstreams else "admin"
         return ListedEngine(member, source, None if is_over else regression)
+
+    async def put_own(self, url: str, state: Literal["serving", "draining"], run: str) -> ListedEngine:
+        """As `put`, for who may know of this run's engines alone. Raises Forbidden, IdUnavailable."""
+        url = _require_base_url(url)
+        known = (await self._fleet.refresh()).engines.get(url)
+        if (known is not None or url in self._upstreams) and (known is None or known.run != run):
+            raise IdUnavailable(f"the engine {url} is not available to run {run}")
+        if known is None and self._has_key and not any(pattern.matches(url) for pattern in self._with_key):
+            raise Forbidden(
+                f"{url}: engines are sent TURNLOG_UPSTREAM_API_KEY, and TURNLOG_ROUTER_WORKERS does not name it"
+            )
+        return await self.put(url, state, run)
 
     async def put(
         self, url: str, state: Literal["serving", "draining"], run: str | msgspec.UnsetType | None = msgspec.UNSET

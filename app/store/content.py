@@ -7,11 +7,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import NamedTuple, TypeVar
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, case, null, or_, select, tuple_
+from sqlalchemy import Connection, Select, bindparam, case, null, or_, select, tuple_
 
 from app.domain.events import ChunkKey, Event, RewardAssigned, SessionClosed, SessionErased, UnknownEvent
 from app.domain.groups import Outcome, Root
@@ -42,12 +42,17 @@ def load_frames(
     connection: Connection, session_id: str, numbers: Sequence[int], *, tokens: bool = True, exchange: bool = True
 ) -> Frames:
     """The stored content of some turns, discarded ones too."""
+    parts = [numbers[at : at + SPAN] for at in range(0, len(numbers), SPAN)]
+    rows = (connection.execute(_frames(tokens, exchange), {"sid": session_id, "numbers": part}) for part in parts)
+    return {row[0]: (row[1], row[2]) for found in rows for row in found}
+
+
+@cache
+def _frames(tokens: bool, exchange: bool) -> Select[Any]:
     with_tokens = case((turns.c.tokens.is_(None), turns.c.exchange))
-    query = select(
+    return select(
         turns.c.turn, turns.c.tokens if tokens else null(), turns.c.exchange if exchange else with_tokens
-    ).where(turns.c.session_id == session_id)
-    parts = (query.where(turns.c.turn.in_(numbers[at : at + SPAN])) for at in range(0, len(numbers), SPAN))
-    return {row[0]: (row[1], row[2]) for part in parts for row in connection.execute(part)}
+    ).where(turns.c.session_id == bindparam("sid"), turns.c.turn.in_(bindparam("numbers", expanding=True)))
 
 
 def load_tokens(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, StoredTokens]:

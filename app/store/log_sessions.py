@@ -377,7 +377,7 @@ class AssignReward(BaseOperation, frozen=True):
 
 
 class ShareReward(BaseOperation, frozen=True):
-    """Write the current reward of a session's root into the session's own log, unless it is there.
+    """Write the current reward of a session's root into the session's own log, unless it is there. It ends a failure.
 
     Run after rewarding a root, in one transaction per session. The reward is read here, so the last one wins in any
     order.
@@ -391,7 +391,8 @@ class ShareReward(BaseOperation, frozen=True):
         root_id = rollouts.root_of(tx, self.session_id)
         root_reward = None if root_id is None else rollouts.last_reward(tx, root_id, of_root=False)
         own_reward = rollouts.last_reward(tx, self.session_id, of_root=True)
-        if root_reward is None or (own_reward is not None and _value(root_reward) == _value(own_reward)):
+        is_known = own_reward is not None and root_reward is not None and _value(root_reward) == _value(own_reward)
+        if root_reward is None or (is_known and tx.one(sql.is_failed, {"sid": self.session_id}) is None):
             return Appended(())
         row = tx.one(sql.touch, {"sid": self.session_id, "at": self.at})
         if row is None:

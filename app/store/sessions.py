@@ -389,14 +389,17 @@ def newest_versions(connection: Connection, runs: Iterable[str]) -> dict[str, in
     return found
 
 
-def newest_readable_versions(connection: Connection, *, evaluation: bool = False) -> dict[str, int]:
-    """The largest weight version of any session of each run that can be read; with `evaluation` also of evaluations."""
+def newest_readable_versions(connection: Connection, run: str | None, *, evaluation: bool = False) -> dict[str, int]:
+    """The largest weight version of any session of the run, None: of each run, that can be read; with `evaluation`
+    also of evaluations."""
 
     def read(again: Connection, among: Sequence[str] | None) -> list[tuple[str, int]]:
         head = sessions.c
         query = select(head.run, func.max(head.weight_version)).where(
             head.weight_version.is_not(None), *of_these(among)
         )
+        if run is not None:
+            query = query.where(head.run == run)
         if not evaluation:
             query = query.where(head.evaluation.is_(False))
         return [(row[0], row[1]) for row in again.execute(query.group_by(head.run))]

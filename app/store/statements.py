@@ -168,6 +168,7 @@ touch = (
     .returning(sessions.c.version, sessions.c.run, sessions.c.group_id, sessions.c.root_id)
 )
 set_reward = update(sessions).where(of_session(sessions)).values(reward=bindparam("value"), failed=None)
+is_failed = select(sessions.c.failed).where(of_session(sessions), sessions.c.failed.is_not(None))
 set_failed = update(sessions).where(of_session(sessions)).values(failed=bindparam("kind"))
 close_head = (
     update(sessions)

@@ -70,6 +70,21 @@ async def test_a_failed_session_has_arrived_until_its_log_says_otherwise(made: G
     assert (await verify(made.store.database)).problems == []
 
 
+async def test_an_equal_reward_ends_the_failure_of_a_child_too(made: Groups) -> None:
+    await made.create("g", "root", 0)
+    await made.store.submit(Create("child", 1.0, created(parent="root"), None))
+    await made.store.submit(reward("root", 1.0))
+    await made.store.submit(ShareReward("child", 2.0))
+    await made.store.submit(Close("root", 3.0, failed=Failure("sandbox", "the disk is full")))
+    await made.store.submit(Close("child", 3.0, reason="root"))
+    await made.store.submit(reward("root", 1.0))
+    await made.store.submit(ShareReward("child", 4.0))
+    head = await made.store.database.read(lambda c: load_head(c, "child"))
+    assert head is not None
+    assert (head.failed, head.reward) == (None, 1.0)
+    assert (await verify(made.store.database)).problems == []
+
+
 async def test_an_erasure_leaves_a_failures_kind_and_nothing_of_its_message(made: Groups) -> None:
     await made.create("g", "a")
     await made.store.submit(Close("a", 5.0, failed=Failure("agent", "a secret")))

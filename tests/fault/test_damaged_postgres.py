@@ -26,7 +26,7 @@ from ops.verify import verify_url
 pytestmark = pytest.mark.long
 
 PAGE_BYTES = 8192
-SESSIONS = 120
+SESSIONS = 80
 NAMES = [f"session-{number:03}" for number in range(SESSIONS)]
 
 

@@ -162,7 +162,7 @@ def test_a_full_bucket_is_told_from_one_that_is_away(monkeypatch: pytest.MonkeyP
     bucket = TestBucket()
     for name, value in bucket.environment.items():
         monkeypatch.setenv(name, value)
-    opened = Bucket(bucket.environment["TURNLOG_PAYLOADS"], 0.5)
+    opened = Bucket(bucket.environment["TURNLOG_PAYLOADS"], 2.0)
     for weather, error in (("full", StoreFull), ("gone", PayloadsUnavailable)):
         bucket.weather = weather
         with pytest.raises(error):

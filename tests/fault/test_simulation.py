@@ -47,9 +47,13 @@ def simulate(store: Store, first: int, count: int, tally: Tally) -> None:
         pytest.param("sqlite", 26, 50, marks=ORDERS),
         pytest.param("sqlite", 51, 75, marks=STORMS),
         pytest.param("postgresql", 57, 60, marks=STORMS),
-        pytest.param("sqlite", 76, 135, marks=[STORMS, pytest.mark.long]),
-        pytest.param("sqlite", 166, 225, marks=[ORDERS, pytest.mark.long]),
-        pytest.param("postgresql", 5, 18, marks=[STORMS, pytest.mark.long]),
+        pytest.param("sqlite", 76, 105, marks=[STORMS, pytest.mark.long]),
+        pytest.param("sqlite", 106, 135, marks=[STORMS, pytest.mark.long]),
+        pytest.param("sqlite", 166, 195, marks=[ORDERS, pytest.mark.long]),
+        pytest.param("sqlite", 196, 225, marks=[ORDERS, pytest.mark.long]),
+        pytest.param("postgresql", 5, 9, marks=[STORMS, pytest.mark.long]),
+        pytest.param("postgresql", 10, 14, marks=[STORMS, pytest.mark.long]),
+        pytest.param("postgresql", 15, 18, marks=[STORMS, pytest.mark.long]),
     ],
 )
 def test_every_promise_is_kept(store: Store, tally: Tally, first: int, last: int) -> None:

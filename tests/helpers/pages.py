@@ -73,16 +73,21 @@ def overwrite(path: Path, numbers: Iterable[int], how: How, rng: random.Random) 
 
 
 def kept(path: Path, session_ids: Iterable[str], tables: Sequence[str]) -> Kept:
-    """What SQLite by itself gives of each session, each asked for alone on a connection of its own."""
+    """What SQLite by itself gives of each session, each asked for alone, and behind an error on a new connection."""
     found: Kept = {}
-    for session_id in session_ids:
-        for table in tables:
-            with closing(_opened(path)) as connection:
+    asked = iter([(table, session_id) for session_id in session_ids for table in tables])
+    is_done = False
+    while not is_done:
+        with closing(_opened(path)) as connection:
+            for table, session_id in asked:
                 try:
                     query = f"SELECT * FROM {table} WHERE session_id = ?"
                     found[table, session_id] = sorted(connection.execute(query, (session_id,)), key=repr)
                 except sqlite3.DatabaseError:
                     found[table, session_id] = None
+                    break
+            else:
+                is_done = True
     return found
 
 

@@ -19,6 +19,7 @@ ENVIRONMENT = {
     "TURNLOG_ADMIN_TOKEN": f"{ADMIN}, {ADMIN_BEFORE}",
     "TURNLOG_SESSION_SECRET": f"{SECRET}, {SECRET_BEFORE}",
     "TURNLOG_UPSTREAM_API_KEY": "canary-key-of-the-engines",
+    "TURNLOG_ROUTER_WORKERS": "*.engines.invalid",
 }
 
 

@@ -22,8 +22,8 @@ from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.long
 
-SESSIONS, TURNS = 2000, 5
-MEMORY = 450 << 20
+SESSIONS, TURNS = 1000, 5
+MEMORY = 420 << 20
 """Of the server, most of it SQLite's page cache: 64 MiB for each connection that an export has read through."""
 
 CONNECTIONS = 8

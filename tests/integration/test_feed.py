@@ -144,7 +144,7 @@ def test_a_group_is_its_runs(swept: Stand) -> None:
     assert run_b in asked.text
     assert ask(swept, "trainer", 9, explain=True) == [], "the default run has none, and learns of none"
     assert reasons(ask(swept, "trainer", 9, run=run_b, explain=True)) == {
-        group: "incomplete: 1 of 4 sessions are not closed and rewarded"
+        group: "incomplete: 1 of 4 sessions are open, or neither rewarded nor failed"
     }
     [line] = ask(swept, "trainer", 9, run="*")
     assert (line["run"], line["group_id"], line["statistics"]["count"]) == (run_a, group, 2)

@@ -194,3 +194,23 @@ def test_the_client_and_the_command_line_make_and_end_a_runs_token(
             assert [one["run"] for one in team.sessions()] == ["by-hand"]
         client.end_run_token("by-hand")
     assert status(token) == 401
+
+
+@pytest.mark.threat("run's token on another run")
+def test_a_runs_token_adds_no_engine_that_others_know_and_sends_the_key_nowhere(
+    guarded: Guarded, teams: tuple[Team, Team]
+) -> None:
+    ours, theirs = teams
+    own, foreign = (f"http://{one.run.replace('.', '-')}.engines.invalid" for one in (ours, theirs))
+
+    def added(team: Team, url: str) -> tuple[int, str | None]:
+        response = team.http.post("/engines", json={"url": url})
+        return (response.status_code, response.json().get("run")) if response.is_success else error_of(response)
+
+    assert added(theirs, foreign) == (200, theirs.run)
+    assert added(ours, own) == added(ours, own) == (200, ours.run)
+    assert added(ours, foreign) == added(ours, str(guarded.stand.sim.base_url)) == (409, "id_unavailable")
+    assert theirs.http.delete("/engines", params={"url": foreign}).status_code == 204
+    assert added(ours, foreign) == (409, "id_unavailable"), "it is not told whether others have it still"
+    assert added(ours, "http://127.0.0.1:9") == (403, "forbidden")
+    assert ours.http.delete("/engines", params={"url": own}).status_code == 204

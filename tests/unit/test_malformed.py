@@ -298,17 +298,27 @@ def of_payloads() -> Iterator[Row]:
 ROWS = [*of_places(), *of_bodies(), *of_doubles(), *of_prompts(), *of_payloads()]
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=f"{row.shape} {row.name[:60]}") for row in ROWS])
-def test_a_malformed_reply_is_refused_with_a_message(row: Row) -> None:
+@pytest.mark.parametrize("shape", sorted({row.shape for row in ROWS}))
+def test_a_malformed_reply_is_refused_with_a_message(shape: str) -> None:
+    for row in ROWS:
+        if row.shape == shape:
+            try:
+                refused(row)
+            except BaseException as error:
+                error.add_note(f"in the row {row.name!r}")
+                raise
+
+
+def refused(row: Row) -> None:
     kind, _, rest = row.shape.partition(" ")
     protocol: Any = "completions" if rest == "completion" else "chat"
     known = None if row.known is None else known_as(row.known)
     for dialect in (kind,) if rest == "only" else ("auto", kind):
         asked = Job(dialect, known, list(row.payload_specs), [], [], 200, "", b"", protocol, token_text(row.sent))  # type: ignore[arg-type]
-        with pytest.raises(Rejected) as refused:
+        with pytest.raises(Rejected) as refusal:
             job.work(asked, memoryview(row.body))
-        message = str(refused.value)
+        message = str(refusal.value)
         assert message.startswith(row.message), message
-        assert not isinstance(refused.value, PromptDiffers)
+        assert not isinstance(refusal.value, PromptDiffers)
         assert len(message) < 300, "names the rule and the place, not the content"
         assert "canary" not in message

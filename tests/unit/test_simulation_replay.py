@@ -26,21 +26,19 @@ def simulation() -> Iterator[Simulation]:
     made.close()
 
 
-def in_a_process_of_its_own(hash_seed: str, first: int, schedules: int) -> str:
-    done = subprocess.run(
+def in_a_process_of_its_own(hash_seed: str, first: int, schedules: int) -> subprocess.Popen[str]:
+    return subprocess.Popen(
         [sys.executable, "-m", "tests.tools.simulation", f"--seed={first}", f"--schedules={schedules}", "--trace"],
         cwd=ROOT,
         env={**os.environ, "PYTHONHASHSEED": hash_seed},
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
-        check=True,
     )
-    return done.stdout
 
 
 def test_a_seed_gives_the_same_trace(simulation: Simulation) -> None:
-    there = in_a_process_of_its_own("1", SEED, SCHEDULES)
-    elsewhere = in_a_process_of_its_own("2", SEED, SCHEDULES)
+    with in_a_process_of_its_own("1", SEED, SCHEDULES) as one, in_a_process_of_its_own("2", SEED, SCHEDULES) as other:
+        there, elsewhere = one.communicate()[0], other.communicate()[0]
     here = {seed: simulation.run(seed, trace=True).trace for seed in reversed(range(SEED, SEED + SCHEDULES))}
     assert there == elsewhere
     assert there.splitlines() == [line for seed in sorted(here) for line in here[seed]]

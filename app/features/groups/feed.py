@@ -82,6 +82,9 @@ RUNS_NAMED = 10
 ALL_RUNS = "*"
 RUN_OR_ALL = rf"{ID}|^\*$"
 
+UNFINISHED = "open, or neither rewarded nor failed"
+"""Why a rollout is not given, or holds its group up."""
+
 MAX_SIZE = 1000
 MAX_LEASE_S = 86_400
 
@@ -139,7 +142,7 @@ class _LeasedGroup(msgspec.Struct, frozen=True):
 class _Line(msgspec.Struct, frozen=True):
     """A group that is handed out, without its rows and exclusions.
 
-    `staleness` is null if no weight version of the group, or of the store, is a number; `staleness_unknown` is then
+    `staleness` is null if no weight version of the group, or of the run, is a number; `staleness_unknown` is then
     true.
     """
 
@@ -171,7 +174,8 @@ class Feed:
             await settle_groups(self._database, self._writer)
             current = Current(query.weight_version)
             if current.given is None:
-                newest = await self._database.read(partial(newest_readable_versions, evaluation=query.evaluation))
+                versions = partial(newest_readable_versions, run=query.of_groups.run, evaluation=query.evaluation)
+                newest = await self._database.read(versions)
                 current = Current(None, newest)
             given = await self._lease(query, current)
         return self._lines(query, wanted, current, given)
@@ -390,7 +394,7 @@ def _why_without(one: Attempt, group: Candidate) -> str:
         return "erased"
     if one.evaluation and not group.evaluation:
         return EVALUATION
-    return REPLACED if one.replaced else "not closed and rewarded"
+    return REPLACED if one.replaced else UNFINISHED
 
 
 def _attempt(one: Attempt) -> dict[str, Any]:
@@ -432,7 +436,7 @@ def _why_not(group: Waiting, query: FeedQuery, current: Current) -> str:
         if not group.sessions:
             return "all of its sessions are erased" if group.erased else "it has no rollout: its sessions are children"
         if group.unfinished:
-            return f"incomplete: {group.unfinished} of {group.sessions} sessions are not closed and rewarded"
+            return f"incomplete: {group.unfinished} of {group.sessions} sessions are {UNFINISHED}"
     if group.arrived < (wanted := max(query.attempts, group.size or 0)):
         return f"incomplete: {group.arrived} of {wanted} attempts"
     if group.is_leased and (query.new_only or group.consumer != query.consumer):

@@ -114,12 +114,14 @@ def pending(
 ) -> Pending:
     """What follows the cursor, of at most PAGE events each. `old_before`: what was written earlier, and is the last of
     its session, is too old; None: nothing is looked at for that. `wanted`: only of such sessions, and of groups that
-    have such a one; engines are everyone's."""
+    have such a one, and of engines that serve the run."""
     named = feed.epoch(connection)
     notices: list[Notice] = []
     fleet, finished, quiet, quiet_from = cursor.fleet, cursor.finished, cursor.quiet, None
     for placed in later(connection, EngineDied, fleet, PAGE):
         died, fleet = cast(EngineDied, placed.event), placed.seq
+        if wanted.run is not None and died.run not in (None, wanted.run):
+            continue
         told = {"engine": died.url, "run": died.run, "reason": died.reason}
         notices.append(Notice("engine.died", named, (died.url, fleet), _iso(placed.at), told))
     if finished < upto:

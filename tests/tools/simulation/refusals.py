@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, bindparam, select
 
 from app.domain.events import Recorded, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
 from app.errors import AppError, ClaimLost, SessionBusy
@@ -13,11 +13,12 @@ from tests.tools.simulation.calls import Chat
 from tests.tools.simulation.history import Asked, History
 from tests.tools.simulation.world import World
 
+_version = select(sessions.c.version).where(sessions.c.session_id == bindparam("sid"))
+
 
 def version_of(connection: Connection, session_id: str) -> int:
     """The seq of the newest event of a session's log; 0 where there is none."""
-    found = connection.execute(select(sessions.c.version).where(sessions.c.session_id == session_id)).scalar()
-    return found or 0
+    return connection.execute(_version, {"sid": session_id}).scalar() or 0
 
 
 def check(world: World, asked: Asked, error: AppError) -> None:

@@ -96,14 +96,15 @@ class MemoryStore(Store):
         self._core.execute(insert(store_meta).values(key="epoch", value="1"))
         self._empty = self._raw.serialize()
         self._tx = MemoryTx(self._raw)
-        self._before: list[bytes] = []
 
     def restart(self, now: Callable[[], float]) -> None:
         self.objects.clear()
         self._now = now
+        if self._raw.in_transaction:
+            self._raw.execute("ROLLBACK")
         self._raw.deserialize(self._empty)
         self._tx.restart()
-        self._before.clear()
+        self.unsynced = 0
 
     def close(self) -> None:
         self._core.close()
@@ -114,29 +115,33 @@ class MemoryStore(Store):
         return function(self._core)
 
     def transact(self, function: Callable[[Tx], T], *, durable: bool) -> T:
-        """What is not durable is lost in a crash, and with it nothing that came before it."""
+        """What is not durable is lost in a crash, and with it nothing that came before it.
+
+        SQLite commits what is durable alone, with all that came before; a savepoint lies before each of the others.
+        """
+        if not self._raw.in_transaction:
+            self._raw.execute("BEGIN IMMEDIATE")
+        before = f"before_{self.unsynced}"
+        self._raw.execute(f"SAVEPOINT {before}")
         if not durable:
-            self._before.append(self._raw.serialize())
-        self._raw.execute("BEGIN IMMEDIATE")
+            self.unsynced += 1
         try:
             result = function(self._tx)
         except BaseException:
-            self._raw.execute("ROLLBACK")
+            self._raw.execute(f"ROLLBACK TO {before}")
             raise
-        self._raw.execute("COMMIT")
         if durable:
-            self._before.clear()
+            self._raw.execute("COMMIT")
+            self.unsynced = 0
         return result
-
-    @property
-    def unsynced(self) -> int:  # type: ignore[override]
-        return len(self._before)
 
     def crash(self, lost: int) -> None:
         """The newest `lost` transactions never were."""
         if lost:
-            self._raw.deserialize(self._before[-lost])
-        self._before.clear()
+            self._raw.execute(f"ROLLBACK TO before_{self.unsynced - lost}")
+        if self._raw.in_transaction:
+            self._raw.execute("COMMIT")
+        self.unsynced = 0
 
 
 class Transactions(ABC):
