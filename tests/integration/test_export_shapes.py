@@ -141,7 +141,9 @@ def test_every_rows_cursor_gives_what_is_behind_it(
     corpus: Corpus, shape: str, query: dict[str, Any], explain: str
 ) -> None:
     chosen = {"format": shape} if shape in DOCUMENTS else {"shape": shape}
-    asked = {**chosen, **query, "explain": explain, "advantage": "grpo"}
+    first = corpus.stand.http.get("/export", params=query)  # a cursor belongs to the filters
+    cursor = first.headers["x-turnlog-cursor"]
+    asked = {**chosen, **query, "explain": explain, "advantage": "grpo", "cursor": cursor}
     whole = corpus.get(**asked).splitlines()
     assert len(whole) > (shape != "atropos")
     page, seen = {**asked, "limit": 1}, []

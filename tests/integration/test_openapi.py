@@ -61,7 +61,7 @@ def test_every_path_says_which_methods_it_has(guarded: Stand) -> None:
     assert len(paths) > 30
     for path, operations in paths.items():
         documented = {method.upper() for method in operations}
-        if path.startswith("/adapters/{name}/"):
+        if "/adapters/{name}/" in path:
             # The path of an adapter whose name ends so, too.
             documented.add("GET")
         if path.endswith("/v1/responses/compact"):
