@@ -9,6 +9,7 @@ from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 from integration.stand import WEATHER, Stand, Talk, until, user
 
 SCORED: dict[str, Sequence[float]] = {
@@ -200,3 +201,51 @@ def _rollout(stand: Stand, group: str, number: int) -> str:
     body = {"reward": reward, "components": {"resolved": round(reward + 0.1, 3), "length": -0.1}}
     assert stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
     return talk.id
+
+
+FIRST_VERSION, STUCK = 30, "maze/stuck"
+FLAT = "maze/33"
+
+
+def trained(http: httpx.Client, run: str, versions: int, *, slope: float = 0.06) -> None:
+    """A run: at each weight version a group of four attempts, whose rewards grow; those of one group are equal, one
+    attempt fails, some turns fail, and one group waits for an attempt that does not come."""
+    for step in range(versions):
+        group = f"maze/{FIRST_VERSION + step}"
+        for attempt in range(4):
+            path = _begun(
+                http,
+                run,
+                group,
+                attempt,
+                FIRST_VERSION + step,
+                lag=attempt % 3 if step > 2 else 0,
+                fails=attempt == 3 and step % 3 == 1,
+            )
+            reward = round(0.2 + slope * step + (0.1 * attempt - 0.15 if group != FLAT else 0.0), 3)
+            if (step, attempt) == (versions - 2, 3):
+                failed = {"failed": {"kind": "sandbox", "message": "no disk"}}
+                assert http.post(f"{path}/close", json=failed).status_code == 204
+                continue
+            assert http.put(f"{path}/reward", json={"reward": reward}).status_code == 200
+            assert http.delete(path).status_code == 204
+    _begun(http, run, STUCK, 0, FIRST_VERSION + versions - 1)
+
+
+def _begun(
+    http: httpx.Client, run: str, group: str, attempt: int, version: int, *, lag: int = 0, fails: bool = False
+) -> str:
+    """A session that waits for its reward, whose first turn is older by `lag` versions. Returns its path."""
+    body = {"run": run, "group_id": group, "attempt": attempt, "group_size": 4, "metadata": {"task": group}}
+    path = f"/sessions/{http.post('/sessions', json=body).raise_for_status().json()['session_id']}"
+    messages: list[Any] = []
+    for at, text in enumerate(("Find the way out of the maze.", "Go on.")):
+        sim = {**AT_ONCE, "weight_versions": [str(version - lag if at == 0 else version)], "completion_tokens": 24}
+        messages.append(user(text))
+        asked = {"model": "simulator", "messages": messages, "sim": sim}
+        reply = http.post(f"{path}/v1/chat/completions", json=asked).raise_for_status()
+        messages.append(reply.json()["choices"][0]["message"])
+    if fails:
+        asked = {"model": "simulator", "messages": [*messages, user("And?")], "sim": {**AT_ONCE, "fault": "status_500"}}
+        assert http.post(f"{path}/v1/chat/completions", json=asked).status_code >= 500
+    return path
