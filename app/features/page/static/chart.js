@@ -66,26 +66,29 @@ const SMALL = { width: 340, height: 130, left: 48, right: 12, top: 8, bottom: 22
  * @param {{x: number, y: number}[]} points in the order of `x`
  * @param {string} label
  * @param {(value: number) => string} text of a value
+ * @param {(value: number) => string} tick text of a round value
  */
-export function versionPlot(points, label, text) {
+export function versionPlot(points, label, text, tick) {
   const { width, height, left, right, top, bottom } = SMALL;
   const floor = height - bottom;
   const axis = axisOf(points.map(({ y }) => y), 3, floor, top);
   const [first, last] = [points[0]?.x ?? 0, points.at(-1)?.x ?? 0];
-  const across = (/** @type {number} */ x) => (last === first ? (left + width - right) / 2 : left + ((x - first) / (last - first)) * (width - left - right));
+  const share = (/** @type {number} */ x) => (last === first ? 0.5 : (x - first) / (last - first));
+  const across = (/** @type {number} */ x) => left + share(x) * (width - left - right);
   const places = points.map(({ x, y }) => ({ x: across(x), y: axis.place(y), name: `weights ${x}: ${text(y)}` }));
   const ticks = axis.ticks.map((value) => [
     svg("path", { class: "grid", d: `M${left} ${axis.place(value)}H${width - right}` }),
-    svg("text", { x: left - 6, y: axis.place(value) + 4, "text-anchor": "end" }, text(Number(value.toPrecision(6)))),
+    svg("text", { x: left - 6, y: axis.place(value) + 4, "text-anchor": "end" }, tick(Number(value.toPrecision(6)))),
   ]);
-  const ends = points.length ? [...new Set([first, last])].map((x) => svg("text", { x: across(x), y: height - 6, "text-anchor": x === first ? (first === last ? "middle" : "start") : "end" }, x)) : [];
+  const anchor = (/** @type {number} */ x) => (first === last ? "middle" : x === first ? "start" : "end");
+  const ends = [...new Set(points.length ? [first, last] : [])];
   return svg(
     "svg",
     { class: "plot trend", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${label} by weight version; the numbers are in the table below` },
     ticks,
     svg("path", { class: "line", d: places.map(({ x, y }, at) => `${at ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("") }),
     places.map(({ x, y, name }) => svg("circle", { class: "dot", cx: x, cy: y, r: points.length > 40 ? 2 : 3 }, svg("title", null, name))),
-    ends,
+    ends.map((x) => svg("text", { x: across(x), y: height - 6, "text-anchor": anchor(x) }, x)),
   );
 }
 

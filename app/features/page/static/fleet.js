@@ -2,7 +2,7 @@
 
 import { badge, button, figure, h, renew, replace, setBadge, setText, STATES } from "./dom.js";
 import { bytes, compact, count, duration, milliseconds } from "./format.js";
-import { sessionsHref } from "./route.js";
+import { chosenRun, sessionsHref } from "./route.js";
 import { badgeCell, column, linkCell, numberColumn, sinceCell, smallTable } from "./rows.js";
 import { recall, remember } from "./view.js";
 import { visibleText } from "./visible.js";
@@ -188,7 +188,7 @@ function weights() {
     const left = state.lease_left_s == null ? "" : `, ${duration(Math.round(state.lease_left_s))} left`;
     if (state.paused) setBadge(gate, `paused (${state.mode}${left})`, "warn");
     else setBadge(gate, "open", "good");
-    const runs = state.paused_runs.map((run) => `run ${run}`);
+    const runs = chosenRun() === null ? state.paused_runs.map((run) => `run ${run}`) : [];
     const names = [...runs, ...adapters.filter((one) => one.paused).map((one) => visibleText(one.name))];
     const more = names.length > MOST_NAMED ? ` and ${names.length - MOST_NAMED} more` : "";
     setText(paused, names.length ? `paused: ${names.slice(0, MOST_NAMED).join(", ")}${more}` : "");

@@ -18,12 +18,13 @@ const MANY_ERRORS = 0.1;
 const MOST_OF_LIMIT = 0.9;
 const MANY_FLAT = 0.5;
 
-/** @type {{title: string, value: (one: VersionFigures) => number|null, text?: (value: number) => string, hint: string}[]} */
+const STALENESS = "By how many versions the oldest weights of a session are behind its newest";
+/** @type {{title: string, value: (one: VersionFigures) => number|null, text?: (value: number) => string, note: string, hint?: string}[]} */
 const PLOTS = [
-  { title: "Reward", value: (one) => one.mean_reward, hint: "Mean of the rollouts" },
-  { title: "Errors", value: errorShare, text: percent, hint: "Turns that were not committed, of all" },
-  { title: "Turns", value: (one) => one.turns, text: count, hint: "Committed" },
-  { title: "Staleness", value: (one) => one.staleness, hint: "Versions from a session's oldest weights to its newest, mean" },
+  { title: "Reward", value: (one) => one.mean_reward, note: "mean of the rollouts" },
+  { title: "Errors", value: errorShare, text: percent, note: "of all turns" },
+  { title: "Turns", value: (one) => one.turns, text: count, note: "committed" },
+  { title: "Staleness", value: (one) => one.staleness, note: "versions, mean of the sessions", hint: STALENESS },
 ];
 
 export class RunView extends View {
@@ -51,7 +52,7 @@ export class RunView extends View {
       this.facts,
       this.plots,
       h("div", { class: "versiontable" }, this.versions.element),
-      h("div", { class: "panels" }, [this.stuck, this.gates, this.lowest, this.flat].map((one) => one.element)),
+      h("div", { class: "pairs" }, [this.stuck, this.gates, this.lowest, this.flat].map((one) => one.element)),
     );
     every(this.closed, REFRESH_MS, () => {
       if (this.hasNews && !this.requests.isRunning) this.refresh();
@@ -91,7 +92,7 @@ function errorShare({ turns, errors }) {
 
 /** @param {number} share @returns {string} */
 function percent(share) {
-  return `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+  return `${Number((100 * share).toPrecision(2))} %`;
 }
 
 /** @param {string} text @param {boolean} isBad */
@@ -140,12 +141,13 @@ function used(number, limit, text = count) {
 /** @param {VersionFigures[]} versions the newest first @returns {Child} */
 function plots(versions) {
   if (!versions.length) return message("empty", "No session has a weight version that is a number.");
-  return PLOTS.map(({ title, value, text = decimal, hint }) => {
+  return PLOTS.map(({ title, value, text = decimal, note, hint }) => {
     const points = versions.toReversed().flatMap((one) => {
       const y = value(one);
       return y === null ? [] : [{ x: one.version, y }];
     });
-    return h("section", { class: "panel" }, h("h2", { title: hint }, title), h("p", { class: "muted" }, hint), versionPlot(points, title, text));
+    const head = h("h2", { title: hint }, title, h("span", { class: "muted" }, `, ${note}`));
+    return h("section", { class: "panel" }, head, versionPlot(points, title, text, text === percent ? percent : String));
   });
 }
 
@@ -182,7 +184,7 @@ function versionColumns() {
     numberColumn("Turns", (one) => count(one.turns)),
     numberColumn("Errors", (one) => count(one.errors), { hint: "Turns that were not committed" }),
     numberColumn("Share", (one) => percent(errorShare(one) ?? 0), { hint: "Of errors in all turns" }),
-    numberColumn("Staleness", (one) => decimal(one.staleness), { hint: "Versions from a session's oldest weights to its newest, mean" }),
+    numberColumn("Staleness", (one) => decimal(one.staleness), { hint: STALENESS }),
     numberColumn("Sessions", (one) => count(one.sessions), { hint: "Sessions whose newest turn's weights are of this version" }),
     numberColumn("Open", (one) => count(one.open)),
   ];
