@@ -70,6 +70,7 @@ def filled(stand: Stand) -> Filled:
     found.erased = stand.talk(session_id="withdrawn-1").id
     assert stand.http.delete(f"/sessions/{found.erased}", params={"erase": True}).status_code == 204
     _waiting(stand, found)
+    trained(stand.http, RUN, range(5, 10))
     return found
 
 
@@ -203,33 +204,25 @@ def _rollout(stand: Stand, group: str, number: int) -> str:
     return talk.id
 
 
-FIRST_VERSION, STUCK = 30, "maze/stuck"
-FLAT = "maze/33"
+RUN, FLAT, STUCK = "maze-8b", "maze/flat", "maze/stuck"
 
 
-def trained(http: httpx.Client, run: str, versions: int, *, slope: float = 0.06) -> None:
-    """A run: at each weight version a group of four attempts, whose rewards grow; those of one group are equal, one
-    attempt fails, some turns fail, and one group waits for an attempt that does not come."""
-    for step in range(versions):
-        group = f"maze/{FIRST_VERSION + step}"
+def trained(http: httpx.Client, run: str, versions: range, *, slope: float = 0.06) -> None:
+    """A run: at each weight version a group of four attempts, whose rewards grow. In one group they are equal, one
+    attempt fails, some turns fail, and one group waits for attempts that do not come."""
+    for step, version in enumerate(versions):
+        group = FLAT if step == 2 else f"maze/{version}"
         for attempt in range(4):
-            path = _begun(
-                http,
-                run,
-                group,
-                attempt,
-                FIRST_VERSION + step,
-                lag=attempt % 3 if step > 2 else 0,
-                fails=attempt == 3 and step % 3 == 1,
-            )
-            reward = round(0.2 + slope * step + (0.1 * attempt - 0.15 if group != FLAT else 0.0), 3)
-            if (step, attempt) == (versions - 2, 3):
+            lag, fails = attempt % 3 if step > 1 else 0, attempt == 3 and step % 3 == 1
+            path = _begun(http, run, group, attempt, version, lag=lag, fails=fails)
+            if (version, attempt) == (versions[-2], 3):
                 failed = {"failed": {"kind": "sandbox", "message": "no disk"}}
                 assert http.post(f"{path}/close", json=failed).status_code == 204
                 continue
+            reward = round(0.2 + slope * step + (0.0 if group == FLAT else 0.1 * attempt - 0.15), 3)
             assert http.put(f"{path}/reward", json={"reward": reward}).status_code == 200
             assert http.delete(path).status_code == 204
-    _begun(http, run, STUCK, 0, FIRST_VERSION + versions - 1)
+    _begun(http, run, STUCK, 0, versions[-1])
 
 
 def _begun(

@@ -39,7 +39,7 @@ export class GroupsView extends View {
     this.table = new LongTable(this.closed, {
       label: "Groups",
       columns: columns(chosenRun() === null),
-      keyOf: (/** @type {GroupRow} */ group) => (chosenRun() === null ? `${group.run} ${group.group_id}` : group.group_id),
+      keyOf,
       onNearEnd: () => this.#more(),
     });
     this.chips = h("div", { class: "chips", role: "group", "aria-label": "Which groups" });
@@ -90,7 +90,7 @@ export class GroupsView extends View {
     const request = { path: "/groups", parameters: { run: chosenRun(), limit: PAGE, cursor } };
     const reading = this.read(request, (/** @type {GroupPage} */ page) => {
       const known = cursor === null ? [] : this.groups;
-      this.groups = [...new Map([...known, ...page.groups].map((group) => [group.group_id, group])).values()];
+      this.groups = [...new Map([...known, ...page.groups].map((group) => [keyOf(group), group])).values()];
       this.nextCursor = page.next_cursor;
       this.isLoaded = true;
       this.#show();
@@ -123,6 +123,11 @@ function nothing(isFiltered) {
     "There are no groups yet.",
     h("p", null, "A group is the sessions with one ", h("code", null, "group_id"), ", which a session is created with."),
   );
+}
+
+/** @param {GroupRow} group @returns {string} with its run, where there are several */
+function keyOf({ run, group_id: id }) {
+  return chosenRun() === null ? JSON.stringify([run, id]) : id;
 }
 
 /** @template {GroupRow} Row @returns {Column<Row>} */
