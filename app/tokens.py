@@ -3,7 +3,7 @@
     admin token      in TURNLOG_ADMIN_TOKEN
     session token    tls.<session id>.<MAC over the id>
     run's token      tlr.<run>.<number>.<MAC over both>; valid is the number that the store has (`of_run.admit`)
-    cookie           <expiry>.<MAC over it>, for the page
+    cookie           <expiry>.<MAC over it>, for the page; of a run: <run>.<number>.<expiry>.<MAC over all>
 
 Nothing is stored, since a MAC can be computed again. Each use has a key of its own, derived from the secret, so that
 its MACs are useless for another use. Every comparison goes through all secrets, so its time reveals nothing.
@@ -23,6 +23,7 @@ COOKIE_S = 12 * 3600
 """How long a browser stays signed in."""
 
 _SESSION, _RUN, _COOKIE = b"turnlog session v1\0", b"turnlog run v1\0", b"turnlog cookie v1\0"
+_RUN_COOKIE = b"turnlog cookie of a run v1\0"
 
 
 class RunToken(NamedTuple):
@@ -44,6 +45,7 @@ class Tokens:
         self._session_keys = [_key(secret, _SESSION) for secret in (secrets or admin)]
         self._run_keys = [_key(secret, _RUN) for secret in (secrets or admin)]
         self._cookie_keys = [_key(token, _COOKIE) for token in admin]
+        self._run_cookie_keys = [_key(secret, _RUN_COOKIE) for secret in (secrets or admin)]
 
     @property
     def are_needed(self) -> bool:
@@ -105,6 +107,19 @@ class Tokens:
         expiry, _, given = cookie.partition(b".")
         is_valid = _is_valid(self._cookie_keys, _COOKIE, expiry, given)
         return is_valid and now < int(expiry)
+
+    def cookie_of_run(self, token: RunToken, now: float) -> str:
+        """The page's cookie for the token of a run, which is valid as long as the token is."""
+        text = b"%s.%d.%d" % (token.run.encode(), token.number, now + COOKIE_S)
+        return (text + b"." + _mac(self._run_cookie_keys[0], _RUN_COOKIE, text)).decode()
+
+    def run_signed_in(self, cookie: bytes, now: float) -> RunToken | None:
+        """Whose run's token has signed in with this cookie; None if it is no such cookie, or has expired."""
+        text, _, given = cookie.rpartition(b".")
+        if not _is_valid(self._run_cookie_keys, _RUN_COOKIE, text, given):
+            return None
+        run, number, expiry = text.decode().rsplit(".", 2)
+        return RunToken(run, int(number)) if now < int(expiry) else None
 
 
 def _key(secret: str, use: bytes) -> bytes:

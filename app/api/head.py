@@ -10,7 +10,8 @@ The guard authorises every request by what the table of routes says (`Who`):
                              scope under TOKEN_SESSION). No reward and no erasure (`Request.require_judge`, which the
                              three routes call that can do that by their path, query or body)
     a run's token            everything within the run: `of_run.admit`, which finds it in the scope under TOKEN_RUN
-    the page's cookie        GET and HEAD; a session's note and tags, where the page itself sends them
+    the page's cookie        GET and HEAD; a session's note and tags, where the page itself sends them. That of a run
+                             also only what the run's token opens
 
 A token is sent as `Authorization: Bearer` or, as Anthropic's SDKs do, as `x-api-key`.
 """
@@ -342,7 +343,13 @@ class Guard:
         if not reads and not (head.method == "PUT" and _NOTES.fullmatch(head.path) and _is_sent_by_page(headers)):
             return False
         now = self._clock()
-        return any(self._tokens.is_signed_in(cookie, now) for cookie in _cookies(headers[b"cookie"]))
+        for cookie in _cookies(headers[b"cookie"]):
+            if self._tokens.is_signed_in(cookie, now):
+                return True
+            if (token_run := self._tokens.run_signed_in(cookie, now)) is not None:
+                head.scope[TOKEN_RUN] = token_run
+                return True
+        return False
 
 
 async def to_newest(app: Services, head: Head) -> None:

@@ -36,6 +36,8 @@ async def admit(app: Services, head: Head, route: Route) -> AppError | None:
             _limit_query(head, token.run)
         elif route.limit == "path" and head.path_values["run"] != token.run:
             return NotFound(f"run {head.path_values['run']:.128} does not exist")
+        elif route.limit == "session" and head.path_session is None:
+            await require_own(app, head.path_values["session_id"], token.run)
         elif route.limit == "session":
             await _limit_path(app, head, token.run)
     except AppError as error:

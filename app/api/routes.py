@@ -98,7 +98,7 @@ of, or None for an empty one. Raises AppError. Its docstring is the description 
 OfRun = Literal["session", "query", "body", "path", "header", "any"]
 """Where a route says whose run it is about, for the token of a run (`app.api.of_run`).
 
-    session    the session in the path, which must be the run's
+    session    the session in the path, which must be the run's; outside `/sessions/` by its id alone
     query      the parameter `run`, which is set to the token's run
     body       the field `run`, likewise
     path       `{run}`, which must be the token's
@@ -142,7 +142,7 @@ class Route:
         """`of_run`, or None where the route lacks the place that it names: what cannot be limited stays closed."""
         match self.of_run:
             case "session":
-                is_there = self.path.startswith(_BELOW_SESSION)
+                is_there = "{session_id}" in self.path
             case "path":
                 is_there = "{run}" in self.path
             case "query":
@@ -212,12 +212,12 @@ class Routes:
 
         return added
 
-    def for_the_page(self, path: str) -> Callable[[Answering], Answering]:
+    def for_the_page(self, path: str, of_run: OfRun | None = None) -> Callable[[Answering], Answering]:
         """A view under `/ui/api`: it belongs to the page, and may change with it."""
         data = Reply("The view's data.", {JSON: ANYTHING})
-        return self(
-            f"GET /ui/api{path}", "For the page", "page", data, errors=(InvalidRequest, NotFound, *SESSION, *READ)
-        )
+        errors = (InvalidRequest, NotFound, *SESSION, *READ)
+        options: Options = {} if of_run is None else {"of_run": of_run}
+        return self(f"GET /ui/api{path}", "For the page", "page", data, errors=errors, **options)
 
 
 class Table:

@@ -141,7 +141,7 @@ class SignIn(BaseModel):
 
 @page_route(
     "POST /ui/sign-in",
-    "Get the page's cookie for the admin token",
+    "Get the page's cookie for the admin token, or a run's",
     "browser",
     json_reply(reply_types.SignedIn, "Signed in, with `set-cookie` if the server needs a token."),
     errors=(*BODY, Unauthorized, Forbidden),
@@ -150,13 +150,16 @@ class SignIn(BaseModel):
     largest=4096,
 )
 async def sign_in(request: Request) -> Response:
-    """Get the page's cookie for the admin token; no cookie if the server needs no token."""
+    """Get the page's cookie for the admin token or that of a run; no cookie if the server needs no token."""
     app = request.services
     token = (await request.body_of(SignIn)).token
     reply = JSONResponse({"signed_in": True})
     if not app.tokens.are_needed:
         return reply
     cookie = app.tokens.cookie_for(token.encode(), time.time())
+    of_run = app.tokens.run_of(token.encode())
+    if of_run is not None and app.run_number is not None and await app.run_number(of_run.run) == of_run.number:
+        cookie = app.tokens.cookie_of_run(of_run, time.time())
     if cookie is None:
         log.warning("a browser could not sign in: the token is unknown")
         await asyncio.sleep(FAILED_S)

@@ -9,6 +9,7 @@ from http.client import HTTPConnection
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 from integration.stand import WEATHER, Stand, Talk, until, user
 
 SCORED: dict[str, Sequence[float]] = {
@@ -69,6 +70,7 @@ def filled(stand: Stand) -> Filled:
     found.erased = stand.talk(session_id="withdrawn-1").id
     assert stand.http.delete(f"/sessions/{found.erased}", params={"erase": True}).status_code == 204
     _waiting(stand, found)
+    trained(stand.http, RUN, range(5, 10))
     return found
 
 
@@ -200,3 +202,43 @@ def _rollout(stand: Stand, group: str, number: int) -> str:
     body = {"reward": reward, "components": {"resolved": round(reward + 0.1, 3), "length": -0.1}}
     assert stand.http.put(f"{talk.path}/reward", json=body).status_code == 200
     return talk.id
+
+
+RUN, FLAT, STUCK = "maze-8b", "maze/flat", "maze/stuck"
+
+
+def trained(http: httpx.Client, run: str, versions: range, *, slope: float = 0.06) -> None:
+    """A run: at each weight version a group of four attempts, whose rewards grow. In one group they are equal, one
+    attempt fails, some turns fail, and one group waits for attempts that do not come."""
+    for step, version in enumerate(versions):
+        group = FLAT if step == 2 else f"maze/{version}"
+        for attempt in range(4):
+            lag, fails = attempt % 3 if step > 1 else 0, attempt == 3 and step % 3 == 1
+            path = _begun(http, run, group, attempt, version, lag=lag, fails=fails)
+            if (version, attempt) == (versions[-2], 3):
+                failed = {"failed": {"kind": "sandbox", "message": "no disk"}}
+                assert http.post(f"{path}/close", json=failed).status_code == 204
+                continue
+            reward = round(0.2 + slope * step + (0.0 if group == FLAT else 0.1 * attempt - 0.15), 3)
+            assert http.put(f"{path}/reward", json={"reward": reward}).status_code == 200
+            assert http.delete(path).status_code == 204
+    _begun(http, run, STUCK, 0, versions[-1])
+
+
+def _begun(
+    http: httpx.Client, run: str, group: str, attempt: int, version: int, *, lag: int = 0, fails: bool = False
+) -> str:
+    """A session that waits for its reward, whose first turn is older by `lag` versions. Returns its path."""
+    body = {"run": run, "group_id": group, "attempt": attempt, "group_size": 4, "metadata": {"task": group}}
+    path = f"/sessions/{http.post('/sessions', json=body).raise_for_status().json()['session_id']}"
+    messages: list[Any] = []
+    for at, text in enumerate(("Find the way out of the maze.", "Go on.")):
+        sim = {**AT_ONCE, "weight_versions": [str(version - lag if at == 0 else version)], "completion_tokens": 24}
+        messages.append(user(text))
+        asked = {"model": "simulator", "messages": messages, "sim": sim}
+        reply = http.post(f"{path}/v1/chat/completions", json=asked).raise_for_status()
+        messages.append(reply.json()["choices"][0]["message"])
+    if fails:
+        asked = {"model": "simulator", "messages": [*messages, user("And?")], "sim": {**AT_ONCE, "fault": "status_500"}}
+        assert http.post(f"{path}/v1/chat/completions", json=asked).status_code >= 500
+    return path

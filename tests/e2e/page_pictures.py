@@ -12,14 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
+import httpx
 from PIL import Image
 from playwright.sync_api import Browser, Page, ViewportSize
 
 from e2e.page import barriers, launched
+from e2e.page_data import RUN, trained
 from ops.demo.full import full_store
 
 GROUP, TREE = "swe%2Fdurations-141", "research-reefs-01"
 VIEWS = {
+    "runs": "#/runs",
+    "run": f"#/runs?run={RUN}",
+    "paused": "#/runs?run=maze-1b",
     "sessions": "#/",
     "session": "#/session/swe-durations-04?turn=8",
     "running": "#/session/swe-durations-11",
@@ -36,7 +41,7 @@ VIEWS = {
     "checkpoints": "#/checkpoints",
     "checkpoint": "#/checkpoint/weights-41",
 }
-IN_DOCS = ("sessions", "session", "tokens", "tree", "group", "rollouts")
+IN_DOCS = ("run", "sessions", "session", "tokens", "tree", "group", "rollouts")
 SIZES = {1440: 900, 390: 844}
 SHOWN_MS = 1500
 Scheme = Literal["light", "dark"]
@@ -49,6 +54,7 @@ def main() -> None:
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as root, full_store(Path(root)) as store, launched() as browser:
+        _add_runs(store.base_url)
         for name, width, scheme in _wanted(is_for_docs=given.docs):
             page = opened(browser, width, scheme)
             page.goto(f"{store.base_url}/ui{VIEWS[name]}")
@@ -58,6 +64,15 @@ def main() -> None:
                 for found in barriers(page):
                     print(f"{name} {width} {scheme}: {found}")
             page.context.close()
+
+
+def _add_runs(base_url: str) -> None:
+    """Two runs, of which one is paused."""
+    with httpx.Client(base_url=base_url, trust_env=False, timeout=60) as http:
+        trained(http, RUN, range(30, 42))
+        http.put(f"/runs/{RUN}", json={"limits": {"tokens": 2500}, "note": "baseline, seed 1"}).raise_for_status()
+        trained(http, "maze-1b", range(30, 35), slope=0.0)
+        http.post("/runs/maze-1b/fleet/pause", json={"lease_s": 3600}).raise_for_status()
 
 
 def _wanted(*, is_for_docs: bool) -> Iterator[tuple[str, int, Scheme]]:

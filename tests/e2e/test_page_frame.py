@@ -101,6 +101,33 @@ def test_sign_in_and_out(watched: Watched) -> None:
     page.wait_for_selector("#token")
 
 
+def test_the_token_of_a_run_shows_that_run_alone(watched: Watched, guarded: Stand) -> None:
+    watched.expected = ("401 (Unauthorized)", "404 (Not Found)")
+    own = guarded.talk(session_id="of-a-team", run="team", group_id="g")
+    token = guarded.http.post("/runs/team/token").json()["token"]
+    page = watched.page
+    page.goto(f"{watched.base_url}/ui")
+    page.fill("#token", token)
+    page.click("button.primary")
+    page.wait_for_url("**/ui#/runs?run=team")
+    expect(page.locator("main h1")).to_have_text("team")
+    expect(page.locator("#run")).to_have_text("Run team")
+    page.get_by_role("navigation").get_by_role("link", name="Sessions").click()
+    expect(page.locator(ROWS)).to_have_count(1)
+    watched.go("#/?run=default")
+    page.wait_for_url("**/ui#/?run=team")
+    own.say("Hello", sim=AT_ONCE)
+    expect(page.locator(f"{ROWS} td", has_text="Hello").first).to_be_visible()
+    for place in ("groups", "versions", "search?q=x", "exports", "checkpoints", "session/of-a-team"):
+        watched.go(f"#/{place}")
+        expect(page.locator("main h1")).to_be_attached()
+    expect(page.locator(".said").first).to_be_visible()
+    watched.go("#/session/many-0001")
+    expect(page.locator("main .message")).to_contain_text("There is no session")
+    assert guarded.http.delete("/runs/team/token").status_code == 204
+    until(lambda: page.reload() is not None and page.locator("#token").count() == 1)
+
+
 def test_a_note_is_written_on_the_page(watched: Watched, guarded: Stand) -> None:
     """By keyboard, in a session that is closed. What differs alone is written: a tag with a comma stays, and so do line
     ends that a browser writes otherwise."""

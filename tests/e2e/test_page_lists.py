@@ -14,7 +14,7 @@ from integration.stand import WEATHER, until
 from playwright.sync_api import Locator, Page, expect
 
 from e2e.page import ROWS, PageStand, Watch, Watched, barriers, copied, keys
-from e2e.page_data import ADAPTER, AT_ONCE, MISSING, SCORED, SIDE_BY_SIDE, TASKS, rollouts
+from e2e.page_data import ADAPTER, AT_ONCE, FLAT, MISSING, RUN, SCORED, SIDE_BY_SIDE, STUCK, TASKS, rollouts
 from ops.server import ROOT
 
 pytestmark = pytest.mark.long
@@ -212,7 +212,7 @@ def test_the_fleet_is_a_strip_that_folds(watched: Watched, page_stand: PageStand
 
 def test_groups(watched: Watched) -> None:
     flat, missing = list(SCORED)[1:]
-    page = settled(watched.open("#/groups"))
+    page = settled(watched.open("#/groups?run=default"))
     assert set(SCORED) <= set(keys(page))
     assert "zero variance" in page.inner_text(f"{ROWS}[data-key='{flat}']")
     gaps = ", ".join(map(str, MISSING))
@@ -240,6 +240,61 @@ def test_groups(watched: Watched) -> None:
     assert row["÷ std. dev."] == f"{off / (statistics.stdev(rewards) + 1e-6):.3f}"
     dots.first.click()
     page.wait_for_url("**/ui#/session/aime-0*")
+
+
+def test_a_run_is_chosen_at_the_top_and_stays_in_links(watched: Watched, page_stand: PageStand) -> None:
+    """Its first view has what the server says of it. Lists, links and keys keep to it, and so does the strip."""
+    stand = page_stand.stand
+    page = settled(watched.open("#/groups"))
+    choice, before = page.get_by_label("Run", exact=True), len(keys(page))
+    choice.focus()
+    choice.select_option(RUN)
+    page.wait_for_url(f"**/ui#/groups?run={RUN}")
+    expect(page.locator(ROWS)).to_have_count(6)
+    assert before > 6
+    page.locator(f"{ROWS} a", has_text=FLAT).click()
+    page.wait_for_url(f"**/ui#/group/maze%2Fflat?run={RUN}")
+    expect(page.locator(ROWS)).to_have_count(4)
+    page.get_by_role("link", name="In the session list").click()
+    expect(page.locator(ROWS)).to_have_count(4)
+    page.keyboard.press("g")
+    page.keyboard.press("s")
+    expect(page.locator(ROWS)).to_have_count(21)
+    assert f"run={RUN}" in page.url
+    page.get_by_role("navigation").get_by_role("link", name="Runs").click()
+
+    found = stand.get(f"/ui/api/runs/{RUN}")
+    lines = page.locator(".versiontable tbody tr")
+    expect(lines).to_have_count(5)
+    for line, one in zip(lines.all_inner_texts(), found["versions"], strict=True):
+        texts = line.split()
+        assert texts[:3] == [str(one["version"]), f"{one['mean_reward']:.3f}", str(one["rewarded"])]
+        assert f"{one['staleness']:.3f}" in texts
+    for title in ("Reward", "Errors", "Turns", "Staleness"):
+        plot = page.locator(".plots section", has=page.get_by_role("heading", name=title))
+        expect(plot.locator("circle")).to_have_count(5)
+    expect(page.locator("main .figure", has_text="Failed attempts")).to_contain_text("sandbox 1")
+
+    def table(title: str) -> Locator:
+        return page.locator("main section", has=page.get_by_role("heading", name=title))
+
+    expect(table("Zero variance").locator("tbody th")).to_have_text([FLAT])
+    expect(table("Open longest").locator("tbody th")).to_have_text([STUCK])
+    expect(table("Lowest mean reward").locator("tbody th").first).to_have_text("maze/5")
+    expect(table("Gates that are shut")).to_contain_text("All gates are open.")
+    assert stand.http.post(f"/runs/{RUN}/fleet/pause", json={"lease_s": 600}).status_code == 200
+    expect(table("Gates that are shut").locator("tbody tr")).to_contain_text("the run's")
+    expect(page.locator("#fleet")).to_contain_text("paused")
+    assert stand.http.post(f"/runs/{RUN}/fleet/resume").status_code == 200
+    expect(table("Gates that are shut")).to_contain_text("All gates are open.")
+    expect(page.locator("#fleet .figure:has-text('Closed')")).to_contain_text("20")
+    expect(page.locator("#fleet .figure:has-text('Database')")).to_be_hidden()
+
+    choice.select_option("")
+    page.wait_for_url("**/ui#/runs")
+    assert {"default", RUN} <= set(keys(settled(page)))
+    page.locator(f"{ROWS} a", has_text=RUN).click()
+    expect(page.locator("main h1")).to_have_text(RUN)
 
 
 def test_what_is_said_is_found(watched: Watched, page_stand: PageStand) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from app.features.page.files import FOLDER
 from e2e.page import PageStand
-from e2e.page_data import CHECKPOINT
+from e2e.page_data import CHECKPOINT, RUN
 
 deno = pytest.importorskip("deno", reason="deno, which brings the TypeScript compiler, is not installed")
 
@@ -83,6 +83,9 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
     found = [
         ("Me", "/ui/api/me"),
         ("Overview", "/ui/api/overview"),
+        ("Overview", f"/ui/api/overview?run={RUN}"),
+        ("RunPage", "/runs"),
+        ("RunView", f"/ui/api/runs/{RUN}"),
         ("SessionPage", "/ui/api/sessions"),
         ("GroupPage", "/groups"),
         ("VersionRow[]", "/ui/api/versions"),

@@ -9,13 +9,15 @@ from integration.stand import user
 from playwright.sync_api import Page, expect
 
 from e2e.page import ROWS, PageStand, Watch, barriers, nodes
-from e2e.page_data import AT_ONCE, CHECKPOINT, SCORED
+from e2e.page_data import AT_ONCE, CHECKPOINT, RUN, SCORED
 
 pytestmark = pytest.mark.long
 
 GROUP = quote(next(iter(SCORED)), safe="")
 TREE = "#/session/deep-research-5"
 VIEWS = {
+    "#/runs": ROWS,
+    f"#/runs?run={RUN}": ".plots svg",
     "#/": ROWS,
     "#/groups": ROWS,
     f"#/group/{GROUP}": "svg.plot",
@@ -217,6 +219,7 @@ def test_an_address_without_anything_says_so(watch: Watch, page_stand: PageStand
         ("#/session/nobody", "There is no session “nobody”."),
         ("#/group/nobody", "There is no group “nobody”."),
         ("#/checkpoint/nobody", "There is no checkpoint “nobody”."),
+        ("#/runs?run=nobody", "There is no run “nobody”."),
         ("#/nowhere/at/all", "There is no view at #/nowhere/at/all"),
     ):
         watched.go(place)

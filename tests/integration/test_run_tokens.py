@@ -7,12 +7,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 
+import httpx
 import pytest
 
 from integration.cli import answer, run
 from integration.guarded import ADMIN, CHAT, Guarded, Team, bearer, guarded_serving
 from integration.places import Places
-from integration.stand import error_of
+from integration.stand import error_of, until
 from ops.simulator.process import SimulatorProcess
 from turnlog import Turnlog
 
@@ -128,6 +129,48 @@ def test_a_runs_token_asks_of_an_engine_what_a_sessions_does(guarded: Guarded, t
     pinned = {"params": {"custom_logit_processor": "code"}}
     assert error_of(ours.http.post("/sessions", json=pinned)) == (403, "forbidden")
     assert ours.chat(mine, nvext={"session_control": {"session_id": mine, "action": "bind"}}).status_code == 200
+
+
+@pytest.mark.threat("run's token on another run")
+def test_a_browser_signs_in_with_a_runs_token(guarded: Guarded, teams: tuple[Team, Team]) -> None:
+    """It reads what the token opens, writes a note of the run's, and ends with the token."""
+    ours, theirs = teams
+    mine, other = (team.session(group_id="g") for team in teams)
+    with httpx.Client(base_url=guarded.stand.server.base_url, timeout=20) as browser:
+        reply = browser.post("/ui/sign-in", json={"token": ours.token})
+        assert (reply.status_code, ours.token in reply.headers["set-cookie"]) == (200, False)
+        assert browser.get("/ui/api/me").json()["run"] == ours.run
+        assert browser.get("/ui/api/sessions").json()["total"] == 1
+        assert browser.get("/ui/api/overview").json()["sessions"]["open"] == 1
+        assert browser.get("/ui/api/versions").json() == []
+        assert browser.get("/ui/api/exports").json()["scanned"] == 1
+        assert browser.get("/ui/api/summaries", params={"session_id": [mine, other]}).json().keys() == {mine}
+        assert browser.get(f"/ui/api/runs/{ours.run}").json()["run"]["sessions"]["open"] == 1
+        assert error_of(browser.get(f"/ui/api/runs/{theirs.run}")) == (404, "not_found")
+        for rest in ("", "/actions", "/find?q=x", "/conversation", "/tokens", "/rollout", "/turns/1"):
+            replies = [browser.get(f"/ui/api/sessions/{name}{rest}") for name in (other, "absent")]
+            assert [error_of(one) for one in replies] == [(404, "session_not_found")] * 2, rest
+            assert browser.get(f"/ui/api/sessions/{mine}{rest}").status_code == (404 if rest == "/turns/1" else 200)
+        for path in ("overview", "sessions", "versions", "exports", "live"):
+            assert error_of(browser.get(f"/ui/api/{path}?run={theirs.run}")) == (403, "forbidden"), path
+        assert ours.chat(mine).status_code == theirs.chat(other).status_code == 200
+        with browser.stream("GET", "/ui/api/live") as stream:
+            lines = stream.iter_lines()
+            next(line for line in lines if line.startswith("event: hello"))
+            assert [team.http.delete(f"/sessions/{name}").status_code for team, name in ((theirs, other), (ours, mine))]
+            rows = next(line for line in lines if '"rows"' in line)
+            assert (mine in rows, other in rows) == (True, False)
+        marks = {"x-turnlog-page": "1", "sec-fetch-site": "same-origin"}
+        statuses = [
+            browser.put(f"/sessions/{name}/annotations/note", json={"value": "seen"}, headers=marks).status_code
+            for name in (mine, other)
+        ]
+        assert statuses == [200, 404]
+        assert error_of(browser.post("/sessions", json={})) == (401, "unauthorized")
+        assert error_of(browser.get("/export/groups?consumer=a")) == (401, "unauthorized")
+        assert guarded.admin.delete(f"/runs/{ours.run}/token").status_code == 204
+        until(lambda: browser.get("/ui/api/me").status_code == 401)
+        assert error_of(browser.post("/ui/sign-in", json={"token": ours.token})) == (401, "unauthorized")
 
 
 @pytest.mark.threat("leaked token stays valid")

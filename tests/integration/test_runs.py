@@ -51,6 +51,63 @@ def lines(stand: Stand, **parameters: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stand.http.get("/events", params=parameters).text.splitlines()]
 
 
+def test_the_pages_first_view_of_a_run(used: Stand) -> None:
+    """By weight version, without evaluations and without the groups of the same names of another run."""
+    run, other = named(), named()
+
+    def rollout(of: str, group: str, reward: float | None, *versions: int, **body: Any) -> Talk:
+        talk = used.talk(run=of, group_id=group, **body)
+        for version in versions:
+            talk.say("Hello", sim={"weight_versions": [str(version)]})
+        if reward is not None:
+            assert used.http.put(f"{talk.path}/reward", json={"reward": reward}).status_code == 200
+            assert used.http.delete(talk.path).status_code == 204
+        return talk
+
+    for reward in (0.0, 1.0):
+        rollout(run, "mixed", reward, 3, 5)
+        rollout(run, "flat", 0.25, 5)
+        rollout(other, "mixed", 0.75, 9)
+    rollout(run, "mixed", 0.5, 8, evaluation=True)
+    rollout(run, "stuck", 0.9, 6, attempt=0, group_size=3)
+    failed = rollout(run, "stuck", None, 6, attempt=1)
+    assert used.http.post(f"{failed.path}/close", json={"failed": {"kind": "agent"}}).status_code == 204
+    replaced = rollout(run, "again", None, attempt=0)
+    rollout(run, "again", 0.4, 5, attempt=0)
+    refused = replaced.chat([user("Fail")], sim={"fault": "missing_prompt_ids"})
+    assert refused.status_code == 502, refused.text
+    last = rollout(run, "alone", None, 6)
+    assert last.chat([*last.messages, user("Fail")], sim={"fault": "missing_prompt_ids"}).status_code == 502
+
+    view = used.get(f"/ui/api/runs/{run}")
+    assert view["run"] == used.get(f"/runs/{run}")
+    at_six = {"version": 6, "sessions": 3, "open": 1, "turns": 3, "rewarded": 1, "mean_reward": 0.9, "errors": 1}
+    at_five = {"version": 5, "sessions": 5, "open": 0, "turns": 7, "rewarded": 5, "mean_reward": 1.9 / 5, "errors": 0}
+    assert view["versions"] == [
+        {**at_six, "failed": 1, "staleness": 0.0},
+        {**at_five, "mean_reward": pytest.approx(1.9 / 5), "failed": 0, "staleness": (2 + 2) / 5},
+    ]
+    assert view["failed"] == {"agent": 1}
+    groups = view["groups"]
+    assert (groups["rewarded"], groups["flat"]) == (4, 1)
+    assert [one["group_id"] for one in groups["lowest"]] == ["flat", "again", "mixed", "stuck"]
+    assert [one["group_id"] for one in groups["zero_variance"]] == ["flat"]
+    assert [(one["group_id"], one["arrived"]) for one in groups["stuck"]] == [("stuck", 2), ("alone", 1)]
+    listed = {one["group_id"]: one for one in used.get("/groups", run=run)["groups"]}
+    assert all(listed[one["group_id"]] == {**one, "run": run} for one in groups["lowest"])
+    assert view["gates"] == []
+    assert used.http.post(f"/runs/{run}/fleet/pause", json={"lease_s": 60}).status_code == 200
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(last.say, "Now?")
+        until(lambda: [one["held"] for one in used.get(f"/ui/api/runs/{run}")["gates"]] == [1])
+        [gate] = used.get(f"/ui/api/runs/{run}")["gates"]
+        assert (gate["of"], gate["adapter"], gate["reason"]) == ("run", None, "abort")
+        assert used.get(f"/ui/api/runs/{other}")["gates"] == []
+        assert used.http.post(f"/runs/{run}/fleet/resume").status_code == 200
+        assert waits.result(20).status_code == 200
+    assert error_of(used.http.get(f"/ui/api/runs/{named()}")) == (404, "not_found")
+
+
 def test_the_figures_of_a_run(used: Stand) -> None:
     run, other = named(), named()
     assert error_of(used.http.get(f"/runs/{run}")) == (404, "not_found")

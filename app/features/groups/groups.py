@@ -46,8 +46,7 @@ class GroupList:
             if query.metadata:
                 fitting = reads.with_metadata(connection, page, query.metadata)
                 page = [key for key in page if key in fitting]
-            attempts, leases = reads.attempts(connection, page), reads.leases(connection, page)
-            return [_row(key, attempts[key], leases.get(key)) for key in page], last
+            return rows_of(connection, page), last
 
         for _ in range(LOOKED_AT // AT_ONCE):
             found, after = await self._database.read(read)
@@ -58,6 +57,12 @@ class GroupList:
             after = GroupKey(rows[limit - 1]["run"], rows[limit - 1]["group_id"])
         following = None if after is None else cursors.encode((after.group_id, after.run, mark))
         return GroupPage(groups=rows[:limit], next_cursor=following)
+
+
+def rows_of(connection: Connection, keys: Sequence[GroupKey]) -> list[ListedGroup]:
+    """These groups as the list has them."""
+    attempts, leases = reads.attempts(connection, keys), reads.leases(connection, keys)
+    return [_row(key, attempts[key], leases.get(key)) for key in keys]
 
 
 def _row(key: GroupKey, attempts: Sequence[Attempt], lease: FeedLease | None) -> ListedGroup:

@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 from app.api.parameters import Cursor
 from app.api.requests import Request
 from app.api.routes import EVENTS, READ, Reply, Routes
-from app.errors import StoreUnavailable
-from app.features.page.routes import overview_of, page_of
+from app.errors import InvalidRequest, StoreUnavailable
+from app.features.page.routes import Run, overview_of, page_of
 from app.features.page.watch import Listener
 from app.sessions.log_end import POLL_S, LogPosition
 
@@ -35,20 +35,27 @@ ROWS = 1000
 """Rows in one event."""
 
 
-@route("GET /ui/api/live", "Stream changes", "page", Reply("Server-sent events.", {EVENTS: {}}), errors=READ)
-async def live(request: Request, cursor: Cursor = None) -> StreamingResponse:
+@route(
+    "GET /ui/api/live",
+    "Stream changes",
+    "page",
+    Reply("Server-sent events.", {EVENTS: {}}),
+    errors=(InvalidRequest, *READ),
+    of_run="query",
+)
+async def live(request: Request, cursor: Cursor = None, run: Run = None) -> StreamingResponse:
     """Sends `hello`, then `sessions` and `overview` at each change. A browser that reconnects resumes there."""
     app = request.services
-    listener = await page_of(request).watch.listen(request.headers.get("last-event-id") or cursor)
-    return _ChangeStream(app, listener)
+    listener = await page_of(request).watch.listen(request.headers.get("last-event-id") or cursor, run)
+    return _ChangeStream(app, listener, run)
 
 
 class _ChangeStream(StreamingResponse):
     """Closes its listener as soon as the client disconnects."""
 
-    def __init__(self, app: Services, listener: Listener) -> None:
+    def __init__(self, app: Services, listener: Listener, run: str | None) -> None:
         self._listener = listener
-        self._events = _events(app, listener)
+        self._events = _events(app, listener, run)
         super().__init__(self._events, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,12 +64,12 @@ class _ChangeStream(StreamingResponse):
                 await super().__call__(scope, receive, send)
 
 
-async def _events(app: Services, listener: Listener) -> AsyncGenerator[bytes]:
+async def _events(app: Services, listener: Listener, run: str | None) -> AsyncGenerator[bytes]:
     clock = asyncio.get_running_loop().time
     yield RETRY + _hello(listener.start_cursor)
     rows_at = clock()
     comment_at = clock() + COMMENT_S
-    with closing(_Overviews(app, listener.wake)) as overviews:
+    with closing(_Overviews(app, run, listener.wake)) as overviews:
         while not listener.is_over:
             pieces = overviews.take()
             if listener.has_changes and clock() >= rows_at:
@@ -82,8 +89,9 @@ async def _events(app: Services, listener: Listener) -> AsyncGenerator[bytes]:
 class _Overviews:
     """Makes an overview each second in a task of its own, so that rows do not wait while a large store is counted."""
 
-    def __init__(self, app: Services, on_ready: Callable[[], None]) -> None:
+    def __init__(self, app: Services, run: str | None, on_ready: Callable[[], None]) -> None:
         self._app = app
+        self._run = run
         self._on_ready = on_ready
         self._clock = asyncio.get_running_loop().time
         self._due_at = self._clock()
@@ -110,7 +118,7 @@ class _Overviews:
     async def _overview(self) -> list[bytes]:
         """Nothing while the database cannot be read (the page shows the age of its numbers)."""
         try:
-            return [_event("overview", await overview_of(self._app))]
+            return [_event("overview", await overview_of(self._app, self._run))]
         except StoreUnavailable:
             return []
 

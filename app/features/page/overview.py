@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, Connection, and_, case, func, or_, select, true
 
 from app.domain.fleet import OPEN
 from app.sessions.as_reply import as_reply
@@ -31,6 +31,9 @@ second would need a whole core."""
 ACTIVE_S = 60.0
 """A session is active if its last turn is not older than this."""
 
+MAX_KNOWN = 64
+"""Runs of which the newest overview is kept."""
+
 MAX_VERSIONS = 100
 
 
@@ -44,10 +47,16 @@ class HeadCounts(NamedTuple):
     bytes: int
 
 
-def counts(connection: Connection, since: float) -> HeadCounts:
-    """Reads every head."""
+def _of(run: str | None) -> ColumnElement[bool]:
+    """Condition on heads: the session is the run's; None: any."""
+    return true() if run is None else sessions.c.run == run
+
+
+def counts(connection: Connection, since: float, run: str | None = None) -> HeadCounts:
+    """Reads every head, or those of a run."""
     changed = and_(sessions.c.status == "open", sessions.c.turns > 0, sessions.c.updated_at >= since)
-    query = select(sessions.c.status, func.count(), func.sum(case((changed, 1), else_=0))).group_by(sessions.c.status)
+    query = select(sessions.c.status, func.count(), func.sum(case((changed, 1), else_=0))).where(_of(run))
+    query = query.group_by(sessions.c.status)
     by_state = {row[0]: (row[1], row[2]) for row in connection.execute(query)}
     opened, closed, erased = (by_state.get(status, (0, 0)) for status in ("open", "closed", "erased"))
     return HeadCounts(opened[0], closed[0], erased[0], opened[1], database_bytes(connection))
@@ -65,8 +74,8 @@ class VersionRow(msgspec.Struct, frozen=True):
     updated_at: float
 
 
-def versions(connection: Connection) -> list[VersionRow]:
-    """The newest MAX_VERSIONS weight versions, newest first."""
+def versions(connection: Connection, run: str | None = None) -> list[VersionRow]:
+    """The newest MAX_VERSIONS weight versions, of a run or of all, newest first."""
     head = sessions.c
     sums = (
         func.count(),
@@ -76,17 +85,19 @@ def versions(connection: Connection) -> list[VersionRow]:
         func.avg(head.reward),
         func.max(head.updated_at),
     )
-    query = select(head.weight_version, *sums).where(head.weight_version.is_not(None)).group_by(head.weight_version)
+    query = select(head.weight_version, *sums).where(head.weight_version.is_not(None), _of(run))
+    query = query.group_by(head.weight_version)
     newest = query.order_by(head.weight_version.desc()).limit(MAX_VERSIONS)
     return [VersionRow(*row) for row in connection.execute(newest)]
 
 
-def claims(connection: Connection, since: float) -> tuple[int, int]:
-    """The open turns, and how many are of sessions otherwise unchanged since a given time."""
+def claims(connection: Connection, since: float, run: str | None = None) -> tuple[int, int]:
+    """The open turns, of a run or of all, and how many are of sessions otherwise unchanged since a given time."""
     new = and_(open_turns.c.opened_at >= since, or_(sessions.c.updated_at < since, sessions.c.turns == 0))
     query = select(func.count(), func.sum(case((new, 1), else_=0))).select_from(
         open_turns.join(sessions, sessions.c.session_id == open_turns.c.session_id)
     )
+    query = query.where(_of(run))
     row = connection.execute(query).one()
     return row[0], row[1] or 0
 
@@ -122,24 +133,35 @@ class DatabaseSize(msgspec.Struct, frozen=True):
 
 class Overview(msgspec.Struct, frozen=True):
     """Times are seconds since the epoch. Turns, percentiles and errors are those of `scope`. `weight_version` is the
-    newest.
+    newest. Of a run, what is known of the whole server alone is null.
 
     `read_only` says why this process cannot serve turns yet after its start, else null.
     """
 
     at: float
     sessions: SessionCounts
-    turns_per_s: float
-    overhead_ms: Percentiles
-    engine_ms: Percentiles
-    errors: Mapping[str, int]
-    errors_total: Mapping[str, int]
+    turns_per_s: float | None
+    overhead_ms: Percentiles | None
+    engine_ms: Percentiles | None
+    errors: Mapping[str, int] | None
+    errors_total: Mapping[str, int] | None
     weight_version: int | None
     gate: reply_types.FleetGate
     adapters: list[reply_types.AdapterState]
-    database: DatabaseSize
+    database: DatabaseSize | None
     read_only: str | None
     scope: str
+
+
+class _OfRun:
+    """The newest overview of a run, or of all (None), and when its sessions are counted again."""
+
+    def __init__(self, run: str | None) -> None:
+        self.run = run
+        self.lock = asyncio.Lock()
+        self.latest: tuple[float, Overview] | None = None
+        self.counted: tuple[HeadCounts, float] | None = None
+        self.due_at = 0.0
 
 
 class Overviews:
@@ -150,31 +172,32 @@ class Overviews:
         self._database = services.database
         self._sessions = services.session_list
         self._pauses = pauses
-        self._lock = asyncio.Lock()
-        self._latest: tuple[float, Overview] | None = None
-        self._counted: tuple[HeadCounts, float] | None = None
-        self._due_at = 0.0
+        self._known: dict[str | None, _OfRun] = {}
 
-    async def now(self) -> Overview:
-        """The overview, at most a second old. Raises StoreUnavailable."""
-        async with self._lock:
+    async def now(self, run: str | None) -> Overview:
+        """The overview of a run or of all, at most a second old. Raises StoreUnavailable."""
+        known = self._known.pop(run, None) or _OfRun(run)
+        self._known[run] = known
+        while len(self._known) > MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+        async with known.lock:
             moment = time.monotonic()
-            if self._latest is None or moment - self._latest[0] > MAX_AGE_S:
-                self._latest = moment, await self._read()
-            return self._latest[1]
+            if known.latest is None or moment - known.latest[0] > MAX_AGE_S:
+                known.latest = moment, await self._read(known)
+            return known.latest[1]
 
-    async def _read(self) -> Overview:
-        at = self._services.clock()
+    async def _read(self, known: _OfRun) -> Overview:
+        at, run = self._services.clock(), known.run
         began = time.monotonic()
-        if self._counted is None or began >= self._due_at:
-            self._counted = await self._database.read(partial(counts, since=at - ACTIVE_S)), at
+        if known.counted is None or began >= known.due_at:
+            known.counted = await self._database.read(partial(counts, since=at - ACTIVE_S, run=run)), at
             ended = time.monotonic()
-            self._due_at = ended + COUNT_PAUSE * (ended - began)
-        heads, counted_at = self._counted
+            known.due_at = ended + COUNT_PAUSE * (ended - began)
+        heads, counted_at = known.counted
         (in_flight, newly_active), newest = await self._database.read(
-            lambda connection: (claims(connection, at - ACTIVE_S), self._sessions.newest_version(connection))
+            lambda connection: (claims(connection, at - ACTIVE_S, run), self._newest(connection, run))
         )
-        at_gates = self._sessions.at_gates()
+        at_gates = {one: claim for one, claim in self._sessions.at_gates().items() if self._is_of(one, run)}
         unclaimed = sum(not has_claim for has_claim in at_gates.values())
         recent = self._services.metrics.recent.summary()
         return Overview(
@@ -189,22 +212,34 @@ class Overviews:
                 active=heads.changed + newly_active,
                 counted_at=counted_at,
             ),
-            turns_per_s=recent.turns_per_s,
-            overhead_ms=Percentiles(recent.overhead_p50_ms, recent.overhead_p99_ms),
-            engine_ms=Percentiles(recent.engine_p50_ms, recent.engine_p99_ms),
-            errors=recent.errors,
-            errors_total=recent.errors_total,
+            turns_per_s=recent.turns_per_s if run is None else None,
+            overhead_ms=Percentiles(recent.overhead_p50_ms, recent.overhead_p99_ms) if run is None else None,
+            engine_ms=Percentiles(recent.engine_p50_ms, recent.engine_p99_ms) if run is None else None,
+            errors=recent.errors if run is None else None,
+            errors_total=recent.errors_total if run is None else None,
             weight_version=newest,
             gate=_without_gates(self._services.fleet.fleet.version)
             if self._pauses is None
-            else await self._pauses.fleet(None),
-            adapters=[] if self._pauses is None else await self._pauses.adapters(None),
+            else await self._pauses.fleet(run),
+            adapters=[] if self._pauses is None else await self._pauses.adapters(run),
             database=DatabaseSize(
                 heads.bytes, self._database.log_file_bytes(), "sqlite" if self._database.is_sqlite else "postgresql"
-            ),
+            )
+            if run is None
+            else None,
             read_only=self._services.registration.read_only,
             scope="this process",
         )
+
+    def _newest(self, connection: Connection, run: str | None) -> int | None:
+        if run is None:
+            return self._sessions.newest_version(connection)
+        return self._sessions.newest_versions(connection, [run]).get(run)
+
+    def _is_of(self, session_id: str, run: str | None) -> bool:
+        """Is a session that waits at a gate of this process the run's?"""
+        session = self._services.cache.known(session_id)
+        return run is None or (session is not None and session.config.of_run == run)
 
 
 def _without_gates(version: int) -> reply_types.FleetGate:

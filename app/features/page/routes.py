@@ -81,16 +81,21 @@ class SessionListParameters(SessionQuery):
     columns: Columns = None
 
 
-@route.for_the_page("/me")
+Run = Annotated[str | None, Query(pattern=ID, description="Only of this run.")]
+
+
+@route.for_the_page("/me", of_run="any")
 async def me(request: Request) -> object:
-    """How the page must sign in: `auth` is `token` or `none`. A request without the needed token gets 401."""
+    """How the page must sign in: `auth` is `token` or `none`. A request without the needed token gets 401. `run`: the
+    only one that is shown, to who signed in with its token."""
     auth = "token" if request.services.tokens.are_needed else "none"
-    return {"signed_in": True, "auth": auth, "release": request.services.release, "now": time.time()}
+    run, release = request.token_run, request.services.release
+    return {"signed_in": True, "auth": auth, "run": run, "release": release, "now": time.time()}
 
 
-@route.for_the_page("/overview")
-async def overview(request: Request) -> object:
-    return await overview_of(request.services)
+@route.for_the_page("/overview", of_run="query")
+async def overview(request: Request, run: Run = None) -> object:
+    return await overview_of(request.services, run)
 
 
 def page_of(request: Request) -> Page:
@@ -98,21 +103,21 @@ def page_of(request: Request) -> Page:
     return page
 
 
-async def overview_of(app: Services) -> dict[str, Any]:
-    """The overview and the engines. Raises StoreUnavailable."""
+async def overview_of(app: Services, run: str | None) -> dict[str, Any]:
+    """The overview and the engines, of a run or of all. Raises StoreUnavailable."""
     page: Page = app.features["page"]
-    found = msgspec.structs.asdict(await page.overviews.now())
-    return {**found, "engines": [engine_fields(app, listed) for listed in app.engine_pool.listed()]}
+    found = msgspec.structs.asdict(await page.overviews.now(run))
+    return {**found, "engines": [engine_fields(app, listed) for listed in app.engine_pool.listed(run)]}
 
 
-@route.for_the_page("/sessions")
+@route.for_the_page("/sessions", of_run="query")
 async def list_sessions(request: Request, query: Annotated[SessionListParameters, Query()]) -> object:
     """Sessions by any filter, in any order; `sort=running_since` lists only those with a turn in flight."""
     app = request.services
     return await listed(app.database, app.session_list, query, query.cursor, query.limit, query.columns)
 
 
-@route.for_the_page("/summaries")
+@route.for_the_page("/summaries", of_run="header")
 async def summaries(
     request: Request,
     session_id: Annotated[
@@ -120,6 +125,10 @@ async def summaries(
     ],
 ) -> object:
     """What each of these sessions is about and did last, by id; unknown ones are missing."""
+    app, run = request.services, request.token_run
+    if run is not None:
+        rows = await app.database.read(lambda c: app.session_list.rows(c, session_id, {}))
+        session_id = [row["session_id"] for row in rows if row["run"] == run]
     return await page_of(request).summaries.of(session_id)
 
 
@@ -130,7 +139,7 @@ BranchNumber = Annotated[
 ]
 
 
-@route.for_the_page("/sessions/{session_id}")
+@route.for_the_page("/sessions/{session_id}", of_run="session")
 async def session(request: Request, session_id: SessionId, seq: Seq = None) -> object:
     """A session in any state, after event `seq`, the checkpoints that have it now, and, without `seq`, its budgets."""
     app = request.services
@@ -149,7 +158,7 @@ async def session(request: Request, session_id: SessionId, seq: Seq = None) -> o
 MAX_TURN = 2**30
 
 
-@route.for_the_page("/sessions/{session_id}/actions")
+@route.for_the_page("/sessions/{session_id}/actions", of_run="session")
 async def actions(
     request: Request,
     session_id: SessionId,
@@ -160,7 +169,7 @@ async def actions(
     return await page_of(request).turns.actions(session_id, start, limit)
 
 
-@route.for_the_page("/sessions/{session_id}/turns/{turn}")
+@route.for_the_page("/sessions/{session_id}/turns/{turn}", of_run="session")
 async def turn_messages(
     request: Request,
     session_id: SessionId,
@@ -171,7 +180,7 @@ async def turn_messages(
     return await page_of(request).turns.messages(session_id, turn, whole=whole)
 
 
-@route.for_the_page("/sessions/{session_id}/find")
+@route.for_the_page("/sessions/{session_id}/find", of_run="session")
 async def find(
     request: Request,
     session_id: SessionId,
@@ -185,7 +194,7 @@ async def find(
     return await page_of(request).turns.find(session_id, text, after)
 
 
-@route.for_the_page("/sessions/{session_id}/conversation")
+@route.for_the_page("/sessions/{session_id}/conversation", of_run="session")
 async def conversation(
     request: Request,
     session_id: SessionId,
@@ -197,7 +206,7 @@ async def conversation(
     return await Conversations(request.services.database).at(session_id, seq, turn, branch)
 
 
-@route.for_the_page("/sessions/{session_id}/tokens")
+@route.for_the_page("/sessions/{session_id}/tokens", of_run="session")
 async def tokens(
     request: Request,
     session_id: SessionId,
@@ -213,7 +222,7 @@ async def tokens(
     return await page_of(request).tokens.at(session_id, seq, branch, asked)
 
 
-@route.for_the_page("/sessions/{session_id}/rollout")
+@route.for_the_page("/sessions/{session_id}/rollout", of_run="session")
 async def rollout(
     request: Request,
     session_id: SessionId,
@@ -227,13 +236,13 @@ async def rollout(
     return await rollout_view(request.services.database, session_id, branch, start, limit)
 
 
-@route.for_the_page("/exports")
+@route.for_the_page("/exports", of_run="query")
 async def preview_export(request: Request, query: Annotated[ExportParameters, Query()]) -> object:
     """What `/export` with the same parameters would contain, and why the others are left out; paged."""
     return await page_of(request).previews.of(query, query.cursor)
 
 
-@route.for_the_page("/versions")
-async def versions(request: Request) -> object:
+@route.for_the_page("/versions", of_run="query")
+async def versions(request: Request, run: Run = None) -> object:
     """The newest weight versions with their sessions, turns and rewards."""
-    return await request.services.database.read(overviews.versions)
+    return await request.services.database.read(lambda connection: overviews.versions(connection, run))

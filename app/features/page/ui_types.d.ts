@@ -13,6 +13,8 @@ export type State = "open" | "idle" | "running" | "paused" | "closed" | "erased"
 export interface Me {
   signed_in: boolean;
   auth: "token" | "none";
+  /** the only one that is shown, to who signed in with its token */
+  run: string | null;
   release: string;
   now: number;
 }
@@ -131,7 +133,7 @@ export interface Adapter extends Gate {
   version: string | null;
 }
 
-/** GET /ui/api/overview, and each second of the live stream */
+/** GET /ui/api/overview, and each second of the live stream; of a run, null is what the whole server alone has */
 export interface Overview {
   at: number;
   sessions: {
@@ -144,15 +146,15 @@ export interface Overview {
     active: number;
     counted_at: number;
   };
-  turns_per_s: number;
-  overhead_ms: Percentiles;
-  engine_ms: Percentiles;
-  errors: Record<string, number>;
-  errors_total: Record<string, number>;
+  turns_per_s: number | null;
+  overhead_ms: Percentiles | null;
+  engine_ms: Percentiles | null;
+  errors: Record<string, number> | null;
+  errors_total: Record<string, number> | null;
   weight_version: number | null;
   gate: FleetGate;
   adapters: Adapter[];
-  database: { bytes: number; wal_bytes: number | null; kind: "sqlite" | "postgresql" };
+  database: { bytes: number; wal_bytes: number | null; kind: "sqlite" | "postgresql" } | null;
   read_only: string | null;
   scope: string;
   engines: Engine[];
@@ -160,9 +162,14 @@ export interface Overview {
 
 /** A group in the list of groups. */
 export interface GroupRow {
+  run: string;
   group_id: string;
+  group_size: number | null;
+  arrived: number;
   sessions: number;
   closed: number;
+  failed: number;
+  evaluation: boolean;
   rewarded: number;
   mean: number | null;
   std: number | null;
@@ -171,6 +178,70 @@ export interface GroupRow {
   zero_variance: boolean;
   missing_attempts: number[];
   state: "open" | "complete" | "leased" | "acknowledged";
+}
+
+/** A run in GET /runs. */
+export interface ListedRun {
+  run: string;
+  status: "open" | "closed" | "erasing";
+  limits: { live: number | null; tokens: number | null };
+  metadata: Record<string, unknown> | null;
+  note: string | null;
+  sessions: { open: number; closed: number; erased: number };
+  turns: number;
+  groups: { complete: number; handed_out: number; acknowledged: number };
+  reward: Statistics | null;
+  weight_versions: { newest: number | null; oldest_live: number | null };
+  first_at: number | null;
+  last_at: number | null;
+}
+
+/** GET /runs/{run} */
+export interface RunFigures extends ListedRun {
+  tokens: { prompt: number; generated: number };
+  errors: Record<string, number>;
+}
+
+/** GET /runs */
+export interface RunPage {
+  runs: ListedRun[];
+  next_cursor: string | null;
+}
+
+/** Sessions by their newest weights; `staleness`: how far behind their oldest are. */
+export interface VersionFigures {
+  version: number;
+  sessions: number;
+  open: number;
+  turns: number;
+  rewarded: number;
+  mean_reward: number | null;
+  errors: number;
+  failed: number;
+  staleness: number | null;
+}
+
+/** `since`: when its first session was created */
+export interface StuckGroup extends GroupRow {
+  since: number;
+}
+
+export interface ShutGate {
+  of: "server" | "run";
+  adapter: string | null;
+  reason: string;
+  since: number | null;
+  held: number;
+}
+
+/** GET /ui/api/runs/{run} */
+export interface RunView {
+  run: RunFigures;
+  /** newest first */
+  versions: VersionFigures[];
+  failed: Record<string, number>;
+  groups: { rewarded: number; flat: number; lowest: GroupRow[]; zero_variance: GroupRow[]; stuck: StuckGroup[] };
+  gates: ShutGate[];
 }
 
 /** GET /groups */
@@ -349,7 +420,7 @@ export interface Session {
   failed: Failure | null;
   state: State;
   erased: boolean;
-  config: { group_id: string | null; attempt: number | null; adapter: string | null } & Record<string, unknown>;
+  config: { run?: string | null; group_id: string | null; attempt: number | null; adapter: string | null } & Record<string, unknown>;
   /** of a fork: after turn `turn` of `session`; `loss`: the copied turns are in its loss */
   fork: { session: string; turn: number; turns: number; loss: boolean } | null;
   metadata: unknown;

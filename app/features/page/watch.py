@@ -67,12 +67,14 @@ def events_since(connection: Connection, after: Position, limit: int) -> Tail:
 
 
 class Listener:
-    """One browser. It starts at `start_cursor`; `cursor` is after all rows that were taken or are pending.
+    """One browser. It starts at `start_cursor`; `cursor` is after all rows that were taken or are pending. It gets the
+    rows of `run`; None: all.
 
     `is_over`: no more rows will come.
     """
 
-    def __init__(self, on_close: Callable[[Listener], None]) -> None:
+    def __init__(self, on_close: Callable[[Listener], None], run: str | None = None) -> None:
+        self._run = run
         self.start_cursor = self.cursor = LogPosition("", START)
         self.is_over = False
         self._must_reset = False
@@ -109,6 +111,8 @@ class Listener:
     def add(self, rows: Iterable[ListedSession], cursor: LogPosition) -> None:
         """Add pending rows. Those of one session may come in any order; the latest version is kept."""
         for row in rows:
+            if self._run not in (None, row["run"]):
+                continue
             known = self._pending.get(row["session_id"])
             if known is None or known["version"] <= row["version"]:
                 self._pending[row["session_id"]] = row
@@ -154,15 +158,16 @@ class Watch:
     def is_running(self) -> bool:
         return self._polling is not None
 
-    async def listen(self, cursor: str | None) -> Listener:
-        """A new listener, from now on or from the cursor of an earlier stream. The caller must close it.
+    async def listen(self, cursor: str | None, run: str | None = None) -> Listener:
+        """A new listener for a run or for all, from now on or from the cursor of an earlier stream. The caller must
+        close it.
 
         Raises Overloaded for too many listeners, InvalidRequest for an invalid cursor, StoreUnavailable.
         """
         resumed = None if cursor is None else decode_position(cursor, "the live stream")
         if self._stopping or len(self._listeners) >= MAX_LISTENERS:
             raise Overloaded(f"the server is stopping, or there are {MAX_LISTENERS} listeners already")
-        listener = Listener(self._closed)
+        listener = Listener(self._closed, run)
         self._listeners.add(listener)
         try:
             async with self._starting:

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def entries() -> list[Route]:
-    from app.features.runs.routes import route
+    from app.features.runs import page_view, routes
 
-    return route.entries
+    return [*routes.route.entries, *page_view.route.entries]
 
 
 def add_to(services: Services) -> Runs:

@@ -26,13 +26,14 @@ KEPT_SESSIONS = 200_000
 
 
 class Counts(msgspec.Struct, frozen=True):
-    """Of a session up to event `version`: the tokens of its committed turns, discarded ones too, and how its other
-    turns ended."""
+    """Of a session up to event `version`: the tokens of its committed turns, discarded ones too, the smallest weight
+    version that sampled one, and how its other turns ended."""
 
     version: int = 0
     prompt: int = 0
     generated: int = 0
     errors: Mapping[str, int] = {}
+    oldest: int | None = None
 
 
 class Tally:
@@ -44,6 +45,11 @@ class Tally:
 
     async def of(self, run: str) -> Counts:
         """The sums of a run's sessions. Raises StoreUnavailable."""
+        counted = await self.by_session(run)
+        return await asyncio.to_thread(summed, counted.values())
+
+    async def by_session(self, run: str) -> Mapping[str, Counts]:
+        """Raises StoreUnavailable."""
         known = self._known.get(run, {})
         present = await self._database.read(partial(reads.versions, run=run))
         counted = {session_id: one for session_id in present if (one := known.get(session_id)) is not None}
@@ -59,7 +65,7 @@ class Tally:
             before = {session_id: counted[session_id] if seq else Counts() for session_id, seq in part}
             counted |= await asyncio.to_thread(_counted, before, new, present)
         self._keep(run, counted)
-        return await asyncio.to_thread(_summed, counted.values())
+        return counted
 
     def _keep(self, run: str, counted: dict[str, Counts]) -> None:
         self._known[run] = counted
@@ -75,7 +81,7 @@ def _counted(
     counted = {}
     for session_id, rows in new.items():
         one = before[session_id]
-        prompt, generated, errors = one.prompt, one.generated, Counter(one.errors)
+        prompt, generated, errors, oldest = one.prompt, one.generated, Counter(one.errors), one.oldest
         for row in rows:
             try:
                 event = decode_events([row])[0].event
@@ -84,14 +90,15 @@ def _counted(
             if isinstance(event, TurnCommitted) and event.fence != row.seq:  # else a fork's copy
                 prompt += event.base_tokens + event.suffix_tokens
                 generated += event.output_tokens
+                oldest = min([*event.version_numbers, *([] if oldest is None else [oldest])], default=None)
             elif isinstance(event, TurnRejected | TurnAbandoned):
                 errors[event.reason] += 1
         upto = max(versions[session_id], rows[-1].seq if rows else 0)
-        counted[session_id] = Counts(upto, prompt, generated, errors)
+        counted[session_id] = Counts(upto, prompt, generated, errors, oldest)
     return counted
 
 
-def _summed(counts: Iterable[Counts]) -> Counts:
+def summed(counts: Iterable[Counts]) -> Counts:
     prompt, generated, errors = 0, 0, Counter[str]()
     for one in counts:
         prompt, generated = prompt + one.prompt, generated + one.generated

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
-from sqlalchemy import Connection, and_, case, exists, func, select, tuple_, union
+from sqlalchemy import ColumnElement, Connection, and_, case, exists, func, or_, select, tuple_, union
 
 from app.domain.events import TurnAbandoned, TurnCommitted, TurnRejected
 from app.features.groups.schema import groups
@@ -175,3 +175,95 @@ def roots(connection: Connection, run: str, after: Place, limit: int) -> list[Pl
     )
     found = connection.execute(query.order_by(sessions.c.created_at, sessions.c.session_id).limit(limit))
     return [(row[0], row[1]) for row in found]
+
+
+# The page's view of a run.
+
+
+def _trains(run: str) -> ColumnElement[bool]:
+    """Condition on heads: the session is the run's, and no evaluation."""
+    return and_(sessions.c.run == run, sessions.c.status != "undone", ~sessions.c.evaluation, is_of_run)
+
+
+class VersionCount(NamedTuple):
+    """The sessions whose newest weights are of a version; `rewarded` and `mean_reward` are of rollouts that did not
+    fail, by their roots, `failed` are those that did."""
+
+    version: int
+    sessions: int
+    open: int
+    turns: int
+    rewarded: int
+    mean_reward: float | None
+    failed: int
+
+
+def version_counts(connection: Connection, run: str, limit: int) -> list[VersionCount]:
+    """The newest weight versions of a run, newest first."""
+    head = sessions.c
+    reward = case((and_(is_root(), head.failed.is_(None)), head.reward))
+    query = (
+        select(
+            head.weight_version,
+            func.count(),
+            func.sum(case((head.status == "open", 1), else_=0)),
+            func.sum(head.turns),
+            func.count(reward),
+            func.avg(reward),
+            func.count(head.failed),
+        )
+        .where(_trains(run), head.weight_version.is_not(None))
+        .group_by(head.weight_version)
+    )
+    newest = query.order_by(head.weight_version.desc()).limit(limit)
+    return [VersionCount(*row) for row in connection.execute(newest)]
+
+
+def newest_weights(connection: Connection, run: str, since: int) -> dict[str, int]:
+    """By session, its newest weight version; those from `since` on."""
+    query = select(sessions.c.session_id, sessions.c.weight_version)
+    return dict(connection.execute(query.where(_trains(run), sessions.c.weight_version >= since)).tuples().all())
+
+
+def failures(connection: Connection, run: str) -> dict[str, int]:
+    """How many rollouts failed, by kind."""
+    query = select(sessions.c.failed, func.count()).where(_trains(run), sessions.c.failed.is_not(None))
+    return dict(connection.execute(query.group_by(sessions.c.failed).order_by(sessions.c.failed)).tuples().all())
+
+
+class GroupSums(NamedTuple):
+    """A group's rewards, and when its first session was created."""
+
+    group_id: str
+    rewarded: int
+    mean: float | None
+    min: float | None
+    max: float | None
+    since: float
+
+    @property
+    def is_flat(self) -> bool:
+        """There are several rewards, and all are equal."""
+        return self.rewarded > 1 and self.min == self.max
+
+
+def group_sums(connection: Connection, run: str, limit: int, *, stuck: bool) -> list[GroupSums]:
+    """A run's groups, those that were begun last first; with `stuck` those that still wait for an attempt or for one's
+    end, the oldest first. A rollout that was replaced may let its group seem to wait."""
+    head = sessions.c
+    reward = case((head.failed.is_(None), head.reward))
+    waits = or_(head.status == "open", and_(head.reward.is_(None), head.failed.is_(None)))
+    arrived = func.count(func.distinct(head.attempt)) + func.sum(case((head.attempt.is_(None), 1), else_=0))
+    since = func.min(head.created_at)
+    query = (
+        select(head.group_id, func.count(reward), func.avg(reward), func.min(reward), func.max(reward), since)
+        .where(_trains(run), head.group_id.is_not(None), head.status != "erased", is_root())
+        .group_by(head.group_id)
+        .limit(limit)
+    )
+    if stuck:
+        is_waiting = or_(func.sum(case((waits, 1), else_=0)) > 0, arrived < func.max(head.group_size))
+        query = query.having(is_waiting).order_by(since, head.group_id)
+    else:
+        query = query.order_by(since.desc(), head.group_id)
+    return [GroupSums(*row) for row in connection.execute(query)]

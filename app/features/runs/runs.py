@@ -15,7 +15,7 @@ from app.crash_points import reach
 from app.domain import cursors
 from app.errors import AppError, NotFound, RunClosed, SessionUnreadable
 from app.features.runs import figures, reads
-from app.features.runs.figures import Tally
+from app.features.runs.figures import Counts, Tally
 from app.features.runs.operations import LEASE, EndRun, GiveRun, MeasureRun, RunErased
 from app.features.runs.reads import RunRow
 from app.features.runs.schema import over
@@ -87,11 +87,17 @@ class Runs:
 
     async def get(self, run: str) -> dict[str, Any]:
         """The run's figures. Raises NotFound."""
+        return (await self.get_with_sessions(run))[0]
+
+    async def get_with_sessions(self, run: str) -> tuple[dict[str, Any], Mapping[str, Counts]]:
+        """The run's figures, and what was counted of each of its sessions. Raises NotFound."""
         found = await self._database.read(partial(figures.read, names=[run]))
         listed: list[ListedRun] = await asyncio.to_thread(figures.listed, found)
         if not listed:
             raise _unknown(run)
-        return figures.with_turns(listed[0], await self._tally.of(run))
+        counts = await self._tally.by_session(run)
+        summed = await asyncio.to_thread(figures.summed, counts.values())
+        return figures.with_turns(listed[0], summed), counts
 
     async def give(self, run: str, given: Given) -> None:
         """Give the run its limits, metadata and note, in place of those before. Raises RunClosed."""

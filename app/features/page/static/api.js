@@ -136,8 +136,9 @@ async function refusal(response) {
 export class LiveConnection {
   #life = new AbortController();
 
-  /** @param {LiveListeners} listeners */
-  constructor(listeners) {
+  /** @param {string|null} run whose changes; null: those of all @param {LiveListeners} listeners */
+  constructor(run, listeners) {
+    this.run = run;
     this.listeners = listeners;
     this.cursor = "";
     this.failures = 0;
@@ -158,7 +159,7 @@ export class LiveConnection {
 
   #open() {
     this.#drop();
-    const source = new EventSource(url("/ui/api/live", { cursor: this.cursor }));
+    const source = new EventSource(url("/ui/api/live", { run: this.run, cursor: this.cursor }));
     this.source = source;
     if (!this.failures) this.listeners.onState("connecting");
     this.#on("hello", ({ data }) => {

@@ -9,8 +9,11 @@ import { clock, serverNow, setServerNow, since, startTicking } from "./format.js
 import { GroupView } from "./group.js";
 import { GroupsView } from "./groups.js";
 import { listenToKeys, showKeys } from "./keys.js";
-import { parse } from "./route.js";
+import { changeQuery, chosenRun, listHref, parse } from "./route.js";
 import { RolloutsView } from "./rollouts.js";
+import { runChoice } from "./runchoice.js";
+import { RunsView } from "./runs.js";
+import { RunView } from "./runview.js";
 import { SearchView } from "./search.js";
 import { SessionView } from "./session.js";
 import { SessionsView } from "./sessions.js";
@@ -22,6 +25,8 @@ import { visibleText } from "./visible.js";
 /** @import {View} from "./view.js" */
 
 const VIEWS = {
+  runs: { View: RunsView, title: "Runs" },
+  run: { View: RunView, title: "Run" },
   sessions: { View: SessionsView, title: "Sessions" },
   session: { View: SessionView, title: "Session" },
   groups: { View: GroupsView, title: "Groups" },
@@ -33,7 +38,7 @@ const VIEWS = {
   checkpoints: { View: CheckpointsView, title: "Checkpoints" },
   checkpoint: { View: CheckpointView, title: "Checkpoint" },
 };
-const NAVIGATION = /** @type {const} */ (["sessions", "groups", "versions", "search", "exports", "checkpoints"]);
+const NAVIGATION = /** @type {const} */ (["runs", "sessions", "groups", "versions", "search", "exports", "checkpoints"]);
 /** @type {Record<string, string>} */
 const LIST_ABOVE = { group: "groups", rollouts: "groups", checkpoint: "checkpoints" };
 const CONNECTION_WORDS = { connecting: "connecting", live: "live", lost: "not connected" };
@@ -44,6 +49,9 @@ class App {
   constructor() {
     this.main = part("main");
     this.strip = fleetStrip(part("fleet"));
+    this.choice = runChoice(part("run"));
+    /** @type {string|null} the only run that is shown, to who signed in with its token */
+    this.ownRun = null;
     /** @type {View|null} */
     this.view = null;
     this.place = "";
@@ -76,15 +84,25 @@ class App {
     access.needsToken = me.auth === "token";
     part("release").textContent = me.release;
     part("sign-out").hidden = me.auth !== "token";
+    this.ownRun = me.run;
+    const isAtHome = ["", "#", "#/"].includes(location.hash);
+    if (me.run !== null && isAtHome) history.replaceState(null, "", listHref("runs", { run: me.run }));
+    this.#keepToOwnRun();
     await this.#follow();
     this.#enter();
   }
 
-  /** @returns {Promise<void>} once the stream has begun, failed, or taken too long */
+  /** An address that somebody typed names no run, or another. */
+  #keepToOwnRun() {
+    if (this.ownRun !== null && chosenRun() !== this.ownRun) changeQuery({ run: this.ownRun });
+  }
+
+  /** Follow the chosen run. @returns {Promise<void>} once the stream has begun, failed, or taken too long */
   #follow() {
+    this.live?.close();
     return new Promise((resolve) => {
       setTimeout(resolve, FIRST_HELLO_MS);
-      this.live = new LiveConnection({
+      this.live = new LiveConnection(chosenRun(), {
         onSessions: (rows) => {
           this.lastHeard = serverNow();
           this.view?.onSessions(rows);
@@ -135,8 +153,13 @@ class App {
   /** Show the view that the address names. */
   #enter() {
     if (!this.live) return;
+    this.#keepToOwnRun();
+    const run = chosenRun();
+    if (this.live.run !== run) this.#follow();
+    this.choice.show(run, this.ownRun !== null);
+    linkNavigation();
     const route = parse(location.hash);
-    const place = route ? `${route.name} ${route.id}` : location.hash;
+    const place = route ? `${route.name} ${route.id} of ${run ?? "all"}` : location.hash;
     if (route && place === this.place && this.view) {
       this.view.onQuery(route.query);
       return;
@@ -151,9 +174,10 @@ class App {
       replace(this.main, message("empty", `There is no view at ${visibleText(this.place)}`, h("p", null, links)));
       return;
     }
-    const { View, title } = VIEWS[route.name];
-    this.strip.enter(route.name);
-    document.title = `${route.id || title} · Turnlog`;
+    const name = route.name === "runs" && run !== null ? "run" : route.name;
+    const { View, title } = VIEWS[name];
+    this.strip.enter(name);
+    document.title = `${route.id || (name === "run" && run) || title} · Turnlog`;
     announce(route.id ? `${title} ${route.id}` : title);
     this.view = new View(this.main, { ...route, overview: () => this.overview });
     // What had the focus is gone: the next Tab goes on in the view, not at the top of the page.
@@ -174,8 +198,7 @@ class App {
     this.#leave();
     this.place = "sign-in";
     part("fleet").hidden = this.strip.toggle.hidden = true;
-    part("banner").hidden = true;
-    part("sign-out").hidden = true;
+    part("banner").hidden = part("sign-out").hidden = part("run").hidden = true;
     replace(part("connection"));
     document.title = "Sign in · Turnlog";
     this.view = new SignInView(this.main, () => {
@@ -212,7 +235,13 @@ class App {
 
 /** @returns {HTMLElement[]} a link to each list */
 function navigation() {
-  return NAVIGATION.map((name) => h("a", { href: `#/${name}`, dataset: { name } }, VIEWS[name].title));
+  return NAVIGATION.map((name) => h("a", { href: listHref(name), dataset: { name } }, VIEWS[name].title));
+}
+
+/** The links lead to the lists of the run that is chosen now. */
+function linkNavigation() {
+  for (const link of document.querySelectorAll("#nav a")) link.setAttribute("href", listHref(link.getAttribute("data-name") ?? ""));
+  document.querySelector(".brand")?.setAttribute("href", listHref(""));
 }
 
 /** @param {string|null} name of the view that is shown, or of the list above it */

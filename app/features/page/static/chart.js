@@ -59,20 +59,56 @@ function dot(one, x, y) {
   return svg("a", { href: sessionHref(one.session_id), "aria-label": name }, svg("title", null, name), mark);
 }
 
+const SMALL = { width: 340, height: 130, left: 48, right: 12, top: 8, bottom: 22 };
+
 /**
- * @param {number[]} values in order
+ * A figure by weight version, as dots and the line through them.
+ * @param {{x: number, y: number}[]} points in the order of `x`
+ * @param {string} label
+ * @param {(value: number) => string} text of a value
+ * @param {(value: number) => string} tick text of a round value
  */
-function axisOf(values) {
+export function versionPlot(points, label, text, tick) {
+  const { width, height, left, right, top, bottom } = SMALL;
+  const floor = height - bottom;
+  const axis = axisOf(points.map(({ y }) => y), 3, floor, top);
+  const [first, last] = [points[0]?.x ?? 0, points.at(-1)?.x ?? 0];
+  const share = (/** @type {number} */ x) => (last === first ? 0.5 : (x - first) / (last - first));
+  const across = (/** @type {number} */ x) => left + share(x) * (width - left - right);
+  const places = points.map(({ x, y }) => ({ x: across(x), y: axis.place(y), name: `weights ${x}: ${text(y)}` }));
+  const ticks = axis.ticks.map((value) => [
+    svg("path", { class: "grid", d: `M${left} ${axis.place(value)}H${width - right}` }),
+    svg("text", { x: left - 6, y: axis.place(value) + 4, "text-anchor": "end" }, tick(Number(value.toPrecision(6)))),
+  ]);
+  const anchor = (/** @type {number} */ x) => (first === last ? "middle" : x === first ? "start" : "end");
+  const ends = [...new Set(points.length ? [first, last] : [])];
+  return svg(
+    "svg",
+    { class: "plot trend", viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${label} by weight version; the numbers are in the table below` },
+    ticks,
+    svg("path", { class: "line", d: places.map(({ x, y }, at) => `${at ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}`).join("") }),
+    places.map(({ x, y, name }) => svg("circle", { class: "dot", cx: x, cy: y, r: points.length > 40 ? 2 : 3 }, svg("title", null, name))),
+    ends.map((x) => svg("text", { x: across(x), y: height - 6, "text-anchor": anchor(x) }, x)),
+  );
+}
+
+/**
+ * @param {number[]} values
+ * @param {number} [steps] about so many
+ * @param {number} [from] where the axis begins
+ * @param {number} [to] where it ends
+ */
+function axisOf(values, steps = 5, from = LEFT, to = WIDE - RIGHT) {
   let low = Math.min(0, ...values);
   let high = Math.max(...values, low);
   if (low === high) high = low + 1;
-  const raw = (high - low) / 5;
+  const raw = (high - low) / steps;
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = power * ([1, 2, 5].find((one) => one * power >= raw) ?? 10);
   low = Math.floor(low / step) * step;
   high = Math.ceil(high / step) * step;
   const ticks = Array.from({ length: Math.round((high - low) / step) + 1 }, (_, index) => low + index * step);
-  const place = (/** @type {number} */ value) => LEFT + ((value - low) / (high - low)) * (WIDE - LEFT - RIGHT);
+  const place = (/** @type {number} */ value) => from + ((value - low) / (high - low)) * (to - from);
   return { place, ticks };
 }
 

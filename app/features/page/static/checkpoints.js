@@ -4,7 +4,7 @@ import { url } from "./api.js";
 import { copyButton } from "./copy.js";
 import { badge, bar, button, fact, h, message, replace, setText } from "./dom.js";
 import { amount, clock, count, since } from "./format.js";
-import { checkpointHref, sessionHref } from "./route.js";
+import { checkpointHref, chosenRun, listHref, sessionHref } from "./route.js";
 import { badgeCell, column, groupColumn, linkCell, numberColumn, sessionColumn, sinceCell } from "./rows.js";
 import { LongTable } from "./table.js";
 import { View } from "./view.js";
@@ -48,7 +48,8 @@ export class CheckpointsView extends FollowsFleet {
       keyOf: (/** @type {Checkpoint} */ one) => one.name,
     });
     this.total = h("span", { role: "status" });
-    this.fill("Checkpoints", this.total, this.tools(() => ({ path: "/checkpoints" })), this.table.element);
+    this.request = { path: "/checkpoints", parameters: { run: chosenRun() } };
+    this.fill("Checkpoints", this.total, this.tools(() => this.request), this.table.element);
     this.table.setFoot("Loading …");
     this.refresh();
   }
@@ -60,7 +61,7 @@ export class CheckpointsView extends FollowsFleet {
   }
 
   refresh() {
-    return this.read({ path: "/checkpoints" }, (/** @type {CheckpointList} */ { checkpoints }) => {
+    return this.read(this.request, (/** @type {CheckpointList} */ { checkpoints }) => {
       const newest = checkpoints.toReversed();
       this.table.show(newest, newest.length, false);
       setText(this.total, `${amount(newest.length, "checkpoint")}, newest first`);
@@ -114,10 +115,10 @@ export class CheckpointView extends FollowsFleet {
     replace(
       root,
       bar(h("h1", null, visible(id)), [
-        h("a", { href: "#/checkpoints" }, "All checkpoints"),
+        h("a", { href: listHref("checkpoints") }, "All checkpoints"),
         // A name has only letters that mean nothing to a shell.
         copyButton(() => `turnlog checkpoint restore ${id} --url ${url("").replace(/\/$/, "")}`, "Copy the restore's command"),
-        this.tools(() => ({ path: this.path, parameters: { limit: PAGE } })),
+        this.tools(() => ({ path: this.path, parameters: { run: chosenRun(), limit: PAGE } })),
       ]),
       this.problem,
       this.facts,
@@ -152,7 +153,7 @@ export class CheckpointView extends FollowsFleet {
       if (this.cursor) this.table.setFoot(`${count(this.sessions.length)} loaded`, button("Load more", () => this.#more()));
       else this.table.setFoot(this.sessions.length ? "All shown" : "No session was in the store.");
     };
-    return this.read({ path: this.path, parameters: { limit: PAGE, cursor } }, show);
+    return this.read({ path: this.path, parameters: { run: chosenRun(), limit: PAGE, cursor } }, show);
   }
 }
 

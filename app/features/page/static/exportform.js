@@ -1,7 +1,7 @@
 /** The form above the exports: filters and options of GET /export, by their own names. */
 
 import { folded, h } from "./dom.js";
-import { checkbox, choice, field, numberField, QueryForm, textField } from "./form.js";
+import { checkbox, choice, chosen, field, numberField, QueryForm, textField } from "./form.js";
 
 /** @import {Values} from "./form.js" */
 
@@ -41,7 +41,7 @@ function fields() {
     "form",
     { class: "filters", "aria-label": "What to export" },
     field("Session", textField("session_id")),
-    field("Run", textField("run")),
+    chosen("run"),
     field("Group", textField("group_id")),
     field("Group begins with", textField("group_prefix")),
     field("Row's status", choice("status", ["completed", "truncated", "aborted"])),

@@ -1,7 +1,7 @@
 /** The filters of the session list: how the address spells them, the form above the list, and which rows match. */
 
 import { h, STATES } from "./dom.js";
-import { checkbox, choice, field, numberField, QueryForm, textField } from "./form.js";
+import { checkbox, choice, chosen, field, numberField, QueryForm, textField } from "./form.js";
 import { serverNow } from "./format.js";
 
 /** @import {SessionRow} from "../ui_types.d.ts" */
@@ -79,7 +79,7 @@ export class FilterForm extends QueryForm {
       { class: "filters", role: "search", "aria-label": "Filter sessions" },
       field("Session id begins with", textField("q")),
       field("State", choice("state", Object.keys(STATES))),
-      field("Run", textField("run")),
+      chosen("run"),
       field("Group", textField("group_id")),
       field("Group begins with", textField("group_prefix")),
       field("Tag", textField("tag")),

@@ -2,14 +2,14 @@
 
 import { badge, button, figure, h, renew, replace, setBadge, setText, STATES } from "./dom.js";
 import { bytes, compact, count, duration, milliseconds } from "./format.js";
-import { sessionsHref } from "./route.js";
+import { chosenRun, sessionsHref } from "./route.js";
 import { badgeCell, column, linkCell, numberColumn, sinceCell, smallTable } from "./rows.js";
 import { recall, remember } from "./view.js";
 import { visibleText } from "./visible.js";
 
 /** @import {Engine, Overview, Percentiles} from "../ui_types.d.ts" */
 /** @import {Column} from "./rows.js" */
-/** @typedef {{element: HTMLElement, show: (overview: Overview) => void}} Part of the strip */
+/** @typedef {{element: HTMLElement, show: (overview: Overview) => void}} Part of the strip; hidden where a run has none */
 
 /** @type {Record<string, string>} */
 const HEALTH = { healthy: "good", busy: "warn", paused: "warn", dead: "bad", unknown: "muted" };
@@ -63,7 +63,7 @@ export function fleetStrip(root) {
 /**
  * A figure whose value is set again and again.
  * @param {string} label
- * @param {(overview: Overview) => string} text
+ * @param {(overview: Overview) => string|null} text null: it is the whole server's, and there is none of a run
  * @param {{href?: string, hint?: (overview: Overview) => string, isAlert?: (overview: Overview) => boolean}} [more]
  * @returns {Part}
  */
@@ -72,7 +72,9 @@ function live(label, text, { href, hint, isAlert } = {}) {
   const inside = [h("span", { class: "label" }, label), value];
   const element = h(href ? "a" : "div", { class: "figure", href }, inside);
   const show = (/** @type {Overview} */ overview) => {
-    setText(value, text(overview));
+    const now = text(overview);
+    element.hidden = now === null;
+    setText(value, now ?? "");
     if (hint) element.title = hint(overview);
     element.classList.toggle("alert", Boolean(isAlert?.(overview)));
   };
@@ -82,23 +84,32 @@ function live(label, text, { href, hint, isAlert } = {}) {
 /** @param {...Part} parts @returns {Part} */
 function group(...parts) {
   const element = h("div", { class: "group" }, parts.map((part) => part.element));
-  return { element, show: (overview) => parts.forEach((part) => part.show(overview)) };
+  const show = (/** @type {Overview} */ overview) => {
+    parts.forEach((part) => part.show(overview));
+    element.hidden = parts.every((part) => part.element.hidden);
+  };
+  return { element, show };
 }
 
 /** @param {COUNTS[number]} key @returns {Part} */
 function counted(key) {
   const label = key.charAt(0).toUpperCase() + key.slice(1);
-  const href = sessionsHref(key === "active" ? {} : { state: key });
+  const parameters = key === "active" ? {} : { state: key };
   const hint = () => STATES[key]?.hint ?? "A turn was opened or committed in the last minute";
-  return live(label, ({ sessions }) => compact(sessions[key]), { href, hint, isAlert: ({ sessions }) => key === "paused" && sessions.paused > 0 });
+  const part = live(label, ({ sessions }) => compact(sessions[key]), { href: sessionsHref(parameters), hint, isAlert: ({ sessions }) => key === "paused" && sessions.paused > 0 });
+  const show = (/** @type {Overview} */ overview) => {
+    part.element.setAttribute("href", sessionsHref(parameters)); // another run may have been chosen
+    part.show(overview);
+  };
+  return { element: part.element, show };
 }
 
 function speed() {
-  const pair = (/** @type {Percentiles} */ { p50, p99 }) => `${milliseconds(p50)} / ${milliseconds(p99)}`;
+  const pair = (/** @type {Percentiles|null} */ one) => one && `${milliseconds(one.p50)} / ${milliseconds(one.p99)}`;
   const hint = (/** @type {string} */ whose) => (/** @type {Overview} */ { scope }) =>
     `${whose} share of a turn, over the last minute; of ${scope}`;
   return group(
-    live("Turns/s", (overview) => rate(overview.turns_per_s), { hint: ({ scope }) => `Of ${scope}` }),
+    live("Turns/s", ({ turns_per_s: all }) => (all === null ? null : rate(all)), { hint: ({ scope }) => `Of ${scope}` }),
     live("Overhead p50 / p99", (overview) => pair(overview.overhead_ms), { hint: hint("Turnlog's own") }),
     live("Engine p50 / p99", (overview) => pair(overview.engine_ms), { hint: hint("The engine's") }),
   );
@@ -177,10 +188,11 @@ function weights() {
     const left = state.lease_left_s == null ? "" : `, ${duration(Math.round(state.lease_left_s))} left`;
     if (state.paused) setBadge(gate, `paused (${state.mode}${left})`, "warn");
     else setBadge(gate, "open", "good");
-    const names = adapters.filter((one) => one.paused).map((one) => visibleText(one.name));
+    const runs = chosenRun() === null ? state.paused_runs.map((run) => `run ${run}`) : [];
+    const names = [...runs, ...adapters.filter((one) => one.paused).map((one) => visibleText(one.name))];
     const more = names.length > MOST_NAMED ? ` and ${names.length - MOST_NAMED} more` : "";
     setText(paused, names.length ? `paused: ${names.slice(0, MOST_NAMED).join(", ")}${more}` : "");
-    paused.title = names.length ? `Paused adapters: ${names.join(", ")}` : "";
+    paused.title = names.length ? `Paused: ${names.join(", ")}` : "";
   };
   return group(version, { element: figure("Gate", [gate, paused]), show });
 }
@@ -189,8 +201,9 @@ function errors() {
   const recent = h("ul", { class: "errors" });
   const element = h("div", { class: "group" }, figure("Errors, last minute", recent));
   const show = (/** @type {Overview} */ overview) => {
-    const found = Object.entries(overview.errors).sort((a, b) => b[1] - a[1]);
-    const totals = Object.entries(overview.errors_total).map(([code, number]) => `${code}: ${count(number)}`);
+    element.hidden = overview.errors === null;
+    const found = Object.entries(overview.errors ?? {}).sort((a, b) => b[1] - a[1]);
+    const totals = Object.entries(overview.errors_total ?? {}).map(([code, number]) => `${code}: ${count(number)}`);
     element.title = totals.length ? `Since the start: ${totals.join(", ")}` : "None since the start";
     const item = (/** @type {[string, number]} */ [code, number]) => h("li", null, h("code", null, code), ` ${count(number)}`);
     renew(recent, found, () => (found.length ? found.map(item) : h("li", null, badge("none", "good"))));
@@ -200,7 +213,7 @@ function errors() {
 
 function database() {
   return group(
-    live("Database", ({ database: { bytes: all } }) => bytes(all), { hint: ({ database: { kind } }) => kind }),
-    live("WAL", ({ database: { wal_bytes: wal } }) => bytes(wal)),
+    live("Database", ({ database: of }) => of && bytes(of.bytes), { hint: ({ database: of }) => of?.kind ?? "" }),
+    live("WAL", ({ database: of }) => of && bytes(of.wal_bytes)),
   );
 }

@@ -22,6 +22,11 @@ export function numberField(name, attributes) {
   return h("input", { name, type: "number", ...attributes });
 }
 
+/** What is chosen outside the form, and stays in its query. @param {string} name */
+export function chosen(name) {
+  return h("input", { name, type: "hidden" });
+}
+
 /** @param {string} name @param {string} title */
 export function checkbox(name, title) {
   return h("label", { class: "check" }, h("input", { name, type: "checkbox", value: "true" }), title);

@@ -5,7 +5,7 @@ import { rewardPlot } from "./chart.js";
 import { copyCurl } from "./copy.js";
 import { badge, bar, fact, folded, h, message, renew, replace } from "./dom.js";
 import { amount, compact, count, decimal, ranges } from "./format.js";
-import { queryOf, rolloutsHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
+import { chosenRun, listHref, rolloutsHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { actionsCell, badgeCell, durationCell, errorsCell, pickColumn, sessionColumn, textCell } from "./rows.js";
 import { readSummaries } from "./summaries.js";
 import { LongTable } from "./table.js";
@@ -30,6 +30,7 @@ export class GroupView extends View {
   constructor(root, { id, query }) {
     super(root, "group", id);
     this.path = `/groups/${encodeURIComponent(id)}`;
+    this.run = chosenRun();
     /** @type {Row[]} */
     this.rows = [];
     this.facts = h("div", { class: "facts" });
@@ -59,8 +60,8 @@ export class GroupView extends View {
       bar(h("h1", { dir: "auto" }, visible(id)), [
         this.side,
         h("a", { href: sessionsHref({ group_id: id }) }, "In the session list"),
-        h("a", { href: `#/exports${queryOf({ group_id: id })}` }, "Export"),
-        copyCurl(() => ({ path: this.path })),
+        h("a", { href: listHref("exports", { group_id: id }) }, "Export"),
+        copyCurl(() => ({ path: this.path, parameters: { run: this.run } })),
       ]),
       this.problem,
       this.facts,
@@ -80,15 +81,15 @@ export class GroupView extends View {
 
   /** @param {SessionRow[]} rows */
   onSessions(rows) {
-    if (rows.some((row) => row.group_id === this.id)) this.changed();
+    if (rows.some((row) => row.group_id === this.id && [null, row.run].includes(this.run))) this.changed();
   }
 
   refresh() {
     return this.read(
       async (signal) => {
         const [group, page] = await Promise.all([
-          get(this.path, {}, signal),
-          get("/ui/api/sessions", { group_id: this.id, limit: MOST_STATES }, signal),
+          get(this.path, { run: this.run }, signal),
+          get("/ui/api/sessions", { run: this.run, group_id: this.id, limit: MOST_STATES }, signal),
         ]);
         const { attempts } = /** @type {Group} */ (group);
         const about = await readSummaries(attempts.map((one) => one.session_id), signal);

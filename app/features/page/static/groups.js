@@ -2,7 +2,7 @@
 
 import { button, chip, h, message, replace, setText } from "./dom.js";
 import { count, decimal, ranges } from "./format.js";
-import { groupHref, queryOf } from "./route.js";
+import { chosenRun, groupHref, listHref } from "./route.js";
 import { badgeCell, column, linkCell, numberColumn } from "./rows.js";
 import { LongTable } from "./table.js";
 import { every, View } from "./view.js";
@@ -38,13 +38,13 @@ export class GroupsView extends View {
     this.hasNews = false;
     this.table = new LongTable(this.closed, {
       label: "Groups",
-      columns: columns(),
-      keyOf: (/** @type {GroupRow} */ group) => group.group_id,
+      columns: columns(chosenRun() === null),
+      keyOf,
       onNearEnd: () => this.#more(),
     });
     this.chips = h("div", { class: "chips", role: "group", "aria-label": "Which groups" });
     this.total = h("span", { role: "status" });
-    const tools = this.tools(() => ({ path: "/groups", parameters: { limit: PAGE } }));
+    const tools = this.tools(() => ({ path: "/groups", parameters: { run: chosenRun(), limit: PAGE } }));
     this.fill("Groups", this.chips, [this.total, tools], this.table.element);
     every(this.closed, REFRESH_MS, () => {
       if (this.hasNews && !this.requests.isRunning && !this.table.isHeld && this.table.isAtTop) this.refresh();
@@ -59,7 +59,7 @@ export class GroupsView extends View {
     this.only = FILTERS.some(({ name }) => name === asked) ? asked : "";
     replace(
       this.chips,
-      FILTERS.map(({ name, title }) => chip(`#/groups${queryOf({ only: name })}`, title, name === this.only)),
+      FILTERS.map(({ name, title }) => chip(listHref("groups", { only: name }), title, name === this.only)),
     );
     this.#show();
   }
@@ -87,10 +87,10 @@ export class GroupsView extends View {
 
   /** @param {string|null} cursor */
   #read(cursor) {
-    const request = { path: "/groups", parameters: { limit: PAGE, cursor } };
+    const request = { path: "/groups", parameters: { run: chosenRun(), limit: PAGE, cursor } };
     const reading = this.read(request, (/** @type {GroupPage} */ page) => {
       const known = cursor === null ? [] : this.groups;
-      this.groups = [...new Map([...known, ...page.groups].map((group) => [group.group_id, group])).values()];
+      this.groups = [...new Map([...known, ...page.groups].map((group) => [keyOf(group), group])).values()];
       this.nextCursor = page.next_cursor;
       this.isLoaded = true;
       this.#show();
@@ -116,13 +116,24 @@ export class GroupsView extends View {
 /** @param {boolean} isFiltered */
 function nothing(isFiltered) {
   if (isFiltered) {
-    return message("empty", "No such group.", h("p", null, h("a", { href: "#/groups" }, "Show all groups")));
+    return message("empty", "No such group.", h("p", null, h("a", { href: listHref("groups") }, "Show all groups")));
   }
   return message(
     "empty",
     "There are no groups yet.",
     h("p", null, "A group is the sessions with one ", h("code", null, "group_id"), ", which a session is created with."),
   );
+}
+
+/** @param {GroupRow} group @returns {string} with its run, where there are several */
+function keyOf({ run, group_id: id }) {
+  return chosenRun() === null ? JSON.stringify([run, id]) : id;
+}
+
+/** @template {GroupRow} Row @returns {Column<Row>} */
+export function groupNameColumn() {
+  const fill = linkCell((/** @type {Row} */ group) => visibleText(group.group_id), (group) => groupHref(group.group_id, group.run));
+  return { title: "Group", isHeader: true, fill };
 }
 
 /** @param {GroupRow} group @returns {string} */
@@ -138,15 +149,12 @@ function tone(group) {
   return group.state === "complete" ? "good" : undefined;
 }
 
-/** @returns {Column<GroupRow>[]} */
-function columns() {
+/** @param {boolean} isOfAll runs @returns {Column<GroupRow>[]} */
+function columns(isOfAll) {
   const [narrow, wide] = [{ width: "88px" }, { width: "96px" }];
   return [
-    {
-      title: "Group",
-      isHeader: true,
-      fill: linkCell((group) => visibleText(group.group_id), (group) => groupHref(group.group_id)),
-    },
+    groupNameColumn(),
+    ...(isOfAll ? [column("Run", (/** @type {GroupRow} */ group) => group.run, { width: "140px" })] : []),
     { title: "State", width: "150px", fill: badgeCell(verdict, tone) },
     numberColumn("Sessions", (group) => count(group.sessions), narrow),
     numberColumn("Closed", (group) => count(group.closed), narrow),

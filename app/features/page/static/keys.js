@@ -1,6 +1,7 @@
 /** The page's keys. A list has its own (table.js); these work everywhere except in a field. */
 
 import { h, showDialog } from "./dom.js";
+import { listHref } from "./route.js";
 
 const KEYS = [
   ["/", "go to the filter, or search a session"],
@@ -9,12 +10,13 @@ const KEYS = [
   ["Enter", "open the row"],
   ["Home, End", "first and last row"],
   ["arrows", "from step to step of rollouts side by side, and between tokens"],
-  ["g s, g g, g v, g f, g e, g c", "sessions, groups, versions, search, exports, checkpoints"],
+  ["g r, g s, g g, g v", "runs, sessions, groups, versions"],
+  ["g f, g e, g c", "search, exports, checkpoints"],
   ["Esc", "leave a field, close this"],
   ["?", "these keys"],
 ];
 /** @type {Record<string, string>} */
-const PLACES = { s: "#/", g: "#/groups", v: "#/versions", f: "#/search", e: "#/exports", c: "#/checkpoints" };
+const PLACES = { r: "runs", s: "", g: "groups", v: "versions", f: "search", e: "exports", c: "checkpoints" };
 const SEQUENCE_MS = 1000;
 
 /** @param {EventTarget|null} target @returns {boolean} is somebody writing there? */
@@ -44,7 +46,7 @@ export function listenToKeys(goToFilter) {
       return;
     }
     const place = PLACES[event.key];
-    if (place && event.timeStamp - goPressedAt < SEQUENCE_MS) location.hash = place;
+    if (place !== undefined && event.timeStamp - goPressedAt < SEQUENCE_MS) location.hash = listHref(place);
     else if (event.key === "/") goToFilter();
     else if (event.key === "?") showKeys();
     else {

@@ -6,7 +6,7 @@ import { difference, divergence } from "./diff.js";
 import { badge, bar, button, h, refill, replace, scrollRegion, setText } from "./dom.js";
 import { amount, compact, count, decimal } from "./format.js";
 import { choice } from "./form.js";
-import { groupHref, sessionHref, setQuery, wholeNumber } from "./route.js";
+import { chosenRun, groupHref, sessionHref, setQuery, wholeNumber } from "./route.js";
 import { View } from "./view.js";
 import { actionText, named, parsed, visible, visibleText } from "./visible.js";
 
@@ -105,7 +105,7 @@ export class RolloutsView extends View {
   refresh() {
     const request = async (/** @type {AbortSignal} */ signal) => {
       const path = `/groups/${encodeURIComponent(this.id)}`;
-      const group = this.id ? /** @type {Group} */ (await get(path, {}, signal)) : null;
+      const group = this.id ? /** @type {Group} */ (await get(path, { run: chosenRun() }, signal)) : null;
       this.keys = group ? group.attempts.map((one) => one.session_id) : (this.asked ?? []);
       const page = this.keys.slice(this.from, this.from + COLUMNS).map((key) => this.byKey.get(key) ?? newColumn(key));
       const unread = page.filter(({ head, error, sessionId }) => (!head && !error) || this.stale.has(sessionId));

@@ -1,8 +1,11 @@
-/** The page's addresses: `#/session/<id>?tab=tokens&seq=5`. Filters are in the query, so that a view can be shared. */
+/**
+ * The page's addresses: `#/session/<id>?tab=tokens&seq=5`. Filters are in the query, so that a view can be shared. So is
+ * the chosen run, which stays in every link; without one the views are of all runs.
+ */
 
 /**
  * @typedef {object} Route
- * @property {"sessions"|"session"|"group"|"groups"|"rollouts"|"versions"|"search"|"exports"|"checkpoints"|"checkpoint"} name
+ * @property {"runs"|"sessions"|"session"|"group"|"groups"|"rollouts"|"versions"|"search"|"exports"|"checkpoints"|"checkpoint"} name
  * @property {string} id the session's, the group's or the checkpoint's, "" for a list
  * @property {URLSearchParams} query
  *
@@ -21,7 +24,7 @@ export function parse(hash) {
   if (rest.length) return null;
   if (raw === undefined) {
     if (name === "" || name === "sessions") return { name: "sessions", id: "", query };
-    const lists = /** @type {const} */ (["groups", "rollouts", "versions", "search", "exports", "checkpoints"]);
+    const lists = /** @type {const} */ (["runs", "groups", "rollouts", "versions", "search", "exports", "checkpoints"]);
     const list = lists.find((one) => one === name);
     return list ? { name: list, id: "", query } : null;
   }
@@ -67,34 +70,49 @@ export function queryOf(parameters = {}) {
   return text && `?${text}`;
 }
 
+/** @returns {string|null} the run that is chosen; null: all runs */
+export function chosenRun() {
+  return new URLSearchParams(location.hash.split("?")[1]).get("run");
+}
+
+/** @param {Parameters} [parameters] @returns {string} as `queryOf`, with the chosen run unless another is named */
+function queryOfRun(parameters = {}) {
+  return queryOf(parameters instanceof URLSearchParams ? parameters : { run: chosenRun(), ...parameters });
+}
+
+/** @param {string} name of a list @param {Parameters} [parameters] @returns {string} */
+export function listHref(name, parameters) {
+  return `#/${name}${queryOfRun(parameters)}`;
+}
+
 /** @param {Parameters} [parameters] @returns {string} */
 export function sessionsHref(parameters) {
-  return `#/${queryOf(parameters)}`;
+  return listHref("", parameters);
 }
 
 /** @param {string} id @param {Parameters} [parameters] @returns {string} */
 export function sessionHref(id, parameters) {
-  return `#/session/${encodeURIComponent(id)}${queryOf(parameters)}`;
+  return `#/session/${encodeURIComponent(id)}${queryOfRun(parameters)}`;
 }
 
-/** @param {string} id @returns {string} */
-export function groupHref(id) {
-  return `#/group/${encodeURIComponent(id)}`;
+/** @param {string} id @param {string|null} [run] whose group it is; by default the chosen one's @returns {string} */
+export function groupHref(id, run = chosenRun()) {
+  return `#/group/${encodeURIComponent(id)}${queryOf({ run })}`;
 }
 
 /** @param {string} name @returns {string} */
 export function checkpointHref(name) {
-  return `#/checkpoint/${encodeURIComponent(name)}`;
+  return `#/checkpoint/${encodeURIComponent(name)}${queryOfRun()}`;
 }
 
 /** @param {string} id @param {Parameters} [parameters] @returns {string} the group's rollouts side by side */
 export function rolloutsHref(id, parameters) {
-  return `${groupHref(id)}/rollouts${queryOf(parameters)}`;
+  return `#/group/${encodeURIComponent(id)}/rollouts${queryOfRun(parameters)}`;
 }
 
 /** @param {string[]} keys sessions, or `session@branch` @returns {string} these side by side, compared with the first */
 export function sideBySideHref(keys) {
-  return `#/rollouts${queryOf({ sessions: keys.join(",") })}`;
+  return listHref("rollouts", { sessions: keys.join(",") });
 }
 
 /**
@@ -103,7 +121,7 @@ export function sideBySideHref(keys) {
  */
 export function setQuery(parameters) {
   const [path] = location.hash.split("?");
-  history.replaceState(null, "", `${path || "#/"}${queryOf(parameters)}`);
+  history.replaceState(null, "", `${path || "#/"}${queryOfRun(parameters)}`);
 }
 
 /** Change these parameters of the address, and leave the others. @param {Record<string, string|number|null|undefined>} parameters */

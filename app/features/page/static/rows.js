@@ -144,9 +144,9 @@ export function sessionColumn(more, href = (row) => sessionHref(row.session_id))
   return { title: "Session", isHeader: true, fill: linkCell((row) => row.session_id, href), ...more };
 }
 
-/** @template {{group_id: string|null}} Row @param {string} width @returns {Column<Row>} */
+/** @template {{run?: string, group_id: string|null}} Row @param {string} width @returns {Column<Row>} */
 export function groupColumn(width) {
-  const fill = linkCell((/** @type {Row} */ row) => row.group_id && visibleText(row.group_id), (row) => groupHref(row.group_id ?? ""));
+  const fill = linkCell((/** @type {Row} */ row) => row.group_id && visibleText(row.group_id), (row) => groupHref(row.group_id ?? "", row.run));
   return { title: "Group", width, fill };
 }
 

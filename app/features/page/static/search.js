@@ -3,7 +3,7 @@
 import { ApiError } from "./api.js";
 import { copyCurl } from "./copy.js";
 import { announce, badge, bar, button, h, message, replace, setText } from "./dom.js";
-import { choice, field, numberField, QueryForm, textField } from "./form.js";
+import { choice, chosen, field, numberField, QueryForm, textField } from "./form.js";
 import { count, since } from "./format.js";
 import { groupHref, sessionHref, setQuery } from "./route.js";
 import { View } from "./view.js";
@@ -121,7 +121,7 @@ function fields() {
     field("Finish reason", textField("finish_reason")),
     field("Metadata key=value", textField("metadata")),
     field("Status", choice("status", ["open", "closed"])),
-    field("Run", textField("run")),
+    chosen("run"),
     field("Group", textField("group_id")),
     field("Group begins with", textField("group_prefix")),
     field("Attempt", numberField("attempt", { min: "0", step: "1" })),

@@ -215,7 +215,7 @@ export class SessionView extends View {
       reward && h("span", null, "reward ", h("strong", null, decimal(reward.reward))),
       failure && h("span", null, badge(`failed: ${failure.kind}`, "bad"), failure.message && [" ", named(failure.message)]),
       config.group_id != null &&
-        h("span", null, h("a", { href: groupHref(config.group_id) }, named(config.group_id)), config.attempt != null && ` attempt ${config.attempt}`),
+        h("span", null, h("a", { href: groupHref(config.group_id, config.run ?? undefined) }, named(config.group_id)), config.attempt != null && ` attempt ${config.attempt}`),
       h("span", null, `${amount(live.length, "turn")}${branches}`),
       begin !== null &&
         h(

@@ -43,7 +43,7 @@ export class SessionsView extends View {
     });
     this.total = h("span", { role: "status" });
     this.changes = button("Changes: show", () => this.refresh(), { class: "changed", hidden: true });
-    this.compare = h("a", { href: "#/rollouts", hidden: true });
+    this.compare = h("a", { href: sideBySideHref([]), hidden: true });
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
     const tools = this.tools(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
     const choose = button("Columns", () => this.#chooseColumns(), { class: "quiet" });
@@ -176,21 +176,21 @@ export class SessionsView extends View {
 }
 
 /** @param {ListQuery} query @returns {HTMLElement} */
-function nothing({ sort, order, ...filters }) {
+function nothing({ sort, order, run, ...filters }) {
   if (Object.keys(filters).length) {
-    const all = h("a", { href: "#/" }, "Show all sessions");
+    const all = h("a", { href: sessionsHref() }, "Show all sessions");
     return message("empty", "No session matches these filters.", h("p", null, all));
   }
   return message(
     "empty",
-    "There are no sessions yet.",
+    run ? `There are no sessions in run ${visibleText(run)}.` : "There are no sessions yet.",
     h("p", null, "Create one, and give its ", h("code", null, "base_url"), " to an OpenAI client:"),
     h("code", null, `curl -sS -X POST ${new URL("sessions", new URL("../..", import.meta.url)).href}`),
   );
 }
 
 /** Before somebody chooses. */
-const HIDDEN = ["Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn"];
+const HIDDEN = ["Run", "Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn"];
 
 /** @returns {Column<SessionRow>[]} */
 function columns() {
@@ -214,6 +214,7 @@ function columns() {
     column("Finish", (row) => visibleText(row.about?.finish_reason ?? "–"), { width: "76px", hint: "Why the newest turn ended" }),
     { title: "Errors", width: "62px", number: true, hint: "Turns that were refused or abandoned", fill: errorsCell },
     numberColumn("Reward", (row) => decimal(row.reward), { width: "72px", sort: "reward" }),
+    column("Run", (row) => row.run, { width: "112px" }),
     groupColumn("112px"),
     numberColumn("Attempt", (row) => count(row.attempt), { width: "72px" }),
     {

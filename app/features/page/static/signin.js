@@ -22,9 +22,9 @@ export class SignInView extends View {
       "form",
       { class: "sign-in" },
       h("h1", null, "Sign in"),
-      h("label", { for: "token" }, "Admin token"),
+      h("label", { for: "token" }, "Admin token, or a run's"),
       this.token,
-      h("p", { class: "muted" }, "One of the server's ", h("code", null, "TURNLOG_ADMIN_TOKEN"), "."),
+      h("p", { class: "muted" }, "One of the server's ", h("code", null, "TURNLOG_ADMIN_TOKEN"), ", or the token of a run: it shows that run alone."),
       this.refusal,
       this.button,
     );

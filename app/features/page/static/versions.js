@@ -2,6 +2,7 @@
 
 import { h, message, replace } from "./dom.js";
 import { count, decimal } from "./format.js";
+import { chosenRun } from "./route.js";
 import { numberColumn, sinceCell, smallTable } from "./rows.js";
 import { View } from "./view.js";
 
@@ -25,12 +26,13 @@ export class VersionsView extends View {
       ],
       (one) => String(one.version),
     );
-    this.fill("Versions", null, this.tools(() => ({ path: "/ui/api/versions" })), this.nothing, this.table.element);
+    this.request = { path: "/ui/api/versions", parameters: { run: chosenRun() } };
+    this.fill("Versions", null, this.tools(() => this.request), this.nothing, this.table.element);
     this.refresh();
   }
 
   refresh() {
-    return this.read({ path: "/ui/api/versions" }, (/** @type {VersionRow[]} */ rows) => {
+    return this.read(this.request, (/** @type {VersionRow[]} */ rows) => {
       replace(this.nothing, !rows.length && message("empty", "No session has a weight version that is a number."));
       this.table.rows.show(rows);
     });

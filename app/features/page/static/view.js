@@ -3,6 +3,7 @@
 import { ApiError, get } from "./api.js";
 import { copyCurl } from "./copy.js";
 import { bar, button, failure, h, message, replace } from "./dom.js";
+import { listHref } from "./route.js";
 import { visibleText } from "./visible.js";
 
 /** @import {Child, Overview, Session, SessionRow} from "../ui_types.d.ts" */
@@ -27,9 +28,10 @@ import { visibleText } from "./visible.js";
  * @type {Record<string, {code: string, why: string, all: string}>} `code`: of the refusal
  */
 const MISSING = {
-  session: { code: "session_not_found", why: "Check the spelling: an id is matched exactly.", all: "#/" },
-  group: { code: "not_found", why: "No session has this group_id.", all: "#/groups" },
-  checkpoint: { code: "not_found", why: "It may have been deleted.", all: "#/checkpoints" },
+  session: { code: "session_not_found", why: "Check the spelling: an id is matched exactly.", all: "" },
+  group: { code: "not_found", why: "No session has this group_id.", all: "groups" },
+  checkpoint: { code: "not_found", why: "It may have been deleted.", all: "checkpoints" },
+  run: { code: "not_found", why: "It was given nothing, and has no session.", all: "runs" },
 };
 
 /** A view is read anew at most so often, and never more than a part of the time that reading takes. */
@@ -200,7 +202,7 @@ export class View {
     const about = MISSING[this.kind];
     if (about && error instanceof ApiError && error.code === about.code) {
       this.#hidden ??= [...this.root.childNodes];
-      const all = h("a", { href: about.all }, `All ${this.kind}s`);
+      const all = h("a", { href: listHref(about.all, this.kind === "run" ? { run: null } : {}) }, `All ${this.kind}s`);
       const title = `There is no ${this.kind} “${visibleText(this.id)}”.`;
       replace(this.root, message("empty", title, h("p", null, about.why), h("p", null, all)));
       return;
