@@ -5,13 +5,14 @@ version of its engine behind its run's pause, acknowledges, and makes a checkpoi
 again, it goes on with the step that it was in; with `--restore` it takes its run back to its last checkpoint first.
 Groups, names and consumer are called as in every other run. All that it reads has to be its own: `Foreign` ends it.
 
-`notes.jsonl` in its folder has what it was told, a line each: `begin` of a life, `phase`s, acknowledged `turn`s, `pause`
-and `resume` (host's monotonic clock), groups that were `given` and `acknowledged`, `checkpoint`s, `restored`, `done`.
+`notes.jsonl` in its folder has what it was told, a line each: `begin` of a life, `phase`s, acknowledged `turn`s,
+`pause` and `resume` (host's monotonic clock), groups that were `given` and `acknowledged`, `checkpoint`s, `restored`, `done`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -247,7 +248,8 @@ class Trainer:
             if self._cursor is None and self._position is None:
                 raise
             self._cursor = self._position = None
-            return self._look()
+            self._look()
+            return
         own = {one["session_id"] for one in self._turnlog.sessions(run=self.run)}
         if ids - own:
             raise Foreign(f"events of {ids - own}")
@@ -265,10 +267,8 @@ class Trainer:
         time.sleep(PAUSE_S)
         while not self._is_loaded(version):
             time.sleep(POLL_S)
-        try:
+        with contextlib.suppress(EnginesFailed):
             self._turnlog.resume_fleet(version=version, run=self.run)
-        except EnginesFailed:
-            pass
         self.note("resume", at=time.monotonic(), version=version)
 
     def _is_loaded(self, version: str) -> bool:

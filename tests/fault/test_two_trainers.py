@@ -137,11 +137,8 @@ def kill_all(processes: Processes, own: dict[str, Own], kills: Sequence[Kill], t
     """Each when its trainer has come to its place, or at once if that has been passed."""
     left, rng = list(kills), random.Random(3)
     while left:
-        due: list[Kill] = []
-        until(
-            lambda: due.extend(one for one in left if own[one.at].has_come_to(one.step, one.phase)) or due, PATIENCE_S
-        )  # noqa: B023
-        kill = due[0]
+        until(lambda: any(own[one.at].has_come_to(one.step, one.phase) for one in left), PATIENCE_S)
+        kill = next(one for one in left if own[one.at].has_come_to(one.step, one.phase))
         left.remove(kill)
         time.sleep(rng.uniform(0, 0.2))
         if kill.victim == "server":
