@@ -6,7 +6,8 @@ again, it goes on with the step that it was in; with `--restore` it takes its ru
 Groups, names and consumer are called as in every other run. All that it reads has to be its own: `Foreign` ends it.
 
 `notes.jsonl` in its folder has what it was told, a line each: `begin` of a life, `phase`s, acknowledged `turn`s,
-`pause` and `resume` (host's monotonic clock), groups that were `given` and `acknowledged`, `checkpoint`s, `restored`, `done`.
+`pause` and `resume` (by the monotonic clock), groups that were `given` and `acknowledged`, `checkpoint`s, `restored`,
+`done`, `end`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class Agent(Insistent):
 
     def told(self, reply: httpx.Response, headers: Mapping[str, str] | None) -> Acknowledged:
         told = super().told(reply, headers)
-        self._trainer.note("turn", session=told.session_id, turn=told.turn, sha256=told.reply_sha256)
+        is_verbatim = "-evaluation-" not in told.session_id  # replies to evaluations are not the engine's bytes
+        sha256 = told.reply_sha256 if is_verbatim else None
+        self._trainer.note("turn", session=told.session_id, turn=told.turn, sha256=sha256)
         return told
 
 

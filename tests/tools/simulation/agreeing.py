@@ -110,6 +110,7 @@ async def _lists(world: World, process: Process, logs: Mapping[str, FoldedLog]) 
     for session_id, row in rows.items():
         log = logs[session_id]
         said = {**repair.head_row(log), "running_since": None, "tags": list(log.session.tags)}
+        said["failed"] = log.session.failed
         other = [name for name, value in said.items() if name not in UNLISTED and row.get(name, "") != value]
         world.must(not other, f"{process.name} lists {session_id} with another {other} than the log says")
 

@@ -160,7 +160,7 @@ class Feed:
             group_size=None if attempt == LATE else self._sizes[group],
             evaluation=evaluation,
         )
-        made.turns = self._rng.choice((0, 1, 1))
+        made.turns = 0 if evaluation else self._rng.choice((0, 1, 1))  # its replies are not the engine's bytes
         if parent is None and not evaluation and attempt != LATE:
             made.fails = self._rng.random() < 0.2
             if self._rng.random() < 0.3:
