@@ -42,7 +42,9 @@ from app.features.archive.schema import archived, marks_of
 from app.features.groups.reads import replaced_in
 from app.features.groups.schema import groups, is_finished
 from app.features.objects.schema import dead_objects, queue_erased, queue_objects
+from app.domain.patterns import ALL_RUNS
 from app.store import pins, rollouts
+from app.domain.patterns import ALL_RUNS
 from app.store import statements as sql
 from app.store.content import matches
 from app.store.dialect import StorePoints, Tx, oldest_tx
@@ -430,7 +432,7 @@ class Forget(BaseOperation, frozen=True):
     def apply(self, tx: Tx) -> bool | None:
         if not holds_lease(tx, LEASE, self.fence):
             return None
-        if pins.is_restoring(tx):
+        if pins.is_restoring(tx, ALL_RUNS):
             return False
         present = {row[0] for row in tx.all(_present, {"sid": self.root_id})}
         if present != self.versions.keys():
