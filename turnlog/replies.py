@@ -656,9 +656,10 @@ class CheckpointList(TypedDict):
 
 
 class RestoredStore(TypedDict):
-    """The run, or (`*`) the store, is what it was at checkpoint `name`; `before` is the checkpoint of what it was instead. `sessions` were
-    changed, of which `undone` had been created later. `erased` are sessions of the checkpoint whose content is gone,
-    `unreadable` damaged ones, left as they are. `epoch` is the new one of its exports' cursors."""
+    """The run, or (`*`) the store, is what it was at checkpoint `name`; `before` is the checkpoint of what it was
+    instead. `sessions` were changed, of which `undone` had been created later. `erased` are sessions of the checkpoint
+    whose content is gone, `unreadable` damaged ones, left as they are. `epoch` is the new one of its exports'
+    cursors."""
 
     run: str
     name: str

@@ -102,7 +102,8 @@ class FleetResumed(GateEvent, frozen=True):
 class TurnsHeld(GateEvent, frozen=True):
     """All turns, or those of a run, are held back for a checkpoint, until `TurnsFreed`; engines are not told.
 
-    `drain`: it is about to be made; turns with a claim go on. `restore`: they are being taken back to it, and `before` names the checkpoint that keeps the present state. Process `incarnation` does it; if that is dead, another
+    `drain`: it is about to be made; turns with a claim go on. `restore`: they are being taken back to it, and
+    `before` names the checkpoint that keeps the present state. Process `incarnation` does it; if that is dead, another
     one frees the turns after a `drain` and finishes a `restore`.
     """
 

@@ -37,14 +37,13 @@ from sqlalchemy import (
 from app.crash_points import reach
 from app.domain.events import SessionClosed, decode
 from app.domain.groups import GroupKey
+from app.domain.patterns import ALL_RUNS
 from app.domain.selection import Selection
 from app.features.archive.schema import archived, marks_of
 from app.features.groups.reads import replaced_in
 from app.features.groups.schema import groups, is_finished
 from app.features.objects.schema import dead_objects, queue_erased, queue_objects
-from app.domain.patterns import ALL_RUNS
 from app.store import pins, rollouts
-from app.domain.patterns import ALL_RUNS
 from app.store import statements as sql
 from app.store.content import matches
 from app.store.dialect import StorePoints, Tx, oldest_tx

@@ -4,8 +4,8 @@
     make, drained   turns without a claim are held, those in flight end, then as above
     restore         the turns are held; `app.features.checkpoints.restores` does the rest
 
-A checkpoint, the turns that are held and a restore are a run's, or the whole store's (ALL_RUNS), which waits for none of
-a run and lets none begin. Two runs may be taken back at a time.
+All of this is a run's, or the whole store's (ALL_RUNS): that begins while no run's goes on, and lets none begin. Two
+runs may be taken back at a time.
 
 The order to hold turns is an event in the fleet's log, so every process obeys it, and it outlives the process that gave
 it. A process that finds that one dead frees the turns that drained, and finishes the restore.
@@ -42,7 +42,7 @@ from app.fleet.state import FleetState
 from app.process import cancelled
 from app.store import feed
 from app.store import fleet as fleet_store
-from app.store.ports import Database, Writer
+from app.store.ports import Connection, Database, Writer
 from turnlog.replies import RestoredStore
 
 log = logging.getLogger("turnlog.checkpoints")
@@ -102,8 +102,8 @@ class Checkpoints:
     async def make(
         self, run: str, name: str, *, drain_s: float | None = None, metadata: bytes | None = None
     ) -> Checkpoint:
-        """Make a checkpoint of a run, or (ALL_RUNS) of all; `metadata` is JSON. With `drain_s` after the turns in flight have ended, which may take
-        so many seconds.
+        """Make a checkpoint of a run, or (ALL_RUNS) of all; `metadata` is JSON. With `drain_s` after the turns in
+        flight have ended, which may take so many seconds.
 
         Raises CheckpointExists, CheckpointBusy (a restore or another drain is going on, or turns did not end in time),
         StoreUnavailable, StoreFull.
@@ -140,9 +140,7 @@ class Checkpoints:
         """Wait until no turn of the run is in flight in any process. Raises CheckpointBusy."""
         try:
             async with asyncio.timeout(timeout_s):
-                while any(
-                    run in (ALL_RUNS, of) for of, _ in await self._database.read(fleet_store.open_counts)
-                ):  # they may be others' turns
+                while await self._database.read(partial(_has_open_turns, run=run)):  # noqa: ASYNC110 - they may be others'
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             raise CheckpointBusy(f"turns were still in flight after {timeout_s:g} s; no checkpoint was made") from None
@@ -267,6 +265,10 @@ class Checkpoints:
         while after is not None:
             after = await self._writer.submit(DropRows(after, ROWS_AT_ONCE))
         self._has_deleted = False
+
+
+def _has_open_turns(connection: Connection, run: str) -> bool:
+    return any(run in (ALL_RUNS, of) for of, _ in fleet_store.open_counts(connection))
 
 
 def _in_fleet(run: str) -> str | None:

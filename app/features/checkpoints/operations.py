@@ -55,9 +55,9 @@ _most = bindparam("most", type_=BigInteger)
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A checkpoint of a run, or (ALL_RUNS) of the whole store. `created_at` is in seconds since the epoch by the database's clock; `sessions` and `groups` count
-    what is in it, `erased` the sessions whose content has been erased since. `restores`: it keeps what there was
-    before that one was restored. `metadata` is JSON."""
+    """A checkpoint of a run, or (ALL_RUNS) of the whole store. `created_at` is in seconds since the epoch by the
+    database's clock; `sessions` and `groups` count what is in it, `erased` the sessions whose content has been erased
+    since. `restores`: it keeps what there was before that one was restored. `metadata` is JSON."""
 
     id: int
     run: str

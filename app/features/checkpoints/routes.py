@@ -45,8 +45,8 @@ class CheckpointQuery(BaseModel):
 
 
 class NewCheckpoint(BaseModel):
-    """The body of `POST /checkpoints`. `run`: `*` for the whole store. `drain_s`: with `drain`, how long to wait for the
-    turns in flight."""
+    """The body of `POST /checkpoints`. `run`: `*` for the whole store. `drain_s`: with `drain`, how long to wait for
+    the turns in flight."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
