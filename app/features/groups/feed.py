@@ -41,7 +41,7 @@ from app.domain.groups import (
     staleness,
     too_stale,
 )
-from app.domain.patterns import ID
+from app.domain.patterns import ALL_RUNS, ID, RUN_OR_ALL
 from app.domain.restore import in_effect
 from app.domain.selection import Selection
 from app.errors import CheckpointBusy, InvalidRequest, NotFound
@@ -78,9 +78,6 @@ LOOKED_AT = 10_000
 """The most groups that one request looks at, of its own and of free ones; that matters with a filter by metadata."""
 RUNS_NAMED = 10
 """Runs that an error names."""
-
-ALL_RUNS = "*"
-RUN_OR_ALL = rf"{ID}|^\*$"
 
 MAX_SIZE = 1000
 MAX_LEASE_S = 86_400
