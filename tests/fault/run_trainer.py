@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import random
 import time
 from collections.abc import Iterable, Mapping
@@ -120,7 +119,7 @@ class Trainer:
             self._look()
             self.step = number
             self.note("done", step=number)
-            if number % CHECKPOINT_EVERY == 0 and os.environ.get("RESTORES"):
+            if number % CHECKPOINT_EVERY == 0:
                 self._phase(number, "checkpoint")
                 self._checkpoint()
         self.note("end")
@@ -180,7 +179,8 @@ class Trainer:
         body = {"model": "simulator", "messages": [user(f"Plan {number} of run {self.run}")]}
         reply = agent.insist("POST", CHAT, json=body, headers=headers)
         agent.session_id = reply.headers["x-turnlog-session-id"]
-        self.own("a name's session", [agent.insist("GET", f"/sessions/{agent.session_id}/state").json()["run"]])
+        if agent.session_id not in {one["session_id"] for one in self._turnlog.sessions(run=self.run, name=NAME)}:
+            raise Foreign(f"{NAME} is {agent.session_id} of another run")
         agent.told(reply, None)
         of_run = {"x-turnlog-run": self.run}
         agent.insist("POST", "/finish_session", params={"session_id": NAME}, headers=of_run)

@@ -396,7 +396,9 @@ class RestoreGroups(BaseOperation, frozen=True):
         return keys[-1]
 
 
-_meta = select(store_meta.c.key, store_meta.c.value).where(store_meta.c.key.in_(("epoch", "log_epoch")))
+_meta = select(store_meta.c.key, store_meta.c.value).where(
+    or_(store_meta.c.key == "epoch", store_meta.c.key == "log_epoch")
+)
 _meta_of = select(store_meta.c.value).where(store_meta.c.key == bindparam("of"))
 _set_meta = update(store_meta).where(store_meta.c.key == bindparam("of")).values(value=bindparam("to"))
 _add_meta = insert(store_meta)
