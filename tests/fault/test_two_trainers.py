@@ -157,7 +157,7 @@ def kill_all(processes: Processes, own: dict[str, Own], kills: Sequence[Kill], t
 
 
 @pytest.mark.long
-@pytest.mark.fault(16, "kill -9 of server, trainer and engine under two runs")
+@pytest.mark.fault(1, "kill -9 of server, trainer and engine under two runs")
 @pytest.mark.parametrize("count", [1, 2], ids=["sqlite", "postgresql-2"])
 def test_nothing_of_one_run_comes_to_the_other(
     count: int, tally: Tally, tmp_path: Path, request: pytest.FixtureRequest

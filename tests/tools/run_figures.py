@@ -1,8 +1,8 @@
 """`python -m tests.tools.run_figures`: how long the figures of runs take, and by how many queries, in a store of many.
 
 The heads are written as they are after some turns, a fifth of them open, in groups of eight; one run has its events,
-too, and one more is played by way of a server, which is then asked over HTTP for what it has of runs. Times are the best
-and the median of `--repeat`.
+too, and one more is played by way of a server, which is then asked over HTTP. Times are the best and the median of
+`--repeat`.
 """
 
 from __future__ import annotations
