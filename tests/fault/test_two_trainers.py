@@ -200,7 +200,9 @@ def judged(own: Own, base_url: str, url: str) -> dict[str, int]:
     with httpx.Client(base_url=base_url, timeout=PATIENCE_S) as client:
         exported = client.get("/export", params={"run": run, "evaluation": "true"}).text.splitlines()
         names = client.get("/sessions", params={"run": run, "name": NAME, "limit": 1000}).json()["sessions"]
-        shown = client.get(f"/runs/{run}").json()
+    sessions = {one.session_id for one in rows(url, "SELECT session_id FROM sessions WHERE run = :run", run=run)}
+    seen = {one for note in own.notes("seen") for one in note["sessions"]}
+    assert seen <= sessions
     trainer = Trainer.__new__(Trainer)
     trainer.run, trainer._first_version = run, mine.start
     for line in exported:
@@ -220,7 +222,8 @@ def judged(own: Own, base_url: str, url: str) -> dict[str, int]:
         "orders of the engine": len(orders),
         "events of the gate": len(gates),
         "generations of the name": len(names),
-        "sessions of the run": shown["sessions"]["total"] if isinstance(shown["sessions"], dict) else shown["sessions"],
+        "sessions": len(sessions),
+        "sessions in its events": len(seen),
     }
 
 
