@@ -197,7 +197,7 @@ class Trainer:
         done = {one["group_id"] for one in self._groups() if one["state"] == "acknowledged"}
         given: set[str] = set()
         while missing := wanted - done - given:
-            for group in self._turnlog.hand_out(CONSUMER, size=10, run=self.run, stale="keep", advantage="grpo"):
+            for group in self._turnlog.hand_out(CONSUMER, size=10, run=self.run, stale="keep"):
                 self._judge(group)
                 if group["group_id"] not in wanted:
                     raise Foreign(f"{group['group_id']} of another step, while {missing} are missing")
