@@ -135,6 +135,13 @@ class SearchFilters(OfSessions, total=False):
     session_id: Annotated[str, "Only this session."]
 
 
+class CheckpointFilters(TypedDict, total=False):
+    """The parameters of `GET /checkpoints`."""
+
+    run: Annotated[str, "Only of this run; *: only those of the whole store."]
+    metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
+
+
 class RowFilters(TypedDict, total=False):
     failed: Annotated[
         Literal["drop", "keep"], "Failed rollouts: advantages drop (default) them, or keep them with their reward."

@@ -635,9 +635,11 @@ class RunToken(TypedDict):
 
 
 class Checkpoint(TypedDict):
-    """`sessions` and `groups` count what is in it, `erased` the sessions whose content has been erased since. One with
-    `restores` keeps what the store was before it was taken back to that one."""
+    """A checkpoint of a run, or (`*`) of the whole store. `sessions` and `groups` count what is in it, `erased` the
+    sessions whose content has been erased since. One with `restores` keeps what there was before that one was
+    restored."""
 
+    run: str
     name: str
     state: Literal["made", "restoring"]
     cut: Literal["now", "drain", "restore"]
@@ -645,6 +647,7 @@ class Checkpoint(TypedDict):
     sessions: int
     groups: int
     restores: str | None
+    metadata: dict[str, Any] | None
     erased: int
 
 
@@ -653,10 +656,12 @@ class CheckpointList(TypedDict):
 
 
 class RestoredStore(TypedDict):
-    """The store is what it was at checkpoint `name`; `before` is the checkpoint of what it was instead. `sessions` were
-    changed, of which `undone` had been created later. `erased` are sessions of the checkpoint whose content is gone,
-    `unreadable` damaged ones, left as they are. `epoch` is the store's new one."""
+    """The run, or (`*`) the store, is what it was at checkpoint `name`; `before` is the checkpoint of what it was
+    instead. `sessions` were changed, of which `undone` had been created later. `erased` are sessions of the checkpoint
+    whose content is gone, `unreadable` damaged ones, left as they are. `epoch` is the new one of its exports'
+    cursors."""
 
+    run: str
     name: str
     before: str
     epoch: str

@@ -99,10 +99,10 @@ class FleetResumed(GateEvent, frozen=True):
     version: str | None = None
 
 
-class TurnsHeld(FleetEvent, frozen=True):
-    """All turns are held back for a checkpoint, until `TurnsFreed`; engines are not told.
+class TurnsHeld(GateEvent, frozen=True):
+    """All turns, or those of a run, are held back for a checkpoint, until `TurnsFreed`; engines are not told.
 
-    `drain`: it is about to be made; turns with a claim go on. `restore`: the store is being taken back to it, and
+    `drain`: it is about to be made; turns with a claim go on. `restore`: they are being taken back to it, and
     `before` names the checkpoint that keeps the present state. Process `incarnation` does it; if that is dead, another
     one frees the turns after a `drain` and finishes a `restore`.
     """
@@ -115,7 +115,7 @@ class TurnsHeld(FleetEvent, frozen=True):
     before: str | None = None
 
 
-class TurnsFreed(FleetEvent, frozen=True):
+class TurnsFreed(GateEvent, frozen=True):
     """The turns that were held back for a checkpoint go on."""
 
     KEY = ("checkpoint", None)
@@ -229,14 +229,15 @@ Closings = tuple[int, int, int, int]
 
 class Fleet(msgspec.Struct, frozen=True):
     """The state after event `version`. `engines` are those set by an operator; `gates` those of the whole fleet, `runs`
-    the gates of runs that have been paused or resumed. `died`: when an engine was last noted as dead."""
+    the gates of runs that have been paused or resumed. `held`: for which checkpoints turns are held, by run; None: all
+    turns are. `died`: when an engine was last noted as dead."""
 
     version: int = 0
     engines: dict[str, EngineListed] = {}
     gates: GateSet = ALL_OPEN
     runs: dict[str, GateSet] = {}
     regressed: dict[str, Regression] = {}
-    held: TurnsHeld | None = None
+    held: dict[str | None, TurnsHeld] = {}
     died: dict[str, float] = {}
 
     def gates_of(self, run: str | None) -> GateSet:
@@ -247,12 +248,16 @@ class Fleet(msgspec.Struct, frozen=True):
         """Must a turn of this run and adapter wait? A turn that `has_claim` goes on while others drain."""
         if self.gates.fleet.until is not None:
             return True
-        if self.held is not None and not (has_claim and self.held.reason == "drain"):
+        if self.held and any(not (has_claim and one.reason == "drain") for one in self.holding(run)):
             return True
         own = self.runs.get(run, ALL_OPEN)
         if own.fleet.until is not None:
             return True
         return adapter is not None and (self.gates.adapter(adapter).is_shut or own.adapter(adapter).is_shut)
+
+    def holding(self, run: str | None) -> list[TurnsHeld]:
+        """For which checkpoints turns of this run are held; None: of any."""
+        return [one for of, one in self.held.items() if run is None or of in (None, run)]
 
     def closings(self, run: str, adapter: str | None) -> Closings:
         """Compare with a later value to see whether one of these gates was shut meanwhile."""
@@ -298,7 +303,7 @@ class Fleet(msgspec.Struct, frozen=True):
     def was_shut_after(self, moment: float) -> bool:
         """Was any gate shut after `moment` (seconds since the epoch), or is it now?"""
         gates = [gate for of_one in (self.gates, *self.runs.values()) for gate in of_one.all if gate.closings]
-        return self.held is not None or any(
+        return bool(self.held) or any(
             gate.is_shut or (gate.since is not None and gate.since > moment) for gate in gates
         )
 
@@ -336,9 +341,9 @@ def apply(fleet: Fleet, placed: Placed) -> Fleet:
             regression = Regression(event.before, event.after, placed.at)
             changes = {"regressed": {**fleet.regressed, event.engine: regression}}
         case TurnsHeld():
-            changes = {"held": event}
+            changes = {"held": {**fleet.held, event.run: event}}
         case TurnsFreed():
-            changes = {"held": None}
+            changes = {"held": {run: held for run, held in fleet.held.items() if run != event.run}}
         case EngineDied():
             changes = {"died": {**fleet.died, event.url: placed.at}}
     return msgspec.structs.replace(fleet, version=placed.seq, **changes)

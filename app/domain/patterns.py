@@ -12,6 +12,11 @@ from urllib.parse import urlsplit
 ID = r"^[A-Za-z0-9._:-]{1,128}$"
 """Of a session, of an affinity, of a consumer. For `re.fullmatch`: `$` alone lets a line feed follow."""
 
+ALL_RUNS = "*"
+"""Stands for a run where all of them are meant."""
+
+RUN_OR_ALL = rf"{ID}|^\*$"
+
 
 def is_id(text: str) -> bool:
     """An id that is not only dots: a client may take those for a relative path."""

@@ -144,12 +144,12 @@ class Exporter:
             require_mark(given.mark, query.mark)
         if given is None or given.high is None:
             await wait_for_horizon(self._database)
-        epoch = await self._database.read(feed.epoch)
+        epoch = await self._database.read(partial(feed.cursor_epoch, run=query.run))
         horizon = await self._database.read(feed.horizon)
         given = given or Cursor(epoch, Position(0, 0), mark=query.mark)
         if given.epoch != epoch:
             raise InvalidRequest(
-                f"the cursor is of epoch {given.epoch}, the store is in {epoch}: it was restored; export anew"
+                f"the cursor is of epoch {given.epoch}, what it exports is in {epoch}: it was restored; export anew"
             )
         if given.high is None:
             given = msgspec.structs.replace(given, high=horizon, newest=None)

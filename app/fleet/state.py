@@ -165,7 +165,7 @@ class FleetState:
 
     def _set_state(self, fleet: Fleet) -> None:
         before, self.fleet = self.fleet, fleet
-        self.is_calm = self.is_alone and not fleet.shut_gates and fleet.held is None
+        self.is_calm = self.is_alone and not fleet.shut_gates and not fleet.held
         for listener in self._listeners:
             listener(before, fleet)
 

@@ -187,7 +187,7 @@ def _position(element: contains, compiler: Any, **options: Any) -> str:
 
 class Pins(NamedTuple):
     """What is kept of sessions. `upto`: the last event of a session that is pinned; `of_heads`: a condition on heads;
-    `restoring`: a row while the store is being taken back to what was pinned."""
+    `restoring`: a row while the run `named` is being taken back to what was pinned."""
 
     upto: ForEach
     of_heads: Callable[[FromClause], ColumnElement[bool]]
@@ -242,6 +242,8 @@ class StorePoints:
 
         self.run_ended: list[Callable[[Tx, str], None]] = []
         """A run is closed or erased. Run tokens."""
+        self.run_erased: list[Callable[[Tx, str], None]] = []
+        """The sessions of a run are erased, and its name is free. Checkpoints."""
 
         self.departed: list[Departed] = []
         """Where sessions may be that are not in the database. Archive."""

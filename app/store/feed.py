@@ -17,7 +17,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Connection, Select, exists, func, select, tuple_
 
 from app.domain.events import EXPORTED
-from app.domain.patterns import MAX_INTEGER
+from app.domain.patterns import ALL_RUNS, MAX_INTEGER
 from app.store.damage import SPAN, BrokenRow, PageDamaged, attempt, attempt_or, split
 from app.store.dialect import log_synced, log_written, next_tx, oldest_tx, sync_delay_s
 from app.store.ports import Database
@@ -80,9 +80,34 @@ def _place_of(tx: int, position: int) -> Position:
 
 
 def epoch(connection: Connection) -> str:
-    """The store's epoch: a restore raises it, and with it ends every export cursor."""
+    """The store's epoch: the restore of a backup or of all runs raises it, and with it ends every export cursor."""
     value: str = connection.execute(select(store_meta.c.value).where(store_meta.c.key == "epoch")).scalar_one()
     return value
+
+
+FIRST = "1"
+"""The epoch before the first restore."""
+
+
+def of_run(run: str) -> str:
+    """The key in `store_meta` of what a restore of this run alone raises; ALL_RUNS: of any run alone."""
+    return f"epoch:{run}"
+
+
+def cursor_epoch(connection: Connection, run: str | None) -> str:
+    """What the cursor of an export of a run names, or (None) of one of all runs: a restore that touches it raises
+    it."""
+    own = of_run(ALL_RUNS if run is None else run)
+    query = select(store_meta.c.key, store_meta.c.value).where(store_meta.c.key.in_(("epoch", own)))
+    meta = {row.key: row.value for row in connection.execute(query)}
+    return f"{meta['epoch']}.{meta[own]}" if own in meta else meta["epoch"]
+
+
+def number_of_restores(connection: Connection, run: str) -> int:
+    """Counts from 1, and grows with each restore of the run alone; ALL_RUNS: of all runs."""
+    key = "epoch" if run == ALL_RUNS else of_run(run)
+    value: str = connection.execute(select(store_meta.c.value).where(store_meta.c.key == key)).scalar() or FIRST
+    return int(value.partition("-")[0])
 
 
 def next_epoch(epoch: str) -> str:

@@ -53,9 +53,12 @@ def is_pinned(points: StorePoints, heads: FromClause = sessions) -> ColumnElemen
     return or_(false(), *(kept.of_heads(heads) for kept in points.pins))
 
 
-def is_restoring(tx: Tx) -> bool:
-    """Is the store being taken back to a checkpoint? The pins are kept: the answer holds until the transaction ends."""
+def is_restoring(tx: Tx, run: str) -> bool:
+    """Is the run, or the whole store, being taken back to a checkpoint? ALL_RUNS: is any run?
+
+    The pins are kept: the answer holds until the transaction ends.
+    """
     if not tx.points.pins:
         return False
     keep(tx)
-    return any(tx.one(kept.restoring, {}) is not None for kept in tx.points.pins)
+    return any(tx.one(kept.restoring, {"named": run}) is not None for kept in tx.points.pins)

@@ -52,13 +52,14 @@ metadata = MetaData(naming_convention=NAMING)
 store_meta = Table(
     "store_meta",
     metadata,
-    Column("key", String(64), primary_key=True),
+    Column("key", String(160), primary_key=True),
     Column("value", Text, nullable=False),
 )
-"""`epoch`: an export cursor names it; every restore raises it. `log_epoch`: `<epoch>=<epoch of the log>` while they
-differ, since a checkpoint's restore leaves the log and its positions as they are. `objects`: the URL of the
-object storage, if the store has any; `objects_owner`: the store's name there. `webhook:…`: how far a
-receiver of webhooks has been told."""
+"""`epoch`: an export cursor names it; the restore of a backup or of all runs raises it. `epoch:<run>`, if there is one:
+likewise, raised by the restore of that run's checkpoint, which also raises `epoch:*`, that of exports of all runs.
+`log_epoch`: `<epoch>=<epoch of the log>` while they differ, since a checkpoint's restore leaves the log and its
+positions as they are. `objects`: the URL of the object storage, if the store has any; `objects_owner`: the store's name
+there. `webhook:…`: how far a receiver of webhooks has been told."""
 
 incarnations = Table(
     "incarnations",

@@ -12,6 +12,7 @@ import msgspec
 
 from ops.train import task
 from turnlog import Conflict, EnginesFailed, Turnlog
+from turnlog.client.address import default_run
 
 MAX_STALENESS = 4
 """Weight versions. A group with an older token is taken but not trained on."""
@@ -109,7 +110,9 @@ class TurnlogGroups:
             self._turnlog.checkpoint(name, drain=True)
         except Conflict as error:
             # Names are not used twice: it was made by a try whose reply was lost.
-            if all(checkpoint["name"] != name for checkpoint in self._turnlog.checkpoints()):
+            if all(
+                checkpoint["name"] != name for checkpoint in self._turnlog.checkpoints(run=default_run() or "default")
+            ):
                 raise error
 
     def restore(self, name: str) -> None:

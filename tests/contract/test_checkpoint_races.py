@@ -56,10 +56,10 @@ def restores(store: Store, writer: Writer) -> Restores:
 async def test_nothing_is_taken_back_to_a_checkpoint_that_is_just_deleted(store: Store) -> None:
     await store.create("s")
     await store.take_turn("s")
-    await store.submit(Make("cut", "now"))
-    deleted = Meanwhile(store.writer, Make, Delete("cut"), DropRows("", 10))
+    await store.submit(Make("default", "cut", "now"))
+    deleted = Meanwhile(store.writer, Make, Delete("default", "cut"), DropRows("", 10))
     with pytest.raises(NotFound, match="no checkpoint cut"):
-        await restores(store, deleted.as_writer).run("cut", "before-1-cut")
+        await restores(store, deleted.as_writer).run("default", "cut", "before-1-cut")
     head = await store.head("s")
     assert head is not None
     assert (head.status, head.turns) == ("open", 1)
@@ -87,11 +87,11 @@ async def test_a_session_whose_root_is_not_taken_back_yet_is_not_closed_or_rewar
     await store.create("root")
     config = SessionConfig(rollback_window=1, parent="root")
     await store.submit(Create("child", 1.0, SessionCreated(config, BODY, None), None))
-    await store.submit(Make("cut", "now"))
+    await store.submit(Make("default", "cut", "now"))
     sessions = sessions_of(store, store.writer)
     await sessions.assign_reward("root", 1.0, {}, None)
     await sessions.close("root")
-    await restores(store, cast(Writer, Sweeping(store))).run("cut", "before-1-cut")
+    await restores(store, cast(Writer, Sweeping(store))).run("default", "cut", "before-1-cut")
     for session_id in ("root", "child"):
         head = await store.head(session_id)
         assert head is not None

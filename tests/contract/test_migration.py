@@ -28,7 +28,7 @@ from app.store.opening import revision_head, revision_of
 
 T = TypeVar("T")
 
-REVISION = "first_21"
+REVISION = "first_22"
 
 
 def on(url: str, work: Callable[[Connection], T]) -> T:

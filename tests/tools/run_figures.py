@@ -1,7 +1,8 @@
 """`python -m tests.tools.run_figures`: how long the figures of runs take, and by how many queries, in a store of many.
 
 The heads are written as they are after some turns, a fifth of them open, in groups of eight; one run has its events,
-too. Times are the best and the median of `--repeat`.
+too, and one more is played by way of a server, which is then asked over HTTP. Times are the best and the median of
+`--repeat`.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
+from fault.hosted import hosted
 from helpers.databases import Postgres, connected, database_at, migrate, read_engine
 from helpers.log import committed
 from sqlalchemy import Connection, event, insert, text
@@ -27,8 +31,25 @@ from app.features.runs.figures import Tally
 from app.features.runs.schema import room, runs
 from app.store.database import Database
 from app.store.schema import events, sessions
+from ops.simulator.process import SimulatorProcess
 
 GROUP = 8
+
+PLAYED = "played"
+
+PATHS = (
+    "/runs",
+    f"/runs/{PLAYED}",
+    f"/sessions?run={PLAYED}",
+    f"/sessions?run={PLAYED}&limit=1000",
+    "/sessions?run=run-0000",
+    f"/groups?run={PLAYED}",
+    "/groups?run=run-0000",
+    f"/export?run={PLAYED}",
+    f"/export?run={PLAYED}&advantage=grpo",
+    f"/export/groups?run={PLAYED}&consumer=c&size=10",
+    f"/events?run={PLAYED}",
+)
 
 
 def heads(run: int, count: int, turns: int, chance: random.Random) -> list[dict[str, Any]]:
@@ -102,6 +123,37 @@ async def measured(counted: Counted, repeat: int, name: str, call: Callable[[], 
     print(f"{name:<44} {min(times):8.1f} {statistics.median(times):8.1f} ms {queries:6} queries")
 
 
+def play(client: httpx.Client, number: int) -> None:
+    """A session of the run that is played: one turn, a reward, an end."""
+    given = {"run": PLAYED, "group_id": f"task-{number // GROUP}", "attempt": number % GROUP}
+    path = f"/sessions/{client.post('/sessions', json=given).json()['session_id']}"
+    body = {"model": "simulator", "messages": [{"role": "user", "content": f"Task {number // GROUP}"}]}
+    client.post(f"{path}/v1/chat/completions", json=body).raise_for_status()
+    client.put(f"{path}/reward", json={"reward": number % GROUP}).raise_for_status()
+    client.delete(path).raise_for_status()
+
+
+def over_http(arguments: argparse.Namespace, url: str) -> None:
+    """What a server answers, every reply whole."""
+    with (
+        SimulatorProcess() as engine,
+        hosted(url, engine.base_url) as server,
+        httpx.Client(base_url=server.base_url, timeout=600.0) as client,
+    ):
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(partial(play, client), range(arguments.sessions)))
+        counted = Counted(server.services.database)
+        for path in PATHS:
+            times = []
+            for _ in range(arguments.repeat):
+                before, began = counted.statements, time.perf_counter()
+                reply = client.get(path).raise_for_status()
+                times.append(1000 * (time.perf_counter() - began))
+                queries = counted.statements - before
+            size = f"{len(reply.content) // 1024:6} KiB"
+            print(f"GET {path:<40} {min(times):8.1f} {statistics.median(times):8.1f} ms {queries:6} queries {size}")
+
+
 async def main(arguments: argparse.Namespace, url: str) -> None:
     began = time.perf_counter()
     async with connected(url, writes=True) as connection:
@@ -144,8 +196,10 @@ if __name__ == "__main__":
             own = f"sqlite+aiosqlite:///{folder}/turnlog.db"
             migrate(own)
             asyncio.run(main(given, own))
+            over_http(given, own)
         else:
             server = Postgres(Path(folder))
             with server.database() as own:
                 asyncio.run(main(given, own))
+                over_http(given, own)
             server.stop()

@@ -17,16 +17,20 @@ from sqlalchemy import func, select
 
 from app.domain import branches, retention, samples
 from app.domain.fleet import Fleet
+from app.domain.groups import Outcome
 from app.domain.history import RequestHistory
 from app.domain.session import Session
 from app.errors import AppError
 from app.features.checkpoints.checkpoints import Checkpoints
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
+from app.features.groups import rules
+from app.features.groups.feed import FeedQuery
 from app.features.groups.operations import Acknowledge, Acknowledged
 from app.features.resume import staging
 from app.features.session_control.controls import SessionControls
 from app.fleet.state import FleetState
+from app.sessions import names
 from app.sessions.cache import CacheEntry, SessionCache
 from app.store import log_turns, writer
 from app.store import statements as sql
@@ -35,6 +39,7 @@ from app.store.fleet import AppendFleet
 from app.store.log import Appended, holders_of
 from app.store.log_turns import Claim, Commit, Known, Release
 from app.store.schema import fleet_events
+from app.store.selection import GroupFilter
 from app.turn.claims import Claims
 from app.turn.in_flight import Claimed, EngineChoice, InFlightTurn
 from app.turn.placement import Placement
@@ -78,6 +83,11 @@ REPLACED: tuple[tuple[Theme, str, Any, str, Any], ...] = (
     ("features", "a_dead_restore_is_left", Checkpoints, "_take_over", nothing),
     ("features", "an_acknowledgement_is_lost", Acknowledge, "apply", acknowledged),
     ("features", "superseded_turns_stay", branches, "superseded", lambda session: set()),
+    ("features", "the_feed_is_of_all_runs", FeedQuery, "of_groups", property(lambda self: GroupFilter())),
+    ("features", "the_left_are_counted", rules, "replaced", lambda rollouts: frozenset()),
+    ("features", "failures_are_counted", Outcome, "left_out", lambda self, on_failed: None),
+    ("features", "evaluations_are_counted", rules, "of_one_kind", list),
+    ("streams", "a_name_is_of_all_runs", names, "first_id", lambda run, name: name),
 )
 """Mutants that replace one attribute, by the theme of the schedules in which each is looked for."""
 

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from turnlog.amounts import amount
+from turnlog.cli.parameters import given, read_object, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.run import UsageError, printed_as_json, server_options
-from turnlog.client.address import segment
+from turnlog.client.address import default_run, segment
+from turnlog.client.lines import present
+from turnlog.parameters import CheckpointFilters
 
 checkpoint_app = typer.Typer(help="Checkpoints: list, make, restore, delete.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The checkpoint's name.")]
+Run = Annotated[str | None, typer.Option("--run", help="Its run (default: TURNLOG_RUN); *: the whole store.")]
 
 
 @checkpoint_app.command("list")
 @server_options
-def list_checkpoints(ctx: typer.Context) -> None:
+@takes(CheckpointFilters)
+def list_checkpoints(ctx: typer.Context, **filters: Any) -> None:
     """List the checkpoints, the oldest first."""
-    found = remote(ctx).read("GET", "/checkpoints")
+    found = remote(ctx).read("GET", "/checkpoints", parameters=given(filters))
     if not printed_as_json(ctx, found):
         from turnlog.cli.output import Column, since, table
 
         columns = [
+            Column("run"),
             Column("checkpoint", "name", whole=True),
             Column("made", lambda one: since(one["created_at"]), right=True),
             Column("cut"),
@@ -42,14 +48,16 @@ def list_checkpoints(ctx: typer.Context) -> None:
 def make(
     ctx: typer.Context,
     name: Name,
+    run: Run = None,
     drain: Annotated[bool, typer.Option("--drain", help="Hold new turns, and wait for those in flight.")] = False,
     drain_s: Annotated[float | None, typer.Option(min=0, help="With --drain: how long to wait (600).")] = None,
+    metadata: Annotated[str | None, typer.Option(help="A JSON object.")] = None,
 ) -> None:
-    """Make a checkpoint of all sessions, groups and acknowledgements."""
+    """Make a checkpoint of a run's sessions, groups and acknowledgements."""
     if drain_s is not None and not drain:
         raise UsageError("--drain-s needs --drain")
     body: dict[str, object] = {"name": name, "cut": "drain" if drain else "now"}
-    body |= {} if drain_s is None else {"drain_s": drain_s}
+    body |= present({"run": run or default_run(), "drain_s": drain_s, "metadata": read_object("--metadata", metadata)})
     made = remote(ctx).read("POST", "/checkpoints", body=body, slow=True)
     if not printed_as_json(ctx, made):
         from turnlog.cli.output import line
@@ -59,13 +67,15 @@ def make(
 
 @checkpoint_app.command()
 @server_options
-def restore(ctx: typer.Context, name: Name) -> None:
-    """Take the store back to a checkpoint. Nothing is deleted: what it was is a checkpoint, too."""
-    done = remote(ctx).read("POST", f"/checkpoints/{segment(name)}/restore", slow=True)
+def restore(ctx: typer.Context, name: Name, run: Run = None) -> None:
+    """Take a run back to a checkpoint. Nothing is deleted: what it was is a checkpoint, too."""
+    of_run = present({"run": run or default_run()})
+    done = remote(ctx).read("POST", f"/checkpoints/{segment(name)}/restore", parameters=of_run, slow=True)
     if not printed_as_json(ctx, done):
         from turnlog.cli.output import line
 
-        line(f"the store is what it was at checkpoint {name}; {done['before']} is what it was before", "bold")
+        what = "the store" if done["run"] == "*" else f"run {done['run']}"
+        line(f"{what} is what it was at checkpoint {name}; {done['before']} is what it was before", "bold")
         line(f"{amount(done['sessions'], 'session')} changed, {done['undone']} of them undone")
         for kind in ("erased", "unreadable"):
             if done[kind]:
@@ -74,7 +84,7 @@ def restore(ctx: typer.Context, name: Name) -> None:
 
 @checkpoint_app.command()
 @server_options
-def delete(ctx: typer.Context, name: Name) -> None:
+def delete(ctx: typer.Context, name: Name, run: Run = None) -> None:
     """Delete a checkpoint. Sessions stay as they are; what only it kept is freed as usual."""
-    remote(ctx).call("DELETE", f"/checkpoints/{segment(name)}")
+    remote(ctx).call("DELETE", f"/checkpoints/{segment(name)}", parameters=present({"run": run or default_run()}))
     printed_as_json(ctx, {"name": name, "state": "deleted"})

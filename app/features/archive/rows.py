@@ -37,6 +37,7 @@ from sqlalchemy import (
 from app.crash_points import reach
 from app.domain.events import SessionClosed, decode
 from app.domain.groups import GroupKey
+from app.domain.patterns import ALL_RUNS
 from app.domain.selection import Selection
 from app.features.archive.schema import archived, marks_of
 from app.features.groups.reads import uncounted_in
@@ -430,7 +431,7 @@ class Forget(BaseOperation, frozen=True):
     def apply(self, tx: Tx) -> bool | None:
         if not holds_lease(tx, LEASE, self.fence):
             return None
-        if pins.is_restoring(tx):
+        if pins.is_restoring(tx, ALL_RUNS):
             return False
         present = {row[0] for row in tx.all(_present, {"sid": self.root_id})}
         if present != self.versions.keys():

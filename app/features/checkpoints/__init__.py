@@ -1,4 +1,4 @@
-"""Checkpoints: named cuts over all sessions, groups and acknowledgements, and taking the store back to one.
+"""Checkpoints: named cuts over the sessions, groups and acknowledgements of a run or of all, and taking them back.
 
     routes              `/checkpoints`, and the page's view of one
     drain, restore      turns are held by an event in the fleet's log (`TurnsHeld`), at the gates (`features.gates`)
@@ -61,10 +61,9 @@ def add_to(services: Services) -> Checkpoints:
 
 async def absent(services: Services) -> None:
     """Tell of turns that only this feature lets go on. Raises StartupError where a restore is not finished."""
-    held = services.fleet.fleet.held
-    if held is not None and held.reason == "restore":
-        raise StartupError(
-            f"checkpoint {held.checkpoint} is being restored: start with checkpoints in TURNLOG_FEATURES"
-        )
-    if held is not None:
+    for held in services.fleet.fleet.held.values():
+        if held.reason == "restore":
+            raise StartupError(
+                f"checkpoint {held.checkpoint} is being restored: start with checkpoints in TURNLOG_FEATURES"
+            )
         log.warning("turns are held for checkpoint %s until a process has the feature checkpoints", held.checkpoint)

@@ -2,7 +2,10 @@
 
     make            one transaction
     make, drained   turns without a claim are held, those in flight end, then as above
-    restore         all turns are held; `app.features.checkpoints.restores` does the rest
+    restore         the turns are held; `app.features.checkpoints.restores` does the rest
+
+All of this is a run's, or the whole store's (ALL_RUNS): that begins while no run's goes on, and lets none begin. Two
+runs may be taken back at a time.
 
 The order to hold turns is an event in the fleet's log, so every process obeys it, and it outlives the process that gave
 it. A process that finds that one dead frees the turns that drained, and finishes the restore.
@@ -12,17 +15,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 import msgspec
 
 from app.crash_points import reach
 from app.domain.fleet import Fleet, FleetEvent, TurnsFreed, TurnsHeld
+from app.domain.patterns import ALL_RUNS
+from app.domain.selection import has_all
 from app.errors import AppError, CheckpointBusy, CheckpointExists, NotFound
 from app.features.checkpoints import operations as store
 from app.features.checkpoints.operations import (
     Checkpoint,
-    Cut,
     Delete,
     DropRows,
     InCheckpoint,
@@ -37,7 +42,7 @@ from app.fleet.state import FleetState
 from app.process import cancelled
 from app.store import feed
 from app.store import fleet as fleet_store
-from app.store.ports import Database, Writer
+from app.store.ports import Connection, Database, Writer
 from turnlog.replies import RestoredStore
 
 log = logging.getLogger("turnlog.checkpoints")
@@ -83,7 +88,7 @@ class Checkpoints:
         self._has_deleted = True
         self._draining: list[TurnsHeld] = []
         self._beginning = asyncio.Lock()
-        self._running: asyncio.Task[RestoredStore] | None = None
+        self._running: dict[str, asyncio.Task[RestoredStore]] = {}
         self._watching: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
 
@@ -92,62 +97,67 @@ class Checkpoints:
 
     async def stop(self) -> None:
         """A restore that is not finished goes on in the next process."""
-        await cancelled(self._watching, self._running)
+        await cancelled(self._watching, *self._running.values())
 
-    async def make(self, name: str, *, drain_s: float | None = None) -> Checkpoint:
-        """Make a checkpoint; with `drain_s` after the turns in flight have ended, which may take so many seconds.
+    async def make(
+        self, run: str, name: str, *, drain_s: float | None = None, metadata: bytes | None = None
+    ) -> Checkpoint:
+        """Make a checkpoint of a run, or (ALL_RUNS) of all; `metadata` is JSON. With `drain_s` after the turns in
+        flight have ended, which may take so many seconds.
 
         Raises CheckpointExists, CheckpointBusy (a restore or another drain is going on, or turns did not end in time),
         StoreUnavailable, StoreFull.
         """
         if drain_s is None:
-            return await self._make(name, "now")
-        await self._require_free(name)
-        held = TurnsHeld(name, "drain", self._incarnation())
+            return await self._make(Make(run, name, "now", metadata=metadata))
+        await self._require_free(run, name)
+        held = TurnsHeld(name, "drain", self._incarnation(), run=_in_fleet(run))
         self._draining.append(held)
         try:
             await self._hold(held)
             await asyncio.sleep(self._gates.settled_s)
-            await self._drained(drain_s)
-            return await self._make(name, "drain")
+            await self._drained(run, drain_s)
+            return await self._make(Make(run, name, "drain", metadata=metadata))
         finally:
             self._draining.remove(held)
             await self._free(held)
 
-    async def _make(self, name: str, cut: Cut) -> Checkpoint:
-        made = await self._writer.submit(Make(name, cut))
+    async def _make(self, make: Make) -> Checkpoint:
+        made = await self._writer.submit(make)
         if isinstance(made, NameTaken):
-            raise _taken(name)
+            raise _taken(make.name)
         if isinstance(made, Restoring):
             raise _busy()
         assert not isinstance(made, Missing), "nothing is restored"
         reach("after_checkpoint")
         return made
 
-    async def _require_free(self, name: str) -> None:
-        if await self._database.read(lambda connection: store.named(connection, name)) is not None:
+    async def _require_free(self, run: str, name: str) -> None:
+        if await self._database.read(partial(store.named, run=run, name=name)) is not None:
             raise _taken(name)
 
-    async def _drained(self, timeout_s: float) -> None:
-        """Wait until no turn is in flight in any process. Raises CheckpointBusy."""
+    async def _drained(self, run: str, timeout_s: float) -> None:
+        """Wait until no turn of the run is in flight in any process. Raises CheckpointBusy."""
         try:
             async with asyncio.timeout(timeout_s):
-                while await self._database.read(fleet_store.open_counts):  # noqa: ASYNC110 - they may be others' turns
+                while await self._database.read(partial(_has_open_turns, run=run)):  # noqa: ASYNC110 - they may be others'
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
             raise CheckpointBusy(f"turns were still in flight after {timeout_s:g} s; no checkpoint was made") from None
 
-    async def every(self) -> list[Checkpoint]:
-        """The oldest first. Raises StoreUnavailable."""
-        return await self._database.read(store.every)
+    async def every(self, run: str | None, metadata: Mapping[str, Sequence[str]]) -> list[Checkpoint]:
+        """Those of a run, of the whole store (ALL_RUNS) or (None) all, that have one of the values of each key in their
+        metadata, the oldest first. Raises StoreUnavailable."""
+        found = await self._database.read(partial(store.every, run=run))
+        return [one for one in found if has_all(one.metadata or b"{}", metadata)]
 
     async def of_session(self, session_id: str) -> Sequence[InCheckpoint]:
         """The checkpoints that have the session, the oldest first. Raises StoreUnavailable."""
         return await self._database.read(lambda connection: store.of_session(connection, session_id))
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, run: str, name: str) -> None:
         """Raises NotFound, CheckpointBusy, StoreUnavailable, StoreFull."""
-        outcome = await self._writer.submit(Delete(name))
+        outcome = await self._writer.submit(Delete(run, name))
         if isinstance(outcome, Restoring):
             raise _busy()
         if not outcome:
@@ -156,37 +166,38 @@ class Checkpoints:
         self._has_deleted = True
         self._woken.set()
 
-    async def restore(self, name: str) -> RestoredStore:
-        """Take the store back to a checkpoint. Of one that is being restored, wait for the end.
+    async def restore(self, run: str, name: str) -> RestoredStore:
+        """Take a run (ALL_RUNS: the store) back to its checkpoint. Of one that is being restored, wait for the end.
 
         It goes on if the caller does not wait, and after a crash. Raises NotFound, CheckpointBusy, StoreUnavailable,
         StoreFull.
         """
-        running = self._running
-        held = self._fleet.fleet.held
+        running = self._running.get(run)
+        held = self._fleet.fleet.held.get(_in_fleet(run))
         if running is not None and not running.done() and held is not None and held.checkpoint == name:
             return await asyncio.shield(running)
-        if await self._database.read(lambda connection: store.named(connection, name)) is None:
+        if await self._database.read(partial(store.named, run=run, name=name)) is None:
             raise _unknown(name)
-        epoch = await self._database.read(feed.epoch)
-        before = f"{BEFORE}{epoch.partition('-')[0]}-{name}"[:128]
+        number = await self._database.read(partial(feed.number_of_restores, run=run))
+        before = f"{BEFORE}{number}-{name}"[:128]
         async with self._beginning:
-            placed = await self._hold(TurnsHeld(name, "restore", self._incarnation(), before))
+            placed = await self._hold(TurnsHeld(name, "restore", self._incarnation(), before, run=_in_fleet(run)))
             reach("after_held")
             running = self._run(placed)
         return await asyncio.shield(running)
 
     def _run(self, held: TurnsHeld) -> asyncio.Task[RestoredStore]:
         """Start to restore, in a task that outlives the request."""
-        self._running = asyncio.create_task(self._restored(held), name="turnlog-restore")
-        self._running.add_done_callback(_tell)
-        return self._running
+        running = asyncio.create_task(self._restored(held), name="turnlog-restore")
+        running.add_done_callback(_tell)
+        self._running[_run_of(held)] = running
+        return running
 
     async def _restored(self, held: TurnsHeld) -> RestoredStore:
         assert held.before is not None
         await asyncio.sleep(self._gates.settled_s)
         try:
-            restored = await self._restores.run(held.checkpoint, held.before)
+            restored = await self._restores.run(_run_of(held), held.checkpoint, held.before)
         except NotFound:
             await self._free(held)
             raise
@@ -194,10 +205,10 @@ class Checkpoints:
         return restored
 
     async def _hold(self, held: TurnsHeld) -> TurnsHeld:
-        """Hold the turns, unless somebody else does. Raises CheckpointBusy."""
+        """Hold the turns, unless somebody holds some of them. Raises CheckpointBusy."""
 
         def decide(fleet: Fleet) -> FleetEvent:
-            if fleet.held is not None:
+            if fleet.holding(held.run):
                 raise _busy()
             return held
 
@@ -206,13 +217,15 @@ class Checkpoints:
 
     async def _free(self, held: TurnsHeld) -> None:
         """Let the turns go on, unless somebody else has taken over."""
-        await self._fleet.append(lambda fleet: TurnsFreed(held.checkpoint) if fleet.held == held else None)
+        freed = TurnsFreed(held.checkpoint, run=held.run)
+        await self._fleet.append(lambda fleet: freed if fleet.held.get(held.run) == held else None)
 
     async def _watch(self) -> None:
         while True:
             try:
                 async with self._beginning:
-                    await self._take_over()
+                    for held in list(self._fleet.fleet.held.values()):
+                        await self._take_over(held)
                 await self._drop_rows()
             except AppError as error:
                 log.warning("checkpoints: %s; it is tried again", error)
@@ -225,10 +238,10 @@ class Checkpoints:
             except TimeoutError:
                 pass
 
-    async def _take_over(self) -> None:
+    async def _take_over(self, held: TurnsHeld) -> None:
         """Finish what a dead process has begun, or this one could not finish."""
-        held = self._fleet.fleet.held
-        if held is None or held in self._draining or (self._running is not None and not self._running.done()):
+        running = self._running.get(_run_of(held))
+        if held in self._draining or (running is not None and not running.done()):
             return
         own = self._incarnation()
         if held.incarnation != own and not self._database.is_sqlite:
@@ -240,10 +253,10 @@ class Checkpoints:
             return
         taken = msgspec.structs.replace(held, incarnation=own)
         if taken != held:
-            placed = await self._fleet.append(lambda fleet: taken if fleet.held == held else None)
+            placed = await self._fleet.append(lambda fleet: taken if fleet.held.get(held.run) == held else None)
             if placed is None:
                 return
-        log.info("going on to take the store back to checkpoint %s", held.checkpoint)
+        log.info("going on to take run %s back to checkpoint %s", _run_of(held), held.checkpoint)
         self._run(taken)
 
     async def _drop_rows(self) -> None:
@@ -254,13 +267,25 @@ class Checkpoints:
         self._has_deleted = False
 
 
+def _has_open_turns(connection: Connection, run: str) -> bool:
+    return any(run in (ALL_RUNS, of) for of, _ in fleet_store.open_counts(connection))
+
+
+def _in_fleet(run: str) -> str | None:
+    return None if run == ALL_RUNS else run
+
+
+def _run_of(held: TurnsHeld) -> str:
+    return ALL_RUNS if held.run is None else held.run
+
+
 def _tell(done: asyncio.Task[RestoredStore]) -> None:
     if not done.cancelled() and (error := done.exception()) is not None:
         log.warning("a restore was cut short: %s; it is tried again", error)
 
 
 def _busy() -> CheckpointBusy:
-    return CheckpointBusy("a checkpoint is being restored, or turns are draining for one")
+    return CheckpointBusy("a checkpoint of the run or of the whole store is being restored, or turns drain for one")
 
 
 def _taken(name: str) -> CheckpointExists:

@@ -1,9 +1,9 @@
-"""Checkpoints: named cuts over all sessions and groups, and taking the store back to one.
+"""Checkpoints: named cuts over the sessions and groups of a run, or of all, and taking them back to one.
 
     Make             the last event of each session, and the rows of `groups`, in one transaction
     RestoreSession   a session is again what it was: events in its log, one transaction each
     RestoreGroups    leases and acknowledgements are again what they were, some groups a transaction
-    FinishRestore    the epoch is raised
+    FinishRestore    the epoch of the run, or of the store, is raised
 
 The statement that copies the heads sees the store at one moment. Groups change only in transactions that keep the pins
 (`store.pins`), so their rows are of that moment too. Every step of a restore can be repeated.
@@ -17,8 +17,10 @@ from typing import Any, ClassVar, Literal
 import msgspec
 from sqlalchemy import (
     BigInteger,
+    ColumnElement,
     Connection,
     String,
+    Table,
     and_,
     bindparam,
     delete,
@@ -34,12 +36,13 @@ from sqlalchemy import (
 from app.crash_points import reach
 from app.domain.events import Event
 from app.domain.groups import GroupKey
+from app.domain.patterns import ALL_RUNS
 from app.features.checkpoints.schema import checkpoint_groups, checkpoint_sessions, checkpoints
 from app.features.groups.schema import group_changes, groups
 from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx, now
-from app.store.feed import epoch_of_log, next_epoch
+from app.store.feed import FIRST, epoch_of_log, next_epoch, of_run
 from app.store.log import Appended, BaseOperation, Refused, abandon, advance_head, end_staging, holders_of
 from app.store.schema import sessions, store_meta
 
@@ -52,11 +55,12 @@ _most = bindparam("most", type_=BigInteger)
 
 
 class Checkpoint(msgspec.Struct, frozen=True):
-    """A checkpoint. `created_at` is in seconds since the epoch by the database's clock; `sessions` and `groups` count
-    what is in it, `erased` the sessions whose content has been erased since. `restores`: it keeps what the store was
-    before it was taken back to that one."""
+    """A checkpoint of a run, or (ALL_RUNS) of the whole store. `created_at` is in seconds since the epoch by the
+    database's clock; `sessions` and `groups` count what is in it, `erased` the sessions whose content has been erased
+    since. `restores`: it keeps what there was before that one was restored. `metadata` is JSON."""
 
     id: int
+    run: str
     name: str
     state: Literal["made", "restoring"]
     cut: Cut
@@ -64,14 +68,17 @@ class Checkpoint(msgspec.Struct, frozen=True):
     sessions: int
     groups: int
     restores: str | None
+    metadata: bytes | None
     erased: int = 0
 
 
 _COLUMNS = tuple(checkpoints.c[name] for name in Checkpoint.__struct_fields__[:-1])
-_named = select(*_COLUMNS).where(checkpoints.c.name == bindparam("named"))
+_is_named = and_(checkpoints.c.run == bindparam("of_run"), checkpoints.c.name == bindparam("named"))
+_named = select(*_COLUMNS).where(_is_named)
 _insert = (
     insert(checkpoints)
     .values(
+        run=bindparam("of_run"),
         name=bindparam("named"),
         state=bindparam("as_state"),
         cut=bindparam("as_cut"),
@@ -79,17 +86,25 @@ _insert = (
         sessions=0,
         groups=0,
         restores=bindparam("of"),
+        metadata=bindparam("given", type_=checkpoints.c.metadata.type),
     )
     .returning(checkpoints.c.id)
 )
-_copied_heads = select(sessions.c.session_id, _id, sessions.c.version, false())
+_ours = bindparam("of_run", type_=String)
+
+
+def _is_of(table: Table) -> ColumnElement[bool]:
+    return or_(_ours == ALL_RUNS, table.c.run == _ours)
+
+
+_copied_heads = select(sessions.c.session_id, _id, sessions.c.version, false()).where(_is_of(sessions))
 _SESSION_COLUMNS = ["session_id", "checkpoint_id", "seq", "is_done"]
 _copy_sessions = insert(checkpoint_sessions).from_select(_SESSION_COLUMNS, _copied_heads.where(sql.has_rows))
 _copy_all_sessions = insert(checkpoint_sessions).from_select(
     _SESSION_COLUMNS, _copied_heads.where(sessions.c.status != "erased")
 )
 _copy_groups = insert(checkpoint_groups).from_select(
-    ["checkpoint_id", *groups.columns.keys()], select(_id, *groups.columns)
+    ["checkpoint_id", *groups.columns.keys()], select(_id, *groups.columns).where(_is_of(groups))
 )
 _count = (
     update(checkpoints).where(checkpoints.c.id == _id).values(sessions=bindparam("held"), groups=bindparam("grouped"))
@@ -101,7 +116,7 @@ class NameTaken(msgspec.Struct, frozen=True):
 
 
 class Restoring(msgspec.Struct, frozen=True):
-    """Nothing was done: the store is being taken back to a checkpoint."""
+    """Nothing was done: the run, or the store, is being taken back to a checkpoint."""
 
 
 class Missing(msgspec.Struct, frozen=True):
@@ -110,40 +125,47 @@ class Missing(msgspec.Struct, frozen=True):
 
 
 class Make(BaseOperation, frozen=True):
-    """Make a checkpoint of the store as it is. `restores`: it keeps what a restore of that checkpoint replaces."""
+    """Make a checkpoint of a run (ALL_RUNS: of the store) as it is. `restores`: it keeps what a restore of that
+    checkpoint replaces. `metadata` is JSON."""
 
+    run: str
     name: str
     cut: Cut
     restores: str | None = None
+    metadata: bytes | None = None
 
     def apply(self, tx: Tx) -> Checkpoint | NameTaken | Restoring | Missing:
         pins.change(tx)
-        if self.restores is not None and tx.one(_named, {"named": self.restores}) is None:
+        if self.restores is not None and tx.one(_named, {"of_run": self.run, "named": self.restores}) is None:
             return Missing()
-        if tx.one(_named, {"named": self.name}) is not None:
+        if tx.one(_named, {"of_run": self.run, "named": self.name}) is not None:
             return NameTaken()
-        if pins.is_restoring(tx):
+        if pins.is_restoring(tx, self.run):
             return Restoring()
         state = "made" if self.restores is None else "restoring"
-        row = tx.one(_insert, {"named": self.name, "as_state": state, "as_cut": self.cut, "of": self.restores})
+        new = {"named": self.name, "as_state": state, "as_cut": self.cut, "of": self.restores, "given": self.metadata}
+        row = tx.one(_insert, {"of_run": self.run, **new})
         assert row is not None
-        held = tx.run(_copy_sessions if self.restores is None else _copy_all_sessions, {"id": row[0]})
-        grouped = tx.run(_copy_groups, {"id": row[0]})
+        copied = {"id": row[0], "of_run": self.run}
+        held = tx.run(_copy_sessions if self.restores is None else _copy_all_sessions, copied)
+        grouped = tx.run(_copy_groups, copied)
         tx.run(_count, {"id": row[0], "held": held, "grouped": grouped})
         reach("in_checkpoint")
-        made = tx.one(_named, {"named": self.name})
+        made = tx.one(_named, {"of_run": self.run, "named": self.name})
         assert made is not None
         return Checkpoint(*made)
 
 
-def named(connection: Connection, name: str) -> Checkpoint | None:
-    row = connection.execute(_named, {"named": name}).first()
+def named(connection: Connection, run: str, name: str) -> Checkpoint | None:
+    row = connection.execute(_named, {"of_run": run, "named": name}).first()
     return None if row is None else Checkpoint(*row)
 
 
-def every(connection: Connection) -> list[Checkpoint]:
-    """All checkpoints, the newest last."""
+def every(connection: Connection, run: str | None = None) -> list[Checkpoint]:
+    """The checkpoints of a run, of the whole store (ALL_RUNS), or (None) all, the newest last."""
     query = select(*_COLUMNS).where(checkpoints.c.name.is_not(None)).order_by(checkpoints.c.id)
+    if run is not None:
+        query = query.where(checkpoints.c.run == run)
     by_time = [Checkpoint(*row) for row in connection.execute(query)]
     gone = (
         select(checkpoint_sessions.c.checkpoint_id, func.count())
@@ -169,10 +191,7 @@ def erased(connection: Connection, checkpoint_id: int) -> list[str]:
 # Deleting.
 
 _unname = (
-    update(checkpoints)
-    .where(checkpoints.c.name == bindparam("named"))
-    .values(name=None, state="deleting")
-    .returning(checkpoints.c.id)
+    update(checkpoints).where(_is_named).values(name=None, state="deleting", metadata=None).returning(checkpoints.c.id)
 )
 _deleting = select(checkpoints.c.id).where(checkpoints.c.state == "deleting").order_by(checkpoints.c.id).limit(1)
 _some_rows = (
@@ -193,12 +212,13 @@ _drop = delete(checkpoints).where(checkpoints.c.id == _id)
 class Delete(BaseOperation, frozen=True):
     """Delete a checkpoint: it pins nothing any more. Its rows go later (`DropRows`). Was there one of this name?"""
 
+    run: str
     name: str
 
     def apply(self, tx: Tx) -> bool | Restoring:
-        if pins.is_restoring(tx):
+        if pins.is_restoring(tx, self.run):
             return Restoring()
-        return tx.one(_unname, {"named": self.name}) is not None
+        return tx.one(_unname, {"of_run": self.run, "named": self.name}) is not None
 
 
 class DropRows(BaseOperation, frozen=True):
@@ -326,7 +346,7 @@ class RestoreSession(BaseOperation, frozen=True):
 
 _KEY = groups.c.run, groups.c.group_id
 _behind = tuple_(bindparam("after_run"), bindparam("after_group"))
-_groups_after = select(*_KEY).where(tuple_(*_KEY) > _behind).order_by(*_KEY).limit(_most)
+_groups_after = select(*_KEY).where(tuple_(*_KEY) > _behind, _is_of(groups)).order_by(*_KEY).limit(_most)
 _GROUP_COLUMNS = [column.name for column in groups.columns]
 _place_then = tuple_(checkpoint_groups.c.run, checkpoint_groups.c.group_id)
 _was = select(*(checkpoint_groups.c[name] for name in _GROUP_COLUMNS)).where(
@@ -345,12 +365,14 @@ _note = insert(group_changes)
 
 
 class RestoreGroups(BaseOperation, frozen=True):
-    """Take up to `most` groups after `after` back to a checkpoint; returns the last, None where there are no more.
+    """Take up to `most` groups of a run (ALL_RUNS: of all) after `after` back to a checkpoint; returns the last, None
+    where there are no more.
 
     A group that was made later was never handed out. What follows from the sessions is computed again.
     """
 
     checkpoint_id: int
+    run: str
     after: GroupKey
     most: int
 
@@ -360,7 +382,7 @@ class RestoreGroups(BaseOperation, frozen=True):
 
     def apply(self, tx: Tx) -> GroupKey | None:
         behind = {"after_run": self.after.run, "after_group": self.after.group_id}
-        keys = [GroupKey(*row) for row in tx.all(_groups_after, {**behind, "most": self.most})]
+        keys = [GroupKey(*row) for row in tx.all(_groups_after, {**behind, "of_run": self.run, "most": self.most})]
         if not keys:
             return None
         upto = {"upto_run": keys[-1].run, "upto_group": keys[-1].group_id}
@@ -374,7 +396,10 @@ class RestoreGroups(BaseOperation, frozen=True):
         return keys[-1]
 
 
-_meta = select(store_meta.c.key, store_meta.c.value)
+_meta = select(store_meta.c.key, store_meta.c.value).where(
+    or_(store_meta.c.key == "epoch", store_meta.c.key == "log_epoch")
+)
+_meta_of = select(store_meta.c.value).where(store_meta.c.key == bindparam("of"))
 _set_meta = update(store_meta).where(store_meta.c.key == bindparam("of")).values(value=bindparam("to"))
 _add_meta = insert(store_meta)
 _end = (
@@ -386,32 +411,54 @@ _end = (
 
 
 class FinishRestore(BaseOperation, frozen=True):
-    """Raise the store's epoch, which ends every cursor of an export, unless that was done. Returns the epoch.
+    """Raise the epoch of a run, or (ALL_RUNS) of the store, unless that was done. It ends the cursors of exports of the
+    run and of all runs, or of every export.
 
     The log's epoch stays: no event was taken away, and positions hold.
     """
 
     before_id: int
+    run: str
 
-    def apply(self, tx: Tx) -> str:
-        meta: dict[str, str] = {row[0]: row[1] for row in tx.all(_meta, {})}
-        epoch = meta["epoch"]
+    def apply(self, tx: Tx) -> None:
+        pins.change(tx)  # Else of two restores at once on PostgreSQL both add the epoch of exports of all runs.
         if tx.one(_end, {"id": self.before_id}) is not None:
-            of_log = epoch_of_log(epoch, meta.get("log_epoch"))
-            epoch = next_epoch(epoch)
-            tx.run(_set_meta, {"of": "epoch", "to": epoch})
-            value = f"{epoch}={of_log}"
-            if "log_epoch" in meta:
-                tx.run(_set_meta, {"of": "log_epoch", "to": value})
+            if self.run == ALL_RUNS:
+                _raise_all(tx)
             else:
-                tx.insert(_add_meta, [{"key": "log_epoch", "value": value}])
+                _raise(tx, of_run(self.run))
+                _raise(tx, of_run(ALL_RUNS))
         reach("in_restore_finished")
-        return epoch
+
+
+def _raise_all(tx: Tx) -> None:
+    meta: dict[str, str] = {row[0]: row[1] for row in tx.all(_meta, {})}
+    epoch = next_epoch(meta["epoch"])
+    _put(tx, "epoch", epoch, is_there=True)
+    _put(
+        tx,
+        "log_epoch",
+        f"{epoch}={epoch_of_log(meta['epoch'], meta.get('log_epoch'))}",
+        is_there="log_epoch" in meta,
+    )
+
+
+def _raise(tx: Tx, key: str) -> None:
+    row = tx.one(_meta_of, {"of": key})
+    _put(tx, key, next_epoch(FIRST if row is None else row[0]), is_there=row is not None)
+
+
+def _put(tx: Tx, key: str, value: str, *, is_there: bool) -> None:
+    if is_there:
+        tx.run(_set_meta, {"of": key, "to": value})
+    else:
+        tx.insert(_add_meta, [{"key": key, "value": value}])
 
 
 class InCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint that has a session, as it was after event `seq`."""
 
+    run: str
     name: str
     created_at: float
     seq: int
@@ -430,7 +477,7 @@ class SessionThen(msgspec.Struct, frozen=True):
 def of_session(connection: Connection, session_id: str) -> list[InCheckpoint]:
     """The checkpoints that have the session, the oldest first."""
     query = (
-        select(checkpoints.c.name, checkpoints.c.created_at, checkpoint_sessions.c.seq)
+        select(checkpoints.c.run, checkpoints.c.name, checkpoints.c.created_at, checkpoint_sessions.c.seq)
         .join_from(checkpoint_sessions, checkpoints, checkpoints.c.id == checkpoint_sessions.c.checkpoint_id)
         .where(checkpoint_sessions.c.session_id == session_id, checkpoints.c.name.is_not(None))
         .order_by(checkpoints.c.id)
@@ -438,12 +485,14 @@ def of_session(connection: Connection, session_id: str) -> list[InCheckpoint]:
     return [InCheckpoint(*row) for row in connection.execute(query)]
 
 
-def content(connection: Connection, name: str, after: str, limit: int) -> tuple[Checkpoint, list[SessionThen]] | None:
+def content(
+    connection: Connection, run: str, name: str, after: str, limit: int
+) -> tuple[Checkpoint, list[SessionThen]] | None:
     """The checkpoint, and the next of its sessions by id after `after`; None if there is no such checkpoint.
 
     The rows are ordered by session, so a page reads those of the other checkpoints beside its own.
     """
-    checkpoint = named(connection, name)
+    checkpoint = named(connection, run, name)
     if checkpoint is None:
         return None
     then = checkpoint_sessions.c

@@ -11,10 +11,11 @@ from fastapi import Query
 from app.api.parameters import LIMIT, Cursor
 from app.api.requests import Request
 from app.api.routes import MOST_ROWS, Routes
+from app.domain.events import DEFAULT_RUN
 from app.errors import NotFound
 from app.features.checkpoints import operations
 from app.features.checkpoints.operations import SessionThen
-from app.features.checkpoints.routes import Name, fields
+from app.features.checkpoints.routes import Name, Run, fields
 
 route = Routes("Page")
 
@@ -32,12 +33,13 @@ class CheckpointView(msgspec.Struct, frozen=True):
 async def checkpoint(
     request: Request,
     name: Name,
+    run: Run = DEFAULT_RUN,
     limit: Annotated[int, Query(ge=1, le=MOST_ROWS, description=LIMIT)] = 100,
     cursor: Cursor = None,
 ) -> object:
     """A checkpoint and its sessions, by id: the event that each had then, and what it is now."""
     read = request.services.database.read
-    content = await read(lambda c: operations.content(c, name, cursor or "", limit + 1))
+    content = await read(lambda c: operations.content(c, run, name, cursor or "", limit + 1))
     if content is None:
         raise NotFound(f"there is no checkpoint {name}")
     checkpoint, sessions = content

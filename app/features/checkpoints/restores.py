@@ -1,4 +1,4 @@
-"""Takes the store back to a checkpoint, while all turns are held.
+"""Takes a run, or the whole store, back to a checkpoint, while its turns are held.
 
     before      a checkpoint keeps the present state; its rows say which sessions are done
     sessions    those that have changed since, one transaction each
@@ -22,6 +22,7 @@ import msgspec
 from app.crash_points import reach
 from app.domain.events import Recorded, UnknownEvent
 from app.domain.groups import GroupKey
+from app.domain.patterns import ALL_RUNS
 from app.domain.session import Session, fold
 from app.errors import NotFound, SessionUnreadable
 from app.features.checkpoints import operations as store
@@ -40,6 +41,7 @@ from app.sessions.cache import SessionCache
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
 from app.store import repair
+from app.store.feed import cursor_epoch
 from app.store.log import Appended
 from app.store.ports import Database, Writer
 from app.store.repair import FoldedLog
@@ -95,25 +97,27 @@ class Restores:
         self._clock = clock
         self._then = then
 
-    async def run(self, name: str, before: str) -> RestoredStore:
-        """Take the store back to checkpoint `name`, or finish that.
+    async def run(self, run: str, name: str, before: str) -> RestoredStore:
+        """Take a run (ALL_RUNS: the store) back to its checkpoint `name`, or finish that.
 
         Raises NotFound (it was deleted before this began), StoreUnavailable, StoreFull.
         """
-        kept = await self._kept(name, before)
-        target = await self._checkpoint(name)
+        kept = await self._kept(run, name, before)
+        target = await self._checkpoint(run, name)
         tally = _Tally()
         if kept.state == "restoring":
             await self._restore_sessions(target, kept, tally)
             await self._restore_groups(target)
-        epoch = await self._writer.submit(FinishRestore(kept.id))
+        await self._writer.submit(FinishRestore(kept.id, run))
         reach("after_restore_finished")
         await self._sessions.finish_rewarding()
         for follow in self._then:
             await follow()
         erased = await self._database.read(lambda connection: store.erased(connection, target.id))
-        log.info("the store was taken back to checkpoint %s: %d sessions changed", name, tally.sessions)
+        epoch = await self._database.read(partial(cursor_epoch, run=None if run == ALL_RUNS else run))
+        log.info("run %s was taken back to checkpoint %s: %d sessions changed", run, name, tally.sessions)
         return RestoredStore(
+            run=run,
             name=name,
             before=before,
             epoch=epoch,
@@ -123,19 +127,19 @@ class Restores:
             unreadable=tally.unreadable,
         )
 
-    async def _checkpoint(self, name: str) -> Checkpoint:
-        checkpoint = await self._database.read(lambda connection: store.named(connection, name))
+    async def _checkpoint(self, run: str, name: str) -> Checkpoint:
+        checkpoint = await self._database.read(lambda connection: store.named(connection, run, name))
         if checkpoint is None:
             raise NotFound(f"there is no checkpoint {name}")
         return checkpoint
 
-    async def _kept(self, name: str, before: str) -> Checkpoint:
+    async def _kept(self, run: str, name: str, before: str) -> Checkpoint:
         """The checkpoint of the present state, made unless it is there. Raises NotFound."""
-        made = await self._writer.submit(Make(before, "restore", name))
+        made = await self._writer.submit(Make(run, before, "restore", name))
         if isinstance(made, Missing):
             raise NotFound(f"there is no checkpoint {name}")
         assert not isinstance(made, Restoring), "two restores at once"
-        return made if isinstance(made, Checkpoint) else await self._checkpoint(before)
+        return made if isinstance(made, Checkpoint) else await self._checkpoint(run, before)
 
     async def _restore_sessions(self, target: Checkpoint, kept: Checkpoint, tally: _Tally) -> None:
         # Roots come first. A session that is open again below a root that is closed still, or has still its reward, is
@@ -184,7 +188,7 @@ class Restores:
             await follow()
         after: GroupKey | None = GroupKey("", "")
         while after is not None:
-            after = await self._writer.submit(RestoreGroups(target.id, after, GROUPS_AT_ONCE))
+            after = await self._writer.submit(RestoreGroups(target.id, target.run, after, GROUPS_AT_ONCE))
             reach("after_groups_restored")
 
 

@@ -17,13 +17,21 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    UniqueConstraint,
+    bindparam,
+    delete,
     exists,
     func,
+    or_,
     select,
+    update,
 )
 
+from app.domain.patterns import ALL_RUNS
 from app.features.groups.schema import groups
-from app.store.dialect import ForEach, Pins, StorePoints
+from app.store import pins
+from app.store.damage import Content
+from app.store.dialect import ForEach, Pins, StorePoints, Tx
 from app.store.schema import NAMING, SESSION_ID
 
 metadata = MetaData(naming_convention=NAMING)
@@ -32,18 +40,22 @@ checkpoints = Table(
     "checkpoints",
     metadata,
     Column("id", BigInteger().with_variant(Integer, "sqlite"), Identity(), primary_key=True),
-    Column("name", String(128), unique=True),
+    Column("run", SESSION_ID, nullable=False),
+    Column("name", String(128)),
     Column("state", String(16), nullable=False),
     Column("cut", String(16), nullable=False),
     Column("created_at", Double, nullable=False),
     Column("sessions", Integer, nullable=False),
     Column("groups", Integer, nullable=False),
     Column("restores", String(128)),
+    Column("metadata", Content),
+    UniqueConstraint("run", "name"),
 )
-"""Named cuts over the whole store; `created_at` is the database's clock.
+"""Named cuts over a run, or over the whole store (`run` is ALL_RUNS); `created_at` is the database's clock.
 
-`state`: `made`; `restoring` while the store is being taken back to the checkpoint `restores`, and this one keeps what
-it was before; `deleting` while its rows are being deleted, without a name. `sessions` and `groups` count its rows.
+`state`: `made`; `restoring` while the run is being taken back to its checkpoint `restores`, and this one keeps what it
+was before; `deleting` while its rows are being deleted, without a name. `sessions` and `groups` count its rows.
+`metadata` is JSON.
 """
 
 checkpoint_sessions = Table(
@@ -78,7 +90,25 @@ _upto = ForEach(
     ),
     sid=Text,
 )
-_restoring = select(checkpoints.c.name).where(checkpoints.c.state == "restoring").limit(1)
+_named = bindparam("named", type_=String)
+_restoring = (
+    select(checkpoints.c.name)
+    .where(checkpoints.c.state == "restoring", or_(_named == ALL_RUNS, checkpoints.c.run.in_((_named, ALL_RUNS))))
+    .limit(1)
+)
+_forget_groups = delete(checkpoint_groups).where(checkpoint_groups.c.run == _named)
+_forget = (
+    update(checkpoints)
+    .where(checkpoints.c.run == _named)
+    .values(name=None, restores=None, metadata=None, state="deleting")
+)
+
+
+def forget(tx: Tx, run: str) -> None:
+    """The run was erased: its checkpoints are gone, and its groups those of the whole store."""
+    pins.change(tx)
+    tx.run(_forget_groups, {"named": run})
+    tx.run(_forget, {"named": run})
 
 
 def _is_pinned(heads: FromClause) -> ColumnElement[bool]:
@@ -91,3 +121,4 @@ def _is_pinned(heads: FromClause) -> ColumnElement[bool]:
 
 def join(points: StorePoints) -> None:
     points.pins.append(Pins(_upto, _is_pinned, _restoring))
+    points.run_erased.append(forget)

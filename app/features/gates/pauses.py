@@ -197,7 +197,7 @@ class Pauses:
             paused_runs=sorted(paused_runs),
             version=fleet.version,
             weight_version=gates.fleet.version,
-            held_for=None if fleet.held is None else fleet.held.reason,
+            held_for=next((one.reason for one in fleet.holding(run)), None),
         )
 
     def _lease_left(self, gate: Gate) -> float | None:

@@ -41,7 +41,7 @@ from app.domain.groups import (
     staleness,
     too_stale,
 )
-from app.domain.patterns import ID
+from app.domain.patterns import ALL_RUNS, ID, RUN_OR_ALL
 from app.domain.restore import in_effect
 from app.domain.selection import Selection
 from app.errors import CheckpointBusy, InvalidRequest, NotFound
@@ -79,12 +79,8 @@ LOOKED_AT = 10_000
 RUNS_NAMED = 10
 """Runs that an error names."""
 
-ALL_RUNS = "*"
-RUN_OR_ALL = rf"{ID}|^\*$"
-
 UNFINISHED = "open, or neither rewarded nor failed"
 """Why a rollout is not given, or holds its group up."""
-
 MAX_SIZE = 1000
 MAX_LEASE_S = 86_400
 

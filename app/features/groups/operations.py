@@ -165,7 +165,7 @@ _lease = (
 class Lease(BaseOperation, frozen=True):
     """Lease the groups that have not changed since the caller measured them and that nobody else holds.
 
-    `own_too`: also those that the consumer itself holds. None while the store is being taken back to a checkpoint.
+    `own_too`: also those that the consumer itself holds. None of a run that is being taken back to a checkpoint.
     """
 
     consumer: str
@@ -179,9 +179,10 @@ class Lease(BaseOperation, frozen=True):
 
     def apply(self, tx: Tx) -> list[Leased]:
         leased: list[Leased] = []
-        if pins.is_restoring(tx):
-            return leased
+        restoring = {run for run in {group.key.run for group in self.wanted} if pins.is_restoring(tx, run)}
         for group in sorted(self.wanted, key=lambda group: group.key):
+            if group.key.run in restoring:
+                continue
             row = tx.one(
                 _lease,
                 {
@@ -249,7 +250,7 @@ class Acknowledged(msgspec.Struct, frozen=True):
 class Acknowledge(BaseOperation, frozen=True):
     """Mark groups of a run as consumed, also after their lease has ended, unless another consumer got them.
 
-    None while the store is being taken back to a checkpoint: nothing is acknowledged then.
+    None while the run is being taken back to a checkpoint: nothing is acknowledged then.
     """
 
     consumer: str
@@ -261,7 +262,7 @@ class Acknowledge(BaseOperation, frozen=True):
         return 256 * len(self.group_ids)
 
     def apply(self, tx: Tx) -> Acknowledged | None:
-        if pins.is_restoring(tx):
+        if pins.is_restoring(tx, self.run):
             return None
         outcome = Acknowledged([], [], [], [])
         for group_id in sorted(set(self.group_ids)):

@@ -106,6 +106,8 @@ class RunErased(BaseOperation, frozen=True):
         if tx.one(_is_unerased, {"named": self.run}) is not None:
             return False
         tx.run(_end_erasing, {"named": self.run})
+        for follow in tx.points.run_erased:
+            follow(tx, self.run)
         reach("in_run_erased")
         return True
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from sqlalchemy import select
 
 from app.domain.events import name_of
+from app.domain.groups import GroupKey
 from app.domain.selection import Selection
 from app.domain.session import Session, encode_session
 from app.errors import AppError, SessionNotFound
@@ -109,6 +110,7 @@ async def _lists(world: World, process: Process, logs: Mapping[str, FoldedLog]) 
     for session_id, row in rows.items():
         log = logs[session_id]
         said = {**repair.head_row(log), "running_since": None, "tags": list(log.session.tags)}
+        said["failed"] = log.session.failed
         other = [name for name, value in said.items() if name not in UNLISTED and row.get(name, "") != value]
         world.must(not other, f"{process.name} lists {session_id} with another {other} than the log says")
 
@@ -117,16 +119,16 @@ async def _lists_groups(world: World, process: Process, logs: Mapping[str, Folde
     made: Groups = process.service.features["groups"]
     page = await asked(world, process, lambda: made.listed.page(Selection(), None, ALL))
     assert page is not None
-    query = select(groups.c.group_id).where(groups.c.acked_at.is_not(None))
-    acknowledged = set(world.store.read(lambda connection: connection.execute(query).scalars().all()))
+    query = select(groups.c.run, groups.c.group_id).where(groups.c.acked_at.is_not(None))
+    acknowledged = {GroupKey(*row) for row in world.store.read(lambda connection: connection.execute(query).all())}
     for group in page["groups"]:
-        group_id = group["group_id"]
+        group_id = GroupKey(group["run"], group["group_id"])
         is_told = group["state"] == "acknowledged"
         world.must(is_told == (group_id in acknowledged), f"{process.name} says that {group_id} is {group['state']}")
         members = [
-            log.session.config
-            for log in logs.values()
-            if log.session.config.group_id == group_id and log.root_id is None and log.session.status != "undone"
+            config
+            for config, log in ((log.session.config, log) for log in logs.values())
+            if (config.of_run, config.group_id) == group_id and log.root_id is None and log.session.status != "undone"
         ]
         attempts = {config.attempt for config in members if config.attempt is not None}
         first, size = int(0 not in attempts), max((config.group_size or 0 for config in members), default=0)

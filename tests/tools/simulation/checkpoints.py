@@ -14,6 +14,7 @@ from sqlalchemy import Connection, select
 from app.composition import store_points
 from app.domain import fleet
 from app.domain.events import SessionConfig
+from app.domain.patterns import ALL_RUNS
 from app.domain.session import Session
 from app.errors import AppError
 from app.features.checkpoints import operations as store
@@ -114,14 +115,14 @@ class CheckpointDrill:
 
     async def _make(self, drain_s: float | None) -> None:
         while not any(one.name == NAME for one in self._made()):
-            await self._trainer.order(NAME, lambda process: _of(process).make(NAME, drain_s=drain_s))
+            await self._trainer.order(NAME, lambda process: _of(process).make(ALL_RUNS, NAME, drain_s=drain_s))
             await asyncio.sleep(AGAIN_S)
         await self._freed()
 
     async def _restore(self, name: str) -> None:
         before = len(self._made())
         while len(self._made()) == before:
-            await self._trainer.order(f"restore {name}", lambda process: _of(process).restore(name))
+            await self._trainer.order(f"restore {name}", lambda process: _of(process).restore(ALL_RUNS, name))
             await asyncio.sleep(AGAIN_S)
         await self._freed()
         self._world.history.restored()
@@ -181,11 +182,11 @@ class CheckpointDrill:
 
 
 def _is_held(connection: Connection) -> bool:
-    return fleet.fold(fleet_store.state(connection).events).held is not None
+    return fleet.fold(fleet_store.state(connection).events).held != {}
 
 
 def _rows(connection: Connection, name: str) -> list[tuple[str, int]]:
-    found = store.named(connection, name)
+    found = store.named(connection, ALL_RUNS, name)
     assert found is not None
     columns = checkpoint_sessions.c.session_id, checkpoint_sessions.c.seq
     query = select(*columns).where(checkpoint_sessions.c.checkpoint_id == found.id)

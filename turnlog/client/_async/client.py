@@ -17,6 +17,7 @@ from turnlog.events import Event, UnreadableEvent
 from turnlog.parameters import (
     PAGE,
     SEARCH_PAGE,
+    CheckpointFilters,
     EventParameters,
     ExportFilters,
     ExportParameters,
@@ -333,32 +334,45 @@ class AsyncTurnlog:
             ToldFleet, await self._transport.read("POST", below_run(run, "/fleet/resume"), body=body, slow=True)
         )
 
-    async def checkpoint(self, name: str, *, drain: bool = False, drain_s: float | None = None) -> Checkpoint:
-        """Name a cut over all sessions, groups and acknowledgements. Needs the admin token.
+    async def checkpoint(
+        self,
+        name: str,
+        *,
+        run: str | None = None,
+        drain: bool = False,
+        drain_s: float | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
+        """Name a cut over all sessions, groups and acknowledgements of a run: by default `TURNLOG_RUN`, else the
+        default run; `*`: of the whole store. Needs the admin token or the run's.
 
-        `drain`: hold new turns and wait up to `drain_s` seconds (default: 600) for those in flight. Raises Conflict if
-        the name is in use, also by an earlier attempt of this call whose reply was lost.
+        `drain`: hold the run's new turns and wait up to `drain_s` seconds (default: 600) for those in flight. Raises
+        Conflict if the name is in use, also by an earlier attempt of this call whose reply was lost.
         """
-        body = {"name": name, "cut": "drain" if drain else "now", **present({"drain_s": drain_s})}
+        given = {"run": run or default_run(), "drain_s": drain_s, "metadata": metadata}
+        body = {"name": name, "cut": "drain" if drain else "now", **present(given)}
         return cast(Checkpoint, await self._transport.read("POST", "/checkpoints", body=body, slow=True))
 
-    async def checkpoints(self) -> list[Checkpoint]:
-        """All checkpoints, the oldest first."""
-        found: list[Checkpoint] = (await self._transport.read("GET", "/checkpoints"))["checkpoints"]
+    async def checkpoints(self, **filters: Unpack[CheckpointFilters]) -> list[Checkpoint]:
+        """The checkpoints of a run, of the whole store (`*`), or all, the oldest first; only those whose metadata has
+        these values. Raises TypeError and ValueError before anything is sent."""
+        given = wanted(CheckpointFilters, filters)
+        found: list[Checkpoint] = (await self._transport.read("GET", "/checkpoints", parameters=given))["checkpoints"]
         return found
 
-    async def restore_checkpoint(self, name: str) -> RestoredStore:
-        """Take the store back to a checkpoint; nothing is deleted. The reply's `before` names what it was instead.
+    async def restore_checkpoint(self, name: str, *, run: str | None = None) -> RestoredStore:
+        """Take a run back to its checkpoint; `run` as in `checkpoint`. Nothing is deleted: the reply's `before` names
+        what it was instead.
 
         Raises NotFound, Conflict.
         """
-        return cast(
-            RestoredStore, await self._transport.read("POST", f"/checkpoints/{segment(name)}/restore", slow=True)
-        )
+        path, given = f"/checkpoints/{segment(name)}/restore", present({"run": run or default_run()})
+        return cast(RestoredStore, await self._transport.read("POST", path, parameters=given, slow=True))
 
-    async def delete_checkpoint(self, name: str) -> None:
-        """Delete a checkpoint; sessions stay as they are. Raises NotFound, Conflict."""
-        await self._transport.call("DELETE", f"/checkpoints/{segment(name)}")
+    async def delete_checkpoint(self, name: str, *, run: str | None = None) -> None:
+        """Delete a checkpoint; `run` as in `checkpoint`. Sessions stay as they are. Raises NotFound, Conflict."""
+        given = present({"run": run or default_run()})
+        await self._transport.call("DELETE", f"/checkpoints/{segment(name)}", parameters=given)
 
     async def run_token(self, run: str) -> str:
         """Make the run's token anew; the one before ends. It opens everything within the run and nothing outside.
