@@ -215,9 +215,10 @@ class Routes:
     def for_the_page(self, path: str, of_run: OfRun | None = None) -> Callable[[Answering], Answering]:
         """A view under `/ui/api`: it belongs to the page, and may change with it."""
         data = Reply("The view's data.", {JSON: ANYTHING})
-        errors = (InvalidRequest, NotFound, *SESSION, *READ)
-        options: Options = {} if of_run is None else {"of_run": of_run}
-        return self(f"GET /ui/api{path}", "For the page", "page", data, errors=errors, **options)
+        options: Options = {"errors": (InvalidRequest, NotFound, *SESSION, *READ)}
+        if of_run is not None:
+            options["of_run"] = of_run
+        return self(f"GET /ui/api{path}", "For the page", "page", data, **options)
 
 
 class Table:

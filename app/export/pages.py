@@ -175,7 +175,7 @@ class ExportPages:
             ids = {head.session_id for head in heads.values() if _fits(head, wanted)}
             if wanted.session_id is not None:
                 ids = {wanted.session_id} if wanted.run is None else ids & {wanted.session_id}
-            places = last_places(connection, ids, self._high, wanted.types)
+            places = last_places(connection, sorted(ids), self._high, wanted.types)
             self._order = sorted(places.items(), key=lambda place: place[1])
         at = bisect_right(self._order, after, key=lambda place: place[1])
         return self._order[at : at + PAGE]
