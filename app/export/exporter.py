@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import islice
@@ -22,6 +22,7 @@ import msgspec
 
 from app.domain.branches import Branches, Picker
 from app.domain.cursors import require_mark
+from app.domain.groups import Outcome
 from app.errors import InvalidRequest, StartupError
 from app.export import formats
 from app.export.helpers import HelpedExport, Helpers, PartMaker, made
@@ -162,9 +163,12 @@ class Exporter:
             given = msgspec.structs.replace(given, newest=newest)
         return given, given.high or horizon, query
 
-    async def rows(self, session_ids: Sequence[str], query: ExportQuery) -> list[Fields]:
-        """The rows of these sessions as they are now, excluded ones too; meant for few sessions."""
-        export_pages = self._export_pages(END, query)
+    async def rows(
+        self, session_ids: Sequence[str], query: ExportQuery, outcomes: Mapping[str, Outcome] | None = None
+    ) -> list[Fields]:
+        """The rows of these sessions as they are now, excluded ones too; meant for few sessions. `outcomes` are those
+        of which advantages are made, by root; without them those that are in the log."""
+        export_pages = ExportPages(self._database, END, query, self._branches(query), outcomes=outcomes)
         part = await export_pages.of(session_ids)
         stored = await export_pages.read(part)
         part_rows = self._part_rows(query, Cursor("", Position(0, 0), END))

@@ -101,11 +101,13 @@ class ExportPages:
         query: ExportQuery,
         branches: Branches | Picker,
         part_bytes: int = PART_BYTES,
+        outcomes: Mapping[str, Outcome] | None = None,
     ) -> None:
         self._database = database
         self._part_bytes = part_bytes
         self._high = high
         self._query = query
+        self._outcomes = outcomes
         types = (*EXPORTED, "SessionCreated") if query.explain else EXPORTED
         self._wanted = EventFilter(types, query.session_id, query.name, query.generation, **query.run_and_group)
         self._grouped = formats.takes_groups(query.shape)
@@ -273,7 +275,7 @@ class ExportPages:
         query = self._query
         heads = [head for head in heads if query.evaluation or not head.evaluation]
         roots = {member.session_id: member.evaluation for member in heads if member.root_id is None}
-        known = outcomes(connection, list(roots), self._high)
+        known = outcomes(connection, list(roots), self._high) if self._outcomes is None else self._outcomes
         taken = {member.rollout for member in heads if member.turns}
         members = [member for member in heads if member.turns or member.rollout not in taken]
         every = [member.session_id for member in members]
@@ -311,7 +313,7 @@ class ExportPages:
             rewards = {
                 root: reward
                 for root, outcome in known.items()
-                if roots[root] == evaluation and (reward := outcome.counted(self._query.failed)) is not None
+                if roots.get(root) == evaluation and (reward := outcome.counted(self._query.failed)) is not None
             }
             advantages |= grpo(rewards)
         return advantages

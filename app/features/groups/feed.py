@@ -315,8 +315,9 @@ class Feed:
         key = given.group.key
         every = await self._attempts(key)
         finished = {one.session_id: one for one in of_one_kind(every) if one.finished and one.counts}
-        outcomes = (Outcome(one.reward, one.failed).counted(query.failed) for one in finished.values())
-        rewards = [reward for reward in outcomes if reward is not None]
+        outcomes = {one.session_id: Outcome(one.reward, one.failed) for one in finished.values()}
+        counted = (one.counted(query.failed) for one in outcomes.values())
+        rewards = [reward for reward in counted if reward is not None]
         roots = list(finished)
         of_agents = await self._database.read(partial(group_reads.of_agents, root_ids=roots))
         now = current.of(key.run)
@@ -342,7 +343,7 @@ class Feed:
         separator = b""
         all_sessions = [session_id for root_id in roots for session_id in (root_id, *of_agents.get(root_id, ()))]
         for part in _parts(all_sessions, query.shape):
-            rows = await self._exporter.rows(part, wanted)
+            rows = await self._exporter.rows(part, wanted, outcomes)
             made, left_out = await asyncio.to_thread(_encoded, rows, wanted)
             for row in made:
                 yield separator + row
