@@ -474,7 +474,7 @@ class Engines:
         """The engine that runs a generation of this process; None for an unknown rid."""
         return self._generating.get(rid)
 
-    async def abort(self, rid: str, run: str) -> None:
+    async def abort(self, rid: str, run: str | None) -> None:
         """Ask the engine that has the generation to abort it, or all that serve its run if it is not known.
 
         vLLM, and an engine that cannot be reached, notice the closed connection.
