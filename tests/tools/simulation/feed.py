@@ -321,7 +321,7 @@ class Feed:
     def judge(self) -> None:
         """What the store says of all that was given."""
         for name, (consumer, _) in self._consumers().items():
-            asked = (consumer, name) in self._asked_acks
+            asked = (consumer, name) in self._asked_acks or name not in self._groups()
             self._world.must(asked, f"{name} is acknowledged by {consumer}, which did not ask for it")
         for given in (one for every in self._given.values() for one in every):
             for session_id, reward in given.attempts.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import msgspec
+from msgspec.structs import replace
 from sqlalchemy import Connection
 
 from app.domain.events import AnnotationWritten, Event, Recorded, RewardAssigned, SessionCreated
@@ -56,7 +57,7 @@ class Said:
                 case AnnotationWritten(erased=False) as word if word not in sent:
                     yield f"event {recorded.seq} says what nobody said: {word}"
                 case RewardAssigned(of_root=False, components_erased=False) as word if (
-                    _has_more(word) and word not in sent
+                    _has_more(word) and replace(word, restored=False) not in sent
                 ):
                     yield f"event {recorded.seq} assigns what nobody sent: {word}"
 
