@@ -142,10 +142,11 @@ def _gates(services: Services, run: str) -> list[ShutGate]:
         return []
     fleet = services.fleet.fleet
     held = {adapter: count for (of, adapter), count in pauses.gates.held().items() if of == run}
-    found = []
-    for of_run in (None, run):
-        if (turns := fleet.held.get(of_run)) is not None:
-            found.append(ShutGate("server" if of_run is None else "run", None, turns.reason, None, sum(held.values())))
+    found = [
+        ShutGate("server" if of_run is None else "run", None, turns.reason, None, sum(held.values()))
+        for of_run in (None, run)
+        if (turns := fleet.held.get(of_run)) is not None
+    ]
     whose: tuple[Literal["server", "run"], ...] = ("server", "run")
     for of, gates in zip(whose, (fleet.gates, fleet.gates_of(run)), strict=True):
         if gates.fleet.is_shut:
