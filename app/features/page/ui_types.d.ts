@@ -255,6 +255,10 @@ export interface Attempt {
   attempt: number | null;
   status: string;
   finished: boolean;
+  replaced: boolean;
+  group_size: number | null;
+  created_at: number;
+  updated_at: number;
   evaluation: boolean;
   failed: Failure | null;
   reward: number | null;
@@ -271,7 +275,10 @@ export interface Statistics {
 
 /** GET /groups/{id} */
 export interface Group {
+  run: string;
   group_id: string;
+  group_size: number | null;
+  arrived: number;
   attempts: Attempt[];
   statistics: Statistics | null;
   complete: boolean;
@@ -633,6 +640,7 @@ export interface Rollout {
 /** `restores`: it keeps what a restore of that checkpoint replaced; `erased`: its sessions whose content is gone. */
 export interface Checkpoint {
   name: string;
+  run?: string;
   state: "made" | "restoring";
   cut: "now" | "drain" | "restore";
   created_at: number;

@@ -84,7 +84,7 @@ function columns() {
   const tone = (/** @type {Checkpoint} */ one) => (one.state === "made" ? "good" : "warn");
   const width = "96px";
   return [
-    { title: "Checkpoint", isHeader: true, fill: linkCell((one) => one.name, (one) => checkpointHref(one.name)) },
+    { title: "Checkpoint", isHeader: true, fill: linkCell((one) => one.name, (one) => checkpointHref(one.name, one.run)) },
     { title: "Made", width, number: true, fill: sinceCell((one) => one.created_at) },
     numberColumn("Sessions", (one) => count(one.sessions), { width }),
     numberColumn("Groups", (one) => count(one.groups), { width, hint: "Of the training feed" }),
@@ -99,7 +99,8 @@ export class CheckpointView extends FollowsFleet {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, place) {
     super(root, place);
-    const { id } = place;
+    const { id, query } = place;
+    this.run = query.get("of") ?? chosenRun();
     this.path = `/ui/api/checkpoints/${encodeURIComponent(id)}`;
     /** @type {SessionThen[]} */
     this.sessions = [];
@@ -118,7 +119,7 @@ export class CheckpointView extends FollowsFleet {
         h("a", { href: listHref("checkpoints") }, "All checkpoints"),
         // A name has only letters that mean nothing to a shell.
         copyButton(() => `turnlog checkpoint restore ${id} --url ${url("").replace(/\/$/, "")}`, "Copy the restore's command"),
-        this.tools(() => ({ path: this.path, parameters: { run: chosenRun(), limit: PAGE } })),
+        this.tools(() => ({ path: this.path, parameters: { run: this.run, limit: PAGE } })),
       ]),
       this.problem,
       this.facts,
@@ -153,7 +154,7 @@ export class CheckpointView extends FollowsFleet {
       if (this.cursor) this.table.setFoot(`${count(this.sessions.length)} loaded`, button("Load more", () => this.#more()));
       else this.table.setFoot(this.sessions.length ? "All shown" : "No session was in the store.");
     };
-    return this.read({ path: this.path, parameters: { run: chosenRun(), limit: PAGE, cursor } }, show);
+    return this.read({ path: this.path, parameters: { run: this.run, limit: PAGE, cursor } }, show);
   }
 }
 
