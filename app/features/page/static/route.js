@@ -82,9 +82,9 @@ export function groupHref(id) {
   return `#/group/${encodeURIComponent(id)}`;
 }
 
-/** @param {string} name @returns {string} */
-export function checkpointHref(name) {
-  return `#/checkpoint/${encodeURIComponent(name)}`;
+/** @param {{ run: string, name: string }} checkpoint @returns {string} */
+export function checkpointHref({ run, name }) {
+  return `#/checkpoint/${encodeURIComponent(name)}${queryOf({ run: run === "default" ? null : run })}`;
 }
 
 /** @param {string} id @param {Parameters} [parameters] @returns {string} the group's rollouts side by side */
