@@ -449,7 +449,7 @@ export interface Session {
   failed_turns: FailedTurn[];
   rollbacks: Rollback[];
   /** those that have the session, as it was after event `seq`; the oldest first */
-  checkpoints: { name: string; created_at: number; seq: number }[];
+  checkpoints: { run: string; name: string; created_at: number; seq: number }[];
   problems: { part: string; message: string }[];
   /** what holds for it now: its own, that of its rollout's root; none in the state after an earlier event */
   budgets: Budget[];
@@ -639,6 +639,7 @@ export interface Rollout {
 
 /** `restores`: it keeps what a restore of that checkpoint replaced; `erased`: its sessions whose content is gone. */
 export interface Checkpoint {
+  run: string;
   name: string;
   run?: string;
   state: "made" | "restoring";
@@ -647,6 +648,7 @@ export interface Checkpoint {
   sessions: number;
   groups: number;
   restores: string | null;
+  metadata: Record<string, unknown> | null;
   erased: number;
 }
 

@@ -85,6 +85,7 @@ function columns() {
   const width = "96px";
   return [
     { title: "Checkpoint", isHeader: true, fill: linkCell((one) => one.name, (one) => checkpointHref(one.name, one.run)) },
+    column("Run", (one) => one.run, { width: "130px", hint: "*: the whole store" }),
     { title: "Made", width, number: true, fill: sinceCell((one) => one.created_at) },
     numberColumn("Sessions", (one) => count(one.sessions), { width }),
     numberColumn("Groups", (one) => count(one.groups), { width, hint: "Of the training feed" }),
@@ -100,7 +101,7 @@ export class CheckpointView extends FollowsFleet {
   constructor(root, place) {
     super(root, place);
     const { id, query } = place;
-    this.run = query.get("of") ?? chosenRun();
+    this.run = query.get("of") ?? chosenRun() ?? "default";
     this.path = `/ui/api/checkpoints/${encodeURIComponent(id)}`;
     /** @type {SessionThen[]} */
     this.sessions = [];
@@ -117,8 +118,8 @@ export class CheckpointView extends FollowsFleet {
       root,
       bar(h("h1", null, visible(id)), [
         h("a", { href: listHref("checkpoints") }, "All checkpoints"),
-        // A name has only letters that mean nothing to a shell.
-        copyButton(() => `turnlog checkpoint restore ${id} --url ${url("").replace(/\/$/, "")}`, "Copy the restore's command"),
+        // A name has only letters that mean nothing to a shell; a run may be `*`.
+        copyButton(() => `turnlog checkpoint restore ${id} --run '${this.run}' --url ${url("").replace(/\/$/, "")}`, "Copy the restore's command"),
         this.tools(() => ({ path: this.path, parameters: { run: this.run, limit: PAGE } })),
       ]),
       this.problem,
