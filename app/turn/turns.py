@@ -16,7 +16,7 @@ the same time. In any session its fence rejects a commit that comes too late.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Collection, Container, Sequence
 from functools import partial
 from typing import Any
@@ -72,6 +72,8 @@ from app.upstream.body import Body
 from app.upstream.client import EngineReply
 from app.upstream.dialects import asked_for
 from workers.reply import REPLAY, PayloadRange
+
+log = logging.getLogger("turnlog.turns")
 
 
 class TurnPath:
@@ -493,26 +495,28 @@ class Turns:
         """The turn was cancelled: tell the engine, release the claim, and return the error."""
         flight = turn.flight
         if flight.engine_asked:
-            self._abort(turn.rid, flight.session_id)
+            self._abort(turn.rid, flight.session_id, flight.run)
         if flight.cancel_reason != "session_closed":
             await self._claims.abandon(turn, "disconnect")
         flight.aborts = frozenset(self._aborting)
         return flight.cancel_error()
 
-    def _abort(self, rid: str, session_id: str) -> None:
-        """Have the engine end a generation, without waiting for it."""
-        task = asyncio.create_task(self._abort_at_engine(rid, session_id))
+    def _abort(self, rid: str, session_id: str, run: str | None) -> None:
+        """Have the engine end a generation, without waiting for it. `run` None: the session's is to be read."""
+        task = asyncio.create_task(self._abort_at_engine(rid, session_id, run))
         self._aborting.add(task)
         task.add_done_callback(self._aborting.discard)
 
-    async def _abort_at_engine(self, rid: str, session_id: str) -> None:
-        run, session = None, self._cache.known(session_id)
-        if session is None:
-            with contextlib.suppress(AppError):  # else any engine is asked
+    async def _abort_at_engine(self, rid: str, session_id: str, run: str | None) -> None:
+        if run is None:
+            try:
                 entry = await self._cache.current(session_id)
-                session = None if entry is None else entry.session
-        if session is not None:
-            run = session.config.of_run
+            except AppError as error:
+                log.warning("a generation of session %s may go on: whose it is cannot be read: %s", session_id, error)
+                return
+            if entry is None:
+                return
+            run = entry.session.config.of_run
         await self._engines.abort(rid, run)
 
     # reply
@@ -584,7 +588,8 @@ class Turns:
         own = {flight.claim.seq for flight in flights if flight.claim is not None}
         for fence, incarnation in ended:
             if fence not in own:
-                self._abort(rid_of(session_id, fence, incarnation), session_id)
+                run = None if known is None else known.config.of_run
+                self._abort(rid_of(session_id, fence, incarnation), session_id, run)
 
     async def drain(self, grace_s: float) -> None:
         """Wait at most `grace_s` for the turns in flight; the rest are abandoned when the process ends."""

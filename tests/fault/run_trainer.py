@@ -86,7 +86,7 @@ class Trainer:
         self._first_version = VERSIONS * number
         notes = notes_of(folder)
         self._life = sum(one["what"] == "begin" for one in notes)
-        self._file = (folder / "notes.jsonl").open("a", buffering=1)  # a line is one write, which a kill does not cut
+        self._file = (folder / "notes.jsonl").open("ab", buffering=0)  # a line is one write, which a kill does not cut
         self._turnlog = Turnlog(url, retry_for_s=RETRY_FOR_S)
         self._http = Agent(self, "trainer")
         self._cursor: str | None = None
@@ -96,7 +96,7 @@ class Trainer:
         self.note("begin", life=self._life, step=self.step)
 
     def note(self, what: str, **said: Any) -> None:
-        self._file.write(json.dumps({"what": what, **said}) + "\n")
+        self._file.write(json.dumps({"what": what, **said}).encode() + b"\n")
 
     def own(self, what: str, runs: Iterable[str]) -> None:
         """Raises Foreign."""

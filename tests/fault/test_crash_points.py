@@ -356,6 +356,9 @@ def restore(site: Site, stand: Stand, case: Case, tally: Tally) -> Story:
     open_ones = [session(leased) for _ in range(3)]
     at_cut = contents(stand, *groups)
     assert stand.http.post("/checkpoints", json={"name": name}).status_code == 200
+    another = stand.talk(run=f"other-{case.point}")
+    site.say(another, "One")
+    cursor = stand.http.get("/export", params={"run": f"other-{case.point}"}).headers["x-turnlog-cursor"]
     for talk in open_ones:
         site.say(talk, "Two")
         finish(talk, 2.0)
@@ -363,6 +366,12 @@ def restore(site: Site, stand: Stand, case: Case, tally: Tally) -> Story:
     before = contents(stand, *groups)
     assert before[1] == sorted([later, leased])
     stand = yield lambda: stand.http.post(f"/checkpoints/{name}/restore")
+    theirs = stand.known(another.id)
+    theirs.messages = another.messages
+    theirs.say("Two")
+    assert "SessionRestored" not in theirs.types()
+    of_other = {"run": f"other-{case.point}", "cursor": cursor}
+    assert stand.http.get("/export", params=of_other).status_code == 200
     until(lambda: stand.get("/fleet")["held_for"] is None)
     kept = next(one["name"] for one in stand.get("/checkpoints")["checkpoints"] if one["restores"] == name)
     assert contents(stand, *groups) == at_cut

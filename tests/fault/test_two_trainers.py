@@ -20,6 +20,9 @@ from helpers.databases import connected
 from integration.stand import until
 from sqlalchemy import text
 
+from app.domain import fleet
+from app.domain.events import decode
+from app.domain.fleet import FleetPaused, FleetResumed
 from fault.processes import Processes, serving
 from fault.run_trainer import CONSUMER, GROUPS, NAME, VERSIONS, Note, Trainer, notes_of
 from fault.table import Tally
@@ -187,10 +190,11 @@ def judged(own: Own, base_url: str, url: str) -> dict[str, int]:
     pauses = own.pauses()
     assert all(any(began <= one["arrived"] <= ended for began, ended in pauses) for one in orders)
 
-    of_gate = rows(url, "SELECT data FROM fleet_events WHERE key = :key", key=f"run:{run}/fleet")
-    gates = [json.loads(one.data) for one in of_gate]
-    assert {one["run"] for one in gates} == {run}
-    assert {int(one["version"]) for one in gates if one.get("version") is not None} <= {*mine}
+    of_gate = rows(url, "SELECT type, version, data FROM fleet_events WHERE key = :key", key=f"run:{run}/fleet")
+    gates = [one for row in of_gate if isinstance(one := decode(*row, fleet.TYPES), FleetPaused | FleetResumed)]
+    assert len(gates) == len(of_gate) > 0
+    assert {one.run for one in gates} == {run}
+    assert {int(one.version) for one in gates if one.version is not None} <= {*mine}
 
     states = rows(url, "SELECT group_id, consumer, acked_at IS NOT NULL FROM groups WHERE run = :run", run=run)
     expected = {f"task-{step}-{group}" for step in range(1, STEPS + 1) for group in range(GROUPS)}

@@ -17,6 +17,7 @@ from ops.simulator.process import SimulatorProcess
 ON_BOTH = frozenset(
     {
         "test_archive",
+        "test_checkpoint_runs",
         "test_checkpoints",
         "test_export",
         "test_filters",

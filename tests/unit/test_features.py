@@ -136,7 +136,7 @@ def test_what_is_off_has_no_routes(name: str) -> None:
 @pytest.mark.anyio
 async def test_a_store_that_is_being_restored_is_not_served_without_checkpoints() -> None:
     def services(held: TurnsHeld) -> Services:
-        return cast(Services, SimpleNamespace(fleet=SimpleNamespace(fleet=Fleet(held=held))))
+        return cast(Services, SimpleNamespace(fleet=SimpleNamespace(fleet=Fleet(held={held.run: held}))))
 
     await checkpoints.absent(services(TurnsHeld("one", "drain", 1)))
     with pytest.raises(StartupError, match="checkpoint one is being restored"):

@@ -46,7 +46,7 @@ async def played(
     otherwise. `rewards` is that of `export`. Raises what `play` raises, and TurnlogError.
     """
     failures = 0
-    if (run := fields.get("run") or default_run()) is not None:
+    if (run := fields.get("run") or default_run()) not in (None, "default"):
         name = name_of(run, name)
     for number in itertools.count():
         session_id = f"{name}.{number}"

@@ -20,9 +20,9 @@ Play = Callable[[AsyncSession, Any, Mapping[str, Any]], Awaitable[None]]
 class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has no types
     """For the synchronous and the fully asynchronous trainer, which has several `generate` calls under way at once.
 
-    run: names the training run. A trajectory is named by it, the step and phase, and SkyRL's own id: asked for again,
-    it is not played again. rewards: of `turn`, each token of a response has one. retry_failed: how often a trajectory
-    whose session was closed as failed is played again. session_fields: more arguments of `create_session`.
+    run: the training run of the sessions. A trajectory is named by it, the step and phase, and SkyRL's own id: asked
+    for again, it is not played again. rewards: of `turn`, each token of a response has one. retry_failed: how often a
+    trajectory whose session was closed as failed is played again. session_fields: more arguments of `create_session`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has n
         extras = input_batch["env_extras"] or [{}] * len(ids)
         metadata = input_batch["batch_metadata"]
         when = (metadata.training_phase, metadata.global_step) if metadata is not None else ()
-        names = (name_of(self._run, *when, one.to_string()) for one in ids)
+        names = (name_of(*when, one.to_string()) for one in ids)
         timed = await asyncio.gather(*map(self._timed, names, input_batch["prompts"], extras, ids))
         rows = [row for trajectory, _ in timed for row in trajectory]
         responses, rewards = [row["response_ids"] for row in rows], [row["rewards"] for row in rows]
@@ -77,7 +77,8 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has n
         async def play(session: AsyncSession) -> None:
             await self._play(session, prompt, extras)
 
-        fields = {"group_id": trajectory.instance_id, "attempt": trajectory.repetition_id, **self._fields}
+        of_group = {"group_id": trajectory.instance_id, "attempt": trajectory.repetition_id}
+        fields = {"run": self._run, **of_group, **self._fields}
         rows = await played(
             self._turnlog,
             name,

@@ -396,10 +396,8 @@ class RestoreGroups(BaseOperation, frozen=True):
         return keys[-1]
 
 
-_meta = select(store_meta.c.key, store_meta.c.value).where(
-    or_(store_meta.c.key == "epoch", store_meta.c.key == "log_epoch")
-)
-_meta_of = select(store_meta.c.value).where(store_meta.c.key == bindparam("of"))
+_EPOCHS = "epoch", "log_epoch"
+_meta = select(store_meta.c.value).where(store_meta.c.key == bindparam("of"))
 _set_meta = update(store_meta).where(store_meta.c.key == bindparam("of")).values(value=bindparam("to"))
 _add_meta = insert(store_meta)
 _end = (
@@ -432,26 +430,20 @@ class FinishRestore(BaseOperation, frozen=True):
 
 
 def _raise_all(tx: Tx) -> None:
-    meta: dict[str, str] = {row[0]: row[1] for row in tx.all(_meta, {})}
-    epoch = next_epoch(meta["epoch"])
-    _put(tx, "epoch", epoch, is_there=True)
-    _put(
-        tx,
-        "log_epoch",
-        f"{epoch}={epoch_of_log(meta['epoch'], meta.get('log_epoch'))}",
-        is_there="log_epoch" in meta,
-    )
+    epoch, of_log = (None if row is None else row[0] for row in (tx.one(_meta, {"of": key}) for key in _EPOCHS))
+    assert epoch is not None
+    raised = next_epoch(epoch)
+    _put(tx, "epoch", raised)
+    _put(tx, "log_epoch", f"{raised}={epoch_of_log(epoch, of_log)}")
 
 
 def _raise(tx: Tx, key: str) -> None:
-    row = tx.one(_meta_of, {"of": key})
-    _put(tx, key, next_epoch(FIRST if row is None else row[0]), is_there=row is not None)
+    row = tx.one(_meta, {"of": key})
+    _put(tx, key, next_epoch(FIRST if row is None else row[0]))
 
 
-def _put(tx: Tx, key: str, value: str, *, is_there: bool) -> None:
-    if is_there:
-        tx.run(_set_meta, {"of": key, "to": value})
-    else:
+def _put(tx: Tx, key: str, value: str) -> None:
+    if not tx.run(_set_meta, {"of": key, "to": value}):
         tx.insert(_add_meta, [{"key": key, "value": value}])
 
 

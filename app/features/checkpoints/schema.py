@@ -91,9 +91,13 @@ _upto = ForEach(
     sid=Text,
 )
 _named = bindparam("named", type_=String)
+_overlaps = or_(_named == ALL_RUNS, checkpoints.c.run == _named, checkpoints.c.run == ALL_RUNS)
 _restoring = (
     select(checkpoints.c.name)
-    .where(checkpoints.c.state == "restoring", or_(_named == ALL_RUNS, checkpoints.c.run.in_((_named, ALL_RUNS))))
+    .where(
+        checkpoints.c.state == "restoring",
+        or_(_named == ALL_RUNS, checkpoints.c.run == _named, checkpoints.c.run == ALL_RUNS),
+    )
     .limit(1)
 )
 _forget_groups = delete(checkpoint_groups).where(checkpoint_groups.c.run == _named)

@@ -41,6 +41,11 @@ def _places(place: str) -> tuple[str, str]:
     return place, f"{method} /runs/{{run}}{path}"
 
 
+def _whose(request: Request, run: str | None) -> str | None:
+    """The run that the request is about: in its path, else in its header. Raises InvalidRequest."""
+    return request.head.run if run is None else run
+
+
 class _PauseRequest(BaseModel):
     """The body of a pause or resume; it may be empty."""
 
@@ -80,8 +85,8 @@ async def pause_adapter(request: Request, name: AdapterName, run: Run = None) ->
     and its engines alone."""
     body = await request.body_of(PauseAdapter)
     pauses = pauses_of(request)
-    result = await pauses.pause_adapter(run, name, body.lease_s)
-    state = await pauses.adapter(run, name)
+    result = await pauses.pause_adapter(_whose(request, run), name, body.lease_s)
+    state = await pauses.adapter(_whose(request, run), name)
     return reply({**state, "aborted": result.aborted, "count": len(result.aborted)}, result.engines)
 
 
@@ -100,8 +105,8 @@ async def resume_adapter(request: Request, name: AdapterName, run: Run = None) -
     """Resume the adapter's turns. An unknown name is added to the list of adapters."""
     body = await request.body_of(ResumeAdapter)
     pauses = pauses_of(request)
-    await pauses.resume_adapter(run, name, body.version)
-    return await pauses.adapter(run, name)
+    await pauses.resume_adapter(_whose(request, run), name, body.version)
+    return await pauses.adapter(_whose(request, run), name)
 
 
 @route(
@@ -113,7 +118,7 @@ async def resume_adapter(request: Request, name: AdapterName, run: Run = None) -
     of_run="path",
 )
 async def get_adapter(request: Request, name: AdapterName, run: Run = None) -> Mapping[str, Any]:
-    return await pauses_of(request).adapter(run, name)
+    return await pauses_of(request).adapter(_whose(request, run), name)
 
 
 @route(
@@ -125,7 +130,7 @@ async def get_adapter(request: Request, name: AdapterName, run: Run = None) -> M
     of_run="path",
 )
 async def list_adapters(request: Request, run: Run = None) -> Mapping[str, Any]:
-    return {"adapters": await pauses_of(request).adapters(run)}
+    return {"adapters": await pauses_of(request).adapters(_whose(request, run))}
 
 
 @route(
@@ -144,8 +149,8 @@ async def pause_fleet(request: Request, run: Run = None) -> JSONResponse:
     serve others its generations are aborted."""
     body = await request.body_of(PauseFleet)
     pauses = pauses_of(request)
-    engines = await pauses.pause_fleet(run, body.mode, body.lease_s)
-    return reply(await pauses.fleet(run), engines)
+    engines = await pauses.pause_fleet(_whose(request, run), body.mode, body.lease_s)
+    return reply(await pauses.fleet(_whose(request, run)), engines)
 
 
 @route(
@@ -166,8 +171,8 @@ async def resume_fleet(request: Request, run: Run = None) -> JSONResponse:
     """
     body = await request.body_of(ResumeFleet)
     pauses = pauses_of(request)
-    engines = await pauses.resume_fleet(run, body.version)
-    return reply(await pauses.fleet(run), engines)
+    engines = await pauses.resume_fleet(_whose(request, run), body.version)
+    return reply(await pauses.fleet(_whose(request, run)), engines)
 
 
 @route(
@@ -179,7 +184,7 @@ async def resume_fleet(request: Request, run: Run = None) -> JSONResponse:
     of_run="path",
 )
 async def get_fleet(request: Request, run: Run = None) -> Mapping[str, Any]:
-    return await pauses_of(request).fleet(run)
+    return await pauses_of(request).fleet(_whose(request, run))
 
 
 def pauses_of(request: Request) -> Pauses:

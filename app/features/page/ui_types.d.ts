@@ -255,6 +255,10 @@ export interface Attempt {
   attempt: number | null;
   status: string;
   finished: boolean;
+  replaced: boolean;
+  group_size: number | null;
+  created_at: number;
+  updated_at: number;
   evaluation: boolean;
   failed: Failure | null;
   reward: number | null;
@@ -271,7 +275,10 @@ export interface Statistics {
 
 /** GET /groups/{id} */
 export interface Group {
+  run: string;
   group_id: string;
+  group_size: number | null;
+  arrived: number;
   attempts: Attempt[];
   statistics: Statistics | null;
   complete: boolean;
@@ -442,7 +449,7 @@ export interface Session {
   failed_turns: FailedTurn[];
   rollbacks: Rollback[];
   /** those that have the session, as it was after event `seq`; the oldest first */
-  checkpoints: { name: string; created_at: number; seq: number }[];
+  checkpoints: { run: string; name: string; created_at: number; seq: number }[];
   problems: { part: string; message: string }[];
   /** what holds for it now: its own, that of its rollout's root; none in the state after an earlier event */
   budgets: Budget[];
@@ -632,13 +639,16 @@ export interface Rollout {
 
 /** `restores`: it keeps what a restore of that checkpoint replaced; `erased`: its sessions whose content is gone. */
 export interface Checkpoint {
+  run: string;
   name: string;
+  run?: string;
   state: "made" | "restoring";
   cut: "now" | "drain" | "restore";
   created_at: number;
   sessions: number;
   groups: number;
   restores: string | null;
+  metadata: Record<string, unknown> | null;
   erased: number;
 }
 

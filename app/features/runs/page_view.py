@@ -142,15 +142,14 @@ def _gates(services: Services, run: str) -> list[ShutGate]:
         return []
     fleet = services.fleet.fleet
     held = {adapter: count for (of, adapter), count in pauses.gates.held().items() if of == run}
+    waiting = sum(held.values())
     found = [
-        ShutGate("server" if of_run is None else "run", None, turns.reason, None, sum(held.values()))
-        for of_run in (None, run)
-        if (turns := fleet.held.get(of_run)) is not None
+        ShutGate("server" if one.run is None else "run", None, one.reason, None, waiting) for one in fleet.holding(run)
     ]
     whose: tuple[Literal["server", "run"], ...] = ("server", "run")
     for of, gates in zip(whose, (fleet.gates, fleet.gates_of(run)), strict=True):
         if gates.fleet.is_shut:
-            found.append(ShutGate(of, None, gates.fleet.mode or "pause", gates.fleet.since, sum(held.values())))
+            found.append(ShutGate(of, None, gates.fleet.mode or "pause", gates.fleet.since, waiting))
         for name, gate in gates.adapters.items():
             if gate.is_shut and (of == "run" or held.get(name)):
                 found.append(ShutGate(of, name, "pause", gate.since, held.get(name, 0)))

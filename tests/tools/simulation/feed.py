@@ -60,6 +60,7 @@ class Producer(Client):
     config: SessionConfig
     turns = 1
     fails = False
+    _has_reward = False
     is_left = False
     """Another one plays its attempt, and it gets no reward."""
     begins_after: Producer | None = None
@@ -73,6 +74,9 @@ class Producer(Client):
             for _ in range(self.turns):
                 await self.turn()
         if self.fails:
+            if not self._has_reward:
+                await self.insist(self._reward, TRIES)  # a second one would end the failure
+                self._has_reward = True
             with contextlib.suppress(Closed):
                 await self.insist(self._fail, TRIES)
         elif self.config.parent is None and not self.is_left:

@@ -84,7 +84,8 @@ function columns() {
   const tone = (/** @type {Checkpoint} */ one) => (one.state === "made" ? "good" : "warn");
   const width = "96px";
   return [
-    { title: "Checkpoint", isHeader: true, fill: linkCell((one) => one.name, (one) => checkpointHref(one.name)) },
+    { title: "Checkpoint", isHeader: true, fill: linkCell((one) => one.name, (one) => checkpointHref(one.name, one.run)) },
+    column("Run", (one) => one.run, { width: "130px", hint: "*: the whole store" }),
     { title: "Made", width, number: true, fill: sinceCell((one) => one.created_at) },
     numberColumn("Sessions", (one) => count(one.sessions), { width }),
     numberColumn("Groups", (one) => count(one.groups), { width, hint: "Of the training feed" }),
@@ -99,7 +100,8 @@ export class CheckpointView extends FollowsFleet {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, place) {
     super(root, place);
-    const { id } = place;
+    const { id, query } = place;
+    this.run = query.get("of") ?? chosenRun() ?? "default";
     this.path = `/ui/api/checkpoints/${encodeURIComponent(id)}`;
     /** @type {SessionThen[]} */
     this.sessions = [];
@@ -116,9 +118,9 @@ export class CheckpointView extends FollowsFleet {
       root,
       bar(h("h1", null, visible(id)), [
         h("a", { href: listHref("checkpoints") }, "All checkpoints"),
-        // A name has only letters that mean nothing to a shell.
-        copyButton(() => `turnlog checkpoint restore ${id} --url ${url("").replace(/\/$/, "")}`, "Copy the restore's command"),
-        this.tools(() => ({ path: this.path, parameters: { run: chosenRun(), limit: PAGE } })),
+        // A name has only letters that mean nothing to a shell; a run may be `*`.
+        copyButton(() => `turnlog checkpoint restore ${id} --run '${this.run}' --url ${url("").replace(/\/$/, "")}`, "Copy the restore's command"),
+        this.tools(() => ({ path: this.path, parameters: { run: this.run, limit: PAGE } })),
       ]),
       this.problem,
       this.facts,
@@ -153,7 +155,7 @@ export class CheckpointView extends FollowsFleet {
       if (this.cursor) this.table.setFoot(`${count(this.sessions.length)} loaded`, button("Load more", () => this.#more()));
       else this.table.setFoot(this.sessions.length ? "All shown" : "No session was in the store.");
     };
-    return this.read({ path: this.path, parameters: { run: chosenRun(), limit: PAGE, cursor } }, show);
+    return this.read({ path: this.path, parameters: { run: this.run, limit: PAGE, cursor } }, show);
   }
 }
 

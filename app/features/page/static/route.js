@@ -100,9 +100,9 @@ export function groupHref(id, run = chosenRun()) {
   return `#/group/${encodeURIComponent(id)}${queryOf({ run })}`;
 }
 
-/** @param {string} name @returns {string} */
-export function checkpointHref(name) {
-  return `#/checkpoint/${encodeURIComponent(name)}${queryOfRun()}`;
+/** @param {string} name @param {string} [of] the run that it is of, where another is chosen @returns {string} */
+export function checkpointHref(name, of) {
+  return `#/checkpoint/${encodeURIComponent(name)}${queryOfRun({ of })}`;
 }
 
 /** @param {string} id @param {Parameters} [parameters] @returns {string} the group's rollouts side by side */

@@ -296,9 +296,9 @@ function inCheckpoints(id, all) {
   const links = all
     .slice(-MOST_CHECKPOINTS)
     .toReversed()
-    .map(({ name, seq }, at) => [
+    .map(({ run, name, seq }, at) => [
       at > 0 && ", ",
-      h("a", { href: checkpointHref(name) }, name),
+      h("a", { href: checkpointHref({ run, name }) }, name),
       " at ",
       h("a", { href: sessionHref(id, { seq }) }, `event ${seq}`),
     ]);

@@ -79,6 +79,10 @@ rows = turnlog.export(${call})`;
 
 /** @param {string} name @param {string} value @returns {string} as Python writes it */
 function literal(name, value) {
+  if (name === "metadata") {
+    const [key, ...rest] = value.split("=");
+    return JSON.stringify({ [key ?? ""]: rest.join("=") });
+  }
   if (NUMBERS.includes(name) && Number.isFinite(Number(value))) return value;
   return value === "true" ? "True" : JSON.stringify(value);
 }
