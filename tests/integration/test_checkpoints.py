@@ -35,8 +35,8 @@ def make(stand: Stand, **body: Any) -> str:
     return name
 
 
-def restore(stand: Stand, name: str) -> dict[str, Any]:
-    response = stand.http.post(f"/checkpoints/{name}/restore")
+def restore(stand: Stand, name: str, run: str = "default") -> dict[str, Any]:
+    response = stand.http.post(f"/checkpoints/{name}/restore", params={"run": run})
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
     return found
