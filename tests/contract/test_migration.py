@@ -28,7 +28,7 @@ from app.store.opening import revision_head, revision_of
 
 T = TypeVar("T")
 
-REVISION = "first_21"
+REVISION = "first_22"
 
 
 def on(url: str, work: Callable[[Connection], T]) -> T:
@@ -76,7 +76,7 @@ def test_the_migration_makes_the_tables_of_the_schema(empty_url: str) -> None:
 
 @pytest.mark.parametrize(
     ("dialect", "digest"),
-    [(sqlite.dialect(), "70c28998a3cb7ecd"), (postgresql.dialect(), "42d80ec0a798b6f0")],
+    [(sqlite.dialect(), "435584e2d628777a"), (postgresql.dialect(), "bb00153fbe3cafbf")],
     ids=["sqlite", "postgresql"],
 )
 def test_other_tables_have_another_revision(dialect: Dialect, digest: str) -> None:

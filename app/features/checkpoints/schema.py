@@ -17,13 +17,15 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    bindparam,
+    delete,
     exists,
     func,
     select,
 )
 
 from app.features.groups.schema import groups
-from app.store.dialect import ForEach, Pins, StorePoints
+from app.store.dialect import ForEach, Pins, StorePoints, Tx
 from app.store.schema import NAMING, SESSION_ID
 
 metadata = MetaData(naming_convention=NAMING)
@@ -43,7 +45,8 @@ checkpoints = Table(
 """Named cuts over the whole store; `created_at` is the database's clock.
 
 `state`: `made`; `restoring` while the store is being taken back to the checkpoint `restores`, and this one keeps what
-it was before; `deleting` while its rows are being deleted, without a name. `sessions` and `groups` count its rows.
+it was before; `deleting` while its rows are being deleted, without a name. `sessions` and `groups` count the
+rows that it was made with.
 """
 
 checkpoint_sessions = Table(
@@ -89,5 +92,14 @@ def _is_pinned(heads: FromClause) -> ColumnElement[bool]:
     )
 
 
+_forget_groups = delete(checkpoint_groups).where(checkpoint_groups.c.run == bindparam("of_run"))
+
+
+def forget_groups(tx: Tx, run: str) -> None:
+    """The run is erased: no restore gives its acknowledgements to another of its name."""
+    tx.run(_forget_groups, {"of_run": run})
+
+
 def join(points: StorePoints) -> None:
+    points.run_erased.append(forget_groups)
     points.pins.append(Pins(_upto, _is_pinned, _restoring))

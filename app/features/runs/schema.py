@@ -8,15 +8,11 @@ from operator import itemgetter
 from sqlalchemy import (
     BigInteger,
     Column,
-    ColumnElement,
-    Double,
     MetaData,
     String,
     Table,
     bindparam,
-    exists,
     func,
-    or_,
     select,
 )
 
@@ -37,21 +33,13 @@ runs = Table(
     Column("used_tokens", BigInteger, server_default="0", nullable=False),
     Column("metadata", Content),
     Column("note", Content),
-    Column("erased_upto", Double),
 )
 """Runs that were given something, or have ended.
 
-`status`: `open`, `closed`; `erasing` while its sessions are being erased, and `erased` afterwards, when its name is
-free. `max_live` and `max_tokens` are its limits; null: none. `used_tokens` is what one process has counted last in the
-log, so that all know of it. `metadata` is JSON. Of an erased run, `erased_upto` is when the last of its sessions was
-created: those that were erased up to then are not the run's that has the name now.
+`status`: `open`, `closed`; `erasing` while its sessions are being erased, then the row is gone. `max_live` and
+`max_tokens` are its limits; null: none. `used_tokens` is what one process has counted last in the log, so that all know
+of it. `metadata` is JSON.
 """
-
-is_of_run: ColumnElement[bool] = or_(
-    sessions.c.status != "erased",
-    ~exists().where(runs.c.run == sessions.c.run, sessions.c.created_at <= runs.c.erased_upto),
-)
-"""Condition on heads: the session is the run's, not that of an erased one of the same name."""
 
 _limits = ForEach(
     lambda given: select(runs.c.run, runs.c.status, runs.c.max_live, runs.c.max_tokens, runs.c.used_tokens).where(
@@ -80,7 +68,8 @@ def room(tx: Tx, wanted: Mapping[str, int]) -> dict[str, NoRoom]:
     rooms = {}
     for run, *known in sorted(tx.each(_limits, [{"named": run} for run in wanted]), key=itemgetter(0)):
         row = known if known[1] is None else tx.one(_locked, {"named": run})
-        assert row is not None
+        if row is None:  # erased meanwhile
+            continue
         status, max_live, max_tokens, used_tokens = row
         if status in ("closed", "erasing"):
             rooms[run] = NoRoom(0, RunClosed.of(run, status))
