@@ -172,7 +172,7 @@ Place = tuple[float, str]
 
 
 def roots(connection: Connection, run: str, after: Place, limit: int) -> list[Place]:
-    """Roots of a run that is being erased, erased ones too, behind `after` in the order of their creation; else none."""
+    """Roots of a run that is being erased, erased ones too, behind `after` as they were created; else none."""
     place = tuple_(sessions.c.created_at, sessions.c.session_id)
     query = select(sessions.c.created_at, sessions.c.session_id).where(
         sessions.c.run == run, place > after, is_root(), is_of_run, _is("erasing")

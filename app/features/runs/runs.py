@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,8 @@ EVERY_S = 5.0
 """How often the tokens of runs with a limit are counted, and what was begun to be ended is looked for."""
 
 AGAIN_S = 60.0
-"""How soon an erased run is looked at again of which object storage or archives still had some."""
+"""How soon the end of a run is tried again: object storage or archives still had some of it, or a session of it cannot
+be read."""
 
 LEASE_S = 30.0
 
@@ -121,10 +122,11 @@ class Runs:
         reach("after_run_ended")
         return status == "erased" or await self._erase_sessions(run)
 
-    async def _close_sessions(self, run: str) -> None:
+    async def _close_sessions(self, run: str) -> bool:
         while session_ids := await self._database.read(partial(reads.open_sessions, run=run, limit=STEP)):
             for session_id in session_ids:
                 await self._services.sessions.close_if_open(session_id)
+        return True
 
     async def _erase_sessions(self, run: str) -> bool:
         while True:
@@ -181,13 +183,27 @@ class Runs:
         if any(work) and self._fence is not None:
             for row in work.limited:
                 await self._measure(row.run, self._fence, row)
-            for run in work.closing:
-                await self._close_sessions(run)
-            now = asyncio.get_running_loop().time()
-            for run in work.erasing:
-                if now >= self._again_at.get(run, now) and not await self._erase_sessions(run):
-                    self._again_at[run] = now + AGAIN_S
         await self._hold()
+        if any(work) and self._fence is not None:
+            for run in work.closing:
+                await self._each(run, self._close_sessions)
+            for run in work.erasing:
+                await self._each(run, self._erase_sessions)
+
+    async def _each(self, run: str, end: Callable[[str], Awaitable[bool]]) -> None:
+        """End what is left of a run. What cannot be ended now is tried again later, and holds up no other run."""
+        now = asyncio.get_running_loop().time()
+        if now < self._again_at.get(run, now):
+            return
+        is_ended = False
+        try:
+            is_ended = await end(run)
+        except AppError as error:
+            log.warning("run %s cannot be ended yet: %s", run, error)
+        if is_ended:
+            self._again_at.pop(run, None)
+        else:
+            self._again_at[run] = now + AGAIN_S
 
     async def _measure(self, run: str, fence: int | None, row: RunRow | None = None) -> None:
         used = (await self._tally.of(run)).generated
