@@ -35,7 +35,7 @@ async def admit(app: Services, head: Head, route: Route) -> AppError | None:
         if route.limit == "query":
             _limit_query(head, token.run)
         elif route.limit == "path" and head.path_values["run"] != token.run:
-            return NotFound(f"run {head.path_values['run']:.128} does not exist")
+            return NotFound.of_run(head.path_values["run"])
         elif route.limit == "session":
             await _limit_path(app, head, token.run)
     except AppError as error:

@@ -13,12 +13,11 @@ import msgspec
 
 from app.crash_points import reach
 from app.domain import cursors
-from app.errors import AppError, NotFound, RunClosed, SessionUnreadable
+from app.errors import AppError, NotFound, RunClosed, RunOverBudget, SessionUnreadable
 from app.features.runs import figures, reads
 from app.features.runs.figures import Tally
 from app.features.runs.operations import LEASE, EndRun, GiveRun, MeasureRun, RunErased
 from app.features.runs.reads import RunRow
-from app.features.runs.schema import over
 from app.process import cancelled
 from app.store.incarnations import ReleaseLease, TakeLease
 from app.store.ports import Connection
@@ -91,7 +90,7 @@ class Runs:
         found = await self._database.read(partial(figures.read, names=[run]))
         listed: list[ListedRun] = await asyncio.to_thread(figures.listed, found)
         if not listed:
-            raise _unknown(run)
+            raise NotFound.of_run(run)
         return figures.with_turns(listed[0], await self._tally.of(run))
 
     async def give(self, run: str, given: Given) -> None:
@@ -108,7 +107,7 @@ class Runs:
     async def close(self, run: str) -> None:
         """Close the run, and its open sessions. Idempotent. Raises NotFound."""
         if await self._writer.submit(EndRun(run, erase=False)) in (None, "erased"):
-            raise _unknown(run)
+            raise NotFound.of_run(run)
         reach("after_run_ended")
         await self._close_sessions(run)
 
@@ -118,7 +117,7 @@ class Runs:
         is_elsewhere = bool(await self._roots_elsewhere(run))
         status = await self._writer.submit(EndRun(run, erase=True, is_elsewhere=is_elsewhere))
         if status is None:
-            raise _unknown(run)
+            raise NotFound.of_run(run)
         reach("after_run_ended")
         return status == "erased" or await self._erase_sessions(run)
 
@@ -214,13 +213,9 @@ class Runs:
         """From now on this process holds the turns of those runs that have used up their tokens."""
         limited = (await self._database.read(reads.work)).limited
         held = {
-            row.run: str(over(row.run, "tokens", row.used_tokens, row.max_tokens))
+            row.run: str(RunOverBudget.of(row.run, "tokens", row.used_tokens, row.max_tokens))
             for row in limited
             if row.max_tokens is not None and row.used_tokens >= row.max_tokens
         }
         self._services.points.held_runs.clear()
         self._services.points.held_runs.update(held)
-
-
-def _unknown(run: str) -> NotFound:
-    return NotFound(f"there is no run {run}")

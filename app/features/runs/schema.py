@@ -16,7 +16,7 @@ from sqlalchemy import (
     select,
 )
 
-from app.errors import OverBudget, RunClosed
+from app.errors import RunClosed, RunOverBudget
 from app.store.damage import Content
 from app.store.dialect import ForEach, NoRoom, StorePoints, Tx
 from app.store.schema import NAMING, SESSION_ID, sessions
@@ -55,10 +55,6 @@ _locked = (
 _live = select(func.count()).where(sessions.c.run == bindparam("named"), sessions.c.status == "open")
 
 
-def over(run: str, limit: str, used: int, most: int) -> OverBudget:
-    return OverBudget(f"run {run} has reached its limit on {limit}: {used} of {most}")
-
-
 def room(tx: Tx, wanted: Mapping[str, int]) -> dict[str, NoRoom]:
     """How many new sessions these runs take, of those that do not take all.
 
@@ -74,12 +70,14 @@ def room(tx: Tx, wanted: Mapping[str, int]) -> dict[str, NoRoom]:
         if status in ("closed", "erasing"):
             rooms[run] = NoRoom(0, RunClosed.of(run, status))
         elif max_tokens is not None and used_tokens >= max_tokens:
-            rooms[run] = NoRoom(0, over(run, "tokens", used_tokens, max_tokens))
+            rooms[run] = NoRoom(0, RunOverBudget.of(run, "tokens", used_tokens, max_tokens))
         elif max_live is not None:
             counted = tx.one(_live, {"named": run})
             live = 0 if counted is None else counted[0]
             if live + wanted[run] > max_live:
-                rooms[run] = NoRoom(max(max_live - live, 0), over(run, "live sessions", max(live, max_live), max_live))
+                rooms[run] = NoRoom(
+                    max(max_live - live, 0), RunOverBudget.of(run, "live sessions", max(live, max_live), max_live)
+                )
     return rooms
 
 
