@@ -61,6 +61,7 @@ def test_the_figures_of_a_run(used: Stand) -> None:
     assert closed.status_code == 204, closed.text
     talks.append(failed)
     live, judged = used.talk(run=run), used.talk(run=run, evaluation=True)
+    assert used.http.put(f"{judged.path}/reward", json={"reward": 90.0}).status_code == 200
     live.say("Hello", sim={"weight_version": "7"})
     judged.say("Hello", sim={"weight_version": "900"})
     child = used.talk(parent_session_id=live.id)
@@ -82,6 +83,7 @@ def test_the_figures_of_a_run(used: Stand) -> None:
         "turns": 6,
         "groups": {"complete": 2, "handed_out": 1, "acknowledged": 0},
         "reward": {"count": 2, "mean": 0.5, "std": 0.5**0.5, "min": 0.0, "max": 1.0, "zero_variance": False},
+        "failed": {"sandbox": 1},
         "weight_versions": {"newest": 7, "oldest_live": 7},
         "first_at": talks[0].events()[0]["at"],
         "last_at": found["last_at"],

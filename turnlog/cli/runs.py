@@ -77,6 +77,8 @@ def _print(found: Mapping[str, Any]) -> None:
     line(f"groups: {', '.join(f'{count} {name}'.replace('_', ' ') for name, count in groups.items())}")
     if (reward := found["reward"]) is not None:
         line(f"{amount(reward['count'], 'reward')}: mean {reward['mean']:.6g}, sample std {reward['std']:.6g}")
+    if found["failed"]:
+        line(f"failed rollouts: {', '.join(f'{count} {kind}' for kind, count in found['failed'].items())}")
     versions = found["weight_versions"]
     if versions["newest"] is not None:
         behind = "" if versions["oldest_live"] is None else f", the oldest of an open session {versions['oldest_live']}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, case, exists, func, select, tuple_, union
+from sqlalchemy import ColumnElement, Connection, and_, case, exists, func, select, tuple_, union
 
 from app.domain.events import TurnAbandoned, TurnCommitted, TurnRejected
 from app.features.groups.schema import groups
@@ -23,7 +23,7 @@ class RunRow(msgspec.Struct, frozen=True):
     """A row of `runs`; `metadata` is JSON, `note` UTF-8."""
 
     run: str
-    status: str
+    status: Literal["open", "closed", "erasing"]
     max_live: int | None
     max_tokens: int | None
     used_tokens: int
@@ -33,13 +33,14 @@ class RunRow(msgspec.Struct, frozen=True):
 
 class HeadCount(NamedTuple):
     """The sessions of a run that are alike: their number and their turns, when the first was created and the last
-    changed, and their largest and smallest weight version, which evaluations do not have. A failed one has no reward.
+    changed, and their largest and smallest weight version. `reward` is that of a root that has not failed; `failed` the
+    kind of a root's failure. An evaluation has neither, and no weight version.
     """
 
     run: str
     status: str
-    is_root: bool
     reward: float | None
+    failed: str | None
     sessions: int
     turns: int
     first_at: float
@@ -82,10 +83,11 @@ def rows(connection: Connection, names: Sequence[str]) -> dict[str, RunRow]:
 
 def heads(connection: Connection, names: Sequence[str]) -> list[HeadCount]:
     """The sessions of these runs, counted by what is alike, in one query over their heads."""
-    root = case((is_root(), 1), else_=0)
-    reward = case((sessions.c.failed.is_(None), sessions.c.reward))
-    version = case((sessions.c.evaluation.is_(False), sessions.c.weight_version))
-    alike = (sessions.c.run, sessions.c.status, root, reward)
+    trains = sessions.c.evaluation.is_(False)
+    failed = case((and_(trains, is_root()), sessions.c.failed))
+    reward = case((and_(trains, is_root(), sessions.c.failed.is_(None)), sessions.c.reward))
+    version = case((trains, sessions.c.weight_version))
+    alike = (sessions.c.run, sessions.c.status, reward, failed)
     query = (
         select(
             *alike,
@@ -116,6 +118,13 @@ def group_counts(connection: Connection, names: Sequence[str]) -> dict[str, Grou
     return {row[0]: GroupCount(*row) for row in connection.execute(query)}
 
 
+def figures(
+    connection: Connection, names: Sequence[str]
+) -> tuple[dict[str, RunRow], list[HeadCount], dict[str, GroupCount]]:
+    """What figures of these runs are made of, of one moment."""
+    return rows(connection, names), heads(connection, names), group_counts(connection, names)
+
+
 def versions(connection: Connection, run: str) -> dict[str, int]:
     """The run's sessions, and the number of the last event of each."""
     query = select(sessions.c.session_id, sessions.c.version)
@@ -141,14 +150,19 @@ class Work(NamedTuple):
     erasing: list[str]
 
 
-def work(connection: Connection) -> Work:
+def limited(connection: Connection) -> list[RunRow]:
+    """Runs with a limit on tokens."""
     columns = [runs.c[name] for name in RunRow.__struct_fields__]
-    limited = select(*columns).where(runs.c.max_tokens.is_not(None), runs.c.status == "open")
+    query = select(*columns).where(runs.c.max_tokens.is_not(None), runs.c.status == "open")
+    return [RunRow(*row) for row in connection.execute(query)]
+
+
+def work(connection: Connection) -> Work:
     has_open = exists().where(sessions.c.run == runs.c.run, sessions.c.status == "open")
     closing = select(runs.c.run).where(runs.c.status == "closed", has_open)
     erasing = select(runs.c.run).where(runs.c.status == "erasing")
     return Work(
-        [RunRow(*row) for row in connection.execute(limited)],
+        limited(connection),
         list(connection.execute(closing).scalars()),
         list(connection.execute(erasing).scalars()),
     )

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from app.crash_points import reach
 from app.domain import cursors
@@ -20,7 +18,6 @@ from app.features.runs.operations import LEASE, EndRun, GiveRun, MeasureRun, Run
 from app.features.runs.reads import RunRow
 from app.process import cancelled
 from app.store.incarnations import ReleaseLease, TakeLease
-from app.store.ports import Connection
 from turnlog.replies import ListedRun, RunPage
 
 if TYPE_CHECKING:
@@ -39,15 +36,6 @@ LEASE_S = 30.0
 
 STEP = 50
 """Sessions that are closed or erased together."""
-
-
-class Given(msgspec.Struct, frozen=True):
-    """What a run is given; None: nothing of that."""
-
-    live: int | None = None
-    tokens: int | None = None
-    metadata: Mapping[str, Any] | None = None
-    note: str | None = None
 
 
 class Runs:
@@ -77,31 +65,28 @@ class Runs:
         """Runs in the order of their names. Raises InvalidRequest for an invalid cursor."""
         after = "" if cursor is None else cursors.decode(cursor, cursors.Text, "this list")
 
-        def look(connection: Connection) -> tuple[figures.Read, bool]:
-            names = reads.names(connection, after, limit + 1)
-            return figures.read(connection, names[:limit]), len(names) > limit
-
-        found, has_more = await self._database.read(look)
-        listed = await asyncio.to_thread(figures.listed, found)
-        return RunPage(runs=listed, next_cursor=cursors.encode(found.names[-1]) if has_more else None)
+        names = await self._database.read(partial(reads.names, after=after, limit=limit + 1))
+        listed = await self._listed(names[:limit])
+        return RunPage(runs=listed, next_cursor=cursors.encode(names[limit - 1]) if len(names) > limit else None)
 
     async def get(self, run: str) -> dict[str, Any]:
         """The run's figures. Raises NotFound."""
-        found = await self._database.read(partial(figures.read, names=[run]))
-        listed: list[ListedRun] = await asyncio.to_thread(figures.listed, found)
+        listed = await self._listed([run])
         if not listed:
             raise NotFound.of_run(run)
         return figures.with_turns(listed[0], await self._tally.of(run))
 
-    async def give(self, run: str, given: Given) -> None:
-        """Give the run its limits, metadata and note, in place of those before. Raises RunClosed."""
-        metadata = None if given.metadata is None else msgspec.json.encode(given.metadata)
-        note = None if given.note is None else given.note.encode()
-        status = await self._writer.submit(GiveRun(run, given.live, given.tokens, metadata, note))
+    async def _listed(self, names: list[str]) -> list[ListedRun]:
+        read = await self._database.read(partial(reads.figures, names=names))
+        return await asyncio.to_thread(figures.listed, names, *read)
+
+    async def give(self, given: GiveRun) -> None:
+        """Give the run its limits, metadata and note, in place of those before. Raises RunClosed, StoreUnavailable."""
+        status = await self._writer.submit(given)
         if status is not None:
-            raise RunClosed.of(run, status)
+            raise RunClosed.of(given.run, status)
         if given.tokens is not None:
-            await self._measure(run, None)
+            await self._measure(given.run, None)
         await self._hold()
 
     async def close(self, run: str) -> None:
@@ -211,7 +196,7 @@ class Runs:
 
     async def _hold(self) -> None:
         """From now on this process holds the turns of those runs that have used up their tokens."""
-        limited = (await self._database.read(reads.work)).limited
+        limited = await self._database.read(reads.limited)
         held = {
             row.run: str(RunOverBudget.of(row.run, "tokens", row.used_tokens, row.max_tokens))
             for row in limited
