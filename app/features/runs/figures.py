@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from app.domain.events import TurnAbandoned, TurnCommitted, TurnRejected, UnknownEvent
-from app.features.groups.rules import statistics
+from app.domain.groups import statistics
 from app.features.runs import reads
 from app.features.runs.reads import GroupCount, HeadCount, RunRow
 from app.store.ports import Database
