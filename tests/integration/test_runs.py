@@ -10,7 +10,9 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.answering import Answer, Answering
 
+from integration.cli import answer
 from integration.cli import run as command
 from integration.places import Places
 from integration.stand import Stand, Talk, error_of, serving, until, user
@@ -113,7 +115,7 @@ def test_a_list_of_runs_has_those_with_a_session_and_those_given_something(used:
         assert client.put_run(names[0], live=3, note="n")["limits"] == {"live": 3, "tokens": None}
         assert client.run(names[1])["note"] == names[1]
         client.close_run(names[1])
-        client.erase_run(names[3])
+        assert client.erase_run(names[3])
         with pytest.raises(NotFound):
             client.run(names[3])
     assert [(one["note"], one["metadata"]) for one in listed.values()][:2] == [(None, None), (names[1], {"seed": 1})]
@@ -206,6 +208,15 @@ def test_an_erased_run_leaves_nothing_and_its_name_may_be_used_anew(used: Stand)
     assert (found["sessions"], found["turns"], found["note"]) == ({"open": 1, "closed": 0, "erased": 0}, 1, None)
     assert found["limits"] == {"live": None, "tokens": None}
     assert found["tokens"]["generated"] == sum(event["output_tokens"] for event in anew.committed())
+
+
+def test_an_erasure_that_goes_on_elsewhere_is_not_called_done() -> None:
+    with Answering(lambda asked: Answer(status=202 if "later" in asked.path else 204)) as server:
+        with Turnlog(server.base_url) as client:
+            assert [client.erase_run(name) for name in ("now", "later")] == [True, False]
+            assert [client.attach(name).erase() for name in ("now", "later")] == [True, False]
+        for name, status in (("now", "erased"), ("later", "erasing")):
+            assert answer("run", name, "--erase", "--url", server.base_url) == {"run": name, "status": status}
 
 
 def test_the_limit_on_live_sessions_is_exact(places: Places, sglang: SimulatorProcess) -> None:

@@ -60,9 +60,14 @@ def run(
         if not printed_as_json(ctx, found):
             _print(found)
         return
-    remote(ctx).call("DELETE", path, parameters={"erase": "true"} if erase else {}, slow=True)
-    if not printed_as_json(ctx, {"run": name, "status": "erased" if erase else "closed"}):
-        say(f"run {name} is {'erased' if erase else 'closed'}")
+    if not erase:
+        remote(ctx).call("DELETE", path, slow=True)
+        status = "closed"
+    else:
+        status = "erased" if remote(ctx).erase(path) else "erasing"
+    if not printed_as_json(ctx, {"run": name, "status": status}):
+        left = "being erased: object storage or archives still have some of it, and the server goes on"
+        say(f"run {name} is {left if status == 'erasing' else status}")
 
 
 def _print(found: Mapping[str, Any]) -> None:
