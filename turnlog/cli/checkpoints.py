@@ -8,7 +8,7 @@ import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, printed_as_json, server_options
+from turnlog.cli.running import UsageError, printed_as_json, server_options
 from turnlog.client.address import segment
 
 checkpoint_app = typer.Typer(help="Checkpoints: list, make, restore, delete.", no_args_is_help=True)

@@ -9,7 +9,7 @@ import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, printed_as_json, say, say_if_none
+from turnlog.cli.running import UsageError, printed_as_json, say, say_if_none
 from turnlog.client.address import segment
 
 MOST = 1000
