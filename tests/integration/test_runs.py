@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import sqlite3
+import string
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from helpers.answering import Answer, Answering
+from helpers.pages import overwrite, pages
 
 from integration.cli import answer
 from integration.cli import run as command
@@ -208,6 +214,24 @@ def test_an_erased_run_leaves_nothing_and_its_name_may_be_used_anew(used: Stand)
     assert (found["sessions"], found["turns"], found["note"]) == ({"open": 1, "closed": 0, "erased": 0}, 1, None)
     assert found["limits"] == {"live": None, "tokens": None}
     assert found["tokens"]["generated"] == sum(event["output_tokens"] for event in anew.committed())
+
+
+def test_a_run_that_cannot_be_erased_holds_up_no_other(sglang: SimulatorProcess, tmp_path: Path) -> None:
+    with serving(tmp_path, sglang.base_url) as stand:
+        bad = stand.talk(run="a")
+        bad.say("".join(random.Random(7).choices(string.printable, k=100_000)))
+        played(stand, "b")
+        stand.server.stop()
+        path = stand.server.database_path
+        with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+            for run in ("a", "b"):
+                connection.execute("INSERT INTO runs (run, status) VALUES (?, 'erasing')", (run,))
+        overwrite(path, [page.number for page in pages(path, "turns", kind="overflow")], "zeros", random.Random(7))
+        stand.server.start()
+        until(lambda: stand.http.get("/runs/b").status_code == 404)
+        assert stand.get("/runs/a")["status"] == "erasing"
+        until(lambda: "run a cannot be ended yet" in stand.server.log_path.read_text())
+        assert error_of(stand.http.delete("/runs/a", params={"erase": "true"})) == (500, "session_unreadable")
 
 
 def test_an_erasure_that_goes_on_elsewhere_is_not_called_done() -> None:
