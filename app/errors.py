@@ -140,7 +140,7 @@ class SessionArchived(SessionNotFound):
 
 class SessionClosed(AppError):
     status, code, type, retry = 404, "session_closed", "invalid_request_error", False
-    meaning = "the session was closed or erased, also during the turn"
+    meaning = "the session or its run is closed or was erased, also during the turn"
 
     @classmethod
     def of(cls, session_id: str, became: str) -> Self:
@@ -162,7 +162,11 @@ class GenerationEnded(SessionClosed):
 
 class NotFound(AppError):
     status, code, type, retry = 404, "not_found", "invalid_request_error", False
-    meaning = "a turn, payload, group, engine or adapter that the request names does not exist, or no such path"
+    meaning = "a turn, payload, group, run, engine or adapter that the request names does not exist, or no such path"
+
+    @classmethod
+    def of_run(cls, run: str) -> Self:
+        return cls(f"there is no run {run:.128}")
 
 
 class MethodNotAllowed(AppError):
@@ -218,12 +222,12 @@ class SessionEnded(SessionExists):
     """The id cannot be used again."""
 
     code = "session_closed"
-    meaning = "the session was closed or erased, also during the turn"
+    meaning = SessionClosed.meaning
 
 
 class RunClosed(AppError):
     status, code, type, retry = 409, "session_closed", "invalid_request_error", False
-    meaning = "the session was closed or erased, also during the turn"
+    meaning = SessionClosed.meaning
 
     @classmethod
     def of(cls, run: str, status: str) -> Self:
@@ -256,8 +260,7 @@ class TooManyTurns(AppError):
 
 
 class OverBudget(AppError):
-    """`limit` is the session's limit that was reached; of a run's it has no value. `sampled`: the tokens that were
-    generated in vain."""
+    """`limit` is the session's limit that was reached; `sampled`: the tokens that were generated in vain."""
 
     status, code, type, retry = 409, "over_budget", "invalid_request_error", False
     meaning = "a limit of the session, of its rollout or of its run is reached: `limits`"
@@ -269,6 +272,15 @@ class OverBudget(AppError):
         error = cls(f"session {session_id} has reached its limit on {limit}")
         error.limit, error.sampled = limit, sampled
         return error
+
+
+class RunOverBudget(AppError):
+    status, code, type, retry = OverBudget.status, OverBudget.code, OverBudget.type, OverBudget.retry
+    meaning = OverBudget.meaning
+
+    @classmethod
+    def of(cls, run: str, limit: str, used: int, most: int) -> Self:
+        return cls(f"run {run} has reached its limit on {limit}: {used} of {most}")
 
 
 class SessionBusy(AppError):

@@ -6,6 +6,7 @@ All of it is computed from the log and never stored in it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
@@ -113,6 +114,42 @@ def spread_of(rewards: Sequence[float]) -> Spread:
     mean = min(max(math.fsum(scaled) / len(scaled), min(scaled)), max(scaled))
     deviations = [reward - mean for reward in scaled]
     return Spread(exponent, mean, deviations, math.hypot(*deviations))
+
+
+class Statistics(msgspec.Struct, frozen=True):
+    """Statistics of rewards; `std` is the sample's (n − 1), by which `advantage=grpo` divides; 0 for one."""
+
+    count: int
+    mean: float
+    std: float
+    min: float
+    max: float
+    zero_variance: bool
+
+
+def statistics(rewards: Sequence[float]) -> Statistics:
+    """Statistics of at least one finite reward. Raises ValueError for none."""
+    if not rewards:
+        raise ValueError("no rewards have no statistics")
+    lowest, highest = min(rewards), max(rewards)
+    spread = spread_of(rewards)
+    std = spread.length / math.sqrt(max(len(rewards) - 1, 1))
+    return Statistics(
+        count=len(rewards),
+        mean=min(max(math.ldexp(spread.mean, spread.exponent), lowest), highest),
+        std=0.0 if lowest == highest else _float64(std, spread.exponent),
+        min=lowest,
+        max=highest,
+        zero_variance=lowest == highest,
+    )
+
+
+def _float64(fraction: float, exponent: int) -> float:
+    """The largest finite number where the value would be beyond it."""
+    try:
+        return math.ldexp(fraction, exponent)
+    except OverflowError:
+        return sys.float_info.max
 
 
 def oldest_version(log: Iterable[Event]) -> int | None:

@@ -117,7 +117,7 @@ class Sessions:
         """Idempotent for the same id and body. The session's id, which is another one if its name is there under that.
 
         Raises SessionExists, SessionEnded, Restored, StoreFull, SessionClosed (the root of its rollout is),
-        InvalidRequest (its parent descends from it), RunMismatch, RunClosed, OverBudget (its run is).
+        InvalidRequest (its parent descends from it), RunMismatch, RunClosed, RunOverBudget (its run is).
         """
         await self.require_room(new.session_id)
         blob = metadata_blob(new.metadata) if new.metadata else None

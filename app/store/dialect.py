@@ -243,7 +243,7 @@ class StorePoints:
         self.run_ended: list[Callable[[Tx, str], None]] = []
         """A run is closed or erased. Run tokens."""
         self.run_erased: list[Callable[[Tx, str], None]] = []
-        """The sessions of a run are erased, and its name is free. Checkpoints."""
+        """All sessions of a run are erased, and its name is free. Checkpoints, groups."""
 
         self.departed: list[Departed] = []
         """Where sessions may be that are not in the database. Archive."""

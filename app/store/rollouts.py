@@ -45,7 +45,7 @@ from app.domain.events import (
 )
 from app.domain.groups import GroupKey, Root
 from app.store.dialect import ForEach, Reads, Tx
-from app.store.schema import events, sessions
+from app.store.schema import erased_runs, events, sessions
 
 REWARD = RewardAssigned.__name__
 CLOSED = SessionClosed.__name__
@@ -59,6 +59,13 @@ def is_root(table: FromClause = sessions) -> ColumnElement[bool]:
     """Condition on heads: the session has no existing root."""
     there = exists().where(_roots.c.session_id == table.c.root_id, _roots.c.status != "undone").correlate(table)
     return or_(table.c.root_id.is_(None), ~there)
+
+
+is_of_run: ColumnElement[bool] = or_(
+    sessions.c.status != "erased",
+    ~exists().where(erased_runs.c.run == sessions.c.run, sessions.c.created_at <= erased_runs.c.upto),
+)
+"""Condition on heads: the session is the run's, not that of an erased one of the same name."""
 
 
 def group() -> ColumnElement[str | None]:

@@ -155,6 +155,15 @@ No two processes can begin the same one.
 `failed` is the kind of its failure, null where it did not fail or a reward has come since; its message is in the log.
 """
 
+erased_runs = Table(
+    "erased_runs",
+    metadata,
+    Column("run", SESSION_ID, primary_key=True),
+    Column("upto", Double, nullable=False),
+)
+"""Runs that were erased with all of their sessions; `upto` is when the last of these was created. Those up to then are
+not the run's that has the name now (`store.rollouts.is_of_run`)."""
+
 open_turns = Table(
     "open_turns",
     metadata,

@@ -26,6 +26,7 @@ from app.errors import (
     OverBudget,
     Restored,
     RollbackTooDeep,
+    RunOverBudget,
     SessionBusy,
     SessionUnreadable,
     StoreUnavailable,
@@ -179,14 +180,14 @@ class Claims:
         """Claim the session at `entry`'s version.
 
         Raises AlreadyFinished; TooManyTurns; Restored (the request carries a turn that is undone), SessionBusy and
-        OverBudget (these two take precedence over the others), RollbackTooDeep, HistoryMismatch; ClientGone.
+        RunOverBudget (these two take precedence over the others), RollbackTooDeep, HistoryMismatch; ClientGone.
         """
         flight, session, settings, limits = placed.flight, entry.session, self._settings, self._points.limits
         session_id = flight.session_id
         if session.finished is not None:
             raise AlreadyFinished(f"session {session_id} was finished; it takes no more turns")
         if self._points.held_runs and (why := self._points.held_runs.get(session.config.of_run)) is not None:
-            raise OverBudget(why)
+            raise RunOverBudget(why)
         if session.turns.count >= settings.max_turns:
             raise TooManyTurns(f"session {session_id} has {session.turns.count} turns, the most that it may have")
         if session.undone.count and (undone := placed.history.undone_turn(session, entry.every_index)) is not None:

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 import msgspec
-from sqlalchemy import Connection, select, tuple_, union
+from sqlalchemy import Connection, select, true, tuple_, union
 
 from app.domain.events import DEFAULT_RUN, UnknownEvent
 from app.domain.groups import GroupKey, oldest_version
@@ -18,7 +18,7 @@ from app.features.groups.rules import GroupOutcome, outcome
 from app.features.groups.schema import group_changes, groups
 from app.store.damage import attempt_or
 from app.store.database import Database
-from app.store.rollouts import among
+from app.store.rollouts import among, is_of_run
 from app.store.schema import events, sessions
 from app.store.sessions import EventRow, decode_events
 from ops import restored
@@ -122,11 +122,11 @@ def _group_keys(connection: Connection, after: GroupKey) -> list[GroupKey]:
     behind = after.group_id, after.run
     parts = [
         select(*(place := (table.c.group_id, table.c.run)))
-        .where(tuple_(*place) > behind)
+        .where(tuple_(*place) > behind, there)
         .distinct()
         .order_by(*place)
         .limit(GROUPS)
-        for table in (sessions, groups)
+        for table, there in ((sessions, is_of_run), (groups, true()))
     ]
     named = union(*(select(part.subquery()) for part in parts)).subquery()
     query = select(named.c.run, named.c.group_id).order_by(named.c.group_id, named.c.run).limit(GROUPS)

@@ -13,10 +13,13 @@ from sqlalchemy import insert, select
 
 from app.domain.events import Failure, SessionClosed
 from app.domain.groups import GroupKey
+from app.features.checkpoints import operations
+from app.features.checkpoints.operations import Make, RestoreGroups
 from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
 from app.features.groups import reads as group_reads
 from app.features.groups.operations import Acknowledged, Measure, Settle
 from app.features.groups.reads import ACKNOWLEDGEMENTS, Candidate
+from app.features.runs.operations import EndRun, RunErased
 from app.store.dialect import now
 from app.store.log import Appended
 from app.store.log_sessions import Close, Create, ShareReward
@@ -135,6 +138,33 @@ async def test_an_erased_session_no_longer_counts(made: Groups) -> None:
     await made.store.erase("a")
     assert await made.counts("g") == (0, 2, 0, False)
     assert await made.free() == []
+
+
+async def test_a_group_of_an_erased_run_is_not_that_of_the_next_run_of_its_name(made: Groups) -> None:
+    for of in ("run", "other"):
+        await made.complete("g", run=of)
+        await made.lease("one", await made.candidates(run=of))
+        assert (await made.ack("one", "g", run=of)).acknowledged == ["g"]
+    await made.store.submit(Make("cut", "now"))
+    cut = (await made.store.database.read(operations.every))[0].id
+    assert await made.store.submit(EndRun("run", erase=True)) == "erasing"
+    assert await made.store.submit(RunErased("run")) is False, "no session is erased yet"
+    for name in ("run-g-0", "run-g-1"):
+        await made.store.erase(name)
+    assert await made.store.submit(RunErased("run")) is True
+    assert await made.row("g", run="run") is None
+    assert await made.store.submit(EndRun("run", erase=True)) == "erased"
+    await made.create("g", "new", 0, at=2.0, run="run", group_size=2)
+    assert await made.store.submit(RunErased("run")) is True, "a process that is late ends no run of another"
+    await made.finish("new")
+    row = await made.row("g", run="run")
+    assert (row.sessions, row.erased, row.arrived, row.completed_at) == (1, 0, 1, None)
+    await made.store.submit(RestoreGroups(cut, GroupKey("", ""), 9))
+    assert [(await made.row("g", run=of)).acked_at is None for of in ("run", "other")] == [True, False]
+    await made.create("g", "newer", 1, at=2.0, run="run")
+    await made.finish("newer")
+    assert [one.run for one in await made.candidates()] == ["run"]
+    assert (await verify(made.store.database)).problems == []
 
 
 async def test_notes_are_settled_in_steps(made: Groups) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import sqlite3
+import string
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from helpers.answering import Answer, Answering
+from helpers.pages import overwrite, pages
 
+from integration.cli import answer
 from integration.cli import run as command
 from integration.places import Places
 from integration.stand import Stand, Talk, error_of, serving, until, user
@@ -118,6 +126,7 @@ def test_the_figures_of_a_run(used: Stand) -> None:
     assert closed.status_code == 204, closed.text
     talks.append(failed)
     live, judged = used.talk(run=run), used.talk(run=run, evaluation=True)
+    assert used.http.put(f"{judged.path}/reward", json={"reward": 90.0}).status_code == 200
     live.say("Hello", sim={"weight_version": "7"})
     judged.say("Hello", sim={"weight_version": "900"})
     child = used.talk(parent_session_id=live.id)
@@ -139,6 +148,7 @@ def test_the_figures_of_a_run(used: Stand) -> None:
         "turns": 6,
         "groups": {"complete": 2, "handed_out": 1, "acknowledged": 0},
         "reward": {"count": 2, "mean": 0.5, "std": 0.5**0.5, "min": 0.0, "max": 1.0, "zero_variance": False},
+        "failed": {"sandbox": 1},
         "weight_versions": {"newest": 7, "oldest_live": 7},
         "first_at": talks[0].events()[0]["at"],
         "last_at": found["last_at"],
@@ -168,7 +178,7 @@ def test_a_list_of_runs_has_those_with_a_session_and_those_given_something(used:
         assert client.put_run(names[0], live=3, note="n")["limits"] == {"live": 3, "tokens": None}
         assert client.run(names[1])["note"] == names[1]
         client.close_run(names[1])
-        client.erase_run(names[3])
+        assert client.erase_run(names[3])
         with pytest.raises(NotFound):
             client.run(names[3])
     assert [(one["note"], one["metadata"]) for one in listed.values()][:2] == [(None, None), (names[1], {"seed": 1})]
@@ -261,6 +271,33 @@ def test_an_erased_run_leaves_nothing_and_its_name_may_be_used_anew(used: Stand)
     assert (found["sessions"], found["turns"], found["note"]) == ({"open": 1, "closed": 0, "erased": 0}, 1, None)
     assert found["limits"] == {"live": None, "tokens": None}
     assert found["tokens"]["generated"] == sum(event["output_tokens"] for event in anew.committed())
+
+
+def test_a_run_that_cannot_be_erased_holds_up_no_other(sglang: SimulatorProcess, tmp_path: Path) -> None:
+    with serving(tmp_path, sglang.base_url) as stand:
+        bad = stand.talk(run="a")
+        bad.say("".join(random.Random(7).choices(string.printable, k=100_000)))
+        played(stand, "b")
+        stand.server.stop()
+        path = stand.server.database_path
+        with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+            for run in ("a", "b"):
+                connection.execute("INSERT INTO runs (run, status) VALUES (?, 'erasing')", (run,))
+        overwrite(path, [page.number for page in pages(path, "turns", kind="overflow")], "zeros", random.Random(7))
+        stand.server.start()
+        until(lambda: stand.http.get("/runs/b").status_code == 404)
+        assert stand.get("/runs/a")["status"] == "erasing"
+        until(lambda: "run a cannot be ended yet" in stand.server.log_path.read_text())
+        assert error_of(stand.http.delete("/runs/a", params={"erase": "true"})) == (500, "session_unreadable")
+
+
+def test_an_erasure_that_goes_on_elsewhere_is_not_called_done() -> None:
+    with Answering(lambda asked: Answer(status=202 if "later" in asked.path else 204)) as server:
+        with Turnlog(server.base_url) as client:
+            assert [client.erase_run(name) for name in ("now", "later")] == [True, False]
+            assert [client.attach(name).erase() for name in ("now", "later")] == [True, False]
+        for name, status in (("now", "erased"), ("later", "erasing")):
+            assert answer("run", name, "--erase", "--url", server.base_url) == {"run": name, "status": status}
 
 
 def test_the_limit_on_live_sessions_is_exact(places: Places, sglang: SimulatorProcess) -> None:

@@ -164,7 +164,8 @@ async def main(arguments: argparse.Namespace, url: str) -> None:
         measure = partial(measured, counted, arguments.repeat)
 
         def page(connection: Connection, limit: int) -> object:
-            return figures.listed(figures.read(connection, reads.names(connection, "", limit)))
+            names = reads.names(connection, "", limit)
+            return figures.listed(names, *reads.figures(connection, names))
 
         def read(function: Callable[[Connection], object]) -> Callable[[], Awaitable[object]]:
             return lambda: database.read(function)
@@ -174,7 +175,7 @@ async def main(arguments: argparse.Namespace, url: str) -> None:
 
         for limit in sorted({100, arguments.runs}):
             await measure(f"GET /runs?limit={limit}", read(partial(page, limit=limit)))
-        await measure("GET /runs/{run}: heads", read(partial(figures.read, names=["run-0000"])))
+        await measure("GET /runs/{run}: heads", read(partial(reads.figures, names=["run-0000"])))
         await measure("GET /runs/{run}: events, first", lambda: Tally(database).of("run-0000"))
         tally = Tally(database)
         await tally.of("run-0000")

@@ -42,6 +42,7 @@ TABLES = {
     "incarnations": Part("kernel", NO_SESSION, NO_SESSION, LATER),
     "leases": Part("kernel", NO_SESSION, NO_SESSION, LATER),
     "sessions": Part("kernel", "app.store.statements:erase_head", COPIED, LOG),
+    "erased_runs": Part("kernel", "app.features.runs.operations:RunErased", NO_SESSION, LATER),
     "open_turns": Part("kernel", "no: a closed session has none", "no: a fork has no turn in flight", LOG),
     "events": Part("kernel", "app.store.log_sessions:erase_remaining", COPIED, LOG),
     "turns": Part("kernel", "app.store.statements:drop_content", COPIED, "no: content stays, events refer to it"),

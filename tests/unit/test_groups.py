@@ -12,9 +12,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from app.domain.events import Failure
-from app.domain.groups import EPSILON, Outcome, grpo, oldest_version
+from app.domain.groups import EPSILON, Outcome, grpo, oldest_version, statistics
 from app.features.groups.groups import MAX_MISSING, missing_attempts
-from app.features.groups.rules import Attempt, outcome, statistics
+from app.features.groups.rules import Attempt, outcome
 from workers.reply import VersionSpan
 
 REWARDS = st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=64)

@@ -11,7 +11,7 @@ import typer
 from turnlog.amounts import amount
 from turnlog.cli.parameters import by_key, takes
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, printed_as_json, say
+from turnlog.cli.running import UsageError, printed_as_json, say
 from turnlog.parameters import Selection
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

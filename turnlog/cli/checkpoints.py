@@ -9,7 +9,7 @@ import typer
 from turnlog.amounts import amount
 from turnlog.cli.parameters import given, read_object, takes
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, printed_as_json, server_options
+from turnlog.cli.running import UsageError, printed_as_json, server_options
 from turnlog.client.address import default_run, segment
 from turnlog.client.lines import present
 from turnlog.parameters import CheckpointFilters

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from turnlog.cli import print_version
-from turnlog.cli.run import Commands, ServerCommand, server_options, settings_options
+from turnlog.cli.running import Commands, ServerCommand, server_options, settings_options
 
 NUMBERS = {"ignore_unknown_options": True}
 """A negative number is no option."""
@@ -28,7 +28,6 @@ COMMANDS = {
     "tail": (OBSERVE, "tail", "tail"),
     "groups": (OBSERVE, "sessions", "groups"),
     "runs": (OBSERVE, "runs", "runs"),
-    "run": (OBSERVE, "runs", "run"),
     "search": (OBSERVE, "search", "search"),
     "export": (OBSERVE, "export", "export"),
     "create": (MAKE, "write", "create"),
@@ -38,6 +37,7 @@ COMMANDS = {
     "close": (MAKE, "write", "close"),
     "pause": (ORDER, "fleet", "pause"),
     "resume": (ORDER, "fleet", "resume"),
+    "run": (ORDER, "runs", "run"),
     "run-token": (ORDER, "run_token", "run_token"),
     "archive": (KEEP, "archive", "archive"),
     "import": (KEEP, "archive", "bring_back"),

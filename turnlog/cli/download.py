@@ -31,7 +31,7 @@ from rich.progress import (
 )
 
 from turnlog.cli.output import console
-from turnlog.cli.run import Failure
+from turnlog.cli.running import Failure
 
 if TYPE_CHECKING:
     import httpx

@@ -13,7 +13,7 @@ import typer
 from turnlog.amounts import amount
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
-from turnlog.cli.run import INTERRUPTED, Failure, UsageError, say, wants_json
+from turnlog.cli.running import INTERRUPTED, Failure, UsageError, say, wants_json
 from turnlog.errors import Unreachable
 from turnlog.parameters import ExportParameters
 

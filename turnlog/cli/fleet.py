@@ -10,7 +10,7 @@ import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, printed_as_json, server_options
+from turnlog.cli.running import UsageError, printed_as_json, server_options
 from turnlog.client.address import below_run, segment
 from turnlog.errors import TurnlogError
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from turnlog.cli.run import DatabaseUrl, Json, UsageError
+from turnlog.cli.running import DatabaseUrl, Json, UsageError
 
 
 def verify(database_url: DatabaseUrl = None, as_json: Json = False) -> None:

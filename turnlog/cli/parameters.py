@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import typer
 
-from turnlog.cli.run import UsageError
+from turnlog.cli.running import UsageError
 
 Command = Callable[..., None]
 

@@ -11,7 +11,7 @@ import typer
 
 from turnlog.actions import Call, calls_of, json_of, said_by, text_of
 from turnlog.cli.remote import remote
-from turnlog.cli.run import Failure, say, wants_json
+from turnlog.cli.running import Failure, say, wants_json
 from turnlog.cli.tail import followed, told
 from turnlog.client.address import segment
 from turnlog.errors import NotFound

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from turnlog.cli.run import UsageError
+from turnlog.cli.running import UsageError
 
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport

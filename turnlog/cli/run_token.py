@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from turnlog.cli.remote import remote
-from turnlog.cli.run import printed_as_json
+from turnlog.cli.running import printed_as_json
 from turnlog.client.address import segment
 
 

@@ -9,7 +9,7 @@ import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, printed_as_json, say, say_if_none
+from turnlog.cli.running import UsageError, printed_as_json, say, say_if_none
 from turnlog.client.address import segment
 
 MOST = 1000
@@ -60,9 +60,14 @@ def run(
         if not printed_as_json(ctx, found):
             _print(found)
         return
-    remote(ctx).call("DELETE", path, parameters={"erase": "true"} if erase else {}, slow=True)
-    if not printed_as_json(ctx, {"run": name, "status": "erased" if erase else "closed"}):
-        say(f"run {name} is {'erased' if erase else 'closed'}")
+    if not erase:
+        remote(ctx).call("DELETE", path, slow=True)
+        status = "closed"
+    else:
+        status = "erased" if remote(ctx).erase(path) else "erasing"
+    if not printed_as_json(ctx, {"run": name, "status": status}):
+        left = "being erased: object storage or archives still have some of it, and the server goes on"
+        say(f"run {name} is {left if status == 'erasing' else status}")
 
 
 def _print(found: Mapping[str, Any]) -> None:
@@ -77,6 +82,8 @@ def _print(found: Mapping[str, Any]) -> None:
     line(f"groups: {', '.join(f'{count} {name}'.replace('_', ' ') for name, count in groups.items())}")
     if (reward := found["reward"]) is not None:
         line(f"{amount(reward['count'], 'reward')}: mean {reward['mean']:.6g}, sample std {reward['std']:.6g}")
+    if found["failed"]:
+        line(f"failed rollouts: {', '.join(f'{count} {kind}' for kind, count in found['failed'].items())}")
     versions = found["weight_versions"]
     if versions["newest"] is not None:
         behind = "" if versions["oldest_live"] is None else f", the oldest of an open session {versions['oldest_live']}"

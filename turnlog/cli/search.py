@@ -8,7 +8,7 @@ import typer
 
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
-from turnlog.cli.run import Failure, printed_as_json, say, say_if_none
+from turnlog.cli.running import Failure, printed_as_json, say, say_if_none
 from turnlog.parameters import SEARCH_PAGE, SearchFilters
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from turnlog.cli.run import DatabaseUrl, Failure, Json, UsageError, say
+from turnlog.cli.running import DatabaseUrl, Failure, Json, UsageError, say
 from turnlog.supervisor import BACKLOG, ServeOptions, python_command
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from turnlog.cli.output import Column, compact, line, shown, table, when
-from turnlog.cli.run import failure
+from turnlog.cli.running import failure
 
 STAGES = ("gate", "claim", "prepare", "engine", "validate")
 """The stages of a turn before its commit, in milliseconds."""

@@ -8,7 +8,7 @@ import typer
 
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, printed_as_json, say, say_if_none
+from turnlog.cli.running import UsageError, printed_as_json, say, say_if_none
 from turnlog.client.address import address, segment
 from turnlog.parameters import PAGE, Selection, SessionFilters
 

@@ -12,7 +12,7 @@ import typer
 from turnlog.amounts import amount
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, failure, say, wants_json
+from turnlog.cli.running import UsageError, failure, say, wants_json
 from turnlog.client.address import segment
 from turnlog.errors import TurnlogError
 from turnlog.parameters import Selection

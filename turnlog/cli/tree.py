@@ -10,7 +10,7 @@ import typer
 from turnlog.amounts import amount
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
-from turnlog.cli.run import printed_as_json
+from turnlog.cli.running import printed_as_json
 from turnlog.client.address import segment
 from turnlog.parameters import TreeParameters
 

@@ -11,7 +11,7 @@ import typer
 from turnlog.amounts import amount
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
-from turnlog.cli.run import wants_json
+from turnlog.cli.running import wants_json
 from turnlog.cli.sessions import session_columns
 from turnlog.cli.tail import followed, told
 from turnlog.errors import Unreachable

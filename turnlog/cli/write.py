@@ -12,7 +12,7 @@ import typer
 
 from turnlog.cli.parameters import given, read_object, takes
 from turnlog.cli.remote import remote
-from turnlog.cli.run import UsageError, printed_as_json, say
+from turnlog.cli.running import UsageError, printed_as_json, say
 from turnlog.client.address import segment
 from turnlog.errors import SessionClosed
 from turnlog.parameters import FailureKind, NewSession

@@ -13,7 +13,7 @@ from app.api.requests import Request, require_finite, require_small
 from app.api.routes import BODY, SESSION, WRITE, Routes, json_reply
 from app.domain.canonical import digest
 from app.domain.patterns import MAX_INTEGER, NO_NUL
-from app.errors import IdempotencyMismatch, NotFound, OverBudget, RunClosed, SessionEnded
+from app.errors import IdempotencyMismatch, NotFound, RunClosed, RunOverBudget, SessionEnded
 from app.features.forks.forks import ForkOrder, Forks
 from app.sessions.lifecycle import made_session_id
 from turnlog import replies as reply_types
@@ -41,7 +41,7 @@ class ForkSession(BaseModel):
     "Make sessions that begin after a turn of this one",
     "admin",
     json_reply(reply_types.ForkedSessions, "The new sessions, or those of an earlier request with the same key."),
-    errors=(*BODY, *SESSION, NotFound, SessionEnded, RunClosed, OverBudget, IdempotencyMismatch, *WRITE),
+    errors=(*BODY, *SESSION, NotFound, SessionEnded, RunClosed, RunOverBudget, IdempotencyMismatch, *WRITE),
     body=ForkSession,
     example={"turn": 2, "count": 4},
     of_run="session",

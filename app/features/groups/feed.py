@@ -37,8 +37,10 @@ from app.domain.groups import (
     Current,
     GroupKey,
     Outcome,
+    Statistics,
     oldest_version,
     staleness,
+    statistics,
     too_stale,
 )
 from app.domain.patterns import ALL_RUNS, ID, RUN_OR_ALL
@@ -55,7 +57,7 @@ from app.features.groups import reads as group_reads
 from app.features.groups.groups import GroupList, settle_groups
 from app.features.groups.operations import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.features.groups.reads import Candidate, TurnEvents, Waiting
-from app.features.groups.rules import Attempt, Statistics, of_one_kind, outcome, statistics
+from app.features.groups.rules import Attempt, of_one_kind, outcome
 from app.store.damage import Unreadable, of_readable
 from app.store.ports import Database, Writer
 from app.store.selection import GroupFilter

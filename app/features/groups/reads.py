@@ -16,7 +16,7 @@ from app.store import rollouts
 from app.store.content import matches
 from app.store.damage import SPAN, of_readable
 from app.store.dialect import now
-from app.store.rollouts import among, group, in_groups, is_root
+from app.store.rollouts import among, group, in_groups, is_of_run, is_root
 from app.store.schema import events, sessions
 from app.store.selection import ANY, GroupFilter
 from app.store.sessions import Acknowledgements, EventRow
@@ -53,13 +53,13 @@ def keys(connection: Connection, after: GroupKey | None, limit: int, wanted: Gro
     it."""
     place = sessions.c.group_id, sessions.c.run
     behind = sessions.c.group_id.is_not(None) if after is None else tuple_(*place) > (after.group_id, after.run)
-    query = select(*place).where(behind, *wanted.of(sessions)).distinct().order_by(*place).limit(limit)
+    query = select(*place).where(behind, is_of_run, *wanted.of(sessions)).distinct().order_by(*place).limit(limit)
     return [GroupKey(row.run, row.group_id) for row in connection.execute(query) if row.group_id is not None]
 
 
 def runs_of(connection: Connection, group_id: str, limit: int) -> list[str]:
     """The first runs that have a group of this id."""
-    query = select(sessions.c.run).where(sessions.c.group_id == group_id).distinct().order_by(sessions.c.run)
+    query = select(sessions.c.run).where(sessions.c.group_id == group_id, is_of_run).distinct().order_by(sessions.c.run)
     return list(connection.execute(query.limit(limit)).scalars())
 
 
@@ -128,7 +128,7 @@ def candidates(
     return [Candidate(*row) for row in connection.execute(query)]
 
 
-IS_ROLLOUT = and_(sessions.c.status != "undone", is_root())
+IS_ROLLOUT = and_(sessions.c.status != "undone", is_root(), is_of_run)
 """Condition on heads: a group counts the session."""
 
 ATTEMPT = (

@@ -10,14 +10,12 @@ group of evaluations.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from app.domain.events import Failure
-from app.domain.groups import Played, replaced, spread_of
+from app.domain.groups import Played, Statistics, replaced, statistics
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -46,17 +44,6 @@ class Attempt(msgspec.Struct, frozen=True):
     @property
     def played(self) -> Played:
         return Played(self.session_id, self.attempt, self.created_at, self.reward is not None, self.evaluation)
-
-
-class Statistics(msgspec.Struct, frozen=True):
-    """Statistics of a group's rewards; `std` is the sample's (n − 1), by which `advantage=grpo` divides; 0 for one."""
-
-    count: int
-    mean: float
-    std: float
-    min: float
-    max: float
-    zero_variance: bool
 
 
 class GroupOutcome(msgspec.Struct, frozen=True):
@@ -111,28 +98,3 @@ def outcome(attempts: Sequence[Attempt]) -> GroupOutcome:
         changed_at=max((one.updated_at for one in counted), default=None),
         evaluation=bool(own) and own[0].evaluation,
     )
-
-
-def statistics(rewards: Sequence[float]) -> Statistics:
-    """Statistics of at least one finite reward. Raises ValueError for none."""
-    if not rewards:
-        raise ValueError("no rewards have no statistics")
-    lowest, highest = min(rewards), max(rewards)
-    spread = spread_of(rewards)
-    std = spread.length / math.sqrt(max(len(rewards) - 1, 1))
-    return Statistics(
-        count=len(rewards),
-        mean=min(max(math.ldexp(spread.mean, spread.exponent), lowest), highest),
-        std=0.0 if lowest == highest else _float64(std, spread.exponent),
-        min=lowest,
-        max=highest,
-        zero_variance=lowest == highest,
-    )
-
-
-def _float64(fraction: float, exponent: int) -> float:
-    """The largest finite number where the value would be beyond it."""
-    try:
-        return math.ldexp(fraction, exponent)
-    except OverflowError:
-        return sys.float_info.max

@@ -18,10 +18,13 @@ from sqlalchemy import (
     Table,
     Text,
     and_,
+    bindparam,
+    delete,
     exists,
     false,
     insert,
     or_,
+    select,
 )
 
 from app.domain.groups import GroupKey
@@ -109,5 +112,20 @@ def note(tx: Tx, keys: Sequence[GroupKey]) -> None:
     tx.insert(_note, [key._asdict() for key in keys])
 
 
+_of_run = groups.c.run == bindparam("of_run")
+_lock_run = select(groups.c.group_id).where(_of_run).order_by(groups.c.group_id).with_for_update()
+_forget = delete(groups).where(_of_run)
+_forget_notes = delete(group_changes).where(group_changes.c.run == bindparam("of_run"))
+
+
+def forget(tx: Tx, run: str) -> None:
+    """The run is erased: whoever has its name next has groups of its own."""
+    given = {"of_run": run}
+    tx.all(_lock_run, given)  # in the order in which all lock them: a deletion has none
+    tx.run(_forget, given)
+    tx.run(_forget_notes, given)
+
+
 def join(points: StorePoints) -> None:
     points.changed.append(note)
+    points.run_erased.append(forget)

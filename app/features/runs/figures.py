@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from app.domain.events import TurnAbandoned, TurnCommitted, TurnRejected, UnknownEvent
-from app.features.groups.rules import statistics
+from app.domain.groups import statistics
 from app.features.runs import reads
 from app.features.runs.reads import GroupCount, HeadCount, RunRow
-from app.store.ports import Connection, Database
+from app.store.ports import Database
 from app.store.sessions import EventRow, decode_events
 from turnlog.replies import ListedRun, RunGroups, RunLimits, RunSessions, RunTokens, RunVersions
 
 AT_ONCE = 500
-"""Sessions whose events are read together."""
+"""Sessions whose events are read in one transaction, with a query each."""
 
 KEPT_SESSIONS = 200_000
 """Sessions whose counts are kept in memory; those of the runs that were asked for last."""
@@ -63,7 +63,7 @@ class Tally:
             part = after[at : at + AT_ONCE]
             new = await self._database.read(partial(reads.turn_ends, after=part))
             before = {session_id: counted[session_id] if seq else Counts() for session_id, seq in part}
-            counted |= await asyncio.to_thread(_counted, before, new, present)
+            counted |= await asyncio.to_thread(_counted, before, new, present, self._database.unreadable.warn)
         self._keep(run, counted)
         return counted
 
@@ -75,9 +75,12 @@ class Tally:
 
 
 def _counted(
-    before: Mapping[str, Counts], new: Mapping[str, Sequence[EventRow]], versions: Mapping[str, int]
+    before: Mapping[str, Counts],
+    new: Mapping[str, Sequence[EventRow]],
+    versions: Mapping[str, int],
+    warn: Callable[[str, UnknownEvent], None],
 ) -> dict[str, Counts]:
-    """An event that cannot be read counts nothing."""
+    """An event that cannot be read counts nothing; `warn` is told of it and its session."""
     counted = {}
     for session_id, rows in new.items():
         one = before[session_id]
@@ -85,7 +88,8 @@ def _counted(
         for row in rows:
             try:
                 event = decode_events([row])[0].event
-            except UnknownEvent:
+            except UnknownEvent as error:
+                warn(session_id, error)
                 continue
             if isinstance(event, TurnCommitted) and event.fence != row.seq:  # else a fork's copy
                 prompt += event.base_tokens + event.suffix_tokens
@@ -109,43 +113,32 @@ def summed(counts: Iterable[Counts]) -> Counts:
 # The list.
 
 
-class Read(msgspec.Struct, frozen=True):
-    """What was read of some runs at one moment."""
-
-    names: Sequence[str]
-    rows: Mapping[str, RunRow]
-    heads: Sequence[HeadCount]
-    groups: Mapping[str, GroupCount]
-
-
-def read(connection: Connection, names: Sequence[str]) -> Read:
-    return Read(
-        names, reads.rows(connection, names), reads.heads(connection, names), reads.group_counts(connection, names)
-    )
-
-
-def listed(found: Read) -> list[ListedRun]:
-    """The runs of `found` that are there: given something, or with a session."""
+def listed(
+    names: Sequence[str], rows: Mapping[str, RunRow], counts: Sequence[HeadCount], groups: Mapping[str, GroupCount]
+) -> list[ListedRun]:
+    """Those of the runs that are there: given something, or with a session."""
     heads: dict[str, list[HeadCount]] = {}
-    for head in found.heads:
+    for head in counts:
         heads.setdefault(head.run, []).append(head)
     return [
-        _listed(name, found.rows.get(name), heads.get(name, []), found.groups.get(name))
-        for name in found.names
-        if name in heads or name in found.rows
+        _listed(name, rows.get(name), heads.get(name, []), groups.get(name))
+        for name in names
+        if name in heads or name in rows
     ]
 
 
 def _listed(name: str, row: RunRow | None, heads: Sequence[HeadCount], groups: GroupCount | None) -> ListedRun:
-    by_status = Counter[str]()
+    by_status, failed = Counter[str](), Counter[str]()
     for head in heads:
         by_status[head.status] += head.sessions
-    rewards = [head.reward for head in heads if head.is_root and head.reward is not None for _ in range(head.sessions)]
+        if head.failed is not None:
+            failed[head.failed] += head.sessions
+    rewards = [head.reward for head in heads if head.reward is not None for _ in range(head.sessions)]
     newest = [head.newest for head in heads if head.newest is not None]
     oldest = [head.oldest for head in heads if head.oldest is not None and head.status == "open"]
     return ListedRun(
         run=name,
-        status="open" if row is None else _status(row.status),
+        status="open" if row is None else row.status,
         limits=RunLimits(live=None, tokens=None)
         if row is None
         else RunLimits(live=row.max_live, tokens=row.max_tokens),
@@ -157,15 +150,11 @@ def _listed(name: str, row: RunRow | None, heads: Sequence[HeadCount], groups: G
         if groups is None
         else RunGroups(complete=groups.complete, handed_out=groups.handed_out, acknowledged=groups.acknowledged),
         reward=msgspec.to_builtins(statistics(rewards)) if rewards else None,
+        failed=dict(sorted(failed.items())),
         weight_versions=RunVersions(newest=max(newest, default=None), oldest_live=min(oldest, default=None)),
         first_at=min((head.first_at for head in heads), default=None),
         last_at=max((head.last_at for head in heads), default=None),
     )
-
-
-def _status(status: str) -> Literal["open", "closed", "erasing"]:
-    assert status in ("open", "closed", "erasing")
-    return status  # type: ignore[return-value]
 
 
 def with_turns(one: ListedRun, counts: Counts) -> dict[str, Any]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from sqlalchemy import bindparam, func, insert, select, update
+from sqlalchemy import bindparam, delete, func, insert, select, update
 
 from app.crash_points import reach
-from app.features.runs.schema import is_of_run, runs
+from app.features.runs.schema import runs
 from app.store.dialect import Tx
 from app.store.incarnations import holds_lease
 from app.store.log import BaseOperation
-from app.store.schema import sessions
+from app.store.rollouts import is_of_run
+from app.store.schema import erased_runs, sessions
 
 LEASE = "runs"
 """Of the process that counts and ends."""
@@ -36,16 +37,12 @@ _begin_erasing = (
     .where(_of_run)
     .values(status="erasing", max_live=None, max_tokens=None, used_tokens=0, metadata=None, note=None)
 )
-_end_erasing = (
-    update(runs)
-    .where(_of_run, runs.c.status == "erasing")
-    .values(
-        status="erased",
-        erased_upto=select(func.max(sessions.c.created_at))
-        .where(sessions.c.run == bindparam("named"))
-        .scalar_subquery(),
-    )
-)
+_end_erasing = delete(runs).where(_of_run)
+_of_erased = erased_runs.c.run == bindparam("named")
+_was_erased = select(erased_runs.c.upto).where(_of_erased)
+_forget_erased = delete(erased_runs).where(_of_erased)
+_last_created = select(func.max(sessions.c.created_at)).where(sessions.c.run == bindparam("named"))
+_add_erased = insert(erased_runs)
 _is_unerased = (
     select(sessions.c.session_id).where(sessions.c.run == bindparam("named"), sessions.c.status != "erased").limit(1)
 )
@@ -85,9 +82,8 @@ class EndRun(BaseOperation, frozen=True):
 
     def apply(self, tx: Tx) -> Literal["closed", "erasing", "erased"] | None:
         row = tx.one(_status, {"named": self.run})
-        is_given = row is not None and row[0] != "erased"
-        if not (is_given or self.is_elsewhere or tx.one(_own_session, {"named": self.run})):
-            return None if row is None else "erased"
+        if row is None and not (self.is_elsewhere or tx.one(_own_session, {"named": self.run})):
+            return None if tx.one(_was_erased, {"named": self.run}) is None else "erased"
         if row is None:
             tx.insert(_add, [{"run": self.run, "status": "open"}])
         tx.run(_begin_erasing if self.erase else _close, {"named": self.run})
@@ -98,14 +94,22 @@ class EndRun(BaseOperation, frozen=True):
 
 
 class RunErased(BaseOperation, frozen=True):
-    """The run's sessions are erased: its name is free. False: one is not, such as one that was created meanwhile."""
+    """The run's sessions are erased: its name is free. False: one is not, such as one that was created meanwhile. True
+    also where another process has said so: sessions that are there now are those of the next run of this name."""
 
     run: str
 
     def apply(self, tx: Tx) -> bool:
+        row = tx.one(_status, {"named": self.run})
+        if row is None or row[0] != "erasing":
+            return True
         if tx.one(_is_unerased, {"named": self.run}) is not None:
             return False
         tx.run(_end_erasing, {"named": self.run})
+        last = tx.one(_last_created, {"named": self.run})
+        if last is not None and last[0] is not None:
+            tx.run(_forget_erased, {"named": self.run})
+            tx.insert(_add_erased, [{"run": self.run, "upto": last[0]}])
         for follow in tx.points.run_erased:
             follow(tx, self.run)
         reach("in_run_erased")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, case, exists, func, or_, select, tuple_, union
 
 from app.domain.events import TurnAbandoned, TurnCommitted, TurnRejected
 from app.features.groups.schema import groups
-from app.features.runs.schema import is_of_run, runs
-from app.store.rollouts import is_root
+from app.features.runs.schema import runs
+from app.store.rollouts import is_of_run, is_root
 from app.store.schema import events, sessions
 from app.store.sessions import EventRow
 
@@ -23,7 +23,7 @@ class RunRow(msgspec.Struct, frozen=True):
     """A row of `runs`; `metadata` is JSON, `note` UTF-8."""
 
     run: str
-    status: str
+    status: Literal["open", "closed", "erasing"]
     max_live: int | None
     max_tokens: int | None
     used_tokens: int
@@ -33,13 +33,14 @@ class RunRow(msgspec.Struct, frozen=True):
 
 class HeadCount(NamedTuple):
     """The sessions of a run that are alike: their number and their turns, when the first was created and the last
-    changed, and their largest and smallest weight version, which evaluations do not have. A failed one has no reward.
+    changed, and their largest and smallest weight version. `reward` is that of a root that has not failed; `failed` the
+    kind of a root's failure. An evaluation has neither, and no weight version.
     """
 
     run: str
     status: str
-    is_root: bool
     reward: float | None
+    failed: str | None
     sessions: int
     turns: int
     first_at: float
@@ -68,24 +69,25 @@ def names(connection: Connection, after: str, limit: int) -> list[str]:
     step = step.union_all(select(following).select_from(step).where(step.c.run.is_not(None)))
     first = select(step.c.run).where(step.c.run.is_not(None)).limit(limit).subquery()
     of_sessions = select(first.c.run)
-    given = select(runs.c.run).where(runs.c.run > after, runs.c.status != "erased")
+    given = select(runs.c.run).where(runs.c.run > after)
     every = union(of_sessions, given).subquery()
     return list(connection.execute(select(every.c.run).order_by(every.c.run).limit(limit)).scalars())
 
 
 def rows(connection: Connection, names: Sequence[str]) -> dict[str, RunRow]:
-    """Of those that have one, erased ones left out."""
+    """Of those that have one."""
     columns = [runs.c[name] for name in RunRow.__struct_fields__]
-    query = select(*columns).where(runs.c.run.in_(names), runs.c.status != "erased")
+    query = select(*columns).where(runs.c.run.in_(names))
     return {row[0]: RunRow(*row) for row in connection.execute(query)}
 
 
 def heads(connection: Connection, names: Sequence[str]) -> list[HeadCount]:
     """The sessions of these runs, counted by what is alike, in one query over their heads."""
-    root = case((is_root(), 1), else_=0)
-    reward = case((sessions.c.failed.is_(None), sessions.c.reward))
-    version = case((sessions.c.evaluation.is_(False), sessions.c.weight_version))
-    alike = (sessions.c.run, sessions.c.status, root, reward)
+    trains = sessions.c.evaluation.is_(False)
+    failed = case((and_(trains, is_root()), sessions.c.failed))
+    reward = case((and_(trains, is_root(), sessions.c.failed.is_(None)), sessions.c.reward))
+    version = case((trains, sessions.c.weight_version))
+    alike = (sessions.c.run, sessions.c.status, reward, failed)
     query = (
         select(
             *alike,
@@ -103,21 +105,24 @@ def heads(connection: Connection, names: Sequence[str]) -> list[HeadCount]:
 
 
 def group_counts(connection: Connection, names: Sequence[str]) -> dict[str, GroupCount]:
-    of_run = select(sessions.c.run, sessions.c.group_id).where(
-        sessions.c.run.in_(names), sessions.c.group_id.is_not(None), is_of_run
-    )
-    named = of_run.distinct().subquery()
     query = (
         select(
-            named.c.run,
+            groups.c.run,
             func.sum(case((groups.c.completed_at.is_not(None), 1), else_=0)),
             func.sum(case((groups.c.handed_out > 0, 1), else_=0)),
             func.sum(case((groups.c.acked_at.is_not(None), 1), else_=0)),
         )
-        .join_from(named, groups, and_(groups.c.run == named.c.run, groups.c.group_id == named.c.group_id))
-        .group_by(named.c.run)
+        .where(groups.c.run.in_(names))
+        .group_by(groups.c.run)
     )
     return {row[0]: GroupCount(*row) for row in connection.execute(query)}
+
+
+def figures(
+    connection: Connection, names: Sequence[str]
+) -> tuple[dict[str, RunRow], list[HeadCount], dict[str, GroupCount]]:
+    """What figures of these runs are made of, of one moment."""
+    return rows(connection, names), heads(connection, names), group_counts(connection, names)
 
 
 def versions(connection: Connection, run: str) -> dict[str, int]:
@@ -145,22 +150,35 @@ class Work(NamedTuple):
     erasing: list[str]
 
 
-def work(connection: Connection) -> Work:
+def limited(connection: Connection) -> list[RunRow]:
+    """Runs with a limit on tokens."""
     columns = [runs.c[name] for name in RunRow.__struct_fields__]
-    limited = select(*columns).where(runs.c.max_tokens.is_not(None), runs.c.status == "open")
+    query = select(*columns).where(runs.c.max_tokens.is_not(None), runs.c.status == "open")
+    return [RunRow(*row) for row in connection.execute(query)]
+
+
+def work(connection: Connection) -> Work:
     has_open = exists().where(sessions.c.run == runs.c.run, sessions.c.status == "open")
     closing = select(runs.c.run).where(runs.c.status == "closed", has_open)
     erasing = select(runs.c.run).where(runs.c.status == "erasing")
     return Work(
-        [RunRow(*row) for row in connection.execute(limited)],
+        limited(connection),
         list(connection.execute(closing).scalars()),
         list(connection.execute(erasing).scalars()),
     )
 
 
+def _is(*status: str) -> ColumnElement[bool]:
+    """Condition on heads. A run that has ended gets no session, until it is erased and another has its name: it is
+    asked for where sessions are read in order to end them."""
+    return exists().where(runs.c.run == sessions.c.run, runs.c.status.in_(status))
+
+
 def open_sessions(connection: Connection, run: str, limit: int) -> list[str]:
-    """Open sessions of the run, roots before the rest."""
-    query = select(sessions.c.session_id).where(sessions.c.run == run, sessions.c.status == "open")
+    """Open sessions of the run, roots before the rest; none unless it is closed or being erased."""
+    query = select(sessions.c.session_id).where(
+        sessions.c.run == run, sessions.c.status == "open", _is("closed", "erasing")
+    )
     return list(connection.execute(query.order_by(sessions.c.root_id.is_not(None)).limit(limit)).scalars())
 
 
@@ -168,10 +186,10 @@ Place = tuple[float, str]
 
 
 def roots(connection: Connection, run: str, after: Place, limit: int) -> list[Place]:
-    """Roots of the run, erased ones too, behind `after` in the order of their creation."""
+    """Roots of a run that is being erased, erased ones too, behind `after` as they were created; else none."""
     place = tuple_(sessions.c.created_at, sessions.c.session_id)
     query = select(sessions.c.created_at, sessions.c.session_id).where(
-        sessions.c.run == run, place > after, is_root(), is_of_run
+        sessions.c.run == run, place > after, is_root(), is_of_run, _is("erasing")
     )
     found = connection.execute(query.order_by(sessions.c.created_at, sessions.c.session_id).limit(limit))
     return [(row[0], row[1]) for row in found]

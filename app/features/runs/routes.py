@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import msgspec
 from fastapi import Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
@@ -14,7 +15,8 @@ from app.api.requests import Request, require_finite, require_small
 from app.api.routes import BODY, NO_CONTENT, READ, WRITE, Reply, Routes, json_reply
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest, NotFound, RunClosed, SessionUnreadable
-from app.features.runs.runs import Given, Runs
+from app.features.runs.operations import GiveRun
+from app.features.runs.runs import Runs
 from turnlog import replies as reply_types
 
 route = Routes("Runs")
@@ -91,7 +93,9 @@ async def put_run(request: Request, run: Name) -> Mapping[str, Any]:
     body = await request.body_of(GivenRun)
     require_finite(body.metadata, "metadata")
     require_small("metadata has", body.metadata)
-    await _runs(request).give(run, Given(body.limits.live, body.limits.tokens, body.metadata, body.note))
+    metadata = None if body.metadata is None else msgspec.json.encode(body.metadata)
+    note = None if body.note is None else body.note.encode()
+    await _runs(request).give(GiveRun(run, body.limits.live, body.limits.tokens, metadata, note))
     return await _runs(request).get(run)
 
 

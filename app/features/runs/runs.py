@@ -5,23 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from app.crash_points import reach
 from app.domain import cursors
-from app.errors import AppError, NotFound, RunClosed, SessionUnreadable
+from app.errors import AppError, NotFound, RunClosed, RunOverBudget, SessionUnreadable
 from app.features.runs import figures, reads
 from app.features.runs.figures import Counts, Tally
 from app.features.runs.operations import LEASE, EndRun, GiveRun, MeasureRun, RunErased
 from app.features.runs.reads import RunRow
-from app.features.runs.schema import over
 from app.process import cancelled
 from app.store.incarnations import ReleaseLease, TakeLease
-from app.store.ports import Connection
 from turnlog.replies import ListedRun, RunPage
 
 if TYPE_CHECKING:
@@ -33,21 +29,13 @@ EVERY_S = 5.0
 """How often the tokens of runs with a limit are counted, and what was begun to be ended is looked for."""
 
 AGAIN_S = 60.0
-"""How soon an erased run is looked at again of which object storage or archives still had some."""
+"""How soon the end of a run is tried again: object storage or archives still had some of it, or a session of it cannot
+be read."""
 
 LEASE_S = 30.0
 
 STEP = 50
 """Sessions that are closed or erased together."""
-
-
-class Given(msgspec.Struct, frozen=True):
-    """What a run is given; None: nothing of that."""
-
-    live: int | None = None
-    tokens: int | None = None
-    metadata: Mapping[str, Any] | None = None
-    note: str | None = None
 
 
 class Runs:
@@ -77,13 +65,9 @@ class Runs:
         """Runs in the order of their names. Raises InvalidRequest for an invalid cursor."""
         after = "" if cursor is None else cursors.decode(cursor, cursors.Text, "this list")
 
-        def look(connection: Connection) -> tuple[figures.Read, bool]:
-            names = reads.names(connection, after, limit + 1)
-            return figures.read(connection, names[:limit]), len(names) > limit
-
-        found, has_more = await self._database.read(look)
-        listed = await asyncio.to_thread(figures.listed, found)
-        return RunPage(runs=listed, next_cursor=cursors.encode(found.names[-1]) if has_more else None)
+        names = await self._database.read(partial(reads.names, after=after, limit=limit + 1))
+        listed = await self._listed(names[:limit])
+        return RunPage(runs=listed, next_cursor=cursors.encode(names[limit - 1]) if len(names) > limit else None)
 
     async def get(self, run: str) -> dict[str, Any]:
         """The run's figures. Raises NotFound."""
@@ -91,29 +75,30 @@ class Runs:
 
     async def get_with_sessions(self, run: str) -> tuple[dict[str, Any], Mapping[str, Counts]]:
         """The run's figures, and what was counted of each of its sessions. Raises NotFound."""
-        found = await self._database.read(partial(figures.read, names=[run]))
-        listed: list[ListedRun] = await asyncio.to_thread(figures.listed, found)
+        listed = await self._listed([run])
         if not listed:
-            raise _unknown(run)
+            raise NotFound.of_run(run)
         counts = await self._tally.by_session(run)
         summed = await asyncio.to_thread(figures.summed, counts.values())
         return figures.with_turns(listed[0], summed), counts
 
-    async def give(self, run: str, given: Given) -> None:
-        """Give the run its limits, metadata and note, in place of those before. Raises RunClosed."""
-        metadata = None if given.metadata is None else msgspec.json.encode(given.metadata)
-        note = None if given.note is None else given.note.encode()
-        status = await self._writer.submit(GiveRun(run, given.live, given.tokens, metadata, note))
+    async def _listed(self, names: list[str]) -> list[ListedRun]:
+        read = await self._database.read(partial(reads.figures, names=names))
+        return await asyncio.to_thread(figures.listed, names, *read)
+
+    async def give(self, given: GiveRun) -> None:
+        """Give the run its limits, metadata and note, in place of those before. Raises RunClosed, StoreUnavailable."""
+        status = await self._writer.submit(given)
         if status is not None:
-            raise RunClosed.of(run, status)
+            raise RunClosed.of(given.run, status)
         if given.tokens is not None:
-            await self._measure(run, None)
+            await self._measure(given.run, None)
         await self._hold()
 
     async def close(self, run: str) -> None:
         """Close the run, and its open sessions. Idempotent. Raises NotFound."""
         if await self._writer.submit(EndRun(run, erase=False)) in (None, "erased"):
-            raise _unknown(run)
+            raise NotFound.of_run(run)
         reach("after_run_ended")
         await self._close_sessions(run)
 
@@ -123,14 +108,15 @@ class Runs:
         is_elsewhere = bool(await self._roots_elsewhere(run))
         status = await self._writer.submit(EndRun(run, erase=True, is_elsewhere=is_elsewhere))
         if status is None:
-            raise _unknown(run)
+            raise NotFound.of_run(run)
         reach("after_run_ended")
         return status == "erased" or await self._erase_sessions(run)
 
-    async def _close_sessions(self, run: str) -> None:
+    async def _close_sessions(self, run: str) -> bool:
         while session_ids := await self._database.read(partial(reads.open_sessions, run=run, limit=STEP)):
             for session_id in session_ids:
                 await self._services.sessions.close_if_open(session_id)
+        return True
 
     async def _erase_sessions(self, run: str) -> bool:
         while True:
@@ -187,13 +173,27 @@ class Runs:
         if any(work) and self._fence is not None:
             for row in work.limited:
                 await self._measure(row.run, self._fence, row)
-            for run in work.closing:
-                await self._close_sessions(run)
-            now = asyncio.get_running_loop().time()
-            for run in work.erasing:
-                if now >= self._again_at.get(run, now) and not await self._erase_sessions(run):
-                    self._again_at[run] = now + AGAIN_S
         await self._hold()
+        if any(work) and self._fence is not None:
+            for run in work.closing:
+                await self._each(run, self._close_sessions)
+            for run in work.erasing:
+                await self._each(run, self._erase_sessions)
+
+    async def _each(self, run: str, end: Callable[[str], Awaitable[bool]]) -> None:
+        """End what is left of a run. What cannot be ended now is tried again later, and holds up no other run."""
+        now = asyncio.get_running_loop().time()
+        if now < self._again_at.get(run, now):
+            return
+        is_ended = False
+        try:
+            is_ended = await end(run)
+        except AppError as error:
+            log.warning("run %s cannot be ended yet: %s", run, error)
+        if is_ended:
+            self._again_at.pop(run, None)
+        else:
+            self._again_at[run] = now + AGAIN_S
 
     async def _measure(self, run: str, fence: int | None, row: RunRow | None = None) -> None:
         used = (await self._tally.of(run)).generated
@@ -202,15 +202,11 @@ class Runs:
 
     async def _hold(self) -> None:
         """From now on this process holds the turns of those runs that have used up their tokens."""
-        limited = (await self._database.read(reads.work)).limited
+        limited = await self._database.read(reads.limited)
         held = {
-            row.run: str(over(row.run, "tokens", row.used_tokens, row.max_tokens))
+            row.run: str(RunOverBudget.of(row.run, "tokens", row.used_tokens, row.max_tokens))
             for row in limited
             if row.max_tokens is not None and row.used_tokens >= row.max_tokens
         }
         self._services.points.held_runs.clear()
         self._services.points.held_runs.update(held)
-
-
-def _unknown(run: str) -> NotFound:
-    return NotFound(f"there is no run {run}")

@@ -8,19 +8,15 @@ from operator import itemgetter
 from sqlalchemy import (
     BigInteger,
     Column,
-    ColumnElement,
-    Double,
     MetaData,
     String,
     Table,
     bindparam,
-    exists,
     func,
-    or_,
     select,
 )
 
-from app.errors import OverBudget, RunClosed
+from app.errors import RunClosed, RunOverBudget
 from app.store.damage import Content
 from app.store.dialect import ForEach, NoRoom, StorePoints, Tx
 from app.store.schema import NAMING, SESSION_ID, sessions
@@ -37,21 +33,13 @@ runs = Table(
     Column("used_tokens", BigInteger, server_default="0", nullable=False),
     Column("metadata", Content),
     Column("note", Content),
-    Column("erased_upto", Double),
 )
 """Runs that were given something, or have ended.
 
-`status`: `open`, `closed`; `erasing` while its sessions are being erased, and `erased` afterwards, when its name is
-free. `max_live` and `max_tokens` are its limits; null: none. `used_tokens` is what one process has counted last in the
-log, so that all know of it. `metadata` is JSON. Of an erased run, `erased_upto` is when the last of its sessions was
-created: those that were erased up to then are not the run's that has the name now.
+`status`: `open`, `closed`; `erasing` while its sessions are being erased, then the row is gone. `max_live` and
+`max_tokens` are its limits; null: none. `used_tokens` is what one process has counted last in the log, so that all know
+of it. `metadata` is JSON.
 """
-
-is_of_run: ColumnElement[bool] = or_(
-    sessions.c.status != "erased",
-    ~exists().where(runs.c.run == sessions.c.run, sessions.c.created_at <= runs.c.erased_upto),
-)
-"""Condition on heads: the session is the run's, not that of an erased one of the same name."""
 
 _limits = ForEach(
     lambda given: select(runs.c.run, runs.c.status, runs.c.max_live, runs.c.max_tokens, runs.c.used_tokens).where(
@@ -67,10 +55,6 @@ _locked = (
 _live = select(func.count()).where(sessions.c.run == bindparam("named"), sessions.c.status == "open")
 
 
-def over(run: str, limit: str, used: int, most: int) -> OverBudget:
-    return OverBudget(f"run {run} has reached its limit on {limit}: {used} of {most}")
-
-
 def room(tx: Tx, wanted: Mapping[str, int]) -> dict[str, NoRoom]:
     """How many new sessions these runs take, of those that do not take all.
 
@@ -80,17 +64,20 @@ def room(tx: Tx, wanted: Mapping[str, int]) -> dict[str, NoRoom]:
     rooms = {}
     for run, *known in sorted(tx.each(_limits, [{"named": run} for run in wanted]), key=itemgetter(0)):
         row = known if known[1] is None else tx.one(_locked, {"named": run})
-        assert row is not None
+        if row is None:  # erased meanwhile
+            continue
         status, max_live, max_tokens, used_tokens = row
         if status in ("closed", "erasing"):
             rooms[run] = NoRoom(0, RunClosed.of(run, status))
         elif max_tokens is not None and used_tokens >= max_tokens:
-            rooms[run] = NoRoom(0, over(run, "tokens", used_tokens, max_tokens))
+            rooms[run] = NoRoom(0, RunOverBudget.of(run, "tokens", used_tokens, max_tokens))
         elif max_live is not None:
             counted = tx.one(_live, {"named": run})
             live = 0 if counted is None else counted[0]
             if live + wanted[run] > max_live:
-                rooms[run] = NoRoom(max(max_live - live, 0), over(run, "live sessions", max(live, max_live), max_live))
+                rooms[run] = NoRoom(
+                    max(max_live - live, 0), RunOverBudget.of(run, "live sessions", max(live, max_live), max_live)
+                )
     return rooms
 
 

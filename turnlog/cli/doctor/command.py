@@ -10,7 +10,7 @@ import typer
 
 from turnlog.amounts import amount
 from turnlog.cli.doctor.findings import Finding, Level
-from turnlog.cli.run import Json, Token, Url, current
+from turnlog.cli.running import Json, Token, Url, current
 from turnlog.client.address import DEFAULT
 
 _STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}

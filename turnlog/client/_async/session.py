@@ -260,12 +260,11 @@ class AsyncSession:
         except SessionClosed:
             return
 
-    async def erase(self) -> None:
-        """Close the session and delete its content for good. Needs the admin token, or a server with
-        `TURNLOG_SESSION_REWARDS=allow`. Raises NotFound, Forbidden."""
-        await self._transport.call(
-            "DELETE", self._path, parameters={"erase": "true"}, token=self._judges_token, slow=True
-        )
+    async def erase(self) -> bool:
+        """Close the session and delete its content for good. False: object storage or archives still have some of it,
+        and the server goes on. Needs the admin token, or a server with `TURNLOG_SESSION_REWARDS=allow`. Raises
+        NotFound, Forbidden."""
+        return await self._transport.erase(self._path, token=self._judges_token)
 
     @property
     def _judges_token(self) -> str | None:

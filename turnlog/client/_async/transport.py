@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -59,7 +60,7 @@ class AsyncTransport:
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def call(
+    async def send(
         self,
         method: str,
         path: str,
@@ -71,10 +72,10 @@ class AsyncTransport:
         slow: bool = False,
         once: bool = False,
         key: str | None = None,
-    ) -> bytes:
-        """Send a request and return the successful reply's body. Parameters that are None are left out. `file`: a
-        body's media type and bytes, in the place of JSON. `once`: do not repeat a request that may have arrived. `key`
-        is sent as `Idempotency-Key`.
+    ) -> tuple[int, bytes]:
+        """Send a request and return the successful reply's status and body. Parameters that are None are left out.
+        `file`: a body's media type and bytes, in the place of JSON. `once`: do not repeat a request that may have
+        arrived. `key` is sent as `Idempotency-Key`.
 
         Raises TurnlogError.
         """
@@ -97,7 +98,7 @@ class AsyncTransport:
                     self._may_be_starting = True
                     content = await self._content(response)
                     if response.is_success:
-                        return content
+                        return response.status_code, content
                     raise refusal(response.status_code, response.headers, content)
             except httpx.TransportError as cause:
                 if once and not isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout):
@@ -106,8 +107,20 @@ class AsyncTransport:
             except TurnlogError as error:
                 await self._pause(waits, error, None)
 
+    async def call(self, method: str, path: str, **options: Any) -> bytes:
+        """The reply's body. Options as in `send`. Raises TurnlogError."""
+        return (await self.send(method, path, **options))[1]
+
+    async def erase(self, path: str, *, token: str | None = None) -> bool:
+        """Erase what has this path. False: object storage or archives still have some of it, and the server goes on.
+
+        Raises TurnlogError.
+        """
+        status, _ = await self.send("DELETE", path, parameters={"erase": "true"}, token=token, slow=True)
+        return status != HTTPStatus.ACCEPTED
+
     async def read(self, method: str, path: str, **options: Any) -> Object:
-        """The reply's JSON object. Options as in `call`. Raises TurnlogError."""
+        """The reply's JSON object. Options as in `send`. Raises TurnlogError."""
         return decode(await self.call(method, path, **options))
 
     @asynccontextmanager

@@ -271,10 +271,10 @@ class Turnlog:
         """Close a run and its open sessions: no session can be created in it any more. Raises NotFound."""
         self._transport.call("DELETE", f"/runs/{segment(name)}", slow=True)
 
-    def erase_run(self, name: str) -> None:
-        """Close a run and erase all of its sessions permanently; its name may be used anew. Where object
-        storage or archives still have some of it, the server goes on. Raises NotFound."""
-        self._transport.call("DELETE", f"/runs/{segment(name)}", parameters={"erase": "true"}, slow=True)
+    def erase_run(self, name: str) -> bool:
+        """Close a run and erase all of its sessions permanently; then its name may be used anew. False: object
+        storage or archives still have some of it, and the server goes on; call again until True. Raises NotFound."""
+        return self._transport.erase(f"/runs/{segment(name)}")
 
     def engines(self, *, run: str | None = None) -> list[Engine]:
         """All engines, or those that serve a run."""

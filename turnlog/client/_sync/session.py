@@ -259,10 +259,11 @@ class Session:
         except SessionClosed:
             return
 
-    def erase(self) -> None:
-        """Close the session and delete its content for good. Needs the admin token, or a server with
-        `TURNLOG_SESSION_REWARDS=allow`. Raises NotFound, Forbidden."""
-        self._transport.call("DELETE", self._path, parameters={"erase": "true"}, token=self._judges_token, slow=True)
+    def erase(self) -> bool:
+        """Close the session and delete its content for good. False: object storage or archives still have some of it,
+        and the server goes on. Needs the admin token, or a server with `TURNLOG_SESSION_REWARDS=allow`. Raises
+        NotFound, Forbidden."""
+        return self._transport.erase(self._path, token=self._judges_token)
 
     @property
     def _judges_token(self) -> str | None:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 
 import httpx
@@ -60,7 +61,7 @@ class Transport:
     def close(self) -> None:
         self._client.close()
 
-    def call(
+    def send(
         self,
         method: str,
         path: str,
@@ -72,10 +73,10 @@ class Transport:
         slow: bool = False,
         once: bool = False,
         key: str | None = None,
-    ) -> bytes:
-        """Send a request and return the successful reply's body. Parameters that are None are left out. `file`: a
-        body's media type and bytes, in the place of JSON. `once`: do not repeat a request that may have arrived. `key`
-        is sent as `Idempotency-Key`.
+    ) -> tuple[int, bytes]:
+        """Send a request and return the successful reply's status and body. Parameters that are None are left out.
+        `file`: a body's media type and bytes, in the place of JSON. `once`: do not repeat a request that may have
+        arrived. `key` is sent as `Idempotency-Key`.
 
         Raises TurnlogError.
         """
@@ -98,7 +99,7 @@ class Transport:
                     self._may_be_starting = True
                     content = self._content(response)
                     if response.is_success:
-                        return content
+                        return response.status_code, content
                     raise refusal(response.status_code, response.headers, content)
             except httpx.TransportError as cause:
                 if once and not isinstance(cause, httpx.ConnectError | httpx.ConnectTimeout):
@@ -107,8 +108,20 @@ class Transport:
             except TurnlogError as error:
                 self._pause(waits, error, None)
 
+    def call(self, method: str, path: str, **options: Any) -> bytes:
+        """The reply's body. Options as in `send`. Raises TurnlogError."""
+        return (self.send(method, path, **options))[1]
+
+    def erase(self, path: str, *, token: str | None = None) -> bool:
+        """Erase what has this path. False: object storage or archives still have some of it, and the server goes on.
+
+        Raises TurnlogError.
+        """
+        status, _ = self.send("DELETE", path, parameters={"erase": "true"}, token=token, slow=True)
+        return status != HTTPStatus.ACCEPTED
+
     def read(self, method: str, path: str, **options: Any) -> Object:
-        """The reply's JSON object. Options as in `call`. Raises TurnlogError."""
+        """The reply's JSON object. Options as in `send`. Raises TurnlogError."""
         return decode(self.call(method, path, **options))
 
     @contextmanager
