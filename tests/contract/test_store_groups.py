@@ -406,9 +406,9 @@ async def test_retention_can_wait_for_the_acknowledgement(made: Groups) -> None:
     await made.finish("alone")
     await made.create("g", "open")
     pin = {"session_id": "g-2", "checkpoint_id": 1, "seq": 1, "is_done": False}
-    cut = {"id": 1, "name": "cut", "state": "made", "cut": "", "created_at": 0.0, "sessions": 1, "groups": 0}
+    cut = {"id": 1, "run": "default", "name": "cut", "state": "made", "cut": "", "created_at": 0.0}
     async with connected(made.store.database.url, writes=True) as connection:
-        await connection.execute(insert(checkpoints).values(cut))
+        await connection.execute(insert(checkpoints).values(**cut, sessions=1, groups=0))
         await connection.execute(insert(checkpoint_sessions).values(pin))
     points = made.store.database.points
 
