@@ -82,7 +82,8 @@ def test_the_document_says_which_routes_a_runs_token_opens() -> None:
     app = create_app(Settings(workers=1))
     said = {None: "no", "any": "yes"}
     for route in app.table.routes:
-        for method in route.methods if route.summary else ():
+        is_told = route.summary and not route.path.startswith("/ui/api/")  # of the page's views the table says nothing
+        for method in route.methods if is_told else ():
             if method != "HEAD" and (method, route.documented_path) not in OPEN:
                 _, of_run = TABLE.get((method, route.documented_path), ("no", "no"))
                 assert of_run == said.get(route.limit, "its run"), (method, route.path)
