@@ -145,7 +145,7 @@ async def test_a_group_of_an_erased_run_is_not_that_of_the_next_run_of_its_name(
         await made.complete("g", run=of)
         await made.lease("one", await made.candidates(run=of))
         assert (await made.ack("one", "g", run=of)).acknowledged == ["g"]
-    await made.store.submit(Make("cut", "now"))
+    await made.store.submit(Make("*", "cut", "now"))
     cut = (await made.store.database.read(operations.every))[0].id
     assert await made.store.submit(EndRun("run", erase=True)) == "erasing"
     assert await made.store.submit(RunErased("run")) is False, "no session is erased yet"
