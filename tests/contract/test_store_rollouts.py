@@ -6,9 +6,10 @@ import itertools
 from typing import Any
 
 import pytest
+from helpers.databases import connected
 from helpers.log import created
 from helpers.store import Store, reward
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from app.domain.events import SessionClosed
 from app.store import repair, rollouts
@@ -113,3 +114,14 @@ async def test_a_session_that_was_there_before_its_root_is_an_evaluation_as_it_i
     assert session is not None
     assert (head.evaluation, session.config.evaluation) == (True, True)
     assert (await verify(store.database)).problems == []
+
+
+async def test_a_session_of_another_run_is_no_member_of_its_parents_rollout(store: Store, database_url: str) -> None:
+    """Two transactions that make both at the same moment do not see each other."""
+    await store.submit(Create("root", 1.0, created(run="one"), None))
+    await store.submit(Create("agent", 1.0, created(run="two", parent="gone"), None))
+    async with connected(database_url, writes=True) as connection:
+        await connection.execute(update(sessions).where(sessions.c.session_id == "agent").values(root_id="root"))
+    members: Any = await store.database.read(lambda c: rollouts.members(c, ["root"], status=("open",)))
+    own = select(sessions.c.session_id).where(sessions.c.run == "two", rollouts.is_root())
+    assert (members, await store.database.read(lambda c: c.execute(own).scalars().all())) == ([], ["agent"])
