@@ -80,7 +80,10 @@ class EnginePool:
             raise Forbidden(
                 f"{url}: engines are sent TURNLOG_UPSTREAM_API_KEY, and TURNLOG_ROUTER_WORKERS does not name it"
             )
-        return await self.put(url, state, run)
+        try:
+            return await self.put(url, state, run)
+        except RunMismatch as error:  # Another run has added it meanwhile.
+            raise IdUnavailable(f"the engine {url} is not available to run {run}") from error
 
     async def put(
         self, url: str, state: Literal["serving", "draining"], run: str | msgspec.UnsetType | None = msgspec.UNSET
