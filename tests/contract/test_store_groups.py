@@ -159,7 +159,7 @@ async def test_a_group_of_an_erased_run_is_not_that_of_the_next_run_of_its_name(
     await made.finish("new")
     row = await made.row("g", run="run")
     assert (row.sessions, row.erased, row.arrived, row.completed_at) == (1, 0, 1, None)
-    await made.store.submit(RestoreGroups(cut, GroupKey("", ""), 9))
+    await made.store.submit(RestoreGroups(cut, "*", GroupKey("", ""), 9))
     assert [(await made.row("g", run=of)).acked_at is None for of in ("run", "other")] == [True, False]
     await made.create("g", "newer", 1, at=2.0, run="run")
     await made.finish("newer")
