@@ -12,7 +12,7 @@ import pytest
 from integration.guarded import Guarded, Team
 from integration.places import Places
 from integration.routing import problems
-from integration.stand import Stand, Talk, error_of, serving, until
+from integration.stand import HOURS, Stand, Talk, error_of, serving, until
 from integration.test_checkpoints import VOLATILE
 from ops.simulator.process import SimulatorProcess
 
@@ -89,7 +89,7 @@ def test_a_restore_of_one_run_leaves_the_other_alone(used: Stand, runs: tuple[st
         assert used.http.post("/export/groups/ack", json=acked).json()["acknowledged"] == ["acked"]
     mine.say("Two")
     theirs = used.talk(run=b)
-    slow = used.meanwhile(theirs.say, "Slow", sim={"latency_s": 4.0})
+    slow = used.meanwhile(theirs.say, "Slow", sim={"latency_s": HOURS})
     used.until_generating(theirs)
     cursors = {run: cursor(used, **({} if run is None else {"run": run})) for run in (a, b, None)}
     position = json.loads(used.http.get("/events", params={"run": b}).text.splitlines()[-1])["position"]
@@ -112,6 +112,7 @@ def test_a_restore_of_one_run_leaves_the_other_alone(used: Stand, runs: tuple[st
     leased = {"consumer": "c", "run": b, "groups": ["acked", "leased"]}
     answer = used.http.post("/export/groups/ack", json=leased).json()
     assert (answer["already"], answer["acknowledged"]) == (["acked"], ["leased"])
+    used.end()
     assert slow.result().status_code == 200
     assert (theirs.generations(), theirs.types().count("TurnAbandoned")) == (1, 0)
 
@@ -137,7 +138,7 @@ def test_a_checkpoint_of_all_runs_is_another_one(used: Stand, runs: tuple[str, s
 def test_turns_of_one_run_drain_and_another_runs_go_on(used: Stand, runs: tuple[str, str]) -> None:
     a, b = runs
     ours, theirs = used.talk(run=a), used.talk(run=b)
-    slow = used.meanwhile(ours.say, "Slow", sim={"latency_s": 4.0})
+    slow = used.meanwhile(ours.say, "Slow", sim={"latency_s": HOURS})
     used.until_generating(ours)
     cut = used.meanwhile(make, used, "cut", a, cut="drain")
     until(lambda: used.http.get(f"/runs/{a}/fleet").json()["held_for"] == "drain")
@@ -148,6 +149,7 @@ def test_turns_of_one_run_drain_and_another_runs_go_on(used: Stand, runs: tuple[
     make(used, "cut", b, cut="drain")
     refused = [used.http.post("/checkpoints", json={"name": "second", "run": run, "cut": "drain"}) for run in (a, "*")]
     assert [error_of(one) for one in refused] == [(409, "checkpoint_busy")] * 2
+    used.end()
     assert cut.result()["sessions"] == 2
     assert [one.result().status_code for one in (slow, held)] == [200, 200]
 
