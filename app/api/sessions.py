@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.responses import Response, StreamingResponse
 
 from app.api.creation import created_fields
-from app.api.head import RUN
 from app.api.parameters import LIMIT, Cursor, SessionId
 from app.api.replies import FollowedStream, HeldReply, started
 from app.api.requests import MAX_COMPONENTS, Request, require_finite, require_small
@@ -559,7 +558,6 @@ async def delete_session(
     "admin",
     json_reply(reply_types.Finished, "The session that had the name; without an id, none had."),
     errors=(InvalidRequest, Restored, RunMismatch, SessionUnreadable, *WRITE),
-    headers={RUN: "The run that the name is of."},
     of_run="header",
 )
 async def finish_name(
