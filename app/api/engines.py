@@ -73,8 +73,8 @@ async def post_engine(request: Request) -> object:
     where that is left out, it stays as it is. An engine in the pool is removed before it serves another run."""
     app = request.services
     body = await request.body_of(PutEngine)
-    if request.token_run is not None:
-        return engine_fields(app, await app.engine_pool.put_own(body.url, body.state, request.token_run))
+    if request.head.token_run is not None:
+        return engine_fields(app, await app.engine_pool.put_own(body.url, body.state, request.head.token_run))
     run = body.run if "run" in body.model_fields_set else msgspec.UNSET
     return engine_fields(app, await app.engine_pool.put(body.url, body.state, run))
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from starlette.datastructures import QueryParams
 
-from app.api.head import RUN, TOKEN_RUN, UNKNOWN_TOKEN, Head, to_newest, unknown_session
+from app.api.head import RUN, UNKNOWN_TOKEN, Head, to_newest, unknown_session
 from app.api.routes import Route
 from app.domain.names import first_id
 from app.domain.patterns import is_id
@@ -23,9 +23,8 @@ from app.tokens import RunToken
 _HEADER = RUN.encode()
 
 
-async def admit(app: Services, head: Head, route: Route) -> AppError | None:
-    """The error for what the request's token of a run does not open, else None. Limits the request to the run."""
-    token: RunToken = head.scope[TOKEN_RUN]
+async def admit(app: Services, head: Head, token: RunToken, route: Route) -> AppError | None:
+    """The error for what this token of a run does not open, else None. Limits the request to the run."""
     try:
         if app.run_number is None or await app.run_number(token.run) != token.number:
             return Unauthorized(UNKNOWN_TOKEN)

@@ -573,7 +573,7 @@ async def finish_name(
     try:
         session = await request.services.names.finish(request.head.run, session_id)
     except RunMismatch:
-        if request.token_run is None:
+        if request.head.token_run is None:
             raise
         session = None
     if session is None:
