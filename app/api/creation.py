@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
 from app.api.head import RUN
-from app.api.of_run import hidden
+from app.api.of_run import hide
 from app.api.requests import Request, require_finite, require_small
 from app.api.routes import BODY, WRITE, Routes, json_reply
 from app.domain.events import (
@@ -241,9 +241,7 @@ async def create(request: Request, body: CreateSession, *, by_name: bool = False
     try:
         return created(request, await _begun(app, new))
     except AppError as error:
-        named = (body.session_id, body.parent_session_id)
-        if (told := await hidden(app, error, request.head.token_run, named)) is not None:
-            raise told from error
+        await hide(app, error, request.head.token_run, (body.session_id, body.parent_session_id))
         raise
 
 

@@ -100,15 +100,15 @@ async def _found_run(app: Services, session_id: str, own: str) -> str | None:
     return rows[0][0] if rows else None
 
 
-async def hidden(app: Services, error: AppError, run: str | None, session_ids: Iterable[str | None]) -> AppError | None:
-    """In place of the error of a request that creates sessions, what the token of `run` may know: of these ids, one
-    that is taken outside the run is not available. None: the error itself."""
+async def hide(app: Services, error: AppError, run: str | None, session_ids: Iterable[str | None]) -> None:
+    """Raises IdUnavailable in place of the error of a request that creates sessions, where one of these ids is taken
+    outside `run`, whose token the request brought: that is all that it may know."""
     if run is None:
-        return None
+        return
     named = list(filter(None, session_ids))
     for session_id in named:
         found, absent = await _found_run(app, session_id, run), SessionNotFound.of(session_id)
         if found != run and (found is not None or await app.explained(absent) is not absent):
-            return IdUnavailable.of(session_id)
-    # A child of another run was there before its parent.
-    return IdUnavailable.of(named[0]) if isinstance(error, RunMismatch) and named else None
+            raise IdUnavailable.of(session_id) from error
+    if isinstance(error, RunMismatch) and named:  # A child of another run was there before its parent.
+        raise IdUnavailable.of(named[0]) from error

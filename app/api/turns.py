@@ -27,7 +27,7 @@ from app.api.header_sessions import (
     agent_of,
     session_of_request,
 )
-from app.api.of_run import hidden, require_own
+from app.api.of_run import hide, require_own
 from app.api.replies import INTERNAL, LEFT_OUT, ROLLED_BACK, error_parts, left_out_header, rendered
 from app.api.requests import arrived_body, disconnected
 from app.api.routes import (
@@ -184,9 +184,7 @@ class TurnRequest:
         try:
             outcome = await self._turn_in_newest(session, body, reservation)
         except AppError as error:
-            named = session.session_id, session.root, session.parent
-            if (told := await hidden(app, error, head.token_run, named)) is not None:
-                raise told from error
+            await hide(app, error, head.token_run, (session.session_id, session.root, session.parent))
             raise
         await session.end(app)
         return outcome
