@@ -17,7 +17,7 @@ from app.domain.names import first_id
 from app.domain.patterns import is_id
 from app.errors import AppError, Forbidden, IdUnavailable, NotFound, RunMismatch, SessionNotFound, Unauthorized
 from app.services import Services
-from app.store.sessions import RUN_OF
+from app.store.sessions import run_of
 from app.tokens import RunToken
 
 _HEADER = RUN.encode()
@@ -96,8 +96,7 @@ async def _found_run(app: Services, session_id: str, own: str) -> str | None:
     known = app.cache.known(session_id)
     if known is not None and known.config.of_run == own:
         return own
-    rows = await app.database.read_autocommit(RUN_OF, {"sid": session_id})
-    return rows[0][0] if rows else None
+    return await run_of(app.database, session_id)
 
 
 async def hide(app: Services, error: AppError, run: str | None, session_ids: Iterable[str | None]) -> None:
