@@ -83,8 +83,8 @@ class Request(starlette.requests.Request):
         erase content: the agent that is judged may hold it, whose harness does."""
         if self.token_session is not None and self.services.settings.session_rewards == "refuse":
             raise Forbidden(
-                "a session token sets no reward, fails no rollout and erases nothing: use the admin token, or set "
-                "TURNLOG_SESSION_REWARDS=allow"
+                "a session token sets no reward, fails no rollout and erases nothing: use the admin token or the "
+                "run's, or set TURNLOG_SESSION_REWARDS=allow"
             )
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:

@@ -218,7 +218,7 @@ async def session_json(
 )
 async def post_samples(request: Request, session_id: SessionId) -> Response:
     """The session's samples as safetensors; a `reward` in the body or its `metadata` is first assigned to the session,
-    which needs the admin's token unless `TURNLOG_SESSION_REWARDS=allow`."""
+    which needs the admin's token or the run's unless `TURNLOG_SESSION_REWARDS=allow`."""
     app = request.services
     query = await request.body_of(SamplesQuery)
     metadata = None if query.metadata is None else query.metadata.model_dump(exclude_unset=True)
