@@ -262,8 +262,8 @@ class Session:
 
     def erase(self) -> bool:
         """Close the session and delete its content for good. False: object storage or archives still have some of it,
-        and the server goes on. Needs the admin token or the run's, or a server with `TURNLOG_SESSION_REWARDS=allow`. Raises
-        NotFound, Forbidden."""
+        and the server goes on. Needs the admin token or the run's, or a server with `TURNLOG_SESSION_REWARDS=allow`.
+        Raises NotFound, Forbidden."""
         return self._transport.erase(self._path, token=self._judges_token)
 
     @property
