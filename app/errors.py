@@ -215,7 +215,7 @@ class IdUnavailable(AppError):
 
     @classmethod
     def of(cls, session_id: str) -> Self:
-        return cls(f"the id {session_id} is not available: leave session_id out, and the server makes one")
+        return cls(f"the id {session_id} is not available")
 
 
 class SessionEnded(SessionExists):

@@ -17,7 +17,7 @@ from app.api import creation, exports, models, responses, service, sessions, tur
 from app.api import engines as engine_routes
 from app.api import metrics as metrics_route
 from app.api.connection import bound_connections
-from app.api.head import TOKEN_RUN, Guard, Head, request_ids, with_single_slashes
+from app.api.head import Guard, Head, request_ids, with_single_slashes
 from app.api.header_sessions import ROLLOUTS, without_prefix
 from app.api.of_run import admit
 from app.api.openapi import document
@@ -95,8 +95,8 @@ class Turnlog:
             plain = self.table.plain.get((head.method, head.path_session is not None, head.route))
             route = plain or self.table.find(head)
             refusal = self._guard.refusal(head, route.who)
-            if refusal is None and TOKEN_RUN in scope:
-                refusal = await admit(self.services, head, route)
+            if refusal is None and head.run_token is not None:
+                refusal = await admit(self.services, head, head.run_token, route)
             if refusal is not None:
                 await send_error(self.services, head, refusal, send)
             elif route.protocol is not None:

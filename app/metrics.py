@@ -17,6 +17,7 @@ import os
 import secrets
 import struct
 import time
+from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -65,29 +66,40 @@ def shared_folder() -> Path | None:
 
 
 class MetricValues:
-    """This process's numbers, which `values` reads and writes. They begin at 0, in the order of `series`.
+    """This process's numbers, which `values` reads and writes. They begin as `numbers` (0 without), in the order of
+    `series`.
 
-    With a folder they are in a file there, locked until `close` or the end of the process.
+    With a folder they are in a file there, locked until `close` or the end of the process. It takes the place of that
+    of `before` in one step.
     """
 
-    def __init__(self, folder: Path | None, series: Sequence[Series]) -> None:
-        size = _VALUE * sum(width for _, _, width in series)
+    def __init__(
+        self,
+        folder: Path | None,
+        series: Sequence[Series],
+        numbers: Sequence[float] = (),
+        before: MetricValues | None = None,
+    ) -> None:
+        first = array("d", numbers or [0.0] * sum(width for _, _, width in series))
         if folder is None:
             self._file = None
-            self.values = memoryview(bytearray(size)).cast("d")
+            self.values = memoryview(first)
             return
         head = msgspec.json.encode(series)
         head += b" " * (-len(head) % _VALUE)
-        path = folder / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
-        begun = path.with_suffix(".new")
+        made = folder / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
+        self._path = made if before is None else before._path
+        begun = made.with_suffix(".new")
         self._file = begun.open("w+b")
         fcntl.flock(self._file, fcntl.LOCK_EX)
-        self._file.write(_HEAD.pack(len(head)) + head + bytes(size))
+        self._file.write(_HEAD.pack(len(head)) + head + first.tobytes())
         self._file.flush()
         whole = memoryview(mmap.mmap(self._file.fileno(), 0))
         self.values = whole[_HEAD.size + len(head) :].cast("d")
         # Renamed when it is locked and whole: another process would take it for a dead one's.
-        begun.rename(path)
+        begun.rename(self._path)
+        if before is not None:
+            before.close()
 
     def close(self) -> None:
         """Free the lock; the numbers stay as a dead process's."""
@@ -299,6 +311,8 @@ class Metrics:
         series = [(family.name, value, family.width) for family in self._families for value in family.values]
         self._file = MetricValues(FOLDER, series)
         self._values = self._file.values
+        self._named: Mapping[tuple[str, str], float] = {}
+        self._named_file: MetricValues | None = None
         self._places: dict[tuple[str, str], int] = {}
         place = 0
         for name, value, width in series:
@@ -315,6 +329,8 @@ class Metrics:
     def close(self) -> None:
         """Take this process's gauges out of other processes' scrapes."""
         self._file.close()
+        if self._named_file is not None:
+            self._named_file.close()
 
     def set(self, name: str, value: float, label: str = "") -> None:
         """Set a gauge, or a counter that another component counts since the process began."""
@@ -324,6 +340,17 @@ class Metrics:
         """Set the series of a metric by the value of its label; those that are absent stay."""
         for label, value in values.items():
             self._values[self._places[name, label]] = value
+
+    def set_named(self, values: Mapping[tuple[str, str], float]) -> None:
+        """Set the series whose labels an operator has named since the start, each by its metric and its label; in place
+        of those before, so that one that is absent is shown no more."""
+        if list(values) != list(self._named):
+            series = [(name, label, 1) for name, label in values]
+            self._named_file = MetricValues(FOLDER, series, list(values.values()), self._named_file)
+        elif self._named_file is not None:
+            for place, value in enumerate(values.values()):
+                self._named_file.values[place] = value
+        self._named = values
 
     def add(self, name: str, label: str = "") -> None:
         """Count one more."""
@@ -360,7 +387,7 @@ class Metrics:
     def collected(self) -> list[Metric]:
         """The metrics of this process, or of all that share its folder."""
         if FOLDER is None:
-            own: dict[tuple[str, str], list[float]] = {}
+            own = {key: [value] for key, value in self._named.items()}
             for family in self._families:
                 for value in family.values:
                     place = self._places[family.name, value]
@@ -368,7 +395,10 @@ class Metrics:
             processes = [(True, own)]
         else:
             processes = list(read_values(FOLDER))
-        return [_merged(family, processes) for family in self._families]
+        named: dict[str, list[str]] = {}
+        for name, label in self._named:
+            named.setdefault(name, []).append(label)
+        return [_merged(family, (*family.values, *named.get(family.name, ())), processes) for family in self._families]
 
 
 WINDOW_S = 60
@@ -464,9 +494,11 @@ def _percentile_ms(slots: Counter[int], share: float) -> float | None:
     return None
 
 
-def _merged(family: Family, processes: Sequence[tuple[bool, Mapping[tuple[str, str], list[float]]]]) -> Metric:
+def _merged(
+    family: Family, values: Iterable[str], processes: Sequence[tuple[bool, Mapping[tuple[str, str], list[float]]]]
+) -> Metric:
     samples: list[Sample] = []
-    for value in family.values:
+    for value in values:
         numbers = [
             process[family.name, value]
             for is_alive, process in processes

@@ -149,13 +149,7 @@ class Services:
             configured=settings.upstream_dialect,
             logprobs_of=None if settings.logprobs_mode == "auto" else settings.logprobs_mode,
         )
-        self.engine_pool = EnginePool(
-            self.fleet,
-            self.engines,
-            settings.upstreams,
-            has_key=api_key is not None,
-            with_key=settings.router_workers,
-        )
+        self.engine_pool = EnginePool(self.fleet, self.engines, settings.upstreams)
         self.control = EngineControl(
             client,
             settings.upstream_dialect,

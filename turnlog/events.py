@@ -240,11 +240,12 @@ class AnnotationWritten(_Event):
 
 class RolloutJoined(_Event):
     """A parent that the session's line names was created after it: its rollout's root is now `root`. `has_limits`: it
-    has limits that hold for all of its sessions."""
+    has limits that hold for all of its sessions. `evaluation`: it is one, and so is this session."""
 
     type: Literal["RolloutJoined"]
     root: str
     has_limits: NotRequired[bool]
+    evaluation: NotRequired[bool]
 
 
 class AffinityBound(_Event):

@@ -9,7 +9,7 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
 
 from app.api.head import RUN
-from app.api.of_run import hidden
+from app.api.of_run import hide
 from app.api.requests import Request, require_finite, require_small
 from app.api.routes import BODY, WRITE, Routes, json_reply
 from app.domain.events import (
@@ -232,7 +232,7 @@ async def create(request: Request, body: CreateSession, *, by_name: bool = False
             raise RunMismatch(f"the body names run {body.run}, {RUN} names {run}")
         body = body.model_copy(update={"run": run})
     new = new_session(body, app.settings)
-    if request.token_run is not None and (names := reserved(new.config.params or {}, app.settings.session_params)):
+    if request.head.token_run is not None and (names := reserved(new.config.params or {}, app.settings.session_params)):
         raise Forbidden(f"params.{names[0]}: requires the admin's token")
     if by_name and new.name is not None:
         new = msgspec.structs.replace(new, session_id=first_id(new.config.of_run, new.name))
@@ -241,9 +241,7 @@ async def create(request: Request, body: CreateSession, *, by_name: bool = False
     try:
         return created(request, await _begun(app, new))
     except AppError as error:
-        named = (body.session_id, body.parent_session_id)
-        if (told := await hidden(app, error, request.token_run, named)) is not None:
-            raise told from error
+        await hide(app, error, request.head.token_run, (body.session_id, body.parent_session_id))
         raise
 
 

@@ -12,7 +12,7 @@ from app.api.requests import Request, read_model
 from app.api.routes import BODY, NO_CONTENT, WRITE, Routes, json_reply
 from app.domain import patterns
 from app.errors import Forbidden, IdUnavailable, InvalidRequest, NotFound, RunMismatch
-from app.fleet.engine_pool import ListedEngine
+from app.fleet.engine_pool import ListedEngine, require_base_url
 from app.services import Services
 from app.sessions.as_reply import as_reply
 from turnlog import replies as reply_types
@@ -73,10 +73,32 @@ async def post_engine(request: Request) -> object:
     where that is left out, it stays as it is. An engine in the pool is removed before it serves another run."""
     app = request.services
     body = await request.body_of(PutEngine)
-    if request.token_run is not None:
-        return engine_fields(app, await app.engine_pool.put_own(body.url, body.state, request.token_run))
+    if (own := request.head.token_run) is not None:
+        await _require_own(app, require_base_url(body.url), own)
     run = body.run if "run" in body.model_fields_set else msgspec.UNSET
-    return engine_fields(app, await app.engine_pool.put(body.url, body.state, run))
+    try:
+        return engine_fields(app, await app.engine_pool.put(body.url, body.state, run))
+    except RunMismatch as error:
+        if own is None:
+            raise
+        raise _unavailable(body.url, own) from error  # Another run has added it meanwhile.
+
+
+async def _require_own(app: Services, url: str, run: str) -> None:
+    """Raises Forbidden, IdUnavailable where the token of a run may not put this engine into the pool."""
+    settings = app.settings
+    known = (await app.fleet.refresh()).engines.get(url)
+    if (known is not None or url in settings.upstreams) and (known is None or known.run != run):
+        raise _unavailable(url, run)
+    has_key = settings.upstream_api_key is not None
+    if known is None and has_key and not any(pattern.matches(url) for pattern in settings.router_workers):
+        raise Forbidden(
+            f"{url}: engines are sent TURNLOG_UPSTREAM_API_KEY, and TURNLOG_ROUTER_WORKERS does not name it"
+        )
+
+
+def _unavailable(url: str, run: str) -> IdUnavailable:
+    return IdUnavailable(f"the engine {url} is not available to run {run}")
 
 
 @route(

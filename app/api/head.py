@@ -9,7 +9,7 @@ The guard authorises every request by what the table of routes says (`Who`):
                              its agents' sessions (checked by `header_sessions`, which finds the token's session in the
                              scope under TOKEN_SESSION). No reward and no erasure (`Request.require_judge`, which the
                              three routes call that can do that by their path, query or body)
-    a run's token            everything within the run: `of_run.admit`, which finds it in the scope under TOKEN_RUN
+    a run's token            everything within the run: `of_run.admit`, by `Head.run_token`
     the page's cookie        GET and HEAD; a session's note and tags, where the page itself sends them. That of a run
                              also only what the run's token opens
 
@@ -43,7 +43,7 @@ from app.errors import (
 from app.logs import LogContext
 from app.services import Services
 from app.settings import Network
-from app.tokens import Tokens
+from app.tokens import RunToken, Tokens
 from app.upstream.headers import Headers
 
 if TYPE_CHECKING:
@@ -94,9 +94,6 @@ RawHeaders = Sequence[tuple[bytes, bytes]]
 TOKEN_SESSION = "turnlog.token_session"
 """Key in a scope: the session of the request's session token; missing for an admin."""
 
-TOKEN_RUN = "turnlog.token_run"
-"""Key in a scope: what the request's token of a run says (`RunToken`); missing for an admin and a session."""
-
 UNKNOWN_TOKEN = "the bearer token is unknown"
 
 COOKIE = b"turnlog_ui"
@@ -134,12 +131,13 @@ class Head(LogContext):
     of each header by its name in lower case. `is_forwarded`: a proxy's header is among them. `peer` is the address of
     the connection's other end, `connection` the connection, where uvicorn serves it. `own_headers` are those that the
     reply gets: the id, which is the client's own `x-request-id` if that is valid. `path_values` are those of the
-    parameters in the path but the session, once the route is found.
+    parameters in the path but the session, once the route is found. `run_token`: what the
+    request's token of a run says.
     """
 
     __slots__ = (
         *("connection", "header_bytes", "headers", "is_forwarded", "method", "own_headers"),
-        *("path", "path_session", "path_values", "peer", "route", "scope"),
+        *("path", "path_session", "path_values", "peer", "route", "run_token", "scope"),
     )
 
     def __init__(self, scope: Scope, ids: Iterator[str]) -> None:
@@ -175,6 +173,7 @@ class Head(LogContext):
             self.own_headers.append((ANTHROPICS, self.request_id))
         self.session_id = self.path_session
         self.has_ended = False
+        self.run_token: RunToken | None = None
         state = scope.get("state") or {}
         self.connection: BoundedProtocol | None = state.get(CONNECTION)
         peer = state.get(PEER) or scope["client"]
@@ -192,6 +191,11 @@ class Head(LogContext):
                 f"{RUN} must be 1 to 128 letters, digits, dots, underscores, colons or hyphens, and not only dots"
             )
         return run
+
+    @property
+    def token_run(self) -> str | None:
+        """The run whose own token the request brought."""
+        return None if self.run_token is None else self.run_token.run
 
     def naming(self, send: Send) -> Send:
         """`send` that adds `own_headers`, but for those that the reply passes on from an engine."""
@@ -322,10 +326,10 @@ class Guard:
             return None
         token_session = self._tokens.session_of(token)
         if token_session is None:
-            token_run = self._tokens.run_of(token)
-            if token_run is None:
+            run_token = self._tokens.run_of(token)
+            if run_token is None:
                 return Unauthorized(UNKNOWN_TOKEN)
-            head.scope[TOKEN_RUN] = token_run
+            head.run_token = run_token
             return None
         head.scope[TOKEN_SESSION] = token_session
         if head.path.startswith(_SESSIONS) and head.path_session != token_session:
@@ -346,8 +350,8 @@ class Guard:
         for cookie in _cookies(headers[b"cookie"]):
             if self._tokens.is_signed_in(cookie, now):
                 return True
-            if (token_run := self._tokens.run_signed_in(cookie, now)) is not None:
-                head.scope[TOKEN_RUN] = token_run
+            if (run_token := self._tokens.run_signed_in(cookie, now)) is not None:
+                head.run_token = run_token
                 return True
         return False
 

@@ -210,11 +210,16 @@ class HeaderSession:
                     self._run = above.run
         self._place(self.name if self.is_unnamed else await names.at(self._run, self.name), parent)
 
-    def _require_run(self, app: Services) -> None:
-        """Raises RunMismatch as `require_named_run`."""
-        root = app.cache.known(self.root)
-        if root is not None and self._token_session is None:
-            require_named_run(root, self._run, self.name)
+    async def _require_run(self, app: Services) -> None:
+        """Raises RunMismatch as `require_named_run`; also where a client of another run has made a session under the id
+        that this one has by its name."""
+        if self._token_session is not None:
+            return
+        root = await app.cache.get(self.root)
+        if root is not None:
+            require_named_run(root.session, self._run, self.name)
+        run = self._run or (DEFAULT_RUN if root is None else root.session.config.of_run)
+        await app.names.require_run(self.session_id, run)
 
     async def _place_of_token(self, app: Services, token_session: str) -> None:
         """The token says which generation of its session's name it is."""
@@ -250,17 +255,17 @@ class HeaderSession:
             self._require_below(self.parent)
         if await app.sessions.config_of(self.session_id) is None:
             await self._create(app)
-        self._require_run(app)
+        await self._require_run(app)
         await self._require_stored_below(app)
 
     async def existing(self, app: Services) -> str:
         """The session's id, for a request that creates none. Raises SessionNotFound as `ensure`."""
         if self._token_session is None:
             self._place(await app.names.newest(self._run, self.name), None)
-            self._require_run(app)
         else:
             await self._place_of_token(app, self._token_session)
         await self._choose_session(app)
+        await self._require_run(app)
         self._require_below(self.session_id)
         await self._require_stored_below(app)
         return self.session_id

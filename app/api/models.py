@@ -12,7 +12,7 @@ from fastapi import Path
 from starlette.responses import JSONResponse, Response
 
 from app.api.limits import read_body
-from app.api.parameters import HeaderRun, SessionId
+from app.api.parameters import SessionId
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, ENGINE, JSON, READ, SESSION, Reply, Routes, json_reply
 from app.domain.events import DEFAULT_RUN
@@ -85,9 +85,9 @@ async def session_model(request: Request, session_id: SessionId, model_id: Model
     passes_engines_errors=True,
     of_run="header",
 )
-async def models(request: Request, run: HeaderRun = None) -> Response:
+async def models(request: Request) -> Response:
     """The models of an engine of the run."""
-    return await models_reply(request, await _run_of(request, run), "")
+    return await models_reply(request, await _run_of(request), "")
 
 
 @route(
@@ -99,16 +99,16 @@ async def models(request: Request, run: HeaderRun = None) -> Response:
     passes_engines_errors=True,
     of_run="header",
 )
-async def model(request: Request, model_id: ModelId, run: HeaderRun = None) -> Response:
+async def model(request: Request, model_id: ModelId) -> Response:
     """One of the models that the list has."""
-    return _one_of(await models(request, run), model_id, request)
+    return _one_of(await models(request), model_id, request)
 
 
-async def _run_of(request: Request, named: str | None) -> str:
+async def _run_of(request: Request) -> str:
     """The run of a request without a session in its path: that of the token's session, else the one that it names."""
     session_id = request.token_session
     entry = None if session_id is None else await request.services.cache.current(session_id)
-    return (named or DEFAULT_RUN) if entry is None else entry.session.config.of_run
+    return (request.head.run or DEFAULT_RUN) if entry is None else entry.session.config.of_run
 
 
 async def models_reply(request: Request, run: str, session_id: str) -> Response:
@@ -179,9 +179,9 @@ async def count_in_session(request: Request, session_id: SessionId) -> object:
     passes_engines_errors=True,
     of_run="header",
 )
-async def count(request: Request, run: HeaderRun = None) -> object:
+async def count(request: Request) -> object:
     """The same without a session: an engine's count is that of any engine of the run."""
-    return await _count(request, await _run_of(request, run), "")
+    return await _count(request, await _run_of(request), "")
 
 
 async def _count(request: Request, of_run: str, session_id: str) -> object:

@@ -11,26 +11,25 @@ from collections.abc import Iterable
 
 from starlette.datastructures import QueryParams
 
-from app.api.head import RUN, TOKEN_RUN, UNKNOWN_TOKEN, Head, to_newest, unknown_session
+from app.api.head import RUN, UNKNOWN_TOKEN, Head, to_newest, unknown_session
 from app.api.routes import Route
 from app.domain.names import first_id
 from app.domain.patterns import is_id
 from app.errors import AppError, Forbidden, IdUnavailable, NotFound, RunMismatch, SessionNotFound, Unauthorized
 from app.services import Services
-from app.store.sessions import RUN_OF
+from app.store.sessions import run_of
 from app.tokens import RunToken
 
 _HEADER = RUN.encode()
 
 
-async def admit(app: Services, head: Head, route: Route) -> AppError | None:
-    """The error for what the request's token of a run does not open, else None. Limits the request to the run."""
-    token: RunToken = head.scope[TOKEN_RUN]
+async def admit(app: Services, head: Head, token: RunToken, route: Route) -> AppError | None:
+    """The error for what this token of a run does not open, else None. Limits the request to the run."""
     try:
         if app.run_number is None or await app.run_number(token.run) != token.number:
             return Unauthorized(UNKNOWN_TOKEN)
         if route.limit is None:
-            return Forbidden("the route is the admin's: no token of a run opens it")
+            return Forbidden("this route needs the admin's token")
         _limit_header(head, token.run)
         if route.limit == "query":
             _limit_query(head, token.run)
@@ -48,7 +47,7 @@ async def admit(app: Services, head: Head, route: Route) -> AppError | None:
 def require_run(named: str | None, run: str) -> None:
     """Raises Forbidden where a request with the token of `run` names another run."""
     if named not in (None, run):
-        raise Forbidden(f"the token is that of run {run}, and opens no other")
+        raise Forbidden(f"the token is for run {run} and opens no other run")
 
 
 def _limit_header(head: Head, run: str) -> None:
@@ -97,19 +96,18 @@ async def _found_run(app: Services, session_id: str, own: str) -> str | None:
     known = app.cache.known(session_id)
     if known is not None and known.config.of_run == own:
         return own
-    rows = await app.database.read_autocommit(RUN_OF, {"sid": session_id})
-    return rows[0][0] if rows else None
+    return await run_of(app.database, session_id)
 
 
-async def hidden(app: Services, error: AppError, run: str | None, session_ids: Iterable[str | None]) -> AppError | None:
-    """In place of the error of a request that creates sessions, what the token of `run` may know: of these ids, one
-    that is taken outside the run is not available. None: the error itself."""
+async def hide(app: Services, error: AppError, run: str | None, session_ids: Iterable[str | None]) -> None:
+    """Raises IdUnavailable in place of the error of a request that creates sessions, where one of these ids is taken
+    outside `run`, whose token the request brought: that is all that it may know."""
     if run is None:
-        return None
+        return
     named = list(filter(None, session_ids))
     for session_id in named:
         found, absent = await _found_run(app, session_id, run), SessionNotFound.of(session_id)
         if found != run and (found is not None or await app.explained(absent) is not absent):
-            return IdUnavailable.of(session_id)
-    # A child of another run was there before its parent.
-    return IdUnavailable.of(named[0]) if isinstance(error, RunMismatch) and named else None
+            raise IdUnavailable.of(session_id) from error
+    if isinstance(error, RunMismatch) and named:  # A child of another run was there before its parent.
+        raise IdUnavailable.of(named[0]) from error

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from app.api.head import COOKIE, Who
+from app.api.head import COOKIE, RUN, Who
 from app.api.parameters import Parameters, SessionId
 from app.api.replies import LEFT_OUT, ROLLED_BACK
 from app.api.routes import ANYTHING, JSON, NDJSON, TEXT, Errors, Reply, Route, Schema, Table
@@ -112,7 +112,7 @@ class _Builder:
                 *_parameters(route),
                 *(
                     {"name": name, "in": "header", "required": False, "description": description, "schema": TEXT}
-                    for name, description in route.headers.items()
+                    for name, description in _headers(route).items()
                 ),
             ],
             "responses": {
@@ -214,6 +214,10 @@ def _parameters(route: Route) -> list[Schema]:
         if fields["name"] in ("format", "shape"):
             fields["schema"]["enum"] = list(FORMATS if fields["name"] == "format" else SHAPES)
     return described
+
+
+def _headers(route: Route) -> Mapping[str, str]:
+    return {RUN: "The run that the request is about.", **route.headers} if route.of_run == "header" else route.headers
 
 
 def _paragraphs(text: str) -> str:

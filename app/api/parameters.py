@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from fastapi import Header, Path, Query
+from fastapi import Path, Query
 from fastapi.params import Param
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.requests import Request
@@ -23,10 +23,6 @@ from app.errors import InvalidRequest
 
 SessionId = Annotated[str, Path(description="A session's id.", json_schema_extra={"pattern": ID})]
 """An invalid one is an unknown session, found without a look into the database."""
-
-HeaderRun = Annotated[
-    str | None, Header(alias="x-turnlog-run", pattern=ID, description="The run that the request is about.")
-]
 
 Cursor = Annotated[str | None, Query(pattern=NO_NUL, description="Where to continue: the cursor of an earlier reply.")]
 

@@ -13,7 +13,7 @@ import starlette.requests
 from pydantic import BaseModel, ValidationError
 from starlette.types import Receive
 
-from app.api.head import TOKEN_RUN, TOKEN_SESSION, Head
+from app.api.head import TOKEN_SESSION, Head
 from app.api.limits import read_body
 from app.api.of_run import require_run
 from app.api.routes import Route
@@ -62,12 +62,6 @@ class Request(starlette.requests.Request):
         """The session whose own token the request brought."""
         return self.scope.get(TOKEN_SESSION)
 
-    @property
-    def token_run(self) -> str | None:
-        """The run whose own token the request brought."""
-        token = self.scope.get(TOKEN_RUN)
-        return None if token is None else token.run
-
     async def whole_body(self) -> bytes:
         """The body, at most the route's `largest` bytes; empty if the client disconnects. Raises as `arrived_body`."""
         app = self.services
@@ -79,18 +73,18 @@ class Request(starlette.requests.Request):
         """The body as a model; an empty one means `{}` if it is optional. Raises as `read_model`, `whole_body`."""
         raw = await self.whole_body()
         body = kind() if self.route.optional_body and not raw.strip() else read_model(raw, kind, most)
-        if self.token_run is None or self.route.limit != "body":
+        if self.head.token_run is None or self.route.limit != "body":
             return body
-        require_run(body.model_dump(include={"run"}, exclude_unset=True).get("run"), self.token_run)
-        return body.model_copy(update={"run": self.token_run})
+        require_run(body.model_dump(include={"run"}, exclude_unset=True).get("run"), self.head.token_run)
+        return body.model_copy(update={"run": self.head.token_run})
 
     def require_judge(self) -> None:
         """Raises Forbidden where a session's token is about to set a reward, to say that the rollout failed or to
         erase content: the agent that is judged may hold it, whose harness does."""
         if self.token_session is not None and self.services.settings.session_rewards == "refuse":
             raise Forbidden(
-                "a session token sets no reward, fails no rollout and erases nothing: use the admin token, or set "
-                "TURNLOG_SESSION_REWARDS=allow"
+                "a session token sets no reward, fails no rollout and erases nothing: use the admin token or the "
+                "run's, or set TURNLOG_SESSION_REWARDS=allow"
             )
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:

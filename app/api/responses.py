@@ -109,7 +109,7 @@ async def get_input_items_by_header(
 
 async def _session_of(request: Request) -> str:
     """The session in which the same headers generate. Raises InvalidRequest, SessionNotFound."""
-    app, run = request.services, request.token_run
+    app, run = request.services, request.head.token_run
     session = session_of_request(request.headers.items(), b"", request.token_session, request.head.run)
     if run is None:
         return await session.existing(app)

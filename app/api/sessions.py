@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.responses import Response, StreamingResponse
 
 from app.api.creation import created_fields
-from app.api.head import RUN
 from app.api.parameters import LIMIT, Cursor, SessionId
 from app.api.replies import FollowedStream, HeldReply, started
 from app.api.requests import MAX_COMPONENTS, Request, require_finite, require_small
@@ -219,7 +218,7 @@ async def session_json(
 )
 async def post_samples(request: Request, session_id: SessionId) -> Response:
     """The session's samples as safetensors; a `reward` in the body or its `metadata` is first assigned to the session,
-    which needs the admin's token unless `TURNLOG_SESSION_REWARDS=allow`."""
+    which needs the admin's token or the run's unless `TURNLOG_SESSION_REWARDS=allow`."""
     app = request.services
     query = await request.body_of(SamplesQuery)
     metadata = None if query.metadata is None else query.metadata.model_dump(exclude_unset=True)
@@ -559,7 +558,6 @@ async def delete_session(
     "admin",
     json_reply(reply_types.Finished, "The session that had the name; without an id, none had."),
     errors=(InvalidRequest, Restored, RunMismatch, SessionUnreadable, *WRITE),
-    headers={RUN: "The run that the name is of."},
     of_run="header",
 )
 async def finish_name(
@@ -575,7 +573,7 @@ async def finish_name(
     try:
         session = await request.services.names.finish(request.head.run, session_id)
     except RunMismatch:
-        if request.token_run is None:
+        if request.head.token_run is None:
             raise
         session = None
     if session is None:

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.types import Receive, Send
 
 from app.api.client_stream import ClientStream
-from app.api.head import RUN, TOKEN_RUN, TOKEN_SESSION, Head, generation_in, invalid_session_id
+from app.api.head import RUN, TOKEN_SESSION, Head, generation_in, invalid_session_id
 from app.api.header_sessions import (
     AGENT,
     AGENT_HEADERS,
@@ -27,7 +27,7 @@ from app.api.header_sessions import (
     agent_of,
     session_of_request,
 )
-from app.api.of_run import hidden, require_own
+from app.api.of_run import hide, require_own
 from app.api.replies import INTERNAL, LEFT_OUT, ROLLED_BACK, error_parts, left_out_header, rendered
 from app.api.requests import arrived_body, disconnected
 from app.api.routes import (
@@ -75,7 +75,6 @@ from app.protocols.registry import ROUTES
 from app.protocols.sse import SEARCHED, is_set, wants_stream
 from app.request_memory import BodyReservation
 from app.services import Services
-from app.tokens import RunToken
 from app.turn.in_flight import (
     ABORTED,
     COMMITTED,
@@ -119,8 +118,6 @@ class TurnRequest:
         self._protocol = protocol
         self._head = head
         self._token_session: str | None = head.scope.get(TOKEN_SESSION)
-        token_run: RunToken | None = head.scope.get(TOKEN_RUN)
-        self._token_run = None if token_run is None else token_run.run
         self._headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in head.scope["headers"]]
         self._receive = receive
         self._send = send
@@ -188,9 +185,7 @@ class TurnRequest:
         try:
             outcome = await self._turn_in_newest(session, body, reservation)
         except AppError as error:
-            named = session.session_id, session.root, session.parent
-            if (told := await hidden(app, error, self._token_run, named)) is not None:
-                raise told from error
+            await hide(app, error, head.token_run, (session.session_id, session.root, session.parent))
             raise
         await session.end(app)
         return outcome
@@ -209,7 +204,7 @@ class TurnRequest:
     async def _turn_in(self, session: HeaderSession, body: bytes, reservation: BodyReservation) -> str:
         """A turn of a session that the path does not name: its client is told which one, unless it has its id."""
         head = self._head
-        await require_own(self._app, session.session_id, self._token_run)
+        await require_own(self._app, session.session_id, head.token_run)
         head.session_id = session.session_id
         head.own_headers = [header for header in head.own_headers if header[0] != TOLD]
         if session.is_unnamed or session.root != session.name:
@@ -248,7 +243,7 @@ class TurnRequest:
         else:
             streams = (len(body) > SEARCHED or b'"stream"' in body) and wants_stream(body)
         live = LiveStream() if streams else None
-        is_of_run = self._token_run is not None
+        is_of_run = head.token_run is not None
         waiter = Waiter(reservation.grow, self._watch, self._token_session, head.connection, live, is_of_run)
         if settings.on_disconnect != "finish":
             self._watch(waiter)

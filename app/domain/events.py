@@ -521,10 +521,11 @@ class AnnotationWritten(Event, frozen=True):
 
 class RolloutJoined(Event, frozen=True):
     """A parent that the session's line names was created after it: its rollout's root is now `root`. `has_limits`: it
-    has limits that hold for all of its sessions."""
+    has limits that hold for all of its sessions. `evaluation`: it is one, and so is this session."""
 
     root: str
     has_limits: bool = False
+    evaluation: bool = False
 
 
 class AffinityBound(Event, frozen=True):

@@ -644,7 +644,8 @@ def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, An
             return {}
         case RolloutJoined():
             root = event.root if event.has_limits else None
-            return {"budgets": _budgets(session.session_id, session.config, root)}
+            config = msgspec.structs.replace(session.config, evaluation=True) if event.evaluation else session.config
+            return {"config": config, "budgets": _budgets(session.session_id, config, root)}
         case LimitReached():
             spent = session.spent_tokens + event.sampled
             return {"reached": {**session.reached, event.turn: event.limit}, "spent_tokens": spent}

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 from app.domain.events import is_number
 from app.domain.fleet import EngineListed, Fleet, FleetEvent, Regression, VersionRegressed
-from app.domain.patterns import AddressPattern, base_url_fault, plain_base_url
-from app.errors import AppError, Forbidden, IdUnavailable, InvalidRequest, NotFound, RunMismatch
+from app.domain.patterns import base_url_fault, plain_base_url
+from app.errors import AppError, InvalidRequest, NotFound, RunMismatch
 from app.fleet.engines import Engines
 from app.fleet.member import Member, is_lower
 from app.fleet.state import POLL_S, STALE_S, FleetState
@@ -30,24 +29,12 @@ class ListedEngine(msgspec.Struct, frozen=True):
 
 
 class EnginePool:
-    """Keeps `engines` in step with the fleet's log, and writes to it when an engine's weight version falls.
+    """Keeps `engines` in step with the fleet's log, and writes to it when an engine's weight version falls."""
 
-    `has_key`: engines are sent a key; `with_key` are addresses that may be sent it without the operator's asking."""
-
-    def __init__(
-        self,
-        fleet: FleetState,
-        engines: Engines,
-        upstreams: tuple[str, ...],
-        *,
-        has_key: bool,
-        with_key: Sequence[AddressPattern],
-    ) -> None:
+    def __init__(self, fleet: FleetState, engines: Engines, upstreams: tuple[str, ...]) -> None:
         self._fleet = fleet
         self._engines = engines
         self._upstreams = upstreams
-        self._has_key = has_key
-        self._with_key = with_key
         self._reporting: asyncio.Task[None] | None = None
         engines.serve(fleet.fleet.members(upstreams), fleet.fleet.owners)
         fleet.listen(self._changed)
@@ -70,25 +57,13 @@ class EnginePool:
         source: Literal["settings", "admin"] = "settings" if member.url in self._upstreams else "admin"
         return ListedEngine(member, source, None if is_over else regression)
 
-    async def put_own(self, url: str, state: Literal["serving", "draining"], run: str) -> ListedEngine:
-        """As `put`, for who may know of this run's engines alone. Raises Forbidden, IdUnavailable."""
-        url = _require_base_url(url)
-        known = (await self._fleet.refresh()).engines.get(url)
-        if (known is not None or url in self._upstreams) and (known is None or known.run != run):
-            raise IdUnavailable(f"the engine {url} is not available to run {run}")
-        if known is None and self._has_key and not any(pattern.matches(url) for pattern in self._with_key):
-            raise Forbidden(
-                f"{url}: engines are sent TURNLOG_UPSTREAM_API_KEY, and TURNLOG_ROUTER_WORKERS does not name it"
-            )
-        return await self.put(url, state, run)
-
     async def put(
         self, url: str, state: Literal["serving", "draining"], run: str | msgspec.UnsetType | None = msgspec.UNSET
     ) -> ListedEngine:
         """Add the engine, bring it back or drain it. `run` is the run that it serves alone, None: it serves several;
         where it is not given, that stays as it is. Raises InvalidRequest, RunMismatch for an engine that is in the pool
         for another run, StoreUnavailable, StoreFull."""
-        url = _require_base_url(url)
+        url = require_base_url(url)
 
         def decide(fleet: Fleet) -> FleetEvent | None:
             wanted = self._wanted(fleet, url, state, run)
@@ -122,7 +97,7 @@ class EnginePool:
     async def remove(self, url: str, run: str | None = None) -> None:
         """Turns in flight there still end. `run`: only an engine that serves this run alone. Raises InvalidRequest,
         NotFound, StoreUnavailable, StoreFull."""
-        url = _require_base_url(url)
+        url = require_base_url(url)
 
         def decide(fleet: Fleet) -> FleetEvent:
             listed = self._member(fleet, url)
@@ -171,7 +146,7 @@ def _is_new_regression(fleet: Fleet, event: VersionRegressed) -> bool:
     return last is None or not is_number(last.before) or is_lower(last.before, event.before)
 
 
-def _require_base_url(text: str) -> str:
+def require_base_url(text: str) -> str:
     """The normalised base URL. Raises InvalidRequest if it is none."""
     url = plain_base_url(text)
     wrong = base_url_fault(url)

@@ -196,9 +196,9 @@ class Engines:
         """Raises NoUpstream."""
         if not self.serving(run):
             if run is not None and run in self._own:
-                raise NoUpstream(f"the engines of run {run} are gone, and it goes to no others: POST /engines")
+                raise NoUpstream(f"the engines of run {run} are gone, and it goes to no others; POST /engines adds one")
             whose = "" if not self.members else f" for run {run}: each serves another run alone"
-            raise NoUpstream(f"there is no engine{whose}: set TURNLOG_UPSTREAMS, or POST /engines")
+            raise NoUpstream(f"there is no engine{whose}; set TURNLOG_UPSTREAMS, or POST /engines")
 
     def why_unavailable(self, url: str, run: str | None) -> Literal["listed", "draining", "dead"] | None:
         """Why no turn of this run should go to this engine; None if one may."""

@@ -134,9 +134,7 @@ class Sessions:
         if isinstance(outcome, Circular):
             raise InvalidRequest(f"session {new.config.parent} descends from session {new.session_id}, its child to be")
         if isinstance(outcome, OfRun):
-            raise RunMismatch(
-                f"session {new.session_id}: its rollout belongs to run {outcome.run}, not to {new.config.of_run}"
-            )
+            raise _of_other_run(new.session_id, outcome.run, new.config.of_run)
         if isinstance(outcome, NoRoom):
             raise outcome.error
         if isinstance(outcome, Refused):
@@ -159,11 +157,14 @@ class Sessions:
             raise StoreFull("the database is larger than TURNLOG_MAX_DB_BYTES: no new sessions")
 
     async def _join_rollout(self, created: Session) -> None:
-        """Apply to a new session what happened to its root meanwhile. Raises SessionClosed."""
+        """Apply to a new session what happened to its root meanwhile. Raises SessionClosed, RunMismatch."""
         session_id = created.session_id
         root = await self._database.read(partial(rollouts.standing, session_id=session_id))
         if root is None:
             return
+        if root.run != created.config.of_run:  # Root and session were created at the same moment.
+            await self.close_if_open(session_id)
+            raise _of_other_run(session_id, root.run, created.config.of_run)
         if root.status != "open":
             await self._close_with_root(session_id)
             raise _of_closed_root(session_id, root.status)
@@ -171,8 +172,9 @@ class Sessions:
             await self._share_reward(session_id)
         config = await self.config_of(root.root_id)
         limits = None if config is None else config.limits
-        if limits is not None and limits.per == "rollout" and root.root_id not in created.budgets:
-            await self._tell_adopted(session_id)  # Root and session were created at the same moment.
+        has_limits = limits is not None and limits.per == "rollout" and root.root_id not in created.budgets
+        if has_limits or (root.evaluation and created.config.evaluation is not True):
+            await self._tell_adopted(session_id)
 
     async def config_of(self, session_id: str) -> SessionConfig | None:
         """A session in any state; None if it does not exist. Raises SessionUnreadable."""
@@ -382,6 +384,10 @@ def refusal(session_id: str, status: str | None) -> AppError:
     if status == "undone":
         return Restored.of(session_id)
     return SessionClosed.of(session_id, f"is {status}")
+
+
+def _of_other_run(session_id: str, of_rollout: str, own: str) -> RunMismatch:
+    return RunMismatch(f"session {session_id}: its rollout belongs to run {of_rollout}, not to {own}")
 
 
 def _of_closed_root(session_id: str, status: str | None) -> SessionClosed:

@@ -179,8 +179,9 @@ class Names:
 def require_named_run(session: Session, run: str | None, name: str) -> None:
     """Raises RunMismatch where no run was asked for and a client gave the session this name in another run than the
     default one: who says the name alone may mean another session. An id that no client chose leads to its session."""
-    if run is None and session.name == name and session.config.of_run != DEFAULT_RUN:
-        raise RunMismatch(f"session {session.session_id} belongs to run {session.config.of_run}: name that run with it")
+    owner = session.config.of_run
+    if run is None and session.name == name and owner != DEFAULT_RUN:
+        raise RunMismatch(f"session {session.session_id} belongs to run {owner}; send x-turnlog-run: {owner}")
 
 
 def _owner(run: str | None, name: str, named: CacheEntry | None) -> str:

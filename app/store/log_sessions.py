@@ -421,7 +421,9 @@ class JoinRollout(BaseOperation, frozen=True):
         if row is None:
             return refused(tx, self.session_id)
         version, _, _, root_id = row
-        joined = RolloutJoined(root_id, rollouts.has_limits(tx, root_id))
+        joined = RolloutJoined(root_id, rollouts.has_limits(tx, root_id), rollouts.is_evaluation(tx, root_id))
+        if joined.evaluation:
+            tx.run(sql.set_evaluation, {"sid": self.session_id})
         return append(tx, self.session_id, version, self.at, [joined])
 
 

@@ -56,8 +56,9 @@ _members = sessions.alias("members")
 
 
 def is_root(table: FromClause = sessions) -> ColumnElement[bool]:
-    """Condition on heads: the session has no existing root."""
-    there = exists().where(_roots.c.session_id == table.c.root_id, _roots.c.status != "undone").correlate(table)
+    """Condition on heads: the session has no existing root in its run."""
+    of_run = _roots.c.session_id == table.c.root_id, _roots.c.run == table.c.run
+    there = exists().where(*of_run, _roots.c.status != "undone").correlate(table)
     return or_(table.c.root_id.is_(None), ~there)
 
 
@@ -291,12 +292,14 @@ class RootState(msgspec.Struct, frozen=True):
     root_id: str
     status: str
     reward: float | None
+    run: str
+    evaluation: bool
 
 
 def standing(connection: Connection, session_id: str) -> RootState | None:
     """The root's state; None without an existing root."""
     query = (
-        select(_roots.c.session_id, _roots.c.status, _roots.c.reward)
+        select(_roots.c.session_id, _roots.c.status, _roots.c.reward, _roots.c.run, _roots.c.evaluation)
         .join_from(sessions, _roots, _roots.c.session_id == sessions.c.root_id)
         .where(sessions.c.session_id == session_id)
     )
@@ -307,12 +310,17 @@ def standing(connection: Connection, session_id: str) -> RootState | None:
 def members(
     connection: Connection, root_ids: Sequence[str], *, status: Sequence[str], after: str = "", limit: int | None = None
 ) -> list[tuple[str, str]]:
-    """The sessions of these roots' rollouts but the roots themselves, each with its root, in the order of their ids."""
+    """The sessions of these roots' rollouts but the roots themselves, each with its root, in the order of their ids.
+
+    One of another run, created at the same moment as the root, is none of them.
+    """
     query = (
         select(sessions.c.session_id, sessions.c.root_id)
+        .join_from(sessions, _roots, _roots.c.session_id == sessions.c.root_id)
         .where(
             sessions.c.root_id.in_(root_ids),
             sessions.c.root_id.is_not(None),
+            sessions.c.run == _roots.c.run,
             sessions.c.status.in_(status),
             sessions.c.session_id > after,
         )

@@ -86,10 +86,6 @@ LISTED = 10_000
 """Ids in one statement: drivers accept some thirty thousand parameters."""
 
 
-RUN_OF = select(sessions.c.run).where(sessions.c.session_id == bindparam("sid"))
-"""The run of a session."""
-
-
 class HeadRow(msgspec.Struct, frozen=True):
     """A head: `version` is its last seq, times are seconds since the epoch, `running_since` of its oldest open turn."""
 
@@ -644,6 +640,15 @@ async def load_session(database: Database, session_id: str, content: ContentColu
             return LoadedSession(snapshot, rows[1:], frames)
     read = partial(session_rows, session_id=session_id)
     return LoadedSession(*await database.read(read, session_id=session_id), {})
+
+
+_RUN_OF = select(sessions.c.run).where(sessions.c.session_id == bindparam("sid"))
+
+
+async def run_of(database: Database, session_id: str) -> str | None:
+    """The run of a session; None if there is none with this id. Raises as `read`."""
+    rows = await database.read_autocommit(_RUN_OF, {"sid": session_id})
+    return rows[0][0] if rows else None
 
 
 async def events_since(database: Database, session_id: str, seq: int) -> list[EventRow]:

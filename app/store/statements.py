@@ -170,6 +170,7 @@ touch = (
 set_reward = update(sessions).where(of_session(sessions)).values(reward=bindparam("value"), failed=None)
 is_failed = select(sessions.c.failed).where(of_session(sessions), sessions.c.failed.is_not(None))
 set_failed = update(sessions).where(of_session(sessions)).values(failed=bindparam("kind"))
+set_evaluation = update(sessions).where(of_session(sessions)).values(evaluation=True)
 close_head = (
     update(sessions)
     .where(of_session(sessions), sessions.c.status == "open")

@@ -106,7 +106,13 @@ async def test_an_erasure_wins_over_a_restore_that_opens_the_session_again(store
         config = SessionConfig(rollback_window=1, parent="root")
         await store.submit(Create("s", 1.0, SessionCreated(config, BODY, None), None))
     name = "s" if child else "root"
-    head = dict.fromkeys(HEAD) | {"status": "open", "turns": 0, "spent_turns": 0, "spent_tokens": 0}
+    head = dict.fromkeys(HEAD) | {
+        "status": "open",
+        "turns": 0,
+        "spent_turns": 0,
+        "spent_tokens": 0,
+        "evaluation": False,
+    }
     back = RestoreSession(name, 1, 2, 9.0, [SessionRestored("cut", 1)], head)
     writer = Meanwhile(store.writer, Erase, back)
     assert await erasure_of(store, writer.as_writer).erase("root")

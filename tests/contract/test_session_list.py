@@ -225,4 +225,8 @@ async def test_staleness_counts_from_the_newest_version_of_the_run(store: Store)
     assert await found() == {"a": 0, "a-old": 3, "b": 2, "own-1": 2, "none": None}
     assert await found(min_staleness=2) == {"a-old": 3, "b": 2, "own-1": 2}
     assert await found(min_staleness=3) == await found(min_staleness=1, run="a") == {"a-old": 3}
-    assert await store.database.read(session_reads.newest_readable_versions) == {"a": 900, "b": 7, "own": 18}
+    assert await store.database.read(lambda c: session_reads.newest_readable_versions(c, None)) == {
+        "a": 900,
+        "b": 7,
+        "own": 18,
+    }

@@ -145,7 +145,7 @@ async def test_a_group_of_an_erased_run_is_not_that_of_the_next_run_of_its_name(
         await made.complete("g", run=of)
         await made.lease("one", await made.candidates(run=of))
         assert (await made.ack("one", "g", run=of)).acknowledged == ["g"]
-    await made.store.submit(Make("cut", "now"))
+    await made.store.submit(Make("*", "cut", "now"))
     cut = (await made.store.database.read(operations.every))[0].id
     assert await made.store.submit(EndRun("run", erase=True)) == "erasing"
     assert await made.store.submit(RunErased("run")) is False, "no session is erased yet"
@@ -159,7 +159,7 @@ async def test_a_group_of_an_erased_run_is_not_that_of_the_next_run_of_its_name(
     await made.finish("new")
     row = await made.row("g", run="run")
     assert (row.sessions, row.erased, row.arrived, row.completed_at) == (1, 0, 1, None)
-    await made.store.submit(RestoreGroups(cut, GroupKey("", ""), 9))
+    await made.store.submit(RestoreGroups(cut, "*", GroupKey("", ""), 9))
     assert [(await made.row("g", run=of)).acked_at is None for of in ("run", "other")] == [True, False]
     await made.create("g", "newer", 1, at=2.0, run="run")
     await made.finish("newer")

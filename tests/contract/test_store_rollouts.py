@@ -6,15 +6,16 @@ import itertools
 from typing import Any
 
 import pytest
+from helpers.databases import connected
 from helpers.log import created
 from helpers.store import Store, reward
-from sqlalchemy import select
+from sqlalchemy import select, update
 
 from app.domain.events import SessionClosed
 from app.store import repair, rollouts
 from app.store.dialect import CoreReads
 from app.store.log import Appended, Refused
-from app.store.log_sessions import Close, Create, ShareReward
+from app.store.log_sessions import Close, Create, JoinRollout, ShareReward
 from app.store.ports import Connection
 from app.store.schema import sessions
 from app.store.sessions import idle_sessions
@@ -101,3 +102,26 @@ async def test_whoever_shares_last_shares_the_last_reward(store: Store) -> None:
     for _ in range(2):
         await store.submit(ShareReward("agent", 5.0))
     assert (await store.head("agent")).reward == 2.0  # type: ignore[union-attr]
+
+
+async def test_a_session_that_was_there_before_its_root_is_an_evaluation_as_it_is(store: Store) -> None:
+    await store.submit(child("agent", "root"))
+    outcome = await store.submit(Create("root", 2.0, created(evaluation=True), None))
+    assert outcome.adopted == ("agent",)
+    await store.submit(JoinRollout("agent", 3.0))
+    head, session = await store.head("agent"), await store.session("agent")
+    assert head is not None
+    assert session is not None
+    assert (head.evaluation, session.config.evaluation) == (True, True)
+    assert (await verify(store.database)).problems == []
+
+
+async def test_a_session_of_another_run_is_no_member_of_its_parents_rollout(store: Store, database_url: str) -> None:
+    """Two transactions that make both at the same moment do not see each other."""
+    await store.submit(Create("root", 1.0, created(run="one"), None))
+    await store.submit(Create("agent", 1.0, created(run="two", parent="gone"), None))
+    async with connected(database_url, writes=True) as connection:
+        await connection.execute(update(sessions).where(sessions.c.session_id == "agent").values(root_id="root"))
+    members: Any = await store.database.read(lambda c: rollouts.members(c, ["root"], status=("open",)))
+    own = select(sessions.c.session_id).where(sessions.c.run == "two", rollouts.is_root())
+    assert (members, await store.database.read(lambda c: c.execute(own).scalars().all())) == ([], ["agent"])

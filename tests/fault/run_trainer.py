@@ -27,7 +27,7 @@ from integration.stand import CHAT, user
 
 from fault.agents import Insistent
 from ops.verify import Acknowledged
-from turnlog import Conflict, EnginesFailed, InvalidRequest, PositionGone, Turnlog
+from turnlog import Conflict, EnginesFailed, EventParameters, ExportFilters, InvalidRequest, PositionGone, Turnlog
 
 GROUPS = 2
 ATTEMPTS = 2
@@ -238,12 +238,17 @@ class Trainer:
     def _look(self) -> None:
         """What has changed in the run since the last look."""
         try:
-            rows = self._turnlog.export(run=self.run, **({} if self._cursor is None else {"cursor": self._cursor}))
+            asked: ExportFilters = {"run": self.run}
+            if self._cursor is not None:
+                asked["cursor"] = self._cursor
+            rows = self._turnlog.export(**asked)
             for row in rows:
                 self.judge_row(row)
             self._cursor = rows.next_cursor
-            after = {} if self._position is None else {"after": self._position}
-            events = self._turnlog.events(run=self.run, **after)
+            wanted: EventParameters = {"run": self.run}
+            if self._position is not None:
+                wanted["after"] = self._position
+            events = self._turnlog.events(**wanted)
             self.note("seen", sessions=sorted({str(event["session_id"]) for event in events}))
             self._position = events.position
         except (InvalidRequest, PositionGone):

@@ -176,6 +176,8 @@ def test_of_an_engine_that_several_runs_share_one_runs_turns_alone_are_held(runs
     refused = runs.first.http.post("/update_weights_from_disk", json={}, headers={"x-turnlog-run": "c"})
     assert error_of(refused) == (400, "unsupported")
     runs.first.http.post("/continue_generation", headers={"x-turnlog-run": "c"})
+    no_name = runs.first.http.post("/pause_generation", headers={"x-turnlog-run": ".."})
+    assert error_of(no_name) == (400, "invalid_request")
     assert finish(held.result()) == "stop"
     assert not other_turn.done()
     runs.first.http.delete(other.path)

@@ -147,6 +147,21 @@ def test_a_failed_open_fails_the_turn_and_leaves_no_binding(holding: Fleet) -> N
     assert bindings(talk)[-1] == (engine, "control", name.id)
 
 
+def test_a_name_is_a_runs_own(holding: Fleet) -> None:
+    """Where two runs use one name, each has its own binding and its own session at the engine."""
+    first, second = holding.apis
+    name, talks = Named(holding), [api.talk(run=run) for api, run in ((first, "one"), (second, "two"), (first, None))]
+    engines = [name.say(talk, "open") for talk in talks]
+    told = [one["body"]["session_id"] for engine in holding.engines for one in engine.seen(OPEN)]
+    assert (len(told), len(set(told)), name.id in told) == (3, 3, True)
+    assert [bindings(talk) for talk in talks] == [[(engine, "control", name.id)] for engine in engines]
+    name.say(talks[0], "close")
+    until(lambda: [one for engine in holding.engines for one in engine.seen(CLOSE)], PATIENCE_S)
+    assert [name.say(talk) for talk in talks[1:]] == engines[1:]
+    assert [len(bindings(talk)) for talk in talks] == [1, 1, 1]
+    assert name.paths() == [OPEN]
+
+
 def test_bind_is_affinity_alone(holding: Fleet) -> None:
     first, second = holding.apis
     name, talk = Named(holding), first.talk()

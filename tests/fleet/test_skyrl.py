@@ -46,6 +46,8 @@ def test_no_time_at_all_is_a_question(fleet: Fleet) -> None:
     assert order(api, WAIT, lora_name=name) == {"paused": False}, "it was never paused"
     order(api, ABORT, lora_name=name)
     assert order(api, WAIT, lora_name=name, timeout_s=0) == {"paused": True}
+    of_run = api.http.post(WAIT, json={"lora_name": name, "timeout_s": 0}, headers={"x-turnlog-run": "one"})
+    assert of_run.json() == {"paused": True}, "a run's turns wait at the gate of all runs too"
     order(api, RESUME, lora_name=name)
     assert order(api, WAIT, lora_name=name, timeout_s=0) == {"paused": False}
 

@@ -125,6 +125,39 @@ def test_the_store_the_engines_and_the_process_are_told_of(watched: Stand) -> No
     assert value(watched, "process_start_time_seconds") > 0
 
 
+def test_turns_are_counted_by_those_runs_that_were_given_something(watched: Stand) -> None:
+    def by_run(what: str) -> dict[str, float]:
+        found = {family.name: family for family in text_string_to_metric_families(scrape(watched).text)}
+        return {sample.labels["run"]: sample.value for sample in found[f"turnlog_run_{what}"].samples}
+
+    def give(run: str) -> None:
+        assert watched.http.put(f"/runs/{run}", json={}).status_code == 200
+
+    before = {what: by_run(what)["other"] for what in ("turns", "failed_turns", "output_tokens")}
+    give("a-run")
+    give("other")
+    tokens = []
+    for run in ("a-run", "other", "not-given"):
+        talk = watched.talk(run=run)
+        talk.say("Hello")
+        assert talk.chat([*talk.messages, user("x")], sim={"fault": "not_json"}).status_code == 502
+        tokens.append(talk.committed()[0]["output_tokens"])
+    for what, own, others in (("turns", 1, 2), ("failed_turns", 1, 2), ("output_tokens", tokens[0], sum(tokens[1:]))):
+        found = by_run(what)
+        assert (found["a-run"], found["other"] - before[what]) == (own, others), what
+    until(lambda: by_run("open_sessions").get("a-run") == 1)
+
+    for number in range(50):
+        give(f"a-{number:02}")
+    assert set(by_run("turns")) == {"other", *(f"a-{number:02}" for number in range(50))}
+    other = by_run("turns")["other"]
+    watched.talk(run="a-run").say("Hello")
+    assert by_run("turns")["other"] == other + 1
+    assert watched.http.delete("/runs/a-00").status_code == 204
+    until(lambda: "a-run" in by_run("turns"))
+    assert "a-00" not in by_run("turns")
+
+
 def test_a_failed_turn_is_one_line_with_its_request_and_session(watched: Stand) -> None:
     talk = watched.talk()
     response = talk.chat([user("x")], sim={"fault": "not_json"}, headers={"x-request-id": "rollout-7"})
@@ -182,6 +215,7 @@ def missing(name: str, labels: list[tuple[str, str, str]], samples: Samples) -> 
 
 def test_alerts_and_dashboard_parse_and_name_what_there_is(watched: Stand) -> None:
     watched.talk().say("Hello")
+    assert watched.http.put("/runs/any", json={}).status_code == 200
     until(lambda: "turnlog_engine_weight_version{" in scrape(watched).text)
     samples: Samples = {}
     for family in text_string_to_metric_families(scrape(watched).text):

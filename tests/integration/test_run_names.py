@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from app.domain.names import first_id
 from integration.guarded import Guarded
 from integration.places import Places
 from integration.stand import CHAT, Stand, error_of, serving, user
@@ -142,6 +144,27 @@ def test_a_run_that_is_not_the_sessions_is_refused(own: Stand) -> None:
     for run in ("", "a b", "..", "x" * 129):
         for path in (CHAT, made.path + CHAT):
             assert error_of(Trainer(own, run, made.id).ask(path=path)) == (400, "invalid_request")
+
+
+def test_a_session_made_under_the_id_of_another_runs_is_not_used(own: Stand) -> None:
+    """An id that follows from a name, an agent or an idempotency key can be computed."""
+    plain, one = pair(own)
+    key = {"idempotency-key": plain.name}
+    unnamed = own.http.post(CHAT, json={"messages": [user("Hi")]}, headers=one.of_run | key).headers[TOLD]
+    roots = plain.session(), one.session()
+    taken = [own.talk(run="exp-2", session_id=f"{root}:worker") for root in (*roots, "missing")]
+    taken.append(own.talk(run="exp-2", session_id=_key_session("exp-3", plain.name)))
+    refused = [trainer.ask(**{AGENT: "worker"}) for trainer in (plain, one, Trainer(own, None, "missing"))]
+    refused.append(own.http.post(CHAT, json={"messages": [user("Hi")]}, headers={RUN: "exp-3", **key}))
+    assert [error_of(response) for response in refused] == [MISMATCH] * 4
+    assert [talk.committed() for talk in taken] == [[]] * 4
+    assert unnamed == _key_session("exp-1", plain.name)
+    assert Trainer(own, "exp-2", roots[0]).session(**{AGENT: "worker"}) != taken[0].id
+
+
+def _key_session(run: str, key: str) -> str:
+    """The id of a session that is named by an idempotency key alone."""
+    return f"key-{hashlib.sha256(first_id(run, key).encode()).hexdigest()[:32]}"
 
 
 def test_a_child_is_of_its_parents_run(own: Stand) -> None:

@@ -61,7 +61,9 @@ def documented() -> dict[tuple[str, str], tuple[str, str]]:
 
 TABLE = documented()
 DOCUMENTED = {
-    place: of_session for place, (of_session, _) in TABLE.items() if of_session != "no" or "/sessions/{" in place[1]
+    place: of_session
+    for place, (of_session, _) in TABLE.items()
+    if of_session != "no" or place[1].startswith("/sessions/{")
 }
 
 

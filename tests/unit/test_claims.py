@@ -411,5 +411,6 @@ def _has_payload(shared: Shared) -> None:
 
 def _make_checkpoint(tx: Tx) -> None:
     row = {"id": 1, "name": "named", "state": "made", "cut": "now", "created_at": 4.0, "sessions": 1, "groups": 0}
+    row["run"] = "default"
     tx.insert(insert(checkpoints), [row])
     tx.insert(insert(checkpoint_sessions), [{"checkpoint_id": 1, "session_id": "s", "seq": 3, "is_done": False}])

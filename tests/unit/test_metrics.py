@@ -13,6 +13,7 @@ from app import errors
 from app import metrics as app_metrics
 from app.metrics import (
     NOT_OF_TURNS,
+    Family,
     Metrics,
     RecentTurnStats,
     Sample,
@@ -57,6 +58,35 @@ def test_a_process_with_other_buckets_is_left_out_of_their_sum(monkeypatch: pyte
     assert value(shared, "turnlog_turns_total", outcome="committed") == 3
     assert value(shared, "turnlog_turn_stage_seconds_count", stage="engine") == 1
     shared.close()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_names_of_labels_may_change_while_their_numbers_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_shared: bool
+) -> None:
+    monkeypatch.setattr(app_metrics, "FOLDER", tmp_path if is_shared else None)
+    more = [Family("turnlog_run_turns_total", "counter", "By run.", "run", ("other",))]
+    first, second = (Metrics(RecentTurnStats(time.monotonic), more) for _ in range(2))
+
+    def shown(metrics: Metrics) -> dict[str, float]:
+        return {sample.labels["run"]: sample.value for sample in families(metrics)["turnlog_run_turns"].samples}
+
+    def tell(metrics: Metrics, other: int, **runs: int) -> None:
+        metrics.set("turnlog_run_turns_total", other, "other")
+        metrics.set_named({("turnlog_run_turns_total", run): turns for run, turns in runs.items()})
+
+    elsewhere = 10 if is_shared else 0
+    tell(second, 10, b=10, c=10)
+    assert shown(first) == {"other": elsewhere}
+    tell(first, 1, a=1, b=2)
+    assert shown(first) == {"other": 1 + elsewhere, "a": 1, "b": 2 + elsewhere}
+    tell(first, 1, a=3, b=2)
+    second.close()
+    tell(first, 2, b=2, c=5)
+    assert shown(first) == {"other": 2 + elsewhere, "b": 2 + elsewhere, "c": 5 + elsewhere}
+    living = sorted(is_alive for is_alive, _ in app_metrics.read_values(tmp_path))
+    assert living == [False, False, True, True] * is_shared, "a file for the names of each process, and no former one"
+    first.close()
 
 
 def test_a_bucket_counts_what_is_at_most_its_bound(metrics: Metrics) -> None:

@@ -298,6 +298,7 @@ _set_head = (
         spent_turns=bindparam("new_spent_turns", type_=sessions.c.spent_turns.type),
         spent_tokens=bindparam("new_spent_tokens", type_=sessions.c.spent_tokens.type),
         failed=bindparam("new_failed", type_=sessions.c.failed.type),
+        evaluation=bindparam("new_evaluation", type_=sessions.c.evaluation.type),
     )
     .returning(sessions.c.run, sessions.c.group_id, sessions.c.root_id)
 )

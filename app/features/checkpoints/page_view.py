@@ -29,7 +29,7 @@ class CheckpointView(msgspec.Struct, frozen=True):
     cursor: str | None
 
 
-@route.for_the_page("/checkpoints/{name}")
+@route.for_the_page("/checkpoints/{name}", of_run="query")
 async def checkpoint(
     request: Request,
     name: Name,

@@ -25,7 +25,6 @@ from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.parameters import HeaderRun
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, ENGINE, JSON, WRITE, Reply, Routes, json_reply
 from app.domain.events import DEFAULT_RUN
@@ -120,21 +119,42 @@ async def ping(request: Request) -> dict[str, Any]:
     return {}
 
 
-@route("GET /workers", "The engines, as SGLang's router lists them", "page", json_reply(ANYTHING), of_run="header")
-async def workers(request: Request, run: HeaderRun = None) -> dict[str, Any]:
+@route(
+    "GET /workers",
+    "The engines, as SGLang's router lists them",
+    "page",
+    json_reply(ANYTHING),
+    errors=(InvalidRequest,),
+    of_run="header",
+)
+async def workers(request: Request) -> dict[str, Any]:
     """Their own addresses: a trainer that aborts or updates each engine by itself reaches them without Turnlog."""
-    urls = [member.url for member in request.services.engines.serving(run)]
+    urls = [member.url for member in request.services.engines.serving(request.head.run)]
     return {"workers": [{"id": url, "url": url, "worker_type": "regular"} for url in urls], "total": len(urls)}
 
 
-@route("GET /list_workers", "The engines, as older routers list them", "page", json_reply(ANYTHING), of_run="header")
-async def list_workers(request: Request, run: HeaderRun = None) -> dict[str, Any]:
-    return {"urls": [member.url for member in request.services.engines.serving(run)]}
+@route(
+    "GET /list_workers",
+    "The engines, as older routers list them",
+    "page",
+    json_reply(ANYTHING),
+    errors=(InvalidRequest,),
+    of_run="header",
+)
+async def list_workers(request: Request) -> dict[str, Any]:
+    return {"urls": [member.url for member in request.services.engines.serving(request.head.run)]}
 
 
-@route("GET /is_paused", "Are all turns held back?", "page", json_reply(ANYTHING), errors=WRITE, of_run="header")
-async def is_paused(request: Request, run: HeaderRun = None) -> dict[str, Any]:
-    return {"is_paused": (await request.services.fleet.refresh()).is_engine_paused(run)}
+@route(
+    "GET /is_paused",
+    "Are all turns held back?",
+    "page",
+    json_reply(ANYTHING),
+    errors=(InvalidRequest, *WRITE),
+    of_run="header",
+)
+async def is_paused(request: Request) -> dict[str, Any]:
+    return {"is_paused": (await request.services.fleet.refresh()).is_engine_paused(request.head.run)}
 
 
 # passed to one engine
@@ -150,7 +170,7 @@ async def is_paused(request: Request, run: HeaderRun = None) -> dict[str, Any]:
     passes_engines_errors=True,
     of_run="header",
 )
-async def pass_on(request: Request, run: HeaderRun = None) -> Response:
+async def pass_on(request: Request) -> Response:
     """The answer of one engine of the run, without one of the default run, to the same request."""
     app = request.services
     path, headers = request.route.path, http_headers.to_engine((), "", app.settings.upstream_api_key)
@@ -159,7 +179,7 @@ async def pass_on(request: Request, run: HeaderRun = None) -> Response:
     def ask(url: str) -> Awaitable[EngineReply]:
         return app.client.post(url + path, body, headers) if body else app.client.get(url + path, headers)
 
-    answer = await app.engines.first_reached(app.engines.order(run or DEFAULT_RUN, ""), ask)
+    answer = await app.engines.first_reached(app.engines.order(request.head.run or DEFAULT_RUN, ""), ask)
     return Response(answer.body.joined(), answer.status, dict(http_headers.to_client(answer.headers)))
 
 
@@ -172,13 +192,14 @@ async def pass_on(request: Request, run: HeaderRun = None) -> Response:
 async def pause(
     request: Request,
     mode: Annotated[Literal["abort", "wait", "keep"], Query(description="As vLLM has them.")] = "abort",
-    run: HeaderRun = None,
 ) -> Response:
     """As `POST /fleet/pause` with a lease of ten minutes. `wait` is 400: a turn may take hours, and the gate holds new
     ones back meanwhile."""
     if mode not in _VLLMS_MODES:
         raise Unsupported("mode must be abort or keep: turns in flight may take hours")
-    return reply({"status": "paused"}, await pauses_of(request).pause_fleet(run, _VLLMS_MODES[mode], LEASE_S))
+    return reply(
+        {"status": "paused"}, await pauses_of(request).pause_fleet(request.head.run, _VLLMS_MODES[mode], LEASE_S)
+    )
 
 
 @route(
@@ -191,10 +212,10 @@ async def pause(
     optional_body=True,
     of_run="header",
 )
-async def pause_generation(request: Request, run: HeaderRun = None) -> Response:
+async def pause_generation(request: Request) -> Response:
     """As `POST /fleet/pause` with a lease of ten minutes."""
     order = await request.body_of(PauseGeneration)
-    return reply({"status": "ok"}, await pauses_of(request).pause_fleet(run, order.mode, LEASE_S))
+    return reply({"status": "ok"}, await pauses_of(request).pause_fleet(request.head.run, order.mode, LEASE_S))
 
 
 @route(
@@ -205,9 +226,9 @@ async def pause_generation(request: Request, run: HeaderRun = None) -> Response:
     errors=(*BODY, EnginesFailed, *WRITE),
     of_run="header",
 )
-async def resume(request: Request, run: HeaderRun = None) -> Response:
+async def resume(request: Request) -> Response:
     """As `POST /fleet/resume`, with the version of the last update through this process, if there was one."""
-    pauses = pauses_of(request)
+    pauses, run = pauses_of(request), request.head.run
     return reply({"status": "ok"}, await pauses.resume_fleet(run, pauses.updated.pop(run, None)))
 
 
@@ -220,10 +241,10 @@ async def resume(request: Request, run: HeaderRun = None) -> Response:
     largest=WHOLE,
     of_run="header",
 )
-async def change(request: Request, run: HeaderRun = None) -> Response:
+async def change(request: Request) -> Response:
     """Hold all turns back, send the request to every engine, and resume, unless the turns were held back before. Of a
     run, its turns and its engines; one that shares its engines has none to change."""
-    app, pauses = request.services, pauses_of(request)
+    app, pauses, run = request.services, pauses_of(request), request.head.run
     body = await request.whole_body()
     stamp = _stamp(body)
     members = [member.url for member in app.engines.serving(run)]
@@ -288,13 +309,13 @@ def _stamp(body: bytes) -> str | None:
     body=AbortRequest,
     of_run="header",
 )
-async def abort_request(request: Request, run: HeaderRun = None) -> dict[str, Any]:
+async def abort_request(request: Request) -> dict[str, Any]:
     """The generation of the turn whose request had this `rid`, in any process; with `abort_all` every one."""
     order = await request.body_of(AbortRequest)
     if not order.abort_all and not order.rid:
         raise InvalidRequest("rid is missing, and abort_all is not true")
     keys = None if order.abort_all else [hash_key(f"sglang_generate:{order.rid}")]
-    return {"aborted": await _abort(request.services, run, keys)}
+    return {"aborted": await _abort(request.services, request.head.run, keys)}
 
 
 @route(
@@ -306,7 +327,7 @@ async def abort_request(request: Request, run: HeaderRun = None) -> dict[str, An
     body=AbortRequests,
     of_run="header",
 )
-async def abort_requests(request: Request, run: HeaderRun = None) -> dict[str, Any]:
+async def abort_requests(request: Request) -> dict[str, Any]:
     """The generations of the turns whose requests had these `request_id`s, in any process. Without ids every one on
     `/abort_requests`, as at vLLM, where the other route wants a list, and aborts nothing for an empty one."""
     ids = (await request.body_of(AbortRequests)).request_ids
@@ -315,7 +336,7 @@ async def abort_requests(request: Request, run: HeaderRun = None) -> dict[str, A
     elif ids is None:
         raise InvalidRequest("request_ids is missing")
     keys = None if ids is None else [hash_key(f"vllm_generate:{one}") for one in ids]
-    return {"status": "aborted", "aborted": await _abort(request.services, run, keys)}
+    return {"status": "aborted", "aborted": await _abort(request.services, request.head.run, keys)}
 
 
 async def _abort(app: Services, run: str | None, keys: list[str] | None) -> int:
@@ -333,10 +354,10 @@ async def _abort(app: Services, run: str | None, keys: list[str] | None) -> int:
     "Refused: the engines' own",
     "admin",
     json_reply(ANYTHING),
-    errors=(Unsupported,),
+    errors=(InvalidRequest, Unsupported),
     of_run="header",
 )
-async def refuse(request: Request, run: HeaderRun = None) -> Response:
+async def refuse(request: Request) -> Response:
     """400: the request is meant for one engine's ranks. The message names the engines' own addresses."""
-    engines = ", ".join(member.url for member in request.services.engines.serving(run)) or "there are none"
+    engines = ", ".join(member.url for member in request.services.engines.serving(request.head.run)) or "there are none"
     raise Unsupported(f"{request.route.path} is an engine's own: send it to the engines themselves ({engines})")

@@ -174,8 +174,8 @@ class Gates:
                 del self._line[index]
 
     async def opens(self, run: str | None, name: str, timeout_s: float) -> bool:
-        """Is an adapter's own gate open, that of a run or (None) of all, now or within `timeout_s`? A stopping server
-        answers at once."""
+        """Is an adapter's own gate open, that of all runs and that of `run` if one is named, now or within `timeout_s`?
+        A stopping server answers at once."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._is_own_shut(run, name) and not self._stopping:
@@ -185,7 +185,8 @@ class Gates:
         return not self._is_own_shut(run, name)
 
     def _is_own_shut(self, run: str | None, name: str) -> bool:
-        return self._fleet.fleet.gates_of(run).adapter(name).is_shut
+        fleet = self._fleet.fleet
+        return fleet.gates.adapter(name).is_shut or fleet.gates_of(run).adapter(name).is_shut
 
     def stop(self) -> None:
         """Release all waiting turns, since a stopping server waits for its requests."""

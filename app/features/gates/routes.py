@@ -10,7 +10,6 @@ from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse
 
-from app.api.parameters import HeaderRun
 from app.api.requests import Request, disconnected
 from app.api.routes import BODY, READ, WRITE, Routes, json_reply
 from app.domain.fleet import PauseMode
@@ -230,10 +229,10 @@ class LoraWait(Lora):
     example={"lora_name": "adapter-a"},
     of_run="header",
 )
-async def abort_lora_requests(request: Request, run: HeaderRun = None) -> JSONResponse:
+async def abort_lora_requests(request: Request) -> JSONResponse:
     """The same as `POST /adapters/{name}/pause`."""
     order = await request.body_of(Lora)
-    result = await pauses_of(request).pause_adapter(run, order.lora_name, LEASE_S)
+    result = await pauses_of(request).pause_adapter(request.head.run, order.lora_name, LEASE_S)
     body = {"status": "ok", "aborted": result.aborted, "count": len(result.aborted)}
     if all(engine["ok"] for engine in result.engines.values()):
         return JSONResponse(body)
@@ -250,10 +249,10 @@ async def abort_lora_requests(request: Request, run: HeaderRun = None) -> JSONRe
     example={"lora_name": "adapter-a"},
     of_run="header",
 )
-async def resume_lora_requests(request: Request, run: HeaderRun = None) -> dict[str, Any]:
+async def resume_lora_requests(request: Request) -> dict[str, Any]:
     """The same as `POST /adapters/{name}/resume`."""
     order = await request.body_of(Lora)
-    await pauses_of(request).resume_adapter(run, order.lora_name, None)
+    await pauses_of(request).resume_adapter(request.head.run, order.lora_name, None)
     return {"status": "ok"}
 
 
@@ -267,10 +266,10 @@ async def resume_lora_requests(request: Request, run: HeaderRun = None) -> dict[
     example={"lora_name": "adapter-a", "timeout_s": 5},
     of_run="header",
 )
-async def wait_lora_unpaused(request: Request, run: HeaderRun = None) -> dict[str, Any]:
+async def wait_lora_unpaused(request: Request) -> dict[str, Any]:
     """Answers once the adapter is not paused, or after `timeout_s`, or when the server stops."""
     order = await request.body_of(LoraWait)
-    opening = asyncio.ensure_future(pauses_of(request).gates.opens(run, order.lora_name, order.timeout_s))
+    opening = asyncio.ensure_future(pauses_of(request).gates.opens(request.head.run, order.lora_name, order.timeout_s))
     disconnect = asyncio.ensure_future(disconnected(request.receive))
     try:
         await asyncio.wait((opening, disconnect), return_when=asyncio.FIRST_COMPLETED)

@@ -89,7 +89,7 @@ async def me(request: Request) -> object:
     """How the page must sign in: `auth` is `token` or `none`. A request without the needed token gets 401. `run`: the
     only one that is shown, to who signed in with its token."""
     auth = "token" if request.services.tokens.are_needed else "none"
-    run, release = request.token_run, request.services.release
+    run, release = request.head.token_run, request.services.release
     return {"signed_in": True, "auth": auth, "run": run, "release": release, "now": time.time()}
 
 
@@ -125,7 +125,7 @@ async def summaries(
     ],
 ) -> object:
     """What each of these sessions is about and did last, by id; unknown ones are missing."""
-    app, run = request.services, request.token_run
+    app, run = request.services, request.head.token_run
     if run is not None:
         rows = await app.database.read(lambda c: app.session_list.rows(c, session_id, {}))
         session_id = [row["session_id"] for row in rows if row["run"] == run]

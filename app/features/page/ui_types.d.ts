@@ -641,7 +641,6 @@ export interface Rollout {
 export interface Checkpoint {
   run: string;
   name: string;
-  run?: string;
   state: "made" | "restoring";
   cut: "now" | "drain" | "restore";
   created_at: number;

@@ -3,6 +3,7 @@
     routes               `/runs`, `/runs/{run}`
     creating a session   is refused in a run that is closed, and past its limits   (`StorePoints.creating`)
     a turn               is refused past its run's limit on tokens                 (`TurnPoints.held_runs`)
+    a turn's end         is counted for the metrics of its run                     (`TurnPoints.ended`)
     in the background    one process counts the tokens of runs with a limit, and ends what was begun to be ended
 
 The kernel knows to which run a session belongs (`sessions.run`). The table `runs` has what was given to a run, or that
@@ -15,11 +16,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from app.features.runs import schema as schema
+from app.metrics import Family
 
 if TYPE_CHECKING:
     from app.api.routes import Route
     from app.features.runs.runs import Runs
     from app.services import Services
+
+
+OTHER = "other"
+"""The label of the runs that have none of their own."""
+
+METRICS = (
+    Family("turnlog_run_turns_total", "counter", "Committed turns by run.", "run", (OTHER,)),
+    Family("turnlog_run_failed_turns_total", "counter", "Claimed turns without a commit by run.", "run", (OTHER,)),
+    Family("turnlog_run_output_tokens_total", "counter", "Tokens sampled in committed turns by run.", "run", (OTHER,)),
+    Family("turnlog_run_open_sessions", "largest", "Open sessions by run, as last counted.", "run", ()),
+)
 
 
 def entries() -> list[Route]:
@@ -32,6 +45,13 @@ def add_to(services: Services) -> Runs:
     from app.features.runs.runs import Runs
 
     runs = Runs(services)
+
+    async def open_paths() -> None:
+        for path in services.turns.paths.values():  # that of sessions of text too
+            path.points.ended.append(runs.counters.ended)
+
+    services.opens.append(open_paths)
+    services.refreshes.append(runs.counters.publish)
     services.registered_calls.append(runs.start)
     services.ends.append(runs.stop)
     return runs

@@ -157,6 +157,14 @@ def limited(connection: Connection) -> list[RunRow]:
     return [RunRow(*row) for row in connection.execute(query)]
 
 
+def given(connection: Connection, limit: int) -> dict[str, int]:
+    """The first open runs that were given something, by name, with their open sessions."""
+    is_live = sessions.c.run == runs.c.run, sessions.c.status == "open"
+    live = select(func.count()).select_from(sessions).where(*is_live).scalar_subquery()
+    query = select(runs.c.run, live).where(runs.c.status == "open").order_by(runs.c.run).limit(limit)
+    return dict(connection.execute(query).tuples().all())
+
+
 def work(connection: Connection) -> Work:
     has_open = exists().where(sessions.c.run == runs.c.run, sessions.c.status == "open")
     closing = select(runs.c.run).where(runs.c.status == "closed", has_open)

@@ -13,6 +13,7 @@ from app.crash_points import reach
 from app.domain import cursors
 from app.errors import AppError, NotFound, RunClosed, RunOverBudget, SessionUnreadable
 from app.features.runs import figures, reads
+from app.features.runs.counters import RunCounters
 from app.features.runs.figures import Counts, Tally
 from app.features.runs.operations import LEASE, EndRun, GiveRun, MeasureRun, RunErased
 from app.features.runs.reads import RunRow
@@ -34,6 +35,9 @@ be read."""
 
 LEASE_S = 30.0
 
+MAX_NAMED = 50
+"""Runs with metrics of their own."""
+
 STEP = 50
 """Sessions that are closed or erased together."""
 
@@ -46,6 +50,7 @@ class Runs:
         self._database = services.database
         self._writer = services.writer
         self._tally = Tally(services.database)
+        self.counters = RunCounters(services.metrics)
         self._fence: int | None = None
         self._again_at: dict[str, float] = {}
         self._task: asyncio.Task[None] | None = None
@@ -201,7 +206,9 @@ class Runs:
             await self._writer.submit(MeasureRun(run, used, fence))
 
     async def _hold(self) -> None:
-        """From now on this process holds the turns of those runs that have used up their tokens."""
+        """From now on this process holds the turns of those runs that have used up their tokens, and counts those of
+        the first runs that were given something each on its own."""
+        self.counters.name(await self._database.read(partial(reads.given, limit=MAX_NAMED)))
         limited = await self._database.read(reads.limited)
         held = {
             row.run: str(RunOverBudget.of(row.run, "tokens", row.used_tokens, row.max_tokens))

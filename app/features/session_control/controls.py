@@ -18,8 +18,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from typing import Literal, TypeVar
 
+import msgspec
+
 from app.domain.control import SessionControl
-from app.domain.events import AffinityBound, AffinityReleased
+from app.domain.events import DEFAULT_RUN, AffinityBound, AffinityReleased
+from app.domain.names import first_id
 from app.domain.session import Affinity, Session
 from app.errors import AppError, SessionOpenFailed
 from app.features.session_control import affinities as store
@@ -125,7 +128,7 @@ class SessionControls:
         """Begin a turn that holds its session's claim; call `finish` on it in the end."""
         turn = ControlledTurn(self, control, session_id, run)
         self._turns.append(turn)
-        self._in_use[control.session_id] += 1
+        self._in_use[turn.control.session_id] += 1
         return turn
 
     def finished(self, turn: ControlledTurn) -> None:
@@ -273,15 +276,16 @@ class SessionControls:
 
 
 class ControlledTurn:
-    """One turn with session control, and the name that it uses.
+    """One turn with session control, and the name that it uses: `control` has it as the store and the engines do.
 
     `_state` is the name's state as far as this turn is concerned; `elsewhere`: another process has changed it.
     """
 
     def __init__(self, controls: SessionControls, control: SessionControl, session_id: str, run: str) -> None:
-        self.control = control
+        self.control = msgspec.structs.replace(control, session_id=_of_run(run, control.session_id))
         self.session_id = session_id
         self.run = run
+        self._name = control.session_id
         self.over = asyncio.Event()
         self.slides_at = float("inf")
         self._controls = controls
@@ -369,9 +373,9 @@ class ControlledTurn:
         """The binding event of the turn's commit, for the engine that answered."""
         if self._state in ("closing", "released"):
             return None if session.affinity is None else AffinityReleased("closed")
-        if session.affinity == Affinity(engine, self.control.session_id):
+        if session.affinity == Affinity(engine, self._name):
             return None
-        return AffinityBound(engine, self._cause if session.affinity else "control", self.control.session_id)
+        return AffinityBound(engine, self._cause if session.affinity else "control", self._name)
 
     def finish(self, aborts: Collection[asyncio.Task[None]]) -> None:
         """The turn has ended in any way; `aborts` are tasks that may still abort its generation."""
@@ -398,3 +402,8 @@ class ControlledTurn:
         ending = await self._controls.write_with_retry(store.End(*self._key))
         if ending is not None:
             await self._controls.close_at_engine(ending)
+
+
+def _of_run(run: str, name: str) -> str:
+    """What the store and the engines call a run's name. No client can spell another run's: its slash is in no name."""
+    return name if run == DEFAULT_RUN else f"/{first_id(run, name)}"

@@ -56,7 +56,7 @@ NORMALISED: tuple[tuple[str, re.Pattern[str], str], ...] = (
     ("a request's id begins with its process's", re.compile(r'"request_id":"[^"]+"'), '"request_id":"ID"'),
     ("the database has a clock of its own", re.compile(r"\b17\d{8}\.\d+"), "1700000000.0"),
     ("a lease runs by real time", re.compile(r'"lease_left_s":[\d.]+'), '"lease_left_s":1.0'),
-    ("an epoch is drawn", re.compile(r'"epoch":"\d-\w{8}"'), '"epoch":"E"'),
+    ("an epoch is drawn", re.compile(r'"epoch":"[\d.]+-\w{8}"'), '"epoch":"E"'),
     ("a snapshot's id is drawn", re.compile(r'"snapshot_id":"\w+"'), '"snapshot_id":"S"'),
     ("servers and engines listen on free ports", re.compile(r"127\.0\.0\.1:\d{4,5}"), "127.0.0.1:PORT"),
 )

@@ -60,7 +60,7 @@ class AsyncTurnlog:
     """A Turnlog server. Close it, or use it as a context manager.
 
     base_url: its address; by default `TURNLOG_URL`, else http://127.0.0.1:8000.
-    token: the admin token, or a session's; by default `TURNLOG_TOKEN`, else the first of `TURNLOG_ADMIN_TOKEN`.
+    token: the admin token, a run's or a session's; by default `TURNLOG_TOKEN`, else the first of `TURNLOG_ADMIN_TOKEN`.
     retry_for_s: how long a request is retried after a temporary failure, such as the restart of a server.
     timeout_s: how long one reply may take.
     proxy: the URL of an HTTP proxy, also for the clients of `session.openai()`. Variables such as `HTTP_PROXY` are not
@@ -107,7 +107,8 @@ class AsyncTurnlog:
     async def sessions(
         self, limit: int | None = None, **filters: Unpack[SessionFilters]
     ) -> AsyncIterator[ListedSession]:
-        """Sessions that match all filters, at most `limit`; by default newest first. Needs the admin token.
+        """Sessions that match all filters, at most `limit`; by default newest first. Needs the admin token or
+        a run's.
 
         `metadata` maps keys to values; a dot in a key leads into an object. Raises InvalidRequest.
         """
@@ -118,7 +119,7 @@ class AsyncTurnlog:
 
     async def groups(self, limit: int | None = None, **filters: Unpack[Selection]) -> AsyncIterator[ListedGroup]:
         """Groups with their progress and the statistics of their rewards, by id; of metadata, those that a session of
-        the group has. Needs the admin token."""
+        the group has. Needs the admin token or a run's."""
         async for one in self._pages("/groups", "groups", wanted(Selection, filters), limit):
             yield cast(ListedGroup, one)
 
@@ -142,7 +143,7 @@ class AsyncTurnlog:
         self, q: str | None = None, limit: int | None = None, **filters: Unpack[SearchFilters]
     ) -> AsyncIterator[SearchHit]:
         """Messages, tool calls and results that match, at most `limit`, newest first: session, turn, message, a snippet
-        and the places in it that match. Needs the admin token.
+        and the places in it that match. Needs the admin token or a run's.
 
         Raises InvalidRequest; NotFound if the server's search is off; TypeError and ValueError before anything is sent.
         """

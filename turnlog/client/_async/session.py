@@ -73,9 +73,9 @@ class AsyncSession:
         """Assign a reward to the session, or to one of its turns; it replaces an earlier one. Also possible after the
         close.
 
-        Returns the event's number. Needs the admin token, or a server with `TURNLOG_SESSION_REWARDS=allow`. Raises
-        ValueError for a number that is not finite, NotFound, InvalidRequest (no such turn, more than 64 KiB),
-        Forbidden.
+        Returns the event's number. Needs the admin token or the run's, or a server with
+        `TURNLOG_SESSION_REWARDS=allow`. Raises ValueError for a number that is not finite, NotFound, InvalidRequest (no
+        such turn, more than 64 KiB), Forbidden.
         """
         body: Object = {"reward": _finite(reward)}
         if components is not None:
@@ -111,9 +111,9 @@ class AsyncSession:
             a numpy masked array has no number.
         writer: who says so.
 
-        Returns the event's number. Needs the admin token. Raises ValueError for a column without a turn, and for what
-        is none; NotFound, InvalidRequest (a column of another length, a number that is not finite, past a limit),
-        Forbidden.
+        Returns the event's number. Needs the admin token or the run's. Raises ValueError for a column without a turn,
+        and for what is none; NotFound, InvalidRequest (a column of another length, a number that is not finite, past a
+        limit), Forbidden.
         """
         path = self._annotations(turn, name)
         if over is None:
@@ -142,7 +142,7 @@ class AsyncSession:
         return cast(list[ListedAnnotation], found["annotations"])
 
     async def delete_annotation(self, name: str, *, turn: int | None = None, writer: str | None = None) -> None:
-        """Remove an annotation, if there is one. Needs the admin token. Raises NotFound, Forbidden."""
+        """Remove an annotation, if there is one. Needs the admin token or the run's. Raises NotFound, Forbidden."""
         await self._transport.call("DELETE", self._annotations(turn, name), parameters={"writer": writer})
 
     def _annotations(self, turn: int | None, name: str | None = None) -> str:
@@ -225,8 +225,9 @@ class AsyncSession:
 
         Arguments that are None are taken from this session. Its turns are in the new sessions' loss only with
         `parent_loss`. The same `key` returns the same sessions again, also in another process; without a key each
-        call creates new ones. Needs the admin token. Raises NotFound, SessionClosed (this session is erased), Conflict
-        (a fork of this key was closed), InvalidRequest (also for a key that was used with other arguments), Forbidden.
+        call creates new ones. Needs the admin token or the run's. Raises NotFound, SessionClosed (this session is
+        erased), Conflict (a fork of this key was closed), InvalidRequest (also for a key that was used with other
+        arguments), Forbidden.
         """
         given: Object = {
             "turn": turn,
@@ -247,7 +248,7 @@ class AsyncSession:
         """Close the session; a turn in flight is aborted. Idempotent: the first close stands.
 
         failed: why the rollout failed, if it did for a reason that is no reward; a later reward ends that. Needs the
-            admin token, or a server with `TURNLOG_SESSION_REWARDS=allow`.
+            admin token or the run's, or a server with `TURNLOG_SESSION_REWARDS=allow`.
 
         Raises NotFound, Forbidden, InvalidRequest; TypeError and ValueError for another kind, before anything is sent.
         """
@@ -262,7 +263,7 @@ class AsyncSession:
 
     async def erase(self) -> bool:
         """Close the session and delete its content for good. False: object storage or archives still have some of it,
-        and the server goes on. Needs the admin token, or a server with `TURNLOG_SESSION_REWARDS=allow`. Raises
+        and the server goes on. Needs the admin token or the run's, or a server with `TURNLOG_SESSION_REWARDS=allow`. Raises
         NotFound, Forbidden."""
         return await self._transport.erase(self._path, token=self._judges_token)
 
