@@ -128,7 +128,7 @@ def figures(
 def versions(connection: Connection, run: str) -> dict[str, int]:
     """The run's sessions, and the number of the last event of each."""
     query = select(sessions.c.session_id, sessions.c.version)
-    return dict(connection.execute(query.where(sessions.c.run == run, is_of_run)).tuples().all())
+    return dict(connection.execute(query.where(sessions.c.run == run, is_of_run)).all())
 
 
 def turn_ends(connection: Connection, after: Iterable[tuple[str, int]]) -> dict[str, list[EventRow]]:
@@ -162,7 +162,7 @@ def given(connection: Connection, limit: int) -> dict[str, int]:
     is_live = sessions.c.run == runs.c.run, sessions.c.status == "open"
     live = select(func.count()).select_from(sessions).where(*is_live).scalar_subquery()
     query = select(runs.c.run, live).where(runs.c.status == "open").order_by(runs.c.run).limit(limit)
-    return dict(connection.execute(query).tuples().all())
+    return dict(connection.execute(query).all())
 
 
 def work(connection: Connection) -> Work:
@@ -248,13 +248,13 @@ def version_counts(connection: Connection, run: str, limit: int) -> list[Version
 def newest_weights(connection: Connection, run: str, since: int) -> dict[str, int]:
     """By session, its newest weight version; those from `since` on."""
     query = select(sessions.c.session_id, sessions.c.weight_version)
-    return dict(connection.execute(query.where(_trains(run), sessions.c.weight_version >= since)).tuples().all())
+    return dict(connection.execute(query.where(_trains(run), sessions.c.weight_version >= since)).all())
 
 
 def failures(connection: Connection, run: str) -> dict[str, int]:
     """How many rollouts failed, by kind."""
     query = select(sessions.c.failed, func.count()).where(_trains(run), sessions.c.failed.is_not(None))
-    return dict(connection.execute(query.group_by(sessions.c.failed).order_by(sessions.c.failed)).tuples().all())
+    return dict(connection.execute(query.group_by(sessions.c.failed).order_by(sessions.c.failed)).all())
 
 
 class GroupSums(NamedTuple):
