@@ -83,7 +83,7 @@ class MetricValues:
         first = array("d", numbers or [0.0] * sum(width for _, _, width in series))
         if folder is None:
             self._file = None
-            self.values = memoryview(first)
+            self.values = memoryview(bytearray(first.tobytes())).cast("d")
             return
         head = msgspec.json.encode(series)
         head += b" " * (-len(head) % _VALUE)
