@@ -162,7 +162,7 @@ def given(connection: Connection, limit: int) -> dict[str, int]:
     is_live = sessions.c.run == runs.c.run, sessions.c.status == literal_column("'open'")  # as the index has it
     live = select(func.count()).select_from(sessions).where(*is_live).scalar_subquery()
     query = select(runs.c.run, live).where(runs.c.status == "open").order_by(runs.c.run).limit(limit)
-    return dict(connection.execute(query).tuples().all())
+    return {row[0]: row[1] for row in connection.execute(query)}
 
 
 def work(connection: Connection) -> Work:
