@@ -83,12 +83,12 @@ class MetricValues:
         first = array("d", numbers or [0.0] * sum(width for _, _, width in series))
         if folder is None:
             self._file = None
-            self.values = memoryview(first)
+            self.values = memoryview(bytearray(first.tobytes())).cast("d")
             return
         head = msgspec.json.encode(series)
         head += b" " * (-len(head) % _VALUE)
         made = folder / f"{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}"
-        self._path = made if before is None else before._path
+        self._path: Path = made if before is None else before._path
         begun = made.with_suffix(".new")
         self._file = begun.open("w+b")
         fcntl.flock(self._file, fcntl.LOCK_EX)

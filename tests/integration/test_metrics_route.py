@@ -146,6 +146,7 @@ def test_turns_are_counted_by_those_runs_that_were_given_something(watched: Stan
         found = by_run(what)
         assert (found["a-run"], found["other"] - before[what]) == (own, others), what
     until(lambda: by_run("open_sessions").get("a-run") == 1)
+    assert by_run("turns")["a-run"] == 1, "its numbers go on when the names are read anew"
 
     for number in range(50):
         give(f"a-{number:02}")

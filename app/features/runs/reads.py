@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, and_, case, exists, func, or_, select, tuple_, union
+from sqlalchemy import ColumnElement, Connection, and_, case, exists, func, literal_column, or_, select, tuple_, union
 
 from app.domain.events import TurnAbandoned, TurnCommitted, TurnRejected
 from app.features.groups.schema import groups
@@ -159,10 +159,10 @@ def limited(connection: Connection) -> list[RunRow]:
 
 def given(connection: Connection, limit: int) -> dict[str, int]:
     """The first open runs that were given something, by name, with their open sessions."""
-    is_live = sessions.c.run == runs.c.run, sessions.c.status == "open"
+    is_live = sessions.c.run == runs.c.run, sessions.c.status == literal_column("'open'")  # as the index has it
     live = select(func.count()).select_from(sessions).where(*is_live).scalar_subquery()
     query = select(runs.c.run, live).where(runs.c.status == "open").order_by(runs.c.run).limit(limit)
-    return dict(connection.execute(query).all())
+    return {row[0]: row[1] for row in connection.execute(query)}
 
 
 def work(connection: Connection) -> Work:
