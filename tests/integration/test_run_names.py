@@ -212,7 +212,7 @@ def test_a_restore_leaves_each_run_its_names(own: Stand) -> None:
     plain, one = pair(own)
     first = one.session()
     plain.session()
-    name = make(own)
+    name = make(own, run="*")
     one.end()
     one.session("b")
     restore(own, name)
