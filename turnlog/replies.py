@@ -237,8 +237,9 @@ class RunVersions(TypedDict):
 
 
 class ListedRun(TypedDict):
-    """`turns` counts committed ones. `reward`: of rollouts, by their root sessions; null without one. `first_at`: when
-    the first session was created; `last_at`: when one changed last."""
+    """`turns` counts committed ones. `reward`: of rollouts that have not failed, by their root sessions; null without
+    one. `failed` counts the others by their kind. Neither counts evaluations. `first_at`: when the first session was
+    created; `last_at`: when one changed last."""
 
     run: str
     status: Literal["open", "closed", "erasing"]
@@ -249,6 +250,7 @@ class ListedRun(TypedDict):
     turns: int
     groups: RunGroups
     reward: Statistics | None
+    failed: dict[str, int]
     weight_versions: RunVersions
     first_at: float | None
     last_at: float | None

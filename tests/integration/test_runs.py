@@ -120,6 +120,7 @@ def test_the_figures_of_a_run(used: Stand) -> None:
     live, judged = used.talk(run=run), used.talk(run=run, evaluation=True)
     live.say("Hello", sim={"weight_version": "7"})
     judged.say("Hello", sim={"weight_version": "900"})
+    assert used.http.put(f"{judged.path}/reward", json={"reward": 9.0}).status_code == 200
     child = used.talk(parent_session_id=live.id)
     refused = child.chat([user("Fail")], sim={"fault": "missing_prompt_ids"})
     assert refused.status_code == 502, refused.text
@@ -139,6 +140,7 @@ def test_the_figures_of_a_run(used: Stand) -> None:
         "turns": 6,
         "groups": {"complete": 2, "handed_out": 1, "acknowledged": 0},
         "reward": {"count": 2, "mean": 0.5, "std": 0.5**0.5, "min": 0.0, "max": 1.0, "zero_variance": False},
+        "failed": {"sandbox": 1},
         "weight_versions": {"newest": 7, "oldest_live": 7},
         "first_at": talks[0].events()[0]["at"],
         "last_at": found["last_at"],

@@ -137,9 +137,11 @@ def listed(found: Read) -> list[ListedRun]:
 
 
 def _listed(name: str, row: RunRow | None, heads: Sequence[HeadCount], groups: GroupCount | None) -> ListedRun:
-    by_status = Counter[str]()
+    by_status, failed = Counter[str](), Counter[str]()
     for head in heads:
         by_status[head.status] += head.sessions
+        if head.failed is not None:
+            failed[head.failed] += head.sessions
     rewards = [head.reward for head in heads if head.is_root and head.reward is not None for _ in range(head.sessions)]
     newest = [head.newest for head in heads if head.newest is not None]
     oldest = [head.oldest for head in heads if head.oldest is not None and head.status == "open"]
@@ -157,6 +159,7 @@ def _listed(name: str, row: RunRow | None, heads: Sequence[HeadCount], groups: G
         if groups is None
         else RunGroups(complete=groups.complete, handed_out=groups.handed_out, acknowledged=groups.acknowledged),
         reward=msgspec.to_builtins(statistics(rewards)) if rewards else None,
+        failed=dict(failed),
         weight_versions=RunVersions(newest=max(newest, default=None), oldest_live=min(oldest, default=None)),
         first_at=min((head.first_at for head in heads), default=None),
         last_at=max((head.last_at for head in heads), default=None),

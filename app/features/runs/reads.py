@@ -33,13 +33,14 @@ class RunRow(msgspec.Struct, frozen=True):
 
 class HeadCount(NamedTuple):
     """The sessions of a run that are alike: their number and their turns, when the first was created and the last
-    changed, and their largest and smallest weight version, which evaluations do not have. A failed one has no reward.
-    """
+    changed, and their largest and smallest weight version. `failed`: how a rollout did, of its root. Evaluations have
+    no reward, failure or version here, and what has failed no reward."""
 
     run: str
     status: str
     is_root: bool
     reward: float | None
+    failed: str | None
     sessions: int
     turns: int
     first_at: float
@@ -83,9 +84,11 @@ def rows(connection: Connection, names: Sequence[str]) -> dict[str, RunRow]:
 def heads(connection: Connection, names: Sequence[str]) -> list[HeadCount]:
     """The sessions of these runs, counted by what is alike, in one query over their heads."""
     root = case((is_root(), 1), else_=0)
-    reward = case((sessions.c.failed.is_(None), sessions.c.reward))
-    version = case((sessions.c.evaluation.is_(False), sessions.c.weight_version))
-    alike = (sessions.c.run, sessions.c.status, root, reward)
+    trains = sessions.c.evaluation.is_(False)
+    reward = case((and_(trains, sessions.c.failed.is_(None)), sessions.c.reward))
+    failed = case((and_(trains, is_root()), sessions.c.failed))
+    version = case((trains, sessions.c.weight_version))
+    alike = (sessions.c.run, sessions.c.status, root, reward, failed)
     query = (
         select(
             *alike,
