@@ -30,6 +30,7 @@ from turnlog.events import EventType as EventType
 from turnlog.events import UnreadableEvent as UnreadableEvent
 from turnlog.events import VersionSpan as VersionSpan
 from turnlog.parameters import Branches as Branches
+from turnlog.parameters import CheckpointFilters as CheckpointFilters
 from turnlog.parameters import EventParameters as EventParameters
 from turnlog.parameters import ExportFilters as ExportFilters
 from turnlog.parameters import ExportParameters as ExportParameters
