@@ -16,7 +16,7 @@ from app.features.runs import reads
 from app.features.runs.reads import GroupCount, HeadCount, RunRow
 from app.store.ports import Connection, Database
 from app.store.sessions import EventRow, decode_events
-from turnlog.replies import ListedRun, RunGroups, RunLimits, RunSessions, RunTokens, RunVersions
+from turnlog.replies import ListedRun, RunGroups, RunLimits, RunSessions, RunTokenCounts, RunVersions
 
 AT_ONCE = 500
 """Sessions whose events are read together."""
@@ -173,5 +173,5 @@ def _status(status: str) -> Literal["open", "closed", "erasing"]:
 
 def with_turns(one: ListedRun, counts: Counts) -> dict[str, Any]:
     """A run's own view."""
-    tokens = RunTokens(prompt=counts.prompt, generated=counts.generated)
+    tokens = RunTokenCounts(prompt=counts.prompt, generated=counts.generated)
     return {**one, "tokens": tokens, "errors": dict(counts.errors)}
