@@ -138,9 +138,12 @@ class SessionArchived(SessionNotFound):
     meaning = "the session is in a file that the message names; `turnlog import` brings it back"
 
 
+_CLOSED = "the session or its run was closed or erased, also during the turn"
+
+
 class SessionClosed(AppError):
     status, code, type, retry = 404, "session_closed", "invalid_request_error", False
-    meaning = "the session was closed or erased, also during the turn"
+    meaning = _CLOSED
 
     @classmethod
     def of(cls, session_id: str, became: str) -> Self:
@@ -162,7 +165,11 @@ class GenerationEnded(SessionClosed):
 
 class NotFound(AppError):
     status, code, type, retry = 404, "not_found", "invalid_request_error", False
-    meaning = "a turn, payload, group, engine or adapter that the request names does not exist, or no such path"
+    meaning = "a turn, payload, group, run, engine or adapter that the request names does not exist, or no such path"
+
+    @classmethod
+    def of_run(cls, run: str) -> Self:
+        return cls(f"run {run:.128} does not exist")
 
 
 class MethodNotAllowed(AppError):
@@ -218,12 +225,12 @@ class SessionEnded(SessionExists):
     """The id cannot be used again."""
 
     code = "session_closed"
-    meaning = "the session was closed or erased, also during the turn"
+    meaning = _CLOSED
 
 
 class RunClosed(AppError):
     status, code, type, retry = 409, "session_closed", "invalid_request_error", False
-    meaning = "the session was closed or erased, also during the turn"
+    meaning = _CLOSED
 
     @classmethod
     def of(cls, run: str, status: str) -> Self:

@@ -34,7 +34,7 @@ async def admit(app: Services, head: Head, token: RunToken, route: Route) -> App
         if route.limit == "query":
             _limit_query(head, token.run)
         elif route.limit == "path" and head.path_values["run"] != token.run:
-            return NotFound(f"run {head.path_values['run']:.128} does not exist")
+            return NotFound.of_run(head.path_values["run"])
         elif route.limit == "session" and head.path_session is None:
             await require_own(app, head.path_values["session_id"], token.run)
         elif route.limit == "session":

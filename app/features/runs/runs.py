@@ -94,7 +94,7 @@ class Runs:
         found = await self._database.read(partial(figures.read, names=[run]))
         listed: list[ListedRun] = await asyncio.to_thread(figures.listed, found)
         if not listed:
-            raise _unknown(run)
+            raise NotFound.of_run(run)
         counts = await self._tally.by_session(run)
         summed = await asyncio.to_thread(figures.summed, counts.values())
         return figures.with_turns(listed[0], summed), counts
@@ -113,7 +113,7 @@ class Runs:
     async def close(self, run: str) -> None:
         """Close the run, and its open sessions. Idempotent. Raises NotFound."""
         if await self._writer.submit(EndRun(run, erase=False)) in (None, "erased"):
-            raise _unknown(run)
+            raise NotFound.of_run(run)
         reach("after_run_ended")
         await self._close_sessions(run)
 
@@ -123,7 +123,7 @@ class Runs:
         is_elsewhere = bool(await self._roots_elsewhere(run))
         status = await self._writer.submit(EndRun(run, erase=True, is_elsewhere=is_elsewhere))
         if status is None:
-            raise _unknown(run)
+            raise NotFound.of_run(run)
         reach("after_run_ended")
         return status == "erased" or await self._erase_sessions(run)
 
@@ -210,7 +210,3 @@ class Runs:
         }
         self._services.points.held_runs.clear()
         self._services.points.held_runs.update(held)
-
-
-def _unknown(run: str) -> NotFound:
-    return NotFound(f"there is no run {run}")
