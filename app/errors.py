@@ -138,9 +138,12 @@ class SessionArchived(SessionNotFound):
     meaning = "the session is in a file that the message names; `turnlog import` brings it back"
 
 
+_CLOSED = "the session or its run was closed or erased, also during the turn"
+
+
 class SessionClosed(AppError):
     status, code, type, retry = 404, "session_closed", "invalid_request_error", False
-    meaning = "the session or its run is closed or was erased, also during the turn"
+    meaning = _CLOSED
 
     @classmethod
     def of(cls, session_id: str, became: str) -> Self:
@@ -222,12 +225,12 @@ class SessionEnded(SessionExists):
     """The id cannot be used again."""
 
     code = "session_closed"
-    meaning = SessionClosed.meaning
+    meaning = _CLOSED
 
 
 class RunClosed(AppError):
     status, code, type, retry = 409, "session_closed", "invalid_request_error", False
-    meaning = SessionClosed.meaning
+    meaning = _CLOSED
 
     @classmethod
     def of(cls, run: str, status: str) -> Self:

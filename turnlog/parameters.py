@@ -25,6 +25,8 @@ SessionStatus = Literal["open", "closed", "erased", "undone"]
 SessionState = Literal["open", "idle", "running", "paused", "closed", "erased", "undone"]
 SessionOrder = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
 
+Value = str | int | float | bool | None
+"""Of a key of the metadata, in a filter."""
 
 FailureKind = Literal["sandbox", "agent", "engine", "timeout", "other"]
 
@@ -91,9 +93,11 @@ class NewSession(TypedDict, total=False):
 
 
 class OfGroups(TypedDict, total=False):
+    """Which groups, and of which sessions."""
+
     group_id: Annotated[str | Sequence[str], "Only this group's; several: of any of these."]
     group_prefix: Annotated[str, "Only those of groups whose id begins so."]
-    metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
+    metadata: Annotated[Mapping[str, Value | Sequence[Value]], "Values of the metadata, by key; several: any of these."]
 
 
 class Selection(OfGroups, total=False):
@@ -139,7 +143,7 @@ class CheckpointFilters(TypedDict, total=False):
     """The parameters of `GET /checkpoints`."""
 
     run: Annotated[str, "Only of this run; *: only those of the whole store."]
-    metadata: Annotated[Mapping[str, str | int | float | bool | None], "Values of the metadata, by key."]
+    metadata: Annotated[Mapping[str, Value | Sequence[Value]], "Values of the metadata, by key; several: any of these."]
 
 
 class RowFilters(TypedDict, total=False):

@@ -261,7 +261,7 @@ class RunPage(TypedDict):
     next_cursor: str | None
 
 
-class RunTokens(TypedDict):
+class RunTokenCounts(TypedDict):
     """Of committed turns, discarded ones too: the lengths of their prompts, and what was sampled."""
 
     prompt: int
@@ -271,7 +271,7 @@ class RunTokens(TypedDict):
 class Run(ListedRun):
     """`errors` counts turns that were not committed, by the reason that their event has."""
 
-    tokens: RunTokens
+    tokens: RunTokenCounts
     errors: dict[str, int]
 
 

@@ -84,9 +84,9 @@ async def _limit_path(app: Services, head: Head, run: str) -> None:
         head.scope, head.path_session, head.session_id = before  # Who answers looks it up.
 
 
-async def require_own(app: Services, session_id: str, run: str | None) -> None:
-    """Raises SessionNotFound where the session is not the run's; None: the request has no token of a run."""
-    if run is not None and await _found_run(app, session_id, run) != run:
+async def require_own(app: Services, session_id: str, run: str) -> None:
+    """Raises SessionNotFound where the session is not of the run whose token the request brought."""
+    if await _found_run(app, session_id, run) != run:
         raise unknown_session(session_id)
 
 

@@ -204,7 +204,8 @@ class TurnRequest:
     async def _turn_in(self, session: HeaderSession, body: bytes, reservation: BodyReservation) -> str:
         """A turn of a session that the path does not name: its client is told which one, unless it has its id."""
         head = self._head
-        await require_own(self._app, session.session_id, head.token_run)
+        if head.token_run is not None:
+            await require_own(self._app, session.session_id, head.token_run)
         head.session_id = session.session_id
         head.own_headers = [header for header in head.own_headers if header[0] != TOLD]
         if session.is_unnamed or session.root != session.name:
@@ -243,8 +244,8 @@ class TurnRequest:
         else:
             streams = (len(body) > SEARCHED or b'"stream"' in body) and wants_stream(body)
         live = LiveStream() if streams else None
-        is_of_run = head.token_run is not None
-        waiter = Waiter(reservation.grow, self._watch, self._token_session, head.connection, live, is_of_run)
+        has_run_token = head.token_run is not None
+        waiter = Waiter(reservation.grow, self._watch, self._token_session, head.connection, live, has_run_token)
         if settings.on_disconnect != "finish":
             self._watch(waiter)
         headers = head.headers

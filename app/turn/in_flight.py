@@ -469,7 +469,7 @@ class Waiter(msgspec.Struct, eq=False):
 
     `grow` reserves memory for the reply. `watch` arranges that `client_disconnected` is called; it
     is needed only at a gate, since other turns go on without their client. `token_session` is the
-    session whose token authorised the request; `is_of_run`: that of a run did. `connection` is
+    session whose token authorised the request; `has_run_token`: that of a run did. `connection` is
     None if it cannot be looked at. `live` takes its own turn's deltas.
     """
 
@@ -478,7 +478,7 @@ class Waiter(msgspec.Struct, eq=False):
     token_session: str | None = None
     connection: Connection | None = None
     live: LiveStream | None = None
-    is_of_run: bool = False
+    has_run_token: bool = False
     flight: InFlightTurn | None = None
     departure: asyncio.Future[None] | None = None
     is_disconnected: bool = False

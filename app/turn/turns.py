@@ -348,7 +348,7 @@ class Turns:
         if continued is not None:
             large = large or large_history(body, request, entry.index)
         waiter = flight.waiter
-        if waiter.token_session is not None or waiter.is_of_run:
+        if waiter.token_session is not None or waiter.has_run_token:
             token_session = waiter.token_session or flight.session_id
             require_own(request, flight.session_id, token_session, self._settings.session_params)
         if config.params or config.model is not None:

@@ -212,6 +212,7 @@ def test_the_client_and_the_command_line_have_them(filled: Stand, monkeypatch: p
         assert {row["session_id"] for row in client.export(**given)} == {"a-1", "a-2"}
         assert {event["session_id"] for event in client.events(**given)} == {"a-1", "a-2"}
         assert [group["group_id"] for group in client.groups(run="a", metadata={"task": 1})] == ["g/1", "h"]
+        assert {one["session_id"] for one in client.sessions(metadata={"task": [1, 9]})} == {"a-1", "a-2", "none"}
     monkeypatch.setenv("TURNLOG_URL", filled.base_url)
     flags = ("--run", "a", "--group", "g/1", "--group", "h", "--metadata", "task=1")
     assert {one["session_id"] for one in answer("sessions", *flags)["sessions"]} == {"a-1", "a-2"}

@@ -129,6 +129,7 @@ def test_the_figures_of_a_run(used: Stand) -> None:
     assert used.http.put(f"{judged.path}/reward", json={"reward": 90.0}).status_code == 200
     live.say("Hello", sim={"weight_version": "7"})
     judged.say("Hello", sim={"weight_version": "900"})
+    assert used.http.put(f"{judged.path}/reward", json={"reward": 9.0}).status_code == 200
     child = used.talk(parent_session_id=live.id)
     refused = child.chat([user("Fail")], sim={"fault": "missing_prompt_ids"})
     assert refused.status_code == 502, refused.text

@@ -135,10 +135,18 @@ def test_right_parameters_pass() -> None:
     assert checked(parameters.EventParameters, {"type": ("TurnCommitted",)}) == {"type": ("TurnCommitted",)}
     limits = {"turns": 50, "tokens": None, "seconds": 1800, "per": "session"}
     assert checked(parameters.NewSession, {"limits": limits, "params": {}}) == {"limits": limits, "params": {}}
-    filters = {"a": "b", "n": 3, "yes": True, "none": None}
+    filters = {"a": "b", "n": 3, "yes": True, "none": None, "any": ["b", 3]}
     assert checked(parameters.SessionFilters, {"metadata": filters}) == {"metadata": filters}
     given = wanted(parameters.SessionFilters, {"metadata": filters})
-    assert given == {"metadata.a": "b", "metadata.n": "3", "metadata.yes": "true", "metadata.none": "null"}
+    assert given == {
+        "metadata.a": ["b"],
+        "metadata.n": ["3"],
+        "metadata.yes": ["true"],
+        "metadata.none": ["null"],
+        "metadata.any": ["b", "3"],
+    }
+    with pytest.raises(ValueError, match="metadata: a has no value"):
+        wanted(parameters.SessionFilters, {"metadata": {"a": []}})
 
 
 def test_the_sync_client_is_current() -> None:

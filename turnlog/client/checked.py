@@ -38,7 +38,10 @@ def wanted(parameters: type, given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(columns := found.get("columns", ""), str):
         found["columns"] = ",".join(columns)
     for key, value in found.pop("metadata", {}).items():
-        found[f"metadata.{key}"] = value if isinstance(value, str) else json.dumps(value)
+        values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+        if not values:
+            raise ValueError(f"metadata: {key} has no value")
+        found[f"metadata.{key}"] = [one if isinstance(one, str) else json.dumps(one) for one in values]
     return found
 
 

@@ -40,7 +40,7 @@ from app.domain.groups import GroupKey
 from app.domain.patterns import ALL_RUNS
 from app.domain.selection import Selection
 from app.features.archive.schema import archived, marks_of
-from app.features.groups.reads import uncounted_in
+from app.features.groups.reads import ACKNOWLEDGEMENTS, uncounted_in
 from app.features.groups.schema import groups, is_finished
 from app.features.objects.schema import dead_objects, queue_erased, queue_objects
 from app.store import pins, rollouts
@@ -138,9 +138,6 @@ class Candidates(NamedTuple):
 
 _is_closed = sessions.c.status == "closed"
 _members = sessions.alias("members")
-_acknowledged = exists().where(
-    groups.c.run == sessions.c.run, groups.c.group_id == sessions.c.group_id, groups.c.acked_at.is_not(None)
-)
 
 
 def _may_leave(points: StorePoints) -> ColumnElement[bool]:
@@ -165,7 +162,7 @@ def candidates(
             place > after,
             rollouts.is_root(),
             may_leave,
-            or_(sessions.c.group_id.is_(None), sessions.c.evaluation, _acknowledged),
+            ACKNOWLEDGEMENTS.is_given,
             *GroupFilter(**wanted.run_and_group).of(sessions),
         )
         .order_by(sessions.c.closed_at, sessions.c.session_id)

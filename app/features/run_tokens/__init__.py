@@ -16,7 +16,7 @@ from app.features.run_tokens import schema as schema
 
 if TYPE_CHECKING:
     from app.api.routes import Route
-    from app.features.run_tokens.run_tokens import RunTokens
+    from app.features.run_tokens.run_tokens import TokenNumbers
     from app.services import Services
 
 
@@ -26,9 +26,9 @@ def entries() -> list[Route]:
     return route.entries
 
 
-def add_to(services: Services) -> RunTokens:
-    from app.features.run_tokens.run_tokens import RunTokens
+def add_to(services: Services) -> TokenNumbers:
+    from app.features.run_tokens.run_tokens import TokenNumbers
 
-    made = RunTokens(services.database, services.writer, services.tokens)
+    made = TokenNumbers(services.database, services.writer, services.tokens)
     services.run_number = made.number_of
     return made

@@ -10,7 +10,7 @@ from app.api.requests import Request
 from app.api.routes import NO_CONTENT, WRITE, Routes, json_reply
 from app.domain.patterns import ID
 from app.errors import InvalidRequest
-from app.features.run_tokens.run_tokens import RunTokens
+from app.features.run_tokens.run_tokens import TokenNumbers
 from turnlog import replies as reply_types
 
 route = Routes("Runs")
@@ -41,6 +41,6 @@ async def end_token(request: Request, run: RunName) -> None:
     await _run_tokens(request).end(run)
 
 
-def _run_tokens(request: Request) -> RunTokens:
-    run_tokens: RunTokens = request.services.features["run_tokens"]
+def _run_tokens(request: Request) -> TokenNumbers:
+    run_tokens: TokenNumbers = request.services.features["run_tokens"]
     return run_tokens

@@ -46,7 +46,7 @@ class _Known(NamedTuple):
     until: float
 
 
-class RunTokens:
+class TokenNumbers:
     def __init__(self, database: Database, writer: Writer, tokens: Tokens) -> None:
         self._database = database
         self._writer = writer

@@ -16,7 +16,7 @@ from app.features.runs import reads
 from app.features.runs.reads import GroupCount, HeadCount, RunRow
 from app.store.ports import Database
 from app.store.sessions import EventRow, decode_events
-from turnlog.replies import ListedRun, RunGroups, RunLimits, RunSessions, RunTokens, RunVersions
+from turnlog.replies import ListedRun, RunGroups, RunLimits, RunSessions, RunTokenCounts, RunVersions
 
 AT_ONCE = 500
 """Sessions whose events are read in one transaction, with a query each."""
@@ -159,5 +159,5 @@ def _listed(name: str, row: RunRow | None, heads: Sequence[HeadCount], groups: G
 
 def with_turns(one: ListedRun, counts: Counts) -> dict[str, Any]:
     """A run's own view."""
-    tokens = RunTokens(prompt=counts.prompt, generated=counts.generated)
+    tokens = RunTokenCounts(prompt=counts.prompt, generated=counts.generated)
     return {**one, "tokens": tokens, "errors": dict(counts.errors)}

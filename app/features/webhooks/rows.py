@@ -17,7 +17,7 @@ from app.domain.events import RewardAssigned, SessionClosed, SessionErased, Turn
 from app.domain.fleet import EngineDied
 from app.domain.groups import GroupKey
 from app.domain.selection import Selection
-from app.features.groups.reads import attempts
+from app.features.groups.reads import attempts, with_metadata
 from app.features.groups.rules import outcome
 from app.store import feed
 from app.store.content import matches
@@ -147,11 +147,11 @@ def _complete(connection: Connection, rows: Sequence[PlacedRow], named: str, wan
         if group_id is not None:
             key = GroupKey(run, group_id)
             last[key] = max(last.get(key, 0.0), at[session_id])
+    fitting = with_metadata(connection, list(last), wanted.metadata) if wanted.metadata else last
     notices = []
-    for key, found in attempts(connection, list(last)).items():
+    for key, found in attempts(connection, [key for key in last if key in fitting]).items():
         outcome_of = outcome(found)
-        ids = [one.session_id for one in found]
-        if outcome_of.complete and (not wanted.metadata or any(matches(connection, ids, wanted.metadata).values())):
+        if outcome_of.complete:
             told = {**key._asdict(), "rollouts": outcome_of.rollouts}
             page = page_of("group", key.group_id)
             # The number tells it from what the group was before another rollout began.
