@@ -13,6 +13,7 @@ from sqlalchemy import (
     Table,
     bindparam,
     func,
+    literal_column,
     select,
 )
 
@@ -52,7 +53,7 @@ _locked = (
     .where(runs.c.run == bindparam("named"))
     .with_for_update()
 )
-_live = select(func.count()).where(sessions.c.run == bindparam("named"), sessions.c.status == "open")
+_live = select(func.count()).where(sessions.c.run == bindparam("named"), sessions.c.status == literal_column("'open'"))
 
 
 def room(tx: Tx, wanted: Mapping[str, int]) -> dict[str, NoRoom]:
