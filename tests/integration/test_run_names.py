@@ -16,7 +16,7 @@ from integration.guarded import Guarded
 from integration.places import Places
 from integration.stand import CHAT, Stand, error_of, serving, user
 from integration.test_archive import archived, imported
-from integration.test_checkpoints import make, restore
+from integration.test_checkpoints import make
 from integration.test_names import TOLD, Named
 from ops.simulator.process import SimulatorProcess
 

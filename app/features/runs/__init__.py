@@ -16,23 +16,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from app.features.runs import schema as schema
-from app.metrics import Family
+from app.features.runs.counters import METRICS as METRICS
 
 if TYPE_CHECKING:
     from app.api.routes import Route
     from app.features.runs.runs import Runs
     from app.services import Services
-
-
-OTHER = "other"
-"""The label of the runs that have none of their own."""
-
-METRICS = (
-    Family("turnlog_run_turns_total", "counter", "Committed turns by run.", "run", (OTHER,)),
-    Family("turnlog_run_failed_turns_total", "counter", "Claimed turns without a commit by run.", "run", (OTHER,)),
-    Family("turnlog_run_output_tokens_total", "counter", "Tokens sampled in committed turns by run.", "run", (OTHER,)),
-    Family("turnlog_run_open_sessions", "largest", "Open sessions by run, as last counted.", "run", ()),
-)
 
 
 def entries() -> list[Route]:

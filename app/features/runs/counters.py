@@ -6,9 +6,18 @@ from collections.abc import Mapping
 
 import msgspec
 
-from app.features.runs import METRICS, OTHER
-from app.metrics import Metrics
+from app.metrics import Family, Metrics
 from app.turn.in_flight import Claimed, TurnStage
+
+OTHER = "other"
+"""The label of the runs that have none of their own."""
+
+METRICS = (
+    Family("turnlog_run_turns_total", "counter", "Committed turns by run.", "run", (OTHER,)),
+    Family("turnlog_run_failed_turns_total", "counter", "Claimed turns without a commit by run.", "run", (OTHER,)),
+    Family("turnlog_run_output_tokens_total", "counter", "Tokens sampled in committed turns by run.", "run", (OTHER,)),
+    Family("turnlog_run_open_sessions", "largest", "Open sessions by run, as last counted.", "run", ()),
+)
 
 
 class RunNumbers(msgspec.Struct):
