@@ -300,12 +300,12 @@ class Fleet(msgspec.Struct, frozen=True):
         """All gates that are shut."""
         return [gate for gates in (self.gates, *self.runs.values()) for gate in gates.all if gate.is_shut]
 
-    def was_shut_after(self, moment: float) -> bool:
-        """Was any gate shut after `moment` (seconds since the epoch), or is it now?"""
-        gates = [gate for of_one in (self.gates, *self.runs.values()) for gate in of_one.all if gate.closings]
-        return bool(self.held) or any(
-            gate.is_shut or (gate.since is not None and gate.since > moment) for gate in gates
-        )
+    def shut_after(self, moment: float) -> set[str | None]:
+        """The runs of which a gate was shut after `moment` (seconds since the epoch), or is now; None: one of all runs
+        was."""
+        gates = [(run, gate) for run, of_one in ((None, self.gates), *self.runs.items()) for gate in of_one.all]
+        shut = {run for run, gate in gates if gate.closings and (gate.is_shut or (gate.since or 0.0) > moment)}
+        return shut | self.held.keys()
 
     @property
     def owners(self) -> set[str]:

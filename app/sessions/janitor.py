@@ -26,6 +26,7 @@ from app.store.log import Appended
 from app.store.log_sessions import Close
 from app.store.ports import Database, Writer
 from app.store.rollouts import in_groups
+from app.store.schema import sessions
 from app.store.sessions import Acknowledgements, closed_sessions, database_bytes, idle_sessions, listed
 
 log = logging.getLogger("turnlog.janitor")
@@ -147,10 +148,12 @@ class Janitor:
             return
         since = self._clock() - self._settings.idle_close_s
         fleet = fold((await self._database.read(state)).events)
-        if fleet.was_shut_after(self._clock() - GATED_S):
+        shut = fleet.shut_after(self._clock() - GATED_S)
+        if None in shut:
             return
+        of_others = sessions.c.run.not_in(shut)
         after = ""
-        while idle := await self._listed(partial(idle_sessions, since=since, after=after, limit=STEP)):
+        while idle := await self._listed(partial(idle_sessions, since=since, after=after, limit=STEP, where=of_others)):
             for session_id in idle:
                 with suppress(SessionUnreadable, StoreDamaged):
                     closed = await self._sessions.apply(

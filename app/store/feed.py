@@ -14,12 +14,12 @@ from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from sqlalchemy import ColumnElement, Connection, Select, exists, func, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Select, bindparam, exists, func, insert, select, tuple_, update
 
 from app.domain.events import EXPORTED
 from app.domain.patterns import ALL_RUNS, MAX_INTEGER
 from app.store.damage import SPAN, BrokenRow, PageDamaged, attempt, attempt_or, split
-from app.store.dialect import log_synced, log_written, next_tx, oldest_tx, sync_delay_s
+from app.store.dialect import Tx, log_synced, log_written, next_tx, oldest_tx, sync_delay_s
 from app.store.ports import Database
 from app.store.schema import events, store_meta
 from app.store.selection import GroupFilter, chosen
@@ -90,7 +90,8 @@ FIRST = "1"
 
 
 def of_run(run: str) -> str:
-    """The key in `store_meta` of what a restore of this run alone raises; ALL_RUNS: of any run alone."""
+    """The key in `store_meta` of what a restore of this run alone, or its erasure, raises; ALL_RUNS: a restore of any
+    run alone."""
     return f"epoch:{run}"
 
 
@@ -104,7 +105,7 @@ def cursor_epoch(connection: Connection, run: str | None) -> str:
 
 
 def number_of_restores(connection: Connection, run: str) -> int:
-    """Counts from 1, and grows with each restore of the run alone; ALL_RUNS: of all runs."""
+    """Counts from 1, and grows with each restore of the run alone and its erasure; ALL_RUNS: with one of all runs."""
     key = "epoch" if run == ALL_RUNS else of_run(run)
     value: str = connection.execute(select(store_meta.c.value).where(store_meta.c.key == key)).scalar() or FIRST
     return int(value.partition("-")[0])
@@ -113,6 +114,32 @@ def number_of_restores(connection: Connection, run: str) -> int:
 def next_epoch(epoch: str) -> str:
     """The next number, and a random part that no other store with the same past has."""
     return f"{int(epoch.partition('-')[0]) + 1}-{secrets.token_hex(4)}"
+
+
+_meta = select(store_meta.c.value).where(store_meta.c.key == bindparam("of"))
+_set_meta = update(store_meta).where(store_meta.c.key == bindparam("of")).values(value=bindparam("to"))
+_add_meta = insert(store_meta)
+
+
+def raise_epochs(tx: Tx) -> None:
+    """End the cursors of every export; the log's epoch stays."""
+    epoch, of_log = (tx.one(_meta, {"of": key}) for key in ("epoch", "log_epoch"))
+    assert epoch is not None
+    raised = next_epoch(epoch[0])
+    _put(tx, "epoch", raised)
+    _put(tx, "log_epoch", f"{raised}={epoch_of_log(epoch[0], None if of_log is None else of_log[0])}")
+
+
+def raise_epoch(tx: Tx, run: str) -> None:
+    """End the cursors of exports of this run alone, or (ALL_RUNS) of those of all runs."""
+    key = of_run(run)
+    row = tx.one(_meta, {"of": key})
+    _put(tx, key, next_epoch(FIRST if row is None else row[0]))
+
+
+def _put(tx: Tx, key: str, value: str) -> None:
+    if not tx.run(_set_meta, {"of": key, "to": value}):
+        tx.insert(_add_meta, [{"key": key, "value": value}])
 
 
 def log_epoch(connection: Connection) -> str:

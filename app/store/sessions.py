@@ -283,11 +283,17 @@ def _claimed(before: float) -> Select[Any]:
 
 
 def idle_sessions(
-    connection: Connection, since: float, after: str, limit: int, among: Sequence[str] | None = None
+    connection: Connection,
+    since: float,
+    after: str,
+    limit: int,
+    among: Sequence[str] | None = None,
+    *,
+    where: ColumnElement[bool] | None = None,
 ) -> list[str]:
     """Open sessions after id `after` that have no turn in flight and have not changed since, nor has their rollout.
 
-    `among`: only those of these, without a limit.
+    `where`: only those for which this holds. `among`: only those of these, without a limit.
     """
     query = (
         select(sessions.c.session_id)
@@ -295,6 +301,7 @@ def idle_sessions(
             sessions.c.session_id > after,
             sessions.c.status == "open",
             is_idle(literal(since)),
+            *([] if where is None else [where]),
             *of_these(among),
         )
         .order_by(sessions.c.session_id)

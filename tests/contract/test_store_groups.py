@@ -13,14 +13,17 @@ from sqlalchemy import insert, select
 
 from app.domain.events import Failure, SessionClosed
 from app.domain.groups import GroupKey
+from app.domain.selection import Selection
 from app.features.checkpoints import operations
-from app.features.checkpoints.operations import Make, RestoreGroups
+from app.features.checkpoints.operations import FinishRestore, Make, RestoreGroups
 from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
 from app.features.groups import reads as group_reads
 from app.features.groups.operations import Acknowledged, Measure, Settle
 from app.features.groups.reads import ACKNOWLEDGEMENTS, Candidate
 from app.features.runs.operations import EndRun, RunErased
+from app.features.webhooks.rows import Cursor, pending
 from app.store.dialect import now
+from app.store.feed import START, end
 from app.store.log import Appended
 from app.store.log_sessions import Close, Create, ShareReward
 from app.store.rollouts import in_groups
@@ -165,6 +168,32 @@ async def test_a_group_of_an_erased_run_is_not_that_of_the_next_run_of_its_name(
     await made.finish("newer")
     assert [one.run for one in await made.candidates()] == ["run"]
     assert (await verify(made.store.database)).problems == []
+
+
+async def test_a_webhook_of_a_group_has_a_new_id_once_its_run_was_restored_or_erased(made: Groups) -> None:
+    database = made.store.database
+
+    async def ids() -> dict[str, str]:
+        start = Cursor("1", START, START, 0)
+        found = await database.read(lambda c: pending(c, start, end(c), None, Selection()))
+        return {notice.data["run"]: notice.id for notice in found.notices}
+
+    for of in ("a", "b"):
+        await made.complete("g", run=of)
+    seen = [await ids()]
+    await made.store.submit(Make("a", "cut", "now"))
+    before = await made.store.submit(Make("a", "before-1-cut", "restore", "cut"))
+    await made.store.submit(FinishRestore(before.id, "a"))
+    seen.append(await ids())
+    await made.store.submit(EndRun("a", erase=True))
+    for name in ("a-g-0", "a-g-1"):
+        await made.store.erase(name)
+    await made.store.submit(RunErased("a"))
+    for name in ("again-0", "again-1"):
+        await made.create("g", name, at=2.0, run="a")
+        await made.finish(name)
+    seen.append(await ids())
+    assert [len({one[of] for one in seen}) for of in ("a", "b")] == [3, 1]
 
 
 async def test_notes_are_settled_in_steps(made: Groups) -> None:

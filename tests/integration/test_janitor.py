@@ -57,6 +57,14 @@ def test_an_idle_session_goes_through_it_all(stand_with: Start) -> None:
     assert problems(stand) == []
 
 
+def test_a_pause_of_one_run_leaves_its_idle_sessions_open_alone(stand_with: Start) -> None:
+    stand = stand_with(IDLE_CLOSE_S="0.5")
+    assert stand.http.post("/runs/a/fleet/pause", json={"lease_s": 60}).status_code == 200
+    paused, other = session_of(stand, run="a"), session_of(stand, run="b")
+    until(lambda: "SessionClosed" in other.types())
+    assert "SessionClosed" not in paused.types()
+
+
 def test_past_a_size_no_session_is_created_and_others_go_on(stand_with: Start, places: Places) -> None:
     stand = stand_with(MAX_DB_BYTES=str(places.empty_bytes() + (3 << 20)), CLOSED_REPLAY_TTL_S="off")
     large = {"experts": {"layers": 48, "top_k": 8, "experts": 2**31 - 1}, "completion_tokens": 3000}

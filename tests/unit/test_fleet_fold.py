@@ -14,6 +14,7 @@ from app.domain.fleet import (
     FleetPaused,
     FleetResumed,
     Placed,
+    TurnsHeld,
     VersionRegressed,
     fold,
 )
@@ -78,9 +79,12 @@ def test_it_is_known_whether_turns_were_held_back_lately() -> None:
         [*PLACED, Placed(11, 300.0, AdapterResumed("lora", 2)), Placed(12, 400.0, AdapterResumed("other", 1))]
     )
     only_known = fold([Placed(1, 900.0, AdapterResumed("lora", 0, "known"))])
-    assert [shut.was_shut_after(moment) for moment in (0.0, 1e9)] == [True, True]
-    assert [opened.was_shut_after(moment) for moment in (0.0, 399.0, 400.0)] == [True, True, False]
-    assert not only_known.was_shut_after(0.0)
+    assert [shut.shut_after(moment) for moment in (0.0, 1e9)] == [{None}, {None}]
+    assert [opened.shut_after(moment) for moment in (0.0, 399.0, 400.0)] == [{None}, {None}, set()]
+    assert only_known.shut_after(0.0) == set()
+    held: list[FleetEvent] = [TurnsHeld("cut", "restore", 1, "before", run=run) for run in ("a", None)]
+    states = [fold(Placed(seq, 1.0, event) for seq, event in enumerate(held[:count], 1)) for count in range(3)]
+    assert [state.shut_after(5.0) for state in states] == [set(), {"a"}, {"a", None}]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.key)
@@ -111,6 +115,7 @@ def test_a_runs_gates_hold_its_own_turns_alone() -> None:
     assert (states[3].version_of("a"), states[3].version_of("b")) == ("7", None)
     assert states[2].knows_adapter("b", "lora")
     assert not states[2].knows_adapter("a", "lora")
-    assert states[2].was_shut_after(5.0)
+    assert [state.shut_after(5.0) for state in states] == [set(), {"a"}, {"a", "b"}, {"b"}]
+    assert states[3].shut_after(0.5) == {"a", "b"}
     assert fold(placed).owners == {"a"}
     assert fold([placed[0], placed[2], placed[4]]) == fold([*placed[:1], *placed[2:]])

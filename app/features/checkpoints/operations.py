@@ -42,9 +42,9 @@ from app.features.groups.schema import group_changes, groups
 from app.store import pins, rollouts
 from app.store import statements as sql
 from app.store.dialect import Tx, now
-from app.store.feed import FIRST, epoch_of_log, next_epoch, of_run
+from app.store.feed import raise_epoch, raise_epochs
 from app.store.log import Appended, BaseOperation, Refused, abandon, advance_head, end_staging, holders_of
-from app.store.schema import sessions, store_meta
+from app.store.schema import sessions
 
 Cut = Literal["now", "drain", "restore"]
 """How a checkpoint was made: at once; after the turns in flight had ended; by a restore, of what it replaced."""
@@ -397,10 +397,6 @@ class RestoreGroups(BaseOperation, frozen=True):
         return keys[-1]
 
 
-_EPOCHS = "epoch", "log_epoch"
-_meta = select(store_meta.c.value).where(store_meta.c.key == bindparam("of"))
-_set_meta = update(store_meta).where(store_meta.c.key == bindparam("of")).values(value=bindparam("to"))
-_add_meta = insert(store_meta)
 _end = (
     update(checkpoints)
     .where(checkpoints.c.id == _id, checkpoints.c.state == "restoring")
@@ -423,29 +419,11 @@ class FinishRestore(BaseOperation, frozen=True):
         pins.change(tx)  # Else of two restores at once on PostgreSQL both add the epoch of exports of all runs.
         if tx.one(_end, {"id": self.before_id}) is not None:
             if self.run == ALL_RUNS:
-                _raise_all(tx)
+                raise_epochs(tx)
             else:
-                _raise(tx, of_run(self.run))
-                _raise(tx, of_run(ALL_RUNS))
+                raise_epoch(tx, self.run)
+                raise_epoch(tx, ALL_RUNS)
         reach("in_restore_finished")
-
-
-def _raise_all(tx: Tx) -> None:
-    epoch, of_log = (None if row is None else row[0] for row in (tx.one(_meta, {"of": key}) for key in _EPOCHS))
-    assert epoch is not None
-    raised = next_epoch(epoch)
-    _put(tx, "epoch", raised)
-    _put(tx, "log_epoch", f"{raised}={epoch_of_log(epoch, of_log)}")
-
-
-def _raise(tx: Tx, key: str) -> None:
-    row = tx.one(_meta, {"of": key})
-    _put(tx, key, next_epoch(FIRST if row is None else row[0]))
-
-
-def _put(tx: Tx, key: str, value: str) -> None:
-    if not tx.run(_set_meta, {"of": key, "to": value}):
-        tx.insert(_add_meta, [{"key": key, "value": value}])
 
 
 class InCheckpoint(msgspec.Struct, frozen=True):

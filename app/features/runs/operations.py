@@ -9,6 +9,7 @@ from sqlalchemy import bindparam, delete, func, insert, select, update
 from app.crash_points import reach
 from app.features.runs.schema import runs
 from app.store.dialect import Tx
+from app.store.feed import raise_epoch
 from app.store.incarnations import holds_lease
 from app.store.log import BaseOperation
 from app.store.rollouts import is_of_run
@@ -110,6 +111,7 @@ class RunErased(BaseOperation, frozen=True):
         if last is not None and last[0] is not None:
             tx.run(_forget_erased, {"named": self.run})
             tx.insert(_add_erased, [{"run": self.run, "upto": last[0]}])
+        raise_epoch(tx, self.run)
         for follow in tx.points.run_erased:
             follow(tx, self.run)
         reach("in_run_erased")

@@ -46,8 +46,9 @@ Kind = Literal["session.stuck", "group.complete", "engine.died"]
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """`subject` are what tells it from every other of its kind in a store of this `epoch`. `at`: when it happened, in
-    ISO 8601; `page` where to look, below the page's address. `data` are ids, counts, times and reasons: no content."""
+    """`subject` are what tells it from every other of its kind in this `epoch` of the store, or of a group's run. `at`:
+    when it happened, in ISO 8601; `page` where to look, below the page's address. `data` are ids, counts, times and
+    reasons: no content."""
 
     kind: Kind
     epoch: str
@@ -126,7 +127,7 @@ def pending(
         notices.append(Notice("engine.died", named, (died.url, fleet), _iso(placed.at), told))
     if finished < upto:
         page = feed.page(connection, finished, upto, EventFilter(_FINISHING, **wanted.run_and_group), PAGE)
-        notices += attempt_or(connection, lambda again: _complete(again, page.rows, named, wanted), [])
+        notices += attempt_or(connection, lambda again: _complete(again, page.rows, wanted), [])
         finished = max(finished, page.reached)
     if old_before is not None and quiet < upto:
         page = feed.page(connection, quiet, upto, EventFilter(**wanted.run_and_group), PAGE)
@@ -138,7 +139,7 @@ def pending(
     return Pending(notices, Cursor(cursor.epoch, finished, quiet, fleet), quiet_from)
 
 
-def _complete(connection: Connection, rows: Sequence[PlacedRow], named: str, wanted: Selection) -> list[Notice]:
+def _complete(connection: Connection, rows: Sequence[PlacedRow], wanted: Selection) -> list[Notice]:
     """The groups of these events' sessions that are complete."""
     at = {row.session_id: row.at or 0.0 for row in rows if row.session_id is not None}
     query = select(sessions.c.session_id, sessions.c.run, group().label("counts_in"))
@@ -148,6 +149,8 @@ def _complete(connection: Connection, rows: Sequence[PlacedRow], named: str, wan
             key = GroupKey(run, group_id)
             last[key] = max(last.get(key, 0.0), at[session_id])
     fitting = with_metadata(connection, list(last), wanted.metadata) if wanted.metadata else last
+    # A run that was restored, or erased, may complete a group of the same name and number again.
+    epochs = {run: feed.cursor_epoch(connection, run) for run in {key.run for key in last}}
     notices = []
     for key, found in attempts(connection, [key for key in last if key in fitting]).items():
         outcome_of = outcome(found)
@@ -156,7 +159,7 @@ def _complete(connection: Connection, rows: Sequence[PlacedRow], named: str, wan
             page = page_of("group", key.group_id)
             # The number tells it from what the group was before another rollout began.
             subject = (*key, outcome_of.rollouts)
-            notices.append(Notice("group.complete", named, subject, _iso(last[key]), told, page))
+            notices.append(Notice("group.complete", epochs[key.run], subject, _iso(last[key]), told, page))
     return notices
 
 
