@@ -45,7 +45,7 @@ export class CheckpointsView extends FollowsFleet {
     this.table = new LongTable(this.closed, {
       label: "Checkpoints",
       columns: columns(),
-      keyOf: (/** @type {Checkpoint} */ one) => one.name,
+      keyOf: (/** @type {Checkpoint} */ { run, name }) => JSON.stringify([run, name]),
     });
     this.total = h("span", { role: "status" });
     this.request = { path: "/checkpoints", parameters: { run: chosenRun() } };
