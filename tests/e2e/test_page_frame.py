@@ -236,18 +236,18 @@ def test_checkpoints_are_made_read_and_restored(watched: Watched, guarded: Stand
     assert guarded.http.post("/checkpoints", json={"name": "step-40", "cut": "drain"}).status_code == 200
     [made] = guarded.get("/checkpoints")["checkpoints"]
     assert made["sessions"] > MANY
-    expect(page.locator(f"{ROWS}[data-key='step-40'] td").nth(1)).to_have_text(str(made["sessions"]))
+    expect(page.locator(f"{ROWS}[data-key*='step-40'] td").nth(2)).to_have_text(str(made["sessions"]))
     talk.say("after", sim=AT_ONCE)
     guarded.talk(session_id="later-1")
 
     page.keyboard.press("j")
     page.keyboard.press("Enter")
-    page.wait_for_url("**/ui#/checkpoint/step-40")
+    page.wait_for_url("**/ui#/checkpoint/step-40?of=default")
     expect(page.locator("nav a[aria-current]")).to_have_text("Checkpoints")
     then = page.locator(f"{ROWS}[data-key='kept-0'] td")
     expect(then.nth(0)).to_have_text(str(seq))
     expect(then.nth(1)).to_have_text("2 events")
-    restore = f"turnlog checkpoint restore step-40 --url {guarded.base_url}"
+    restore = f"turnlog checkpoint restore step-40 --run 'default' --url {guarded.base_url}"
     assert copied(page, "Copy the restore's command") == restore
     assert guarded.http.post("/checkpoints/step-40/restore").status_code == 200
     expect(then.nth(1)).to_have_text("3 events")
@@ -256,7 +256,7 @@ def test_checkpoints_are_made_read_and_restored(watched: Watched, guarded: Stand
     watched.go("#/checkpoints")
     expect(page.locator(ROWS)).to_have_count(2)
     expect(page.locator(ROWS).first).to_contain_text("step-40")
-    expect(page.locator(ROWS).first.locator("td").nth(4)).to_have_text("restore")
+    expect(page.locator(ROWS).first.locator("td").nth(5)).to_have_text("restore")
 
     watched.go("#/checkpoint/step-40")
     page.locator(f"{ROWS}[data-key='kept-0'] a").first.click()
@@ -266,6 +266,22 @@ def test_checkpoints_are_made_read_and_restored(watched: Watched, guarded: Stand
     expect(facts).to_contain_text(f"step-40 at event {seq}")
     facts.get_by_role("link", name=f"event {seq + 2}").click()
     page.locator(".act", has_text="after").wait_for()
+
+    whole = {"name": "step-40", "run": "*"}
+    assert guarded.http.post("/checkpoints", json=whole).status_code == 200
+    watched.go("#/checkpoints")
+    rows = page.locator(ROWS, has_text="step-40")
+    expect(rows).to_have_count(3)
+    page.get_by_role("button", name="Refresh").click()
+    expect(page.locator(ROWS)).to_have_count(3)
+    watched.go("#/session/kept-0")
+    page.locator(".sessiondetails > summary").click()
+    facts.get_by_role("link", name="step-40", exact=True).first.click()
+    page.wait_for_url("**/ui#/checkpoint/step-40?of=*")
+    for of in ("*", "default"):
+        watched.go(f"#/checkpoint/step-40?of={of}")
+        page.locator(f"{ROWS}[data-key='kept-0']").wait_for()
+        assert f"--run '{of}' " in copied(page, "Copy the restore's command")
 
 
 def test_a_server_that_is_gone_or_cannot_write_says_so_until_it_can(watched: Watched, guarded: Stand) -> None:

@@ -151,6 +151,10 @@ def test_a_browser_signs_in_with_a_runs_token(guarded: Guarded, teams: tuple[Tea
             replies = [browser.get(f"/ui/api/sessions/{name}{rest}") for name in (other, "absent")]
             assert [error_of(one) for one in replies] == [(404, "session_not_found")] * 2, rest
             assert browser.get(f"/ui/api/sessions/{mine}{rest}").status_code == (404 if rest == "/turns/1" else 200)
+        for run in ("*", ours.run):
+            assert guarded.admin.post("/checkpoints", json={"name": ours.run, "run": run}).status_code == 200
+        shown = browser.get(f"/ui/api/sessions/{mine}").json()["checkpoints"]
+        assert [one["run"] for one in shown] == [ours.run], "the operator's of the whole store is hidden"
         for path in ("overview", "sessions", "versions", "exports", "live"):
             assert error_of(browser.get(f"/ui/api/{path}?run={theirs.run}")) == (403, "forbidden"), path
         assert ours.chat(mine).status_code == theirs.chat(other).status_code == 200

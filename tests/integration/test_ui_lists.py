@@ -180,3 +180,11 @@ def test_the_overview_says_what_is_going_on(stand: Stand) -> None:
     assert abs(found["at"] - time.time()) < 60
     stand.http.delete(talk.path).raise_for_status()
     slow.result()
+    assert not stand.get("/ui/api/overview", run="default")["gate"]["paused"]
+    stand.http.post("/fleet/pause", json={"mode": "abort", "lease_s": 600}).raise_for_status()
+    try:
+        until(lambda: stand.get("/ui/api/overview", run="default")["gate"]["paused"])
+        gate = stand.get("/ui/api/overview", run="default")["gate"]
+        assert (gate["mode"], gate["lease_left_s"] > 0) == ("abort", True), "the whole fleet's gate is shut"
+    finally:
+        stand.http.post("/fleet/resume").raise_for_status()

@@ -157,7 +157,7 @@ def test_what_receivers_are_told(places: Places, sglang: SimulatorProcess, recei
             "run": "default",
             "group_id": group_id,
             "rollouts": 1,
-            "url": "https://turnlog.example.org/ui#/group/a%20group%2F1",
+            "url": "https://turnlog.example.org/ui#/group/a%20group%2F1?run=default",
         }
         finished(stand, group_id, run="other", group_size=2)
         finished(stand, group_id)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, case, func, or_, select, true
@@ -200,6 +200,7 @@ class Overviews:
         at_gates = {one: claim for one, claim in self._sessions.at_gates().items() if self._is_of(one, run)}
         unclaimed = sum(not has_claim for has_claim in at_gates.values())
         recent = self._services.metrics.recent.summary()
+        gate, adapters = await self._gates(run)
         return Overview(
             at=at,
             sessions=SessionCounts(
@@ -218,10 +219,8 @@ class Overviews:
             errors=recent.errors if run is None else None,
             errors_total=recent.errors_total if run is None else None,
             weight_version=newest,
-            gate=_without_gates(self._services.fleet.fleet.version)
-            if self._pauses is None
-            else await self._pauses.fleet(run),
-            adapters=[] if self._pauses is None else await self._pauses.adapters(run),
+            gate=gate,
+            adapters=adapters,
             database=DatabaseSize(
                 heads.bytes, self._database.log_file_bytes(), "sqlite" if self._database.is_sqlite else "postgresql"
             )
@@ -230,6 +229,20 @@ class Overviews:
             read_only=self._services.registration.read_only,
             scope="this process",
         )
+
+    async def _gates(self, run: str | None) -> tuple[reply_types.FleetGate, list[reply_types.AdapterState]]:
+        """Those that hold turns of the run; an open gate of the run's is shown as the fleet's if that is shut."""
+        if self._pauses is None:
+            return _without_gates(self._services.fleet.fleet.version), []
+        gate, adapters = await self._pauses.fleet(run), await self._pauses.adapters(run)
+        if run is None or gate["paused"]:
+            return gate, adapters
+        whole = await self._pauses.fleet(None)
+        if whole["paused"]:
+            of_gate = ("paused", "mode", "since", "lease_left_s")
+            shut = {name: value for name, value in whole.items() if name in of_gate}
+            gate = cast(reply_types.FleetGate, {**gate, **shut})
+        return gate, adapters
 
     def _newest(self, connection: Connection, run: str | None) -> int | None:
         if run is None:

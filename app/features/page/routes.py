@@ -146,6 +146,8 @@ async def session(request: Request, session_id: SessionId, seq: Seq = None) -> o
     view = await app.views.at(session_id, seq)
     has_checkpoints = "checkpoints" in app.features
     pins = await app.features["checkpoints"].of_session(session_id) if has_checkpoints else []
+    if request.head.token_run is not None:  # those of the whole store are the operator's
+        pins = [one for one in pins if one.run == request.head.token_run]
     budgets: dict[str, Any] = {"budgets": [], "limit": None}
     if seq is None and "budgets" in app.features:
         # The view is of a damaged log too.

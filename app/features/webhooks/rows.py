@@ -68,11 +68,6 @@ class Notice(msgspec.Struct, frozen=True):
         return msgspec.json.encode({"type": self.kind, "timestamp": self.at, "data": {**self.data, "url": url}})
 
 
-def page_of(kind: Literal["session", "group"], name: str) -> str:
-    """Where the page shows it."""
-    return f"{kind}/{quote(name, safe='')}"
-
-
 class Cursor(msgspec.Struct, frozen=True):
     """How far a receiver has been told, in the log of this `epoch`.
 
@@ -156,7 +151,7 @@ def _complete(connection: Connection, rows: Sequence[PlacedRow], wanted: Selecti
         outcome_of = outcome(found)
         if outcome_of.complete:
             told = {**key._asdict(), "rollouts": outcome_of.rollouts}
-            page = page_of("group", key.group_id)
+            page = f"group/{quote(key.group_id, safe='')}?run={quote(key.run)}"
             # The number tells it from what the group was before another rollout began.
             subject = (*key, outcome_of.rollouts)
             notices.append(Notice("group.complete", epochs[key.run], subject, _iso(last[key]), told, page))
@@ -195,7 +190,7 @@ def _stuck(connection: Connection, rows: Iterable[PlacedRow], named: str, wanted
         assert row.row is not None
         told = {"session_id": session_id, "run": run, "group_id": group_id}
         told |= {"reason": reason, "turn": of, "turns": turns}
-        subject, page = (session_id, row.row.seq), page_of("session", session_id)
+        subject, page = (session_id, row.row.seq), f"session/{quote(session_id, safe='')}"
         notices[subject] = Notice("session.stuck", named, subject, _iso(row.at or 0.0), told, page)
     return list(notices.values())
 

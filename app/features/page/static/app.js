@@ -159,7 +159,7 @@ class App {
     this.choice.show(run, this.ownRun !== null);
     linkNavigation();
     const route = parse(location.hash);
-    const place = route ? `${route.name} ${route.id} of ${run ?? "all"}` : location.hash;
+    const place = route ? `${route.name} ${route.id} of ${route.query.get("of") ?? run ?? "all"}` : location.hash;
     if (route && place === this.place && this.view) {
       this.view.onQuery(route.query);
       return;

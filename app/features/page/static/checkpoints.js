@@ -45,7 +45,7 @@ export class CheckpointsView extends FollowsFleet {
     this.table = new LongTable(this.closed, {
       label: "Checkpoints",
       columns: columns(),
-      keyOf: (/** @type {Checkpoint} */ one) => one.name,
+      keyOf: (/** @type {Checkpoint} */ { run, name }) => JSON.stringify([run, name]),
     });
     this.total = h("span", { role: "status" });
     this.request = { path: "/checkpoints", parameters: { run: chosenRun() } };
@@ -108,6 +108,10 @@ export class CheckpointView extends FollowsFleet {
     /** @type {string|null} */
     this.cursor = null;
     this.facts = h("div", { class: "facts" });
+    /** Made of what the server answers: the address may hold anything. */
+    this.command = "";
+    this.restore = copyButton(() => this.command, "Copy the restore's command");
+    this.restore.disabled = true;
     this.table = new LongTable(this.closed, {
       label: "Sessions of the checkpoint",
       columns: columnsThen(),
@@ -118,8 +122,7 @@ export class CheckpointView extends FollowsFleet {
       root,
       bar(h("h1", null, visible(id)), [
         h("a", { href: listHref("checkpoints") }, "All checkpoints"),
-        // A name has only letters that mean nothing to a shell; a run may be `*`.
-        copyButton(() => `turnlog checkpoint restore ${id} --run '${this.run}' --url ${url("").replace(/\/$/, "")}`, "Copy the restore's command"),
+        this.restore,
         this.tools(() => ({ path: this.path, parameters: { run: this.run, limit: PAGE } })),
       ]),
       this.problem,
@@ -151,12 +154,19 @@ export class CheckpointView extends FollowsFleet {
       this.sessions = cursor === null ? page.sessions : [...this.sessions, ...page.sessions];
       this.cursor = page.cursor;
       replace(this.facts, facts(page.checkpoint));
+      this.command = restoreCommand(page.checkpoint);
+      this.restore.disabled = false;
       this.table.show(this.sessions, page.checkpoint.sessions, false);
       if (this.cursor) this.table.setFoot(`${count(this.sessions.length)} loaded`, button("Load more", () => this.#more()));
       else this.table.setFoot(this.sessions.length ? "All shown" : "No session was in the store.");
     };
     return this.read({ path: this.path, parameters: { run: this.run, limit: PAGE, cursor } }, show);
   }
+}
+
+/** @param {Omit<Checkpoint, "erased">} checkpoint whose name has only letters that mean nothing to a shell; its run may be `*` */
+function restoreCommand({ run, name }) {
+  return `turnlog checkpoint restore ${name} --run '${run}' --url ${url("").replace(/\/$/, "")}`;
 }
 
 /** @param {Omit<Checkpoint, "erased">} checkpoint */

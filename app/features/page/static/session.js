@@ -298,7 +298,7 @@ function inCheckpoints(id, all) {
     .toReversed()
     .map(({ run, name, seq }, at) => [
       at > 0 && ", ",
-      h("a", { href: checkpointHref({ run, name }) }, name),
+      h("a", { href: checkpointHref(name, run) }, name),
       " at ",
       h("a", { href: sessionHref(id, { seq }) }, `event ${seq}`),
     ]);
