@@ -295,7 +295,8 @@ class SessionBusy(AppError):
 
 
 class Restored(AppError):
-    """The store was taken back to a checkpoint: the session, or a turn that the request carries, is undone."""
+    """The run, or the store, was taken back to a checkpoint: the session, or a turn that the request carries, is
+    undone."""
 
     status, code, type, retry = 409, "restored", "conflict_error", False
     meaning = "the session, or a turn in the request's history, is later than the checkpoint that was restored"
@@ -303,7 +304,7 @@ class Restored(AppError):
     @classmethod
     def of(cls, session_id: str, turn: int | None = None) -> Restored:
         what = f"session {session_id}" if turn is None else f"turn {turn} of session {session_id}"
-        return cls(f"{what} is undone: the store was taken back to an earlier checkpoint")
+        return cls(f"{what} is undone: the run, or the store, was taken back to an earlier checkpoint")
 
 
 class CheckpointExists(AppError):

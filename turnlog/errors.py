@@ -13,7 +13,7 @@ TurnlogError
 │   ├── SessionClosed    404 session_closed: closed or erased
 │   └── PositionGone     410 position_gone: the log is not the one that was read; begin anew
 ├── Conflict             409
-│   └── Restored         409 restored: later than the checkpoint to which the store was taken back
+│   └── Restored         409 restored: later than the checkpoint to which the run, or the store, was taken back
 ├── EnginesFailed        502 engines_failed: the gate is as requested; `body` gives the result at each engine
 └── Unavailable          429 and any other 5xx: `retry_after_s` is when to retry, if the server says so
 """

@@ -31,6 +31,8 @@ from app.errors import (
     SessionEnded,
     SessionExists,
     SessionNotFound,
+    SessionUnreadable,
+    StoreDamaged,
     StoreFull,
     TooManySessions,
 )
@@ -329,12 +331,20 @@ class Sessions:
             count, after = count + len(session_ids), session_ids[-1]
         return count
 
-    async def finish_rewarding(self) -> None:
-        """Assign their root's reward to sessions that a killed process left without it."""
+    async def finish_rewarding(self, run: str | None = None) -> None:
+        """Assign their root's reward to sessions that a killed process left without it, of this run or (None) of all.
+        One that cannot be read is left as it is."""
         after = ("", "")
-        while session_ids := await self._database.read(partial(rollouts.without_roots_reward, after=after, limit=PAGE)):
-            await asyncio.gather(*(self._share_reward(session_id) for _, session_id in session_ids))
+        find = partial(rollouts.without_roots_reward, limit=PAGE, run=run)
+        while session_ids := await self._database.read(partial(find, after=after)):
+            await asyncio.gather(*(self._share_reward_if_readable(session_id) for _, session_id in session_ids))
             after = session_ids[-1]
+
+    async def _share_reward_if_readable(self, session_id: str) -> None:
+        try:
+            await self._share_reward(session_id)
+        except (SessionUnreadable, StoreDamaged) as error:
+            self._database.unreadable.warn(session_id, error)
 
     def _closed(self, session_id: str, outcome: Appended) -> None:
         for callback in self._on_close:

@@ -345,8 +345,9 @@ def outliving(connection: Connection, after: Place, limit: int) -> list[Place]:
     )
 
 
-def without_roots_reward(connection: Connection, after: Place, limit: int) -> list[Place]:
-    """Sessions behind `after` whose reward is not the one that their root has; looks at all that have a root."""
+def without_roots_reward(connection: Connection, after: Place, limit: int, run: str | None = None) -> list[Place]:
+    """Sessions behind `after` whose reward is not the one that their root has; looks at all that have a root. `run`:
+    only of this run."""
     return _behind(
         connection,
         after,
@@ -355,6 +356,7 @@ def without_roots_reward(connection: Connection, after: Place, limit: int) -> li
         _roots.c.status != "erased",
         _roots.c.reward.is_not(None),
         sessions.c.reward.is_distinct_from(_roots.c.reward),
+        *([] if run is None else [sessions.c.run == run]),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 from helpers.log import BODY
-from helpers.store import Meanwhile, Store
+from helpers.store import Meanwhile, Store, reward
 
 from app.domain.events import SessionConfig, SessionCreated, SessionRestored
 from app.errors import NotFound, StoreUnavailable
@@ -96,6 +96,18 @@ async def test_a_session_whose_root_is_not_taken_back_yet_is_not_closed_or_rewar
         head = await store.head(session_id)
         assert head is not None
         assert (head.status, head.reward) == ("open", None)
+
+
+async def test_a_restore_of_a_run_shares_no_reward_in_another(store: Store) -> None:
+    for run in ("a", "b"):
+        for name, parent in ((run, None), (f"{run}-child", run)):
+            config = SessionConfig(rollback_window=1, parent=parent, run=run)
+            await store.submit(Create(name, 1.0, SessionCreated(config, BODY, None), None))
+        await store.submit(reward(run, 1.0))
+    await store.submit(Make("a", "cut", "now"))
+    await restores(store, store.writer).run("a", "cut", "before-1-cut")
+    heads = [await store.head(name) for name in ("a-child", "b-child")]
+    assert [head.reward for head in heads if head is not None] == [1.0, None]
 
 
 @pytest.mark.parametrize("child", [False, True])

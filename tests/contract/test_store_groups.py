@@ -196,6 +196,20 @@ async def test_a_webhook_of_a_group_has_a_new_id_once_its_run_was_restored_or_er
     assert [len({one[of] for one in seen}) for of in ("a", "b")] == [3, 1]
 
 
+@pytest.mark.parametrize("restored", ["a", "*"])
+async def test_a_run_that_is_being_restored_keeps_its_name_until_that_ends(made: Groups, restored: str) -> None:
+    """Else the rest of the restore would take the leases and acknowledgements of the next run of this name."""
+    await made.complete("g", run="a")
+    await made.store.submit(Make(restored, "cut", "now"))
+    before = await made.store.submit(Make(restored, "before-1-cut", "restore", "cut"))
+    await made.store.submit(EndRun("a", erase=True))
+    for name in ("a-g-0", "a-g-1"):
+        await made.store.erase(name)
+    assert await made.store.submit(RunErased("a")) is None
+    await made.store.submit(FinishRestore(before.id, restored))
+    assert await made.store.submit(RunErased("a")) is True
+
+
 async def test_notes_are_settled_in_steps(made: Groups) -> None:
     await made.create("g", "a")
     await made.create("h", "b")

@@ -110,7 +110,7 @@ class Restores:
             await self._restore_groups(target)
         await self._writer.submit(FinishRestore(kept.id, run))
         reach("after_restore_finished")
-        await self._sessions.finish_rewarding()
+        await self._sessions.finish_rewarding(None if run == ALL_RUNS else run)
         for follow in self._then:
             await follow()
         erased = await self._database.read(lambda connection: store.erased(connection, target.id))

@@ -92,14 +92,7 @@ _upto = ForEach(
 )
 _named = bindparam("named", type_=String)
 _overlaps = or_(_named == ALL_RUNS, checkpoints.c.run == _named, checkpoints.c.run == ALL_RUNS)
-_restoring = (
-    select(checkpoints.c.name)
-    .where(
-        checkpoints.c.state == "restoring",
-        or_(_named == ALL_RUNS, checkpoints.c.run == _named, checkpoints.c.run == ALL_RUNS),
-    )
-    .limit(1)
-)
+_restoring = select(checkpoints.c.name).where(checkpoints.c.state == "restoring", _overlaps).limit(1)
 _forget_groups = delete(checkpoint_groups).where(checkpoint_groups.c.run == _named)
 _forget = (
     update(checkpoints)
@@ -109,7 +102,7 @@ _forget = (
 
 
 def forget(tx: Tx, run: str) -> None:
-    """The run was erased: its checkpoints are gone, and its groups those of the whole store."""
+    """The run was erased: its checkpoints are gone, and its groups are taken out of those of all runs."""
     pins.change(tx)
     tx.run(_forget_groups, {"named": run})
     tx.run(_forget, {"named": run})

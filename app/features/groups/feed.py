@@ -215,7 +215,8 @@ class Feed:
         for at in range(0, len(distinct), ACKS_AT_ONCE):
             part = await self._writer.submit(Acknowledge(consumer, run, distinct[at : at + ACKS_AT_ONCE]))
             if part is None:
-                raise CheckpointBusy("the store is being taken back to a checkpoint: nothing is acknowledged meanwhile")
+                busy = "the run, or the store, is being taken back to a checkpoint: nothing is acknowledged meanwhile"
+                raise CheckpointBusy(busy)
             every.acknowledged.extend(part.acknowledged)
             every.already.extend(part.already)
             every.not_leased.extend(part.not_leased)

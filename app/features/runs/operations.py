@@ -8,6 +8,7 @@ from sqlalchemy import bindparam, delete, func, insert, select, update
 
 from app.crash_points import reach
 from app.features.runs.schema import runs
+from app.store import pins
 from app.store.dialect import Tx
 from app.store.feed import raise_epoch
 from app.store.incarnations import holds_lease
@@ -96,16 +97,20 @@ class EndRun(BaseOperation, frozen=True):
 
 class RunErased(BaseOperation, frozen=True):
     """The run's sessions are erased: its name is free. False: one is not, such as one that was created meanwhile. True
-    also where another process has said so: sessions that are there now are those of the next run of this name."""
+    also where another process has said so: sessions that are there now are those of the next run of this name. None:
+    it is being taken back to a checkpoint; what is left of that may not meet the next run of this name."""
 
     run: str
 
-    def apply(self, tx: Tx) -> bool:
+    def apply(self, tx: Tx) -> bool | None:
         row = tx.one(_status, {"named": self.run})
         if row is None or row[0] != "erasing":
             return True
         if tx.one(_is_unerased, {"named": self.run}) is not None:
             return False
+        pins.change(tx)
+        if pins.is_restoring(tx, self.run):
+            return None
         tx.run(_end_erasing, {"named": self.run})
         last = tx.one(_last_created, {"named": self.run})
         if last is not None and last[0] is not None:

@@ -116,7 +116,8 @@ async def delete_run(
     """Close a run with its open sessions: no session can be created in it any more. Idempotent.
 
     With `?erase=true` all of its sessions are erased as `DELETE /sessions/{session_id}?erase=true` does, and the name
-    may be used anew. 202: object storage or archives may still have some of it; the server goes on, repeat until 204.
+    may be used anew. 202: object storage or archives may still have some of it, or it is being taken back to a
+    checkpoint; the server goes on, repeat until 204.
     """
     if not erase:
         await _runs(request).close(run)

@@ -109,7 +109,8 @@ class Runs:
 
     async def erase(self, run: str) -> bool:
         """Erase all sessions of the run as their own erasures do, and free its name. False: some of it has still to be
-        removed from object storage or archives. Idempotent. Raises NotFound, SessionUnreadable."""
+        removed from object storage or archives, or the run is being taken back to a checkpoint. Idempotent. Raises
+        NotFound, SessionUnreadable."""
         is_elsewhere = bool(await self._roots_elsewhere(run))
         status = await self._writer.submit(EndRun(run, erase=True, is_elsewhere=is_elsewhere))
         if status is None:
@@ -138,9 +139,11 @@ class Runs:
                 raise unreadable
             if not is_gone:
                 return False
-            if await self._writer.submit(RunErased(run)):
+            is_free = await self._writer.submit(RunErased(run))
+            if is_free:
                 log.info("run %s erased", run)
-                return True
+            if is_free is not False:
+                return bool(is_free)
 
     async def _roots_elsewhere(self, run: str) -> list[str]:
         return [root for ask in self._services.erasure.roots_elsewhere for root in await ask(run)]

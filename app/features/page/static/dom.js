@@ -223,7 +223,7 @@ export const STATES = {
   open: { shape: "○", hint: "Running, paused or idle: it takes turns" },
   closed: { shape: "■", hint: "It takes no more turns" },
   erased: { shape: "×", hint: "Its content was deleted for good" },
-  undone: { shape: "□", hint: "Created after the checkpoint that the store was taken back to" },
+  undone: { shape: "□", hint: "Created after the checkpoint that its run, or the store, was taken back to" },
 };
 /** @type {Record<string, string>} */
 const TONE_SHAPES = { good: "●", warn: "▲", bad: "✕" };
