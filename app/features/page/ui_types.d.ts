@@ -662,6 +662,7 @@ export interface SessionThen {
   seq: number;
   version: number;
   status: "open" | "closed" | "erased" | "undone";
+  run: string;
   group_id: string | null;
 }
 
@@ -692,6 +693,7 @@ export interface SearchHit {
   finish_reason: string | null;
   at: number;
   status: string;
+  run: string;
   group_id: string | null;
   snippet: string;
   /** in Unicode characters */
