@@ -188,6 +188,8 @@ export interface ListedRun {
   metadata: Record<string, unknown> | null;
   note: string | null;
   sessions: { open: number; closed: number; erased: number };
+  /** rollouts, by the kind of their failure */
+  failed: Record<string, number>;
   turns: number;
   groups: { complete: number; handed_out: number; acknowledged: number };
   reward: Statistics | null;
