@@ -287,6 +287,7 @@ class SearchHit(TypedDict):
     finish_reason: str | None
     at: float
     status: SessionStatus
+    run: str
     group_id: str | None
     snippet: str
     marks: list[tuple[int, int]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import subprocess
 import sys
@@ -225,6 +226,10 @@ def test_groups(watched: Watched) -> None:
 
     watched.go(f"#/group/{quote(missing, safe='')}")
     page.wait_for_selector(f".flag:has-text('{gaps}')")
+    for link in ("In the session list", "Export", "Side by side"):
+        expect(page.get_by_role("link", name=link, exact=True)).to_have_attribute(
+            "href", re.compile(r"[?&]run=default\b")
+        )
     rewards = SCORED[missing]
     dots = page.locator("svg.plot a")
     expect(dots).to_have_count(len(rewards))

@@ -79,6 +79,7 @@ def test_messages_calls_and_results_are_found_once(searched: Stand) -> None:
     assert [marked(hit) for hit in everything["hits"]] == [[word]] * 3
     assert everything["hits"][0]["tools"] == [f"look_{word}"]
     assert everything["hits"][0]["group_id"] == word
+    assert everything["hits"][0]["run"] == "default"
     for query, turns in (
         (f'"find the {word}"', [1]),
         (f'"the find {word}"', []),

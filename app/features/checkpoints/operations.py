@@ -442,6 +442,7 @@ class SessionThen(msgspec.Struct, frozen=True):
     seq: int
     version: int
     status: str
+    run: str
     group_id: str | None
 
 
@@ -468,7 +469,7 @@ def content(
         return None
     then = checkpoint_sessions.c
     query = (
-        select(then.session_id, then.seq, sessions.c.version, sessions.c.status, sessions.c.group_id)
+        select(then.session_id, then.seq, *(sessions.c[name] for name in ("version", "status", "run", "group_id")))
         .join_from(checkpoint_sessions, sessions, sessions.c.session_id == then.session_id)
         .where(then.checkpoint_id == checkpoint.id, then.session_id > after)
         .order_by(then.session_id)

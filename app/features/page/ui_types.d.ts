@@ -188,6 +188,8 @@ export interface ListedRun {
   metadata: Record<string, unknown> | null;
   note: string | null;
   sessions: { open: number; closed: number; erased: number };
+  /** rollouts, by the kind of their failure */
+  failed: Record<string, number>;
   turns: number;
   groups: { complete: number; handed_out: number; acknowledged: number };
   reward: Statistics | null;
@@ -663,6 +665,7 @@ export interface SessionThen {
   seq: number;
   version: number;
   status: "open" | "closed" | "erased" | "undone";
+  run: string;
   group_id: string | null;
 }
 
@@ -693,6 +696,7 @@ export interface SearchHit {
   finish_reason: string | null;
   at: number;
   status: string;
+  run: string;
   group_id: string | null;
   snippet: string;
   /** in Unicode characters */

@@ -128,6 +128,7 @@ def _hit(message: Message, head: HeadRow, query: SearchedFor | None) -> reply_ty
         message,
         tools=message.tools.strip("\n").split("\n") if message.tools else [],
         status=head.status,
+        run=head.run,
         group_id=head.group_id,
         snippet=shown.text,
         marks=list(shown.marks),

@@ -7,41 +7,19 @@ import { amount, clock, count, since } from "./format.js";
 import { checkpointHref, chosenRun, listHref, sessionHref } from "./route.js";
 import { badgeCell, column, groupColumn, linkCell, numberColumn, sessionColumn, sinceCell } from "./rows.js";
 import { LongTable } from "./table.js";
-import { View } from "./view.js";
+import { FollowsFleet } from "./view.js";
 import { visible, visibleText } from "./visible.js";
 
-/** @import {Checkpoint, CheckpointList, CheckpointPage, Overview, SessionThen} from "../ui_types.d.ts" */
+/** @import {Checkpoint, CheckpointList, CheckpointPage, SessionThen} from "../ui_types.d.ts" */
 /** @import {Column} from "./rows.js" */
 /** @import {Place} from "./view.js" */
 
 const PAGE = 200;
 
-/**
- * A view that is read anew when the fleet's log has a new event: a restore, and a checkpoint that waits for turns, hold
- * all turns by one. It does not ask again and again, since the server counts all rows of a checkpoint.
- */
-class FollowsFleet extends View {
-  /** @type {number|undefined} the last event of the fleet's log that was known when the view was read */
-  #version;
-
-  /** @param {HTMLElement} root @param {Place} place */
-  constructor(root, { id, overview }) {
-    super(root, "checkpoint", id);
-    this.#version = overview()?.gate.version;
-  }
-
-  /** @param {Overview} overview */
-  onOverview({ gate }) {
-    const hasChanged = this.#version !== undefined && this.#version !== gate.version;
-    this.#version = gate.version;
-    if (hasChanged) this.changed();
-  }
-}
-
 export class CheckpointsView extends FollowsFleet {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, place) {
-    super(root, place);
+    super(root, "checkpoint", place);
     this.table = new LongTable(this.closed, {
       label: "Checkpoints",
       columns: columns(),
@@ -99,7 +77,7 @@ function columns() {
 export class CheckpointView extends FollowsFleet {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, place) {
-    super(root, place);
+    super(root, "checkpoint", place);
     const { id, query } = place;
     this.run = query.get("of") ?? chosenRun() ?? "default";
     this.path = `/ui/api/checkpoints/${encodeURIComponent(id)}`;

@@ -40,7 +40,7 @@ export class GroupView extends View {
     this.names = [];
     const pick = pickColumn((all) => {
       const picked = this.rows.map((row) => row.session_id).filter((one) => all.has(one));
-      this.side.setAttribute("href", picked.length ? sideBySideHref(picked) : rolloutsHref(this.id));
+      this.side.setAttribute("href", picked.length ? sideBySideHref(picked) : rolloutsHref(this.id, { run: this.run }));
       this.side.textContent = picked.length ? `${count(picked.length)} side by side` : "Side by side";
     });
     this.columns = (/** @type {string[]} */ names) => [pick, ...columns(names)];
@@ -54,13 +54,16 @@ export class GroupView extends View {
       },
     });
     this.holder = h("div", { class: "holder", hidden: true }, this.table.element);
-    this.side = h("a", { href: rolloutsHref(id) }, "Side by side");
+    this.side = h("a", null, "Side by side");
+    this.list = h("a", null, "In the session list");
+    this.export = h("a", null, "Export");
+    this.#linkToRun();
     replace(
       root,
       bar(h("h1", { dir: "auto" }, visible(id)), [
         this.side,
-        h("a", { href: sessionsHref({ group_id: id }) }, "In the session list"),
-        h("a", { href: listHref("exports", { group_id: id }) }, "Export"),
+        this.list,
+        this.export,
         copyCurl(() => ({ path: this.path, parameters: { run: this.run } })),
       ]),
       this.problem,
@@ -84,6 +87,13 @@ export class GroupView extends View {
     if (rows.some((row) => row.group_id === this.id && [null, row.run].includes(this.run))) this.changed();
   }
 
+  #linkToRun() {
+    const { id, run } = this;
+    this.side.setAttribute("href", rolloutsHref(id, { run }));
+    this.list.setAttribute("href", sessionsHref({ run, group_id: id }));
+    this.export.setAttribute("href", listHref("exports", { run, group_id: id }));
+  }
+
   refresh() {
     return this.read(
       async (signal) => {
@@ -99,6 +109,10 @@ export class GroupView extends View {
       },
       ({ group, states, about }) => {
         const state = new Map(states.map((row) => [row.session_id, row.state]));
+        if (this.run === null) {
+          this.run = group.run;
+          this.#linkToRun();
+        }
         replace(this.facts, facts(group));
         this.rows = group.attempts.map((one) => ({
           ...one,

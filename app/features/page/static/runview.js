@@ -6,13 +6,13 @@ import { amount, compact, count, decimal, since } from "./format.js";
 import { groupNameColumn } from "./groups.js";
 import { chosenRun, listHref, sessionsHref } from "./route.js";
 import { badgeCell, column, numberColumn, sinceCell, smallTable } from "./rows.js";
-import { every, View } from "./view.js";
+import { FollowsFleet } from "./view.js";
 import { visible, visibleText } from "./visible.js";
 
 /** @import {Child, GroupRow, RunFigures, RunView as Answer, SessionRow, ShutGate, StuckGroup, VersionFigures} from "../ui_types.d.ts" */
 /** @import {Column} from "./rows.js" */
+/** @import {Place} from "./view.js" */
 
-const REFRESH_MS = 5000;
 /** A share of this size is marked: of turns that failed, of a limit that is used, of groups that teach nothing. */
 const MANY_ERRORS = 0.1;
 const MOST_OF_LIMIT = 0.9;
@@ -27,13 +27,12 @@ const PLOTS = [
   { title: "Staleness", value: (one) => one.staleness, note: "versions, mean of the sessions", hint: STALENESS },
 ];
 
-export class RunView extends View {
-  /** @param {HTMLElement} root */
-  constructor(root) {
+export class RunView extends FollowsFleet {
+  /** @param {HTMLElement} root @param {Place} place */
+  constructor(root, place) {
     const run = chosenRun() ?? "";
-    super(root, "run", run);
+    super(root, "run", { ...place, id: run });
     this.path = `/ui/api/runs/${encodeURIComponent(run)}`;
-    this.hasNews = false;
     this.facts = h("div", { class: "facts" });
     this.plots = h("div", { class: "plots" });
     this.versions = smallTable("Weight versions of the run", versionColumns(), (/** @type {VersionFigures} */ one) => String(one.version));
@@ -54,24 +53,15 @@ export class RunView extends View {
       h("div", { class: "versiontable" }, this.versions.element),
       h("div", { class: "pairs" }, [this.stuck, this.gates, this.lowest, this.flat].map((one) => one.element)),
     );
-    every(this.closed, REFRESH_MS, () => {
-      if (this.hasNews && !this.requests.isRunning) this.refresh();
-    });
     this.refresh();
   }
 
   /** @param {SessionRow[]} rows */
   onSessions(rows) {
-    if (rows.some((row) => row.run === this.id)) this.hasNews = true;
-  }
-
-  /** A gate is no change of a session. */
-  onOverview() {
-    this.hasNews = true;
+    if (rows.some((row) => row.run === this.id)) this.changed();
   }
 
   refresh() {
-    this.hasNews = false;
     return this.read({ path: this.path }, (/** @type {Answer} */ answer) => {
       const { versions, groups, gates } = answer;
       renew(this.facts, [answer.run, answer.failed, groups, gates], () => facts(answer));

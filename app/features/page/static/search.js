@@ -133,7 +133,7 @@ function fields() {
 
 /** @param {SearchHit} hit @returns {HTMLElement} */
 function hitItem(hit) {
-  const { session_id, turn, role, tools, finish_reason, at, status, group_id } = hit;
+  const { session_id, turn, role, tools, finish_reason, at, status, run, group_id } = hit;
   return h(
     "li",
     { class: "panel" },
@@ -145,7 +145,7 @@ function hitItem(hit) {
       tools.map((tool) => h("code", null, named(tool))),
       badge(status),
       finish_reason !== null && h("span", { class: "note" }, named(finish_reason)),
-      group_id !== null && h("a", { href: groupHref(group_id) }, named(group_id)),
+      group_id !== null && h("a", { href: groupHref(group_id, run) }, named(group_id)),
       since(at),
     ),
     h("p", { class: "snippet", dir: "auto" }, marked(hit)),

@@ -226,6 +226,28 @@ export class View {
   }
 }
 
+/**
+ * A view that is read anew when the fleet's log has a new event, such as a gate that shuts: a restore, and a checkpoint
+ * that waits for turns, hold turns by one. It does not ask again and again, since the server counts many rows for it.
+ */
+export class FollowsFleet extends View {
+  /** @type {number|undefined} the last event of the fleet's log that was known when the view was read */
+  #version;
+
+  /** @param {HTMLElement} root @param {string} kind @param {Place} place */
+  constructor(root, kind, { id, overview }) {
+    super(root, kind, id);
+    this.#version = overview()?.gate.version;
+  }
+
+  /** @param {Overview} overview */
+  onOverview({ gate }) {
+    const hasChanged = this.#version !== undefined && this.#version !== gate.version;
+    this.#version = gate.version;
+    if (hasChanged) this.changed();
+  }
+}
+
 /** While somebody looks, do this again and again. @param {AbortSignal} closed @param {number} ms @param {() => void} action */
 export function every(closed, ms, action) {
   const timer = setInterval(() => document.hidden || action(), ms);
