@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -208,6 +209,19 @@ async def test_a_run_that_is_being_restored_keeps_its_name_until_that_ends(made:
     assert await made.store.submit(RunErased("a")) is None
     await made.store.submit(FinishRestore(before.id, restored))
     assert await made.store.submit(RunErased("a")) is True
+
+
+async def test_of_a_run_whose_gate_was_shut_a_webhook_calls_no_session_stuck_before_it_is_open(made: Groups) -> None:
+    for name, run in (("first", "b"), ("held", "a"), ("last", "b")):
+        await made.create(None, name, run=run)
+    cursor, told = Cursor("1", START, START, 0), []
+    for shut in ({"a"}, {"a"}, set[str]()):
+        found = await made.store.database.read(
+            lambda c: pending(c, cursor, end(c), math.inf, Selection(), shut)  # noqa: B023
+        )
+        told.append([notice.data["session_id"] for notice in found.notices])
+        cursor = found.cursor
+    assert told == [["first"], [], ["held", "last"]]
 
 
 async def test_notes_are_settled_in_steps(made: Groups) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any, ClassVar, Literal, cast
 from urllib.parse import quote
@@ -106,11 +106,17 @@ def present(connection: Connection) -> Cursor:
 
 
 def pending(
-    connection: Connection, cursor: Cursor, upto: Position, old_before: float | None, wanted: Selection
+    connection: Connection,
+    cursor: Cursor,
+    upto: Position,
+    old_before: float | None,
+    wanted: Selection,
+    shut: Collection[str | None] = (),
 ) -> Pending:
     """What follows the cursor, of at most PAGE events each. `old_before`: what was written earlier, and is the last of
     its session, is too old; None: nothing is looked at for that. `wanted`: only of such sessions, and of groups that
-    have such a one, and of engines that serve the run."""
+    have such a one, and of engines that serve the run. `shut`: of these runs a gate explains that a session did not go
+    on; the first such session is waited for."""
     named = feed.epoch(connection)
     notices: list[Notice] = []
     fleet, finished, quiet, quiet_from = cursor.fleet, cursor.finished, cursor.quiet, None
@@ -128,9 +134,15 @@ def pending(
         page = feed.page(connection, quiet, upto, EventFilter(**wanted.run_and_group), PAGE)
         young = next((row for row in page.rows if row.at is not None and row.at >= old_before), None)
         rows = page.rows if young is None else page.rows[: page.rows.index(young)]
-        notices += attempt_or(connection, lambda again: _stuck(again, rows, named, wanted), [])
-        reached = page.reached if young is None else rows[-1].place if rows else quiet
-        quiet, quiet_from = max(quiet, reached), None if young is None else young.at
+        stuck = attempt_or(connection, lambda again: _stuck(again, rows, named, wanted), [])
+        waiting = {notice.subject for notice in stuck if notice.data["run"] in shut}
+        first = next((row for row in rows if row.row is not None and (row.session_id, row.row.seq) in waiting), None)
+        if first is not None:
+            rows = rows[: rows.index(first)]
+        there = {(row.session_id, row.row.seq) for row in rows if row.row is not None}
+        notices += [notice for notice in stuck if notice.subject in there]
+        reached = page.reached if young is None and first is None else rows[-1].place if rows else quiet
+        quiet, quiet_from = max(quiet, reached), young.at if young is not None and first is None else None
     return Pending(notices, Cursor(cursor.epoch, finished, quiet, fleet), quiet_from)
 
 

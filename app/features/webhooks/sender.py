@@ -230,11 +230,11 @@ class Sender:
     async def _pending(self, receiver: Receiver, cursor: Cursor, now: float) -> Pending:
         upto = (await self._services.log_end.now()).synced
         old_before = None  # Events written earlier count as quiet; there can be none yet, or a gate explains it.
-        shut, run = self._services.fleet.fleet.shut_after(now - GATED_S), receiver.wanted.run
-        if self._stuck_s is not None and not (shut if run is None else shut & {None, run}):
+        shut = self._services.fleet.fleet.shut_after(now - GATED_S)
+        if self._stuck_s is not None and None not in shut:
             quiet, limit = receiver.quiet_from, now - self._stuck_s
             old_before = limit if quiet is None or quiet < limit else None
-        read = partial(rows.pending, cursor=cursor, upto=upto, old_before=old_before, wanted=receiver.wanted)
+        read = partial(rows.pending, cursor=cursor, upto=upto, old_before=old_before, wanted=receiver.wanted, shut=shut)
         found = await self._services.database.read(read, one_moment=True)
         if old_before is not None:
             receiver.quiet_from = found.quiet_from
