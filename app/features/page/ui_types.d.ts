@@ -193,7 +193,6 @@ export interface ListedRun {
   turns: number;
   groups: { complete: number; handed_out: number; acknowledged: number };
   reward: Statistics | null;
-  failed: Record<string, number>;
   weight_versions: { newest: number | null; oldest_live: number | null };
   first_at: number | null;
   last_at: number | null;
