@@ -22,6 +22,8 @@ from app.domain.selection import fields_of
 from app.errors import InvalidRequest
 
 SessionId = Annotated[str, Path(description="A session's id.", json_schema_extra={"pattern": ID})]
+
+RunName = Annotated[str, Path(pattern=ID, description="A run's name.")]
 """An invalid one is an unknown session, found without a look into the database."""
 
 Cursor = Annotated[str | None, Query(pattern=NO_NUL, description="Where to continue: the cursor of an earlier reply.")]

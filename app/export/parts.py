@@ -64,6 +64,7 @@ class PartRows:
         counts_only: bool = False,
     ) -> None:
         self._query = query
+        self._wanted = GroupFilter(**query.run_and_group)
         self._window = window
         self._release = release
         self._branches = branches
@@ -211,7 +212,7 @@ class PartRows:
             yield excluded(session_id, self._window.behind(at), ERASED)
             return
         session = known(stored)
-        own, wanted = session.session, GroupFilter(**self._query.run_and_group)
+        own, wanted = session.session, self._wanted
         if wanted.run not in (None, own.config.of_run) or not any(map(wanted.has_group, session.groups)):
             return
         if self._query.name not in (None, own.name) or self._query.generation not in (None, own.generation):

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from fastapi import Path
-
+from app.api.parameters import RunName
 from app.api.requests import Request
 from app.api.routes import NO_CONTENT, WRITE, Routes, json_reply
-from app.domain.patterns import ID
 from app.errors import InvalidRequest
 from app.features.run_tokens.run_tokens import TokenNumbers
 from turnlog import replies as reply_types
 
 route = Routes("Runs")
-
-RunName = Annotated[str, Path(pattern=ID, description="A run's name.")]
 
 
 @route(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 from sqlalchemy import Connection
 
+from app.api.parameters import RunName
 from app.api.requests import Request
 from app.api.routes import Routes
 from app.domain.groups import GroupKey
@@ -18,7 +19,6 @@ from app.features.groups.groups import rows_of
 from app.features.runs import reads
 from app.features.runs.figures import Counts
 from app.features.runs.reads import VersionCount
-from app.features.runs.routes import Name
 from turnlog.replies import ListedGroup
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class RunView(msgspec.Struct, frozen=True):
 
 
 @route.for_the_page("/runs/{run}", of_run="path")
-async def run_view(request: Request, run: Name) -> object:
+async def run_view(request: Request, run: RunName) -> object:
     """Whether a run is healthy: its figures by weight version, its worst and its stuck groups, its gates."""
     runs: Runs = request.services.features["runs"]
     read = request.services.database.read

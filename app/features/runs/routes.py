@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import Path, Query
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.parameters import LIMIT, Cursor
+from app.api.parameters import LIMIT, Cursor, RunName
 from app.api.requests import Request, require_finite, require_small
 from app.api.routes import BODY, NO_CONTENT, READ, WRITE, Reply, Routes, json_reply
-from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
+from app.domain.patterns import MAX_INTEGER, NO_NUL
 from app.errors import InvalidRequest, NotFound, RunClosed, SessionUnreadable
 from app.features.runs.operations import GiveRun
 from app.features.runs.runs import Runs
@@ -21,7 +21,6 @@ from turnlog import replies as reply_types
 
 route = Routes("Runs")
 
-Name = Annotated[str, Path(pattern=ID, description="A run's name.")]
 
 ERASING = Reply(
     "Erased from the database; object storage or archives may still have some of it: repeat.", {}, status=202
@@ -71,7 +70,7 @@ async def list_runs(
     errors=(InvalidRequest, NotFound, *READ),
     of_run="path",
 )
-async def get_run(request: Request, run: Name) -> Mapping[str, Any]:
+async def get_run(request: Request, run: RunName) -> Mapping[str, Any]:
     """A run's sessions, turns, tokens, groups, rewards, errors and weight versions, from the log."""
     return await _runs(request).get(run)
 
@@ -86,7 +85,7 @@ async def get_run(request: Request, run: Name) -> Mapping[str, Any]:
     optional_body=True,
     example={"limits": {"live": 512}, "note": "baseline"},
 )
-async def put_run(request: Request, run: Name) -> Mapping[str, Any]:
+async def put_run(request: Request, run: RunName) -> Mapping[str, Any]:
     """Give a run its limits, metadata and note, in place of those before. The run need not have a session yet."""
     if not run.strip("."):
         raise InvalidRequest("run must not be only dots")  # a client may take it for a relative path
@@ -110,7 +109,7 @@ async def put_run(request: Request, run: Name) -> Mapping[str, Any]:
 )
 async def delete_run(
     request: Request,
-    run: Name,
+    run: RunName,
     erase: Annotated[bool, Query(description="Also delete the content permanently, and free the name.")] = False,
 ) -> Response:
     """Close a run with its open sessions: no session can be created in it any more. Idempotent.
