@@ -78,6 +78,12 @@ from turnlog.replies import ToldFleet as ToldFleet
 from turnlog.replies import Tree as Tree
 from turnlog.replies import TreeBranch as TreeBranch
 from turnlog.replies import TreeTurn as TreeTurn
+from turnlog.rollouts import Agent as Agent
+from turnlog.rollouts import CommandFailed as CommandFailed
+from turnlog.rollouts import Outcome as Outcome
+from turnlog.rollouts import Rollout as Rollout
+from turnlog.rollouts import name_of as name_of
+from turnlog.rollouts import rollout as rollout
 from turnlog.rows import Acknowledged as Acknowledged
 from turnlog.rows import Excluded as Excluded
 from turnlog.rows import Failed as Failed

@@ -1,0 +1,405 @@
+"""A rollout of an agent for a trainer: played once under its name, and returned as rows of the trainer's shape.
+
+An agent is miles' function: `run(base_url, prompt, request_kwargs, metadata)`, asynchronous or not, found by its import
+path; or a command. What it returns, or the last line that the command prints, is the reward, or a mapping with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import itertools
+import json
+import logging
+import math
+import os
+import re
+import signal
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+from turnlog.client._async.client import AsyncTurnlog
+from turnlog.client._async.session import AsyncSession
+from turnlog.client.address import default_run
+from turnlog.errors import Conflict, InvalidRequest, NotFound
+from turnlog.parameters import Failure, FailureKind, Shape
+from turnlog.replies import SaidAnnotation, State
+
+log = logging.getLogger("turnlog.rollouts")
+
+Result = float | Mapping[str, Any] | None
+Agent = Callable[..., Awaitable[Result] | Result]
+"""Called with `base_url`, `prompt`, `request_kwargs` and `metadata`, all by name.
+
+base_url: the session's address without `/v1`; an OpenAI client takes it with or without, an Anthropic client as it is.
+request_kwargs: the trainer's sampling parameters by their names in a chat request.
+metadata: what the data set and the trainer say, and `session_id`, `api_key`, `public_url`, `group_id`, `attempt`,
+    `evaluation`, `step`.
+
+Returns the reward, a mapping or None. Of a mapping `reward`, `reward_components` and `failed` (as `close` takes it) are
+the session's, and all of it is kept as the annotation `result`. What it raises becomes the session's `failed`.
+"""
+
+NAMES_OF_ENGINES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+OF_A_CHAT = frozenset(
+    {
+        *("temperature", "top_p", "top_k", "min_p", "max_tokens", "max_completion_tokens", "min_tokens", "stop"),
+        *("stop_token_ids", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "ignore_eos"),
+        *("skip_special_tokens", "logit_bias", "chat_template_kwargs", "tools"),
+    }
+)
+PINNED = ("temperature", "top_p", "top_k")
+"""What a policy's logprobs depend on: the session sends them with every request, whatever the agent sends."""
+
+RESULT = "result"
+"""The annotation that says that the agent came to its end: `result`, and `failed` if it did. It is written before the
+session is closed, so that a session without it, and without a reward, is one whose player died."""
+
+LEFT: Failure = {"kind": "other", "message": "the process that played this rollout ended before its agent did"}
+
+LONGEST_NAME, LONGEST_MESSAGE, LONGEST_RESULT = 100, 2000, 60_000
+TAIL_LINES, LONGEST_LINE = 40, 1 << 20
+TERMINATE_S = 10.0
+"""How long a command that is ended has between SIGTERM and SIGKILL."""
+
+
+class Outcome(NamedTuple):
+    """What became of a rollout. `failed` is the session's; `error` is the agent's exception, None for one that another
+    process saw. `result` is what the agent returned, also if another process played it; `played`: this call did."""
+
+    session_id: str
+    status: Literal["completed", "truncated", "aborted", "failed", "empty"]
+    reward: float | None
+    failed: Failure | None
+    result: Any
+    error: Exception | None
+    played: bool
+
+
+class Rollout(NamedTuple):
+    rows: list[dict[str, Any]]
+    outcome: Outcome
+
+
+class CommandFailed(Exception):
+    """An agent's command ended with another code than 0; the message has its last lines."""
+
+
+def name_of(*parts: object) -> str:
+    """A name that can begin a session's id: the parts, and where they do not fit, a hash of them."""
+    named = ":".join(map(str, parts))
+    if re.fullmatch(rf"[A-Za-z0-9._:-]{{1,{LONGEST_NAME}}}", named):
+        return named
+    return sha256(named.encode()).hexdigest()
+
+
+def load(agent: Agent | str | None) -> Agent:
+    """The agent: itself, `package.module:name` or `package.module.name`; by default `TURNLOG_AGENT`. Raises ValueError
+    if none is named, ImportError and AttributeError."""
+    named = agent or os.environ.get("TURNLOG_AGENT")
+    if not named:
+        raise ValueError("no agent: give one, or set TURNLOG_AGENT to package.module:name")
+    if not isinstance(named, str):
+        return named
+    module, _, name = named.replace(":", ".").rpartition(".")
+    if not module:
+        raise ValueError(f"{named!r} is no agent: package.module:name is one")
+    return cast(Agent, getattr(importlib.import_module(module), name))
+
+
+def request_kwargs(sampling: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A trainer's sampling parameters as fields of a chat request. What means "the engine's own" (None, a `top_k` of -1
+    or 0, an empty list) and what no chat request has is left out."""
+    named = {NAMES_OF_ENGINES.get(name, name): value for name, value in (sampling or {}).items()}
+    meant = {name: value for name, value in named.items() if name in OF_A_CHAT and value is not None and value != []}
+    return {name: value for name, value in meant.items() if not (name == "top_k" and value in (-1, 0))}
+
+
+async def rollout(
+    agent: Agent | str | None,
+    prompt: Any,
+    *,
+    name: str,
+    shape: Shape = "turnlog",
+    command: str | Sequence[str] | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    pin: bool = True,
+    metadata: Mapping[str, Any] | None = None,
+    step: int | None = None,
+    group_id: str | None = None,
+    attempt: int | None = None,
+    evaluation: bool = False,
+    timeout_s: float | None = None,
+    failed: Literal["keep", "drop"] = "keep",
+    retry_failed: int = 0,
+    export: Mapping[str, Any] | None = None,
+    turnlog: AsyncTurnlog | None = None,
+    **fields: Any,
+) -> Rollout:
+    """Play the agent on a prompt in a session of its own, and return the session's rows in a shape.
+
+    name: played once, also if the trainer or the server dies meanwhile: asked for again, a rollout that came to its end
+        is read, and one that did not is closed as failed, and another is played. The run (`run`, by default
+        `TURNLOG_RUN`) is a part of it. One process at a time may ask for a name.
+    command: instead of an agent: words, or a line for the shell. `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
+        `ANTHROPIC_BASE_URL`, `ANTHROPIC_AUTH_TOKEN` and `TURNLOG_SESSION_ID` are set for it, its input is the prompt's
+        text, and `TURNLOG_ROLLOUT` names a JSON file with `prompt`, `request_kwargs` and `metadata`. If its last line
+        is a number or a JSON object, that is its result; another exit code than 0 is a failure.
+    sampling: the trainer's parameters; `pin` sends temperature, top_p and top_k with every request of the session.
+    timeout_s: after it the agent is cancelled, a command is ended, and the session closed as failed; a function in a
+        thread runs on, and its next request is refused.
+    failed: the rows of a rollout that failed: keep, or drop. retry_failed: how many that failed are played again.
+    export: more arguments of `export`. fields: more of `create_session`; always the same for a name.
+
+    Raises TurnlogError, and what `load` raises. An agent's exception is not raised: it is logged, `outcome.error` is
+    the exception, and the session's `failed` says its kind.
+    """
+    run = None if command is not None else load(agent)
+    kwargs = request_kwargs(sampling)
+    if pin and (pinned := {key: kwargs[key] for key in PINNED if key in kwargs}):
+        fields["params"] = {**pinned, **(fields.get("params") or {})}
+    if (of_run := fields.get("run") or default_run()) not in (None, "default"):
+        name = name_of(of_run, name)
+    fields = {"history": "tree", "group_id": group_id, "attempt": attempt, "evaluation": evaluation or None, **fields}
+    said_to_agent = {"group_id": group_id, "attempt": attempt, "evaluation": evaluation, "step": step}
+    failures = 0
+    async with contextlib.AsyncExitStack() as stack:
+        server = turnlog if turnlog is not None else await stack.enter_async_context(AsyncTurnlog())
+        for number in itertools.count():
+            session_id, error, played = f"{name}.{number}", None, False
+            try:
+                session = await server.create_session(session_id=session_id, **fields)
+            except (Conflict, NotFound) as refused:
+                if refused.code != "session_closed":
+                    raise
+                session = server.attach(session_id)
+            state = await session.state()
+            if state["status"] == "open" and not state["turns"] and not _has_ended(state):
+                known = {"session_id": session_id, "api_key": session.token or "EMPTY", "public_url": session.url}
+                asked = _Asked(prompt, kwargs, {**(metadata or {}), **said_to_agent, **known})
+                async with session:  # Closed also where this process is cancelled; then nothing says that it has ended.
+                    played, error = True, await _play(session, run, command, asked, timeout_s)
+                state = await session.state()
+            elif not _has_ended(state):
+                await session.close(failed=LEFT)
+                continue
+            elif state["status"] == "open":
+                told = await _told(session, state)
+                await session.close(failed=told.get("failed"))
+                state = await session.state()
+            if state["failed"] is not None and failures < retry_failed:
+                failures += 1
+                continue
+            rows: list[dict[str, Any]] = []
+            if state["failed"] is None or failed == "keep":
+                wanted: dict[str, Any] = {"evaluation": True, **(export or {}), "session_id": session_id}
+                rows = [cast(dict[str, Any], row) async for row in server.export(shape=shape, **wanted)]
+            result = (await _told(session, state)).get("result")
+            reward = state["reward"]["reward"] if state["reward"] is not None else None
+            failure = cast(Failure | None, state["failed"])
+            return Rollout(rows, Outcome(session_id, _status(state), reward, failure, result, error, played))
+    raise AssertionError("unreachable")
+
+
+class _Asked(NamedTuple):
+    prompt: Any
+    request_kwargs: dict[str, Any]
+    metadata: dict[str, Any]
+
+
+async def _play(
+    session: AsyncSession,
+    run: Agent | None,
+    command: str | Sequence[str] | None,
+    asked: _Asked,
+    timeout_s: float | None,
+) -> Exception | None:
+    """Run the agent and write down what became of it; its exception."""
+    result: Any = None
+    failed: Failure | None = None
+    error: Exception | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            if command is not None:
+                result = await _run_command(command, session, asked)
+            elif inspect.iscoroutinefunction(run) or inspect.iscoroutinefunction(type(run).__call__):
+                result = await cast(Any, run)(base_url=session.anthropic_base_url, **asked._asdict())
+            else:
+                result = await _in_a_thread(cast(Agent, run), base_url=session.anthropic_base_url, **asked._asdict())
+    except Exception as raised:  # noqa: BLE001  # An agent may raise anything.
+        error = raised
+    said = result if isinstance(result, Mapping) else {"reward": result}
+    if said.get("reward") is not None:
+        try:
+            await session.set_reward(said["reward"], components=said.get("reward_components"))
+        except (TypeError, ValueError, InvalidRequest) as refused:
+            error = refused
+    if error is not None:
+        failed = {"kind": _kind(error), "message": f"{type(error).__name__}: {error}"[:LONGEST_MESSAGE]}
+        log.warning("the agent of session %s failed", session.id, exc_info=error)
+    else:
+        failed = said.get("failed")
+    kept = json.dumps(result, default=str)
+    if len(kept) > LONGEST_RESULT:
+        log.warning("the result of session %s has %d characters and is not kept", session.id, len(kept))
+        kept = json.dumps(None)
+    told = {"result": json.loads(kept), **({"failed": failed} if failed else {})}
+    await session.annotate(RESULT, told)
+    await session.close(failed=failed)
+    return error
+
+
+def _kind(error: Exception) -> FailureKind:
+    """Clients of OpenAI and Anthropic, and httpx, say the status of a reply that they raise."""
+    if isinstance(error, TimeoutError):
+        return "timeout"
+    status = getattr(error, "status_code", None) or getattr(getattr(error, "response", None), "status_code", None)
+    return "engine" if isinstance(status, int) and status >= 500 else "agent"
+
+
+def _has_ended(state: State) -> bool:
+    return state["reward"] is not None or _said(state) is not None
+
+
+def _said(state: State) -> SaidAnnotation | None:
+    return next((one for one in state["annotations"].get("0", ()) if one["name"] == RESULT), None)
+
+
+async def _told(session: AsyncSession, state: State) -> dict[str, Any]:
+    """What the annotation says; its value is not in the state where it is long."""
+    said = _said(state)
+    if said is None:
+        return {}
+    return cast(dict[str, Any], said["value"] if "value" in said else await session.annotation(RESULT))
+
+
+def _status(state: State) -> Literal["completed", "truncated", "aborted", "failed", "empty"]:
+    """Of the worst of its live turns, as rows have it."""
+    ends = {turn["finish_reason"] for turn in state["turns"] if turn["live"]}
+    if state["failed"] is not None:
+        return "failed"
+    if not ends:
+        return "empty"
+    return "aborted" if "abort" in ends else "truncated" if "length" in ends else "completed"
+
+
+async def _in_a_thread(run: Agent, **arguments: Any) -> Any:
+    """A thread for each: the loop's own pool has few, and an agent may take days. It cannot be ended: a process may end
+    before it."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def tell(outcome: Any, error: BaseException | None) -> None:
+        if not done.done():
+            if error is None:
+                done.set_result(outcome)
+            else:
+                done.set_exception(error)
+
+    def work() -> None:
+        outcome, error = None, None
+        try:
+            outcome = run(**arguments)
+            if inspect.isawaitable(outcome):
+                outcome = asyncio.run(_awaited(outcome))
+        except BaseException as raised:  # noqa: BLE001  # It is raised where the agent was called.
+            error = RuntimeError("the agent raised StopIteration") if isinstance(raised, StopIteration) else raised
+        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits.
+            loop.call_soon_threadsafe(tell, outcome, error)
+
+    threading.Thread(target=work, name=f"agent of {arguments['metadata']['session_id']}", daemon=True).start()
+    return await done
+
+
+async def _awaited(outcome: Awaitable[Any]) -> Any:
+    return await outcome
+
+
+async def _run_command(command: str | Sequence[str], session: AsyncSession, asked: _Asked) -> Any:
+    """The number or object in its last line, or None. Raises CommandFailed. It is ended with what it started."""
+    key = session.token or "EMPTY"
+    with tempfile.TemporaryDirectory(prefix="turnlog-") as folder:
+        file = Path(folder, "rollout.json")
+        file.write_text(json.dumps(asked._asdict(), default=str))
+        told = {
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": session.anthropic_base_url,
+            "ANTHROPIC_AUTH_TOKEN": key,
+            "TURNLOG_SESSION_ID": session.id,
+            "TURNLOG_ROLLOUT": str(file),
+        }
+        words = ("/bin/sh", "-c", command) if isinstance(command, str) else tuple(command)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=pipe, env={**os.environ, **told}, start_new_session=True
+        )
+        assert process.stdin is not None and process.stdout is not None and process.stderr is not None  # noqa: PT018
+        try:
+            printed, complained, _ = await asyncio.gather(
+                _tail(process.stdout), _tail(process.stderr), _write(process.stdin, text_of(asked.prompt))
+            )
+            code = await process.wait()
+        finally:
+            await _end(process)
+    if code:
+        raise CommandFailed(f"exit code {code}: " + "\n".join(complained or printed)[-LONGEST_MESSAGE:])
+    last = printed[-1] if printed else ""
+    try:
+        found = json.loads(last)
+    except ValueError:
+        return None
+    is_number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+    return found if is_number or isinstance(found, dict) else None
+
+
+def text_of(prompt: Any) -> str:
+    """A prompt's text: itself, of messages the last user's, else its JSON."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Sequence):
+        for message in reversed(prompt):
+            if isinstance(message, Mapping) and message.get("role") == "user":
+                content = message.get("content")
+                if isinstance(content, str):
+                    return content
+                return "\n".join(part["text"] for part in content or () if part.get("type") == "text")
+    return json.dumps(prompt, default=str)
+
+
+async def _write(stdin: asyncio.StreamWriter, text: str) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # The command reads no input.
+        stdin.write(text.encode())
+        await stdin.drain()
+    stdin.close()
+
+
+async def _tail(stream: asyncio.StreamReader) -> list[str]:
+    """The last lines that are not empty; of a line that is too long its end."""
+    lines: deque[bytes] = deque(maxlen=TAIL_LINES)
+    rest = b""
+    while part := await stream.read(1 << 16):
+        *whole, rest = (rest + part).split(b"\n")
+        lines.extend(one for one in whole if one.strip())
+        rest = rest[-LONGEST_LINE:]
+    if rest.strip():
+        lines.append(rest)
+    return [line.decode(errors="replace") for line in lines]
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End what is left of the command's process group."""
+    for number, wait_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        if process.returncode is not None:
+            return
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), wait_s)
