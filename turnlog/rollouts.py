@@ -250,7 +250,7 @@ async def _play(
     if len(kept) > LONGEST_RESULT:
         log.warning("the result of session %s has %d characters and is not kept", session.id, len(kept))
         kept = json.dumps(None)
-    told = {"result": json.loads(kept), **({"failed": failed} if failed else {})}
+    told = {"result": json.loads(kept, parse_constant=str), **({"failed": failed} if failed else {})}
     await session.annotate(RESULT, told)
     await session.close(failed=failed)
     return error

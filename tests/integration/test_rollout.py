@@ -98,7 +98,7 @@ async def test_what_an_agent_returns_stands_in_its_session_and_it_is_played_once
         assert outcome.reward == reward
         assert (outcome.failed or {}).get("kind") == failed
         assert outcome.status == ("failed" if failed else "completed")
-        assert outcome.result == (None if isinstance(result, Exception | float) else result) or result != result
+        assert outcome.result == (None if isinstance(result, Exception) else "NaN" if result != result else result)
     state = await server.attach(first.outcome.session_id).state()
     assert (state["status"], (state["failed"] or {}).get("kind")) == ("closed", failed)
     if isinstance(result, dict) and "reward_components" in result:
