@@ -90,7 +90,7 @@ def trace(
 
 
 def _matrices(experts: Array) -> list[str]:
-    header = {"shape": list(experts.shape), "dtype": experts.dtype.name}
+    header = {"shape": list(experts.shape[1:]), "dtype": experts.dtype.name}
     return [msgspec.json.encode(header).decode(), base64.b64encode(experts.tobytes()).decode()]
 
 

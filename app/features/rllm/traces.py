@@ -101,4 +101,4 @@ async def _experts(database: Database, session: Session, number: int) -> Array |
     except (NotFound, PayloadTombstoned):
         return None  # since `session` was read
     assert not isinstance(rows, Masks)
-    return rows
+    return rows.reshape(-1, *payload.shape)
