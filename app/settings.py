@@ -255,6 +255,7 @@ Feature = Literal[
     "objects",
     "otel",
     "page",
+    "public_url",
     "resume",
     "rllm",
     "run_tokens",
