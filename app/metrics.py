@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-from app.domain.events import TYPES, BlobsTombstoned, Event, TurnAbandoned
+from app.domain.events import TYPES, BlobsTombstoned, Event, FailureKind, TurnAbandoned
 from app.errors import (
     EnginesFailed,
     HeadersTooLarge,
@@ -283,6 +283,7 @@ FAMILIES = (
         "turnlog_writer_transactions_total", "Transactions that committed these writes.", "durable", ("yes", "no")
     ),
     _counter("turnlog_events_total", "Events appended to the sessions' logs.", "type", TYPES),
+    _counter("turnlog_rollouts_failed_total", "Rollouts closed as failed.", "kind", get_args(FailureKind)),
     _counter("turnlog_turns_abandoned_total", "Claims released without a commit.", "reason", _reasons(TurnAbandoned)),
     _counter(
         "turnlog_turns_tombstoned_total",

@@ -112,6 +112,7 @@ class Services:
         self.feature_faults = FeatureFaults()  # after a commit
         self.text_upstreams: dict[str, str | None] = {}  # those of sessions without ids, and their models
         self.run_number: Callable[[str], Awaitable[int | None]] | None = None  # that of a run's valid token
+        self.public_url: Callable[[], str | None] = lambda: settings.public_url  # what a session's `url` begins with
         self.features: dict[str, Any] = {}  # what each has made, by its name
         self.opens: list[Callable[[], Awaitable[None]]] = []  # `open`
         self.starts: list[Callable[[], None]] = []  # `start`

@@ -64,7 +64,7 @@ FLAT_ROWS_WARNING = (
 Network = IPv4Network | IPv6Network
 
 
-CLIENT_VARIABLES = frozenset({"TURNLOG_URL", "TURNLOG_TOKEN"})
+CLIENT_VARIABLES = frozenset({"TURNLOG_URL", "TURNLOG_TOKEN", "TURNLOG_RUN", "TURNLOG_AGENT"})
 """Variables of the command line and the client, which may be set in the server's environment too."""
 
 
@@ -255,6 +255,7 @@ Feature = Literal[
     "objects",
     "otel",
     "page",
+    "public_url",
     "resume",
     "rllm",
     "run_tokens",

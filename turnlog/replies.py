@@ -734,6 +734,15 @@ class ToldFleet(FleetGate, ToldEngines):
     pass
 
 
+class PublicUrl(TypedDict):
+    """What a session's `url` begins with; None: the address that its creation was sent to. `lease_left_s`: None of the
+    setting. `needs_token`: whether the server wants a token of those that it does not know."""
+
+    url: str | None
+    lease_left_s: float | None
+    needs_token: bool
+
+
 class Regression(TypedDict):
     """An engine's weight version went from `before` back to `after`; noticed at `at`."""
 

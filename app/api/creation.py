@@ -264,8 +264,8 @@ def created(request: Request, session_id: str) -> dict[str, Any]:
 
 
 def _public_url(request: Request) -> str:
-    """TURNLOG_PUBLIC_URL, else the address that the request was sent to."""
-    given, scope = request.services.settings.public_url, request.scope
+    """The public address, else the one that the request was sent to."""
+    given, scope = request.services.public_url(), request.scope
     if given is not None:
         return given
     host, port = scope["server"] or ("localhost", None)

@@ -97,6 +97,7 @@ def refresh(app: Services) -> None:
     metrics.set_all("turnlog_writer_transactions_total", {"yes": durable, "no": counters.transactions - durable})
     metrics.set_all("turnlog_events_total", tally.events)
     metrics.set_all("turnlog_turns_abandoned_total", tally.abandoned)
+    metrics.set_all("turnlog_rollouts_failed_total", tally.failed)
     metrics.set_all("turnlog_turns_tombstoned_total", tally.tombstoned)
     metrics.set("turnlog_chunks_freed_total", tally.chunks_freed)
     metrics.set("turnlog_turns_rolled_back_total", tally.rolled_back)

@@ -144,6 +144,16 @@ class EngineDied(FleetEvent, frozen=True):
     run: str | None = None
 
 
+class PublicUrlSet(FleetEvent, frozen=True):
+    """The address at which agents elsewhere reach the server, until `until` by the database's clock; None: it was taken
+    back."""
+
+    KEY = ("public_url", None)
+
+    url: str | None
+    until: float = 0.0
+
+
 TYPES: dict[str, type[FleetEvent]] = {
     cls.__name__: cls
     for cls in (
@@ -156,6 +166,7 @@ TYPES: dict[str, type[FleetEvent]] = {
         TurnsHeld,
         TurnsFreed,
         EngineDied,
+        PublicUrlSet,
     )
 }
 
@@ -230,7 +241,8 @@ Closings = tuple[int, int, int, int]
 class Fleet(msgspec.Struct, frozen=True):
     """The state after event `version`. `engines` are those set by an operator; `gates` those of the whole fleet, `runs`
     the gates of runs that have been paused or resumed. `held`: for which checkpoints turns are held, by run; None: all
-    turns are. `died`: when an engine was last noted as dead."""
+    turns are. `died`: when an engine was last noted as dead. `public_url`: as it was last set; its lease may have run
+    out."""
 
     version: int = 0
     engines: dict[str, EngineListed] = {}
@@ -239,6 +251,7 @@ class Fleet(msgspec.Struct, frozen=True):
     regressed: dict[str, Regression] = {}
     held: dict[str | None, TurnsHeld] = {}
     died: dict[str, float] = {}
+    public_url: PublicUrlSet | None = None
 
     def gates_of(self, run: str | None) -> GateSet:
         """The gates of a run's turns alone; None: those of all turns."""
@@ -346,6 +359,8 @@ def apply(fleet: Fleet, placed: Placed) -> Fleet:
             changes = {"held": {run: held for run, held in fleet.held.items() if run != event.run}}
         case EngineDied():
             changes = {"died": {**fleet.died, event.url: placed.at}}
+        case PublicUrlSet():
+            changes = {"public_url": event}
     return msgspec.structs.replace(fleet, version=placed.seq, **changes)
 
 

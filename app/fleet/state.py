@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 from app.domain import fleet as domain
-from app.domain.fleet import Fleet, FleetEvent, Gate, Placed
+from app.domain.fleet import Fleet, FleetEvent, Gate, Placed, PublicUrlSet
 from app.errors import AppError, StoreUnavailable
 from app.process import cancelled
 from app.store import fleet as store
@@ -81,11 +81,11 @@ class FleetState:
     async def stop(self) -> None:
         await cancelled(self._polling)
 
-    def left(self, gate: Gate) -> float:
-        """Seconds until the gate's lease ends, by the database's clock; 0.0 if it is open."""
-        if gate.until is None:
+    def left(self, leased: Gate | PublicUrlSet) -> float:
+        """Seconds until the lease ends, by the database's clock; 0.0 of an open gate."""
+        if leased.until is None:
             return 0.0
-        return max(0.0, gate.until - asyncio.get_running_loop().time() - self._clock_ahead)
+        return max(0.0, leased.until - asyncio.get_running_loop().time() - self._clock_ahead)
 
     async def read_clock(self) -> None:
         """Read the database's clock again, which `left` uses: it may have been changed. Raises StoreUnavailable."""

@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import BigInteger, Connection, bindparam, func, insert, literal, select
 
 from app.domain.events import UnknownEvent, decode, encode, name_of
-from app.domain.fleet import TYPES, AdapterPaused, FleetEvent, FleetPaused, Placed
+from app.domain.fleet import TYPES, AdapterPaused, FleetEvent, FleetPaused, Placed, PublicUrlSet
 from app.errors import StoreUnavailable
 from app.store.dialect import Row, Tx, now
 from app.store.log import BaseOperation
@@ -111,7 +111,8 @@ def _decoded(rows: Iterable[Row]) -> list[Placed]:
 class AppendFleet(BaseOperation, frozen=True):
     """Append an event after number `expected`; None if the log has advanced.
 
-    `lease_s`: a pause ends this many seconds after the write, or at the event's own `until` if that is later.
+    `lease_s`: a pause or a public address ends this many seconds after the write, or at the event's own `until` if that
+    is later.
     """
 
     expected: int
@@ -126,7 +127,7 @@ class AppendFleet(BaseOperation, frozen=True):
         if last != self.expected:
             return None
         event = self.event
-        if self.lease_s is not None and isinstance(event, (AdapterPaused, FleetPaused)):
+        if self.lease_s is not None and isinstance(event, (AdapterPaused, FleetPaused, PublicUrlSet)):
             event = msgspec.structs.replace(event, until=max(event.until, at + self.lease_s))
         name = name_of(event)
         tx.insert(

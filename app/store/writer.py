@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 from sqlalchemy import ARRAY, String, any_, bindparam, select
 
-from app.domain.events import BlobsTombstoned, Recorded, RolledBack, TurnAbandoned
+from app.domain.events import BlobsTombstoned, Recorded, RolledBack, SessionClosed, TurnAbandoned
 from app.errors import AppError, Overloaded, StoreDamaged, StoreLocked, StoreUnavailable
 from app.store.dialect import Tx, WriteConflict
 from app.store.log import DEFERRED, Appended, Deferred, Operation
@@ -76,7 +76,7 @@ WAIT_S = 5.0
 
 class EventCounters(msgspec.Struct):
     """What one process has appended since it began: events by type; abandoned claims, and turns that lost their replay
-    payloads, by reason.
+    payloads, by reason; closes that say why their rollout failed, by kind.
 
     `rolled_back`: turns that were live until a later one superseded them.
     """
@@ -84,6 +84,7 @@ class EventCounters(msgspec.Struct):
     events: Counter[str] = msgspec.field(default_factory=Counter)
     abandoned: Counter[str] = msgspec.field(default_factory=Counter)
     tombstoned: Counter[str] = msgspec.field(default_factory=Counter)
+    failed: Counter[str] = msgspec.field(default_factory=Counter)
     chunks_freed: int = 0
     rolled_back: int = 0
 
@@ -98,6 +99,8 @@ class EventCounters(msgspec.Struct):
             elif isinstance(event, BlobsTombstoned):
                 self.tombstoned[event.reason] += len(event.turns)
                 self.chunks_freed += len(event.freed)
+            elif isinstance(event, SessionClosed) and event.failed is not None and event.reason != "root":
+                self.failed[event.failed.kind] += 1
 
     def abandoned_dead(self, count: int) -> None:
         """Count turns of dead processes, which are abandoned in batches."""

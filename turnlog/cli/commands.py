@@ -46,6 +46,7 @@ COMMANDS = {
     "restore": (KEEP, "maintain", "restore"),
     "replay": (KEEP, "maintain", "replay"),
     "simulator": (RUN, "serve", "simulator"),
+    "expose": (RUN, "expose", "expose"),
     "demo": (RUN, "serve", "demo"),
     "bench": (RUN, "serve", "bench"),
     "engines": (ORDER, "fleet", "engines_app"),
@@ -83,7 +84,7 @@ def _add(app: typer.Typer, name: str) -> None:
         app.command(name, cls=ServerCommand, rich_help_panel=panel, add_help_option=False, context_settings=PASSED_ON)(
             command
         )
-    elif panel in (OBSERVE, MAKE, ORDER) or module == "archive":
+    elif panel in (OBSERVE, MAKE, ORDER) or module in ("archive", "expose"):
         settings = NUMBERS if name == "reward" else None
         app.command(name, rich_help_panel=panel, context_settings=settings)(server_options(command))
     else:

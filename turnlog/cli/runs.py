@@ -34,6 +34,7 @@ def runs(
         Column("turns", right=True),
         Column("groups complete", lambda one: one["groups"]["complete"], right=True),
         Column("handed out", lambda one: one["groups"]["handed_out"], right=True),
+        Column("failed", lambda one: sum(one["failed"].values()), right=True),
         Column("mean reward", lambda one: (one["reward"] or {}).get("mean"), right=True),
         Column("version", lambda one: one["weight_versions"]["newest"], right=True),
         Column("last change", lambda one: since(one["last_at"]), right=True),

@@ -133,7 +133,7 @@ def _print_groups(found: dict[str, Any]) -> None:
         Column("group", "group_id", whole=True),
         *([] if {one["run"] for one in found["groups"]} <= {"default"} else [Column("run", whole=True)]),
         Column("attempts", _arrived, right=True),
-        *(Column(name, right=True) for name in ("sessions", "closed", "rewarded", "mean")),
+        *(Column(name, right=True) for name in ("sessions", "closed", "failed", "rewarded", "mean")),
         Column("sample std", "std", right=True),
         *(Column(name, right=True) for name in ("min", "max")),
         Column("state"),

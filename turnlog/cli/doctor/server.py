@@ -11,12 +11,14 @@ from urllib.parse import urlsplit
 from turnlog.amounts import amount
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 from turnlog.cli.remote import connected
-from turnlog.errors import TurnlogError
+from turnlog.errors import NotFound, TurnlogError
 
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
 
 PORTS = {"http": 80, "https": 443}
+RUNS = 100
+"""Of so many the failures are looked at."""
 
 
 Engines = tuple[str, ...] | None
@@ -59,7 +61,24 @@ def _examined(server: Transport, url: str, expected: bool) -> Generator[Finding,
     except TurnlogError as error:
         yield problem("server", f"it refuses what an admin may: {error}", "set TURNLOG_TOKEN to its admin token")
         return None
+    yield from _failures(server)
     return tuple(one["url"] for one in listed["engines"])
+
+
+def _failures(server: Transport) -> Iterator[Finding]:
+    """Runs of which more rollouts have failed than have a reward."""
+    try:
+        runs = server.read("GET", "/runs", parameters={"limit": RUNS})["runs"]
+    except NotFound:  # TURNLOG_FEATURES leaves runs out
+        return
+    for one in runs:
+        failed, rewarded = sum(one["failed"].values()), (one["reward"] or {"count": 0})["count"]
+        if one["status"] == "open" and failed > rewarded:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in one["failed"].items())
+            what = f"{failed} of {failed + rewarded} rollouts of run {one['run']} have failed: {kinds}"
+            yield warning(
+                "server", what, f"turnlog sessions --run {one['run']} lists them, turnlog show SESSION says why"
+            )
 
 
 def _pool(alive: dict[str, object]) -> Iterator[Finding]:

@@ -226,7 +226,7 @@ function columns(names) {
   return [
     number("Attempt", (row) => row.attempt, { first: "asc", width: "76px" }),
     sessionColumn({ width: "140px" }),
-    { title: "State", width: "94px", fill: badgeCell((one) => one.state) },
+    { title: "State", width: "94px", fill: badgeCell((one) => (one.failed ? "failed" : one.state), (one) => (one.failed ? "bad" : undefined)) },
     { title: "Last action", hint: "What its newest turn did", fill: actionsCell((one) => one.about?.actions ?? []) },
     number("Turns", (one) => one.about?.turns, { width: "60px" }),
     number("Tokens", (one) => one.about?.tokens, { text: compact, hint: "Of live turns, each once", width: "68px" }),

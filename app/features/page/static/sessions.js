@@ -196,7 +196,7 @@ const HIDDEN = ["Run", "Weights", "Staleness", "Engine", "Note and tags", "Creat
 function columns() {
   return [
     sessionColumn({ width: "156px" }),
-    { title: "State", width: "88px", fill: badgeCell((row) => row.state) },
+    { title: "State", width: "88px", fill: badgeCell((row) => (row.failed ? "failed" : row.state), (row) => (row.failed ? "bad" : undefined)) },
     column("Task", (row) => visibleText(row.about?.task || "–"), { hint: "The first line of its first user message" }),
     { title: "Last action", hint: "What its newest turn did", fill: actionsCell((row) => row.about?.actions ?? []) },
     numberColumn("Turns", (row) => count(row.turns), { width: "60px", sort: "turns" }),
