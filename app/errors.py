@@ -323,6 +323,11 @@ class CheckpointBusy(AppError):
     retry_after_s = 2
 
 
+class PauseEnded(AppError):
+    status, code, type, retry = 409, "pause_ended", "conflict_error", False
+    meaning = "the pause that `renews` names has ended"
+
+
 class ClaimLost(AppError):
     """The turn was generated, but another process holds the claim now. A marked retry gets the outcome from the log."""
 

@@ -36,7 +36,7 @@ from app.domain.fleet import (
     PauseMode,
 )
 from app.domain.session import rid_of
-from app.errors import AppError, NotFound
+from app.errors import AppError, NotFound, PauseEnded
 from app.features.gates.gates import Gates
 from app.fleet.engines import Engines
 from app.fleet.member import Member
@@ -104,6 +104,23 @@ class Pauses:
         await self._fleet.append(shut, lease_s=lease_s)
         reach("after_gate_shut")
         return await self._sweep(run, name, self._engines.serving(run))
+
+    async def renew(self, run: str | None, name: str | None, closings: int, lease_s: float) -> None:
+        """Extend the lease of the pause that shut this gate for the `closings`-th time, of an adapter or (None) the
+        fleet. No engine is told: it may be in the middle of an update. Raises PauseEnded, and as `pause_adapter`."""
+
+        def extended(fleet: Fleet) -> FleetEvent | None:
+            gates = fleet.gates_of(run)
+            gate = gates.fleet if name is None else gates.adapter(name)
+            if gate.until is None or gate.closings != closings:
+                return None
+            if name is None:
+                return FleetPaused(closings, gate.until, gate.mode or "abort", gate.version, run=run)
+            return AdapterPaused(name, closings, gate.until, gate.version, run=run)
+
+        if await self._fleet.append(extended, lease_s=lease_s) is None:
+            what = "the fleet" if name is None else f"adapter {name:.128}"
+            raise PauseEnded(f"{what}{_of(run)} is no longer paused for the {closings}. time")
 
     async def resume_adapter(self, run: str | None, name: str, version: str | None) -> None:
         """Open an adapter's gate; an unknown adapter becomes known. `version` is its weight version.

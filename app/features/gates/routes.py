@@ -14,8 +14,8 @@ from app.api.requests import Request, disconnected
 from app.api.routes import BODY, READ, WRITE, Routes, json_reply
 from app.domain.fleet import PauseMode
 from app.domain.patterns import ID, NO_NUL
-from app.errors import EnginesFailed, InvalidRequest, NotFound
-from app.features.gates.pauses import Pauses
+from app.errors import EnginesFailed, InvalidRequest, NotFound, PauseEnded
+from app.features.gates.pauses import Pauses, SweepResult
 from turnlog import replies as reply_types
 
 route = Routes("Fleet")
@@ -52,11 +52,13 @@ class _PauseRequest(BaseModel):
 
 
 class PauseAdapter(_PauseRequest):
+    """`renews`: the `closings` of a pause whose lease alone is extended."""
+
     lease_s: Lease = LEASE_S
+    renews: int | None = Field(default=None, ge=1)
 
 
-class PauseFleet(_PauseRequest):
-    lease_s: Lease = LEASE_S
+class PauseFleet(PauseAdapter):
     mode: PauseMode = "abort"
 
 
@@ -73,7 +75,7 @@ class ResumeFleet(ResumeAdapter):
     "Pause an adapter: hold its turns and abort its generations",
     "admin",
     json_reply(reply_types.PausedAdapter, "The gate is shut, and every engine has aborted the generations."),
-    errors=(*BODY, EnginesFailed, *WRITE),
+    errors=(*BODY, PauseEnded, EnginesFailed, *WRITE),
     body=PauseAdapter,
     optional_body=True,
     example={"lease_s": 600},
@@ -84,7 +86,11 @@ async def pause_adapter(request: Request, name: AdapterName, run: Run = None) ->
     and its engines alone."""
     body = await request.body_of(PauseAdapter)
     pauses = pauses_of(request)
-    result = await pauses.pause_adapter(_whose(request, run), name, body.lease_s)
+    if body.renews is not None:
+        await pauses.renew(_whose(request, run), name, body.renews, body.lease_s)
+        result = SweepResult([], {})
+    else:
+        result = await pauses.pause_adapter(_whose(request, run), name, body.lease_s)
     state = await pauses.adapter(_whose(request, run), name)
     return reply({**state, "aborted": result.aborted, "count": len(result.aborted)}, result.engines)
 
@@ -137,7 +143,7 @@ async def list_adapters(request: Request, run: Run = None) -> Mapping[str, Any]:
     "Pause the fleet: hold all turns and pause every engine",
     "admin",
     json_reply(reply_types.ToldFleet, "The gate is shut, and every engine is paused."),
-    errors=(*BODY, EnginesFailed, *WRITE),
+    errors=(*BODY, PauseEnded, EnginesFailed, *WRITE),
     body=PauseFleet,
     optional_body=True,
     example={"mode": "abort", "lease_s": 600},
@@ -148,7 +154,11 @@ async def pause_fleet(request: Request, run: Run = None) -> JSONResponse:
     serve others its generations are aborted."""
     body = await request.body_of(PauseFleet)
     pauses = pauses_of(request)
-    engines = await pauses.pause_fleet(_whose(request, run), body.mode, body.lease_s)
+    engines: dict[str, reply_types.Told] = {}
+    if body.renews is not None:
+        await pauses.renew(_whose(request, run), None, body.renews, body.lease_s)
+    else:
+        engines = await pauses.pause_fleet(_whose(request, run), body.mode, body.lease_s)
     return reply(await pauses.fleet(_whose(request, run)), engines)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, Unpack, cast, overload
 
@@ -13,6 +15,8 @@ from turnlog.client._async.transport import AsyncTransport
 from turnlog.client.address import below_run, default_address, default_run, default_token, segment
 from turnlog.client.checked import checked, wanted
 from turnlog.client.lines import AllEventsPlace, ExportPlace, Object, decode, is_event, present
+from turnlog.client.renewal import Renewal
+from turnlog.errors import TurnlogError
 from turnlog.events import Event, UnreadableEvent
 from turnlog.parameters import (
     PAGE,
@@ -51,6 +55,10 @@ if TYPE_CHECKING:
     import datasets
     import pandas
     import polars
+
+log = logging.getLogger("turnlog.client")
+
+LONGEST_VERSION = 512
 
 R = TypeVar("R")
 """The type of an export's rows."""
@@ -334,6 +342,58 @@ class AsyncTurnlog:
         return cast(
             ToldFleet, await self._transport.read("POST", below_run(run, "/fleet/resume"), body=body, slow=True)
         )
+
+    @asynccontextmanager
+    async def weights(
+        self,
+        version: str | int | None = None,
+        *,
+        adapter: str | None = None,
+        run: str | None = None,
+        mode: Literal["abort", "in_place", "retract"] | None = None,
+        lease_s: float = 120.0,
+    ) -> AsyncIterator[ToldFleet | PausedAdapter]:
+        """Hold the turns while the body changes the weights, then let them proceed with `version`; yields how each
+        engine took the pause.
+
+        run: by default `TURNLOG_RUN`; `*`, and without either: all turns. adapter: those of one adapter.
+        lease_s: the pause ends so long after the death of this process; until then a thread renews it.
+
+        After an exception in the body the turns proceed with the version from before. Raises EnginesFailed; if an
+        engine did not accept the pause, the body does not run and nothing stays paused. Raises ValueError for an
+        invalid version, and for `mode` with `adapter`.
+        """
+        if adapter is not None and mode is not None:
+            raise ValueError("mode is the fleet's; an adapter's generations are always aborted")
+        said = present({"version": None if version is None else str(version)})
+        if said and not 1 <= len(said["version"]) <= LONGEST_VERSION:  # the resume would be too late to be refused
+            raise ValueError(f"a weight version has 1 to {LONGEST_VERSION} characters")
+        whose = run or default_run()
+        gate = "/fleet" if adapter is None else f"/adapters/{segment(adapter)}"
+        path, known_as = below_run(None if whose == "*" else whose, gate), "version" if adapter else "weight_version"
+        body = present({"lease_s": lease_s, "mode": mode})
+        try:
+            paused = await self._transport.read("POST", f"{path}/pause", body=body, slow=True)
+        except BaseException as error:
+            told = error if isinstance(error, TurnlogError) else TurnlogError("")
+            if told.status is None or told.status >= 500:  # else the order was refused
+                await self._reopen(path, told.body.get(known_as))
+            raise
+        server = self.base_url, self._transport.token, self._transport.proxy
+        try:
+            with Renewal(*server, f"{path}/pause", paused["closings"], lease_s):
+                yield cast(ToldFleet, paused)
+        except BaseException:
+            await self._reopen(path, paused[known_as])
+            raise
+        await self._transport.call("POST", f"{path}/resume", body=said, slow=True)
+
+    async def _reopen(self, path: str, version: str | None) -> None:
+        """Resume after an error, which an error of the resume must not hide."""
+        try:
+            await self._transport.call("POST", f"{path}/resume", body=present({"version": version}), slow=True)
+        except TurnlogError as error:
+            log.warning("%s is paused until its lease ends: %s", path, error)
 
     async def checkpoint(
         self,
