@@ -33,7 +33,9 @@ PLAYED = "TURNLOG_TEST_PLAYED"
 
 async def agent(base_url: str, prompt: Any, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> float:
     """Two turns; attempt 1 begins its second from nothing, attempt 2 raises between them."""
-    attempt = metadata["attempt"] or 0
+    attempt = metadata["attempt"]
+    if attempt is None:  # OpenEnv's sessions have none.
+        attempt = int(metadata["session_id"].partition(".")[0][-1], 16) % 4
     messages = list(prompt)
     async with openai.AsyncOpenAI(base_url=f"{base_url}/v1", api_key=metadata["api_key"], max_retries=20) as client:
         for follow_up in ("Are you sure?", None):
@@ -101,6 +103,21 @@ COMMON = {
 }
 
 
+class Taken:
+    """A rollouts' queue that keeps what the trainer took."""
+
+    def __init__(self, queue: Any) -> None:
+        self.samples: list[Any] = []
+        self._queue = queue
+
+    def get(self, timeout: float) -> Any:
+        self.samples.append(self._queue.get(timeout=timeout))
+        return self.samples[-1]
+
+    def qsize(self) -> int:
+        return int(self._queue.qsize())
+
+
 class RecordingAsyncTrainer(AsyncGRPOTrainer):  # type: ignore[misc]
     """Keeps what its losses are computed of: each old logprob with its advantage."""
 
@@ -134,7 +151,7 @@ def attend(query: Any, key: Any, value: Any, starts_q: Any, starts_k: Any, *long
     return out
 
 
-def async_trainer(folder: Path, worker: Any = None, agent: str = f"{__name__}:agent", **settings: Any) -> Any:
+def async_trainer(folder: Path, worker: Any = None, agent: str = "trainers.trl_training:agent", **settings: Any) -> Any:
     """One on the CPU: only its attention kernel is another, and no speed of a GPU is looked up."""
     async_grpo_trainer.get_peak_flops_per_device = lambda *arguments: None
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)
@@ -143,7 +160,7 @@ def async_trainer(folder: Path, worker: Any = None, agent: str = f"{__name__}:ag
         model().save_pretrained(saved)
     args = AsyncGRPOConfig(output_dir=str(folder / "out"), token_budget=0, **{**COMMON, **settings})
     worker = worker(args) if worker else TurnlogRolloutWorker(agent, dataset(), args)
-    return RecordingAsyncTrainer(
+    made = RecordingAsyncTrainer(
         str(saved),
         args=args,
         train_dataset=dataset(),
@@ -151,16 +168,20 @@ def async_trainer(folder: Path, worker: Any = None, agent: str = f"{__name__}:ag
         rollout_worker=worker,
         weight_transfer=TurnlogWeightTransfer(worker),
     )
+    made.rollout_queue = Taken(made.rollout_queue)
+    return made
 
 
-def trainer(folder: Path, agent: str = f"{__name__}:linear", **settings: Any) -> Any:
+def trainer(
+    folder: Path, agent: str | None = "trainers.trl_training:linear", command: Any = None, **settings: Any
+) -> Any:
     return RecordingTrainer(
         model=model(),
         args=GRPOConfig(output_dir=str(folder / "out"), **{**COMMON, **settings}),
         reward_funcs=turnlog_reward,
         train_dataset=dataset(),
         processing_class=tokenizer(),
-        rollout_func=TurnlogRollouts(agent),
+        rollout_func=TurnlogRollouts(agent, command=command),
     )
 
 

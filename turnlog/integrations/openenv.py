@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from openenv.core.harness import ResourceSession, ResourceSessionFactory, TrainingTrace, TrainingTurn, VerifyResult
@@ -58,7 +58,7 @@ class TurnlogSession(ResourceSession):  # type: ignore[misc]  # OpenEnv has no t
 
     def fetch_training_trace(self) -> TrainingTrace:
         """The generations that are in the loss, those of a row one after the other."""
-        return TrainingTrace(turns=[turn for row in self.rollout.rows for turn in _turns(row)])
+        return TrainingTrace(turns=[TrainingTurn(**turn) for row in self.rollout.rows for turn in row["turns"]])
 
     def verify(self, transcript: list[Any], final_state: Any = None) -> VerifyResult:
         """The agent's reward, or None."""
@@ -95,20 +95,6 @@ class TurnlogSessions(ResourceSessionFactory):  # type: ignore[misc]  # OpenEnv 
         """`seed` says which sessions are one group."""
         name = name_of(episode_id or uuid.uuid4().hex)
         group_id = None if seed is None else name_of(self._life, seed)
-        return TurnlogSession(task, self._url, {"name": name, "group_id": group_id, **self._options})
-
-
-def _turns(row: Mapping[str, Any]) -> Iterator[TrainingTurn]:
-    replies = [place for place, message in enumerate(row["messages"]) if message["role"] == "assistant"]
-    for turn, place in zip(row["turns"], replies[-len(row["turns"]) :], strict=True):
-        start, end = turn["output_start"], turn["end"]
-        if any(row["loss_mask"][start:end]):
-            yield TrainingTurn(
-                node_id=f"{row['session_id']}.{turn['turn']}",
-                prompt_token_ids=row["tokens"][:start],
-                completion_token_ids=row["tokens"][start:end],
-                per_token_logps=row["logprobs"][start:end],
-                loss_mask=[0] * start + row["loss_mask"][start:end],
-                request={"messages": row["messages"][:place]},
-                response={"choices": [{"message": row["messages"][place]}]},
-            )
+        return TurnlogSession(
+            task, self._url, {"name": name, "shape": "openenv", "group_id": group_id, **self._options}
+        )
