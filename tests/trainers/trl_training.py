@@ -27,6 +27,8 @@ from turnlog.integrations.trl import TurnlogRollouts, TurnlogRolloutWorker, Turn
 
 TASKS = ("What is 6 times 7?", "Name a colour", "Say a word", "Count to three", "Sing")
 
+AGENT, LINEAR = "trainers.trl_training:agent", "trainers.trl_training:linear"
+
 PLAYED = "TURNLOG_TEST_PLAYED"
 """The file in which agents write what they did."""
 
@@ -151,7 +153,7 @@ def attend(query: Any, key: Any, value: Any, starts_q: Any, starts_k: Any, *long
     return out
 
 
-def async_trainer(folder: Path, worker: Any = None, agent: str = "trainers.trl_training:agent", **settings: Any) -> Any:
+def async_trainer(folder: Path, worker: Any = None, agent: str = AGENT, **settings: Any) -> Any:
     """One on the CPU: only its attention kernel is another, and no speed of a GPU is looked up."""
     async_grpo_trainer.get_peak_flops_per_device = lambda *arguments: None
     packing._flash_attn = lambda: SimpleNamespace(flash_attn_varlen_func=attend)

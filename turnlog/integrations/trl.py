@@ -47,8 +47,8 @@ class TurnlogRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]  # TRL has
     """`rollout_worker` of `AsyncGRPOTrainer`: plays groups in a thread; each row of a rollout is a sample.
 
     dataset: the trainer's; its column `prompt` is the agent's prompt, the others are in `metadata`. args: the
-        trainer's, for sampling, group size and limits. failed: what becomes of rollouts that failed; the rewards of those dropped
-        count in no advantage. options: more of `rollout` (`run`, `command`, `timeout_s`, …) and of `create_session`.
+        trainer's, for sampling, group size and limits. failed: what becomes of rollouts that failed; the rewards of
+        dropped ones count in no advantage. options: more of `rollout` (`run`, `command`, …) and `create_session`.
 
     A rollout is named by the run, its group's place in the repeated data set, its prompt and its attempt. A subclass,
     because the trainer keeps that place in its checkpoints for workers of TRL's own class alone.
