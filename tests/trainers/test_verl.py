@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import time
-import uuid
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -31,25 +30,25 @@ with warnings.catch_warnings():
     torch = pytest.importorskip("torch", reason=missing)
     ray = pytest.importorskip("ray", reason=missing)
     tq = pytest.importorskip("transfer_queue", reason=missing)
-    v1 = pytest.importorskip("verl.trainer.ppo.v1", reason=missing, exc_type=ImportError)
+    pytest.importorskip("verl.trainer.ppo.v1", reason=missing, exc_type=ImportError)
     import hydra
     import verl
-    from omegaconf import OmegaConf, open_dict
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from verl import DataProto
     from verl.experimental.agent_loop import AgentLoopManager
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+    from verl.trainer.ppo.v1 import AgentLoopManagerTQ, PPOTrainerSync
     from verl.utils import tensordict_utils as tu
     from verl.workers.rollout.llm_server import LLMServerClient
     from verl.workers.rollout.router import get_router_handle
 
+    from ops.server import ROOT
     from ops.simulator import tokenizer_files
     from turnlog.integrations import verl as adapter
 
 pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
-RUN = "of-verl"
-LENGTH = {"prompt_length": 16, "response_length": 160}
-"""The prompt is longer than that."""
+VOCABULARY = 400
 
 
 async def agent(*, base_url: str, prompt: Any, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> Any:
@@ -78,71 +77,190 @@ async def agent(*, base_url: str, prompt: Any, request_kwargs: dict[str, Any], m
 
 
 class Server:
-    """In the place of verl's `vLLMHttpServer`."""
-
-    def __init__(self) -> None:
-        self.global_steps = 3
+    """In the place of verl's `vLLMHttpServer`, whose HTTP is the engine's."""
 
 
 class World:
-    """A server and an engine, and of verl the configuration, a load balancer with a server's address, and its client."""
+    """A server and an engine, and of verl the configuration, a load balancer with the engine's address, a client."""
 
     def __init__(self, stand: TrainerStand, folder: Path) -> None:
         self.stand, self.folder = stand, folder
         tokenizer_files.write(folder / "model")
         small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCABULARY}
         Qwen2ForCausalLM(Qwen2Config(**small, **heads)).save_pretrained(folder / "model")
-        self.server = ray.remote(Server).remote()
-        self.address = stand.engine.base_url.removeprefix("http://")
-        self.balancer = get_router_handle({self.address: self.server})
+        self.balancer = get_router_handle({stand.engine.base_url.removeprefix("http://"): ray.remote(Server).remote()})
 
     def config(self, *overrides: str) -> Any:
-        with hydra.initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
-            return hydra.compose(
-                "ppo_trainer",
-                [
-                    f"actor_rollout_ref.model.path={self.folder / 'model'}",
-                    "actor_rollout_ref.rollout.name=vllm",
-                    "actor_rollout_ref.rollout.n=2",
-                    "actor_rollout_ref.rollout.agent.num_workers=2",
-                    "actor_rollout_ref.rollout.agent.default_agent_loop=turnlog",
-                    f"actor_rollout_ref.rollout.agent.agent_loop_config_path={adapter.__file__.removesuffix('py')}yaml",
-                    "+turnlog.agent=trainers.test_verl:agent",
-                    *(f"actor_rollout_ref.rollout.{name}={value}" for name, value in LENGTH.items()),
-                    *overrides,
-                ],
-            )
-    
+        folder = str(Path(verl.__file__).parent / "trainer" / "config")
+        given = [
+            f"actor_rollout_ref.model.path={self.folder / 'model'}",
+            "actor_rollout_ref.rollout.name=vllm",
+            "actor_rollout_ref.rollout.n=2",
+            "actor_rollout_ref.rollout.calculate_log_probs=True",
+            "actor_rollout_ref.rollout.prompt_length=16",
+            "actor_rollout_ref.rollout.response_length=200",
+            "actor_rollout_ref.rollout.agent.num_workers=2",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=turnlog",
+            f"actor_rollout_ref.rollout.agent.agent_loop_config_path={adapter.__file__.removesuffix('py')}yaml",
+            "algorithm.adv_estimator=grpo",
+        ]
+        with hydra.initialize_config_dir(folder, version_base=None):
+            return hydra.compose("ppo_trainer", [*given, *overrides])
+
     def client(self, config: Any) -> Any:
         return LLMServerClient(config, load_balancer_handle=self.balancer)
+
+    def rewards(self, sessions: list[str]) -> list[float | None]:
+        """What Turnlog has of these sessions."""
+        with Turnlog() as turnlog:
+            return [(turnlog.attach(one).state()["reward"] or {}).get("reward") for one in sessions]
+
+
+AGENT = "+turnlog.agent=trainers.test_verl:agent"
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """No engine is named to the server: the adapter tells it."""
     folder = tmp_path_factory.mktemp("verl")
-    with trainer_stand(folder, "--seed", "5", dialect="vllm") as stand:
-        variables = {"TURNLOG_URL": stand.url, "TURNLOG_RUN": RUN}
-        environment = {"env_vars": {**variables, "TQ_NUM_THREADS": "1"}}
+    replay = {"TURNLOG_REPLAY": "routed_experts", "TURNLOG_MOE_LAYERS": "2", "TURNLOG_MOE_TOPK": "2"}
+    with trainer_stand(folder, "--seed", "5", "--experts", "2,2,8", dialect="vllm", environment=replay) as stand:
+        variables = {"TURNLOG_URL": stand.url, "TURNLOG_RUN": "of-verl"}
+        paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+        environment = {"env_vars": {**variables, "TQ_NUM_THREADS": "1", "PYTHONPATH": paths}}
         with pytest.MonkeyPatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
-            ray.init(
-                num_cpus=8, include_dashboard=False, object_store_memory=100_000_000, runtime_env=environment
-            )
+            ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100_000_000, runtime_env=environment)
             yield World(stand, folder)
             ray.shutdown()
 
 
-def test_classic(world):
-    config = world.config()
+@pytest.fixture
+def said(world: World) -> Callable[[], list[Generation]]:
+    """What the engine has said since the test began."""
+    before = len(world.stand.generations())
+    return lambda: world.stand.generations()[before:]
+
+
+def columns(tells: list[dict[str, Any]], of: str, n: int = 1) -> dict[str, Any]:
+    """A data set's: a prompt for each, n times as verl's classic trainer repeats it."""
+
+    def column(of_prompt: Callable[[int], Any]) -> Any:
+        made = np.empty(len(tells) * n, dtype=object)
+        made[:] = [of_prompt(number) for number in range(len(tells)) for _ in range(n)]
+        return made
+
+    return {
+        "raw_prompt": column(lambda number: [{"role": "user", "content": f"What is 6 times {number}, and why?"}]),
+        "uid": column(lambda number: f"{of}-{number}"),
+        "extra_info": column(lambda number: {"split": "train", "index": number, **tells[number]}),
+        "data_source": column(lambda number: "sums"),
+        "index": column(lambda number: number),
+    }
+
+
+def sequenced(prompt: Any, response: Any, mask: Any, logprobs: Any) -> Sequenced:
+    """A row without padding."""
+    before = len(prompt)
+    tokens, loss = [*prompt.tolist(), *response.tolist()], [0] * before + mask.tolist()
+    return Sequenced(tokens, loss, [0.0] * before + logprobs.tolist())
+
+
+def classic(world: World, tells: list[dict[str, Any]], of: str, *overrides: str) -> Any:
+    """What verl's classic worker makes of a batch."""
+    config = world.config(*overrides)
     manager = AgentLoopManager.create(config=config, llm_client=world.client(config))
-    plays = [{"does": "answers"}, {"does": "compacts"}]
-    n = 2
-    batch = DataProto.from_single_dict({
-        "raw_prompt": np.array([[{"role": "user", "content": f"What is 6 times {i}?"}] for i in range(2) for _ in range(n)], dtype=object),
-        "uid": np.array([f"u{i}" for i in range(2) for _ in range(n)], dtype=object),
-        "extra_info": np.array([plays[i] for i in range(2) for _ in range(n)], dtype=object),
-    })
-    out = manager.generate_sequences(batch)
-    print(out)
+    try:
+        return manager.generate_sequences(DataProto.from_single_dict(columns(tells, of, n=2)))
+    finally:
+        for worker in manager.agent_loop_workers:
+            ray.kill(worker)
+
+
+def rows_of(batch: Any) -> list[Sequenced]:
+    found = []
+    for at in range(len(batch)):
+        one, width = {name: value[at] for name, value in batch.batch.items()}, batch.batch["prompts"].shape[1]
+        of_prompt, of_response = one["attention_mask"][:width].bool(), one["attention_mask"][width:].bool()
+        response = (one["responses"], one["response_mask"], one["rollout_log_probs"])
+        found.append(sequenced(one["prompts"][of_prompt], *(each[of_response] for each in response)))
+    return found
+
+
+def test_a_batch_of_the_classic_worker(world: World, said: Callable[[], list[Generation]]) -> None:
+    """A row for each rollout: the longest of two, one outside the loss for one that failed, with or without a turn."""
+    tells = [{}, {"does": "compacts"}, {"does": "raises"}, {"does": "nothing"}]
+    batch = classic(world, tells, "classic", AGENT, "actor_rollout_ref.rollout.enable_rollout_routing_replay=False")
+    rows = rows_of(batch)
+    judge(rows, said(), unused=4, tolerance=1e-5)
+    assert [sum(row.loss_mask) > 0 for row in rows] == [True] * 4 + [False] * 4
+    assert batch.non_tensor_batch["rows_left_out"].tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
+    assert [count > 0 for count in batch.non_tensor_batch["tokens_left_out"]] == [False] * 2 + [True] * 4 + [False] * 2
+    sessions = [told["session_id"] for told in batch.non_tensor_batch["turnlog"]]
+    assert sessions == [f"of-verl:classic-{number // 2}:{number}.0" for number in range(8)]
+    rewards = batch.batch["rm_scores"].sum(dim=1).tolist()
+    assert rewards == [reward or 0.0 for reward in world.rewards(sessions)]
+    assert {told["status"] for told in batch.non_tensor_batch["turnlog"][4:]} == {"failed"}
+
+    batch.batch["token_level_rewards"] = batch.batch["rm_scores"]
+    batch.non_tensor_batch["uid"] = columns(tells, "classic", n=2)["uid"]
+    advantages = compute_advantage(batch, adv_estimator="grpo", num_repeat=2).batch["advantages"]
+    for at, row in enumerate(rows):
+        pair = torch.tensor(rewards[at // 2 * 2 : at // 2 * 2 + 2])
+        wanted = (rewards[at] - pair.mean()) / (pair.std() + 1e-6) * batch.batch["response_mask"][at]
+        assert torch.allclose(advantages[at], wanted), row
+
+
+class Trainer:
+    """verl's V1 trainer, whose queue, replay buffer and workers are its own; it has no GPU to make its actor on."""
+
+    def __init__(self, world: World, *overrides: str) -> None:
+        config = world.config("algorithm.rollout_correction.bypass_mode=True", *overrides)
+        tq.init()
+        self.ppo = PPOTrainerSync(config)
+        self.ppo.global_steps = 8
+        self._manager = lambda: AgentLoopManagerTQ.create(config=config, llm_client=world.client(config))
+        self.ppo.agent_loop_manager = self._manager()
+
+    def submit(self, given: dict[str, Any]) -> None:
+        batch = tu.get_tensordict(dict(given))
+        tu.assign_non_tensor_data(batch, "global_steps", self.ppo.global_steps)
+        self.ppo._submit_batch_to_rollout(batch)
+
+    def kill(self) -> None:
+        """kill -9 of the processes that play; then the trainer starts others, as one that is started again does."""
+        for worker in self.ppo.agent_loop_manager.agent_loop_workers:
+            os.kill(ray.get(worker.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
+        self.ppo.agent_loop_manager = self._manager()
+
+    def sample(self, prompts: int) -> tuple[Any, Any]:
+        batch, _ = self.ppo.replay_buffer.sample(
+            global_steps=self.ppo.global_steps, partition_id="train", batch_size=prompts
+        )
+        batch = self.ppo._compute_advantage(self.ppo._compute_old_log_prob(batch, {}), {})
+        return batch, tq.kv_batch_get(keys=batch.keys, partition_id="train")
+
+
+@pytest.fixture
+def trainer(world: World) -> Iterator[Trainer]:
+    yield Trainer(world, AGENT)
+    tq.close()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.05)
+
+
+def test_v1(world, trainer, said, tmp_path):
+    tells = [{"waits": str(tmp_path)}, {"does": "compacts", "waits": str(tmp_path)}, {"does": "raises"}]
+    trainer.submit(columns(tells, "v1"))
+    wait_for(lambda: len(list(tmp_path.iterdir())) == 4)
+    world.stand.kill()
+    (tmp_path / "go").touch()
+    batch, data = trainer.sample(3)
+    print(batch.keys, batch.tags, data)

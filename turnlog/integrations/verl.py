@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, Literal
 from uuid import uuid4
 
 import numpy as np
@@ -89,12 +89,17 @@ class TurnlogAgent(AgentLoopBase):  # type: ignore[misc]  # verl has no types
         uid = str(said.get("uid") or uuid4())
         attempt = said.pop("session_id", said.get("priority"))
         is_evaluation = (said.get("extra_info") or {}).get("split") in EVALUATION_SPLITS
+        # Of these an engine may have others of its own; OpenAI's client takes neither as an argument.
+        always = {name: sampling_params[name] for name in ("top_k", "repetition_penalty") if name in sampling_params}
+        asked = {name: value for name, value in sampling_params.items() if name not in always}
+        session = {"run": self._run, "on_abort": "fail", **own.session}
+        session["params"] = {**always, **(session.get("params") or {})}
         export: dict[str, Any] = {"rewards": own.rewards}
         if self.rollout_config.get("enable_rollout_routing_replay") and not is_evaluation:
             export["replay"] = True
         if self.processor is not None:
             export["images"] = "inline"
-        began, oldest = time.monotonic(), await self._weights()
+        began = time.monotonic()
         async with AsyncTurnlog() as turnlog:
             if own.engines == "verl":
                 await self._register_engines(turnlog)
@@ -105,7 +110,7 @@ class TurnlogAgent(AgentLoopBase):  # type: ignore[misc]  # verl has no types
                 name=str(uuid4()) if attempt is None else name_of(uid, attempt),
                 shape="verl",
                 command=own.command,
-                sampling={"max_tokens": self.rollout_config.response_length, **sampling_params},
+                sampling={"max_tokens": self.rollout_config.response_length, **asked},
                 metadata=said,
                 step=said.get("global_steps"),
                 group_id=uid,
@@ -115,19 +120,15 @@ class TurnlogAgent(AgentLoopBase):  # type: ignore[misc]  # verl has no types
                 retry_failed=own.retry_failed,
                 export=export,
                 turnlog=turnlog,
-                **{"run": self._run, "on_abort": "fail", **own.session},
+                **session,
             )
         is_dropped = not rows or (outcome.failed is not None and own.failed == "drop")
         if is_dropped and is_v1:
             raise RolloutFailed(f"session {outcome.session_id}: {outcome.failed or outcome.status}") from outcome.error
-        kept = {
-            "metrics": {"generate_sequences": time.monotonic() - began},
-            "min_global_steps": oldest,
-            "max_global_steps": await self._weights(),
-        }
-        if not rows:
-            rows = [self._nothing(outcome)]
-        outputs = [_output(row, **kept) for row in rows]
+        # Step 1 samples of version 0; a validation is of the version that its step has made.
+        version = int(said.get("global_steps") or not is_evaluation) - (not is_evaluation)
+        seconds = time.monotonic() - began
+        outputs = [_output(row, seconds, version) for row in rows or [self._nothing(outcome)]]
         return outputs if is_v1 else self._one(outputs, is_dropped)
 
     def _nothing(self, outcome: Outcome) -> dict[str, Any]:
@@ -172,21 +173,21 @@ class TurnlogAgent(AgentLoopBase):  # type: ignore[misc]  # verl has no types
                 with contextlib.suppress(NotFound):
                     await turnlog.remove_engine(engine["url"])
 
-    async def _weights(self) -> int | None:
-        """The version of the weights as verl's own replies have it; the replies of its servers' HTTP have none."""
-        address, server = await self.server_manager._acquire_server(request := uuid4().hex)
-        try:
-            return cast("int | None", await server.__ray_call__.remote(lambda actor: actor.global_steps))
-        finally:
-            self.server_manager._release_server(address, request)
 
-
-def _output(row: dict[str, Any], metrics: dict[str, float], **versions: int | None) -> TurnlogOutput:
-    """The same names in every `extra_fields`: verl makes columns of them."""
+def _output(row: dict[str, Any], seconds: float, version: int) -> TurnlogOutput:
+    """The same names in every `extra_fields`, since verl makes columns of them. `version`: of weights where no reply
+    names one that is a number. Raises ValueError for experts that were asked for and are not there."""
     of_row = dict(row["extra_fields"])
     if row.get("routed_experts") is None and of_row.get("routed_experts_missing"):
         raise ValueError(f"session {of_row['session_id']}: no routed experts: {of_row['routed_experts_missing']}")
-    extra = {name: of_row.pop(name, default) for name, default in (("turn_scores", []), ("reward_extra_info", {}))}
-    return TurnlogOutput(
-        **{**row, "metrics": metrics, "extra_fields": {**extra, **versions, "tool_rewards": [], "turnlog": of_row}}
-    )
+    named = of_row.get("weight_versions") or []
+    versions = [int(one) for one in named] if named and all(map(str.isdecimal, named)) else [version]
+    extra = {
+        "turn_scores": of_row.pop("turn_scores", []),
+        "tool_rewards": [],
+        "reward_extra_info": of_row.pop("reward_extra_info", {}),
+        "min_global_steps": min(versions),
+        "max_global_steps": max(versions),
+        "turnlog": of_row,
+    }
+    return TurnlogOutput(**{**row, "metrics": {"generate_sequences": seconds}, "extra_fields": extra})
