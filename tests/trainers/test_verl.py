@@ -7,6 +7,9 @@ address that verl's load balancer has is that of an engine whose generations are
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+import json
 import os
 import signal
 import sys
@@ -16,11 +19,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
-from trainers.stand import Generation, Sequenced, TrainerStand, judge, trainer_stand
 
+from trainers.stand import Generation, Sequenced, TrainerStand, generation, judge, trainer_stand
 from turnlog import Turnlog
 
 os.environ.setdefault("TQ_NUM_THREADS", "1")
@@ -33,12 +37,14 @@ with warnings.catch_warnings():
     pytest.importorskip("verl.trainer.ppo.v1", reason=missing, exc_type=ImportError)
     import hydra
     import verl
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
     from verl import DataProto
     from verl.experimental.agent_loop import AgentLoopManager
+    from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.trainer.ppo.ray_trainer import compute_advantage
     from verl.trainer.ppo.v1 import AgentLoopManagerTQ, PPOTrainerSync
     from verl.utils import tensordict_utils as tu
+    from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.rollout.llm_server import LLMServerClient
     from verl.workers.rollout.router import get_router_handle
 
@@ -47,8 +53,6 @@ with warnings.catch_warnings():
     from turnlog.integrations import verl as adapter
 
 pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
-
-VOCABULARY = 400
 
 
 async def agent(*, base_url: str, prompt: Any, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> Any:
@@ -87,7 +91,11 @@ class World:
         self.stand, self.folder = stand, folder
         tokenizer_files.write(folder / "model")
         small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCABULARY}
+        heads = {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "vocab_size": len(AutoTokenizer.from_pretrained(folder / "model")),
+        }
         Qwen2ForCausalLM(Qwen2Config(**small, **heads)).save_pretrained(folder / "model")
         self.balancer = get_router_handle({stand.engine.base_url.removeprefix("http://"): ray.remote(Server).remote()})
 
@@ -202,7 +210,7 @@ def test_a_batch_of_the_classic_worker(world: World, said: Callable[[], list[Gen
     assert sessions == [f"of-verl:classic-{number // 2}:{number}.0" for number in range(8)]
     rewards = batch.batch["rm_scores"].sum(dim=1).tolist()
     assert rewards == [reward or 0.0 for reward in world.rewards(sessions)]
-    assert {told["status"] for told in batch.non_tensor_batch["turnlog"][4:]} == {"failed"}
+    assert [told["failed"] is None for told in batch.non_tensor_batch["turnlog"]] == [True] * 4 + [False] * 4
 
     batch.batch["token_level_rewards"] = batch.batch["rm_scores"]
     batch.non_tensor_batch["uid"] = columns(tells, "classic", n=2)["uid"]
@@ -235,7 +243,11 @@ class Trainer:
             os.kill(ray.get(worker.__ray_call__.remote(lambda self: os.getpid())), signal.SIGKILL)
         self.ppo.agent_loop_manager = self._manager()
 
+    def status(self, group: str) -> str:
+        return str(tq.kv_list("train")["train"][group]["status"])
+
     def sample(self, prompts: int) -> tuple[Any, Any]:
+        """Rows with verl's advantages. In its bypass mode the engine's logprobs are the old policy's."""
         batch, _ = self.ppo.replay_buffer.sample(
             global_steps=self.ppo.global_steps, partition_id="train", batch_size=prompts
         )
@@ -256,11 +268,127 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_v1(world, trainer, said, tmp_path):
-    tells = [{"waits": str(tmp_path)}, {"does": "compacts", "waits": str(tmp_path)}, {"does": "raises"}]
-    trainer.submit(columns(tells, "v1"))
-    wait_for(lambda: len(list(tmp_path.iterdir())) == 4)
+def test_a_step_of_v1_over_kills_of_server_and_players(
+    world: World, trainer: Trainer, said: Callable[[], list[Generation]], tmp_path: Path
+) -> None:
+    """All rows of a rollout; a group with a rollout that failed is verl's `failure`, and what others of it said stays.
+    What had ended before the kill is not played again."""
+    waits = {"waits": str(tmp_path)}
+    tells = [waits, {"does": "compacts", **waits}, {"does": "raises"}, {}]
+    given = columns(tells, "v1")
+    trainer.submit(given)
+    wait_for(lambda: len(list(tmp_path.iterdir())) == 4 and trainer.status("v1-2") == "failure")
+    wait_for(lambda: trainer.status("v1-3") == "finished")
+    trainer.kill()
+    trainer.submit(given)
+    wait_for(lambda: len(list(tmp_path.iterdir())) == 8)
     world.stand.kill()
     (tmp_path / "go").touch()
-    batch, data = trainer.sample(3)
-    print(batch.keys, batch.tags, data)
+    wait_for(lambda: trainer.status("v1-2") == "failure")
+    batch, data = trainer.sample(4)
+
+    keys = [
+        f"v1-{group}_{attempt}_{row}"
+        for group, rows in ((0, 1), (1, 2), (3, 1))
+        for attempt in (0, 1)
+        for row in range(rows)
+    ]
+    assert sorted(batch.keys) == sorted(keys)
+    fields = ("prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores", "advantages", "extra_fields")
+    found = {key: {name: data[at][name] for name in fields} for at, key in enumerate(batch.keys)}
+    judge(
+        [sequenced(*(one[name] for name in fields[:4])) for one in found.values()],
+        said(),
+        unused=4 + 2,
+        tolerance=1e-5,
+    )  # those of players that were killed after their first turn, and those of the group that failed
+    told = {key: one["extra_fields"]["turnlog"] for key, one in found.items()}
+    ended = {key: said["session_id"].rpartition(".")[2] for key, said in told.items()}
+    assert ended == {key: "0" if key.startswith("v1-3") else "1" for key in keys}
+    rewards = dict(zip(keys, world.rewards([told[key]["session_id"] for key in keys]), strict=True))
+    assert {key: one["rm_scores"].sum().item() for key, one in found.items()} == rewards
+    for key, one in found.items():
+        pair = torch.tensor([rewards[f"{key.split('_')[0]}_{attempt}_0"] for attempt in (0, 1)])
+        wanted = (rewards[key] - pair.mean()) / (pair.std() + 1e-6) * one["response_mask"]
+        assert torch.allclose(one["advantages"], wanted), key
+    assert {(tag["status"], tag["min_global_steps"], tag["max_global_steps"]) for tag in batch.tags} == {
+        ("success", 7, 7)
+    }
+
+    loss = actor_update(world, data)
+    assert loss.isfinite()
+
+
+def actor_update(world: World, data: Any) -> Any:
+    """verl's loss over the rows on a model of one layer, and a step of its optimizer."""
+    model = Qwen2ForCausalLM.from_pretrained(world.folder / "model")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    padded = data.select("responses", "response_mask", "old_log_probs", "advantages", "input_ids").to_padded_tensor()
+    lengths = [(len(data[at]["prompts"]), len(data[at]["responses"])) for at in range(len(data))]
+    scores = model(padded["input_ids"]).logits.log_softmax(-1)
+    given = torch.zeros_like(padded["old_log_probs"])
+    for at, (prompt, response) in enumerate(lengths):
+        of_response = scores[at, prompt - 1 : prompt + response - 1]
+        given[at, :response] = of_response.gather(-1, data[at]["responses"].unsqueeze(-1)).squeeze(-1)
+    actor = omega_conf_to_dataclass(world.config().actor_rollout_ref.actor)
+    loss, _ = get_policy_loss_fn("vanilla")(
+        old_log_prob=padded["old_log_probs"],
+        log_prob=given,
+        advantages=padded["advantages"],
+        response_mask=padded["response_mask"],
+        loss_agg_mode="token-mean",
+        config=actor,
+    )
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_a_weight_update_of_an_asynchronous_trainer(
+    world: World, trainer: Trainer, said: Callable[[], list[Generation]]
+) -> None:
+    """verl aborts what is in flight at its servers and holds them; the agent's client asks again."""
+    engine = world.stand.simulator.base_url
+    httpx.post(f"{engine}/sim/latency", json={"latency_ms": 1500})
+    trainer.submit(columns([{}], "update"))
+    wait_for(lambda: httpx.get(f"{engine}/sim/stats").json()["in_flight"] == 2)
+    httpx.post(f"{engine}/pause", params={"mode": "abort"})
+    httpx.post(f"{engine}/sim/latency", json={"latency_ms": 0})
+    httpx.post(f"{engine}/resume")
+    batch, data = trainer.sample(1)
+    assert {data[at]["extra_fields"]["turnlog"]["status"] for at in range(len(data))} <= {"completed", "truncated"}
+    assert len(batch.keys) == 2
+
+
+COMMAND = """
+import json, os, openai
+told = json.load(open(os.environ["TURNLOG_ROLLOUT"]))
+client = openai.OpenAI(max_retries=9)
+client.chat.completions.create(model="simulator", messages=told["prompt"], **told["request_kwargs"])
+print(json.dumps({"reward": 0.5, "number": told["metadata"]["extra_info"]["index"]}))
+"""
+
+
+def test_experts_and_a_command_as_the_agent(world: World, said: Callable[[], list[Generation]], tmp_path: Path) -> None:
+    """Engines of an earlier training that this run no longer has are gone."""
+    (tmp_path / "agent.py").write_text(COMMAND)
+    replay = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    with Turnlog() as turnlog:
+        turnlog.add_engine("http://127.0.0.1:9", run="of-verl")
+        batch = classic(
+            world, [{}, {}], "experts", f"+turnlog.command={sys.executable} {tmp_path / 'agent.py'}", replay
+        )
+        assert [engine["url"] for engine in turnlog.engines()] == [world.stand.engine.base_url]
+    rows = rows_of(batch)
+    judge(rows, said(), tolerance=1e-5)
+    assert [told["failed"] for told in batch.non_tensor_batch["turnlog"]] == [None] * 4
+    assert batch.batch["rm_scores"].sum(dim=1).tolist() == [0.5] * 4
+    told = {}
+    for reply in map(json.loads, world.stand.engine.replies):
+        if (one := generation(reply)) is not None and one in said():
+            packed = io.BytesIO(base64.b64decode(reply["choices"][0]["routed_experts"]))
+            told[one.prompt + one.output] = np.load(packed)
+    for at, row in enumerate(rows):
+        begins = int(batch.batch["attention_mask"][at].argmax())
+        experts = batch.batch["routed_experts"][at][begins : begins + len(row.tokens) - 1]
+        assert np.array_equal(experts.numpy(), told[tuple(row.tokens)])

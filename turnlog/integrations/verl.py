@@ -163,15 +163,16 @@ class TurnlogAgent(AgentLoopBase):  # type: ignore[misc]  # verl has no types
 
     async def _register_engines(self, turnlog: AsyncTurnlog) -> None:
         """Turnlog's list is read first: what verl adds meanwhile is in the second one, and is not removed."""
-        known = await turnlog.engines(run=self._run)
+        known = {engine["url"]: engine["run"] for engine in await turnlog.engines()}
         servers = await self.server_manager._load_balancer.get_all_servers.remote()
         urls = {f"http://{address}" for address in servers}
-        for url in sorted(urls - {engine["url"] for engine in known}):
-            await turnlog.add_engine(url, run=self._run)
-        for engine in known:  # Those without a run are not verl's alone.
-            if engine["run"] is not None and engine["run"] == self._run and engine["url"] not in urls:
+        for url in sorted(urls):
+            if known.get(url, ...) not in (None, self._run):
+                await turnlog.add_engine(url, run=self._run)
+        for url, run in known.items():
+            if run is not None and run == self._run and url not in urls:
                 with contextlib.suppress(NotFound):
-                    await turnlog.remove_engine(engine["url"])
+                    await turnlog.remove_engine(url)
 
 
 def _output(row: dict[str, Any], seconds: float, version: int) -> TurnlogOutput:
