@@ -1,7 +1,7 @@
 """verl's agent loop (0.9) on Turnlog: each rollout that its classic or its V1 worker asks for is an agent in a session.
 
-In verl's configuration: `actor_rollout_ref.rollout.agent.default_agent_loop=turnlog`,
-`actor_rollout_ref.rollout.agent.agent_loop_config_path=turnlog/integrations/verl.yaml` and `+turnlog.agent=my.agent:run`.
+In verl's configuration: `actor_rollout_ref.rollout.agent.default_agent_loop=turnlog`, `+turnlog.agent=my.agent:run` and
+`actor_rollout_ref.rollout.agent.agent_loop_config_path=turnlog/integrations/verl.yaml`.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class TurnlogAgent(AgentLoopBase):  # type: ignore[misc]  # verl has no types
         self._run = self._own.run or default_run()
 
     async def run(self, sampling_params: dict[str, Any], **fields: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """All rows for V1's worker, one for the classic worker. Raises RolloutFailed, TurnlogError, ValueError, and what
-        `load` raises."""
+        """All rows for V1's worker, one for the classic one. Raises RolloutFailed, TurnlogError, ValueError, and what `load`
+        raises."""
         own, is_v1 = self._own, "session_id" in fields
         said = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in fields.items()}
         prompt = [dict(message) for message in said.pop("raw_prompt")]
