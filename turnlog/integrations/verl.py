@@ -81,8 +81,8 @@ class TurnlogAgent(AgentLoopBase):  # type: ignore[misc]  # verl has no types
         self._run = self._own.run or default_run()
 
     async def run(self, sampling_params: dict[str, Any], **fields: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """All rows for V1's worker, one for the classic one. Raises RolloutFailed, TurnlogError, ValueError, and what `load`
-        raises."""
+        """All rows for V1's worker, one for the classic one. Raises RolloutFailed, TurnlogError, ValueError, and what
+        `load` raises."""
         own, is_v1 = self._own, "session_id" in fields
         said = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in fields.items()}
         prompt = [dict(message) for message in said.pop("raw_prompt")]
