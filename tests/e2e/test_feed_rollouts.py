@@ -1,4 +1,4 @@
-"""verl's agent loop and SkyRL's generator with the real packages, while the trainer and Turnlog are killed."""
+"""SkyRL's generator with the real package, while the trainer and Turnlog are killed."""
 
 from __future__ import annotations
 
@@ -23,13 +23,6 @@ pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.filterwarnings(
 
 TASKS, ATTEMPTS, KILLS = 6, 4, 8
 ADAPTERS = {
-    "verl": (
-        "verl.experimental.agent_loop.agent_loop",
-        "turnlog.integrations.verl",
-        ["turnlog.integrations.verl", "openai"],
-        "prompt_ids",
-        "reward_score",
-    ),
     "skyrl": (
         "skyrl.train.generators.base",
         "turnlog.integrations.skyrl",
@@ -51,20 +44,6 @@ async def play(session: AsyncSession, *_: Any) -> None:
             if follow_up:
                 messages.append({"role": "user", "content": follow_up})
     await session.set_reward(1.0)
-
-
-async def verl_batch(url: str) -> list[list[int]]:
-    """The token ids of each output."""
-    from turnlog.integrations.verl import TurnlogAgentLoop
-
-    class Loop(TurnlogAgentLoop):
-        play = staticmethod(play)
-
-    Loop.url = url
-    loop = Loop.__new__(Loop)  # verl's constructor is about its own tokenisation; docs/guides/verl.md runs it
-    fields = [{"uid": uid, "session_id": attempt, "global_steps": 3} for uid, attempt in IDS]
-    batch = await asyncio.gather(*(loop.run({"temperature": 1.0}, **one) for one in fields))
-    return [output.prompt_ids + output.response_ids for outputs in batch for output in outputs]
 
 
 async def skyrl_batch(url: str) -> list[list[int]]:
@@ -93,7 +72,7 @@ async def skyrl_batch(url: str) -> list[list[int]]:
 def train(adapter: str, url: str, result: str) -> None:
     """In the trainer's process: one batch."""
     os.environ["TURNLOG_URL"] = url
-    batch = asyncio.run({"verl": verl_batch, "skyrl": skyrl_batch}[adapter](url))
+    batch = asyncio.run({"skyrl": skyrl_batch}[adapter](url))
     Path(result).write_text(json.dumps(batch))
 
 
