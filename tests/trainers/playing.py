@@ -36,8 +36,8 @@ print(json.load(urllib.request.urlopen(asked))["usage"]["completion_tokens"])
 
 
 async def run(base_url: str, prompt: Any, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> float:
-    """Plays two turns, or one and raises if the metadata's `what` is "raises". The reward is the number of tokens of
-    the last one."""
+    """Plays two turns, or one and raises if the metadata's `what` says so. The reward is the number of tokens of the
+    last one."""
     what, folder, messages = metadata.get("what"), Path(os.environ[FOLDER]), list(prompt)
     extra = {name: request_kwargs.pop(name) for name in ("top_k", "min_tokens") if name in request_kwargs}
     request_kwargs = {name: value for name, value in request_kwargs.items() if name in ("temperature", "max_tokens")}
@@ -47,7 +47,7 @@ async def run(base_url: str, prompt: Any, request_kwargs: dict[str, Any], metada
                 model="simulator", messages=messages, extra_body=extra, **request_kwargs
             )
             messages.append(reply.choices[0].message.model_dump(exclude_none=True))
-            if what == "raises":
+            if what == "raises" or (what == "odd raises" and metadata["attempt"] % 2):
                 raise ValueError("no answer")
             if follow_up is None:
                 break
