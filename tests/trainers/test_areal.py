@@ -35,7 +35,7 @@ def row(text: str, what: str = "fine") -> dict[str, Any]:
 
 def asked(stand: TrainerStand, *rows: dict[str, Any], version: int = 5, **kwargs: Any) -> dict[str, Any]:
     return {
-        "engine": stand.simulator.base_url,
+        "engine": stand.engine.base_url,
         "rows": rows,
         "group_size": 2,
         "version": version,
@@ -60,7 +60,8 @@ def trajectories(groups: list[dict[str, Any] | None]) -> list[dict[str, list[Any
 def require(stand: TrainerStand, groups: list[dict[str, Any] | None], version: int = 5, unused: int = 0) -> None:
     """All that AReaL has is what the engine said."""
     found = trajectories(groups)
-    judge((Sequenced(one["input_ids"], one["loss_mask"], one["logprobs"]) for one in found), stand.generations(), unused=unused)
+    rows = (Sequenced(one["input_ids"], one["loss_mask"], one["logprobs"]) for one in found)
+    judge(rows, stand.generations(), unused=unused)
     for one in found:
         assert one["versions"] == [version if sampled else -1 for sampled in one["loss_mask"]]
         last = len(one["loss_mask"]) - one["loss_mask"][::-1].index(1)
@@ -68,8 +69,10 @@ def require(stand: TrainerStand, groups: list[dict[str, Any] | None], version: i
 
 
 def test_trajectories_are_what_the_engine_said(stand: TrainerStand, tmp_path: Path) -> None:
-    """Of rows that come twice, and of one whose agent raises."""
+    """Of rows that come twice with the same weights, and of one whose agent raises."""
     rows = [row("What is 6 times 7?"), row("And 7 times 8?"), row("What is 6 times 7?"), row("No", "raises")]
+    with Turnlog(stand.url) as turnlog:
+        turnlog.remove_engine(stand.engine.base_url)  # AReaL knows it.
     with playing.program(tmp_path, "areal_program", asked(stand, *rows), stand.url) as trainer:
         found = trainer.result()
     assert [len(group["rewards"]) if group else None for group in found["groups"]] == [2, 2, 2, None]

@@ -44,7 +44,9 @@ def require(stand: TrainerStand, found: dict[str, Any], unused: int = 0) -> None
         assert [token for token, sampled in zip(tokens, mask, strict=True) if sampled] == [
             label for label in labels if label != MASKED
         ]
-        assert len({advantage for advantage, label in zip(one["advantage"], labels, strict=True) if label != MASKED}) == 1
+        assert (
+            len({advantage for advantage, label in zip(one["advantage"], labels, strict=True) if label != MASKED}) == 1
+        )
         rows.append(Sequenced(tokens, mask, [0.0, *one["logprobs"]]))
     judge(rows, stand.generations(), unused=unused)
     outputs = [one.output for one in stand.generations()]

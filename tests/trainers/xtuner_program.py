@@ -4,12 +4,13 @@ The controller of its engines is a stand-in: nothing is asked of it. Of the trai
 is called.
 """
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-import types
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,15 @@ from xtuner.v1.train.rl_trainer import BaseRLTrainer
 
 from ops.simulator import tokenizer_files
 from turnlog.integrations.xtuner import TurnlogAgentLoopConfig
+
+
+class Controller:
+    """Of xtuner's engines: does nothing, whatever it is told."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    async def remote(self) -> None: ...
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +79,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
             }
         ],
     ).build(
-        rollout_controller=types.SimpleNamespace(),
+        rollout_controller=Controller(),
         tokenizer=str(folder),
         replay_buffer=SyncReplayBufferConfig().build(),
     )

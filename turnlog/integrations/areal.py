@@ -15,6 +15,7 @@ from areal.utils import stats_tracker
 from areal.utils.data import concat_padded_tensors
 
 from turnlog import AsyncTurnlog, name_of, rollout
+from turnlog.client.address import default_run
 
 DTYPES = {
     "input_ids": torch.int64,
@@ -44,7 +45,7 @@ class TurnlogWorkflow(RolloutWorkflow):  # type: ignore[misc]  # AReaL has no ty
         *,
         gconfig: Any = None,
         prompt: str = "messages",
-        id: str | None = None,  # noqa: A002  # a column's name
+        id: str | None = None,
         url: str | None = None,
         **options: Any,
     ) -> None:
@@ -68,6 +69,7 @@ class TurnlogWorkflow(RolloutWorkflow):  # type: ignore[misc]  # AReaL has no ty
         attempt = attempts[group]
         attempts[group] += 1
         async with AsyncTurnlog(self._url) as turnlog:
+            await self._add_engines(turnlog, engine.addresses)
             rows, outcome = await rollout(
                 prompt=data[self._prompt],
                 name=name_of(group, attempt),
@@ -83,6 +85,13 @@ class TurnlogWorkflow(RolloutWorkflow):  # type: ignore[misc]  # AReaL has no ty
         if outcome.reward is not None:
             stats_tracker.get(phase).scalar(reward=outcome.reward)
         return concat_padded_tensors([_trajectory(row, version) for row in rows]) if rows else None
+
+    async def _add_engines(self, turnlog: AsyncTurnlog, addresses: list[str]) -> None:
+        """AReaL's servers have other ports after each start."""
+        run = self._options.get("run") or default_run()
+        known = {one["url"] for one in await turnlog.engines(run=run)}
+        for url in {f"http://{address}" for address in addresses} - known:
+            await turnlog.add_engine(url, run=run)
 
 
 def _trajectory(row: Mapping[str, Any], version: int) -> dict[str, torch.Tensor]:

@@ -99,6 +99,10 @@ class TurnlogAgentLoop(AgentLoop):  # type: ignore[misc]  # xtuner has no types
                 one.routed_experts = ray.put(np.asarray(one.routed_experts))
         if is_evaluation:
             [*_, last] = states
-            last.status, last.reward, last.response = Status.COMPLETED, last.reward or {"score": 0.0}, last.response or ""
+            last.status, last.reward, last.response = (
+                Status.COMPLETED,
+                last.reward or {"score": 0.0},
+                last.response or "",
+            )
             return [last]
         return states
