@@ -51,6 +51,8 @@ async def run(base_url: str, prompt: Any, request_kwargs: dict[str, Any], metada
                 raise ValueError("no answer")
             if follow_up is None:
                 break
+            if what == "forgets":
+                messages = list(prompt)
             messages.append({"role": "user", "content": follow_up})
             (folder / "waiting" / metadata["session_id"]).touch()
             while what == "waits" and (folder / "gate").exists():

@@ -43,47 +43,48 @@ def asked(stand: TrainerStand, *rows: dict[str, Any], version: int = 5, **kwargs
     }
 
 
-def trajectories(groups: list[dict[str, Any] | None]) -> list[dict[str, list[Any]]]:
-    """Those of all groups, without padding."""
+def trajectories(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """A group's, without padding."""
     found = []
-    for group in groups:
-        for place in range(len(group["rewards"]) if group else 0):
-            assert group is not None
-            length = sum(group["attention_mask"][place])
-            assert group["attention_mask"][place] == [True] * length + [False] * (len(group["input_ids"][0]) - length)
-            columns = ("input_ids", "loss_mask", "logprobs", "versions")
-            one = {name: group[name][place][:length] for name in columns}
-            found.append({**one, "reward": group["rewards"][place]})
+    for place, reward in enumerate(group["rewards"]):
+        length = sum(group["attention_mask"][place])
+        assert group["attention_mask"][place] == [True] * length + [False] * (len(group["input_ids"][0]) - length)
+        columns = ("input_ids", "loss_mask", "logprobs", "versions")
+        found.append({name: group[name][place][:length] for name in columns} | {"reward": reward})
     return found
 
 
-def require(stand: TrainerStand, groups: list[dict[str, Any] | None], version: int = 5, unused: int = 0) -> None:
-    """All that AReaL has is what the engine said."""
-    found = trajectories(groups)
-    rows = (Sequenced(one["input_ids"], one["loss_mask"], one["logprobs"]) for one in found)
+def require(stand: TrainerStand, groups: list[dict[str, Any]], version: int = 5, unused: int = 0) -> None:
+    """All that AReaL has is what the engine said. The rollouts of a group have equally many rows."""
+    rows = []
+    for found in map(trajectories, groups):
+        for one in found:
+            assert one["versions"] == [version if sampled else -1 for sampled in one["loss_mask"]]
+            rows.append(Sequenced(one["input_ids"], one["loss_mask"], one["logprobs"]))
+        size = len(found) // 2
+        for rollout in (found[:size], found[size:]):
+            *_, mask = (one["loss_mask"] for one in rollout)
+            last = mask[: len(mask) - mask[::-1].index(1)][::-1].index(0)
+            assert [one["reward"] for one in rollout] == [last] * size
     judge(rows, stand.generations(), unused=unused)
-    for one in found:
-        assert one["versions"] == [version if sampled else -1 for sampled in one["loss_mask"]]
-        last = len(one["loss_mask"]) - one["loss_mask"][::-1].index(1)
-        assert one["reward"] == last - max(place for place in range(last) if not one["loss_mask"][place]) - 1
 
 
 def test_trajectories_are_what_the_engine_said(stand: TrainerStand, tmp_path: Path) -> None:
-    """Of rows that come twice with the same weights, and of one whose agent raises."""
-    rows = [row("What is 6 times 7?"), row("And 7 times 8?"), row("What is 6 times 7?"), row("No", "raises")]
+    """Of rows that come twice with the same weights, of rollouts with two rows, and of an agent that raises."""
+    rows = [row("Six times 7?"), row("And 7 times 8?", "forgets"), row("Six times 7?"), row("No", "raises")]
     with Turnlog(stand.url) as turnlog:
         turnlog.remove_engine(stand.engine.base_url)  # AReaL knows it.
     with playing.program(tmp_path, "areal_program", asked(stand, *rows), stand.url) as trainer:
         found = trainer.result()
-    assert [len(group["rewards"]) if group else None for group in found["groups"]] == [2, 2, 2, None]
-    require(stand, found["groups"], unused=2)
+    assert [len(group["rewards"]) if group else None for group in found["groups"]] == [2, 4, 2, None]
+    require(stand, found["groups"][:3], unused=2)
     assert found["dtypes"] == {
         **dict.fromkeys(("input_ids", "loss_mask", "versions"), "torch.int64"),
         **dict.fromkeys(("logprobs", "rewards"), "torch.float32"),
         "attention_mask": "torch.bool",
     }
-    rewards = [one["reward"] for one in trajectories(found["groups"])]
-    assert found["stats"]["rollout/reward"] == pytest.approx(sum(rewards) / len(rewards))
+    [first, second, third, _] = (group["rewards"] if group else [] for group in found["groups"])
+    assert found["stats"]["rollout/reward"] == pytest.approx(sum([*first, second[0], second[2], *third]) / 6)
     assert "no answer" in trainer.log.read_text()
     with Turnlog(stand.url) as turnlog:
         listed = list(turnlog.sessions())

@@ -29,9 +29,9 @@ def stand(tmp_path: Path) -> Iterator[TrainerStand]:
         yield made
 
 
-def asked(*rows: tuple[str, str], batch_size: int = 2, **config: Any) -> dict[str, Any]:
+def asked(*rows: tuple[str, str], batch_size: int = 2, again: bool = False, **config: Any) -> dict[str, Any]:
     messages = [{"messages": [{"role": "user", "content": text}], "what": what} for text, what in rows]
-    return {"rows": messages, "group_size": 2, "batch_size": batch_size, "config": config}
+    return {"rows": messages, "group_size": 2, "batch_size": batch_size, "again": again, "config": config}
 
 
 def require(stand: TrainerStand, found: dict[str, Any], unused: int = 0) -> None:
@@ -55,28 +55,32 @@ def require(stand: TrainerStand, found: dict[str, Any], unused: int = 0) -> None
         assert state["reward"]["score"] in map(len, last)
         assert state["status"] == "completed"
         assert state["response_model_steps"] == [0] * len(state["response_ids"])
-
         assert state["seq_staleness"] == 0
 
 
 def test_the_data_for_training_is_what_the_engine_said(stand: TrainerStand, tmp_path: Path) -> None:
-    """Of a group of which one failed, and of one that failed, in whose place another prompt is sampled."""
-    given = asked(("One", "fine"), ("Two", "raises"), ("Three", "odd raises"), ("Four", "fine"))
+    """Of rollouts with two rows, of a group that failed, in whose place another prompt is sampled, and of one that half
+    failed."""
+    given = asked(("One", "forgets"), ("Two", "raises"), ("Three", "odd raises"))
     with playing.program(tmp_path, "xtuner_program", given, stand.url) as trainer:
         found = trainer.result()
-    assert [[state["rollout_id"] for state in group] for group in found["groups"]] == [[0, 1], [4]]
+    assert [[state["rollout_id"] for state in group] for group in found["groups"]] == [[0, 0, 1, 1], [4]]
     assert found["failed"] == 2
     require(stand, found, unused=3)
     with Turnlog(stand.url) as turnlog:
         exported = list(turnlog.export())
     assert {str(one["pinned"]["params"]) for one in exported} == {"{'temperature': 0.9, 'top_p': 1.0}"}
-    assert sorted(str((one["failed"] or {}).get("kind")) for one in exported) == ["None"] * 3 + ["agent"] * 3
+    assert sorted(str((one["failed"] or {}).get("kind")) for one in exported) == ["None"] * 5 + ["agent"] * 3
 
 
-def test_a_command_is_the_agent(stand: TrainerStand, tmp_path: Path) -> None:
-    given = asked(("One", "fine"), batch_size=1, command=[sys.executable, "-c", playing.COMMAND])
+def test_what_has_expired_is_played_again(stand: TrainerStand, tmp_path: Path) -> None:
+    """A command is the agent."""
+    command = [sys.executable, "-c", playing.COMMAND]
+    given = asked(("One", "fine"), batch_size=1, again=True, command=command)
     with playing.program(tmp_path, "xtuner_program", given, stand.url) as trainer:
-        require(stand, trainer.result())
+        found = trainer.result()
+    assert [[state["rollout_id"] for state in group] for group in found["groups"]] == [[0, 1], [0, 1]]
+    require(stand, found)
 
 
 def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerStand, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 for operator in ("nms", "qnms"):  # xtuner imports torchvision, whose wheel has no operators for a torch without CUDA.
     torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-from xtuner.v1.data_proto.rl_data import SampleParams
+from xtuner.v1.data_proto.rl_data import SampleParams, Status
 from xtuner.v1.datasets.config import DataloaderConfig, DatasetConfig
 from xtuner.v1.datasets.rl_tokenize_fn import RLTextTokenizeFnConfig
 from xtuner.v1.rl.advantage import GRPOAdvantageConfig
@@ -84,12 +84,16 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         replay_buffer=SyncReplayBufferConfig().build(),
     )
     batch = asyncio.run(manager.produce_batch(batch_size=asked["batch_size"], train_step=1, model_step=0))
+    groups = batch.rollout_states
+    if asked["again"]:
+        expired = [state.model_copy(update={"status": Status.EXPIRED}, deep=True) for state in groups[0]]
+        groups = [*groups, asyncio.run(loop.build_local(None).generate_group(expired))]
     trainer = BaseRLTrainer.__new__(BaseRLTrainer)
     trainer._advantage_estimator = GRPOAdvantageConfig().build()
     trainer.logger = logging.getLogger("xtuner")
-    data, _ = trainer._prepare_train_data(batch.rollout_states, pack_max_length=4096)
+    data, _ = trainer._prepare_train_data(groups, pack_max_length=4096)
     return {
-        "groups": [[_told(state) for state in group] for group in batch.rollout_states],
+        "groups": [[_told(state) for state in group] for group in groups],
         "failed": batch.failed_samples,
         "data": [
             {

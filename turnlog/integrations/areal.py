@@ -55,7 +55,7 @@ class TurnlogWorkflow(RolloutWorkflow):  # type: ignore[misc]  # AReaL has no ty
             del sampling["top_k"]
         if sampling.get("greedy"):
             sampling["temperature"] = 0.0
-        self._options = {"agent": agent, "sampling": sampling, **options}
+        self._options: dict[str, Any] = {"agent": agent, "sampling": sampling, **options}
         self._prompt, self._id, self._url = prompt, id, url
 
     async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
@@ -65,7 +65,10 @@ class TurnlogWorkflow(RolloutWorkflow):  # type: ignore[misc]  # AReaL has no ty
         row_id = json.dumps(data, sort_keys=True) if self._id is None else str(data[self._id])
         group = name_of(phase, version, name_of(row_id))
         # One workflow may be made for each prompt, so the engine counts. A row may come again with the same weights.
-        attempts: Counter[str] = vars(engine).setdefault("_turnlog_attempts", Counter())
+        counted: dict[int, Counter[str]] = vars(engine).setdefault("_turnlog_attempts", {})
+        if version not in counted:
+            counted.clear()
+        attempts = counted.setdefault(version, Counter())
         attempt = attempts[group]
         attempts[group] += 1
         async with AsyncTurnlog(self._url) as turnlog:
