@@ -98,9 +98,7 @@ class TurnlogTokenCapture:
         """The rollout's generations so far, and whether a branch of it was left out."""
         entries: list[TokenEntry] = []
         left_out = False
-        async for row in self._turnlog.export(
-            session_id=rollout_id, shape="openenv", evaluation=True, explain=True
-        ):
+        async for row in self._turnlog.export(session_id=rollout_id, shape="openenv", evaluation=True, explain=True):
             if "excluded" in row:
                 left_out |= row.get("turn") is None
             else:
