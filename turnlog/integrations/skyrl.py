@@ -20,7 +20,6 @@ from skyrl.train.config import GeneratorConfig, SkyRLTrainConfig
 from skyrl.train.config.config import BaseConfig
 from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
-from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
 from skyrl.train.generators.utils import apply_overlong_filtering, get_rollout_metrics
 from skyrl.train.trainer import RayPPOTrainer
@@ -236,16 +235,15 @@ class TurnlogExp(BasePPOExp):  # type: ignore[misc]
         return TurnlogGenerator(config, cfg.generator)
 
     def get_trainer(self, **given: Any) -> RayPPOTrainer:
-        how = self.cfg.trainer.fully_async
-        kind = FullyAsyncRayPPOTrainer if how.enabled else RayPPOTrainer
-        trainer = (FullyAsyncTrainerSim if how.simulate_training else kind)(**given)
-        if self.cfg.turnlog.add_engines:
-            _tell_versions(trainer, self.cfg.turnlog)
+        trainer = (FullyAsyncRayPPOTrainer if self.cfg.trainer.fully_async.enabled else RayPPOTrainer)(**given)
+        return told_versions(trainer, self.cfg.turnlog)
+
+
+def told_versions(trainer: RayPPOTrainer, config: TurnlogConfig) -> RayPPOTrainer:
+    """The trainer, which tells Turnlog each new version of its weights. It pauses its engines itself, and what Turnlog
+    asks them meanwhile waits there."""
+    if not config.add_engines:
         return trainer
-
-
-def _tell_versions(trainer: RayPPOTrainer, config: TurnlogConfig) -> None:
-    """SkyRL pauses its engines itself, and their requests wait there."""
     connect = trainer.init_weight_sync_state
 
     def connected() -> None:
@@ -259,29 +257,30 @@ def _tell_versions(trainer: RayPPOTrainer, config: TurnlogConfig) -> None:
                     version = str(trainer.inference_engine_client.weight_version)
                     await turnlog.resume_fleet(version=version, run=config.run or default_run())
             except TurnlogError as error:
-                logger.warning(f"Turnlog does not know the weight version: {error}")
+                logger.warning(f"Turnlog was not told the weight version: {error}")
 
         trainer.dispatch.save_weights_for_sampler = updated
 
     trainer.init_weight_sync_state = connected
+    return trainer
 
 
 @ray.remote(num_cpus=1)
-def train(cfg: TurnlogTrainConfig) -> None:
-    TurnlogExp(cfg).run()
+def train(experiment: type[BasePPOExp], cfg: TurnlogTrainConfig) -> None:
+    experiment(cfg).run()
 
 
-def main() -> None:
-    """As SkyRL's own, with `turnlog.…` and the environment's `TURNLOG_…` on the node that trains."""
+def main(experiment: type[BasePPOExp] = TurnlogExp) -> None:
+    """As SkyRL's own, with `turnlog.…`, and the environment's `TURNLOG_…` on the node that trains."""
     words = [word for word in sys.argv[1:] if not word.startswith("trainer.override_entrypoint=")]
     cfg = TurnlogTrainConfig.from_cli_overrides(words)
     validate_cfg(cfg)
     initialize_ray(cfg)
     told = {name: value for name, value in os.environ.items() if name.startswith("TURNLOG_")}
-    ray.get(train.options(runtime_env={"env_vars": told}).remote(cfg))
+    ray.get(train.options(runtime_env={"env_vars": told}).remote(experiment, cfg))
 
 
 if __name__ == "__main__":
-    import turnlog.integrations.skyrl as module
+    import turnlog.integrations.skyrl as module  # Ray would send the classes of `__main__` along.
 
-    module.main()  # Not this one's: Ray would send its classes along.
+    module.main()
