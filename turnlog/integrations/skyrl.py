@@ -103,19 +103,17 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]
         live = [row for row in rows if row["stop_reasons"] != ERROR]
         if not live and any(row["lacks"] for row in rows):
             raise ValueError(f"no row has {' and '.join(kinds)}: set TURNLOG_REPLAY, and what its engines need for it")
-        _reward_masked(rows, by_turn=self._config.rewards == "turn")
         metrics: dict[str, Any] = {"generate/num_error_trajectories": len(rows) - len(live)}
         if live:
             given = ([row[key] for row in live] for key in ("response_ids", "rewards"))
             seconds = [trajectory[-1]["seconds"] for trajectory in played]
             masks = [row["loss_masks"] for row in live]
             metrics |= get_rollout_metrics(*given, loss_masks=masks, trajectory_completion_times=seconds)
+        for row in live:
+            if config.zero_reward_on_non_stop and row["stop_reasons"] != "stop":
+                row["rewards"] = [0.0] * len(row["rewards"]) if isinstance(row["rewards"], list) else 0.0
+        _reward_masked(rows, by_turn=self._config.rewards == "turn")
         output = {key: [row[key] for row in rows] for key in (*MASKED, "rewards", "trajectory_ids", "is_last_step")}
-        if config.zero_reward_on_non_stop:
-            cut = [row["stop_reasons"] not in ("stop", ERROR) for row in rows]
-            output["rewards"] = [
-                _zero(one) if is_cut else one for one, is_cut in zip(output["rewards"], cut, strict=True)
-            ]
         if config.apply_overlong_filtering:
             output["loss_masks"] = apply_overlong_filtering(output["loss_masks"], output["stop_reasons"])
         return GeneratorOutput(
@@ -169,8 +167,8 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]
         name = f"trajectory {trajectory.to_string()} (session {outcome.session_id})"
         if len(rows) > 1 and not self._generator.step_wise_trajectories:
             raise ValueError(
-                f"{name} has {len(rows)} rows: set generator.step_wise_trajectories=true, or for an agent with one "
-                "conversation +turnlog.session={history: linear, on_drift: reject}"
+                f"{name} has {len(rows)} rows: set generator.step_wise_trajectories=true; for an agent with one "
+                "conversation also turnlog.session.history=linear turnlog.session.on_drift=reject will do"
             )
         if not rows:
             lacks = [f"{kind}: {row.get(kind + '_missing')}" for row in found for kind in kinds if not row.get(kind)]
@@ -213,10 +211,6 @@ def _reward_masked(rows: list[Row], *, by_turn: bool) -> None:
             others = totals[row["trajectory_ids"].instance_id]
             mean = math.fsum(others) / len(others) if others else 0.0
             row["rewards"] = [mean] if by_turn else mean
-
-
-def _zero(reward: float | list[float]) -> float | list[float]:
-    return [0.0] * len(reward) if isinstance(reward, list) else 0.0
 
 
 class TurnlogExp(BasePPOExp):  # type: ignore[misc]
