@@ -67,7 +67,7 @@ SHAPES: Mapping[str, ShapeEntry] = {
     "miles": ShapeEntry(miles.COLUMNS, miles.fields, last_status=True, masks=miles.MASKS),
     "slime": ShapeEntry(slime.COLUMNS, slime.fields, masks=slime.MASKS),
     "verl": ShapeEntry(verl.COLUMNS, verl.fields, of_turns=verl.OF_TURNS),
-    "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields, of_turns=skyrl.OF_TURNS),
+    "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields, masks=skyrl.MASKS, of_turns=skyrl.OF_TURNS),
     "trl": ShapeEntry(trl.COLUMNS, trl.fields),
     "trl-async": ShapeEntry(trl_async.COLUMNS, trl_async.fields),
     "openenv": ShapeEntry(openenv.COLUMNS, openenv.fields, takes_untrained=True),
