@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from areal.api.workflow_api import RolloutWorkflow
@@ -49,7 +49,7 @@ class TurnlogWorkflow(RolloutWorkflow):  # type: ignore[misc]  # AReaL has no ty
         url: str | None = None,
         **options: Any,
     ) -> None:
-        sampling = dataclasses.asdict(gconfig) if dataclasses.is_dataclass(gconfig) else dict(gconfig or {})
+        sampling = dict(gconfig or {}) if not dataclasses.is_dataclass(gconfig) else dataclasses.asdict(cast(Any, gconfig))
         sampling.pop("max_tokens", None)  # AReaL's counts the prompt, too.
         if sampling.get("top_k") == NO_TOP_K:
             del sampling["top_k"]

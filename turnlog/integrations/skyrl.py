@@ -259,7 +259,7 @@ def told_versions(trainer: RayPPOTrainer, config: TurnlogConfig) -> RayPPOTraine
     return trainer
 
 
-@ray.remote(num_cpus=1)
+@ray.remote(num_cpus=1)  # type: ignore[untyped-decorator]
 def train(experiment: type[BasePPOExp], cfg: TurnlogTrainConfig) -> None:
     experiment(cfg).run()
 
