@@ -49,7 +49,8 @@ class TurnlogWorkflow(RolloutWorkflow):  # type: ignore[misc]  # AReaL has no ty
         url: str | None = None,
         **options: Any,
     ) -> None:
-        sampling = dict(gconfig or {}) if not dataclasses.is_dataclass(gconfig) else dataclasses.asdict(cast(Any, gconfig))
+        is_own = dataclasses.is_dataclass(gconfig)
+        sampling = dataclasses.asdict(cast(Any, gconfig)) if is_own else dict(gconfig or {})
         sampling.pop("max_tokens", None)  # AReaL's counts the prompt, too.
         if sampling.get("top_k") == NO_TOP_K:
             del sampling["top_k"]
