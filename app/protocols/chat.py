@@ -201,10 +201,10 @@ def with_given_ids(reply: CommittedReply) -> bytes:
 
 DONE = b"data: [DONE]\n\n"
 
-_IDS = ("prompt_token_ids", "token_ids")
-"""With the last chunk, as vLLM's clients join them, where the client asked for them."""
+_NOT_IN_A_CHUNK = ("meta_info", "message", "prompt_token_ids", "response_token_ids", "token_ids", *REPLAY)
 
-_NOT_IN_A_CHUNK = ("meta_info", "message", "response_token_ids", *_IDS, *REPLAY)
+_IDS_IN_A_CHUNK = PIECE // 12
+"""An id has at most ten digits."""
 
 _IN_EVERY_CHUNK = frozenset(("id", "object", "created", "model", "system_fingerprint", "service_tier"))
 """Fields of a reply that each chunk repeats; the others (such as `usage`) come with the last."""
@@ -232,11 +232,12 @@ def as_stream(body: bytes) -> bytes:
     A chat: the message without its tool calls, each call as a head and its arguments, then the end. Clients take only
     the first of several calls in a chunk (Codex 0.58), or join their arguments (LiteLLM's adapter for Messages).
     """
-    reply = _FIELDS.decode(body)
+    reply = _without(_FIELDS.decode(body), _NOT_IN_A_CHUNK)
     [choice] = _CHOICES.decode(reply["choices"])
     if "message" in choice:
-        return chunks_of(reply, list(_parts(choice)))
-    return chunks_of(reply, list(_completion_parts(_in_the_last(choice))), reply["object"])
+        return chunks_of(reply, _with_ids(list(_parts(choice)), choice, {"delta": {}}))
+    parts = list(_completion_parts(_without(choice, _NOT_IN_A_CHUNK)))
+    return chunks_of(reply, _with_ids(parts, choice, {"text": "", "logprobs": None}), reply["object"])
 
 
 def chunks_of(reply: Fields, parts: Sequence[Mapping[str, Any]], kind: msgspec.Raw = _CHUNK) -> bytes:
@@ -244,13 +245,26 @@ def chunks_of(reply: Fields, parts: Sequence[Mapping[str, Any]], kind: msgspec.R
     *first, last = parts
     repeated = repeated_fields(reply, kind)
     chunks = [{**repeated, "choices": [part]} for part in first]
-    chunks.append({**_in_the_last(reply), "object": kind, "choices": [last]})
+    chunks.append({**_without(reply, _NOT_IN_A_CHUNK), "object": kind, "choices": [last]})
     return b"".join(map(event, chunks)) + DONE
 
 
 def repeated_fields(reply: Fields, kind: msgspec.Raw = _CHUNK) -> Fields:
     """What each chunk of a reply has."""
     return {**{name: value for name, value in reply.items() if name in _IN_EVERY_CHUNK}, "object": kind}
+
+
+def _with_ids(parts: list[dict[str, Any]], choice: Fields, empty: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A choice's parts with the output's ids, where the client asked for them: clients join them, as vLLM's. They come
+    with the last part, and before it in parts that are otherwise `empty` if they are many."""
+    raw = choice.get("token_ids", _NULL)
+    if raw == _NULL:
+        return parts
+    ids: list[int] = msgspec.json.decode(raw)
+    *many, last = range(0, len(ids) or 1, _IDS_IN_A_CHUNK)
+    begun = {"index": choice.get("index", 0), "finish_reason": None, **empty}
+    pieces = [{**begun, "token_ids": ids[first : first + _IDS_IN_A_CHUNK]} for first in many]
+    return [*parts[:-1], *pieces, {**parts[-1], "token_ids": ids[last:]}]
 
 
 def _parts(choice: Fields, sent: Collection[str] = ()) -> Iterator[dict[str, Any]]:
@@ -263,7 +277,7 @@ def _parts(choice: Fields, sent: Collection[str] = ()) -> Iterator[dict[str, Any
     for number, call in enumerate(calls):
         for piece in call_pieces(call):
             yield {**begun, "delta": {"tool_calls": [{**piece, "index": number}]}}
-    yield {"index": begun["index"], "delta": {}, **_without(_in_the_last(choice), _WITH_CONTENT)}
+    yield {"index": begun["index"], "delta": {}, **_without(choice, (*_NOT_IN_A_CHUNK, *_WITH_CONTENT))}
 
 
 def _deltas(message: Fields, raw: msgspec.Raw | None, is_last: bool) -> Iterator[dict[str, Any]]:
@@ -364,12 +378,6 @@ def call_pieces(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"function": {"arguments": piece}}
 
 
-def _in_the_last(fields: Fields) -> Fields:
-    """What of a reply or of its choice the last chunk may have."""
-    ids = {name: value for name in _IDS if (value := fields.get(name, _NULL)) != _NULL}
-    return {**_without(fields, _NOT_IN_A_CHUNK), **ids}
-
-
 def _without(fields: Fields, names: Collection[str]) -> Fields:
     return {name: value for name, value in fields.items() if name not in names}
 
@@ -410,7 +418,8 @@ class LiveChat:
         """The message's fields that were not sent, the logprobs, and the end."""
         fields = _FIELDS.decode(reply.body)
         [choice] = _CHOICES.decode(fields["choices"])
-        return chunks_of(fields, list(_parts(choice, {*self._sent, "tool_calls"})))
+        parts = list(_parts(choice, {*self._sent, "tool_calls"}))
+        return chunks_of(fields, _with_ids(parts, choice, {"delta": {}}))
 
     def error(self, error: ErrorFields) -> bytes:
         return error_event(error)

@@ -49,6 +49,13 @@ def output_ids(sent: dict[str, Any]) -> list[int]:
     return [token for _, token, _ in choice["meta_info"]["output_token_logprobs"]]
 
 
+def less_own_ids(mode: Mode, content: bytes, sent: bytes) -> bytes:
+    """Without `token_ids`, which SGLang's reply has not, and a client that asks for them gets."""
+    own = f',"token_ids":{json.dumps(output_ids(json.loads(sent)), separators=(",", ":"))}'.encode()
+    assert content.count(own) == (mode == "asked")
+    return content.replace(own, b"")
+
+
 ALL = dict.fromkeys(("logprobs", "return_token_ids", "return_meta_info", "return_weight_versions"), True)
 
 
@@ -62,9 +69,7 @@ def test_only_the_values_that_were_not_asked_for_are_missing(
     reply = talk.say("Hello", **body)
     sent = line.sent
     assert all(text_of(sent, kind) not in (None, b"null") for kind in KINDS)
-    own = f',"token_ids":{json.dumps(output_ids(json.loads(sent)), separators=(",", ":"))}'.encode()
-    assert (own in reply.content) is (mode == "asked")
-    assert reply.content.replace(own, b"") == given(mode, sent, asked)
+    assert less_own_ids(mode, reply.content, sent) == given(mode, sent, asked)
     again = talk.chat([user("Hello")], headers=RETRY, **body)
     assert again.headers["x-turnlog-replayed"] == "true"
     assert again.content == reply.content
@@ -90,7 +95,7 @@ def test_a_retry_of_an_older_turn_has_null_for_what_was_tombstoned(line: Recorde
     talk.say("Two")
     again = talk.chat([user("One")], headers=key, **body)
     assert again.status_code == 200
-    assert again.content == without(sent, *KINDS)
+    assert less_own_ids(mode, again.content, sent) == without(sent, *KINDS)
 
 
 def test_a_stream_shows_no_payload_and_the_turn_has_it(line: Recorded, mode: Mode) -> None:
@@ -145,8 +150,6 @@ def test_only_what_was_asked_for_is_given(
         if gets_ids:
             *first, last = chunks(reply.text)
             assert last["choices"][0]["token_ids"] == output_ids(sent)
-            prompts = [home.get("prompt_token_ids") for one in (last, sent) for home in (one, one["choices"][0])]
-            assert prompts[:2] == prompts[2:]
             assert "token_ids" not in json.dumps(first)
     else:
         for home in (sent, sent["choices"][0]):

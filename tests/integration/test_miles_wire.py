@@ -147,7 +147,7 @@ def test_ids_and_rows_are_the_servers_to_set(replaying: Stand, field: str, evalu
 @pytest.mark.parametrize("evaluation", [{}, {"evaluation": False}, {"evaluation": True}])
 def test_a_reply_of_the_newer_wire_has_what_was_asked_for(replaying: Stand, evaluation: dict[str, Any]) -> None:
     """At the address that an agent of miles asks: the session's own, without /v1."""
-    talk = replaying.talk(**evaluation)
+    talk = replaying.talk(history="tree", **evaluation)
     for asked in ({}, {"logprobs": True}, {"return_meta_info": True}, {"return_token_ids": True}):
         body = talk.body([user(f"With {asked}")], **asked)
         [choice] = replaying.http.post(f"{talk.path}/chat/completions", json=body).json()["choices"]

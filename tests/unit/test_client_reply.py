@@ -147,9 +147,9 @@ def test_a_client_that_asks_for_all_gets_the_engines_bytes(shape: str) -> None:
     names = ("logprobs", "return_token_ids", "return_meta_info", "return_weight_versions", "kv_transfer_params")
     body = Body([body_of(shape)])
     parts = shown(body, (), raw(**dict.fromkeys(names, True)))
-    is_sglangs = shape.startswith("sglang")
-    assert without_token_ids(b"".join(parts), is_sglangs) == whole(body_of(shape), is_sglangs)
-    assert (parts is body.pieces) is not is_sglangs
+    is_chat_of_sglang = shape == "sglang"
+    assert without_token_ids(b"".join(parts), is_chat_of_sglang) == whole(body_of(shape), is_chat_of_sglang)
+    assert (parts is body.pieces) is not is_chat_of_sglang
 
 
 @pytest.mark.parametrize(("logprobs", "is_there"), [(None, False), (0, True), (3, True)])

@@ -46,6 +46,21 @@ def test_the_chunks(shape: str, calls: list[dict[str, Any]]) -> None:
     assert calls_of(whole["message"]) == calls_of({"tool_calls": calls})
 
 
+@pytest.mark.parametrize("count", [0, 3, 1365, 1366, 4000])
+@pytest.mark.parametrize("shape", ["vllm", "vllm completion"])
+def test_ids_come_with_the_end_and_no_line_is_long(shape: str, count: int) -> None:
+    ids = list(range(2**31 - count, 2**31))
+    text = as_stream(body_of(shape, {"choices.0.token_ids": ids, "choices.0.logprobs": None})).decode()
+    pieces = [chunk["choices"][0].get("token_ids") for chunk in chunks(text)]
+    assert [one for piece in pieces for one in piece or ()] == ids
+    assert pieces[-1] is not None
+    assert max(map(len, text.splitlines())) <= 16 << 10
+    without = as_stream(body_of(shape, {"choices.0.token_ids": None, "choices.0.logprobs": None})).decode()
+    assert "token_ids" not in without
+    if "completion" not in shape:
+        assert assembled(text)["choices"][0]["message"] == assembled(without)["choices"][0]["message"]
+
+
 def test_a_call_without_arguments_is_one_chunk() -> None:
     call = {"id": "a", "function": {"name": "f"}}
     sent = chunks(as_stream(body_of("sglang", {"choices.0.message.tool_calls": [call]})).decode())
