@@ -20,10 +20,11 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 ELSEWHERE = frozenset(
     {
         *("TURNLOG_URL", "TURNLOG_TOKEN", "TURNLOG_RUN", "TURNLOG_CONFIG", "TURNLOG_CRASH_POINT"),
+        *("TURNLOG_HOME", "TURNLOG_PORT", "TURNLOG_POSTGRES_PORT"),
         *("TURNLOG_TEST_LANES", "TURNLOG_PAGE_SCREENSHOTS"),
     }
 )
-"""Variables that are not settings: the client's and the command line's, the file of settings, and the tests'."""
+"""Variables that are not settings: the client's and the command line's, the file of settings, the batch scripts', and the tests'."""
 
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
