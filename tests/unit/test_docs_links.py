@@ -24,7 +24,8 @@ ELSEWHERE = frozenset(
         *("TURNLOG_TEST_LANES", "TURNLOG_PAGE_SCREENSHOTS"),
     }
 )
-"""Variables that are not settings: the client's and the command line's, the file of settings, the batch scripts', and the tests'."""
+"""Variables that are not settings: the client's and the command line's, the file of settings, the batch scripts', and
+the tests'."""
 
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
