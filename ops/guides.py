@@ -83,7 +83,7 @@ def run(page: Path, server: str, engine: str, python: str = sys.executable, rest
         path = Path(folder) / f"{page.stem.replace('-', '_')}_guide.py"
         path.write_text(program)
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
-        environment = {**inherited, "PYTHONPATH": str(ROOT)}
+        environment = {**inherited, "PYTHONPATH": str(ROOT), "TURNLOG_URL": server}
         with (
             (Path(folder) / "errors").open("w+") as errors,
             subprocess.Popen(

@@ -13,7 +13,12 @@ from turnlog.events import EventType
 PAGE, SEARCH_PAGE = 1000, 100
 """The largest pages that the server gives of a list and of a search."""
 
-TrainerShape = Literal["miles", "slime", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos", "tree"]
+# fmt: off
+TrainerShape = Literal[
+    "miles", "slime", "verl", "skyrl", "trl", "trl-async", "openenv", "tinker", "areal", "xtuner", "rllm", "prime-rl",
+    "atropos", "tree",
+]
+# fmt: on
 """The other shapes: a trainer's own, and whole sessions as trees."""
 
 Shape = Literal["turnlog"] | TrainerShape

@@ -68,7 +68,7 @@ that opens one treats it as part of the page's origin. The page's files set thei
 _VALID_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 _OF_PROXIES = (b"forwarded", b"x-real-ip")
 _SESSIONS = "/sessions/"
-_MESSAGES = "/v1/messages"
+_MESSAGES = "/messages"
 _ID = re.compile(ID)
 
 GENERATION = b"generation="

@@ -9,7 +9,7 @@ methods that a path has.
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, Unpack
@@ -69,6 +69,7 @@ CONTROL_BYTES = 1 << 20
 """Maximum bytes of a body that is not a turn's: it is parsed on the event loop at once."""
 
 _BELOW_SESSION = "/sessions/{session_id}"
+_V1 = "/v1/"
 _PARAMETER = re.compile(r"\{(\w+)(:path)?\}")
 
 MOST_ROWS = 500
@@ -225,12 +226,13 @@ class Table:
     """All routes of an application. Of two that fit a path, one without parameters decides, else the first.
 
     A slash at the end of a path does not matter, but to turns: not every client that sends a body follows a redirect.
+    Below a session `/v1` may be left out: an agent may have been given the session's address as its base URL.
 
     `plain` are those without parameters, by method, whether the path is below a session, and what it is there.
     """
 
     def __init__(self, routes: Iterable[Route]) -> None:
-        self.routes = tuple(routes)
+        self.routes = tuple(spelled for route in routes for spelled in _spellings(route))
         self.plain: dict[tuple[str, bool, str], Route] = {}
         self._patterns: dict[tuple[str, bool], list[tuple[re.Pattern[str], Route]]] = {}
         for route in self.routes:
@@ -281,6 +283,13 @@ class Table:
             if matched := pattern.fullmatch(head.route):
                 return route, matched.groupdict()
         return None, {}
+
+
+def _spellings(route: Route) -> Iterator[Route]:
+    yield route
+    if route.path.startswith(_BELOW_SESSION + _V1):
+        path = _BELOW_SESSION + "/" + route.path.removeprefix(_BELOW_SESSION + _V1)
+        yield replace(route, path=path, summary=f"{route.summary}, without /v1")
 
 
 def _asks_for_websocket(head: Head, others: Mapping[str, Route]) -> bool:

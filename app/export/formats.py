@@ -20,15 +20,19 @@ from app.export.shapes import (
     atif,
     atropos,
     miles,
+    openenv,
     prime_rl,
+    rllm,
     shared,
     skyrl,
     slime,
     tinker,
     tree,
     trl,
+    trl_async,
     turnlog,
     verl,
+    xtuner,
 )
 from app.process import install_command
 
@@ -42,6 +46,7 @@ class ShapeEntry(msgspec.Struct, frozen=True):
     `of_session`: `SessionTree` makes them. `last_status`: a row's status is that of its last turn instead of all its
     turns. `of_turns`: the columns that hold the rewards of turns. `masks`: those of sampling masks, in an export with
     replay payloads. `needs_advantage`: where an export asks for advantages, a row without one is none.
+    `takes_untrained`: a row of which nothing is in the loss is one too.
     """
 
     columns: Columns
@@ -52,17 +57,22 @@ class ShapeEntry(msgspec.Struct, frozen=True):
     masks: Columns = {}
     of_turns: Columns = {}
     needs_advantage: bool = False
+    takes_untrained: bool = False
 
 
 DEFAULT = "turnlog"
 
 SHAPES: Mapping[str, ShapeEntry] = {
-    "turnlog": ShapeEntry(turnlog.COLUMNS, turnlog.fields, masks=turnlog.MASKS),
+    "turnlog": ShapeEntry(turnlog.COLUMNS, turnlog.fields, masks=turnlog.MASKS, takes_untrained=True),
     "miles": ShapeEntry(miles.COLUMNS, miles.fields, last_status=True, masks=miles.MASKS),
     "slime": ShapeEntry(slime.COLUMNS, slime.fields, masks=slime.MASKS),
     "verl": ShapeEntry(verl.COLUMNS, verl.fields, of_turns=verl.OF_TURNS),
-    "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields, of_turns=skyrl.OF_TURNS),
+    "skyrl": ShapeEntry(skyrl.COLUMNS, skyrl.fields, masks=skyrl.MASKS, of_turns=skyrl.OF_TURNS),
     "trl": ShapeEntry(trl.COLUMNS, trl.fields),
+    "trl-async": ShapeEntry(trl_async.COLUMNS, trl_async.fields),
+    "openenv": ShapeEntry(openenv.COLUMNS, openenv.fields, takes_untrained=True),
+    "xtuner": ShapeEntry(xtuner.COLUMNS, xtuner.fields),
+    "rllm": ShapeEntry(rllm.COLUMNS, rllm.fields, takes_untrained=True),
     "tinker": ShapeEntry(tinker.COLUMNS, tinker.fields, needs_advantage=True),
     "areal": ShapeEntry(areal.COLUMNS, areal.fields),
     "prime-rl": ShapeEntry(prime_rl.COLUMNS, prime_rl.fields, masks=prime_rl.MASKS, needs_advantage=True),
@@ -87,7 +97,7 @@ CONTAINERS: Mapping[str, Callable[[Columns, Instead], ContainerWriter]] = {
 """Formats that take any shape."""
 
 DOCUMENTS: Mapping[str, ShapeEntry] = {
-    "atif": ShapeEntry(atif.COLUMNS, atif.fields),
+    "atif": ShapeEntry(atif.COLUMNS, atif.fields, takes_untrained=True),
     "messages": ShapeEntry(turnlog.MESSAGES_COLUMNS, turnlog.messages),
 }
 """Formats with rows of their own, one JSON object per line."""
@@ -161,13 +171,13 @@ def status_of(format: str, shape: str, segment: Segment) -> Status:
 
 def of_row(format: str, shape: str, row: Row) -> Fields:
     """Raises Unfit."""
-    make = _entry(format, shape).of_row
+    entry, sample = _entry(format, shape), row.sample
+    make = entry.of_row
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of a whole session or a whole group")
-    is_for_training, sample = shape != DEFAULT or format == "messages", row.sample
     is_masked = row.age is not None and bool(row.age.stale_tokens)
     copied = sample.response_length and not sample.loss_mask.any() and not is_masked
-    if is_for_training and (not sample.in_loss if row.session.is_text else copied):
+    if not entry.takes_untrained and (not sample.in_loss if row.session.is_text else copied):
         raise Unfit("every sampled token is in another session's loss")
     asked: Fields = {} if row.age is None else msgspec.structs.asdict(row.age)
     if row.columns is not None:

@@ -201,7 +201,10 @@ def with_given_ids(reply: CommittedReply) -> bytes:
 
 DONE = b"data: [DONE]\n\n"
 
-_NOT_IN_A_CHUNK = ("meta_info", "message", "prompt_token_ids", "response_token_ids", "token_ids", *REPLAY)
+_IDS = ("prompt_token_ids", "token_ids")
+"""With the last chunk, as vLLM's clients join them, where the client asked for them."""
+
+_NOT_IN_A_CHUNK = ("meta_info", "message", "response_token_ids", *_IDS, *REPLAY)
 
 _IN_EVERY_CHUNK = frozenset(("id", "object", "created", "model", "system_fingerprint", "service_tier"))
 """Fields of a reply that each chunk repeats; the others (such as `usage`) come with the last."""
@@ -229,11 +232,11 @@ def as_stream(body: bytes) -> bytes:
     A chat: the message without its tool calls, each call as a head and its arguments, then the end. Clients take only
     the first of several calls in a chunk (Codex 0.58), or join their arguments (LiteLLM's adapter for Messages).
     """
-    reply = _without(_FIELDS.decode(body), _NOT_IN_A_CHUNK)
+    reply = _FIELDS.decode(body)
     [choice] = _CHOICES.decode(reply["choices"])
     if "message" in choice:
         return chunks_of(reply, list(_parts(choice)))
-    return chunks_of(reply, list(_completion_parts(_without(choice, _NOT_IN_A_CHUNK))), reply["object"])
+    return chunks_of(reply, list(_completion_parts(_in_the_last(choice))), reply["object"])
 
 
 def chunks_of(reply: Fields, parts: Sequence[Mapping[str, Any]], kind: msgspec.Raw = _CHUNK) -> bytes:
@@ -241,7 +244,7 @@ def chunks_of(reply: Fields, parts: Sequence[Mapping[str, Any]], kind: msgspec.R
     *first, last = parts
     repeated = repeated_fields(reply, kind)
     chunks = [{**repeated, "choices": [part]} for part in first]
-    chunks.append({**_without(reply, _NOT_IN_A_CHUNK), "object": kind, "choices": [last]})
+    chunks.append({**_in_the_last(reply), "object": kind, "choices": [last]})
     return b"".join(map(event, chunks)) + DONE
 
 
@@ -260,7 +263,7 @@ def _parts(choice: Fields, sent: Collection[str] = ()) -> Iterator[dict[str, Any
     for number, call in enumerate(calls):
         for piece in call_pieces(call):
             yield {**begun, "delta": {"tool_calls": [{**piece, "index": number}]}}
-    yield {"index": begun["index"], "delta": {}, **_without(choice, (*_NOT_IN_A_CHUNK, *_WITH_CONTENT))}
+    yield {"index": begun["index"], "delta": {}, **_without(_in_the_last(choice), _WITH_CONTENT)}
 
 
 def _deltas(message: Fields, raw: msgspec.Raw | None, is_last: bool) -> Iterator[dict[str, Any]]:
@@ -359,6 +362,12 @@ def call_pieces(call: dict[str, Any]) -> Iterator[dict[str, Any]]:
     arguments = function["arguments"]
     for piece in text_pieces(arguments) if isinstance(arguments, str) else (arguments,):
         yield {"function": {"arguments": piece}}
+
+
+def _in_the_last(fields: Fields) -> Fields:
+    """What of a reply or of its choice the last chunk may have."""
+    ids = {name: value for name in _IDS if (value := fields.get(name, _NULL)) != _NULL}
+    return {**_without(fields, _NOT_IN_A_CHUNK), **ids}
 
 
 def _without(fields: Fields, names: Collection[str]) -> Fields:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 import orjson
 
-from app.domain.request import RETURN
+from app.domain.request import RETURN, join_object
 from app.upstream.body import Body
 from app.upstream.dialects import PROMPT_WISHES, asked_for, asks_for_prompt, logprob_wish
 from workers import scan
@@ -66,15 +66,23 @@ class _Reply(msgspec.Struct, gc=False):
     kv_transfer_params: msgspec.Raw = NULL
 
 
+class _Sampled(msgspec.Struct, gc=False):
+    """Of SGLang's `meta_info`."""
+
+    output_token_logprobs: list[tuple[Any, int, Any]] | None = None
+
+
 _REPLY = msgspec.json.Decoder(_Reply)
 _META = msgspec.json.Decoder(dict[str, msgspec.Raw])
-describe(_Reply, dict[str, msgspec.Raw])
+_SAMPLED = msgspec.json.Decoder(_Sampled | None)
+_CHOICES = msgspec.json.Decoder(list[dict[str, msgspec.Raw]])
+describe(_Reply, dict[str, msgspec.Raw], _Sampled)
 
 
 def shown(body: Body, places: Sequence[PayloadRange], params: Fields, plain: Any = None) -> Parts:
     """A valid reply with null for each value that Turnlog asked for and these parameters do not; all else is the
-    engine's bytes. `places` are those of its payloads, and of the prompt's ids if they are known. `plain` as in `Read`;
-    it is changed."""
+    engine's bytes, but that a client which asks for ids gets `choices[0].token_ids` from SGLang too. `places` are those
+    of its payloads, and of the prompt's ids if they are known. `plain` as in `Read`; it is changed."""
     asked = _NOTHING if _ASKING.isdisjoint(params) else _asked(params)
     if plain is not None and not asked:
         # The usual client gets no long list. So the reply need not be read again: what was read encodes to its bytes.
@@ -85,12 +93,14 @@ def shown(body: Body, places: Sequence[PayloadRange], params: Fields, plain: Any
         text = orjson.dumps(plain)
         if MARK not in text:
             return [text]
-    names = ASKED_FOR - asked
+    names, asks_for_ids = ASKED_FOR - asked, "token_ids" in asked
     hidden: list[Range] = []
-    if names:
+    ids: bytes | None = None
+    if names or asks_for_ids:
         # These values are left out of what is decoded, also those that the client gets: they are most of it.
         text = b"".join(body.without([(place.start, place.end) for place in places])) if places else body.joined()
         reply = _REPLY.decode(text)
+        ids = _output_ids(reply.choices[0]) if asks_for_ids else None
         values: list[msgspec.Raw] = []
         for home in (reply, *reply.choices):
             for name in home.__struct_fields__:
@@ -108,9 +118,30 @@ def shown(body: Body, places: Sequence[PayloadRange], params: Fields, plain: Any
         if place.kind not in asked and not any(start <= place.start < end for start, end in hidden):
             hidden.append((place.start, place.end))
     parts = body.without(hidden)
+    if ids is not None:
+        return [_with_token_ids(b"".join(parts), ids)]
     # A reply without long values is copied: its engine's body is not kept for a client that reads slowly.
     is_long = any(place.size > LONG_PROMPT for place in places)
     return parts if is_long or not hidden else [b"".join(parts)]
+
+
+def _output_ids(choice: _Choice) -> bytes | None:
+    """What SGLang's reply says of its output's ids; None of a reply that has them under vLLM's name, or not at all."""
+    if choice.token_ids != NULL:
+        return None
+    if choice.response_token_ids != NULL:
+        return bytes(choice.response_token_ids)
+    sampled = _SAMPLED.decode(choice.meta_info)
+    if sampled is None or sampled.output_token_logprobs is None:
+        return None
+    return msgspec.json.encode([token for _, token, _ in sampled.output_token_logprobs])
+
+
+def _with_token_ids(reply: bytes, ids: bytes) -> bytes:
+    fields: dict[str, bytes] = {**_META.decode(reply)}
+    [choice] = _CHOICES.decode(fields["choices"])
+    fields["choices"] = b"[" + join_object({**choice, "token_ids": ids}) + b"]"
+    return join_object(fields)
 
 
 def _asked(params: Fields) -> frozenset[str]:

@@ -14,7 +14,10 @@ from integration.routing import BOTH
 from integration.stand import WEATHER, Stand, Talk, serving, user
 
 SHAPES = tuple(shape for shape in formats.SHAPES if not formats.takes_sessions(shape))
-SINGLE = tuple(shape for shape in SHAPES if shape != "atropos")
+GENERATIONS = {"openenv": "turns", "rllm": "traces"}
+"""Shapes with an entry for each generation that a row has in its loss, and where."""
+
+SINGLE = tuple(shape for shape in SHAPES if shape != "atropos" and shape not in GENERATIONS)
 EVERYTHING = {"explain": "true", "replay": "true", "advantage": "grpo"}
 NESTED = {"indexer_topk": {"nested": True}}
 """Base64 tells no dimensions of positions, nested lists do."""
@@ -127,6 +130,13 @@ def parts(shape: str, row: Row) -> tuple[list[int], list[int], list[float]]:
             assert row["model_input"][1:] == row["target_tokens"][:-1]
             tokens = row["model_input"][:1] + row["target_tokens"]
             return tokens, [0, *(int(one) for one in row["mask"])], [0.0, *row["logprobs"]]
+        case "trl-async":
+            return row["input_ids"], row["completion_mask"], row["old_log_probs"]
+        case "xtuner":
+            mask = [int(label != -100) for label in row["labels"]]
+            in_loss = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
+            assert row["response_ids"] == in_loss
+            return row["input_ids"], mask, row["logprobs"]
         case "areal":
             assert row["attention_mask"] == [[True] * len(row["input_ids"][0])]
             return row["input_ids"][0], row["loss_mask"][0], row["logprobs"][0]
@@ -138,4 +148,27 @@ def identity(shape: str, row: Row) -> Row:
     if shape in ("miles", "slime"):
         found: Row = row["metadata"]["turnlog"]
         return found
-    return row["extra_fields"] if shape == "verl" else row
+    return row["extra_fields"] if shape in ("verl", "trl-async", "xtuner") else row
+
+
+def generations(shape: str, row: Row) -> list[tuple[int, list[int], list[int], list[float]]]:
+    """Each entry's turn, prompt, output and the output's logprobs."""
+    if shape == "openenv":
+        for one in row["turns"]:
+            assert one["loss_mask"] == [0] * len(one["prompt_token_ids"]) + [1] * len(one["completion_token_ids"])
+    logprobs = {"openenv": "per_token_logps", "rllm": "logprobs"}[shape]
+    return [
+        (one["metadata"]["turn"], one["prompt_token_ids"], one["completion_token_ids"], one[logprobs])
+        for one in row[GENERATIONS[shape]]
+    ]
+
+
+def sampled(whole: Row) -> list[tuple[int, list[int], list[int], list[float]]]:
+    """The same of a row of Turnlog's own shape."""
+    spans = [(turn["turn"], turn["output_start"], turn["end"]) for turn in whole["turns"]]
+    tokens, logprobs = whole["tokens"], whole["logprobs"]
+    return [
+        (turn, tokens[:start], tokens[start:end], logprobs[start:end])
+        for turn, start, end in spans
+        if any(whole["loss_mask"][start:end])
+    ]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import httpx
 import pytest
-from helpers.streams import assembled
+from helpers.streams import assembled, chunks
 
 from app.turn.client_reply import ASKED_FOR, ASKS
 from integration.places import Places
@@ -41,6 +41,14 @@ def given(mode: Mode, sent: bytes, asked: tuple[str, ...]) -> bytes:
     return sent if mode == "verbatim" else without(sent, *(kind for kind in KINDS if kind not in asked))
 
 
+def output_ids(sent: dict[str, Any]) -> list[int]:
+    """As SGLang says them, or vLLM."""
+    [choice] = sent["choices"]
+    if "meta_info" not in choice:
+        return list(choice["token_ids"])
+    return [token for _, token, _ in choice["meta_info"]["output_token_logprobs"]]
+
+
 ALL = dict.fromkeys(("logprobs", "return_token_ids", "return_meta_info", "return_weight_versions"), True)
 
 
@@ -54,7 +62,9 @@ def test_only_the_values_that_were_not_asked_for_are_missing(
     reply = talk.say("Hello", **body)
     sent = line.sent
     assert all(text_of(sent, kind) not in (None, b"null") for kind in KINDS)
-    assert reply.content == given(mode, sent, asked)
+    own = f',"token_ids":{json.dumps(output_ids(json.loads(sent)), separators=(",", ":"))}'.encode()
+    assert (own in reply.content) is (mode == "asked")
+    assert reply.content.replace(own, b"") == given(mode, sent, asked)
     again = talk.chat([user("Hello")], headers=RETRY, **body)
     assert again.headers["x-turnlog-replayed"] == "true"
     assert again.content == reply.content
@@ -113,6 +123,7 @@ IDS = {"return_token_ids": True}
         ({}, {}, False),
         ({"logprobs": True}, {}, True),
         (IDS, {}, False),
+        (IDS, {}, True),
         ({}, {"top_logprobs": 2}, True),
         ({}, {}, True),
     ],
@@ -130,10 +141,19 @@ def test_only_what_was_asked_for_is_given(
         wanted = sent["choices"][0]["logprobs"]["content"]
         assert (logprobs and len(logprobs["content"])) == (len(wanted) if gets_logprobs else None)
         assert whole["choices"][0]["message"]["content"] == sent["choices"][0]["message"]["content"]
+        assert ("token_ids" in reply.text) is gets_ids
+        if gets_ids:
+            *first, last = chunks(reply.text)
+            assert last["choices"][0]["token_ids"] == output_ids(sent)
+            prompts = [home.get("prompt_token_ids") for one in (last, sent) for home in (one, one["choices"][0])]
+            assert prompts[:2] == prompts[2:]
+            assert "token_ids" not in json.dumps(first)
     else:
         for home in (sent, sent["choices"][0]):
             kept = {"logprobs"} if gets_logprobs else {*ASKS["return_token_ids"]} if gets_ids else set()
             home.update(dict.fromkeys(home.keys() & {*HIDDEN} - kept))
+        if gets_ids:
+            sent["choices"][0]["token_ids"] = output_ids(json.loads(usual.sent))
         assert reply.json() == sent
     again = talk.chat([user("Hello")], headers=RETRY, stream=stream, **body)
     assert (again.headers["x-turnlog-replayed"], again.content) == ("true", reply.content)
@@ -141,3 +161,15 @@ def test_only_what_was_asked_for_is_given(
     assert talk.state()["records"][0]["response"] == json.loads(usual.sent)
     [row] = talk.rows()
     assert len([one for one in row["logprobs"] if one < 0]) == sum(row["sampled_mask"]) > 0
+
+
+@pytest.mark.parametrize("asks", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_has_its_ids_where_they_are_asked_for(usual: Recorded, stream: bool, asks: bool) -> None:
+    talk = usual.talk()
+    body = {"model": "simulator", "prompt": "Say:", "stream": stream, **(IDS if asks else {})}
+    reply = usual.stand.http.post(f"{talk.path}/v1/completions", json=body)
+    last = chunks(reply.text)[-1] if stream else reply.json()
+    found = last["choices"][0].get("token_ids")
+    assert found == (output_ids(json.loads(usual.sent)) if asks else None)
+    assert found != []

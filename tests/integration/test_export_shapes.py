@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from integration.corpus import SHAPES, SINGLE, Corpus, filled, identity, parts
+from integration.corpus import GENERATIONS, SHAPES, SINGLE, Corpus, filled, generations, identity, parts, sampled
 from integration.places import Places
 from integration.reading import CONTAINERS, DOCUMENTS, Row, differences, read
 from ops.simulator.process import SimulatorProcess
@@ -61,7 +61,29 @@ def test_every_shape_has_the_tokens_masks_and_logprobs_in_step(corpus: Corpus, s
             assert known.get(name) == whole[name], name
 
 
-@pytest.mark.parametrize("shape", SINGLE)
+@pytest.mark.parametrize("query", [{}, {"max_seq_len": 120, "truncate": "token"}])
+@pytest.mark.parametrize("shape", GENERATIONS)
+def test_every_generation_stands_in_one_row_with_its_prompt(corpus: Corpus, shape: str, query: dict[str, Any]) -> None:
+    rows = corpus.given(shape=shape, **query)
+    told = [one for row in rows for one in row[GENERATIONS[shape]]]
+    assert len({one["trace_id" if shape == "rllm" else "node_id"] for one in told}) == len(told) > 5
+    for row in rows:
+        whole = corpus.turnlog(row["session_id"], row["segment"], **query)
+        assert generations(shape, row) == sampled(whole)
+        for one in row[GENERATIONS[shape]]:
+            said = one["messages"] if shape == "rllm" else one["request"]["messages"]
+            [choice] = [one["response_message"]] if shape == "rllm" else one["response"]["choices"]
+            reply = choice if shape == "rllm" else choice["message"]
+            assert [*said, reply] == whole["messages"][: len(said) + 1]
+            assert reply["role"] == "assistant"
+            if shape == "rllm":
+                header, data = one["routing_matrices"]
+                made = np.frombuffer(base64.b64decode(data), json.loads(header)["dtype"])
+                ids = len(one["prompt_token_ids"]) + len(one["completion_token_ids"]) - 1
+                assert np.array_equal(made.reshape(-1, *json.loads(header)["shape"]), experts(whole)[:ids])
+
+
+@pytest.mark.parametrize("shape", [*SINGLE, *GENERATIONS])
 def test_each_shape_leaves_out_what_it_cannot_hold_and_says_so(corpus: Corpus, shape: str) -> None:
     names = {
         ("empty", "no committed turn"): True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -16,8 +16,7 @@ from integration.routing import problems
 from integration.stand import Stand, Talk, error_of, serving
 from integration.test_metrics_route import value as metric
 from ops.simulator.process import SimulatorProcess
-from turnlog import AsyncSession, AsyncTurnlog
-from turnlog.integrations.rollouts import played
+from turnlog import AsyncTurnlog, rollout
 
 SANDBOX = {"kind": "sandbox", "message": "the disk is full"}
 
@@ -239,29 +238,25 @@ def test_failures_are_counted_where_an_operator_looks(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("shape", ["verl", "skyrl"])
-async def test_a_failed_rollout_is_returned_or_played_again_as_the_same_attempt(used: Stand, shape: Any) -> None:
+async def test_a_failed_rollout_is_returned_or_played_again_as_the_same_attempt(used: Stand) -> None:
     failing = ["sandbox", "timeout"]
 
-    async def play(session: AsyncSession) -> None:
-        body = {"model": "simulator", "messages": [{"role": "user", "content": "Hello"}]}
+    async def run(base_url: str, prompt: str, metadata: Mapping[str, Any], **more: Any) -> Any:
+        body = {"model": "simulator", "messages": [{"role": "user", "content": prompt}]}
         async with httpx.AsyncClient() as http:
-            (await http.post(f"{session.base_url}/chat/completions", json=body)).raise_for_status()
-        if failing:
-            await session.close(failed={"kind": failing.pop(0)})  # type: ignore[typeddict-item]
-        else:
-            await session.set_reward(1.0)
+            (await http.post(f"{base_url}/v1/chat/completions", json=body)).raise_for_status()
+        return {"failed": {"kind": failing.pop(0)}} if failing else 1.0
 
     group = uuid.uuid4().hex
     async with AsyncTurnlog(used.base_url) as turnlog:
-        fields: dict[str, Any] = {"group_id": group, "attempt": 3, "evaluation": True}
-        rewards: list[list[float]] = []
-        for retries in (0, 0, 1, 2, 0):
-            rows = await played(turnlog, f"{group}:0", play, shape=shape, retry_failed=retries, **fields)
-            rewards.append([one for row in rows if (one := row.get("reward_score", row.get("rewards"))) is not None])
+        fields: dict[str, Any] = {"group_id": group, "attempt": 3, "evaluation": True, "turnlog": turnlog}
+        rewards = [
+            (await rollout(run, "Hello", name=f"{group}:0", retry_failed=retries, **fields)).outcome.reward
+            for retries in (0, 0, 1, 2, 0)
+        ]
         with pytest.raises(ValueError, match="kind must be one of"):
             await turnlog.attach(f"{group}:0.2").close(failed={"kind": "bored"})  # type: ignore[typeddict-item]
-    assert rewards == [[], [], [], [1.0], []]
+    assert rewards == [None, None, None, 1.0, None]
     assert failing == []
     made = used.get("/sessions", group_id=group, order="asc")["sessions"]
     assert [one["attempt"] for one in made] == [3, 3, 3]

@@ -130,6 +130,10 @@ MASKS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "tinker": lambda row: row["mask"],
     "areal": lambda row: row["loss_mask"][0],
     "prime-rl": lambda row: row["mask"],
+    "trl-async": lambda row: row["completion_mask"],
+    "openenv": lambda row: [mask for turn in row["turns"] for mask in turn["loss_mask"]],
+    "xtuner": lambda row: [label != -100 for label in row["labels"]],
+    "rllm": lambda row: [True for trace in row["traces"] for _ in trace["completion_token_ids"]],
     "atropos": lambda row: [mask != -100 for mask in row["masks"][0]],
 }
 

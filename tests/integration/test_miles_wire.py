@@ -144,6 +144,19 @@ def test_ids_and_rows_are_the_servers_to_set(replaying: Stand, field: str, evalu
     assert other.chat([user("Hello")], input_ids=[1, 2], routed_experts_start_len=0).status_code == 200
 
 
+@pytest.mark.parametrize("evaluation", [{}, {"evaluation": False}, {"evaluation": True}])
+def test_a_reply_of_the_newer_wire_has_what_was_asked_for(replaying: Stand, evaluation: dict[str, Any]) -> None:
+    """At the address that an agent of miles asks: the session's own, without /v1."""
+    talk = replaying.talk(**evaluation)
+    for asked in ({}, {"logprobs": True}, {"return_meta_info": True}, {"return_token_ids": True}):
+        body = talk.body([user(f"With {asked}")], **asked)
+        [choice] = replaying.http.post(f"{talk.path}/chat/completions", json=body).json()["choices"]
+        told = {name for name in ("logprobs", "meta_info", "token_ids") if choice.get(name) is not None}
+        wanted = {name.removeprefix("return_") for name in asked}
+        assert told == (wanted if evaluation else {"logprobs", "meta_info"})
+    assert len(talk.committed()) == 4
+
+
 @pytest.mark.parametrize(
     ("given", "status"), [({"evaluation": True}, 503), ({"evaluation": False, "on_abort": "return"}, 200), ({}, 200)]
 )

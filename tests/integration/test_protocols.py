@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from integration.stand import Message, Stand, Talk, tool_of, user
+from app.protocols.registry import ROUTES
+from integration.stand import Message, Stand, Talk, error_of, tool_of, user
 from integration.tito import require_consistent
 
 OTHERS = ("messages", "responses")
@@ -68,6 +69,38 @@ def test_calls_and_reasoning_come_back_as_they_were_sampled(stand: Stand, protoc
     assert [message["role"] for message in sent] == ["user", "assistant", "tool", "tool", "user"]
     assert [call["function"]["arguments"] for call in sent[1]["tool_calls"]] == [call["arguments"] for call in CALLS]
     assert sent[1]["reasoning_content"]
+
+
+TURNS = [(route.removeprefix("/v1"), protocol) for route, protocol in ROUTES.items() if route.startswith("/v1/")]
+
+
+def test_below_a_session_v1_may_be_left_out(stand: Stand) -> None:
+    """Which is where a client asks whose base URL is the session's address."""
+    talk = stand.talk(history="tree")
+    for path, protocol in TURNS:
+        for streams in ({}, {"stream": True}) if protocol.name != "compaction" else ({},):
+            again = {"idempotency-key": f"{path} {streams}"}
+            body = {**protocol.example, **streams}
+            short, long = (stand.http.post(f"{talk.path}{v1}{path}", json=body, headers=again) for v1 in ("", "/v1"))
+            assert (short.status_code, "x-turnlog-replayed" in short.headers) == (200, False), short.text
+            assert (long.content, long.headers["x-turnlog-replayed"]) == (short.content, "true")
+            unknown = [stand.http.post(f"/sessions/none{v1}{path}", json=body) for v1 in ("", "/v1")]
+            assert {shape_of(protocol.name, reply) for reply in unknown} == {shape_of(protocol.name, unknown[0])}
+            assert unknown[0].status_code == 404
+        assert error_of(stand.http.put(f"{talk.path}{path}")) == (405, "method_not_allowed")
+    answer = stand.http.post(
+        f"{talk.path}/responses", json={**ROUTES["/v1/responses"].example, "input": "Again"}
+    ).json()
+    paths = ("/models", "/models/simulator", f"/responses/{answer['id']}", f"/responses/{answer['id']}/input_items")
+    for path in paths:
+        assert stand.get(f"{talk.path}{path}") == stand.get(f"{talk.path}/v1{path}") != {}
+    counted = [
+        stand.http.post(f"{talk.path}{v1}/messages/count_tokens", json=ROUTES["/v1/messages"].example)
+        for v1 in ("", "/v1")
+    ]
+    assert counted[0].json() == counted[1].json()
+    assert stand.get(f"{talk.path}/messages")["messages"]  # the conversation, as ever
+    assert stand.http.post("/chat/completions", json={}).status_code == 404
 
 
 def shape_of(protocol: str, response: httpx.Response) -> tuple[Any, ...]:

@@ -113,6 +113,10 @@ def require_traces(gateway: Stand, rollout: Rollout) -> None:
     assert rollout.traces(since=traces[1]["timestamp"]) == traces[1:]
     queried = gateway.http.post("/traces/query", json={"session_ids": [rollout.name, "none"], "limit": 1})
     assert queried.json() == traces[:1]
+    [row] = gateway.rows(session_id=traces[0]["metadata"]["turnlog_session_id"], shape="rllm", replay="true")
+    without = {"raw_request": None, "raw_response": None}
+    told = [{**trace, "session_id": row["session_id"], **without} for trace in traces]
+    assert row["traces"] == told
     assert rollout.delete() == 2
 
 

@@ -52,6 +52,7 @@ def expected(row: Any, given: list[Sets]) -> Sets:
 
 def test_each_token_has_the_ids_that_it_was_drawn_from(line: Stand) -> None:
     talk, given = played(line)
+    assert line.http.put(f"{talk.path}/reward", json={"reward": 1.0}).status_code == 200
     [row] = talk.rows(replay="true")
     wanted = expected(row, given)
     assert all(token in ids for token, ids in zip(row["tokens"], wanted, strict=True) if ids)
@@ -75,13 +76,16 @@ def test_each_token_has_the_ids_that_it_was_drawn_from(line: Stand) -> None:
     single = [ids or [token] for token, ids in zip(row["tokens"][start:], wanted[start:], strict=True)]
     mask = miles["rollout_sampling_mask"]
     assert split(mask["ids"], mask["offsets"]) == single
+    [skyrl] = talk.rows(replay="true", shape="skyrl")
+    support = skyrl["rollout_sample_support"]
+    assert split(support["ids"], support["offsets"]) == wanted[start:]
     [prime] = talk.rows(replay="true", shape="prime-rl")
     ids, counts = (np.frombuffer(base64.b64decode(prime[MASK][name]), "<i4") for name in ("ids", "counts"))
     assert split(ids, np.append(0, np.cumsum(counts))) == wanted
     tensors = safetensors.numpy.load(line.http.post(f"{talk.path}/samples", json={}).content)
     ids, offsets = (tensors[f"rollout_sampling_mask.{name}.0"] for name in ("ids", "offsets"))
     assert (ids.dtype, offsets.dtype, split(ids, offsets)) == (np.int32, np.int64, single)
-    for shape in ("turnlog", "slime", "miles", "prime-rl"):
+    for shape in ("turnlog", "slime", "miles", "skyrl", "prime-rl"):
         query = {"session_id": talk.id, "replay": "true", "shape": shape, "format": "parquet"}
         assert pq.read_table(io.BytesIO(line.http.get("/export", params=query).content)).num_rows == 1
     assert problems(line) == []

@@ -127,6 +127,7 @@ def _stored(number: int, turn: Given, turns: Sequence[Given]) -> TurnTokens:
         number - 1,
         number,
         segment=turn.segment,
+        base_messages=sum(len(other.messages) + 1 for other in turns[: number - 1]),
         new_messages=len(turn.messages),
         base_tokens=base,
         suffix_tokens=len(turn.prompt),

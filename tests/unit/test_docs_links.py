@@ -22,9 +22,10 @@ ELSEWHERE = frozenset(
         *("TURNLOG_URL", "TURNLOG_TOKEN", "TURNLOG_RUN", "TURNLOG_CONFIG", "TURNLOG_CRASH_POINT"),
         *("TURNLOG_HOME", "TURNLOG_PORT", "TURNLOG_POSTGRES_PORT"),
         *("TURNLOG_TEST_LANES", "TURNLOG_PAGE_SCREENSHOTS"),
+        *("TURNLOG_AGENT", "TURNLOG_ROLLOUT", "TURNLOG_SESSION_ID"),
     }
 )
-"""Variables that are not settings: the client's and the command line's, the file of settings, the batch scripts', and
+"""Variables that are not settings: those of client, command line, agents and batch scripts, the file of settings, and
 the tests'."""
 
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)

@@ -81,15 +81,15 @@ class TestVerl:
         from verl.trainer.ppo.core_algos import compute_gae_advantage_return, compute_grpo_outcome_advantage
 
         from turnlog.integrations.transfer_queue import columns
-        from turnlog.integrations.verl import _Output
+        from turnlog.integrations.verl import TurnlogOutput
 
         both = [rows(TWO_TURNS, session_id=name, reward=reward)[0] for name, reward in [("s", 1.0), ("t", 0.0)]]
         found = exported(format, "verl", list(map(of_turns, both)), rewards="turn")
-        scores = torch.stack([_Output(**row).as_dict()["rm_scores"] for row in found])
+        scores = torch.stack([TurnlogOutput(**row).as_dict()["rm_scores"] for row in found])
         assert scores.tolist() == [[0.25, 0.0, 0.75], [0.25, 0.0, -0.25]]
         assert [columns(row)["rm_scores"].tolist() for row in found] == scores.tolist()
         assert [row["extra_fields"]["turn_scores"] for row in found] == [[0.25, 0.0]] * 2
-        at_the_end = torch.stack([_Output(**{**row, "rm_scores": None}).as_dict()["rm_scores"] for row in found])
+        at_the_end = torch.stack([TurnlogOutput(**{**row, "rm_scores": None}).as_dict()["rm_scores"] for row in found])
         assert at_the_end.tolist() == [[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]
         mask, uid = (
             torch.tensor([row["response_mask"] for row in found]),

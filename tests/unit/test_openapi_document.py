@@ -88,7 +88,8 @@ def test_examples_are_what_their_schemas_say(document: dict[str, Any]) -> None:
 
 def test_422_is_one_code_of_what_takes_a_key(document: dict[str, Any]) -> None:
     with_422 = {name for name, operation in operations(document).items() if "422" in operation["responses"]}
-    assert with_422 == {name for name in operations(document) if name.endswith((*ROUTES, "/fork"))}
+    turns = {f"POST /sessions/{{session_id}}{route.removeprefix('/v1')}" for route in ROUTES}
+    assert with_422 == {name for name in operations(document) if name.endswith((*ROUTES, "/fork"))} | turns
     assert "HTTPValidationError" not in document["components"]["schemas"]
 
 

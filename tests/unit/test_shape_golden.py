@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tables
 from hypothesis import given, settings
-from integration.corpus import SINGLE, identity, parts
+from integration.corpus import GENERATIONS, SINGLE, generations, identity, parts
 from shape_rows import TWO_SEGMENTS, TWO_TURNS, Expected, Given, conversations, expected, experts, rows
 
 from app.export import formats, jsontext
@@ -45,13 +45,13 @@ def test_every_field_has_a_column(shape: str) -> None:
     assert set(fields) <= set(formats.SHAPES[shape].columns)
 
 
-@pytest.mark.parametrize("shape", SINGLE)
+@pytest.mark.parametrize("shape", [*SINGLE, *GENERATIONS])
 def test_without_an_advantage_there_is_none(shape: str) -> None:
     found = identity(shape, read(shape, rows(TWO_TURNS)[0]))
     assert found.get("advantage") is found.get("advantages") is None
 
 
-@pytest.mark.parametrize("shape", SINGLE)
+@pytest.mark.parametrize("shape", [*SINGLE, *GENERATIONS])
 def test_a_row_for_each_segment(shape: str) -> None:
     told = [identity(shape, read(shape, row)) for row in rows(TWO_SEGMENTS, group_id="17", attempt=3)]
     assert [(one["session_id"], one["group_id"], one["attempt"]) for one in told] == [("s", "17", 3)] * 2
@@ -63,6 +63,10 @@ def test_a_row_for_each_segment(shape: str) -> None:
 def check_names(shape: str, row: JSON, turns: list[Given], wanted: Expected) -> None:
     """What is told of each token beside its logprob."""
     each = list(zip(wanted.turn_of, wanted.sampled, strict=True))
+    if shape == "xtuner":
+        assert row["response_model_steps"] == [int(turns[turn].version) for turn, sampled in each if sampled]
+    if shape == "trl-async":
+        assert row["model_version"] == min(int(turns[turn].version) for turn, sampled in each if sampled)
     if shape == "areal":
         assert row["versions"] == [[int(turns[turn].version) if sampled else -1 for turn, sampled in each]]
     if shape == "prime-rl":
@@ -90,9 +94,24 @@ def test_tokens_masks_and_logprobs_are_in_step(shape: str, turns: list[Given]) -
     assert [bool(one) for one in mask] == wanted.sampled
     assert logprobs == pytest.approx(wanted.logprobs, rel=1e-6, abs=1e-38)
     assert all(value == 0.0 for value, sampled in zip(logprobs, wanted.sampled, strict=True) if not sampled)
-    if shape in ("miles", "slime", "verl", "skyrl", "trl"):
+    if shape in ("miles", "slime", "verl", "skyrl", "trl", "trl-async"):
         assert mask[: wanted.first_sampled + 1] == [0] * wanted.first_sampled + [1]
     check_names(shape, found, turns, wanted)
+
+
+@pytest.mark.parametrize("shape", GENERATIONS)
+@settings(max_examples=80, deadline=None)
+@given(turns=conversations())
+def test_each_generation_has_its_prompt_and_what_is_left_of_its_output(shape: str, turns: list[Given]) -> None:
+    (row,) = rows(turns)
+    wanted = expected(turns)
+    entries = []
+    for number in range(len(turns)):
+        each = zip(wanted.turn_of, wanted.sampled, strict=True)
+        if places := [place for place, (turn, sampled) in enumerate(each) if sampled and turn == number]:
+            start, end = places[0], places[-1] + 1
+            entries.append((number + 1, wanted.tokens[:start], wanted.tokens[start:end], wanted.logprobs[start:end]))
+    assert generations(shape, read(shape, row)) == entries
 
 
 @pytest.mark.parametrize(
@@ -104,6 +123,8 @@ def test_tokens_masks_and_logprobs_are_in_step(shape: str, turns: list[Given]) -
         ("prime-rl", [Given([1], [2], [-1.0], params={"temperature": "hot"})], 1.0, "turn 1"),
         ("tinker", [Given([], [1, 2], [-1.0, -1.0])], 1.0, "sampled"),
         ("trl", [Given([1, 2], [], [], finish_reason="abort")], 1.0, "no token was sampled"),
+        ("trl-async", [Given([1, 2], [], [], finish_reason="abort")], 1.0, "no token was sampled"),
+        ("xtuner", [Given([1, 2], [], [], finish_reason="abort")], 1.0, "no token was sampled"),
     ],
 )
 def test_what_no_row_can_hold_is_unfit(shape: str, turns: list[Given], reward: float | None, reason: str) -> None:
@@ -111,7 +132,7 @@ def test_what_no_row_can_hold_is_unfit(shape: str, turns: list[Given], reward: f
         read(shape, rows(turns, reward=reward)[0])
 
 
-@pytest.mark.parametrize("shape", ["slime", "miles", "verl", "tinker", "trl", "prime-rl"])
+@pytest.mark.parametrize("shape", ["slime", "miles", "verl", "tinker", "trl", "prime-rl", "openenv", "xtuner", "rllm"])
 def test_no_reward_is_null(shape: str) -> None:
     assert read(shape, rows(TWO_TURNS, reward=None)[0])["reward_score" if shape == "verl" else "reward"] is None
 
@@ -124,7 +145,7 @@ def missing(shape: str, routing: Routing | None) -> tuple[object, object]:
     return found[held], identity(shape, found)[f"{name}_missing"]
 
 
-@pytest.mark.parametrize("shape", ["slime", "miles", "verl", "skyrl", "prime-rl"])
+@pytest.mark.parametrize("shape", ["slime", "miles", "verl", "skyrl", "prime-rl", "xtuner"])
 @pytest.mark.parametrize(
     ("routing", "reason"),
     [

@@ -98,7 +98,7 @@ class TurnlogTokenCapture:
         """The rollout's generations so far, and whether a branch of it was left out."""
         entries: list[TokenEntry] = []
         left_out = False
-        async for row in self._turnlog.export(session_id=rollout_id, evaluation=True, explain=True):
+        async for row in self._turnlog.export(session_id=rollout_id, shape="openenv", evaluation=True, explain=True):
             if "excluded" in row:
                 left_out |= row.get("turn") is None
             else:
@@ -110,21 +110,17 @@ def _entries(rollout_id: str, row: Mapping[str, Any]) -> Iterator[TokenEntry]:
     """The generations that this row has in its loss, each with the whole prompt that it was sampled after. The parent
     is the turn before it in the row, whose tokens begin its prompt.
     """
-    replies = [message for message in row["messages"] if message["role"] == "assistant"][-len(row["turns"]) :]
-    parent = None
-    for turn, reply in zip(row["turns"], replies, strict=True):
-        call_id = f"{row['session_id']}.{turn['turn']}"
-        start, end = turn["output_start"], turn["end"]
-        if any(row["loss_mask"][start:end]):
-            entry = TokenEntry(
-                rollout_id=rollout_id,
-                model_call_id=call_id,
-                prompt_token_ids=row["tokens"][:start],
-                generation_token_ids=row["tokens"][start:end],
-                generation_log_probs=row["logprobs"][start:end],
-                output_items=[{"type": "message", **reply}],
-                token_item_index=0,
-            )
-            status = ParentResolutionStatus.ROOT if parent is None else ParentResolutionStatus.RESOLVED
-            yield stamp_lineage(entry, parent, parent_resolution=status)
-        parent = call_id
+    for turn in row["turns"]:
+        [choice] = turn["response"]["choices"]
+        entry = TokenEntry(
+            rollout_id=rollout_id,
+            model_call_id=turn["node_id"],
+            prompt_token_ids=turn["prompt_token_ids"],
+            generation_token_ids=turn["completion_token_ids"],
+            generation_log_probs=turn["per_token_logps"],
+            output_items=[{"type": "message", **choice["message"]}],
+            token_item_index=0,
+        )
+        parent = turn["metadata"]["parent"]
+        status = ParentResolutionStatus.ROOT if parent is None else ParentResolutionStatus.RESOLVED
+        yield stamp_lineage(entry, parent, parent_resolution=status)

@@ -1,91 +1,280 @@
-"""SkyRL's generator (0.4) on Turnlog: trajectories of a batch are played side by side, each in a session."""
-
-from __future__ import annotations
+"""SkyRL's generator (0.4) on Turnlog, and its entry point: `trainer.override_entrypoint=turnlog.integrations.skyrl`."""
 
 import asyncio
+import math
+import os
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
 
+import numpy as np
+import ray
+from loguru import logger
+from skyrl.backends.skyrl_train.utils.routed_experts import compact_routed_expert_indices
+from skyrl.backends.skyrl_train.utils.sample_support import SAMPLE_SUPPORT_DTYPE, SAMPLE_SUPPORT_PADDING
+from skyrl.train.config import GeneratorConfig, SkyRLTrainConfig
+from skyrl.train.config.config import BaseConfig
+from skyrl.train.entrypoints.main_base import BasePPOExp
+from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
 from skyrl.train.generators.base import GeneratorInput, GeneratorInterface, GeneratorOutput, TrajectoryID
-from skyrl.train.generators.utils import get_rollout_metrics
+from skyrl.train.generators.utils import apply_overlong_filtering, get_rollout_metrics
+from skyrl.train.trainer import RayPPOTrainer
+from skyrl.train.utils import validate_cfg
+from skyrl.train.utils.utils import initialize_ray
 
-from turnlog import AsyncSession, AsyncTurnlog
-from turnlog.integrations.rollouts import name_of, played
+from turnlog import AsyncTurnlog, Turnlog, name_of, rollout
+from turnlog.client.address import default_run
+from turnlog.errors import TurnlogError
 
-Play = Callable[[AsyncSession, Any, Mapping[str, Any]], Awaitable[None]]
-"""Runs the agent at `session.base_url` on a prompt, with the data set's extras, and sets the reward."""
+Row = dict[str, Any]
+
+ERROR = "error"
+MASKED: Row = {
+    "prompt_token_ids": [0],
+    "response_ids": [0],
+    "loss_masks": [0],
+    "rollout_logprobs": [0.0],
+    "stop_reasons": ERROR,
+}
+"""What SkyRL's own generators give for a trajectory that failed: a batch that lacks one fails."""
+
+EXPERTS, SUPPORT = "rollout_expert_indices", "rollout_sample_support"
 
 
-class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]  # SkyRL has no types
-    """For the synchronous and the fully asynchronous trainer, which has several `generate` calls under way at once.
+@dataclass
+class TurnlogConfig(BaseConfig):  # type: ignore[misc]  # SkyRL has no types
+    """`turnlog.…` in SkyRL's configuration; what is not explained is that of `turnlog.rollout`."""
 
-    run: the training run of the sessions. A trajectory is named by it, the step and phase, and SkyRL's own id: asked
-    for again, it is not played again. rewards: of `turn`, each token of a response has one. retry_failed: how often a
-    trajectory whose session was closed as failed is played again. session_fields: more arguments of `create_session`.
-    """
+    agent: str | None = None
+    command: str | None = None
+    run: str | None = None
+    """By default `TURNLOG_RUN`. A trainer that is started again under it is given what was played."""
+    url: str | None = None
+    failed: str = "keep"
+    retry_failed: int = 0
+    timeout_s: float | None = None
+    rewards: str = "total"
+    """`turn`: each token of a response has one."""
+    session: dict[str, Any] = field(default_factory=dict)
+    """More fields of `create_session`."""
+    add_engines: bool = True
+    """Make SkyRL's engines this run's in Turnlog, and tell it the version after each update of their weights."""
 
-    def __init__(
-        self,
-        turnlog: AsyncTurnlog,
-        play: Play,
-        *,
-        run: str,
-        rewards: Literal["total", "turn"] = "total",
-        retry_failed: int = 0,
-        **session_fields: Any,
-    ) -> None:
-        self._turnlog = turnlog
-        self._play = play
-        self._run = run
-        self._rewards = rewards
-        self._retry_failed = retry_failed
-        self._fields = session_fields
+
+@dataclass
+class TurnlogTrainConfig(SkyRLTrainConfig):  # type: ignore[misc]
+    turnlog: TurnlogConfig = field(default_factory=TurnlogConfig)
+
+
+class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]
+    """A trajectory is a rollout named by phase, step and SkyRL's own id; one sampled again in a step is another."""
+
+    def __init__(self, config: TurnlogConfig, generator: GeneratorConfig) -> None:
+        if not (config.run or default_run()):
+            raise ValueError("the rollouts have no run: set turnlog.run, or TURNLOG_RUN, to a name of this training")
+        self._config, self._generator = config, generator
+        self._when: tuple[str, int | None] = ("", None)
+        self._asked: Counter[str] = Counter()
+        self._layers: tuple[int, ...] | None = None
 
     async def generate(self, input_batch: GeneratorInput, **ignored: Any) -> GeneratorOutput:
-        """The rows of all trajectories, those of one together. Raises what `play` raises, and TurnlogError."""
-        ids = input_batch["trajectory_ids"]
+        """The rows of a trajectory stand together. One without rows is masked, with its group's mean as its reward,
+        which moves no baseline.
+
+        Raises TurnlogError, and ValueError for several rows of a trajectory without step-wise training, and for a batch
+        without the payloads that SkyRL is to replay.
+        """
+        config, prompts, metadata = self._generator, input_batch["prompts"], input_batch["batch_metadata"]
+        ids = input_batch["trajectory_ids"] or [TrajectoryID(uuid4().hex, 0) for _ in prompts]
         extras = input_batch["env_extras"] or [{}] * len(ids)
-        metadata = input_batch["batch_metadata"]
-        when = (metadata.training_phase, metadata.global_step) if metadata is not None else ()
-        names = (name_of(*when, one.to_string()) for one in ids)
-        timed = await asyncio.gather(*map(self._timed, names, input_batch["prompts"], extras, ids))
-        rows = [row for trajectory, _ in timed for row in trajectory]
-        responses, rewards = [row["response_ids"] for row in rows], [row["rewards"] for row in rows]
+        sampling = input_batch["sampling_params"] or {}
+        when = ("train", None) if metadata is None else (metadata.training_phase, metadata.global_step)
+        engine, trains = config.inference_engine, when[0] == "train"
+        kinds = [EXPERTS] * (trains and engine.enable_return_routed_experts)
+        kinds += [SUPPORT] * (trains and engine.enable_return_sample_support_set)
+        async with AsyncTurnlog(self._config.url) as turnlog:
+            asked = zip(ids, prompts, extras, strict=True)
+            played = await asyncio.gather(*(self._play(turnlog, when, sampling, kinds, *one) for one in asked))
+        rows = [row for trajectory in played for row in trajectory]
+        live = [row for row in rows if row["stop_reasons"] != ERROR]
+        if not live and any(row["lacks"] for row in rows):
+            raise ValueError(f"no row has {' and '.join(kinds)}: set TURNLOG_REPLAY, and what its engines need for it")
+        metrics: dict[str, Any] = {"generate/num_error_trajectories": len(rows) - len(live)}
+        if live:
+            given = ([row[key] for row in live] for key in ("response_ids", "rewards"))
+            seconds = [trajectory[-1]["seconds"] for trajectory in played]
+            masks = [row["loss_masks"] for row in live]
+            metrics |= get_rollout_metrics(*given, loss_masks=masks, trajectory_completion_times=seconds)
+        for row in live:
+            if config.zero_reward_on_non_stop and row["stop_reasons"] != "stop":
+                row["rewards"] = [0.0] * len(row["rewards"]) if isinstance(row["rewards"], list) else 0.0
+        _reward_masked(rows, by_turn=self._config.rewards == "turn")
+        output = {key: [row[key] for row in rows] for key in (*MASKED, "rewards", "trajectory_ids", "is_last_step")}
+        if config.apply_overlong_filtering:
+            output["loss_masks"] = apply_overlong_filtering(output["loss_masks"], output["stop_reasons"])
         return GeneratorOutput(
-            prompt_token_ids=[row["prompt_token_ids"] for row in rows],
-            response_ids=responses,
-            rewards=rewards,
-            loss_masks=[row["loss_masks"] for row in rows],
-            stop_reasons=[row["stop_reasons"] for row in rows],
-            rollout_metrics=get_rollout_metrics(responses, rewards),
-            rollout_logprobs=[row["rollout_logprobs"] for row in rows],
-            trajectory_ids=[TrajectoryID(**row["trajectory_ids"]) for row in rows],
-            trajectory_generation_times=[seconds for _, seconds in timed],
+            **output,
+            rollout_metrics=metrics,
+            trajectory_generation_times=[row["seconds"] for row in rows],
             trajectory_time_splits=None,
-            rollout_expert_indices=None,
-            rollout_sample_support=None,
-            is_last_step=[row["is_last_step"] for row in rows],
+            rollout_expert_indices=self._experts(rows) if EXPERTS in kinds else None,
+            rollout_sample_support=_support(rows, sampling["top_k"]) if SUPPORT in kinds else None,
+            env_metrics=[{"session_id": row["session_id"]} for row in rows],
         )
 
-    async def _timed(
-        self, name: str, prompt: Any, extras: Mapping[str, Any], trajectory: TrajectoryID
-    ) -> tuple[list[dict[str, Any]], float]:
-        """The rows of a trajectory, and how many seconds they took."""
-        begun = time.monotonic()
-
-        async def play(session: AsyncSession) -> None:
-            await self._play(session, prompt, extras)
-
-        of_group = {"group_id": trajectory.instance_id, "attempt": trajectory.repetition_id}
-        fields = {"run": self._run, **of_group, **self._fields}
-        rows = await played(
-            self._turnlog,
-            name,
-            play,
+    async def _play(
+        self,
+        turnlog: AsyncTurnlog,
+        when: tuple[str, int | None],
+        sampling: Mapping[str, Any],
+        kinds: list[str],
+        trajectory: TrajectoryID,
+        prompt: Any,
+        extras: Mapping[str, Any],
+    ) -> list[Row]:
+        """The rows of a trajectory, at least one."""
+        config, begun = self._config, time.monotonic()
+        if when != self._when:
+            self._when, self._asked = when, Counter()
+        again = self._asked[trajectory.to_string()]
+        self._asked[trajectory.to_string()] += 1
+        group = name_of(*when, trajectory.instance_id, *([again] if again else []))
+        found, outcome = await rollout(
+            config.agent,
+            prompt,
+            name=name_of(group, trajectory.repetition_id),
             shape="skyrl",
-            rewards=self._rewards,
-            retry_failed=self._retry_failed,
-            **fields,
+            command=config.command,
+            sampling=sampling,
+            metadata=extras,
+            step=when[1],
+            group_id=group,
+            attempt=trajectory.repetition_id,
+            evaluation=when[0] == "eval",
+            timeout_s=config.timeout_s,
+            failed=config.failed,  # type: ignore[arg-type]
+            retry_failed=config.retry_failed,
+            export={"rewards": config.rewards, "replay": bool(kinds)},
+            turnlog=turnlog,
+            run=config.run or default_run(),
+            **config.session,
         )
-        return rows, time.monotonic() - begun
+        rows: list[Row] = [row for row in found if all(row.get(kind) is not None for kind in kinds)]
+        name = f"trajectory {trajectory.to_string()} (session {outcome.session_id})"
+        if len(rows) > 1 and not self._generator.step_wise_trajectories:
+            raise ValueError(
+                f"{name} has {len(rows)} rows: set generator.step_wise_trajectories=true; for an agent with one "
+                "conversation also turnlog.session.history=linear turnlog.session.on_drift=reject will do"
+            )
+        if not rows:
+            lacks = [f"{kind}: {row.get(kind + '_missing')}" for row in found for kind in kinds if not row.get(kind)]
+            why = outcome.failed or lacks or f"{outcome.status}, and it has no reward or no sampled token"
+            logger.error(f"{name} is masked: {why}")
+            rows = [{**MASKED, "lacks": bool(lacks)}]
+        told = {"trajectory_ids": trajectory, "session_id": outcome.session_id, "seconds": time.monotonic() - begun}
+        return [{**row, **told, "is_last_step": place == len(rows)} for place, row in enumerate(rows, 1)]
+
+    def _experts(self, rows: list[Row]) -> list[Any] | None:
+        """A masked row has a row of zeros, as many as the last other one that was seen; None if none was."""
+        routed = [
+            None if one is None else compact_routed_expert_indices(np.array(one))
+            for one in (row.get(EXPERTS) for row in rows)
+        ]
+        self._layers = next((one.shape[1:] for one in routed if one is not None), self._layers)
+        if self._layers is None:
+            return None
+        return [np.zeros((1, *self._layers), np.uint8) if one is None else one for one in routed]
+
+
+def _support(rows: list[Row], top_k: int) -> list[Any]:
+    """[R, top_k] ids, -1 where a token was drawn from fewer."""
+    found = []
+    for row in rows:
+        support = np.full((len(row["response_ids"]), top_k), SAMPLE_SUPPORT_PADDING, SAMPLE_SUPPORT_DTYPE)
+        if given := row.get(SUPPORT):
+            support[np.arange(top_k) < np.diff(given["offsets"])[:, None]] = given["ids"]
+        found.append(support)
+    return found
+
+
+def _reward_masked(rows: list[Row], *, by_turn: bool) -> None:
+    totals = defaultdict(list)
+    for row in rows:
+        if row["is_last_step"] and row["stop_reasons"] != ERROR:
+            totals[row["trajectory_ids"].instance_id].append(math.fsum(row["rewards"]) if by_turn else row["rewards"])
+    for row in rows:
+        if row["stop_reasons"] == ERROR:
+            others = totals[row["trajectory_ids"].instance_id]
+            mean = math.fsum(others) / len(others) if others else 0.0
+            row["rewards"] = [mean] if by_turn else mean
+
+
+class TurnlogExp(BasePPOExp):  # type: ignore[misc]
+    """SkyRL's experiment, synchronous or with `trainer.fully_async.enabled`, with rollouts of Turnlog."""
+
+    def get_generator(self, cfg: TurnlogTrainConfig, tokenizer: Any, inference_engine_client: Any) -> TurnlogGenerator:
+        config, run = cfg.turnlog, cfg.turnlog.run or default_run()
+        if config.add_engines:
+            urls = {url.rstrip("/") for url in inference_engine_client.server_urls}
+            with Turnlog(config.url) as turnlog:
+                listed = turnlog.engines(run=run)
+                for left in [one["url"] for one in listed if one["run"] == run and one["url"] not in urls]:
+                    turnlog.remove_engine(left)
+                for url in urls - {one["url"] for one in listed} - {turnlog.base_url}:
+                    turnlog.add_engine(url, run=run)
+        return TurnlogGenerator(config, cfg.generator)
+
+    def get_trainer(self, **given: Any) -> RayPPOTrainer:
+        trainer = (FullyAsyncRayPPOTrainer if self.cfg.trainer.fully_async.enabled else RayPPOTrainer)(**given)
+        return told_versions(trainer, self.cfg.turnlog)
+
+
+def told_versions(trainer: RayPPOTrainer, config: TurnlogConfig) -> RayPPOTrainer:
+    """The trainer, which tells Turnlog each new version of its weights. It pauses its engines itself, and what Turnlog
+    asks them meanwhile waits there."""
+    if not config.add_engines:
+        return trainer
+    connect = trainer.init_weight_sync_state
+
+    def connected() -> None:
+        connect()
+        update = trainer.dispatch.save_weights_for_sampler
+
+        async def updated(*given: Any, **more: Any) -> None:
+            await update(*given, **more)
+            try:
+                async with AsyncTurnlog(config.url) as turnlog:
+                    version = str(trainer.inference_engine_client.weight_version)
+                    await turnlog.resume_fleet(version=version, run=config.run or default_run())
+            except TurnlogError as error:
+                logger.warning(f"Turnlog was not told the weight version: {error}")
+
+        trainer.dispatch.save_weights_for_sampler = updated
+
+    trainer.init_weight_sync_state = connected
+    return trainer
+
+
+@ray.remote(num_cpus=1)  # type: ignore[untyped-decorator]
+def train(experiment: type[BasePPOExp], cfg: TurnlogTrainConfig) -> None:
+    experiment(cfg).run()
+
+
+def main(experiment: type[BasePPOExp] = TurnlogExp) -> None:
+    """As SkyRL's own, with `turnlog.…`, and the environment's `TURNLOG_…` on the node that trains."""
+    words = [word for word in sys.argv[1:] if not word.startswith("trainer.override_entrypoint=")]
+    cfg = TurnlogTrainConfig.from_cli_overrides(words)
+    validate_cfg(cfg)
+    initialize_ray(cfg)
+    told = {name: value for name, value in os.environ.items() if name.startswith("TURNLOG_")}
+    ray.get(train.options(runtime_env={"env_vars": told}).remote(experiment, cfg))
+
+
+if __name__ == "__main__":
+    import turnlog.integrations.skyrl as module  # Ray would send the classes of `__main__` along.
+
+    module.main()

@@ -1,19 +1,64 @@
-"""verl's agent loop (0.9) on Turnlog: `run` plays a rollout and returns its rows as `AgentLoopOutput`s."""
+"""verl's agent loop (0.9) on Turnlog: each rollout that its classic or its V1 worker asks for is an agent in a session.
+
+In verl's configuration: `actor_rollout_ref.rollout.agent.default_agent_loop=turnlog`, `+turnlog.agent=my.agent:run` and
+`actor_rollout_ref.rollout.agent.agent_loop_config_path=turnlog/integrations/verl.yaml`.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import contextlib
+import logging
+import time
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from uuid import uuid4
 
+import numpy as np
 import torch
+from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 
-from turnlog import AsyncSession, AsyncTurnlog
-from turnlog.integrations.rollouts import name_of, played
+from turnlog import AsyncTurnlog
+from turnlog.client.address import default_run
+from turnlog.errors import NotFound
+from turnlog.rollouts import Outcome, name_of, rollout
+
+log = logging.getLogger("turnlog.integrations.verl")
+
+EVALUATION_SPLITS = ("test", "val", "validation")
+"""verl tells no agent loop that it validates; its data sets name their split in `extra_info`."""
 
 
-class _Output(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
+class RolloutFailed(Exception):
+    """V1's worker logs it, and gives the prompt's group verl's status `failure`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameters:
+    """Of `turnlog.rollout`: agent, command, timeout_s, retry_failed, run (by default `TURNLOG_RUN`).
+
+    failed: `drop`: in V1 the group gets verl's `failure`; the classic worker has a row for every rollout, which is then
+        masked, with the reward 0. `keep`: as any other; without a reward verl's reward function is asked.
+    rewards: `turn` puts rewards of turns into V1's `rm_scores`.
+    rows: of a rollout of several rows the classic worker gets the `longest`, which trains most tokens, or `refuse`s it.
+    engines: `verl`: the run's engines are those of verl's load balancer; `own`: somebody else adds them.
+    session: more fields of the session, such as `model` or `limits`.
+    """
+
+    agent: str | None = None
+    command: str | list[str] | None = None
+    run: str | None = None
+    timeout_s: float | None = None
+    retry_failed: int = 0
+    failed: Literal["drop", "keep"] = "drop"
+    rewards: Literal["total", "turn"] = "total"
+    rows: Literal["longest", "refuse"] = "longest"
+    engines: Literal["verl", "own"] = "verl"
+    session: dict[str, Any] = field(default_factory=dict)
+
+
+class TurnlogOutput(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
     """verl makes `rm_scores` of `reward_score`, at the last token; here they stand where turns earned them."""
 
     rm_scores: list[float] | None = None
@@ -25,38 +70,125 @@ class _Output(AgentLoopOutput):  # type: ignore[misc]  # verl has no types
         return found
 
 
-class TurnlogAgentLoop(AgentLoopBase):  # type: ignore[misc]  # verl has no types
-    """Write `play`, and register the class under a name of your own.
+class TurnlogAgent(AgentLoopBase):  # type: ignore[misc]  # verl has no types
+    """`turnlog`: parameters of the YAML file; those of verl's own `turnlog` go before them. Raises TypeError for a name
+    that is none of `Parameters`."""
 
-    url: Turnlog's address; by default `TURNLOG_URL`. retry_failed: how often a rollout whose session was closed as
-    failed is played again.
-    A rollout is named by verl's `uid`, `session_id` and `global_steps`: asked for again, it is not played again.
-    """
+    def __init__(self, *given: Any, turnlog: Mapping[str, Any] | None = None, **of_verl: Any) -> None:
+        super().__init__(*given, **of_verl)
+        merged = OmegaConf.merge(turnlog or {}, self.config.get("turnlog") or {})
+        self._own = Parameters(**OmegaConf.to_container(merged, resolve=True))
+        self._run = self._own.run or default_run()
 
-    url: ClassVar[str | None] = None
-    retry_failed: ClassVar[int] = 0
-
-    @abstractmethod
-    async def play(self, session: AsyncSession, sampling_params: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-        """Run the agent at `session.base_url` and set the reward. `fields` are the data set's and verl's own."""
-
-    async def run(self, sampling_params: dict[str, Any], **fields: Any) -> list[AgentLoopOutput]:
-        """An output for each row of the rollout. Raises what `play` raises, and TurnlogError."""
-        uid = str(fields["uid"])
-        attempt = fields.get("session_id", 0)
-
-        async def play(session: AsyncSession) -> None:
-            await self.play(session, sampling_params, fields)
-
-        async with AsyncTurnlog(self.url) as turnlog:
-            rows = await played(
-                turnlog,
-                name_of(uid, attempt, fields.get("global_steps", 0)),
-                play,
+    async def run(self, sampling_params: dict[str, Any], **fields: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """All rows for V1's worker, one for the classic one. Raises RolloutFailed, TurnlogError, ValueError, and what
+        `load` raises."""
+        own, is_v1 = self._own, "session_id" in fields
+        said = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in fields.items()}
+        prompt = [dict(message) for message in said.pop("raw_prompt")]
+        uid = str(said.get("uid") or uuid4())
+        attempt = said.pop("session_id", said.get("priority"))
+        is_evaluation = (said.get("extra_info") or {}).get("split") in EVALUATION_SPLITS
+        # Of these an engine may have others of its own; OpenAI's client takes neither as an argument.
+        always = {name: sampling_params[name] for name in ("top_k", "repetition_penalty") if name in sampling_params}
+        asked = {name: value for name, value in sampling_params.items() if name not in always}
+        session = {"run": self._run, "on_abort": "fail", **own.session}
+        session["params"] = {**always, **(session.get("params") or {})}
+        export: dict[str, Any] = {"rewards": own.rewards}
+        if self.rollout_config.get("enable_rollout_routing_replay") and not is_evaluation:
+            export["replay"] = True
+        if self.processor is not None:
+            export["images"] = "inline"
+        began = time.monotonic()
+        async with AsyncTurnlog() as turnlog:
+            if own.engines == "verl":
+                await self._register_engines(turnlog)
+            rows, outcome = await rollout(
+                own.agent,
+                prompt,
+                # verl's fully asynchronous trainer says no attempt, and its uids come again in another training.
+                name=str(uuid4()) if attempt is None else name_of(uid, attempt),
                 shape="verl",
-                rewards="turn",
-                retry_failed=self.retry_failed,
+                command=own.command,
+                sampling={"max_tokens": self.rollout_config.response_length, **asked},
+                metadata=said,
+                step=said.get("global_steps"),
                 group_id=uid,
                 attempt=attempt,
+                evaluation=is_evaluation,
+                timeout_s=own.timeout_s,
+                retry_failed=own.retry_failed,
+                export=export,
+                turnlog=turnlog,
+                **session,
             )
-        return [_Output(**row) for row in rows]
+        is_dropped = not rows or (outcome.failed is not None and own.failed == "drop")
+        if is_dropped and is_v1:
+            raise RolloutFailed(f"session {outcome.session_id}: {outcome.failed or outcome.status}") from outcome.error
+        # Step 1 samples of version 0; a validation is of the version that its step has made.
+        version = int(said.get("global_steps") or not is_evaluation) - (not is_evaluation)
+        seconds = time.monotonic() - began
+        outputs = [_output(row, seconds, version) for row in rows or [self._nothing(outcome)]]
+        return outputs if is_v1 else self._one(outputs, is_dropped)
+
+    def _nothing(self, outcome: Outcome) -> dict[str, Any]:
+        """A row of two tokens outside the loss: the classic worker has no rollout without one."""
+        some = [self.tokenizer.pad_token_id or 0]
+        said = {"session_id": outcome.session_id, "status": outcome.status, "failed": outcome.failed}
+        row = {"prompt_ids": some, "response_ids": some, "response_mask": [0], "response_logprobs": [0.0]}
+        return {**row, "extra_fields": said}
+
+    def _one(self, outputs: list[TurnlogOutput], is_dropped: bool) -> TurnlogOutput:
+        """The classic worker takes one row, and pads it to `prompt_length` and `response_length`. The rest of a longer
+        prompt begins the response, outside the loss; a longer response is cut. Raises ValueError."""
+        if len(outputs) > 1 and self._own.rows == "refuse":
+            raise ValueError(f"session {outputs[0].extra_fields['turnlog']['session_id']} has {len(outputs)} rows")
+        trained = sum(sum(output.response_mask) for output in outputs)
+        one = max(outputs, key=lambda output: sum(output.response_mask))
+        moved = one.prompt_ids[self.rollout_config.prompt_length :]
+        one.prompt_ids = one.prompt_ids[: self.rollout_config.prompt_length]
+        end = self.rollout_config.response_length
+        one.response_ids = (moved + one.response_ids)[:end]
+        one.response_mask = ([0] * len(moved) + one.response_mask)[:end]
+        one.response_logprobs = ([0.0] * len(moved) + one.response_logprobs)[:end]
+        if one.routed_experts is not None:
+            one.routed_experts = np.asarray(one.routed_experts)[: len(one.prompt_ids) + len(one.response_ids)]
+        if is_dropped:
+            one.response_mask, one.reward_score = [0] * len(one.response_mask), 0.0
+        left_out = {"rows_left_out": len(outputs) - 1, "tokens_left_out": trained - sum(one.response_mask)}
+        if any(left_out.values()):
+            log.warning("verl gets one row of session %s: %s", one.extra_fields["turnlog"]["session_id"], left_out)
+        one.extra_fields.update(left_out)
+        return one
+
+    async def _register_engines(self, turnlog: AsyncTurnlog) -> None:
+        """Turnlog's list is read first: what verl adds meanwhile is in the second one, and is not removed."""
+        known = {engine["url"]: engine["run"] for engine in await turnlog.engines()}
+        servers = await self.server_manager._load_balancer.get_all_servers.remote()
+        urls = {f"http://{address}" for address in servers}
+        for url in sorted(urls):
+            if known.get(url, ...) not in (None, self._run):
+                await turnlog.add_engine(url, run=self._run)
+        for url, run in known.items():
+            if run is not None and run == self._run and url not in urls:
+                with contextlib.suppress(NotFound):
+                    await turnlog.remove_engine(url)
+
+
+def _output(row: dict[str, Any], seconds: float, version: int) -> TurnlogOutput:
+    """The same names in every `extra_fields`, since verl makes columns of them. `version`: of weights where no reply
+    names one that is a number. Raises ValueError for experts that were asked for and are not there."""
+    of_row = dict(row["extra_fields"])
+    if row.get("routed_experts") is None and of_row.get("routed_experts_missing"):
+        raise ValueError(f"session {of_row['session_id']}: no routed experts: {of_row['routed_experts_missing']}")
+    named = of_row.get("weight_versions") or []
+    versions = [int(one) for one in named] if named and all(map(str.isdecimal, named)) else [version]
+    extra = {
+        "turn_scores": of_row.pop("turn_scores", []),
+        "tool_rewards": [],
+        "reward_extra_info": of_row.pop("reward_extra_info", {}),
+        "min_global_steps": min(versions),
+        "max_global_steps": max(versions),
+        "turnlog": of_row,
+    }
+    return TurnlogOutput(**{**row, "metrics": {"generate_sequences": seconds}, "extra_fields": extra})

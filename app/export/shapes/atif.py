@@ -83,13 +83,6 @@ COLUMNS: Columns = {
 }
 
 
-class _Params(msgspec.Struct, frozen=True):
-    model: object = None
-
-
-describe(_Params)
-
-
 def _given(**values: Value) -> dict[str, Value]:
     return {name: value for name, value in values.items() if value is not None}
 
@@ -108,7 +101,7 @@ def fields(row: Row) -> Fields:
         "agent": _given(
             name=AGENT,
             version=row.source.turnlog_version,
-            model_name=_model(turns[0]),
+            model_name=shared.model_of(turns[0].params),
             tool_definitions=None if tools is None else msgspec.Raw(tools),
         ),
         "steps": steps,
@@ -152,7 +145,7 @@ def _steps(row: Row, turns: list[TurnContent], repeated: bool) -> list[Fields]:
             steps.add(read_message(raw), timestamp=_iso(event.requested_at), **mark)
         more = _given(
             timestamp=_iso(turn.at),
-            model_name=_model(turn),
+            model_name=shared.model_of(turn.params),
             metrics=_metrics(row.sample, turn, span, with_prompt=repeated or turn is turns[-1]),
             llm_call_count=1,
             extra={
@@ -261,15 +254,6 @@ def _metrics(sample: Sample, turn: TurnContent, span: TurnSpan, *, with_prompt: 
         logprobs=sample.logprobs[span.output_start : span.end],
         extra={name: missing} if missing else None,
     )
-
-
-def _model(turn: TurnContent) -> str | None:
-    """None where the request names none, or none that is text."""
-    try:
-        named = msgspec.json.decode(turn.params, type=_Params).model
-    except msgspec.DecodeError:
-        return None
-    return named if isinstance(named, str) else None
 
 
 def _iso(seconds: float) -> str:

@@ -19,7 +19,6 @@ from app.export import jsontext
 from app.export.containers.safetensors import Spool, TensorFile
 from app.export.row import Columns, Fields, Row, Value
 from app.export.shapes import shared, slime
-from workers.codec import describe
 
 COLUMNS: Columns = {**slime.COLUMNS, "rollout_indexer_topk": "[[[int32]]]", "adapter": "text"}
 
@@ -56,13 +55,6 @@ def _with_last_status(row: Row) -> Row:
     """miles' merge of a session's turns keeps the status of the last one."""
     sample = row.sample
     return msgspec.structs.replace(row, sample=msgspec.structs.replace(sample, status=sample.last_status))
-
-
-class _Message(msgspec.Struct, frozen=True):
-    content: str | None = None
-
-
-describe(_Message)
 
 
 def samples_body(
@@ -109,7 +101,7 @@ def samples_body(
             }
             samples.append(
                 {
-                    "response": _text(row) if responses is None else responses[index],
+                    "response": shared.replies(row) if responses is None else responses[index],
                     "response_length": sample.response_length,
                     "status": sample.status,
                     "weight_versions": shared.weight_versions(row) if versions == "names" else _version_calls(sample),
@@ -153,9 +145,3 @@ def _version_calls(sample: Sample) -> list[list[Fields]]:
         ]
         for turn in sample.turns
     ]
-
-
-def _text(row: Row) -> str:
-    """A completion's answer is a text rather than a message."""
-    answers = [msgspec.json.decode(turn.message, type=str | _Message) for turn in row.turns]
-    return "\n".join(answer if isinstance(answer, str) else answer.content or "" for answer in answers)

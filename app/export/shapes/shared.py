@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from app.domain.images import data_url
 from app.domain.patterns import MAX_FLOAT32
-from app.domain.samples import Array
-from app.export.row import Columns, Fields, Row, Unfit
+from app.domain.samples import Array, TurnSpan
+from app.export.row import Columns, Fields, Row, TurnContent, Unfit
 from workers.codec import describe
 from workers.sampling_masks import Masks
 
@@ -51,6 +51,11 @@ BESIDE: Columns = {**IDENTITY, **ROLLOUT, **SAMPLING, **LEFT_OUT}
 
 def beside(row: Row) -> Fields:
     return {**identity(row), **rollout(row), **sampling(row), **left_out(row)}
+
+
+def beside_messages(row: Row) -> Fields:
+    """Of a shape with messages, which hold the images themselves with `images=inline`."""
+    return {**identity(row), **rollout(row), **sampling(row), **placed_images(row, lambda shown: {})}
 
 
 def identity(row: Row) -> Fields:
@@ -116,6 +121,66 @@ def placed_images(row: Row, place: Callable[[list[str]], Fields]) -> Fields:
         else:
             urls.append(data_url(image.media_type or "", image.bytes))
     return place(urls) if urls else {}
+
+
+class Generation(NamedTuple):
+    """A turn of a row: its place in the sample, the messages that it was asked with, raw, and the id of the turn
+    before it in the row. `name` is its own id."""
+
+    name: str
+    parent: str | None
+    turn: TurnContent
+    span: TurnSpan
+    messages: Sequence[bytes]
+
+
+def generations(row: Row) -> Iterator[Generation]:
+    """The row's turns, oldest first."""
+    turns = list(row.turns)
+    own = sum(len(turn.messages) + 1 for turn in turns)
+    # Of earlier segments. Turns by ids alone have no messages but their own.
+    said = [*row.messages[: max(len(row.messages) - own, 0)]]
+    parent = None
+    for turn, span in zip(turns, row.sample.turns, strict=True):
+        said = [*(said if turn.event.base_messages else ()), *turn.messages]
+        name = f"{row.session.session_id}.{span.turn}"
+        yield Generation(name, parent, turn, span, said)
+        said, parent = [*said, turn.message], name
+
+
+def trained(row: Row) -> Iterator[Generation]:
+    """The turns that have a token in the row's loss: in all rows of a session each generation once."""
+    mask = row.sample.loss_mask
+    return (one for one in generations(row) if mask[one.span.output_start : one.span.end].any())
+
+
+class _Model(msgspec.Struct, frozen=True):
+    model: object = None
+
+
+describe(_Model)
+
+
+def model_of(params: bytes) -> str | None:
+    """None where the request names none, or none that is text."""
+    try:
+        named = msgspec.json.decode(params, type=_Model).model
+    except msgspec.DecodeError:
+        return None
+    return named if isinstance(named, str) else None
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+describe(_Reply)
+
+
+def replies(row: Row) -> str:
+    """The text of the row's replies, a line after the other. A completion's answer is a text rather than a message."""
+    answers = [msgspec.json.decode(turn.message, type=str | _Reply) for turn in row.turns]
+    return "\n".join(answer if isinstance(answer, str) else answer.content or "" for answer in answers)
 
 
 def rollout_number(name: str) -> int:

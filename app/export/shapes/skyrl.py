@@ -31,7 +31,14 @@ COLUMNS: Columns = {
 OF_TURNS: Columns = {"rewards": "[float64]"}
 """`rewards` are numbers, or for all rows of a batch lists of the responses' lengths."""
 
+MASKS: Columns = {
+    "rollout_sample_support": {"ids": "[int32]", "offsets": "[int64]"},
+    "rollout_sample_support_missing": "text",
+}
+"""SkyRL's own is dense, [R, top_k] and -1 beyond a token's ids; only the trainer knows its `top_k`."""
+
 STOP_REASONS = {"truncated": "length", "aborted": "abort"}
+"""Of a row's status, else "stop": SkyRL takes any other word for a response that was cut off, also "tool_calls"."""
 
 
 def fields(row: Row) -> Fields:
@@ -49,7 +56,7 @@ def fields(row: Row) -> Fields:
         "loss_masks": sample.loss_mask[start:],
         "rollout_logprobs": sample.logprobs[start:].astype(np.float32),
         "rewards": row.reward if scores is None else scores[start:],
-        "stop_reasons": STOP_REASONS.get(sample.status, sample.turns[-1].finish_reason or "stop"),
+        "stop_reasons": STOP_REASONS.get(sample.status, "stop"),
         "trajectory_ids": {
             "instance_id": session.session_id if group_id is None else group_id,
             "repetition_id": shared.rollout_number(session.session_id) if attempt is None else attempt,
@@ -57,6 +64,7 @@ def fields(row: Row) -> Fields:
         "is_last_step": row.is_last,
         "rollout_expert_indices": None if experts is None else _compact(experts),
         "rollout_expert_indices_missing": missing,
+        **_support(row),
         "weight_versions": shared.weight_versions(row),
         "advantage": row.advantage,
         **shared.beside(row),
@@ -69,3 +77,12 @@ def _compact(ids: Array) -> Array:
     if largest <= np.iinfo(np.uint8).max:
         return ids.astype(np.uint8, copy=False)
     return ids.astype(np.int16 if largest <= np.iinfo(np.int16).max else np.int32, copy=False)
+
+
+def _support(row: Row) -> Fields:
+    """For each token of the response the ids that it was drawn from; none where it was not sampled."""
+    mask, missing = shared.sampling_mask(row, row.sample.prompt_length)
+    if mask is None:
+        return {} if missing is None else {"rollout_sample_support": None, "rollout_sample_support_missing": missing}
+    support = {"ids": mask.ids.astype(np.int32), "offsets": mask.offsets}
+    return {"rollout_sample_support": support, "rollout_sample_support_missing": None}

@@ -18,10 +18,10 @@ from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, JSON, PAYLOADS, READ, SESSION, WRITE, Routes, json_reply
 from app.api.sessions import session_json
 from app.errors import InvalidRequest, NotFound, SessionExists, SessionNotFound
+from app.export.shapes.rllm import Trace
 from app.features.rllm import traces
 from app.features.rllm.paths import spoken
 from app.features.rllm.rules import id_of, name_of, pinned
-from app.features.rllm.traces import Trace
 from app.sessions.session_list import SessionQuery
 from app.store.content import metadata_of
 

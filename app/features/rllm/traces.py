@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator
 
-import msgspec
 import numpy as np
+from msgspec import Raw
 
-from app.domain.events import is_number, shape_of
+from app.domain.events import shape_of
 from app.domain.rules import superseded
+from app.domain.samples import Array
 from app.domain.session import Session, Turn
 from app.errors import NotFound, PayloadTombstoned
+from app.export.shapes.rllm import Trace, trace
 from app.features.rllm.rules import name_of
 from app.sessions import replay_payloads, transcript
 from app.sessions.session_at import session_at
@@ -21,39 +21,6 @@ from app.store.content import load_tokens
 from app.store.database import Database
 from app.store.ports import of_session
 from workers.sampling_masks import Masks
-
-Raw = msgspec.Raw
-
-
-class Trace(msgspec.Struct):
-    """A generation with its tokens: rLLM's `TraceRecord`, field by field.
-
-    `messages`, `raw_request` and `raw_response` are what went to and came from the engine. `weight_version` is that of
-    its first token, if it is a number. `routing_matrices` are a header and the experts of prompt and output in base64,
-    as rLLM's trainer for verl decodes them. `metadata` says where the turn is in Turnlog.
-    """
-
-    trace_id: str
-    session_id: str
-    model: str
-    messages: Sequence[Raw]
-    prompt_token_ids: list[int]
-    response_message: Raw
-    completion_token_ids: list[int]
-    logprobs: list[float] | None
-    routing_matrices: list[str] | None
-    finish_reason: str | None
-    weight_version: int | None
-    latency_ms: float
-    token_counts: dict[str, int]
-    timestamp: float
-    metadata: dict[str, Any]
-    raw_request: Raw
-    raw_response: Raw
-
-
-class _Named(msgspec.Struct):
-    model: str = ""
 
 
 async def every(database: Database, session_id: str, since: float | None, limit: int | None) -> AsyncIterator[Trace]:
@@ -93,31 +60,24 @@ async def _told(database: Database, session_id: str, since: float | None) -> tup
 
 
 async def _trace(database: Database, session: Session, turn: WireTurn) -> Trace:
-    event, number = turn.event, turn.event.turn
-    output, logprobs = await _sampled(database, session, number)
-    # A trainer's limit on staleness is kept if the oldest token is counted.
-    versions = [*(span.version for span in event.weight_versions[:1]), event.dispatched]
-    version = next((int(name) for name in versions if name is not None and is_number(name)), None)
+    event = turn.event
+    output, logprobs = await _sampled(database, session, event.turn)
     is_chat = shape_of(event.protocol) == "chat"
-    return Trace(
-        trace_id=f"{session.session_id}.{number}",
-        session_id=name_of(session.name or session.session_id),
-        model=msgspec.json.decode(turn.request, type=_Named).model,
-        messages=[Raw(message) for message in turn.messages] if is_chat else [],
-        prompt_token_ids=turn.prompt.tolist(),
-        response_message=Raw(turn.exchange.message if is_chat else b"{}"),
-        completion_token_ids=output,
-        logprobs=logprobs or None,
-        routing_matrices=await _routing(database, session, number),
-        finish_reason=event.finish_reason,
-        weight_version=version,
-        latency_ms=max(turn.at - event.requested_at, 0.0) * 1000,
-        token_counts={"prompt": event.base_tokens + event.suffix_tokens, "completion": event.output_tokens},
-        timestamp=turn.at,
-        metadata={"turnlog_session_id": session.session_id, "turn": number, "parent": event.parent or None},
-        raw_request=Raw(turn.request),
-        raw_response=Raw(turn.reply({})),
+    told = trace(
+        session,
+        event,
+        turn.at,
+        name=name_of(session.name or session.session_id),
+        params=turn.request,
+        messages=turn.messages if is_chat else (),
+        reply=turn.exchange.message if is_chat else b"{}",
+        prompt=turn.prompt.tolist(),
+        output=output,
+        logprobs=logprobs,
+        experts=await _experts(database, session, event.turn),
     )
+    told.raw_request, told.raw_response = Raw(turn.request), Raw(turn.reply({}))
+    return told
 
 
 async def _sampled(database: Database, session: Session, number: int) -> tuple[list[int], list[float]]:
@@ -130,9 +90,9 @@ async def _sampled(database: Database, session: Session, number: int) -> tuple[l
     return np.frombuffer(tokens.output_ids, "<i4").tolist(), logprobs
 
 
-async def _routing(database: Database, session: Session, number: int) -> list[str] | None:
-    """None where there is none, where it is no longer kept, and where it cannot be told: its first rows are
-    missing, or nobody knows how many layers it has."""
+async def _experts(database: Database, session: Session, number: int) -> Array | None:
+    """None where there are none, where they are no longer kept, and where they cannot be told: the first rows are
+    missing, or nobody knows how many layers they have."""
     payload = session.payload(number, "routed_experts")
     if payload is None or payload.start or len(payload.shape) != 2:
         return None
@@ -141,5 +101,4 @@ async def _routing(database: Database, session: Session, number: int) -> list[st
     except (NotFound, PayloadTombstoned):
         return None  # since `session` was read
     assert not isinstance(rows, Masks)
-    header = {"shape": list(payload.shape), "dtype": rows.dtype.name}
-    return [msgspec.json.encode(header).decode(), base64.b64encode(rows.tobytes()).decode()]
+    return rows.reshape(-1, *payload.shape)

@@ -5,7 +5,7 @@ import { checkbox, choice, chosen, field, numberField, QueryForm, textField } fr
 
 /** @import {Values} from "./form.js" */
 
-const SHAPES = ["turnlog", "slime", "miles", "verl", "skyrl", "trl", "tinker", "areal", "prime-rl", "atropos", "tree"];
+const SHAPES = ["turnlog", "slime", "miles", "verl", "skyrl", "trl", "trl-async", "openenv", "tinker", "areal", "xtuner", "rllm", "prime-rl", "atropos", "tree"];
 
 /** The options that the preview does not need: they do not decide which rows there are. */
 const NOT_COUNTED = ["limit", "replay", "explain"];

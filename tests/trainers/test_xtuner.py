@@ -1,0 +1,103 @@
+"""xtuner's agent loop in its own manager, in a process of its own: what it trains on is what the engine said."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainers import playing
+from trainers.stand import Sequenced, TrainerStand, judge, trainer_stand
+from turnlog import Turnlog
+
+pytestmark = [
+    pytest.mark.harness,
+    pytest.mark.long,
+    pytest.mark.skipif(importlib.util.find_spec("xtuner") is None, reason="xtuner is not there, see CONTRIBUTING.md"),
+]
+
+MASKED = -100
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Iterator[TrainerStand]:
+    with trainer_stand(tmp_path / "server", "--seed", "3", "--weight-version", "0") as made:
+        yield made
+
+
+def asked(*rows: tuple[str, str], batch_size: int = 2, again: bool = False, **config: Any) -> dict[str, Any]:
+    messages = [{"messages": [{"role": "user", "content": text}], "what": what} for text, what in rows]
+    return {"rows": messages, "group_size": 2, "batch_size": batch_size, "again": again, "config": config}
+
+
+def require(stand: TrainerStand, found: dict[str, Any], unused: int = 0) -> None:
+    """Of each row of the data the tokens, labels and logprobs are the engine's, and of each state the reward."""
+    rows = []
+    for one in found["data"]:
+        labels = one["shifted_labels"]
+        mask = [0, *(int(label != MASKED) for label in labels)]
+        tokens = [*one["input_ids"], labels[-1]]
+        assert [token for token, sampled in zip(tokens, mask, strict=True) if sampled] == [
+            label for label in labels if label != MASKED
+        ]
+        assert (
+            len({advantage for advantage, label in zip(one["advantage"], labels, strict=True) if label != MASKED}) == 1
+        )
+        rows.append(Sequenced(tokens, mask, [0.0, *one["logprobs"]]))
+    judge(rows, stand.generations(), unused=unused)
+    outputs = [one.output for one in stand.generations()]
+    for state in (state for group in found["groups"] for state in group):
+        last = [one for one in outputs if tuple(state["response_ids"][-len(one) :]) == one]
+        assert state["reward"]["score"] in map(len, last)
+        assert state["status"] == "completed"
+        assert state["response_model_steps"] == [0] * len(state["response_ids"])
+        assert state["seq_staleness"] == 0
+
+
+def test_the_data_for_training_is_what_the_engine_said(stand: TrainerStand, tmp_path: Path) -> None:
+    """Of rollouts with two rows, of a group that failed, in whose place another prompt is sampled, and of one that half
+    failed."""
+    given = asked(("One", "forgets"), ("Two", "raises"), ("Three", "odd raises"))
+    with playing.program(tmp_path, "xtuner_program", given, stand.url) as trainer:
+        found = trainer.result()
+    assert [[state["rollout_id"] for state in group] for group in found["groups"]] == [[0, 0, 1, 1], [4]]
+    assert found["failed"] == 2
+    require(stand, found, unused=3)
+    with Turnlog(stand.url) as turnlog:
+        exported = list(turnlog.export())
+    assert {str(one["pinned"]["params"]) for one in exported} == {"{'temperature': 0.9, 'top_p': 1.0}"}
+    assert sorted(str((one["failed"] or {}).get("kind")) for one in exported) == ["None"] * 5 + ["agent"] * 3
+
+
+def test_what_has_expired_is_played_again(stand: TrainerStand, tmp_path: Path) -> None:
+    """A command is the agent."""
+    command = [sys.executable, "-c", playing.COMMAND]
+    given = asked(("One", "fine"), batch_size=1, again=True, command=command)
+    with playing.program(tmp_path, "xtuner_program", given, stand.url) as trainer:
+        found = trainer.result()
+    assert [[state["rollout_id"] for state in group] for group in found["groups"]] == [[0, 1], [0, 1]]
+    require(stand, found)
+
+
+def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerStand, tmp_path: Path) -> None:
+    given = asked(("Done before", "fine"), ("Cut off", "waits"))
+    (tmp_path / "gate").touch()
+    with playing.program(tmp_path, "xtuner_program", given, stand.url) as trainer:
+        trainer.until("waiting", 4)
+        ended = trainer.until("played", 2)
+        stand.kill()
+        trainer.kill()
+    with playing.program(tmp_path, "xtuner_program", given, stand.url) as trainer:
+        trainer.until("waiting", 6)
+        stand.kill()
+        trainer.gate.unlink()
+        require(stand, trainer.result(), unused=2)
+        assert len(trainer.until("played", 4)) == 4
+    with Turnlog(stand.url) as turnlog:
+        kinds = {one["session_id"]: (one["failed"] or {}).get("kind") for one in turnlog.export()}
+    assert {kinds[session_id] for session_id in ended} == {None}
+    assert sorted(map(str, kinds.values())) == ["None"] * 4 + ["other"] * 2

@@ -1,0 +1,108 @@
+"""xtuner's agent loop (v1) on Turnlog: a sample is a rollout, and each of its rows a `RolloutState`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, Literal
+
+import numpy as np
+import ray
+from xtuner.v1.data_proto.rl_data import RolloutState, Status
+from xtuner.v1.rl.agent_loop import AgentLoop, AgentLoopConfig
+
+from turnlog import AsyncTurnlog, name_of, rollout
+
+
+class TurnlogAgentLoopConfig(AgentLoopConfig):  # type: ignore[misc]  # xtuner has no types
+    """`agent_loop_config=TurnlogAgentLoopConfig(hf_checkpoint=…, sample_params=…, agent="my.agent:run")`.
+
+    agent, command, failed, retry_failed, timeout_s: as `turnlog.rollout` takes them. run: the training run; by default
+        `TURNLOG_RUN`. url: Turnlog's address; by default `TURNLOG_URL`. mode: "eval" for the evaluation's loop.
+    """
+
+    agent: str | None = None
+    command: str | list[str] | None = None
+    mode: Literal["train", "eval"] = "train"
+    failed: Literal["keep", "drop"] = "drop"
+    retry_failed: int = 0
+    timeout_s: float | None = None
+    run: str | None = None
+    url: str | None = None
+    enable_batch_judge: Literal[False] = False
+
+    def build_local(self, rollout_controller: Any, judger: Any = None, logger: Any = None) -> TurnlogAgentLoop:
+        return TurnlogAgentLoop(self, rollout_controller, judger, logger)
+
+
+class TurnlogAgentLoop(AgentLoop):  # type: ignore[misc]  # xtuner has no types
+    """As xtuner's own loops of agents, it leaves samples that failed out of a group, unless all did."""
+
+    def __init__(self, config: TurnlogAgentLoopConfig, rollout_controller: Any, judger: Any, logger: Any) -> None:
+        super().__init__(rollout_controller, config.sample_params, config.hf_checkpoint, judger, logger)
+        self._config = config
+
+    async def generate_group(self, rollout_state: list[RolloutState], **kwargs: Any) -> list[RolloutState]:
+        """The states of all rollouts, those of one together."""
+        asked = {one.rollout_id: one for one in rollout_state}  # A group that comes again has a state for each row.
+        for rollout_id in {one.rollout_id for one in rollout_state if one.status in (Status.ABORTED, Status.EXPIRED)}:
+            fields = asked[rollout_id].extra_fields
+            fields["turnlog_again"] = fields.get("turnlog_again", 0) + 1
+        samples = await asyncio.gather(*map(self.generate_sample, asked.values()))
+        states = [state for sample in samples for state in sample]
+        return [state for state in states if state.status != Status.FAILED] or states
+
+    async def generate_sample(self, rollout_state: RolloutState, **kwargs: Any) -> list[RolloutState]:
+        """A state for each row, as of xtuner's loop for sandboxes. They share a `rollout_id`, by which the trainer
+        counts their reward once. Raises TurnlogError."""
+        config, state = self._config, rollout_state
+        step, is_evaluation = state.extra_fields.get("producer_future_step"), config.mode == "eval"
+        # xtuner numbers the groups of a task over the whole training, also after it was resumed.
+        phase = (config.mode, step) if is_evaluation else (config.mode,)
+        group = name_of(*phase, state.group_id, name_of(json.dumps(state.message, sort_keys=True)))
+        sampling = self.sample_params.model_dump()
+        async with AsyncTurnlog(config.url) as turnlog:
+            rows, outcome = await rollout(
+                config.agent,
+                state.message,
+                name=name_of(group, state.rollout_id, state.extra_fields.get("turnlog_again", 0)),
+                shape="xtuner",
+                command=config.command,
+                sampling={**sampling, "stop": sampling["stops"], "tools": state.tools},
+                metadata={**state.extra_fields, "data_source": state.data_source, "reward_model": state.reward_model},
+                step=step,
+                group_id=group,
+                attempt=state.rollout_id,
+                evaluation=is_evaluation,
+                timeout_s=config.timeout_s,
+                failed=config.failed,
+                retry_failed=config.retry_failed,
+                export={"replay": not is_evaluation},
+                turnlog=turnlog,
+                run=config.run,
+            )
+        if outcome.failed is not None:
+            state.error_msg = f"{outcome.failed['kind']}: {outcome.failed.get('message')}"
+        states = [
+            state.model_copy(update={**row, "extra_fields": {**state.extra_fields, "turnlog": row["extra_fields"]}})
+            for row in rows
+        ] or [state]
+        if rows and outcome.reward is None and outcome.failed is None and self.judger is not None:
+            judged = await self.run_judger(states[-1])
+            for one in states:
+                one.reward = judged.reward
+        for one in states:
+            one.status = Status.COMPLETED if rows and one.reward is not None else Status.FAILED
+            if outcome.status == "aborted":
+                one.status = Status.ABORTED
+            if rows and one.routed_experts is not None:
+                one.routed_experts = ray.put(np.asarray(one.routed_experts))
+        if is_evaluation:
+            [*_, last] = states
+            last.status, last.reward, last.response = (
+                Status.COMPLETED,
+                last.reward or {"score": 0.0},
+                last.response or "",
+            )
+            return [last]
+        return states
