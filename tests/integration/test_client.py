@@ -16,6 +16,7 @@ from integration.proxy import RecordingProxy
 from integration.stand import Stand, user
 from turnlog import (
     AsyncTurnlog,
+    Conflict,
     InvalidRequest,
     Limits,
     NewSession,
@@ -240,3 +241,30 @@ def test_the_async_client(stand: Stand) -> None:
     made, listed, rows = asyncio.run(rollout())
     assert sorted(listed) == sorted(made)
     assert sorted(rows) == sorted(made[4:])
+
+
+def test_engines_are_added_brought_back_and_removed(client: Turnlog, stand: Stand) -> None:
+    url, run = "http://engine.invalid:30000", uuid.uuid4().hex
+
+    def serving(of: str) -> list[str]:
+        return [one["url"] for one in client.engines(run=of)]
+
+    assert [client.add_engine(said, run=run)["run"] for said in (url, f"{url}/", f"{url}/v1")] == [run] * 3
+    assert client.add_engine(url)["run"] == run, "it stays its run's"
+    assert serving(run) == [url]
+    for other in ("another", "*"):
+        with pytest.raises(Conflict, match="remove it first"):
+            client.add_engine(url, run=other)
+    assert stand.http.post("/engines", json={"url": url, "state": "draining"}).status_code == 200
+    assert [one["state"] for one in client.engines(run=run)] == ["draining"]
+    assert client.add_engine(url)["state"] == "serving"
+    client.remove_engine(url)
+    assert (serving(run), client.add_engine(url)["run"]) == ([], run)
+    client.remove_engine(url)
+    assert client.add_engine(url, run="*")["run"] is None
+    assert url in serving(run) + serving("another")
+    client.remove_engine(url)
+    with pytest.raises(NotFound):
+        client.remove_engine(url)
+    with pytest.raises(InvalidRequest, match="a base URL"):
+        client.add_engine("engine.invalid:30000")

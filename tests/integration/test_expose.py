@@ -153,7 +153,7 @@ def test_another_address_of_a_forwarder_that_lives_is_followed(guarded: Guarded,
     with exposing(guarded, tmp_path, command=f"sh -c '{say}; sleep 60'") as exposed:
         until(lambda: public_url(guarded) == "https://first.example.org")
         (tmp_path / "next").write_text("go\n")
-        until(lambda: public_url(guarded) == "https://second.example.org")
+        until(lambda: public_url(guarded) == "https://second.example.org" and len(exposed.told) == 2)
     assert exposed.told == ["https://first.example.org", "https://second.example.org"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -14,6 +14,7 @@ from integration.cli import answer, complaint, run
 from integration.places import Places
 from integration.routing import problems
 from integration.stand import Stand, Talk, error_of, serving
+from integration.test_metrics_route import value as metric
 from ops.simulator.process import SimulatorProcess
 from turnlog import AsyncTurnlog, rollout
 
@@ -216,6 +217,24 @@ def test_the_command_line_closes_a_failed_session(used: Stand, monkeypatch: pyte
     assert "failed: sandbox: the disk is full" in run("show", talk.id).stdout
     run("close", other.id)
     assert answer("show", other.id)["failed"] is None
+
+
+def test_failures_are_counted_where_an_operator_looks(
+    used: Stand, monkeypatch: pytest.MonkeyPatch, clean_environment: Callable[..., None], sqlite_url: str
+) -> None:
+    clean_environment(URL=used.server.base_url, DATABASE_URL=sqlite_url, RUN=(named := uuid.uuid4().hex))
+    monkeypatch.setenv("COLUMNS", "300")
+    outcomes: dict[float | str, float | None] = {"agent": None, "timeout": None, 1: None}
+    before = {kind: metric(used, "turnlog_rollouts_failed_total", kind=kind) for kind in ("agent", "timeout", "engine")}
+    group = attempts(used, outcomes, run=named)
+    after = {kind: metric(used, "turnlog_rollouts_failed_total", kind=kind) for kind in before}
+    assert {kind: after[kind] - before[kind] for kind in before} == {"agent": 1, "timeout": 1, "engine": 0}
+    [row] = [line.split() for line in run("groups", "--group", group).stdout.splitlines() if line.startswith(group)]
+    assert row[2:6] == ["3", "3", "3", "2"]
+    assert answer("run", named)["failed"] == {"agent": 1, "timeout": 1}
+    whats = {one["what"]: one["level"] for one in answer("doctor", "--no-generate")["findings"]}
+    assert whats[f"2 of 3 rollouts of run {named} have failed: 1 agent, 1 timeout"] == "warning"
+    assert not any("TURNLOG_RUN" in what for what in whats), "it is the client's"
 
 
 @pytest.mark.anyio

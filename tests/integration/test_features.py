@@ -70,13 +70,13 @@ SOME = [
     tuple(names.split())
     for names in (
         "annotations archive forks objects otel page rllm run_tokens text",
-        "archive budgets checkpoints groups objects page runs session_control webhooks",
+        "archive budgets checkpoints groups objects page public_url runs session_control webhooks",
         "archive checkpoints forks gates groups live otel resume runs text webhooks",
         "annotations budgets forks live rllm search webhooks",
         "live page resume runs search session_control text",
         "annotations archive checkpoints gates groups objects resume runs search webhooks",
         "budgets checkpoints gates otel rllm session_control",
-        "resume run_tokens",
+        "public_url resume run_tokens",
     )
 ]
 """Features that are away together: each of them once while each other one is there."""

@@ -99,7 +99,7 @@ def test_a_server_its_engine_and_what_is_left_of_them(cluster: Cluster, tmp_path
             found: list[Any] = http.get("/engines").json()["engines"]
             return [one["url"] for one in found]
 
-        assert httpx.get(http.base_url.join("/sessions")).status_code in (401, 403), "it wants its token"
+        assert httpx.get(http.base_url.join("/sessions"), timeout=60).status_code in (401, 403), "it wants its token"
         until(lambda: engines() == [f"http://{NODE}:{cluster.engine_port}"], END_S)
         made = http.post("/sessions", json={}).json()["session_id"]
         body = {"model": "simulator", "messages": [{"role": "user", "content": "Hello"}]}

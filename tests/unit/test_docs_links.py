@@ -20,11 +20,13 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 ELSEWHERE = frozenset(
     {
         *("TURNLOG_URL", "TURNLOG_TOKEN", "TURNLOG_RUN", "TURNLOG_CONFIG", "TURNLOG_CRASH_POINT"),
+        *("TURNLOG_HOME", "TURNLOG_PORT", "TURNLOG_POSTGRES_PORT"),
         *("TURNLOG_TEST_LANES", "TURNLOG_PAGE_SCREENSHOTS"),
         *("TURNLOG_AGENT", "TURNLOG_ROLLOUT", "TURNLOG_SESSION_ID"),
     }
 )
-"""Variables that are not settings: those of client, command line and agents, the file of settings, and the tests'."""
+"""Variables that are not settings: those of client, command line, agents and batch scripts, the file of settings, and
+the tests'."""
 
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -295,11 +295,12 @@ class AsyncTurnlog:
         return cast(list[Engine], found["engines"])
 
     async def add_engine(self, url: str, *, run: str | None = None) -> Engine:
-        """Add an engine, or bring back one that was drained or removed; with `run` it serves that run alone.
+        """Add an engine, or bring back one that was drained or removed; with `run` it serves that run alone, with `*`
+        all that have none of their own. Without `run` it serves whom it served before, a new one as with `*`.
 
-        Raises Conflict for an engine that serves others: remove it first.
+        Raises Conflict for an engine that serves others: remove it first. Raises InvalidRequest.
         """
-        body = {"url": url, **present({"run": run})}
+        body: Object = {"url": url} if run is None else {"url": url, "run": None if run == "*" else run}
         return cast(Engine, await self._transport.read("POST", "/engines", body=body))
 
     async def remove_engine(self, url: str) -> None:

@@ -158,6 +158,7 @@ function columns(isOfAll) {
     { title: "State", width: "150px", fill: badgeCell(verdict, tone) },
     numberColumn("Sessions", (group) => count(group.sessions), narrow),
     numberColumn("Closed", (group) => count(group.closed), narrow),
+    numberColumn("Failed", (group) => count(group.failed), narrow),
     numberColumn("Rewarded", (group) => count(group.rewarded), narrow),
     numberColumn("Mean", (group) => decimal(group.mean), wide),
     numberColumn("Std. dev. (sample)", (group) => decimal(group.std), { ...wide, hint: "With n − 1" }),

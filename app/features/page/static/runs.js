@@ -83,6 +83,7 @@ function columns() {
     numberColumn("Turns", (one) => count(one.turns), { width }),
     numberColumn("Groups", (one) => count(one.groups.complete), { width, hint: "Complete ones" }),
     numberColumn("Acknowledged", (one) => count(one.groups.acknowledged), { width: "120px", hint: "Groups that a trainer has taken" }),
+    numberColumn("Failed", (one) => count(Object.values(one.failed).reduce((sum, some) => sum + some, 0)), { width, hint: "Rollouts" }),
     numberColumn("Mean reward", (one) => decimal(one.reward?.mean), { width: "112px" }),
     numberColumn("Weights", (one) => String(one.weight_versions.newest ?? "–"), { width, hint: "The newest version that is a number" }),
     { title: "Last change", width: "112px", number: true, fill: sinceCell((one) => one.last_at) },
