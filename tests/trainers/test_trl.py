@@ -142,6 +142,9 @@ def test_a_harness_of_openenv(stand: TrainerStand, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)
 
+    tokenizer = training.tokenizer()
+    tokenizer.response_schema = {}  # TRL's own worker wants one, for tools that it calls itself.
+
     def worker(args: Any) -> HarnessRolloutWorker:
         return HarnessRolloutWorker(
             harness_session_factory=partial(
@@ -150,7 +153,7 @@ def test_a_harness_of_openenv(stand: TrainerStand, tmp_path: Path, monkeypatch: 
             model_name="simulator",
             dataset=training.dataset(),
             reward_funcs=[],
-            processing_class=training.tokenizer(),
+            processing_class=tokenizer,
             eos_token_ids=[1],
             num_generations=args.num_generations,
             max_inflight_tasks=8,
