@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple, cast
 from turnlog.client._async.client import AsyncTurnlog
 from turnlog.client._async.session import AsyncSession
 from turnlog.client.address import default_run
-from turnlog.errors import Conflict, InvalidRequest, NotFound
+from turnlog.errors import Conflict, InvalidRequest, NotFound, Restored
 from turnlog.parameters import Failure, FailureKind, Shape
 from turnlog.replies import SaidAnnotation, State
 
@@ -176,6 +176,8 @@ async def rollout(
             session_id, error, played = f"{name}.{number}", None, False
             try:
                 session = await server.create_session(session_id=session_id, **fields)
+            except Restored:  # Undone by a checkpoint's restore: its id is not used again.
+                continue
             except (Conflict, NotFound) as refused:
                 if refused.code != "session_closed":
                     raise

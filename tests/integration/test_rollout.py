@@ -139,6 +139,18 @@ async def test_one_that_failed_is_played_again_as_often_as_asked(play: Callable[
     assert (found.outcome.reward, len(agent.calls)) == (1.0, 3)
 
 
+async def test_one_that_a_restored_checkpoint_has_undone_is_played_again(
+    play: Callable[..., Any], server: AsyncTurnlog
+) -> None:
+    run, agent = uuid.uuid4().hex, Agent(1.0)
+    await play(agent, run=run, name="before")
+    await server.checkpoint("cut", run=run)
+    await play(agent, run=run)
+    await server.restore_checkpoint("cut", run=run)
+    found = [await play(agent, run=run, name="before"), await play(agent, run=run), await play(agent, run=run)]
+    assert [one.outcome.played for one in found] == [False, True, False]
+
+
 async def test_an_agent_that_takes_too_long_is_ended(play: Callable[..., Any]) -> None:
     async def never() -> None:
         await asyncio.Event().wait()

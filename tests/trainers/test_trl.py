@@ -111,11 +111,11 @@ def check_samples(trainer: Any, stand: TrainerStand, rewards: dict[int, list[flo
 
 
 def test_asynchronous_steps_over_a_kill_of_the_server(stand: TrainerStand, tmp_path: Path) -> None:
-    trainer = training.async_trainer(tmp_path, max_steps=3)
+    trainer = training.async_trainer(tmp_path, max_steps=4, max_inflight_tasks=4, queue_maxsize=4)
     killer = killed(stand, tmp_path)
     trainer.train()
     killer.join()
-    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3]
+    assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [1, 2, 3, 4]
     rewards: dict[int, dict[int, Any]] = defaultdict(dict)
     for line in played(tmp_path):
         _, _, number, _, attempt = line["session_id"].split(":")
@@ -142,6 +142,9 @@ def test_a_harness_of_openenv(stand: TrainerStand, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(async_rollout_worker, "is_vllm_available", lambda: True)
 
+    tokenizer = training.tokenizer()
+    tokenizer.response_schema = {}  # TRL's own worker wants one, for tools that it calls itself.
+
     def worker(args: Any) -> HarnessRolloutWorker:
         return HarnessRolloutWorker(
             harness_session_factory=partial(
@@ -150,7 +153,7 @@ def test_a_harness_of_openenv(stand: TrainerStand, tmp_path: Path, monkeypatch: 
             model_name="simulator",
             dataset=training.dataset(),
             reward_funcs=[],
-            processing_class=training.tokenizer(),
+            processing_class=tokenizer,
             eos_token_ids=[1],
             num_generations=args.num_generations,
             max_inflight_tasks=8,
@@ -200,11 +203,7 @@ def test_synchronous_steps_over_a_kill_of_the_server(stand: TrainerStand, tmp_pa
 def test_an_agent_that_never_works_ends_the_trainer(
     stand: TrainerStand, tmp_path: Path, make: Callable[..., Any], told: str
 ) -> None:
-    trainer = (
-        make(tmp_path, "trainers.trl_training:broken")
-        if make is training.trainer
-        else make(tmp_path, agent="trainers.trl_training:broken")
-    )
+    trainer = make(tmp_path, agent="trainers.trl_training:broken")
     with pytest.raises(RuntimeError, match=told):
         trainer.train()
 

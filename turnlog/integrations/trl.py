@@ -38,7 +38,7 @@ RETRY_FOR_S = 600.0
 """How long the server may be away before the trainer ends."""
 
 FAILED_GROUPS = 16
-"""So many groups in a row of which every rollout failed end the trainer: its agent does not work."""
+"""So many groups in a row of which every rollout failed or has no turn end the trainer: its agent does not work."""
 
 STOP_S = 30.0
 
@@ -165,9 +165,10 @@ class TurnlogRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]  # TRL has
         """Put the group's samples into the buffer. Raises RuntimeError if too many groups failed."""
         group = [await task for task in playing]
         outcomes = [outcome for _, (_, outcome) in group]
-        self._failed_groups = self._failed_groups + 1 if all(one.failed is not None for one in outcomes) else 0
+        gave = any(rows and outcome.failed is None for _, (rows, outcome) in group)
+        self._failed_groups = 0 if gave else self._failed_groups + 1
         if self._failed_groups == FAILED_GROUPS:
-            said = f"every rollout of {FAILED_GROUPS} groups failed, at last: {outcomes[-1].failed}"
+            said = f"every rollout of {FAILED_GROUPS} groups failed or has no turn, at last: {outcomes[-1]}"
             raise RuntimeError(said) from outcomes[-1].error
         is_kept = self._failed == "keep"
         rewards = np.array([one.reward if is_kept or one.failed is None else None for one in outcomes], float)
