@@ -112,6 +112,7 @@ class World:
             "actor_rollout_ref.rollout.agent.num_workers=2",
             "actor_rollout_ref.rollout.agent.default_agent_loop=turnlog",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={adapter.__file__.removesuffix('py')}yaml",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
             "algorithm.adv_estimator=grpo",
         ]
         with hydra.initialize_config_dir(folder, version_base=None):
@@ -142,6 +143,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             for name, value in variables.items():
                 patch.setenv(name, value)
             ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100_000_000, runtime_env=environment)
+            with Turnlog() as turnlog:
+                turnlog.remove_engine(stand.engine.base_url)
             yield World(stand, folder)
             ray.shutdown()
 
