@@ -125,9 +125,9 @@ class TurnlogAgent(AgentLoopBase):  # type: ignore[misc]  # verl has no types
         is_dropped = not rows or (outcome.failed is not None and own.failed == "drop")
         if is_dropped and is_v1:
             raise RolloutFailed(f"session {outcome.session_id}: {outcome.failed or outcome.status}") from outcome.error
-        # Step 1 samples of version 0; a validation is of the version that its step has made.
-        version = int(said.get("global_steps") or not is_evaluation) - (not is_evaluation)
-        seconds = time.monotonic() - began
+        step, seconds = said.get("global_steps"), time.monotonic() - began
+        # A step samples of the version before it; a validation is of the version that its step has made.
+        version = 0 if step is None else step if is_evaluation else step - 1
         outputs = [_output(row, seconds, version) for row in rows or [self._nothing(outcome)]]
         return outputs if is_v1 else self._one(outputs, is_dropped)
 
