@@ -49,7 +49,8 @@ class TurnlogWorkflow(RolloutWorkflow):  # type: ignore[misc]  # AReaL has no ty
         url: str | None = None,
         **options: Any,
     ) -> None:
-        sampling = dataclasses.asdict(gconfig) if dataclasses.is_dataclass(gconfig) else dict(gconfig or {})
+        is_mapping = gconfig is None or isinstance(gconfig, Mapping)
+        sampling = dict(gconfig or {}) if is_mapping else dataclasses.asdict(gconfig)
         sampling.pop("max_tokens", None)  # AReaL's counts the prompt, too.
         if sampling.get("top_k") == NO_TOP_K:
             del sampling["top_k"]
