@@ -50,12 +50,13 @@ def require(stand: TrainerStand, found: dict[str, Any], unused: int = 0) -> None
         rows.append(Sequenced(tokens, mask, [0.0, *one["logprobs"]]))
     judge(rows, stand.generations(), unused=unused)
     outputs = [one.output for one in stand.generations()]
-    for state in (state for group in found["groups"] for state in group):
-        last = [one for one in outputs if tuple(state["response_ids"][-len(one) :]) == one]
-        assert state["reward"]["score"] in map(len, last)
-        assert state["status"] == "completed"
-        assert state["response_model_steps"] == [0] * len(state["response_ids"])
-        assert state["seq_staleness"] == 0
+    for group in found["groups"]:
+        for state in group:
+            ids = [one["response_ids"] for one in group if one["rollout_id"] == state["rollout_id"]][-1]
+            assert state["reward"]["score"] in {len(one) for one in outputs if tuple(ids[-len(one) :]) == one}
+            assert state["status"] == "completed"
+            assert state["response_model_steps"] == [0] * len(state["response_ids"])
+            assert state["seq_staleness"] == 0
 
 
 def test_the_data_for_training_is_what_the_engine_said(stand: TrainerStand, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Controller:
     def __getattr__(self, name: str) -> Any:
         return self
 
-    async def remote(self) -> None: ...
+    async def remote(self, *given: Any, **named: Any) -> None: ...
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from areal.api.workflow_api import RolloutWorkflow
@@ -49,8 +49,8 @@ class TurnlogWorkflow(RolloutWorkflow):  # type: ignore[misc]  # AReaL has no ty
         url: str | None = None,
         **options: Any,
     ) -> None:
-        is_own = dataclasses.is_dataclass(gconfig)
-        sampling = dataclasses.asdict(cast(Any, gconfig)) if is_own else dict(gconfig or {})
+        is_mapping = gconfig is None or isinstance(gconfig, Mapping)
+        sampling = dict(gconfig or {}) if is_mapping else dataclasses.asdict(gconfig)
         sampling.pop("max_tokens", None)  # AReaL's counts the prompt, too.
         if sampling.get("top_k") == NO_TOP_K:
             del sampling["top_k"]
