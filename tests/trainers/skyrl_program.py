@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim
 
-from turnlog.integrations.skyrl import TurnlogExp, main, told_versions
+from turnlog.integrations import skyrl
+from turnlog.integrations.skyrl import TurnlogExp, told_versions
 
 TENSORS = ("sequences", "attention_mask", "response_mask", "loss_mask", "rollout_logprobs", "rewards")
 
@@ -36,6 +37,8 @@ def words(folder: Path, url: str, *more: str) -> list[str]:
         "trainer.algorithm.use_kl_loss=false",
         "generator.n_samples_per_prompt=2",
         "generator.sampling_params.max_generate_length=24",
+        "trainer.enable_ray_gpu_monitor=false",
+        "generator.inference_engine.enable_ray_prometheus_stats=false",
         "generator.inference_engine.run_engines_locally=false",
         f"generator.inference_engine.external_proxy_url={url}",
         f"generator.inference_engine.external_server_urls=[{url}]",
@@ -70,7 +73,5 @@ class Experiment(TurnlogExp):
         return told_versions(Trainer(**given), self.cfg.turnlog)
 
 
-if __name__ == "__main__":
-    import trainers.skyrl_program as program
-
-    main(program.Experiment)
+def main() -> None:
+    skyrl.main(Experiment)

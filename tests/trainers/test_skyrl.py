@@ -90,7 +90,10 @@ def client_of(cfg: TurnlogTrainConfig, tokenizer: Any) -> RemoteInferenceClient:
 def trainer_of(
     folder: Path, url: str, *more: str, generator: Callable[..., GeneratorInterface] | None = None
 ) -> RayPPOTrainer:
-    cfg = TurnlogTrainConfig.from_cli_overrides(words(folder, url, f"generator.n_samples_per_prompt={SAMPLES}", *more))
+    prompts = len((folder / "train.jsonl").read_text().splitlines())
+    sizes = [f"trainer.{name}={prompts}" for name in ("train_batch_size", "policy_mini_batch_size")]
+    given = words(folder, url, f"generator.n_samples_per_prompt={SAMPLES}", *sizes, *more)
+    cfg = TurnlogTrainConfig.from_cli_overrides(given)
     tokenizer = get_tokenizer(str(folder / "tokenizer"), padding_side="left")
     data = PromptDataset([str(folder / "train.jsonl")], tokenizer, cfg.trainer.max_prompt_length, num_workers=1)
     client = client_of(cfg, tokenizer)

@@ -1,6 +1,7 @@
 """SkyRL's generator (0.4) on Turnlog, and its entry point: `trainer.override_entrypoint=turnlog.integrations.skyrl`."""
 
 import asyncio
+import logging
 import math
 import os
 import sys
@@ -261,6 +262,7 @@ def told_versions(trainer: RayPPOTrainer, config: TurnlogConfig) -> RayPPOTraine
 
 @ray.remote(num_cpus=1)  # type: ignore[untyped-decorator]
 def train(experiment: type[BasePPOExp], cfg: TurnlogTrainConfig) -> None:
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # SkyRL's log would have a line for each request.
     experiment(cfg).run()
 
 
