@@ -1,0 +1,231 @@
+"""slime's own rollout and conversion, in a process of their own: what is trained is what the engine said.
+
+Its checkout must be on `PYTHONPATH`, and SGLang be there: see CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import os
+import statistics
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ops.server import ROOT
+from ops.simulator import tokenizer_files
+from ops.simulator.tokenizer import Tokenizer
+from trainers import playing
+from trainers.stand import Sequenced, TrainerStand, judge, trainer_stand
+from turnlog import Turnlog
+
+pytestmark = [
+    pytest.mark.harness,
+    pytest.mark.long,
+    pytest.mark.skipif(
+        importlib.util.find_spec("slime") is None, reason="slime is not on the path, see CONTRIBUTING.md"
+    ),
+]
+
+LAYERS, TOP_K = 2, 4
+EXPERTS = {"TURNLOG_REPLAY": "routed_experts", "TURNLOG_MOE_LAYERS": str(LAYERS), "TURNLOG_MOE_TOPK": str(TOP_K)}
+REPLAYING = {"use_rollout_routing_replay": True, "num_layers": LAYERS, "moe_router_topk": TOP_K}
+
+
+@pytest.fixture
+def stand(tmp_path: Path) -> Iterator[TrainerStand]:
+    words = ("--seed", "3", "--weight-version", "7", "--experts", f"{LAYERS},{TOP_K},16")
+    with trainer_stand(tmp_path / "server", *words, environment=EXPERTS) as made:
+        yield made
+
+
+def asked(
+    stand: TrainerStand, folder: Path, *what: str, rollouts: int = 1, evaluations: int = 0, **args: Any
+) -> dict[str, Any]:
+    """A data set of two prompts, or one for each of `what`, which the agent does with them."""
+    tokenizer_files.write(folder / "model")
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"What is {place} times 7?"}],
+            "metadata": {"what": one, "place": place},
+        }
+        for place, one in enumerate(what or ("fine", "fine"))
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ip, _, port = stand.url.removeprefix("http://").partition(":")
+    given = {"hf_checkpoint": str(folder / "model"), "prompt_data": str(folder / "prompts.jsonl")}
+    given |= {"sglang_router_ip": ip, "sglang_router_port": port, **args}
+    return {"args": given, "rollouts": list(range(rollouts)), "evaluations": list(range(evaluations))}
+
+
+def program(
+    folder: Path, given: dict[str, Any], stand: TrainerStand, **environment: str
+) -> AbstractContextManager[playing.Program]:
+    path = os.pathsep.join((str(ROOT), str(ROOT / "tests"), os.environ["PYTHONPATH"]))
+    return playing.program(folder, "slime_program", given, stand.url, PYTHONPATH=path, **environment)
+
+
+def sequences(data: dict[str, Any]) -> list[Sequenced]:
+    """Those that are trained."""
+    found = []
+    for place, tokens in enumerate(data["tokens"]):
+        prompt = [0] * (len(tokens) - data["response_lengths"][place])
+        one = Sequenced(tokens, prompt + data["loss_masks"][place], prompt + data["rollout_log_probs"][place])
+        found += [] if data["samples"][place]["remove_sample"] else [one]
+    return found
+
+
+def require(stand: TrainerStand, found: list[dict[str, Any]], unused: int = 0) -> None:
+    """Tokens, masks, logprobs, experts and weight versions are the engine's, advantages those of the rewards."""
+    judge((one for data in found for one in sequences(data)), stand.generations(), unused=unused)
+    said = engine_experts(stand)
+    for data in found:
+        for place, experts in enumerate(data["rollout_routed_experts"]):
+            if not data["samples"][place]["remove_sample"]:
+                assert experts == said[tuple(data["tokens"][place])]
+        kept = [place for place, one in enumerate(data["samples"]) if not one["remove_sample"]]
+        for place in kept:
+            group = data["samples"][place]["group_index"]
+            of = {}
+            for other in kept:
+                if data["samples"][other]["group_index"] == group:
+                    of[data["rollout_ids"][other]] = data["raw_reward"][other]
+            spread = statistics.stdev(of.values()) + 1e-6
+            wanted = (data["raw_reward"][place] - statistics.fmean(of.values())) / spread
+            assert data["rewards"][place] == pytest.approx(wanted)
+
+
+def engine_experts(stand: TrainerStand) -> dict[tuple[int, ...], list[Any]]:
+    """[T-1, layers, k] by the tokens, of every generation."""
+    found = {}
+    for reply in (json.loads(one) for one in list(stand.engine.replies) if one.startswith(b"{")):
+        if not reply.get("choices"):
+            continue
+        [choice] = reply["choices"]
+        info = choice["meta_info"]
+        given = info.get("routed_experts") or (reply.get("sglext") or {}).get("routed_experts")
+        if given is None:
+            continue
+        tokens = (*choice["prompt_token_ids"], *(one[1] for one in info["output_token_logprobs"]))
+        flat = np.frombuffer(base64.b64decode(given), dtype="<i4")
+        found[tokens] = flat.reshape(len(tokens) - 1, LAYERS, TOP_K).tolist()
+    return found
+
+
+def test_what_is_trained_is_what_the_engine_said(stand: TrainerStand, tmp_path: Path) -> None:
+    """Over two epochs of the data set."""
+    given = asked(stand, tmp_path, rollouts=2, n_samples_per_prompt=3, **REPLAYING)
+    with program(tmp_path, given, stand) as trainer:
+        found = trainer.result()["rollouts"]
+    require(stand, found)
+    assert [data["sample_indices"] for data in found] == [list(range(6)), list(range(6, 12))]
+    for data in found:
+        assert data["rollout_ids"] == data["sample_indices"]
+        for one, tokens, length in zip(data["samples"], data["tokens"], data["response_lengths"], strict=True):
+            assert one["status"] in ("completed", "truncated")
+            assert one["weight_versions"] == ["7", "7"]
+            assert one["response"] == Tokenizer().decode(tokens[-length:])
+
+
+def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerStand, tmp_path: Path) -> None:
+    given = asked(stand, tmp_path, "fine", "waits")
+    run = {"TURNLOG_RUN": "killed"}
+    (tmp_path / "gate").touch()
+    with program(tmp_path, given, stand, **run) as trainer:
+        trainer.until("waiting", 4)
+        ended = trainer.until("played", 2)
+        stand.kill()
+        trainer.kill()
+    with program(tmp_path, given, stand, **run) as trainer:
+        trainer.until("waiting", 6)
+        stand.kill()
+        trainer.gate.unlink()
+        found = trainer.result()["rollouts"]
+        assert len(trainer.until("played", 4)) == 4
+    require(stand, found, unused=2)
+    with Turnlog(stand.url) as turnlog:
+        kinds = {one["session_id"]: (one["failed"] or {}).get("kind") for one in turnlog.export(run="killed")}
+    assert len(kinds) == 6
+    assert {kinds[session_id] for session_id in ended} == {None}
+    assert sorted(map(str, kinds.values())) == ["None"] * 4 + ["other"] * 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "statuses"),
+    [
+        ({}, {}, {"failed": 2}),
+        ({}, {"failed": "drop"}, {"aborted": 2}),
+        ({"TURNLOG_AGENT": "nowhere:run"}, {"command": [sys.executable, "-c", playing.COMMAND]}, {}),
+        ({}, {"command": ["false"]}, {"aborted": 4}),
+        ({"TURNLOG_AGENT": "trainers.slime_program:several"}, {}, {}),
+    ],
+    ids=["raises", "dropped", "command", "no rows", "several rows"],
+)
+def test_what_became_of_a_rollout_is_in_slimes_status(
+    stand: TrainerStand, tmp_path: Path, environment: dict[str, str], options: dict[str, Any], statuses: dict[str, int]
+) -> None:
+    """What failed without a reward is in no loss and in no mean."""
+    given = asked(stand, tmp_path, "raises", "fine", turnlog=options, **REPLAYING)
+    with program(tmp_path, given, stand, **environment) as trainer:
+        [data] = trainer.result()["rollouts"]
+    has_failed = sum(statuses.values())
+    require(stand, [data], unused=has_failed)
+    samples = data["samples"]
+    found = Counter(one["status"] for one in samples if one["status"] not in ("completed", "truncated"))
+    assert found == statuses
+    for one, reward, mask in zip(samples, data["rewards"], data["loss_masks"], strict=True):
+        assert one["remove_sample"] == (one["status"] in statuses)
+        if one["remove_sample"]:
+            assert (reward, one["reward"], any(mask)) == (0.0, 0.0, False)
+            assert one["metadata"]["turnlog"]["failed"]["kind"] == "agent"
+    if has_failed:
+        assert ("no answer" if "command" not in options else "exit code 1") in trainer.log.read_text()
+    if "several" in environment.get("TURNLOG_AGENT", ""):
+        assert Counter(data["rollout_ids"]) == {0: 1, 1: 1, 2: 2, 3: 2}
+        assert data["sample_indices"] == data["rollout_ids"]
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_slimes_abort_ends_what_is_still_played(stand: TrainerStand, tmp_path: Path, partial: bool) -> None:
+    """With partial rollouts slime asks for those again, and they are played anew."""
+    what = ("fine", "waits", "waits", "fine")
+    args = {"over_sampling_batch_size": 4, "partial_rollout": partial}
+    (tmp_path / "gate").touch()
+    with program(tmp_path, asked(stand, tmp_path, *what, rollouts=2, **args), stand) as trainer:
+        found = trainer.result()["rollouts"]
+        left = trainer.until("waiting", 8) - trainer.until("played", 8)
+    require(stand, found, unused=99)
+    with Turnlog(stand.url) as turnlog:
+        assert {one["status"] for one in turnlog.sessions()} == {"closed"}
+        asked_again = Counter(name.rsplit(":", 1)[0] for name in left)
+    assert max(asked_again.values()) == 1 + partial
+
+
+def test_evaluations_have_names_of_their_own(stand: TrainerStand, tmp_path: Path) -> None:
+    """Two data sets with the same prompts, twice; they are in no group that is trained."""
+    with program(tmp_path, asked(stand, tmp_path, rollouts=0, evaluations=2), stand) as trainer:
+        found = trainer.result()["evaluations"]
+    names = [name for sets in found for sessions in sets.values() for name in sessions]
+    assert len(set(names)) == 8
+    with Turnlog(stand.url) as turnlog:
+        assert {one["session_id"] for one in turnlog.sessions(evaluation=True)} == set(names)
+        assert list(turnlog.export()) == []
+
+
+def test_slimes_own_rollout_works_by_configuration_alone(stand: TrainerStand, tmp_path: Path) -> None:
+    own = {"custom_generate_function_path": None, "apply_chat_template": True, "router_policy": "consistent_hashing"}
+    given = asked(
+        stand, tmp_path, rm_type="random", rollouts=2, custom_reward_post_process_path=None, **own, **REPLAYING
+    )
+    with program(tmp_path, given, stand) as trainer:
+        found = trainer.result()["rollouts"]
+    for data in found:
+        judge(sequences(data), tokens_said(stand), unused=4)
+    with Turnlog(stand.url) as turnlog:
+        assert len(list(turnlog.sessions())) == 8
