@@ -40,13 +40,24 @@ STATES = {"slime": "slime.rollout.sglang_rollout", "vime": "vime.rollout.vllm_ro
 
 
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
-    """The sample with its rollout, or a list if that has several rows. Raises TurnlogError, and what `rollout` raises."""
+    """The rollout as samples, one for each row; with `--partial-rollout` the one, as slime's buffer takes no lists.
+
+    Raises TurnlogError, what `rollout` raises, and ValueError.
+    """
     root = type(sample).__module__.partition(".")[0]
     state = importlib.import_module(STATES[root]).GenerateState(args)
     step = getattr(sys.modules.get(f"{root}.rollout.sample_hooks"), "_current_rollout_id", None)
     longest = getattr(args, "eval_max_context_len" if evaluation else "rollout_max_context_len", None)
     samples, _ = await samples_of(state, sample, sampling_params, evaluation, step=step, longest=longest)
-    return samples if len(samples) > 1 else samples[0]
+    return one_or_all(args, samples)
+
+
+def one_or_all(args: Any, samples: list[Any]) -> Any:
+    if not args.partial_rollout:
+        return samples
+    if len(samples) > 1:
+        raise ValueError("--partial-rollout has no room for a rollout of several rows")
+    return samples[0]
 
 
 async def samples_of(
