@@ -24,7 +24,7 @@ from ops.server import ROOT
 from ops.simulator import tokenizer_files
 from ops.simulator.tokenizer import Tokenizer
 from trainers import playing
-from trainers.stand import Sequenced, TrainerStand, judge, trainer_stand
+from trainers.stand import Sequenced, TrainerStand, generation, judge, trainer_stand
 from turnlog import Turnlog
 
 pytestmark = [pytest.mark.harness, pytest.mark.long]
@@ -105,16 +105,11 @@ def engine_experts(stand: TrainerStand) -> dict[tuple[int, ...], list[Any]]:
     """[T-1, layers, k] by the tokens, of every generation."""
     found = {}
     for reply in (json.loads(one) for one in list(stand.engine.replies) if one.startswith(b"{")):
-        if not reply.get("choices"):
-            continue
-        [choice] = reply["choices"]
-        info = choice["meta_info"]
-        given = info.get("routed_experts") or (reply.get("sglext") or {}).get("routed_experts")
-        if given is None:
-            continue
-        tokens = (*choice["prompt_token_ids"], *(one[1] for one in info["output_token_logprobs"]))
-        flat = np.frombuffer(base64.b64decode(given), dtype="<i4")
-        found[tokens] = flat.reshape(len(tokens) - 1, LAYERS, TOP_K).tolist()
+        if (said := generation(reply)) is not None:
+            tokens = (*said.prompt, *said.output)
+            info = reply["choices"][0].get("meta_info") or reply["sglext"]
+            flat = np.frombuffer(base64.b64decode(info["routed_experts"]), dtype="<i4")
+            found[tokens] = flat.reshape(len(tokens) - 1, LAYERS, TOP_K).tolist()
     return found
 
 
@@ -229,22 +224,16 @@ def test_evaluations_have_names_of_their_own(stand: TrainerStand, tmp_path: Path
 
 
 def test_slimes_own_rollout_works_by_configuration_alone(stand: TrainerStand, tmp_path: Path) -> None:
-    own = {"custom_generate_function_path": None, "apply_chat_template": True, "router_policy": "consistent_hashing"}
-    given = asked(
-        stand, tmp_path, rm_type="random", rollouts=2, custom_reward_post_process_path=None, **own, **REPLAYING
-    )
+    own: dict[str, Any] = {
+        "custom_generate_function_path": None,
+        "apply_chat_template": True,
+        "router_policy": "consistent_hashing",
+    }
+    own |= {"rm_type": "random", "custom_reward_post_process_path": None}
+    given = asked(stand, tmp_path, rollouts=2, **own, **REPLAYING)
     with program("slime", tmp_path, given, stand) as player:
         found = player.result()["rollouts"]
-    said = [json.loads(reply)["meta_info"] for reply in stand.engine.replies if b'"meta_info"' in reply]
-    print(stand.engine.paths, [r[:300] for r in stand.engine.replies])
-    outputs = Counter(tuple((one[1], one[0]) for one in info["output_token_logprobs"]) for info in said)
-    trained: Counter[tuple[Any, ...]] = Counter()
-    for data in found:
-        for place, length in enumerate(data["response_lengths"]):
-            logprobs = data["rollout_log_probs"][place]
-            trained[tuple(zip(data["tokens"][place][-length:], logprobs, strict=True))] += 1
-            assert data["samples"][place]["weight_versions"] == ["7"]
-    assert trained == outputs
+    require(stand, found)
     with Turnlog(stand.url) as turnlog:
         assert len(list(turnlog.sessions())) == 8
 

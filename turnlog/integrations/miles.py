@@ -14,7 +14,7 @@ from turnlog.integrations.slime import one_or_all, samples_of, version_calls
 
 
 async def generate(input: GenerateFnInput) -> GenerateFnOutput:  # miles' name
-    """The sample with its rollout, or a list if that has several rows. Raises TurnlogError, and what `rollout` raises."""
+    """As slime's. Raises TurnlogError, what `rollout` raises, and ValueError."""
     args = input.args
     samples, rows = await samples_of(
         input.state,

@@ -1,4 +1,4 @@
-"""slime's generate function on Turnlog, and vime's: `--custom-generate-function-path turnlog.integrations.slime.generate`.
+"""slime's and vime's generate function: `--custom-generate-function-path turnlog.integrations.slime.generate`.
 
 `TURNLOG_AGENT` names the agent, `TURNLOG_URL` the server, or several with commas between them, `TURNLOG_RUN` the run. A
 file of `--custom-config-path` may have more arguments of `turnlog.rollout` under the key `turnlog`.
@@ -70,7 +70,7 @@ async def samples_of(
     longest: int | None,
     agent: str | None = None,
 ) -> tuple[list[Any], list[Mapping[str, Any]]]:
-    """The sample's rollout as samples, and their rows. `state` is the trainer's, with `args`, `tokenizer` and `aborted`.
+    """The sample's rollout as samples, and their rows. `state`: the trainer's, with `args`, `tokenizer` and `aborted`.
 
     Where there is nothing to train, one sample of two tokens that `remove_sample` keeps out of the loss, and no row.
     """
@@ -129,7 +129,7 @@ async def samples_of(
 
 async def _aborted(state: Any) -> None:
     """slime tells nobody that it has begun to abort, and waits until every rollout has ended."""
-    while not state.aborted:
+    while not state.aborted:  # noqa: ASYNC110
         await asyncio.sleep(0.2)
 
 
@@ -187,8 +187,8 @@ def _empty(args: Any, sample: Any) -> Any:
 
 
 def post_process_rewards(args: Any, samples: Sequence[Any], **_: Any) -> tuple[list[float], list[float]]:
-    """`--custom-reward-post-process-path`: as slime normalises, but by group, a rollout of several rows once, and without
-    samples that are removed, whose advantage is 0."""
+    """`--custom-reward-post-process-path`: as slime normalises, but by group, a rollout of several rows once, and
+    without samples that are removed, whose advantage is 0."""
     raw = [sample.get_reward_value(args) for sample in samples]
     centred = args.advantage_estimator in ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
     if not (centred and args.rewards_normalization):
