@@ -32,6 +32,8 @@ from trainers import playing, slime_program  # noqa: E402
 DEFAULTS: dict[str, Any] = {
     **slime_program.DEFAULTS,
     "chat_template_path": None,
+    "eval_num_gpus": 0,
+    "multi_lora_n_adapters": 0,
     "custom_generate_function_path": "turnlog.integrations.miles.generate",
     "max_seq_len": None,
     "rollout_num_gpus": 1,
@@ -56,7 +58,8 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
 def _rollout(state: Any, source: Any) -> dict[str, Any]:
     async def groups() -> list[Any]:
         playing = (
-            generate_and_rm_group(state, group, state.sampling_params) for group in source.get_samples(len(source))
+            generate_and_rm_group(state, group, state.sampling_params)
+            for group in source.get_samples(state.args.rollout_batch_size)
         )
         return await asyncio.gather(*playing)
 
