@@ -49,7 +49,8 @@ class TrainerStand(NamedTuple):
         self.server.start()
 
     def generations(self) -> list[Generation]:
-        return [found for reply in list(self.engine.replies) if (found := generation(json.loads(reply))) is not None]
+        said = [reply for reply in list(self.engine.replies) if reply.startswith(b"{")]  # Not an abort's.
+        return [found for reply in said if (found := generation(json.loads(reply))) is not None]
 
 
 @contextmanager
