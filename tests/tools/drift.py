@@ -2,8 +2,8 @@
 
 For each trainer of `tests/trainers/packages.toml` a fresh environment is made in `.trainers`, with its newest published
 version and this checkout, and its tests run there. What came of it is written to `tests/trainers/drift.json`, and into
-the table of docs/trainers.md. With `--pinned` the environment has the version that the adapter was written for, and nothing
-is written; so it has with `--install-only`, for work on an adapter.
+the table of docs/trainers.md. With `--pinned`, and with `--install-only` for work on an adapter, the environment has the
+version that the adapter was written for, and nothing is written.
 """
 
 from __future__ import annotations
@@ -132,12 +132,14 @@ def _cases(report: Path) -> Iterator[tuple[str, str, str]]:
 
 def table(results: Mapping[str, Result]) -> str:
     """The rows of docs/trainers.md."""
-    rows = ["| trainer | its line | how far its code runs in the tests | written for | newest | last result |", "|---|---|---|---|---|---|"]
+    heads = ("trainer", "its line", "how far its code runs in the tests", "written for", "newest", "last result")
+    rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for name, one in trainers().items():
         last = results.get(name)
         found = (last.found or "none") if last is not None else "–"
         result = "not tried" if last is None else f"{last.result}; {last.seconds} s, {last.date}".replace("|", "\\|")
-        page = f"[{name}](guides/{one.page}.md)"
+        is_there = (PAGE.parent / "guides" / f"{one.page}.md").exists()
+        page = f"[{name}](guides/{one.page}.md)" if is_there else name
         rows.append(f"| {page} | `{one.line}` | {one.runs} | {one.pinned} | {found} | {result} |")
     return "\n".join(rows) + "\n"
 

@@ -55,7 +55,8 @@ print(json.dumps([[test_art.sequenced(one) for one in read], [one.reward for one
 def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[TrainerStand]:
     write(tmp_path / "model")
     words, dialect = getattr(request, "param", ((), "sglang"))
-    with trainer_stand(tmp_path / "turnlog", *words, dialect=dialect) as running:
+    environment = {"TURNLOG_REPLAY": "routed_experts"} if words else None
+    with trainer_stand(tmp_path / "turnlog", *words, dialect=dialect, environment=environment) as running:
         monkeypatch.setenv("TURNLOG_URL", running.url)
         yield running
 
@@ -122,7 +123,8 @@ async def test_what_it_trains_on_is_what_the_engine_said(
     )
     assert int(packed["assistant_mask"].sum()) == sum(len(one.output) for one in stand.generations())
     # RULER and the logs read messages.
-    assert [message["role"] for message in groups[0].trajectories[0].messages()][:2] == ["user", "assistant"]
+    histories = groups[0].trajectories[0].chat_completions_histories()
+    assert [message["role"] for message in histories[0].messages][:2] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize("stand", [(("--experts", "2,3,16"), "sglang")], indirect=True, ids=["experts"])

@@ -13,8 +13,8 @@ from turnlog import Turnlog
 
 pytest.importorskip("atroposlib", reason="atroposlib is not installed", exc_type=ImportError)
 
-from atroposlib.envs.server_handling.server_baseline import APIServerConfig  # noqa: E402
-from atroposlib.envs.server_handling.server_manager import ServerManager  # noqa: E402
+from atroposlib.envs.server_handling.server_baseline import APIServerConfig
+from atroposlib.envs.server_handling.server_manager import ServerManager
 
 pytestmark = [
     pytest.mark.long,

@@ -20,7 +20,6 @@ from turnlog import AsyncTurnlog, Turnlog
 tinker = pytest.importorskip("tinker", reason="tinker is not installed", exc_type=ImportError)
 pytest.importorskip("tinker_cookbook", reason="tinker-cookbook is not installed", exc_type=ImportError)
 
-from tinker_cookbook.completers import TinkerTokenCompleter  # noqa: E402
 from tinker_cookbook.rl.data_processing import assemble_training_data, compute_advantages  # noqa: E402
 from tinker_cookbook.rl.rollouts import (  # noqa: E402
     do_group_rollout,
@@ -68,9 +67,7 @@ def datums(groups: Sequence[Any]) -> tuple[list[Any], list[Sequenced]]:
 
 async def played(strategy: TurnlogRollouts, group: EnvGroupBuilder) -> Any:
     """As `rl.train` plays a group. The sampling client is asked for nothing."""
-    return await do_group_rollout_and_filter_constant_reward(
-        None, group, MAX_TOKENS, 1.0, False, strategy=strategy
-    )
+    return await do_group_rollout_and_filter_constant_reward(None, group, MAX_TOKENS, 1.0, False, strategy=strategy)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +82,10 @@ async def played(strategy: TurnlogRollouts, group: EnvGroupBuilder) -> Any:
 async def test_its_datums_are_what_the_engine_said_and_the_shape_tinker(
     stand: TrainerStand, how: dict[str, Any], rows: int
 ) -> None:
-    groups = [await played(TurnlogRollouts(**how), TurnlogGroup(plays.PROMPT, ATTEMPTS, name=f"0.{place}")) for place in (0, 1)]
+    groups = [
+        await played(TurnlogRollouts(**how), TurnlogGroup(plays.PROMPT, ATTEMPTS, name=f"0.{place}"))
+        for place in (0, 1)
+    ]
     made, read = datums(groups)
     assert len(made) == 2 * rows
     judge(read, stand.generations())
@@ -155,7 +155,9 @@ async def test_a_completer_alone_plays_a_group_in_one_session(stand: TrainerStan
 
 @pytest.mark.parametrize("failed", ["drop", "keep"])
 async def test_an_agent_that_raises_is_among_the_groups_errors(stand: TrainerStand, failed: Any) -> None:
-    group = await played(TurnlogRollouts(plays.first_raises, failed=failed), TurnlogGroup(plays.PROMPT, ATTEMPTS, "f.0"))
+    group = await played(
+        TurnlogRollouts(plays.first_raises, failed=failed), TurnlogGroup(plays.PROMPT, ATTEMPTS, "f.0")
+    )
     assert [(one.error_type, "the sandbox is gone" in one.error_message) for one in group.rollout_errors] == [
         ("agent", True)
     ]

@@ -15,14 +15,14 @@ from turnlog import Turnlog
 
 pytest.importorskip("verifiers", reason="verifiers is not installed", exc_type=ImportError)
 
-from verifiers.v1.agent import AgentConfig  # noqa: E402
-from verifiers.v1.clients import resolve_client  # noqa: E402
-from verifiers.v1.configs.client import TrainClientConfig  # noqa: E402
-from verifiers.v1.dialects import ChatDialect  # noqa: E402
-from verifiers.v1.graph import prepare_turn  # noqa: E402
-from verifiers.v1.task import TaskData  # noqa: E402
-from verifiers.v1.trace import AgentInfo, Trace, TraceTask  # noqa: E402
-from verifiers.v1.types import SamplingConfig  # noqa: E402
+from verifiers.v1.agent import AgentConfig
+from verifiers.v1.clients import resolve_client
+from verifiers.v1.configs.client import TrainClientConfig
+from verifiers.v1.dialects import ChatDialect
+from verifiers.v1.graph import prepare_turn
+from verifiers.v1.task import TaskData
+from verifiers.v1.trace import AgentInfo, Trace, TraceTask
+from verifiers.v1.types import SamplingConfig
 
 pytestmark = [
     pytest.mark.long,

@@ -115,9 +115,7 @@ def exchanges_of(played: Rollout, model: str, num_experts: int | None) -> list[C
                         num_experts=num_experts,
                     )
                 request = {"model": model, "messages": asked}
-                exchanges.append(
-                    ChatCompletionsExchange(request=request, response=reply, start_time=at, end_time=at)
-                )
+                exchanges.append(ChatCompletionsExchange(request=request, response=reply, start_time=at, end_time=at))
     return exchanges
 
 
