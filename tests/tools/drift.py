@@ -2,8 +2,8 @@
 
 For each trainer of `tests/trainers/packages.toml` a fresh environment is made in `.trainers`, with its newest published
 version and this checkout, and its tests run there. What came of it is written to `tests/trainers/drift.json`, and into
-the table of docs/trainers.md. With `--pinned`, and with `--install-only` for work on an adapter, the environment has the
-version that the adapter was written for, and nothing is written.
+the table of docs/trainers.md. With `--pinned`, and with `--install-only` for work on an adapter, the environment has
+the version that the adapter was written for, and nothing is written.
 """
 
 from __future__ import annotations

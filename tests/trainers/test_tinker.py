@@ -82,10 +82,8 @@ async def played(strategy: TurnlogRollouts, group: EnvGroupBuilder) -> Any:
 async def test_its_datums_are_what_the_engine_said_and_the_shape_tinker(
     stand: TrainerStand, how: dict[str, Any], rows: int
 ) -> None:
-    groups = [
-        await played(TurnlogRollouts(**how), TurnlogGroup(plays.PROMPT, ATTEMPTS, name=f"0.{place}"))
-        for place in (0, 1)
-    ]
+    wanted = [TurnlogGroup(plays.PROMPT, ATTEMPTS, f"0.{place}") for place in (0, 1)]
+    groups = [await played(TurnlogRollouts(**how), group) for group in wanted]
     made, read = datums(groups)
     assert len(made) == 2 * rows
     judge(read, stand.generations())
@@ -155,9 +153,8 @@ async def test_a_completer_alone_plays_a_group_in_one_session(stand: TrainerStan
 
 @pytest.mark.parametrize("failed", ["drop", "keep"])
 async def test_an_agent_that_raises_is_among_the_groups_errors(stand: TrainerStand, failed: Any) -> None:
-    group = await played(
-        TurnlogRollouts(plays.first_raises, failed=failed), TurnlogGroup(plays.PROMPT, ATTEMPTS, "f.0")
-    )
+    wanted = TurnlogGroup(plays.PROMPT, ATTEMPTS, "f.0")
+    group = await played(TurnlogRollouts(plays.first_raises, failed=failed), wanted)
     assert [(one.error_type, "the sandbox is gone" in one.error_message) for one in group.rollout_errors] == [
         ("agent", True)
     ]

@@ -1,7 +1,7 @@
-"""OpenPipe ART: `await trajectory("my.agent:run", prompt, model=model, name="…")` where a rollout function returns a Trajectory.
+"""OpenPipe ART: `trajectory("my.agent:run", prompt, model=model, name="…")` in the place of a rollout function.
 
-A trajectory has a `ChatCompletionsExchange` for each turn in the loss, with the engine's ids and logprobs: ART's tokenizer
-adds none of its own.
+A trajectory has a `ChatCompletionsExchange` for each turn in the loss, with the engine's ids and logprobs: ART's
+tokenizer adds none of its own.
 """
 
 from __future__ import annotations

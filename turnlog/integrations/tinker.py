@@ -20,14 +20,14 @@ from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RolloutError, StopRea
 
 from turnlog.client._async.client import AsyncTurnlog
 from turnlog.client._async.transport import AsyncTransport
-from turnlog.rollouts import Rollout, rollout
+from turnlog.rollouts import Agent, Rollout, rollout
 
 PATIENCE_S = 600.0
 """How long a completion is asked for again while the server is away; it is generated once."""
 
 
 class TurnlogTokenCompleter(TokenCompleter):  # type: ignore[misc]
-    """Completes ids in the session of this address, for `do_single_rollout` and whatever else wants a TokenCompleter."""
+    """Completes ids in the session of this address, for `do_single_rollout` and what else wants a TokenCompleter."""
 
     def __init__(
         self, url: str, token: str | None = None, *, max_tokens: int, temperature: float = 1.0, **sampling: Any
@@ -88,8 +88,8 @@ class TurnlogRollouts(RolloutStrategy):  # type: ignore[misc]
     sampling: more than `max_tokens` and `temperature`, which are the trainer's.
     """
 
-    agent: str | None = None
-    command: str | None = None
+    agent: Agent | str | None = None
+    command: str | Sequence[str] | None = None
     failed: Literal["keep", "drop"] = "drop"
     retry_failed: int = 0
     timeout_s: float | None = None
@@ -156,8 +156,8 @@ class TurnlogRollouts(RolloutStrategy):  # type: ignore[misc]
 
 
 def trajectory(played: Rollout) -> Trajectory:
-    """The turns of the rows of `shape="turnlog"`, each where it is in the loss. The reward is the last one's; without one
-    it is 0.0, for `compute_group_rewards` to add to. No transitions: nothing to train on."""
+    """The turns of the rows of `shape="turnlog"`, each where it is in the loss. The reward is the last one's; without
+    one it is 0.0, for `compute_group_rewards` to add to. No transitions: nothing to train on."""
     transitions = []
     for row in played.rows:
         for turn in row["turns"]:
