@@ -38,6 +38,7 @@ pytestmark = [
 ]
 
 ATTEMPTS = 3
+EXPERTS = {"TURNLOG_REPLAY": "routed_experts", "TURNLOG_MOE_LAYERS": "2", "TURNLOG_MOE_TOPK": "3"}
 MODEL = "agent@4"
 SAMPLING = {"max_tokens": 24, "temperature": 1.0}
 
@@ -55,7 +56,7 @@ print(json.dumps([[test_art.sequenced(one) for one in read], [one.reward for one
 def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[TrainerStand]:
     write(tmp_path / "model")
     words, dialect = getattr(request, "param", ((), "sglang"))
-    environment = {"TURNLOG_REPLAY": "routed_experts"} if words else None
+    environment = dict(EXPERTS) if words else None
     with trainer_stand(tmp_path / "turnlog", *words, dialect=dialect, environment=environment) as running:
         monkeypatch.setenv("TURNLOG_URL", running.url)
         yield running
