@@ -43,6 +43,7 @@ async def test_its_nodes_are_the_rows_and_what_the_engine_said(
         model_name="simulator",
         tokenizer_name=str(tmp_path / "model"),
         api_key="EMPTY",
+        health_check=False,
     )
     with Turnlog(stand.url) as turnlog:
         turnlog.create_session(session_id="worker-0", history="tree")
