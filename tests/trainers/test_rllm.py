@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from trainers import playing
@@ -64,7 +65,7 @@ def test_verls_rows_are_what_the_engine_said(stand: TrainerStand, tmp_path: Path
 
 
 def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerStand, tmp_path: Path) -> None:
-    """rLLM keeps rewards itself, so it plays all again, under the same names, and no trace of before is among them."""
+    """rLLM keeps rewards itself, so it plays all again. Under the same names, those of before are deleted first."""
     given = asked(stand, ("One", "waits"), ("Two", "waits"))
     (tmp_path / "gate").touch()
     with playing.program(tmp_path, "rllm_program", given, stand.url) as trainer:
@@ -72,6 +73,9 @@ def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerSta
         trainer.kill()
     for path in (tmp_path / "waiting").iterdir():
         path.unlink()
+    names = [f"task/{task}:{attempt}" for task in range(2) for attempt in range(2)]
+    deleted = httpx.post(f"{stand.url}/sessions/batch_delete", json={"session_ids": names})
+    assert deleted.json() == {"deleted": 4}
     with playing.program(tmp_path, "rllm_program", given, stand.url) as trainer:
         trainer.until("waiting", 4)
         stand.kill()
