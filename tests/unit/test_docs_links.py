@@ -20,7 +20,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 ELSEWHERE = frozenset(
     {
         *("TURNLOG_URL", "TURNLOG_TOKEN", "TURNLOG_RUN", "TURNLOG_CONFIG", "TURNLOG_CRASH_POINT"),
-        *("TURNLOG_TEST_LANES", "TURNLOG_PAGE_SCREENSHOTS"),
+        *("TURNLOG_TEST_LANES", "TURNLOG_PAGE_SCREENSHOTS", "TURNLOG_AGENT"),
     }
 )
 """Variables that are not settings: the client's and the command line's, the file of settings, and the tests'."""
