@@ -70,6 +70,7 @@ def _rollout(state: Any, source: Any) -> dict[str, Any]:
     told = [sample.to_dict() for sample in samples]
     path = state.args.custom_reward_post_process_path
     data = convert_samples_to_train_data(state.args, samples, {}, None, path and load_function(path))
+    experts = [one.tolist() for one in data.get("rollout_routed_experts", ())]
     data = {
         name: data[name]
         for name in (
@@ -83,7 +84,6 @@ def _rollout(state: Any, source: Any) -> dict[str, Any]:
             "rollout_log_probs",
         )
     }
-    experts = [[] if one.rollout_routed_experts is None else one.rollout_routed_experts.tolist() for one in samples]
     return {
         **data,
         "rollout_routed_experts": experts,
