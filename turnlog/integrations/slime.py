@@ -69,7 +69,7 @@ async def samples_of(
     step: int | None,
     longest: int | None,
     agent: str | None = None,
-) -> tuple[list[Any], list[Mapping[str, Any]]]:
+) -> tuple[list[Any], list[dict[str, Any]]]:
     """The sample's rollout as samples, and their rows. `state`: the trainer's, with `args`, `tokenizer` and `aborted`.
 
     Where there is nothing to train, one sample of two tokens that `remove_sample` keeps out of the loss, and no row.

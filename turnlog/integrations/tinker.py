@@ -135,7 +135,7 @@ class TurnlogRollouts(RolloutStrategy):  # type: ignore[misc]
                         failed=self.failed,
                         retry_failed=self.retry_failed,
                         turnlog=turnlog,
-                        **({} if self.run is None else {"run": self.run}),
+                        run=self.run,
                     )
                     for attempt in range(size)
                 ]
