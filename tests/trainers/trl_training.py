@@ -51,7 +51,7 @@ async def agent(base_url: str, prompt: Any, request_kwargs: dict[str, Any], meta
             if follow_up:
                 messages.append({"role": "user", "content": follow_up})
             if attempt == 1 and not metadata.get("linear"):
-                messages = [{"role": "user", "content": "Anew: " + metadata["hint"]}]
+                messages = [{"role": "user", "content": "Anew: " + metadata.get("hint", "")}]
     reward = float(len(messages[-1]["content"]) % 7 + attempt)
     tell(metadata, reward)
     return reward

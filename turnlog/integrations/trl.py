@@ -43,7 +43,7 @@ FAILED_GROUPS = 16
 STOP_S = 30.0
 
 
-class TurnlogRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]  # TRL has no types
+class TurnlogRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc, unused-ignore]  # Any where TRL is absent
     """`rollout_worker` of `AsyncGRPOTrainer`: plays groups in a thread; each row of a rollout is a sample.
 
     dataset: the trainer's; its column `prompt` is the agent's prompt, the others are in `metadata`. args: the
@@ -66,8 +66,8 @@ class TurnlogRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc]  # TRL has
         failed: Literal["keep", "drop"] = "keep",
         **options: Any,
     ) -> None:
-        self.rollout_buffer: queue.Queue[RolloutSample] = queue.Queue(args.queue_maxsize)
-        self.metrics_queue: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.rollout_buffer: Any = queue.Queue(args.queue_maxsize)
+        self.metrics_queue: Any = queue.Queue()
         self._loop_kwargs = {"dataset_start_index": 0}  # The trainer reads and writes it.
         self._agent = agent if options.get("command") is not None else load(agent)
         self._dataset, self._args, self._url = dataset, args, url
