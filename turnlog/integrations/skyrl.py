@@ -260,7 +260,7 @@ def told_versions(trainer: RayPPOTrainer, config: TurnlogConfig) -> RayPPOTraine
     return trainer
 
 
-@ray.remote(num_cpus=1)
+@ray.remote(num_cpus=1)  # type: ignore[untyped-decorator]
 def train(experiment: type[BasePPOExp], cfg: TurnlogTrainConfig) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)  # SkyRL's log would have a line for each request.
     experiment(cfg).run()
