@@ -60,7 +60,8 @@ class Trainer(FullyAsyncTrainerSim):  # type: ignore[misc]
 
     def init_weight_sync_state(self) -> None:
         super().init_weight_sync_state()
-        self.dispatch.get_timing_metrics = dict  # The trainer asks for it, and SkyRL 0.4.0's stand-in lacks it.
+        self.dispatch.get_timing_metrics = dict  # The trainer asks for both, and SkyRL 0.4.0's stand-in lacks them.
+        self.dispatch.finalize_pending_saves = id
 
     async def _run_training(self, training_input: Any) -> Any:
         tensors = {name: training_input[name] for name in TENSORS}
