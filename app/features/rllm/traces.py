@@ -93,6 +93,7 @@ async def _told(database: Database, session_id: str, since: float | None) -> tup
 
 
 async def _trace(database: Database, session: Session, turn: WireTurn) -> Trace:
+    assert turn.prompt is not None
     event, number = turn.event, turn.event.turn
     output, logprobs = await _sampled(database, session, number)
     # A trainer's limit on staleness is kept if the oldest token is counted.
