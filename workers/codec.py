@@ -264,14 +264,16 @@ def render_ids(ids: memoryview, separator: str) -> bytes:
     return text if separator == "," else text.replace(b",", separator.encode())
 
 
-def paste(exchange: Exchange, ids: memoryview, payloads: Mapping[str, bytes]) -> bytes:
+def paste(exchange: Exchange, ids: memoryview | None, payloads: Mapping[str, bytes]) -> bytes:
     """The reply, byte for byte; `ids` is the turn's whole prompt as an int32 view, `payloads` the values by kind.
 
-    A missing payload is written as null; of one left in place only the kind is used.
+    A missing payload, and the prompt's ids if they are not given, are written as null; of a payload that was left in
+    place only the kind is used.
     """
     values = [(cut.at, cut.length, _value(exchange, cut, payloads)) for cut in exchange.cuts]
     if exchange.prompt_ids_at is not None:
-        values.append((exchange.prompt_ids_at, 0, render_ids(ids, exchange.separator)))
+        prompt = b"null" if ids is None else render_ids(ids, exchange.separator)
+        values.append((exchange.prompt_ids_at, 0, prompt))
     parts: list[bytes] = []
     done = 0
     for at, length, value in sorted(values, key=lambda value: value[0]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Header, Path, Query
@@ -142,6 +142,9 @@ class SessionListQuery(SessionFilter):
     cursor: Cursor = None
 
 
+Records = Literal["full", "new", "none"]
+
+
 @route(
     "GET /sessions",
     "List sessions, newest first",
@@ -175,15 +178,23 @@ async def has_session(request: Request, session_id: SessionId) -> StreamingRespo
     errors=(*SESSION, *READ, *PAYLOADS),
     of_run="session",
 )
-async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
-    """The requests and replies of the live turns, and the fields with which the session was created."""
+async def get_session(
+    request: Request,
+    session_id: SessionId,
+    records: Annotated[
+        Records,
+        Query(description="Whole requests and replies; only what is `new` in each, without prompts' ids; or `none`."),
+    ] = "full",
+) -> StreamingResponse:
+    """The requests and replies of the live turns, and the fields with which the session was created. Whole requests
+    have the context once a turn: of 500 turns at 100,000 tokens they are about 1 GB."""
     app = request.services
     live = await app.sessions.require(session_id)
-    return await started(session_json(app, live), JSON)
+    return await started(session_json(app, live, records=records), JSON)
 
 
 async def session_json(
-    app: Services, live: CacheEntry, beside: Mapping[str, Any] | None = None
+    app: Services, live: CacheEntry, beside: Mapping[str, Any] | None = None, *, records: Records = "full"
 ) -> AsyncIterator[bytes]:
     """The session as `GET /sessions/{id}` tells it. With fields `beside` that, `metadata` also has what was given at
     create."""
@@ -196,9 +207,10 @@ async def session_json(
     for fields in app.session_fields:
         created_with |= await fields(session)
     separator = msgspec.json.encode({"session_id": session.session_id, **(beside or {})})[:-1] + b',"records":['
-    async for record in transcript.records(app.database, session):
-        yield separator + record
-        separator = b","
+    if records != "none":
+        async for record in transcript.records(app.database, session, only_new=records == "new"):
+            yield separator + record
+            separator = b","
     if separator != b",":
         yield separator
     yield b'],"metadata":' + msgspec.json.encode(metadata)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,6 +22,9 @@ from app.store.sessions import load_events
 from workers import codec
 from workers.codec import TOKEN_BYTES, Exchange
 from workers.parse import REPLAY
+
+INLINE = 64 << 10
+"""Bytes. A record of more is put together on a thread."""
 
 
 async def token_ids(database: Database, session: Session, number: int) -> bytes:
@@ -66,34 +71,45 @@ async def reply_messages(database: Database, session: Session, numbers: Sequence
     return {number: messages.message for number, messages in said.items()}
 
 
-async def records(database: Database, session: Session) -> AsyncIterator[bytes]:
-    """A JSON record for each live turn, one at a time: all of them together grow with turns × context."""
-    async for turn in wire_turns(database, session, session.path):
+async def records(database: Database, session: Session, *, only_new: bool = False) -> AsyncIterator[bytes]:
+    """A JSON record for each live turn, one at a time: all of them together grow with turns × context. With `only_new`
+    they grow with the session's text: a request has the messages that its turn added, and nothing has prompts' ids.
+    """
+    async for turn in wire_turns(database, session, session.path, only_new=only_new):
         payloads = await replay.values(database, session, turn.event.turn, turn.exchange, REPLAY)
-        yield msgspec.json.encode(
-            {
-                "timestamp": turn.at,
-                "request_timestamp": turn.event.requested_at,
-                "method": "POST",
-                "path": PATHS[shape_of(turn.event.protocol)],
-                "status_code": turn.exchange.status,
-                "request": msgspec.Raw(turn.request),
-                "response": msgspec.Raw(turn.reply(payloads)),
-                "turn": turn.event.turn,
-                "protocol": turn.event.protocol,
-                **({"left_out": turn.event.left_out} if turn.event.left_out else {}),
-            }
-        )
+        size = len(turn.request) + len(turn.exchange.reply)
+        yield await _off_the_loop(size, partial(_record, turn, payloads))
+
+
+def _record(turn: WireTurn, payloads: Mapping[str, bytes]) -> bytes:
+    return msgspec.json.encode(
+        {
+            "timestamp": turn.at,
+            "request_timestamp": turn.event.requested_at,
+            "method": "POST",
+            "path": PATHS[shape_of(turn.event.protocol)],
+            "status_code": turn.exchange.status,
+            "request": msgspec.Raw(turn.request),
+            "response": msgspec.Raw(turn.reply(payloads)),
+            "turn": turn.event.turn,
+            "protocol": turn.event.protocol,
+            **({"left_out": turn.event.left_out} if turn.event.left_out else {}),
+        }
+    )
+
+
+async def _off_the_loop(size: int, make: Callable[[], bytes]) -> bytes:
+    return make() if size <= INLINE else await asyncio.to_thread(make)
 
 
 class WireTurn(NamedTuple):
-    """One turn as it went over the wire. `prompt` are the ids before its output, as int32; `request` is the body that
-    the engine was sent, and `messages` are those of it, raw JSON."""
+    """One turn as it went over the wire. `prompt` are the ids before its output, as int32, None if they were not asked
+    for; `request` is the body that the engine was sent, and `messages` are those of it, raw JSON."""
 
     at: float
     event: TurnCommitted
     exchange: Exchange
-    prompt: memoryview
+    prompt: memoryview | None
     request: bytes
     messages: Sequence[bytes]
 
@@ -102,8 +118,11 @@ class WireTurn(NamedTuple):
         return codec.paste(self.exchange, self.prompt, payloads)
 
 
-async def wire_turns(database: Database, session: Session, numbers: Iterable[int]) -> AsyncIterator[WireTurn]:
-    """These turns, one at a time. One that continues the turn before it is read without the history that they share.
+async def wire_turns(
+    database: Database, session: Session, numbers: Iterable[int], *, only_new: bool = False
+) -> AsyncIterator[WireTurn]:
+    """These turns, one at a time. One that continues the turn before it is read without the history that they share;
+    with `only_new` none has a history, or the ids of its prompt.
 
     Raises SessionUnreadable.
     """
@@ -111,12 +130,16 @@ async def wire_turns(database: Database, session: Session, numbers: Iterable[int
     before, history, ids = 0, list[bytes](), b""
     for number in numbers:
         turn, (at, event) = session.turn(number), committed[number]
-        if event.parent != before:
+        prompt = None
+        if only_new:
+            history = []
+        elif event.parent != before:
             history = await _history(database, session, event.parent) if event.base_messages else []
             ids = await token_ids(database, session, event.parent) if event.base_tokens else b""
         exchange = (await of_session(database, session.session_id, load_exchanges, [number]))[number]
-        ids = await _continued(database, session, ids, [turn])
-        prompt = _prompt(turn, ids)
+        if not only_new:
+            ids = await _continued(database, session, ids, [turn])
+            prompt = _prompt(turn, ids)
         request, history = await _request(database, session, event, exchange, history, prompt)
         yield WireTurn(at, event, exchange, prompt, request, history[:-1])
         before = number
@@ -136,26 +159,32 @@ async def _request(
     event: TurnCommitted,
     exchange: Exchange,
     history: list[bytes],
-    prompt: memoryview,
+    prompt: memoryview | None,
 ) -> tuple[bytes, list[bytes]]:
-    """The request as the engine received it, and the history that the next turn continues. Raises SessionUnreadable."""
+    """The request as the engine received it, without ids if there is no `prompt`, and the history that the next turn
+    continues. Raises SessionUnreadable."""
     numbers = [event.params] if event.tools is None else [event.params, event.tools]
     blobs = await of_session(database, session.session_id, load_blobs, numbers)
     new = await images.put_back(database, session, exchange.messages)
-    messages = sent = [*(history if event.base_messages else []), *new]
-    ids = codec.render_ids(prompt, ",")[1:-1] if event.sent_ids else None
-    params = blobs[event.params]
-    if shape_of(event.protocol) == "chat":
+    messages = [*(history if event.base_messages else []), *new]
+
+    def body() -> bytes:
+        sent = messages
+        ids = codec.render_ids(prompt, ",")[1:-1] if event.sent_ids and prompt is not None else None
+        params = blobs[event.params]
+        if shape_of(event.protocol) != "chat":
+            text = "".join(msgspec.json.decode(part, type=str) for part in messages)
+            return b"".join(completion_body(params, text, ids, exchange.rid, exchange.own))
         tools = None if event.tools is None else blobs[event.tools]
         if any(turn.odd_arguments for turn in session.turns):
             sent = [sendable(raw) for raw in messages]
         if exchange.beginning:
             sent = [*sent, exchange.beginning]
-        body = chat_body(params, tools, sent, exchange.rid, exchange.own, ids, exchange.ids_field or "input_ids")
-    else:
-        text = "".join(msgspec.json.decode(part, type=str) for part in messages)
-        body = [*completion_body(params, text, ids, exchange.rid, exchange.own)]
-    return b"".join(body), [*messages, exchange.message]
+        field = exchange.ids_field or "input_ids"
+        return b"".join(chat_body(params, tools, sent, exchange.rid, exchange.own, ids, field))
+
+    size = sum(map(len, messages)) + (0 if prompt is None else prompt.nbytes)
+    return await _off_the_loop(size, body), [*messages, exchange.message]
 
 
 def _prompt(turn: Turn, ids: bytes) -> memoryview:

@@ -95,6 +95,25 @@ DEFAULTS = (
 )
 
 
+def test_what_is_new_in_each_record_is_the_whole_of_the_last_one(stand: Stand) -> None:
+    talk = stand.talk()
+    for text in ("one", "two " * 40_000, "three"):
+        talk.say(text)
+    full, new, none = (stand.get(talk.path, records=records) for records in ("full", "new", "none"))
+    assert [one["records"] == stand.get(talk.path)["records"] for one in (full, new, none)] == [True, False, False]
+    assert none == {**full, "records": []}
+    added = [record["request"].pop("messages") for record in new["records"]]
+    whole = [record["request"].pop("messages") for record in full["records"]]
+    assert [len(messages) for messages in added] == [1, 1, 1]
+    replies = [record["response"]["choices"][0]["message"] for record in new["records"]]
+    said = [message for messages, reply in zip(added, replies, strict=True) for message in (*messages, reply)]
+    assert said[:-1] == [{key: message[key] for key in said[at]} for at, message in enumerate(whole[-1])]
+    for record in full["records"]:
+        record["response"]["choices"][0]["prompt_token_ids"] = None
+    assert new == full
+    assert error_of(stand.http.get(talk.path, params={"records": "all"})) == (400, "invalid_request")
+
+
 def test_a_session_reads_back_what_was_given_at_its_creation_and_else_defaults(stand: Stand) -> None:
     assert {"session_id", *GIVEN} == set(CreateSession.model_fields) - {"temperature", "top_p", "top_k"}
     for given, expected in ((GIVEN, GIVEN), ({}, DEFAULTS)):

@@ -60,6 +60,7 @@ async def _told(database: Database, session_id: str, since: float | None) -> tup
 
 
 async def _trace(database: Database, session: Session, turn: WireTurn) -> Trace:
+    assert turn.prompt is not None
     event = turn.event
     output, logprobs = await _sampled(database, session, event.turn)
     is_chat = shape_of(event.protocol) == "chat"

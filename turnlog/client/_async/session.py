@@ -149,11 +149,18 @@ class AsyncSession:
         of = self._path if turn is None else f"{self._path}/turns/{turn}"
         return f"{of}/annotations" if name is None else f"{of}/annotations/{segment(name)}"
 
-    async def get(self) -> Records:
+    async def get(self, records: Literal["full", "new", "none"] = "new") -> Records:
         """`session_id`, `records` (for each live turn its request as sent to the engine, and the engine's reply),
-        `metadata` (the current state) and `session` (the arguments of its creation, note and tags). Raises NotFound,
-        SessionClosed."""
-        return cast(Records, await self._transport.read("GET", self._path, token=self.token))
+        `metadata` (the current state) and `session` (the arguments of its creation, note and tags).
+
+        records: requests with the messages that are new in each, and without prompts' ids; `full`: whole ones, which
+            have the context once a turn; `none`.
+
+        Raises NotFound, SessionClosed.
+        """
+        parameters = {"records": records}
+        found = await self._transport.read("GET", self._path, parameters=parameters, token=self.token, slow=True)
+        return cast(Records, found)
 
     async def state(self, seq: int | None = None) -> State:
         """The session after event `seq`, by default the last: turns with the times of their stages, failed turns,
