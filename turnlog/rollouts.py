@@ -25,12 +25,14 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
+import httpx
+
 from turnlog.client._async.client import AsyncTurnlog
 from turnlog.client._async.session import AsyncSession
-from turnlog.client.address import default_run
-from turnlog.errors import Conflict, InvalidRequest, NotFound, Restored
+from turnlog.client.checked import checked
+from turnlog.errors import Conflict, InvalidRequest, NotFound, Restored, TurnlogError
 from turnlog.parameters import Failure, FailureKind, Shape
-from turnlog.replies import SaidAnnotation, State
+from turnlog.replies import State
 
 log = logging.getLogger("turnlog.rollouts")
 
@@ -44,7 +46,7 @@ metadata: what the data set and the trainer say, and `session_id`, `api_key`, `p
     `evaluation`, `step`.
 
 Returns the reward, a mapping or None. Of a mapping `reward`, `reward_components` and `failed` (as `close` takes it) are
-the session's, and all of it is kept as the annotation `result`. What it raises becomes the session's `failed`.
+the session's, and all of it is kept in the annotation `rollout`. What it raises becomes the session's `failed`.
 """
 
 NAMES_OF_ENGINES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
@@ -58,16 +60,23 @@ OF_A_CHAT = frozenset(
 PINNED = ("temperature", "top_p", "top_k")
 """What a policy's logprobs depend on: the session sends them with every request, whatever the agent sends."""
 
-RESULT = "result"
-"""The annotation that says that the agent came to its end: `result`, and `failed` if it did. It is written before the
-session is closed, so that a session without it, and without a reward, is one whose player died."""
+ROLLOUT = "rollout"
+"""The session's annotation that says how far its agent is: `ended` or not, and then its `result`, `reward`,
+`components` and `failed`. It is written before the agent begins, and before the reward and the close. So a session
+without it is new, and one whose agent has not ended belongs to a process that died."""
 
 LEFT: Failure = {"kind": "other", "message": "the process that played this rollout ended before its agent did"}
 
 LONGEST_NAME, LONGEST_MESSAGE, LONGEST_RESULT = 100, 2000, 60_000
-TAIL_LINES, LONGEST_LINE = 40, 1 << 20
-TERMINATE_S = 10.0
-"""How long a command that is ended has between SIGTERM and SIGKILL."""
+TAIL_LINES, LONGEST_TAIL, LONGEST_LINE = 40, 1800, 1 << 20
+END_S = 10.0
+"""How long a command has between SIGTERM and SIGKILL, and an end that was not heard of is waited for."""
+
+NOT_FOR_COMMANDS = frozenset(
+    ("TURNLOG_TOKEN", "TURNLOG_ADMIN_TOKEN", "TURNLOG_SESSION_SECRET", "TURNLOG_DATABASE_URL", "ANTHROPIC_API_KEY")
+)
+"""Variables of the trainer's process that a command, which a model may drive, does not inherit. Anthropic's clients
+would send the last in the place of the session's token."""
 
 
 class Outcome(NamedTuple):
@@ -147,7 +156,7 @@ async def rollout(
 
     name: played once, also if the trainer or the server dies meanwhile: asked for again, a rollout that came to its end
         is read, and one that did not is closed as failed, and another is played. The run (`run`, by default
-        `TURNLOG_RUN`) is a part of it. One process at a time may ask for a name.
+        `TURNLOG_RUN`, else the token's) is a part of it. One process at a time may ask for a name.
     command: instead of an agent: words, or a line for the shell. `OPENAI_BASE_URL`, `OPENAI_API_KEY`,
         `ANTHROPIC_BASE_URL`, `ANTHROPIC_AUTH_TOKEN` and `TURNLOG_SESSION_ID` are set for it, its input is the prompt's
         text, and `TURNLOG_ROLLOUT` names a JSON file with `prompt`, `request_kwargs` and `metadata`. If its last line
@@ -163,15 +172,18 @@ async def rollout(
     """
     run = None if command is not None else load(agent)
     kwargs = request_kwargs(sampling)
-    if pin and (pinned := {key: kwargs[key] for key in PINNED if key in kwargs}):
+    # The engine's own value of these is pinned, too: an agent that asks for another would sample from another policy.
+    if pin and (
+        pinned := {key: value for key, value in (sampling or {}).items() if key in PINNED and value is not None}
+    ):
         fields["params"] = {**pinned, **(fields.get("params") or {})}
-    if (of_run := fields.get("run") or default_run()) not in (None, "default"):
-        name = name_of(of_run, name)
     fields = {"history": "tree", "group_id": group_id, "attempt": attempt, "evaluation": evaluation or None, **fields}
     said_to_agent = {"group_id": group_id, "attempt": attempt, "evaluation": evaluation, "step": step}
     failures = 0
     async with contextlib.AsyncExitStack() as stack:
         server = turnlog if turnlog is not None else await stack.enter_async_context(AsyncTurnlog())
+        of_run = fields.get("run") or server.own_run
+        name = name_of(name) if of_run in (None, "default") else name_of(of_run, name)
         for number in itertools.count():
             session_id, error, played = f"{name}.{number}", None, False
             try:
@@ -183,30 +195,40 @@ async def rollout(
                     raise
                 session = server.attach(session_id)
             state = await session.state()
-            if state["status"] == "open" and not state["turns"] and not _has_ended(state):
+            if state["erased"]:
+                continue
+            told = await _told(session, state)
+            if told is None and state["status"] == "open" and not (state["turns"] or state["open_turns"]):
+                await session.annotate(ROLLOUT, {"ended": False})
                 known = {"session_id": session_id, "api_key": session.token or "EMPTY", "public_url": session.url}
                 asked = _Asked(prompt, kwargs, {**(metadata or {}), **said_to_agent, **known})
-                async with session:  # Closed also where this process is cancelled; then nothing says that it has ended.
+                try:
                     played, error = True, await _play(session, run, command, asked, timeout_s)
-                state = await session.state()
-            elif not _has_ended(state):
+                except BaseException:
+                    with contextlib.suppress(TurnlogError, TimeoutError):
+                        async with asyncio.timeout(END_S):
+                            await session.close(failed=LEFT)
+                    raise
+            elif told is None or not told["ended"]:
                 await session.close(failed=LEFT)
                 continue
             elif state["status"] == "open":
-                told = await _told(session, state)
-                await session.close(failed=told.get("failed"))
-                state = await session.state()
-            if state["failed"] is not None and failures < retry_failed:
+                await _close(session, told)
+            state = await session.state()
+            told = await _told(session, state) or {}
+            failure = cast(Failure | None, state["failed"])
+            if failure is None and (state["reward"] is None or told.get("reward") is not None):
+                failure = told.get("failed")  # The session was closed before the agent had failed.
+            if failure is not None and failures < retry_failed:
                 failures += 1
                 continue
             rows: list[dict[str, Any]] = []
-            if state["failed"] is None or failed == "keep":
+            if failure is None or failed == "keep":
                 wanted: dict[str, Any] = {"evaluation": True, **(export or {}), "session_id": session_id}
                 rows = [cast(dict[str, Any], row) async for row in server.export(shape=shape, **wanted)]
-            result = (await _told(session, state)).get("result")
             reward = state["reward"]["reward"] if state["reward"] is not None else None
-            failure = cast(Failure | None, state["failed"])
-            return Rollout(rows, Outcome(session_id, _status(state), reward, failure, result, error, played))
+            status = "failed" if failure is not None else _status(state)
+            return Rollout(rows, Outcome(session_id, status, reward, failure, told.get("result"), error, played))
     raise AssertionError("unreachable")
 
 
@@ -223,9 +245,8 @@ async def _play(
     asked: _Asked,
     timeout_s: float | None,
 ) -> Exception | None:
-    """Run the agent and write down what became of it; its exception."""
+    """Run the agent, write down what became of it and close the session; its exception."""
     result: Any = None
-    failed: Failure | None = None
     error: Exception | None = None
     try:
         async with asyncio.timeout(timeout_s):
@@ -235,58 +256,82 @@ async def _play(
                 result = await cast(Any, run)(base_url=session.anthropic_base_url, **asked._asdict())
             else:
                 result = await _in_a_thread(cast(Agent, run), base_url=session.anthropic_base_url, **asked._asdict())
-    except Exception as raised:  # noqa: BLE001  # An agent may raise anything.
-        error = raised
-    said = result if isinstance(result, Mapping) else {"reward": result}
-    if said.get("reward") is not None:
-        try:
-            await session.set_reward(said["reward"], components=said.get("reward_components"))
-        except (TypeError, ValueError, InvalidRequest) as refused:
-            error = refused
-    if error is not None:
-        failed = {"kind": _kind(error), "message": f"{type(error).__name__}: {error}"[:LONGEST_MESSAGE]}
+        told = _checked(result)
+    except (Exception, SystemExit) as raised:  # An agent may raise anything.
+        error = raised if isinstance(raised, Exception) else RuntimeError(f"the agent ended by {raised!r}")
         log.warning("the agent of session %s failed", session.id, exc_info=error)
-    else:
-        failed = said.get("failed")
-    kept = json.dumps(result, default=str)
-    if len(kept) > LONGEST_RESULT:
-        log.warning("the result of session %s has %d characters and is not kept", session.id, len(kept))
-        kept = json.dumps(None)
-    told = {"result": json.loads(kept, parse_constant=str), **({"failed": failed} if failed else {})}
-    await session.annotate(RESULT, told)
-    await session.close(failed=failed)
+        message = f"{type(error).__name__}: {error}"[:LONGEST_MESSAGE].replace("\0", "\N{REPLACEMENT CHARACTER}")
+        told = {"failed": {"kind": _kind(error), "message": message}}
+    kept = _kept(session, result)
+    try:
+        await session.annotate(ROLLOUT, {"ended": True, "result": kept, **told})
+    except InvalidRequest as refused:  # Such as one that is nested too deep.
+        log.warning("the result of session %s is not kept: %s", session.id, refused)
+        await session.annotate(ROLLOUT, {"ended": True, **told})
+    await _close(session, told)
     return error
 
 
-def _kind(error: Exception) -> FailureKind:
-    """Clients of OpenAI and Anthropic, and httpx, say the status of a reply that they raise."""
-    if isinstance(error, TimeoutError):
-        return "timeout"
+def _checked(result: Any) -> dict[str, Any]:
+    """The reward, its components and the failure of a result, as JSON has them. Raises TypeError, ValueError."""
+    said = result if isinstance(result, Mapping) else {"reward": result}
+    told: dict[str, Any] = {}
+    if said.get("reward") is not None:
+        told["reward"] = float(said["reward"])
+        told["components"] = {str(name): float(part) for name, part in (said.get("reward_components") or {}).items()}
+        if not all(map(math.isfinite, (told["reward"], *told["components"].values()))):
+            raise ValueError(f"a reward must be finite, not {told['reward']} of {told['components']}")
+    if said.get("failed"):
+        told["failed"] = checked(Failure, said["failed"])
+    return told
+
+
+def _kept(session: AsyncSession, result: Any) -> Any:
+    """The result as JSON has it; None in the place of one that is too long or cannot be spelled."""
+    try:
+        text = json.dumps(result, default=str)
+    except (TypeError, ValueError, RecursionError) as error:
+        log.warning("the result of session %s is not kept: %s", session.id, error)
+        return None
+    if len(text) > LONGEST_RESULT:
+        log.warning("the result of session %s has %d characters and is not kept", session.id, len(text))
+        return None
+    return json.loads(text, parse_constant=str)
+
+
+async def _close(session: AsyncSession, told: Mapping[str, Any]) -> None:
+    """Give the session what its annotation says. Repeating it changes nothing."""
+    if told.get("reward") is not None:
+        await session.set_reward(told["reward"], components=told.get("components"))
+    await session.close(failed=told.get("failed"))
+
+
+def _kind(error: BaseException) -> FailureKind:
+    """Clients of OpenAI and Anthropic say the status of a reply that they raise, or httpx's error is the cause."""
     status = getattr(error, "status_code", None) or getattr(getattr(error, "response", None), "status_code", None)
-    return "engine" if isinstance(status, int) and status >= 500 else "agent"
+    if isinstance(status, int) and status >= 500:
+        return "engine"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TimeoutError | httpx.TimeoutException):
+            return "timeout"
+        if isinstance(cause, ConnectionError | httpx.TransportError):
+            return "engine"
+        cause = cause.__cause__
+    return "agent"
 
 
-def _has_ended(state: State) -> bool:
-    return state["reward"] is not None or _said(state) is not None
-
-
-def _said(state: State) -> SaidAnnotation | None:
-    return next((one for one in state["annotations"].get("0", ()) if one["name"] == RESULT), None)
-
-
-async def _told(session: AsyncSession, state: State) -> dict[str, Any]:
-    """What the annotation says; its value is not in the state where it is long."""
-    said = _said(state)
+async def _told(session: AsyncSession, state: State) -> dict[str, Any] | None:
+    """What the annotation says, None where there is none; its value is not in the state where it is long."""
+    said = next((one for one in state["annotations"].get("0", ()) if one["name"] == ROLLOUT), None)
     if said is None:
-        return {}
-    return cast(dict[str, Any], said["value"] if "value" in said else await session.annotation(RESULT))
+        return None
+    return cast(dict[str, Any], said["value"] if "value" in said else await session.annotation(ROLLOUT))
 
 
-def _status(state: State) -> Literal["completed", "truncated", "aborted", "failed", "empty"]:
+def _status(state: State) -> Literal["completed", "truncated", "aborted", "empty"]:
     """Of the worst of its live turns, as rows have it."""
     ends = {turn["finish_reason"] for turn in state["turns"] if turn["live"]}
-    if state["failed"] is not None:
-        return "failed"
     if not ends:
         return "empty"
     return "aborted" if "abort" in ends else "truncated" if "length" in ends else "completed"
@@ -312,7 +357,8 @@ async def _in_a_thread(run: Agent, **arguments: Any) -> Any:
             if inspect.isawaitable(outcome):
                 outcome = asyncio.run(_awaited(outcome))
         except BaseException as raised:  # noqa: BLE001  # It is raised where the agent was called.
-            error = RuntimeError("the agent raised StopIteration") if isinstance(raised, StopIteration) else raised
+            is_plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+            error = raised if is_plain else RuntimeError(f"the agent ended by {raised!r}")
         with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits.
             loop.call_soon_threadsafe(tell, outcome, error)
 
@@ -338,27 +384,38 @@ async def _run_command(command: str | Sequence[str], session: AsyncSession, aske
             "TURNLOG_SESSION_ID": session.id,
             "TURNLOG_ROLLOUT": str(file),
         }
+        inherited = {name: value for name, value in os.environ.items() if name not in NOT_FOR_COMMANDS}
         words = ("/bin/sh", "-c", command) if isinstance(command, str) else tuple(command)
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            *words, stdin=pipe, stdout=pipe, stderr=pipe, env={**os.environ, **told}, start_new_session=True
+            *words, stdin=pipe, stdout=pipe, stderr=pipe, env={**inherited, **told}, start_new_session=True
         )
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None  # noqa: PT018
+        printed, complained = _Tail(), _Tail()
+        passing = [
+            asyncio.create_task(printed.read(process.stdout)),
+            asyncio.create_task(complained.read(process.stderr)),
+            asyncio.create_task(_write(process.stdin, text_of(asked.prompt))),
+        ]
         try:
-            printed, complained, _ = await asyncio.gather(
-                _tail(process.stdout), _tail(process.stderr), _write(process.stdin, text_of(asked.prompt))
-            )
-            code = await process.wait()
+            await _exit(process, None)
         finally:
             await _end(process)
-    if code:
-        raise CommandFailed(f"exit code {code}: " + "\n".join(complained or printed)[-LONGEST_MESSAGE:])
-    last = printed[-1] if printed else ""
+            # What it started and left behind may hold the pipes open.
+            _, unfinished = await asyncio.wait(passing, timeout=END_S)
+            for task in unfinished:
+                task.cancel()
+    if process.returncode:
+        said = "\n".join(complained.lines or printed.lines)[-LONGEST_TAIL:]
+        raise CommandFailed(f"exit code {process.returncode}: {said}")
+    last = printed.lines[-1] if printed.lines else ""
+    if len(last) >= LONGEST_LINE:
+        log.warning("the last line of session %s's command is too long to be its result", session.id)
     try:
         found = json.loads(last)
     except ValueError:
         return None
-    is_number = isinstance(found, int | float) and not isinstance(found, bool) and math.isfinite(found)
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
     return found if is_number or isinstance(found, dict) else None
 
 
@@ -383,25 +440,46 @@ async def _write(stdin: asyncio.StreamWriter, text: str) -> None:
     stdin.close()
 
 
-async def _tail(stream: asyncio.StreamReader) -> list[str]:
+class _Tail:
     """The last lines that are not empty; of a line that is too long its end."""
-    lines: deque[bytes] = deque(maxlen=TAIL_LINES)
-    rest = b""
-    while part := await stream.read(1 << 16):
-        *whole, rest = (rest + part).split(b"\n")
-        lines.extend(one for one in whole if one.strip())
-        rest = rest[-LONGEST_LINE:]
-    if rest.strip():
-        lines.append(rest)
-    return [line.decode(errors="replace") for line in lines]
+
+    def __init__(self) -> None:
+        self._lines: deque[bytes] = deque(maxlen=TAIL_LINES)
+        self._rest = b""
+
+    @property
+    def lines(self) -> list[str]:
+        rest = [self._rest] if self._rest.strip() else []
+        return [line.decode(errors="replace") for line in (*self._lines, *rest)]
+
+    async def read(self, stream: asyncio.StreamReader) -> None:
+        while part := await stream.read(1 << 16):
+            *whole, rest = (self._rest + part).split(b"\n")
+            self._lines.extend(one[-LONGEST_LINE:] for one in whole if one.strip())
+            self._rest = rest[-LONGEST_LINE:]
+
+
+async def _exit(process: asyncio.subprocess.Process, timeout_s: float | None) -> None:
+    """Wait for the program itself: in some versions of Python `wait` also waits for its pipes."""
+    waiting = asyncio.create_task(process.wait())
+    deadline = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
+    try:
+        while process.returncode is None and (deadline is None or asyncio.get_running_loop().time() < deadline):
+            await asyncio.wait([waiting], timeout=0.2)
+    finally:
+        waiting.cancel()
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """End what is left of the command's process group."""
-    for number, wait_s in ((signal.SIGTERM, TERMINATE_S), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        if process.returncode is not None:
-            return
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), wait_s)
+    """End the program, if it runs, and what is left of its process group."""
+    try:
+        if process.returncode is None:
+            _signal(process, signal.SIGTERM)
+            await _exit(process, END_S)
+    finally:
+        _signal(process, signal.SIGKILL)
+
+
+def _signal(process: asyncio.subprocess.Process, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

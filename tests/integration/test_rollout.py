@@ -79,7 +79,11 @@ def play(server: AsyncTurnlog) -> Callable[..., Any]:
         ({"failed": {"kind": "sandbox", "message": "gone"}}, None, "sandbox"),
         (float("nan"), None, "agent"),
         (ValueError("no answer"), None, "agent"),
+        ({"reward": 1.0, "failed": {"kind": "bored"}}, None, "agent"),
+        ({("a", "b"): 1, "reward": 1.0}, 1.0, None),
         (TimeoutError(), None, "timeout"),
+        (SystemExit(3), None, "agent"),
+        (RuntimeError("\0"), None, "agent"),
     ],
     ids=repr,
 )
@@ -98,7 +102,8 @@ async def test_what_an_agent_returns_stands_in_its_session_and_it_is_played_once
         assert outcome.reward == reward
         assert (outcome.failed or {}).get("kind") == failed
         assert outcome.status == ("failed" if failed else "completed")
-        assert outcome.result == (None if isinstance(result, Exception) else "NaN" if result != result else result)
+        is_kept = not isinstance(result, BaseException) and not (isinstance(result, dict) and ("a", "b") in result)
+        assert outcome.result == (None if not is_kept else "NaN" if result != result else result)
     state = await server.attach(first.outcome.session_id).state()
     assert (state["status"], (state["failed"] or {}).get("kind")) == ("closed", failed)
     if isinstance(result, dict) and "reward_components" in result:
@@ -126,10 +131,34 @@ async def test_one_whose_player_died_is_left_as_failed_and_another_is_played(
     found = await play(agent)
     assert (found.outcome.session_id, found.outcome.reward) == (session_id[:-1] + "2", 1.0)
     left = server.attach(session_id)
-    with pytest.raises(errors.SessionClosed):
-        await left.get()
+    assert ((await left.state())["failed"] or {})["kind"] == "other"
     assert await play(agent) == found._replace(outcome=found.outcome._replace(played=False))
     assert len(agent.calls) == 3
+
+
+async def test_one_that_was_begun_is_never_begun_again(play: Callable[..., Any], server: AsyncTurnlog) -> None:
+    """Its agent may still be there, and its first turn on its way."""
+    agent, name = Agent(), uuid.uuid4().hex
+    begun = await server.create_session(session_id=f"{name}.0", history="tree")
+    await begun.annotate("rollout", {"ended": False})
+    assert (await play(agent, name=name)).outcome.session_id == f"{name}.1"
+
+
+@pytest.mark.parametrize("what", ["exits", "closes"])
+async def test_a_function_in_a_thread_may_do_anything(play: Callable[..., Any], what: str) -> None:
+    def run(base_url: str, prompt: Any, **more: Any) -> None:
+        reply = httpx.post(
+            f"{base_url}/v1/chat/completions", json={"model": "simulator", "messages": prompt}, timeout=60
+        )
+        reply.raise_for_status()
+        if what == "exits":
+            sys.exit(1)
+        httpx.delete(base_url).raise_for_status()
+        raise ValueError("after the close")
+
+    for _ in range(2):
+        outcome = (await play(run)).outcome
+        assert (outcome.status, (outcome.failed or {}).get("kind")) == ("failed", "agent")
 
 
 async def test_one_that_failed_is_played_again_as_often_as_asked(play: Callable[..., Any]) -> None:
@@ -169,12 +198,15 @@ async def test_an_agent_that_takes_too_long_is_ended(play: Callable[..., Any]) -
         ('print(json.dumps({"reward": 1, "reward_components": {"a": 1}}))', 1.0, None),
         ("print('done')", None, None),
         ("print(sys.stdin.read() == 'Hello' and 3)", 3.0, None),
+        ("import subprocess; subprocess.Popen(['sleep', '600']); print(0.5)", 0.5, None),
+        ("print(3.0 if 'TURNLOG_TOKEN' not in os.environ else 0)", 3.0, None),
         ("sys.exit('a traceback')", None, "agent"),
     ],
 )
 async def test_a_command_is_an_agent(
-    play: Callable[..., Any], end: str, reward: float | None, failed: str | None
+    play: Callable[..., Any], end: str, reward: float | None, failed: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TURNLOG_TOKEN", "of-the-trainer")
     outcome = (await play(None, command=(sys.executable, "-c", COMMAND + end), sampling={"max_new_tokens": 5})).outcome
     assert (outcome.reward, (outcome.failed or {}).get("kind")) == (reward, failed)
     if failed:
@@ -195,7 +227,7 @@ async def test_an_agent_is_found_by_its_import_path_and_its_sampling_is_pinned(
     sampling = {"temperature": 0.7, "top_k": -1, "max_new_tokens": 7, "n": 1, "stop": []}
     found = await play(None, sampling=sampling)
     assert found.outcome.reward == 7.0
-    assert found.rows[0]["pinned"]["params"] == {"temperature": 0.7}
+    assert found.rows[0]["pinned"]["params"] == {"temperature": 0.7, "top_k": -1}
     assert load(f"{__name__}.sync_agent") is sync_agent
     assert request_kwargs(sampling) == {"temperature": 0.7, "max_tokens": 7}
     monkeypatch.delenv("TURNLOG_AGENT")

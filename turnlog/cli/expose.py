@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 from urllib.parse import urlsplit
@@ -75,26 +76,33 @@ def expose(
         raise UsageError(f"--pattern: {error}") from None
     server = remote(ctx)
     try:
-        if not server.read("GET", "/public-url")["needs_token"] and not insecure:
-            raise Failure(
-                "the server asks for no tokens: whoever finds the address could read and change everything. "
-                "Set TURNLOG_ADMIN_TOKEN at the server, or say --insecure"
-            )
+        if not insecure:
+            _require_tokens(server.read("GET", "/public-url"))
     except NotFound as error:
         raise Failure(
             f"the server has no public address to set: TURNLOG_FEATURES leaves public_url out ({error})"
         ) from None
     before = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
     given = None if public_url is None else public_url.rstrip("/")
-    exposing = _Exposing(server, command, given, finds, wants_json(ctx))
+    exposing = _Exposing(server, command, given, finds, wants_json(ctx), insecure=insecure)
     try:
         exposing.run()
     finally:
+        before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
         for number in before:
             signal.signal(number, signal.SIG_IGN)
         exposing.end(ctx.obj.url, ctx.obj.token)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _require_tokens(told: Mapping[str, Any]) -> None:
+    """Raises Failure."""
+    if not told["needs_token"]:
+        raise Failure(
+            "the server asks for no tokens: whoever finds the address could read and change everything. "
+            "Set TURNLOG_ADMIN_TOKEN at the server, or say --insecure"
+        )
 
 
 def _end(number: int, frame: object) -> None:
@@ -105,9 +113,17 @@ class _Exposing:
     """A forwarder, one life after the other, and the address that is set for it."""
 
     def __init__(
-        self, server: Transport, command: list[str], given: str | None, pattern: re.Pattern[str] | None, as_json: bool
+        self,
+        server: Transport,
+        command: list[str],
+        given: str | None,
+        pattern: re.Pattern[str] | None,
+        as_json: bool,
+        *,
+        insecure: bool,
     ) -> None:
         self._server = server
+        self._insecure = insecure
         self._command = command
         self._name = Path(command[0]).name
         self._given = given
@@ -255,14 +271,16 @@ class _Exposing:
 
     def _put(self, address: str) -> None:
         """Raises TurnlogError where another try does not help."""
-        self._address, wait_s = address, RENEW_S  # also if this is interrupted before the reply
+        before, self._address, wait_s = self._address, address, RENEW_S  # also if this is interrupted before the reply
         try:
-            self._server.call("PUT", "/public-url", body={"url": address, "lease_s": LEASE_S})
+            told = self._server.read("PUT", "/public-url", body={"url": address, "lease_s": LEASE_S})
+            if not self._insecure:
+                _require_tokens(told)  # It may have been started again without them.
         except (Unreachable, Unavailable, NotTurnlog) as error:
             say(f"the server does not take the address now: {error}")
             wait_s = FIRST_WAIT_S
         except TurnlogError:
-            self._address = None
+            self._address = before
             raise
         self._renew_at = time.monotonic() + wait_s
 

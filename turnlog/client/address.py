@@ -22,9 +22,15 @@ def default_token() -> str | None:
     return given or None
 
 
-def default_run() -> str | None:
-    """`TURNLOG_RUN`: the run of new sessions."""
-    return os.environ.get("TURNLOG_RUN") or None
+def default_run(token: str | None = None) -> str | None:
+    """`TURNLOG_RUN`: the run of new sessions; else that of a run's token, by default of the environment's."""
+    return os.environ.get("TURNLOG_RUN") or run_of(token or default_token())
+
+
+def run_of(token: str | None) -> str | None:
+    """The run whose token this is, None of another token."""
+    found = re.fullmatch(r"tlr\.(.+)\.\d+\.[^.]+", token or "")
+    return found and found[1]
 
 
 def below_run(run: str | None, path: str) -> str:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from turnlog.amounts import amount
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 from turnlog.cli.remote import connected
-from turnlog.errors import NotFound, TurnlogError
+from turnlog.errors import Forbidden, NotFound, TurnlogError
 
 if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
@@ -69,7 +69,7 @@ def _failures(server: Transport) -> Iterator[Finding]:
     """Runs of which more rollouts have failed than have a reward."""
     try:
         runs = server.read("GET", "/runs", parameters={"limit": RUNS})["runs"]
-    except NotFound:  # TURNLOG_FEATURES leaves runs out
+    except (NotFound, Forbidden):  # TURNLOG_FEATURES leaves runs out; a run's token sees no list of them
         return
     for one in runs:
         failed, rewarded = sum(one["failed"].values()), (one["reward"] or {"count": 0})["count"]

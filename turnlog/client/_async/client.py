@@ -94,6 +94,11 @@ class AsyncTurnlog:
     def base_url(self) -> str:
         return self._transport.base_url
 
+    @property
+    def own_run(self) -> str | None:
+        """The run of new sessions, and of what is asked for without one: `TURNLOG_RUN`, else the run of the token."""
+        return default_run(self._transport.token)
+
     async def create_session(self, **fields: Unpack[NewSession]) -> AsyncSession:
         """Create a session. Fields that are None get the server's defaults; docs/api.md describes them.
 
@@ -102,7 +107,7 @@ class AsyncTurnlog:
         """
         body = checked(NewSession, fields)
         body["session_id"] = body.get("session_id") or uuid.uuid4().hex
-        if body.get("run") is None and (run := default_run()) is not None:
+        if body.get("run") is None and (run := self.own_run) is not None:
             body["run"] = run
         body |= {name: dict(body[name]) for name in ("metadata", "params", "limits") if name in body}
         made = await self._transport.read("POST", "/sessions", body=body)
@@ -165,7 +170,7 @@ class AsyncTurnlog:
         run: by default `TURNLOG_RUN`, else the default run, else the only one that has a group of this id. Raises
         NotFound, InvalidRequest.
         """
-        given = present({"run": run or default_run()})
+        given = present({"run": run or self.own_run})
         return cast(Group, await self._transport.read("GET", f"/groups/{segment(group_id)}", parameters=given))
 
     @overload
@@ -240,7 +245,7 @@ class AsyncTurnlog:
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
         given = wanted(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
-        given |= {"consumer": consumer, **present({"run": given.get("run") or default_run()})}
+        given |= {"consumer": consumer, **present({"run": given.get("run") or self.own_run})}
         once = filters.get("new_only", False)
         content = await self._transport.call("GET", "/export/groups", parameters=given, slow=True, once=once)
         return [decode(line) for line in content.split(b"\n") if line]
@@ -250,7 +255,7 @@ class AsyncTurnlog:
 
         Returns which were `acknowledged`, `already`, `not_leased` or `unknown`.
         """
-        body = {"consumer": consumer, "groups": list(group_ids), **present({"run": run or default_run()})}
+        body = {"consumer": consumer, "groups": list(group_ids), **present({"run": run or self.own_run})}
         return cast(Acknowledged, await self._transport.read("POST", "/export/groups/ack", body=body))
 
     async def runs(self, limit: int | None = None) -> AsyncIterator[ListedRun]:
@@ -369,7 +374,7 @@ class AsyncTurnlog:
         said = present({"version": None if version is None else str(version)})
         if said and not 1 <= len(said["version"]) <= LONGEST_VERSION:  # the resume would be too late to be refused
             raise ValueError(f"a weight version has 1 to {LONGEST_VERSION} characters")
-        whose = run or default_run()
+        whose = run or self.own_run
         gate = "/fleet" if adapter is None else f"/adapters/{segment(adapter)}"
         path, known_as = below_run(None if whose == "*" else whose, gate), "version" if adapter else "weight_version"
         body = present({"lease_s": lease_s, "mode": mode})
@@ -411,7 +416,7 @@ class AsyncTurnlog:
         `drain`: hold the run's new turns and wait up to `drain_s` seconds (default: 600) for those in flight. Raises
         Conflict if the name is in use, also by an earlier attempt of this call whose reply was lost.
         """
-        given = {"run": run or default_run(), "drain_s": drain_s, "metadata": metadata}
+        given = {"run": run or self.own_run, "drain_s": drain_s, "metadata": metadata}
         body = {"name": name, "cut": "drain" if drain else "now", **present(given)}
         return cast(Checkpoint, await self._transport.read("POST", "/checkpoints", body=body, slow=True))
 
@@ -428,12 +433,12 @@ class AsyncTurnlog:
 
         Raises NotFound, Conflict.
         """
-        path, given = f"/checkpoints/{segment(name)}/restore", present({"run": run or default_run()})
+        path, given = f"/checkpoints/{segment(name)}/restore", present({"run": run or self.own_run})
         return cast(RestoredStore, await self._transport.read("POST", path, parameters=given, slow=True))
 
     async def delete_checkpoint(self, name: str, *, run: str | None = None) -> None:
         """Delete a checkpoint; `run` as in `checkpoint`. Sessions stay as they are. Raises NotFound, Conflict."""
-        given = present({"run": run or default_run()})
+        given = present({"run": run or self.own_run})
         await self._transport.call("DELETE", f"/checkpoints/{segment(name)}", parameters=given)
 
     async def run_token(self, run: str) -> str:

@@ -95,6 +95,11 @@ class Turnlog:
     def base_url(self) -> str:
         return self._transport.base_url
 
+    @property
+    def own_run(self) -> str | None:
+        """The run of new sessions, and of what is asked for without one: `TURNLOG_RUN`, else the run of the token."""
+        return default_run(self._transport.token)
+
     def create_session(self, **fields: Unpack[NewSession]) -> Session:
         """Create a session. Fields that are None get the server's defaults; docs/api.md describes them.
 
@@ -103,7 +108,7 @@ class Turnlog:
         """
         body = checked(NewSession, fields)
         body["session_id"] = body.get("session_id") or uuid.uuid4().hex
-        if body.get("run") is None and (run := default_run()) is not None:
+        if body.get("run") is None and (run := self.own_run) is not None:
             body["run"] = run
         body |= {name: dict(body[name]) for name in ("metadata", "params", "limits") if name in body}
         made = self._transport.read("POST", "/sessions", body=body)
@@ -161,7 +166,7 @@ class Turnlog:
         run: by default `TURNLOG_RUN`, else the default run, else the only one that has a group of this id. Raises
         NotFound, InvalidRequest.
         """
-        given = present({"run": run or default_run()})
+        given = present({"run": run or self.own_run})
         return cast(Group, self._transport.read("GET", f"/groups/{segment(group_id)}", parameters=given))
 
     @overload
@@ -236,7 +241,7 @@ class Turnlog:
         Raises TypeError and ValueError for an invalid parameter, before anything is sent.
         """
         given = wanted(FeedParameters, {"shape": shape, "explain": explain or None, **filters})
-        given |= {"consumer": consumer, **present({"run": given.get("run") or default_run()})}
+        given |= {"consumer": consumer, **present({"run": given.get("run") or self.own_run})}
         once = filters.get("new_only", False)
         content = self._transport.call("GET", "/export/groups", parameters=given, slow=True, once=once)
         return [decode(line) for line in content.split(b"\n") if line]
@@ -246,7 +251,7 @@ class Turnlog:
 
         Returns which were `acknowledged`, `already`, `not_leased` or `unknown`.
         """
-        body = {"consumer": consumer, "groups": list(group_ids), **present({"run": run or default_run()})}
+        body = {"consumer": consumer, "groups": list(group_ids), **present({"run": run or self.own_run})}
         return cast(Acknowledged, self._transport.read("POST", "/export/groups/ack", body=body))
 
     def runs(self, limit: int | None = None) -> Iterator[ListedRun]:
@@ -361,7 +366,7 @@ class Turnlog:
         said = present({"version": None if version is None else str(version)})
         if said and not 1 <= len(said["version"]) <= LONGEST_VERSION:  # the resume would be too late to be refused
             raise ValueError(f"a weight version has 1 to {LONGEST_VERSION} characters")
-        whose = run or default_run()
+        whose = run or self.own_run
         gate = "/fleet" if adapter is None else f"/adapters/{segment(adapter)}"
         path, known_as = below_run(None if whose == "*" else whose, gate), "version" if adapter else "weight_version"
         body = present({"lease_s": lease_s, "mode": mode})
@@ -403,7 +408,7 @@ class Turnlog:
         `drain`: hold the run's new turns and wait up to `drain_s` seconds (default: 600) for those in flight. Raises
         Conflict if the name is in use, also by an earlier attempt of this call whose reply was lost.
         """
-        given = {"run": run or default_run(), "drain_s": drain_s, "metadata": metadata}
+        given = {"run": run or self.own_run, "drain_s": drain_s, "metadata": metadata}
         body = {"name": name, "cut": "drain" if drain else "now", **present(given)}
         return cast(Checkpoint, self._transport.read("POST", "/checkpoints", body=body, slow=True))
 
@@ -420,12 +425,12 @@ class Turnlog:
 
         Raises NotFound, Conflict.
         """
-        path, given = f"/checkpoints/{segment(name)}/restore", present({"run": run or default_run()})
+        path, given = f"/checkpoints/{segment(name)}/restore", present({"run": run or self.own_run})
         return cast(RestoredStore, self._transport.read("POST", path, parameters=given, slow=True))
 
     def delete_checkpoint(self, name: str, *, run: str | None = None) -> None:
         """Delete a checkpoint; `run` as in `checkpoint`. Sessions stay as they are. Raises NotFound, Conflict."""
-        given = present({"run": run or default_run()})
+        given = present({"run": run or self.own_run})
         self._transport.call("DELETE", f"/checkpoints/{segment(name)}", parameters=given)
 
     def run_token(self, run: str) -> str:
