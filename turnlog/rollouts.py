@@ -19,8 +19,10 @@ import re
 import signal
 import tempfile
 import threading
+import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -29,6 +31,7 @@ import httpx
 
 from turnlog.client._async.client import AsyncTurnlog
 from turnlog.client._async.session import AsyncSession
+from turnlog.client.address import default_run
 from turnlog.client.checked import checked
 from turnlog.errors import Conflict, InvalidRequest, NotFound, Restored, TurnlogError
 from turnlog.parameters import Failure, FailureKind, Shape
@@ -57,6 +60,7 @@ OF_A_CHAT = frozenset(
         *("skip_special_tokens", "logit_bias", "chat_template_kwargs", "tools"),
     }
 )
+NO_TOP_K = -1
 PINNED = ("temperature", "top_p", "top_k")
 """What a policy's logprobs depend on: the session sends them with every request, whatever the agent sends."""
 
@@ -65,10 +69,14 @@ ROLLOUT = "rollout"
 `components` and `failed`. It is written before the agent begins, and before the reward and the close. So a session
 without it is new, and one whose agent has not ended belongs to a process that died."""
 
+CANCELLED: Failure = {"kind": "other", "message": "the rollout was cancelled"}
 LEFT: Failure = {"kind": "other", "message": "the process that played this rollout ended before its agent did"}
 
 LONGEST_NAME, LONGEST_MESSAGE, LONGEST_RESULT = 100, 2000, 60_000
 TAIL_LINES, LONGEST_TAIL, LONGEST_LINE = 40, 1800, 1 << 20
+PATIENCE_S = 600.0
+"""How long the server may be away, restarted or moved, before a rollout raises; for an adapter's own client, too."""
+
 END_S = 10.0
 """How long a command has between SIGTERM and SIGKILL, and an end that was not heard of is waited for."""
 
@@ -109,6 +117,18 @@ def name_of(*parts: object) -> str:
     return sha256(named.encode()).hexdigest()
 
 
+def life(run: str | None) -> tuple[str, ...]:
+    """How an adapter's names begin: with nothing in a named run, since names are the run's; else with a part that no
+    other process has, or a second training without a run would read the rollouts of the first."""
+    return (_of_this_process(),) if (run or default_run()) in (None, "default") else ()
+
+
+@cache
+def _of_this_process() -> str:
+    log.warning("no run is named (run=, TURNLOG_RUN): a trainer that is started again plays all rollouts again")
+    return uuid.uuid4().hex[:12]
+
+
 def load(agent: Agent | str | None) -> Agent:
     """The agent: itself, `package.module:name` or `package.module.name`; by default `TURNLOG_AGENT`. Raises ValueError
     if none is named, ImportError and AttributeError."""
@@ -128,7 +148,7 @@ def request_kwargs(sampling: Mapping[str, Any] | None) -> dict[str, Any]:
     or 0, an empty list) and what no chat request has is left out."""
     named = {NAMES_OF_ENGINES.get(name, name): value for name, value in (sampling or {}).items()}
     meant = {name: value for name, value in named.items() if name in OF_A_CHAT and value is not None and value != []}
-    return {name: value for name, value in meant.items() if not (name == "top_k" and value in (-1, 0))}
+    return {name: value for name, value in meant.items() if not (name == "top_k" and value in (NO_TOP_K, 0))}
 
 
 async def rollout(
@@ -181,7 +201,9 @@ async def rollout(
     said_to_agent = {"group_id": group_id, "attempt": attempt, "evaluation": evaluation, "step": step}
     failures = 0
     async with contextlib.AsyncExitStack() as stack:
-        server = turnlog if turnlog is not None else await stack.enter_async_context(AsyncTurnlog())
+        server = (
+            turnlog if turnlog is not None else await stack.enter_async_context(AsyncTurnlog(retry_for_s=PATIENCE_S))
+        )
         of_run = fields.get("run") or server.own_run
         name = name_of(name) if of_run in (None, "default") else name_of(of_run, name)
         for number in itertools.count():
@@ -207,7 +229,7 @@ async def rollout(
                 except BaseException:
                     with contextlib.suppress(TurnlogError, TimeoutError):
                         async with asyncio.timeout(END_S):
-                            await session.close(failed=LEFT)
+                            await session.close(failed=CANCELLED)
                     raise
             elif told is None or not told["ended"]:
                 await session.close(failed=LEFT)

@@ -100,7 +100,7 @@ def judge(rows: Iterable[Sequenced], said: Sequence[Generation], *, unused: int 
             wrong = [
                 (row.logprobs[place], logprob)
                 for place, logprob in zip(range(at, end), longest.logprobs, strict=True)
-                if abs(row.logprobs[place] - logprob) > tolerance
+                if not abs(row.logprobs[place] - logprob) <= tolerance  # NaN too
             ]
             assert not wrong, f"other logprobs than the engine's: {wrong[:3]}"
             used[longest] += 1

@@ -26,15 +26,12 @@ from typing import Any
 import numpy as np
 
 from turnlog import AsyncTurnlog, name_of, rollout
-from turnlog.client.address import default_run
+from turnlog.rollouts import life
 
 log = logging.getLogger("turnlog.integrations.slime")
 
 ASKED = "turnlog_asked"
 """In a sample's metadata: how often this process has asked for it. A trainer that asks again wants another rollout."""
-
-PROCESS = uuid.uuid4().hex
-"""In the place of a run's name, where there is none: its sample 0 must not be another training's."""
 
 STATES = {"slime": "slime.rollout.sglang_rollout", "vime": "vime.rollout.vllm_rollout"}
 
@@ -78,7 +75,7 @@ async def samples_of(
     known = dict(sample.metadata or {})
     asked = known.pop(ASKED, 0)
     sample.metadata = {**known, ASKED: asked + 1}
-    run = () if options.get("run") or default_run() else (PROCESS,)
+    run = life(options.get("run"))
     if evaluation:  # Counted anew in each data set: what is asked tells them apart.
         of = sha256(json.dumps([sample.prompt, sample.label, known, dict(sampling)], default=str).encode()).hexdigest()
         group = name_of(*run, "eval", uuid.uuid4().hex if step is None else step, of[:32])

@@ -13,7 +13,6 @@ import logging
 import queue
 import threading
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,16 +25,12 @@ from accelerate.utils import broadcast_object_list
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample
 
 from turnlog import AsyncTurnlog, Rollout, Turnlog, name_of, rollout
-from turnlog.client.address import default_run
-from turnlog.rollouts import load
+from turnlog.rollouts import PATIENCE_S, life, load
 
 log = logging.getLogger("turnlog.trl")
 
 R = TypeVar("R")
 Array = npt.NDArray[np.float64]
-
-RETRY_FOR_S = 600.0
-"""How long the server may be away before the trainer ends."""
 
 FAILED_GROUPS = 16
 """So many groups in a row of which every rollout failed or has no turn end the trainer: its agent does not work."""
@@ -71,7 +66,7 @@ class TurnlogRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc, unused-ign
         self._loop_kwargs = {"dataset_start_index": 0}  # The trainer reads and writes it.
         self._agent = agent if options.get("command") is not None else load(agent)
         self._dataset, self._args, self._url = dataset, args, url
-        self._failed, self._options, self._life = failed, options, _life(options)
+        self._failed, self._options, self._life = failed, options, life(options.get("run"))
         self._failed_groups = 0
         self._thread: threading.Thread | None = None
 
@@ -100,7 +95,7 @@ class TurnlogRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc, unused-ign
     async def _produce(self) -> None:
         slots = asyncio.Semaphore(max(1, self._args.max_inflight_tasks))
         start = self._loop_kwargs["dataset_start_index"]
-        async with AsyncTurnlog(self._url, retry_for_s=RETRY_FOR_S) as turnlog, asyncio.TaskGroup() as tasks:
+        async with AsyncTurnlog(self._url, retry_for_s=PATIENCE_S) as turnlog, asyncio.TaskGroup() as tasks:
             tasks.create_task(self._tick())
             for number in itertools.count(start):
                 example = self._dataset[number % len(self._dataset)]
@@ -206,7 +201,7 @@ class TurnlogWeightTransfer:
         self, worker: AsyncRolloutWorker, transfer: Any = None, *, url: str | None = None, **options: Any
     ) -> None:
         self._worker, self._transfer = worker, transfer
-        self._turnlog = Turnlog(url, retry_for_s=RETRY_FOR_S)
+        self._turnlog = Turnlog(url, retry_for_s=PATIENCE_S)
         self._options = {"run": "*", "mode": "in_place", **options}
         self._paused = contextlib.ExitStack()
 
@@ -255,7 +250,7 @@ class TurnlogRollouts:
         self, agent: Callable[..., Any] | str | None = None, *, url: str | None = None, **options: Any
     ) -> None:
         self._agent = agent if options.get("command") is not None else load(agent)
-        self._url, self._life = url, _life(options)
+        self._url, self._life = url, life(options.get("run"))
         self._options = {"history": "linear", "on_drift": "reject", **options}
         self._calls: Counter[tuple[str, int]] = Counter()
 
@@ -288,7 +283,7 @@ class TurnlogRollouts:
         }
 
     async def _play(self, playing: list[dict[str, Any]], sampling: dict[str, Any]) -> list[Rollout]:
-        async with AsyncTurnlog(self._url, retry_for_s=RETRY_FOR_S) as turnlog, asyncio.TaskGroup() as tasks:
+        async with AsyncTurnlog(self._url, retry_for_s=PATIENCE_S) as turnlog, asyncio.TaskGroup() as tasks:
             common = {"shape": "trl", "sampling": sampling, "turnlog": turnlog, **self._options}
             made = [tasks.create_task(rollout(self._agent, **one, **common)) for one in playing]
         return [task.result() for task in made]
@@ -297,14 +292,6 @@ class TurnlogRollouts:
 def turnlog_reward(completions: list[Any], reward: list[float | None], **columns: Any) -> list[float | None]:
     """In `reward_funcs` of `GRPOTrainer`: what the agents rewarded; None is no reward."""
     return reward
-
-
-def _life(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """How all names begin: in a named run with nothing, else with something that no other process has."""
-    if (options.get("run") or default_run()) not in (None, "default"):
-        return ()
-    log.warning("no run is named (run=, TURNLOG_RUN): a trainer that is started again plays all rollouts again")
-    return (uuid.uuid4().hex[:12],)
 
 
 def _digest(prompt: Any) -> str:
