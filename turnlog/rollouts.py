@@ -193,17 +193,18 @@ async def rollout(
     run = None if command is not None else load(agent)
     kwargs = request_kwargs(sampling)
     # The engine's own value of these is pinned, too: an agent that asks for another would sample from another policy.
-    if pin and (
-        pinned := {key: value for key, value in (sampling or {}).items() if key in PINNED and value is not None}
-    ):
+    pinned = {key: value for key, value in (sampling or {}).items() if key in PINNED and value is not None}
+    if pinned.get("top_k") == 0:
+        pinned["top_k"] = NO_TOP_K  # Which SGLang takes as well.
+    if pin and pinned:
         fields["params"] = {**pinned, **(fields.get("params") or {})}
     fields = {"history": "tree", "group_id": group_id, "attempt": attempt, "evaluation": evaluation or None, **fields}
     said_to_agent = {"group_id": group_id, "attempt": attempt, "evaluation": evaluation, "step": step}
     failures = 0
     async with contextlib.AsyncExitStack() as stack:
-        server = (
-            turnlog if turnlog is not None else await stack.enter_async_context(AsyncTurnlog(retry_for_s=PATIENCE_S))
-        )
+        server = turnlog
+        if server is None:
+            server = await stack.enter_async_context(AsyncTurnlog(retry_for_s=PATIENCE_S))
         of_run = fields.get("run") or server.own_run
         name = name_of(name) if of_run in (None, "default") else name_of(of_run, name)
         for number in itertools.count():

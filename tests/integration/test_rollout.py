@@ -224,7 +224,7 @@ async def test_an_agent_is_found_by_its_import_path_and_its_sampling_is_pinned(
     play: Callable[..., Any], server: AsyncTurnlog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TURNLOG_AGENT", f"{__name__}:sync_agent")
-    sampling = {"temperature": 0.7, "top_k": -1, "max_new_tokens": 7, "n": 1, "stop": []}
+    sampling = {"temperature": 0.7, "top_k": 0, "max_new_tokens": 7, "n": 1, "stop": []}
     found = await play(None, sampling=sampling)
     assert found.outcome.reward == 7.0
     assert found.rows[0]["pinned"]["params"] == {"temperature": 0.7, "top_k": -1}
