@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ async def ask(http: httpx.AsyncClient, messages: list[dict[str, Any]], question:
 
 async def two_turns(base_url: str, prompt: Any, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> Any:
     """The reward is the attempt, a quarter of it the first turn's. `fault` is that of the second attempt; `gate` is a
-    folder: a file is put there when a turn has been played, and it goes on when there is one called open."""
+    folder: a file with the process is put there after a turn, and it goes on when there is one called open."""
     fault = metadata.get("fault") if metadata["attempt"] == 1 else None
     if fault == "early":
         raise ValueError("no sandbox")
@@ -32,7 +33,7 @@ async def two_turns(base_url: str, prompt: Any, request_kwargs: dict[str, Any], 
         if fault == "late":
             raise ValueError("the sandbox is gone")
         if gate := metadata.get("gate"):
-            Path(gate, metadata["session_id"]).touch()
+            Path(gate, metadata["session_id"]).write_text(str(os.getpid()))
             while not Path(gate, "open").exists():
                 await asyncio.sleep(0.05)
         if metadata.get("turn_rewards"):
@@ -49,7 +50,6 @@ COMMAND = f"{sys.executable} {__file__}"
 
 def main() -> None:
     import json
-    import os
 
     told = json.loads(Path(os.environ["TURNLOG_ROLLOUT"]).read_text())
     url = os.environ["ANTHROPIC_BASE_URL"]

@@ -356,9 +356,11 @@ def test_a_trainer_that_is_killed_plays_nothing_again_that_had_ended(folder: Pat
             return len(ended) == 5 and len(list(gate.iterdir())) == 3
 
         until(has_come, timeout_s=240)
+        left = {path.name: path.read_text() for path in gate.iterdir()}
         os.killpg(program.pid, signal.SIGKILL)
+        [trainer] = set(left.values())  # Ray's process, in a group of its own.
+        os.kill(int(trainer), signal.SIGKILL)
         program.wait()
-        left = {path.name for path in gate.iterdir()}
         (gate / "open").touch()
         assert started(folder, stand).wait(timeout=300) == 0, (folder / "printed").read_text()[-3000:]
         import torch
