@@ -25,8 +25,14 @@ class Runs:
         self.fleet = fleet
         self.a, self.b, self.shared = fleet.engines
         self.first, self.second = fleet.apis
+        self.restore()
+
+    def restore(self) -> None:
+        """Each engine serves its own run again, which a test may have changed."""
+        serving = {one["url"]: (one["run"], one["state"]) for one in self.first.get("/engines")["engines"]}
         for run, engine in (("a", self.a), ("b", self.b)):
-            self.give(engine, run)
+            if serving.get(engine.url) != (run, "serving"):
+                self.give(engine, run)
 
     def give(self, engine: Engine, run: str) -> None:
         """Every process knows it when this returns."""
@@ -52,6 +58,7 @@ def runs_of_all(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture
 def runs(runs_of_all: Runs) -> Runs:
     runs_of_all.fleet.reset()
+    runs_of_all.restore()
     return runs_of_all
 
 
