@@ -57,6 +57,8 @@ def runs_of_all(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def runs(runs_of_all: Runs) -> Runs:
+    if not runs_of_all.a.process.answers():  # A test has ended it.
+        runs_of_all.a.process.start()
     runs_of_all.fleet.reset()
     runs_of_all.restore()
     return runs_of_all
@@ -143,6 +145,7 @@ def test_a_pause_of_one_run_leaves_the_others_alone(runs: Runs) -> None:
     gate = order(runs.first, "/runs/a/fleet/pause")
     assert (gate["paused"], gate["paused_runs"], list(gate["engines"])) == (True, ["a"], [runs.a.url])
     assert finish(our_turn.result()) == "abort"
+    until(lambda: all(api.get("/runs/a/fleet")["paused"] for api in runs.fleet.apis))
     held = [speaking(runs.fleet, api.talk(run="a")) for api in runs.fleet.apis]
     until(lambda: all(api.get("/runs/a/fleet")["held"] == 1 for api in runs.fleet.apis))
     for api in runs.fleet.apis:
@@ -217,7 +220,6 @@ def test_a_forgotten_pause_of_a_run_ends(runs: Runs) -> None:
 
 
 def test_a_run_whose_engine_dies_goes_to_no_other(runs: Runs) -> None:
-    """The last test: the engine stays down."""
     runs.give(runs.a, "a")
     _, turn = generating(runs, "a", on_abort="continue")
     runs.a.process.stop()
