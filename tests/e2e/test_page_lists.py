@@ -503,6 +503,7 @@ def test_a_groups_rollouts_stand_side_by_side(watch: Watch, page_stand: PageStan
     assert barriers(page) == []
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
+    expect(page.locator(".sidebyside tbody td a").first).to_be_focused()
     page.keyboard.press("Enter")
     page.wait_for_url(f"**/ui#/session/{ids[0]}?turn=1*")
     page.go_back()
