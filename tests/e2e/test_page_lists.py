@@ -378,8 +378,11 @@ def _choices(schema: dict[str, Any]) -> set[str]:
     return {value for one in cases for value in (*one.get("enum", ()), *filter(None, [one.get("const")]))}
 
 
-KNOWN = ("pandas", "polars", "datasets", "slime", "miles", "verl", "skyrl", "tinker", "torch", "prime_rl")
-"""Packages that code of the page needs beside the client's, which need not be here."""
+KNOWN = (
+    *("pandas", "polars", "datasets", "slime", "miles", "verl", "skyrl", "trl-async", "openenv", "tinker"),
+    *("torch", "xtuner", "rllm", "prime_rl"),
+)
+"""Packages that code of the page needs beside the client's, or its shape, which need not be here."""
 
 
 def test_the_code_that_loads_an_export_runs(watched: Watched) -> None:
