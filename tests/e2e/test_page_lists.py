@@ -378,8 +378,11 @@ def _choices(schema: dict[str, Any]) -> set[str]:
     return {value for one in cases for value in (*one.get("enum", ()), *filter(None, [one.get("const")]))}
 
 
-KNOWN = ("pandas", "polars", "datasets", "slime", "miles", "verl", "skyrl", "tinker", "torch", "prime_rl")
-"""Packages that code of the page needs beside the client's, which need not be here."""
+KNOWN = (
+    *("pandas", "polars", "datasets", "slime", "miles", "verl", "skyrl", "trl-async", "openenv", "tinker"),
+    *("torch", "xtuner", "rllm", "prime_rl"),
+)
+"""Packages that code of the page needs beside the client's, or its shape, which need not be here."""
 
 
 def test_the_code_that_loads_an_export_runs(watched: Watched) -> None:
@@ -481,7 +484,7 @@ def test_a_groups_rollouts_stand_side_by_side(watch: Watch, page_stand: PageStan
     rewards = [stand.get(f"/ui/api/sessions/{one}/rollout")["reward"] for one in ids]
     watched = watch(stand.server.base_url, width=2200, height=1000)
     page = watched.open(f"#/group/{quote(SIDE_BY_SIDE, safe='')}")
-    page.click("text=Side by side")
+    page.click("a:text('Side by side')[href$='?run=default']")  # the run is known once the group has been read
     assert names(page, len(ids)) == [f"attempt {number}" for number in range(len(ids))]
     heads = page.locator(COLUMNS)
     expect(heads.nth(0)).to_contain_text("The others are compared with this one.")
@@ -504,7 +507,7 @@ def test_a_groups_rollouts_stand_side_by_side(watch: Watch, page_stand: PageStan
     page.keyboard.press("Tab")
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
-    page.wait_for_url(f"**/ui#/session/{ids[0]}?turn=1*")
+    page.wait_for_url(f"**/ui#/session/{ids[0]}?run=default&turn=1*")
     page.go_back()
 
     read(page, len(ids))

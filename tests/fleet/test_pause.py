@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from integration.stand import error_of, until, user
+from integration.stand import Talk, error_of, until, user
 
 from fleet.pausing import (
     SLOW_S,
@@ -65,12 +65,15 @@ def test_a_retry_that_waits_at_another_process_is_the_same_turn(fleet: Fleet) ->
 
 def test_pausing_one_adapter_aborts_it_everywhere_and_leaves_another_alone(fleet: Fleet) -> None:
     ours, theirs = new_name(), new_name()
-    sessions = [api.talk(adapter=ours, on_abort="return") for api in fleet.apis for _ in range(3)]
+    sessions: list[Talk] = []
+    turns: list[Future[httpx.Response]] = []
+    while len(sessions) < 6 or len({url for talk in sessions for url, _ in fleet.chats(talk.id)}) < 2:
+        sessions.append(fleet.apis[len(sessions) % 2].talk(adapter=ours, on_abort="return"))
+        turns.append(speaking(fleet, sessions[-1], sim={"latency_s": SLOW_S}))
+        until_generating(fleet, sessions[-1])  # so that the next one's engine is chosen by this one's load
     others = [api.talk(adapter=theirs, on_abort="return") for api in fleet.apis for _ in range(2)]
-    turns = [speaking(fleet, talk, sim={"latency_s": SLOW_S}) for talk in sessions]
     spared = [speaking(fleet, talk, sim={"latency_s": 1.5}) for talk in others]
-    until_generating(fleet, *sessions, *others)
-    assert len({url for talk in sessions for url, _ in fleet.chats(talk.id)}) == 2, "both engines have some"
+    until_generating(fleet, *others)
     paused = order(fleet.apis[0], f"/adapters/{ours}/pause")
     assert paused["count"] == len(set(paused["aborted"])) == len(sessions)
     assert [finish(turn.result()) for turn in turns] == ["abort"] * len(turns)

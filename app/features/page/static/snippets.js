@@ -30,6 +30,16 @@ output = {name: [row[name] for row in rows] for name in rows[0]}  # a GeneratorO
 output["trajectory_ids"] = [TrajectoryID(**one) for one in output["trajectory_ids"]]`,
   ],
   trl: ["", "rows = list(rows)\ncolumns = {name: [row[name] for row in rows] for name in rows[0]}  # of a rollout_func"],
+  "trl-async": [
+    "import numpy\nfrom trl.experimental.async_grpo.async_rollout_worker import RolloutSample",
+    `types = {"input_ids": "int64", "completion_mask": "int64", "old_log_probs": "float32"}
+samples = []
+for row in rows:
+    del row["extra_fields"]
+    arrays = {name: numpy.array(row[name], of) for name, of in types.items()}
+    samples.append(RolloutSample(**{**row, **arrays}))`,
+  ],
+  openenv: ["from openenv.core.harness.training import TrainingTrace", 'traces = [TrainingTrace(turns=row["turns"]) for row in rows]'],
   tinker: [
     "import tinker",
     `names = ("target_tokens", "logprobs", "advantages")  # of the advantages: choose grpo above
@@ -46,6 +56,8 @@ data = [
     `names = ("input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "rewards")
 batch = concat_padded_tensors([{name: torch.tensor(row[name]) for name in names} for row in rows])`,
   ],
+  xtuner: ["from xtuner.v1.data_proto.rl_data import RolloutState", "states = [RolloutState(message=[], **row) for row in rows]"],
+  rllm: ["from rllm_model_gateway import TraceRecord", 'traces = [TraceRecord(**trace) for row in rows for trace in row["traces"]]'],
   "prime-rl": [
     "from prime_rl.transport.types import TrainingSample",
     `names = TrainingSample.__struct_fields__  # of the advantages: choose grpo above
