@@ -94,6 +94,7 @@ def environment(name: str, trainer: Trainer, *, pinned: bool) -> Path:
         if pinned:
             _run("git", "-C", str(source), "checkout", "--quiet", trainer.pinned)
         _site(python).joinpath("trainer.pth").write_text(f"{source}\n")
+        wanted = str(source)
     elif pinned:
         wanted = f"{wanted}=={trainer.pinned}"
     for words in trainer.install:
@@ -197,7 +198,7 @@ def _pip(python: Path, *words: str) -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         told = [line for line in done.stderr.splitlines() if line.startswith(("ERROR", "error", "fatal"))]
         raise Failed(told[-1] if told else f"{command[0]}: exit code {done.returncode}")
