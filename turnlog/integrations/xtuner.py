@@ -36,7 +36,8 @@ class TurnlogAgentLoopConfig(AgentLoopConfig):  # type: ignore[misc]  # xtuner h
 
 
 class TurnlogAgentLoop(AgentLoop):  # type: ignore[misc]  # xtuner has no types
-    """As xtuner's own loops of agents, it leaves samples that failed out of a group, unless all did."""
+    """As xtuner's own loops of agents, it leaves samples that failed out of a group. The group fails if one alone is
+    left, whose advantage would be no number: GRPO divides by the deviation of a group's rewards."""
 
     def __init__(self, config: TurnlogAgentLoopConfig, rollout_controller: Any, judger: Any, logger: Any) -> None:
         super().__init__(rollout_controller, config.sample_params, config.hf_checkpoint, judger, logger)
@@ -50,7 +51,12 @@ class TurnlogAgentLoop(AgentLoop):  # type: ignore[misc]  # xtuner has no types
             fields["turnlog_again"] = fields.get("turnlog_again", 0) + 1
         samples = await asyncio.gather(*map(self.generate_sample, asked.values()))
         states = [state for sample in samples for state in sample]
-        return [state for state in states if state.status != Status.FAILED] or states
+        left = [state for state in states if state.status != Status.FAILED]
+        if len({state.rollout_id for state in left}) >= min(2, len(asked)):
+            return left
+        for state in left:
+            state.status, state.error_msg = Status.FAILED, "the others of its group failed"
+        return states
 
     async def generate_sample(self, rollout_state: RolloutState, **kwargs: Any) -> list[RolloutState]:
         """A state for each row, as of xtuner's loop for sandboxes. They share a `rollout_id`, by which the trainer
