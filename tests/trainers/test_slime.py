@@ -210,6 +210,30 @@ def test_what_became_of_a_rollout_is_in_its_samples_status(
         assert data["sample_indices"] == data["rollout_ids"]
 
 
+@BOTH
+def test_a_rollout_without_a_reward_and_with_an_aborted_row_is_in_no_loss(
+    trainer: str, stand: TrainerStand, tmp_path: Path
+) -> None:
+    """The trainers ask no reward model for any of its rows."""
+    environment = {"TURNLOG_AGENT": "trainers.slime_program:aborted"}
+    with program(trainer, tmp_path, asked(stand, tmp_path), stand, **environment) as player:
+        [data] = player.result()["rollouts"]
+    assert Counter(one["status"] for one in data["samples"]) == {"completed": 4, "aborted": 4}
+    assert {(one["remove_sample"], one["reward"]) for one in data["samples"]} == {(True, 0.0)}
+    assert set(data["rewards"]) == {0.0}
+
+
+def test_newer_miles_has_the_places_of_weight_versions(stand: TrainerStand, tmp_path: Path) -> None:
+    with program("miles", tmp_path, asked(stand, tmp_path, spans=True), stand) as player:
+        [data] = player.result()["rollouts"]
+    require(stand, [data])
+    for one, tokens, mask in zip(data["samples"], data["tokens"], data["loss_masks"], strict=True):
+        places = [len(tokens) - len(mask) + place for place, sampled in enumerate(mask) if sampled]
+        spans = [span for [span] in one["weight_versions"]]
+        assert [place for span in spans for place in range(span["abs_start"], span["abs_end"])] == places
+        assert [span["version"] for span in spans] == ["7", "7"]
+
+
 @pytest.mark.parametrize("partial", [False, True])
 def test_slimes_abort_ends_what_is_still_played(stand: TrainerStand, tmp_path: Path, partial: bool) -> None:
     """With partial rollouts slime asks for those again, and they are played anew."""
