@@ -126,8 +126,8 @@ async def aborted(base_url: str, prompt: Any, request_kwargs: dict[str, Any], me
     """Two rows, of which the engine aborts the second; no reward."""
     async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key=metadata["api_key"], max_retries=10) as client:
         for extra in ({}, {"sim": {"finish_reason": "abort"}}):
-            again = [{"role": "user", "content": f"{prompt[-1]['content']} {extra}"}]
-            await client.chat.completions.create(model="simulator", messages=again, extra_body=extra)  # type: ignore[arg-type]
+            again: Any = [{"role": "user", "content": f"{prompt[-1]['content']} {extra}"}]
+            await client.chat.completions.create(model="simulator", messages=again, extra_body=extra)
 
 
 async def several(base_url: str, prompt: Any, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> float:
