@@ -24,6 +24,7 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
             workflow="turnlog.integrations.areal.TurnlogWorkflow",
             workflow_kwargs=asked["workflow_kwargs"],
             group_size=asked["group_size"],
+            is_eval=asked["evaluation"],
         )
         for row in asked["rows"]
     ]

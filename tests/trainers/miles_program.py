@@ -24,6 +24,7 @@ from miles.rollout.inference_rollout.inference_rollout_common import (  # noqa: 
     GenerateState,
     generate_and_rm_group,
 )
+from miles.utils import types  # noqa: E402
 from miles.utils.http_utils import init_http_client  # noqa: E402
 from miles.utils.misc import load_function  # noqa: E402
 
@@ -46,8 +47,16 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
+class WeightVersionsPerCall:
+    """As miles has it since September 2026: made of the spans of a turn."""
+
+    from_dicts = staticmethod(list[dict[str, Any]])
+
+
 def main(asked: dict[str, Any]) -> dict[str, Any]:
-    """The training data of each of `rollouts`, and what its samples say."""
+    """The training data of each of `rollouts`, and what its samples say. `spans`: as newer miles."""
+    if asked["args"].pop("spans", False):
+        types.WeightVersionsPerCall = WeightVersionsPerCall
     agent = os.environ["TURNLOG_AGENT"].replace(":", ".")
     args = Namespace(**{**DEFAULTS, "custom_agent_function_path": agent, **asked["args"]})
     init_http_client(args)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from argparse import Namespace
 from typing import Any
 
+from openai import AsyncOpenAI
 from slime.observability.rollout_data_utils import tensorize_rollout_data_for_training
 from slime.ray.rollout import RolloutManager
 from slime.rollout.data_source import RolloutDataSourceWithBuffer
@@ -119,6 +120,14 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
             }
         )
     return {"rollouts": found, "evaluations": evaluated}
+
+
+async def aborted(base_url: str, prompt: Any, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> None:
+    """Two rows, of which the engine aborts the second; no reward."""
+    async with AsyncOpenAI(base_url=f"{base_url}/v1", api_key=metadata["api_key"], max_retries=10) as client:
+        for extra in ({}, {"sim": {"finish_reason": "abort"}}):
+            again: Any = [{"role": "user", "content": f"{prompt[-1]['content']} {extra}"}]
+            await client.chat.completions.create(model="simulator", messages=again, extra_body=extra)
 
 
 async def several(base_url: str, prompt: Any, request_kwargs: dict[str, Any], metadata: dict[str, Any]) -> float:

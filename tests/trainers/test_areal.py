@@ -22,6 +22,10 @@ pytestmark = [
 
 GCONFIG = {"n_samples": 1, "max_new_tokens": 40, "max_tokens": 32768, "temperature": 0.9, "top_k": 10**8}
 
+RUN = {"TURNLOG_RUN": "areal"}
+LEFT = "http://127.0.0.1:9"
+"""An engine of an earlier start of this run."""
+
 
 @pytest.fixture
 def stand(tmp_path: Path) -> Iterator[TrainerStand]:
@@ -33,12 +37,15 @@ def row(text: str, what: str = "fine") -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "what": what}
 
 
-def asked(stand: TrainerStand, *rows: dict[str, Any], version: int = 5, **kwargs: Any) -> dict[str, Any]:
+def asked(
+    stand: TrainerStand, *rows: dict[str, Any], version: int = 5, evaluation: bool = False, **kwargs: Any
+) -> dict[str, Any]:
     return {
         "engine": stand.engine.base_url,
         "rows": rows,
         "group_size": 2,
         "version": version,
+        "evaluation": evaluation,
         "workflow_kwargs": {"gconfig": GCONFIG, **kwargs},
     }
 
@@ -72,10 +79,15 @@ def require(stand: TrainerStand, groups: list[dict[str, Any]], version: int = 5,
 def test_trajectories_are_what_the_engine_said(stand: TrainerStand, tmp_path: Path) -> None:
     """Of rows that come twice with the same weights, of rollouts with two rows, and of an agent that raises."""
     rows = [row("Six times 7?"), row("And 7 times 8?", "forgets"), row("Six times 7?"), row("No", "raises")]
+    given = asked(stand, *rows, metadata={"more": True})
     with Turnlog(stand.url) as turnlog:
         turnlog.remove_engine(stand.engine.base_url)  # AReaL knows it.
-    with playing.program(tmp_path, "areal_program", asked(stand, *rows), stand.url) as trainer:
-        found = trainer.result()
+        turnlog.add_engine(LEFT, run=RUN["TURNLOG_RUN"])
+        while next(one for one in turnlog.engines() if one["url"] == LEFT)["health"] != "dead":
+            pass
+        with playing.program(tmp_path, "areal_program", given, stand.url, **RUN) as trainer:
+            found = trainer.result()
+        assert [(one["url"], one["run"]) for one in turnlog.engines()] == [(stand.engine.base_url, RUN["TURNLOG_RUN"])]
     assert [len(group["rewards"]) if group else None for group in found["groups"]] == [2, 4, 2, None]
     require(stand, found["groups"][:3], unused=2)
     assert found["dtypes"] == {
@@ -104,15 +116,28 @@ def test_versions_are_the_engines_where_they_are_numbers(tmp_path: Path) -> None
             require(stand, trainer.result()["groups"], version=12)
 
 
+@pytest.mark.parametrize(("evaluation", "run"), [(True, RUN), (False, {})], ids=["evaluation", "no run"])
+def test_another_evaluation_and_another_training_without_a_run_are_played(
+    stand: TrainerStand, tmp_path: Path, evaluation: bool, run: dict[str, str]
+) -> None:
+    for count in (2, 4):
+        given = asked(stand, row("Hello"), evaluation=evaluation)
+        with playing.program(tmp_path, "areal_program", given, stand.url, **run) as trainer:
+            trainer.result()
+        with Turnlog(stand.url) as turnlog:
+            assert len(list(turnlog.sessions(evaluation=evaluation))) == count
+    assert ("are not added" in trainer.log.read_text()) == (not run)
+
+
 def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerStand, tmp_path: Path) -> None:
     given = asked(stand, row("Done before"), row("Cut off", "waits"))
     (tmp_path / "gate").touch()
-    with playing.program(tmp_path, "areal_program", given, stand.url) as trainer:
+    with playing.program(tmp_path, "areal_program", given, stand.url, **RUN) as trainer:
         trainer.until("waiting", 4)
         ended = trainer.until("played", 2)
         stand.kill()
         trainer.kill()
-    with playing.program(tmp_path, "areal_program", given, stand.url) as trainer:
+    with playing.program(tmp_path, "areal_program", given, stand.url, **RUN) as trainer:
         trainer.until("waiting", 6)
         stand.kill()
         trainer.gate.unlink()

@@ -59,7 +59,7 @@ def asked(
     ip, _, port = stand.url.removeprefix("http://").partition(":")
     given = {"hf_checkpoint": str(folder / "model"), "prompt_data": str(folder / "prompts.jsonl")}
     given |= {"sglang_router_ip": ip, "sglang_router_port": port, **args}
-    return {"args": given, "rollouts": list(range(rollouts)), "evaluations": list(range(evaluations))}
+    return {"args": given, "rollouts": list(range(rollouts)), "evaluations": [0] * evaluations}
 
 
 def program(
@@ -81,8 +81,9 @@ def sequences(data: dict[str, Any]) -> list[Sequenced]:
     return found
 
 
-def require(stand: TrainerStand, found: list[dict[str, Any]], unused: int = 0) -> None:
-    """Tokens, masks, logprobs, experts and weight versions are the engine's, advantages those of the rewards."""
+def require(stand: TrainerStand, found: list[dict[str, Any]], unused: int = 0, by_agent: bool = True) -> None:
+    """Tokens, masks, logprobs and experts are the engine's, advantages those of the rewards; rewards the agent's: the
+    length of its last turn."""
     judge((one for data in found for one in sequences(data)), stand.generations(), unused=unused)
     said = engine_experts(stand)
     for data in found:
@@ -90,7 +91,10 @@ def require(stand: TrainerStand, found: list[dict[str, Any]], unused: int = 0) -
             if not data["samples"][place]["remove_sample"]:
                 assert experts == said[tuple(data["tokens"][place])]
         kept = [place for place, one in enumerate(data["samples"]) if not one["remove_sample"]]
+        masks = {data["rollout_ids"][place]: data["loss_masks"][place] for place in kept}  # Of the last rows.
         for place in kept:
+            of_last = "".join(map(str, masks[data["rollout_ids"][place]])).strip("0").rpartition("0")[2]
+            assert data["raw_reward"][place] == len(of_last) or not by_agent
             group = data["samples"][place]["group_index"]
             of = {}
             for other in kept:
@@ -157,43 +161,77 @@ def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(
 
 @BOTH
 @pytest.mark.parametrize(
-    ("environment", "options", "statuses"),
+    ("agent", "options", "partial", "statuses"),
     [
-        ({}, {}, {"failed": 2}),
-        ({}, {"failed": "drop"}, {"aborted": 2}),
-        ({"TURNLOG_AGENT": "nowhere:run"}, {"command": [sys.executable, "-c", playing.COMMAND]}, {}),
-        ({}, {"command": ["false"]}, {"aborted": 4}),
-        ({"TURNLOG_AGENT": "trainers.slime_program:several"}, {}, {}),
+        ("playing:run", {}, False, {"failed": 2}),
+        ("playing:run", {"failed": "drop"}, False, {"aborted": 2}),
+        ("none:run", {"command": [sys.executable, "-c", playing.COMMAND]}, False, {}),
+        ("none:run", {"command": ["false"]}, False, {"aborted": 4}),
+        ("playing:run", {"metadata": {"what": "fine"}, "sampling": {"max_new_tokens": 9}}, False, {}),
+        ("playing:run", {"export": {"replay": False}, "failed": "drop"}, False, {"aborted": 2, "failed": 2}),
+        ("slime_program:several", {}, False, {}),
+        ("slime_program:several", {}, True, {"failed": 2}),
     ],
-    ids=["raises", "dropped", "command", "no rows", "several rows"],
+    ids=["raises", "dropped", "command", "no rows", "options", "no experts", "several rows", "no room for several"],
 )
 def test_what_became_of_a_rollout_is_in_its_samples_status(
     trainer: str,
     stand: TrainerStand,
     tmp_path: Path,
-    environment: dict[str, str],
+    agent: str,
     options: dict[str, Any],
+    partial: bool,
     statuses: dict[str, int],
 ) -> None:
-    """What failed without a reward is in no loss and in no mean."""
-    given = asked(stand, tmp_path, "raises", "fine", turnlog=options, **REPLAYING)
-    with program(trainer, tmp_path, given, stand, **environment) as player:
+    """What failed without a reward, or has no place in a batch, is in no loss and in no mean."""
+    args = {"turnlog": options, "partial_rollout": partial, "reward_key": "score", **REPLAYING}
+    given = asked(stand, tmp_path, "raises", "fine", **args)
+    with program(trainer, tmp_path, given, stand, TURNLOG_AGENT=f"trainers.{agent}") as player:
         [data] = player.result()["rollouts"]
     has_failed = sum(statuses.values())
-    require(stand, [data], unused=has_failed)
+    require(stand, [data], unused=8 if partial else 6 if "export" in options else has_failed)
     samples = data["samples"]
     found = Counter(one["status"] for one in samples if one["status"] not in ("completed", "truncated"))
     assert found == statuses
     for one, reward, mask in zip(samples, data["rewards"], data["loss_masks"], strict=True):
         assert one["remove_sample"] == (one["status"] in statuses)
         if one["remove_sample"]:
-            assert (reward, one["reward"], any(mask)) == (0.0, 0.0, False)
-            assert one["metadata"]["turnlog"]["failed"]["kind"] == "agent"
-    if has_failed:
-        assert ("no answer" if "command" not in options else "exit code 1") in player.log.read_text()
-    if "several" in environment.get("TURNLOG_AGENT", ""):
+            assert (reward, any(mask)) == (0.0, False)
+            if (failed := one["metadata"]["turnlog"]["failed"]) is not None:
+                assert (one["reward"], failed["kind"]) == ({"score": 0.0}, "agent")
+    log = player.log.read_text()
+    assert ("no experts of all tokens" in log, "no room for its" in log) == ("export" in options, partial)
+    if has_failed and not partial:
+        assert ("no answer" if "command" not in options else "exit code 1") in log
+    if "sampling" in options:
+        assert max(data["raw_reward"]) <= 9
+    if "several" in agent and not partial:
         assert Counter(data["rollout_ids"]) == {0: 1, 1: 1, 2: 2, 3: 2}
         assert data["sample_indices"] == data["rollout_ids"]
+
+
+@BOTH
+def test_a_rollout_without_a_reward_and_with_an_aborted_row_is_in_no_loss(
+    trainer: str, stand: TrainerStand, tmp_path: Path
+) -> None:
+    """The trainers ask no reward model for any of its rows."""
+    environment = {"TURNLOG_AGENT": "trainers.slime_program:aborted"}
+    with program(trainer, tmp_path, asked(stand, tmp_path), stand, **environment) as player:
+        [data] = player.result()["rollouts"]
+    assert Counter(one["status"] for one in data["samples"]) == {"completed": 4, "aborted": 4}
+    assert {(one["remove_sample"], one["reward"]) for one in data["samples"]} == {(True, 0.0)}
+    assert set(data["rewards"]) == {0.0}
+
+
+def test_newer_miles_has_the_places_of_weight_versions(stand: TrainerStand, tmp_path: Path) -> None:
+    with program("miles", tmp_path, asked(stand, tmp_path, spans=True), stand) as player:
+        [data] = player.result()["rollouts"]
+    require(stand, [data])
+    for one, tokens, mask in zip(data["samples"], data["tokens"], data["loss_masks"], strict=True):
+        places = [len(tokens) - len(mask) + place for place, sampled in enumerate(mask) if sampled]
+        spans = [span for [span] in one["weight_versions"]]
+        assert [place for span in spans for place in range(span["abs_start"], span["abs_end"])] == places
+        assert [span["version"] for span in spans] == ["7", "7"]
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -205,6 +243,7 @@ def test_slimes_abort_ends_what_is_still_played(stand: TrainerStand, tmp_path: P
     with program("slime", tmp_path, asked(stand, tmp_path, *what, rollouts=2, **args), stand) as player:
         found = player.result()["rollouts"]
     require(stand, found, unused=99)
+    assert [len(sequences(data)) for data in found] == [4, 4]
     with Turnlog(stand.url) as turnlog:
         sessions = list(turnlog.sessions())
     assert {one["status"] for one in sessions} == {"closed"}
@@ -233,7 +272,7 @@ def test_slimes_own_rollout_works_by_configuration_alone(stand: TrainerStand, tm
     given = asked(stand, tmp_path, rollouts=2, **own, **REPLAYING)
     with program("slime", tmp_path, given, stand) as player:
         found = player.result()["rollouts"]
-    require(stand, found)
+    require(stand, found, by_agent=False)
     with Turnlog(stand.url) as turnlog:
         assert len(list(turnlog.sessions())) == 8
 

@@ -22,6 +22,7 @@ pytestmark = [
 ]
 
 MASKED = -100
+RUN = {"TURNLOG_RUN": "xtuner"}
 
 
 @pytest.fixture
@@ -88,15 +89,36 @@ def test_what_has_expired_is_played_again(stand: TrainerStand, tmp_path: Path) -
     require(stand, found)
 
 
+@pytest.mark.parametrize(("config", "run"), [({"mode": "eval"}, "xtuner"), ({}, "")], ids=["evaluation", "no run"])
+def test_another_evaluation_and_another_training_without_a_run_are_played(
+    stand: TrainerStand, tmp_path: Path, config: dict[str, Any], run: str
+) -> None:
+    for count in (2, 4):
+        given = asked(("One", "fine"), batch_size=1, **config)
+        with playing.program(tmp_path, "xtuner_program", given, stand.url, TURNLOG_RUN=run) as trainer:
+            trainer.result()
+        with Turnlog(stand.url) as turnlog:
+            assert len(list(turnlog.sessions(evaluation=bool(config)))) == count
+
+
+def test_tasks_with_the_same_prompts_are_played_each(stand: TrainerStand, tmp_path: Path) -> None:
+    for task in ("first", "second"):
+        given = asked(("One", "fine"), batch_size=1, task=task)
+        with playing.program(tmp_path, "xtuner_program", given, stand.url, **RUN) as trainer:
+            trainer.result()
+    with Turnlog(stand.url) as turnlog:
+        assert len(list(turnlog.sessions())) == 4
+
+
 def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerStand, tmp_path: Path) -> None:
     given = asked(("Done before", "fine"), ("Cut off", "waits"))
     (tmp_path / "gate").touch()
-    with playing.program(tmp_path, "xtuner_program", given, stand.url) as trainer:
+    with playing.program(tmp_path, "xtuner_program", given, stand.url, **RUN) as trainer:
         trainer.until("waiting", 4)
         ended = trainer.until("played", 2)
         stand.kill()
         trainer.kill()
-    with playing.program(tmp_path, "xtuner_program", given, stand.url) as trainer:
+    with playing.program(tmp_path, "xtuner_program", given, stand.url, **RUN) as trainer:
         trainer.until("waiting", 6)
         stand.kill()
         trainer.gate.unlink()

@@ -10,11 +10,11 @@ from miles.rollout.base_types import GenerateFnInput, GenerateFnOutput
 from miles.rollout.generate_hub import agentic_tool_call
 from miles.utils import types
 
-from turnlog.integrations.slime import one_or_all, samples_of, version_calls
+from turnlog.integrations.slime import samples_of, version_calls
 
 
 async def generate(input: GenerateFnInput) -> GenerateFnOutput:  # miles' name
-    """As slime's. Raises TurnlogError, what `rollout` raises, and ValueError."""
+    """As slime's. Raises TurnlogError and what `rollout` raises."""
     args = input.args
     samples, rows = await samples_of(
         input.state,
@@ -30,7 +30,7 @@ async def generate(input: GenerateFnInput) -> GenerateFnOutput:  # miles' name
     if calls := getattr(types, "WeightVersionsPerCall", None):  # since September 2026
         for sample, row in zip(samples, rows, strict=False):
             sample.weight_versions = [calls.from_dicts(spans) for spans in version_calls(row)]
-    return GenerateFnOutput(samples=one_or_all(args, samples))
+    return GenerateFnOutput(samples=samples[0] if args.partial_rollout and not input.evaluation else samples)
 
 
 generate.add_arguments = agentic_tool_call.generate.add_arguments  # type: ignore[attr-defined]

@@ -1,7 +1,8 @@
 """slime's and vime's generate function: `--custom-generate-function-path turnlog.integrations.slime.generate`.
 
 `TURNLOG_AGENT` names the agent, `TURNLOG_URL` the server, or several with commas between them, `TURNLOG_RUN` the run. A
-file of `--custom-config-path` may have more arguments of `turnlog.rollout` under the key `turnlog`.
+file of `--custom-config-path` may have more arguments of `turnlog.rollout` under the key `turnlog`; its `metadata`,
+`sampling` and `export` are put over the trainer's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import base64
 import copy
 import importlib
 import itertools
-import json
 import logging
 import os
 import statistics
@@ -20,13 +20,12 @@ import uuid
 import zlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
 from turnlog import AsyncTurnlog, name_of, rollout
-from turnlog.rollouts import life
+from turnlog.rollouts import PATIENCE_S, life
 
 log = logging.getLogger("turnlog.integrations.slime")
 
@@ -39,22 +38,14 @@ STATES = {"slime": "slime.rollout.sglang_rollout", "vime": "vime.rollout.vllm_ro
 async def generate(args: Any, sample: Any, sampling_params: dict[str, Any], evaluation: bool = False) -> Any:
     """The rollout as samples, one for each row; with `--partial-rollout` the one, as slime's buffer takes no lists.
 
-    Raises TurnlogError, what `rollout` raises, and ValueError.
+    Raises TurnlogError and what `rollout` raises.
     """
     root = type(sample).__module__.partition(".")[0]
     state = importlib.import_module(STATES[root]).GenerateState(args)
     step = getattr(sys.modules.get(f"{root}.rollout.sample_hooks"), "_current_rollout_id", None)
     longest = getattr(args, "eval_max_context_len" if evaluation else "rollout_max_context_len", None)
     samples, _ = await samples_of(state, sample, sampling_params, evaluation, step=step, longest=longest)
-    return one_or_all(args, samples)
-
-
-def one_or_all(args: Any, samples: list[Any]) -> Any:
-    if not args.partial_rollout:
-        return samples
-    if len(samples) > 1:
-        raise ValueError("--partial-rollout has no room for a rollout of several rows")
-    return samples[0]
+    return samples[0] if args.partial_rollout and not evaluation else samples
 
 
 async def samples_of(
@@ -75,29 +66,31 @@ async def samples_of(
     known = dict(sample.metadata or {})
     asked = known.pop(ASKED, 0)
     sample.metadata = {**known, ASKED: asked + 1}
-    run = life(options.get("run"))
-    if evaluation:  # Counted anew in each data set: what is asked tells them apart.
-        of = sha256(json.dumps([sample.prompt, sample.label, known, dict(sampling)], default=str).encode()).hexdigest()
-        group = name_of(*run, "eval", uuid.uuid4().hex if step is None else step, of[:32])
-    else:
-        group = name_of(*run, "train", uuid.uuid4().hex if sample.index is None else sample.group_index)
+    is_known = not evaluation and sample.index is not None  # An evaluation counts its samples anew.
+    phase = "eval" if evaluation else "train"
+    group = name_of(*life(options.get("run")), phase, sample.group_index if is_known else uuid.uuid4().hex)
     replay = bool(getattr(args, "use_rollout_routing_replay", False)) and not evaluation
+    merged: dict[str, Any] = {
+        "metadata": {**known, "label": sample.label, "max_seq_len": longest},
+        "sampling": sampling,
+        "export": {"max_seq_len": longest, "truncate": "token", "replay": replay or None},
+    }
+    merged = {option: {**given, **(options.pop(option, None) or {})} for option, given in merged.items()}
     name = name_of(group, sample.index, asked)
     urls = os.environ.get("TURNLOG_URL", "").split(",")
-    async with AsyncTurnlog(urls[zlib.crc32(name.encode()) % len(urls)] or None) as turnlog:
+    url = urls[zlib.crc32(name.encode()) % len(urls)] or None
+    async with AsyncTurnlog(url, retry_for_s=PATIENCE_S) as turnlog:
         playing = asyncio.create_task(
             rollout(
                 options.pop("agent", agent),
                 sample.prompt,
                 name=name,
-                sampling=sampling,
-                metadata={**known, "label": sample.label, "max_seq_len": longest},
                 step=step,
                 group_id=group,
                 attempt=sample.index,
                 evaluation=evaluation,
-                export={"max_seq_len": longest, "truncate": "token", "replay": replay or None},
                 turnlog=turnlog,
+                **merged,
                 **options,
             )
         )
@@ -116,11 +109,20 @@ async def samples_of(
     told = outcome.result if isinstance(outcome.result, Mapping) else {}
     beside = {"session_id": outcome.session_id, "failed": outcome.failed}
     sample.metadata = {**sample.metadata, **told, "turnlog": beside}
-    samples = [_filled(state, sample, row, replay) for row in rows] or [_empty(args, sample)]
+    samples = [_filled(state, sample, row) for row in rows]
+    has_experts = not replay or all(_put_experts(*pair) for pair in zip(samples, rows, strict=True))
+    if why := _why_untrained(args, rows, has_experts, evaluation):
+        log.warning("session %s is in no loss: %s", outcome.session_id, why)
+        # slime asks for an aborted one again, and that may have rows.
+        samples, rows = [_empty(args, sample, sample.Status.FAILED if rows else sample.Status.ABORTED)], []
+    reward = outcome.reward
+    if reward is None and (outcome.failed or why or any(one.status == one.Status.ABORTED for one in samples)):
+        reward = 0.0  # slime reckons with a number, and asks no reward model if one row was aborted.
+        for one in samples:
+            one.remove_sample = True
+    key = (evaluation and getattr(args, "eval_reward_key", None)) or getattr(args, "reward_key", None)
     for one in samples:
-        one.reward = sample.reward if outcome.reward is None else outcome.reward
-        if one.reward is None and (outcome.failed or one.status == one.Status.ABORTED):
-            one.reward, one.remove_sample = 0.0, True  # slime reckons with a number.
+        one.reward = reward if reward is None or not key else {key: reward, **(told.get("reward_components") or {})}
     return samples, rows
 
 
@@ -130,7 +132,20 @@ async def _aborted(state: Any) -> None:
         await asyncio.sleep(0.2)
 
 
-def _filled(state: Any, sample: Any, row: Mapping[str, Any], replay: bool) -> Any:
+def _why_untrained(args: Any, rows: Sequence[Any], has_experts: bool, evaluation: bool) -> str | None:
+    if not rows:
+        return "it has no turn, or failed"
+    if args.partial_rollout and len(rows) > 1 and not evaluation:
+        return f"--partial-rollout has no room for its {len(rows)} rows"
+    if not has_experts:
+        return (
+            "it has no experts of all tokens: set TURNLOG_REPLAY=routed_experts, and TURNLOG_MOE_LAYERS and "
+            "TURNLOG_MOE_TOPK for SGLang"
+        )
+    return None
+
+
+def _filled(state: Any, sample: Any, row: Mapping[str, Any]) -> Any:
     one, start = copy.deepcopy(sample), row["prompt_length"]
     one.tokens, one.response_length = row["tokens"], row["response_length"]
     one.loss_mask, one.rollout_log_probs = row["loss_mask"][start:], row["logprobs"][start:]
@@ -139,8 +154,6 @@ def _filled(state: Any, sample: Any, row: Mapping[str, Any], replay: bool) -> An
     one.status = one.Status.FAILED if row["failed"] else one.Status(row["status"])
     one.rollout_id = sample.index if sample.rollout_id is None else sample.rollout_id
     one.remove_sample = False
-    if replay:
-        one.rollout_routed_experts = experts(row)
     return one
 
 
@@ -160,24 +173,21 @@ def version_calls(row: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
     return calls
 
 
-def experts(row: Mapping[str, Any]) -> np.ndarray[Any, Any]:
-    """int32 [T-1, layers, k]. Raises ValueError where the engines did not say them of every token."""
-    if row["routed_experts"] is None or row["row_start"] or row["rows"] != len(row["tokens"]) - 1:
-        raise ValueError(
-            f"session {row['session_id']} has no experts of all tokens: set TURNLOG_REPLAY=routed_experts, and "
-            "TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK for SGLang"
-        )
+def _put_experts(sample: Any, row: Mapping[str, Any]) -> bool:
+    """int32 [T-1, layers, k]; False where the engines did not say them of every token."""
+    if row.get("routed_experts") is None or row["row_start"] or row["rows"] != len(row["tokens"]) - 1:
+        return False
     given = np.frombuffer(base64.b64decode(row["routed_experts"]), dtype=np.dtype(row["dtype"]).newbyteorder("<"))
-    return given.reshape(row["shape"]).astype(np.int32)
+    sample.rollout_routed_experts = given.reshape(row["shape"]).astype(np.int32)
+    return True
 
 
-def _empty(args: Any, sample: Any) -> Any:
+def _empty(args: Any, sample: Any, status: Any) -> Any:
     """slime's batches have no room for a sample without tokens."""
     one = copy.deepcopy(sample)
-    log.warning("session %s has nothing to train", one.metadata["turnlog"]["session_id"])
     one.tokens, one.response_length, one.response = [0, 0], 1, ""
     one.loss_mask, one.rollout_log_probs, one.remove_sample = [0], [0.0], True
-    one.status = one.Status.ABORTED
+    one.status = status
     if getattr(args, "use_rollout_routing_replay", False):
         one.rollout_routed_experts = np.tile(np.arange(args.moe_router_topk, dtype=np.int32), (1, args.num_layers, 1))
     return one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from typing import Any, Literal
 
 import numpy as np
@@ -12,18 +13,21 @@ from xtuner.v1.data_proto.rl_data import RolloutState, Status
 from xtuner.v1.rl.agent_loop import AgentLoop, AgentLoopConfig
 
 from turnlog import AsyncTurnlog, name_of, rollout
+from turnlog.rollouts import PATIENCE_S, life
 
 
 class TurnlogAgentLoopConfig(AgentLoopConfig):  # type: ignore[misc]  # xtuner has no types
     """`agent_loop_config=TurnlogAgentLoopConfig(hf_checkpoint=…, sample_params=…, agent="my.agent:run")`.
 
     agent, command, failed, retry_failed, timeout_s: as `turnlog.rollout` takes them. run: the training run; by default
-        `TURNLOG_RUN`. url: Turnlog's address; by default `TURNLOG_URL`. mode: "eval" for the evaluation's loop.
+        `TURNLOG_RUN`. url: Turnlog's address; by default `TURNLOG_URL`. mode: "eval" for the evaluation's loop. task:
+        another for each of several tasks, whose groups xtuner numbers alike; it does not tell the loop `task_name`.
     """
 
     agent: str | None = None
     command: str | list[str] | None = None
     mode: Literal["train", "eval"] = "train"
+    task: str = "task"
     failed: Literal["keep", "drop"] = "drop"
     retry_failed: int = 0
     timeout_s: float | None = None
@@ -65,13 +69,15 @@ class TurnlogAgentLoop(AgentLoop):  # type: ignore[misc]  # xtuner has no types
         step, is_evaluation = state.extra_fields.get("producer_future_step"), config.mode == "eval"
         # xtuner numbers the groups of a task over the whole training, also after it was resumed.
         phase = (config.mode, step) if is_evaluation else (config.mode,)
-        group = name_of(*phase, state.group_id, name_of(json.dumps(state.message, sort_keys=True)))
+        of = name_of(json.dumps(state.message, sort_keys=True))
+        group = name_of(*life(config.run), config.task, *phase, state.group_id, of)
+        again = uuid.uuid4().hex if is_evaluation else state.extra_fields.get("turnlog_again", 0)
         sampling = self.sample_params.model_dump()
-        async with AsyncTurnlog(config.url) as turnlog:
+        async with AsyncTurnlog(config.url, retry_for_s=PATIENCE_S) as turnlog:
             rows, outcome = await rollout(
                 config.agent,
                 state.message,
-                name=name_of(group, state.rollout_id, state.extra_fields.get("turnlog_again", 0)),
+                name=name_of(group, state.rollout_id, again),
                 shape="xtuner",
                 command=config.command,
                 sampling={**sampling, "stop": sampling["stops"], "tools": state.tools},
