@@ -45,7 +45,7 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.utils.tok import get_tokenizer
 
 from trainers.skyrl_program import FULLY_ASYNC, words
-from turnlog.integrations.skyrl import TurnlogGenerator, TurnlogTrainConfig
+from turnlog.integrations.skyrl import TurnlogExp, TurnlogGenerator, TurnlogTrainConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.anyio, pytest.mark.filterwarnings("ignore")]
 
@@ -260,20 +260,73 @@ async def test_a_step_is_played_once_and_its_prompts_sampled_again_are_others(
     assert len(stand.engine.replies) == count
     sessions = [[one["session_id"] for one in output["env_metrics"]] for output in (first, second, *again)]
     assert sessions[:2] == sessions[2:]
+    await trained_on(restarted, step=2)
+    third = (await trained_on(restarted))[0]  # The fully asynchronous trainer's steps overlap.
+    assert not {one["session_id"] for one in third["env_metrics"]} & {name for given in sessions for name in given}
     assert not set(sessions[0]) & set(sessions[1])
     assert [one["response_ids"] for one in again] == [first["response_ids"], second["response_ids"]]
 
 
+def test_engines_are_those_of_the_last_training_that_started_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine is first shared, then one run's, then another's; a run's token does not take it."""
+    write(folder, {})
+    tokenizer = get_tokenizer(str(folder / "tokenizer"))
+    monkeypatch.setenv("TURNLOG_ADMIN_TOKEN", "admin")
+    admin = {"TURNLOG_ADMIN_TOKEN": "admin", "TURNLOG_SESSION_SECRET": "secret"}
+    with trainer_stand(folder / "store", dialect="vllm", environment=admin) as stand, Turnlog(stand.url) as turnlog:
+
+        def begun(run: str, url: str, *more: str) -> None:
+            given = words(folder, url, AGENT, f"turnlog.url={stand.url}", f"turnlog.run={run}", *more)
+            cfg = TurnlogTrainConfig.from_cli_overrides(given)
+            TurnlogExp.get_generator(TurnlogExp.__new__(TurnlogExp), cfg, tokenizer, client_of(cfg, tokenizer))
+
+        def engines() -> list[tuple[str, str | None]]:
+            return [(one["url"], one["run"]) for one in turnlog.engines()]
+
+        engine, second = stand.engine.base_url, stand.simulator.base_url
+        assert engines() == [(engine, None)]
+        for run in ("one", "two", "two"):
+            begun(run, engine)
+            assert engines() == [(engine, run)]
+        begun("two", stand.url)  # Turnlog itself, which has the engines.
+        assert engines() == [(engine, "two")]
+        with pytest.raises(ValueError, match="enable_pd"):
+            begun("two", second, "generator.inference_engine.enable_pd=true")
+        token = turnlog.run_token("three")
+        with monkeypatch.context() as patch:
+            patch.setenv("TURNLOG_TOKEN", token)
+            with pytest.raises(ValueError, match=engine):
+                begun("three", engine)
+            begun("three", second)
+        assert engines() == [(engine, "two"), (second, "three")]
+
+
+async def test_no_more_agents_at_a_time_than_are_allowed(folder: Path, stand: TrainerStand) -> None:
+    (folder / "gate").mkdir()
+    write(folder, {"gate": str(folder / "gate")})
+    more = (f"turnlog.url={stand.url}", "turnlog.run=few", "turnlog.max_agents=2")
+    training = asyncio.create_task(trained_on(trainer_of(folder, stand.url, AGENT, *more)))
+    with Turnlog(stand.url) as turnlog:
+        while len(list((folder / "gate").iterdir())) < 2:
+            await asyncio.sleep(0.05)
+        assert len(list(turnlog.sessions(run="few"))) == 2
+        (folder / "gate" / "open").touch()
+        await training
+        assert len(list(turnlog.sessions(run="few"))) == SAMPLES
+
+
 async def test_validation_is_evaluation(stand: TrainerStand, folder: Path) -> None:
     write(folder, {}, {"fault": "late"})
-    more = ("generator.eval_n_samples_per_prompt=2", f"turnlog.url={stand.url}", "turnlog.run=eval", STEPS)
+    more = ("generator.eval_n_samples_per_prompt=3", f"turnlog.url={stand.url}", "turnlog.run=eval", STEPS)
     trainer = trainer_of(folder, stand.url, AGENT, *more, "trainer.dump_eval_results=false")
     found = await evaluate(trainer.train_dataloader, trainer.generator, trainer.cfg, 7, trainer.tokenizer)
-    assert found["eval/unknown/pass_at_2"] == 0.5
+    assert found["eval/all/avg_score"] == pytest.approx((0 + 1 + 2 + 0 + 0 + 2) / 6)  # the one that failed has 0
     with Turnlog(stand.url) as turnlog:
         assert list(turnlog.export(run="eval")) == []
         rows = list(turnlog.export(run="eval", evaluation=True))
-    assert {(row["group_id"], row["attempt"]) for row in rows} == {(f"eval:7:{n}", a) for n in "01" for a in (0, 1)}
+    assert {(row["group_id"], row["attempt"]) for row in rows} == {(f"eval:7:{n}", a) for n in "01" for a in (0, 1, 2)}
 
 
 async def test_a_server_that_is_killed_in_mid_rollout_loses_nothing(folder: Path) -> None:
@@ -371,5 +424,6 @@ def test_a_trainer_that_is_killed_plays_nothing_again_that_had_ended(folder: Pat
         names = {one["session_id"] for one in turnlog.sessions(run="run")}
         assert len(names) == 8 + len(left)
         assert {name for name in names if name.endswith(".1")} == {f"{name[:-1]}1" for name in left}
-        [engine] = turnlog.engines(run="run")
-        assert engine["url"] == stand.engine.base_url
+        [engine] = turnlog.engines()
+        assert (engine["url"], engine["run"]) == (stand.engine.base_url, "run")
+        assert engine["weight_version"] == "2"  # the last step's, though weights were updated three times

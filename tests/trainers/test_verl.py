@@ -40,7 +40,7 @@ with warnings.catch_warnings():
     from hydra.errors import InstantiationException
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
     from verl import DataProto
-    from verl.experimental.agent_loop import AgentLoopManager
+    from verl.experimental.agent_loop import AgentLoopManager, AgentLoopWorker
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.trainer.ppo.ray_trainer import compute_advantage
     from verl.trainer.ppo.v1 import AgentLoopManagerTQ, PPOTrainerSync
@@ -78,7 +78,7 @@ async def agent(*, base_url: str, prompt: Any, request_kwargs: dict[str, Any], m
                 model=metadata.get("model", "simulator"), messages=messages, **{**request_kwargs, "max_tokens": 24}
             )
             messages += [reply.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "And?"}]
-    return float(len(messages[-2]["content"] or "") % 5)
+    return None if told.get("judged") else float(len(messages[-2]["content"] or "") % 5)
 
 
 class Server:
@@ -128,11 +128,12 @@ class World:
 
 
 AGENT = "+turnlog.agent=trainers.test_verl:agent"
+REPLAY = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """No engine is named to the server: the adapter tells it."""
+    """The engine serves all runs, until the adapter takes it for this one."""
     folder = tmp_path_factory.mktemp("verl")
     replay = {"TURNLOG_REPLAY": "routed_experts", "TURNLOG_MOE_LAYERS": "2", "TURNLOG_MOE_TOPK": "2"}
     with trainer_stand(folder, "--seed", "5", "--experts", "2,2,8", dialect="vllm", environment=replay) as stand:
@@ -143,8 +144,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             for name, value in variables.items():
                 patch.setenv(name, value)
             ray.init(num_cpus=8, include_dashboard=False, object_store_memory=100_000_000, runtime_env=environment)
-            with Turnlog() as turnlog:
-                turnlog.remove_engine(stand.engine.base_url)
             yield World(stand, folder)
             ray.shutdown()
 
@@ -180,10 +179,11 @@ def sequenced(prompt: Any, response: Any, mask: Any, logprobs: Any) -> Sequenced
     return Sequenced(tokens, loss, [0.0] * before + logprobs.tolist())
 
 
-def classic(world: World, tells: list[dict[str, Any]], of: str, *overrides: str) -> Any:
+def classic(world: World, tells: list[dict[str, Any]], of: str, *overrides: str, judges: Any = None) -> Any:
     """What verl's classic worker makes of a batch."""
     config = world.config(*overrides)
-    manager = AgentLoopManager.create(config=config, llm_client=world.client(config))
+    client = world.client(config)
+    manager = AgentLoopManager.create(config=config, llm_client=client, reward_loop_worker_handles=judges)
     try:
         return manager.generate_sequences(DataProto.from_single_dict(columns(tells, of, n=2)))
     finally:
@@ -223,6 +223,39 @@ def test_a_batch_of_the_classic_worker(world: World, said: Callable[[], list[Gen
         pair = torch.tensor(rewards[at // 2 * 2 : at // 2 * 2 + 2])
         wanted = (rewards[at] - pair.mean()) / (pair.std() + 1e-6) * batch.batch["response_mask"][at]
         assert torch.allclose(advantages[at], wanted), row
+
+
+class Judge:
+    """In the place of verl's `RewardLoopWorker`, whose scores they are."""
+
+    def compute_score(self, data: Any) -> dict[str, Any]:
+        return {"reward_score": 0.25, "reward_extra_info": {"acc": 1.0}}
+
+
+@pytest.mark.parametrize("judged", [True, False])
+def test_a_rollout_that_failed_fits_to_the_others(world: World, judged: bool) -> None:
+    """verl makes columns of what the first row of a worker has: scores, its judge's words, experts."""
+    tells = [{"does": "nothing", "judged": judged}, {"judged": judged}]
+    more, judges = (AGENT, "actor_rollout_ref.rollout.agent.num_workers=1", REPLAY), [ray.remote(Judge).remote()]
+    batch = classic(world, tells, f"fits-{judged}", *more, judges=judges)
+    experts = batch.batch["routed_experts"]
+    assert experts.shape[2:] == (2, 2)
+    assert [bool(one.any()) for one in experts] == [False, False, True, True]
+    scores = batch.batch["rm_scores"].sum(dim=1).tolist()
+    assert scores == [0.25] * 4 if judged else scores[:2] == [0.0] * 2
+    assert ("acc" in batch.non_tensor_batch) == judged
+
+
+def test_rollouts_without_a_run_are_refused(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TURNLOG_RUN")
+    config = world.config(AGENT)
+
+    async def played() -> Any:
+        given = DataProto.from_single_dict(columns([{}], "runless"))
+        return await AgentLoopWorker(config, world.client(config)).generate_sequences(given)
+
+    with pytest.raises(InstantiationException, match="have no run"):
+        asyncio.run(played())
 
 
 @pytest.mark.parametrize(
@@ -393,15 +426,21 @@ print(json.dumps({"reward": 0.5, "number": told["metadata"]["extra_info"]["index
 
 
 def test_experts_and_a_command_as_the_agent(world: World, said: Callable[[], list[Generation]], tmp_path: Path) -> None:
-    """Engines of an earlier training that this run no longer has are gone."""
+    """A start before left an engine, which is dead; somebody added one by hand, which stays; a training before had this
+    training's own."""
     (tmp_path / "agent.py").write_text(COMMAND)
-    replay = "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+    command = f"+turnlog.command={sys.executable} {tmp_path / 'agent.py'}"
+    left, by_hand, own = "http://127.0.0.1:9", world.stand.simulator.base_url, world.stand.engine.base_url
     with Turnlog() as turnlog:
-        turnlog.add_engine("http://127.0.0.1:9", run="of-verl")
-        batch = classic(
-            world, [{}, {}], "experts", f"+turnlog.command={sys.executable} {tmp_path / 'agent.py'}", replay
-        )
-        assert [engine["url"] for engine in turnlog.engines()] == [world.stand.engine.base_url]
+        for url in (left, by_hand):
+            turnlog.add_engine(url, run="of-verl")
+        httpx.post(f"{turnlog.base_url}/engines", json={"url": by_hand, "state": "draining"}).raise_for_status()
+        turnlog.remove_engine(own)
+        turnlog.add_engine(own, run="before")
+        wait_for(lambda: {one["url"]: one["health"] for one in turnlog.engines()}[left] == "dead")
+        batch = classic(world, [{}, {}], "experts", command, REPLAY)
+        assert {one["url"]: one["run"] for one in turnlog.engines()} == {own: "of-verl", by_hand: "of-verl"}
+        turnlog.remove_engine(by_hand)
     rows = rows_of(batch)
     judge(rows, said(), tolerance=1e-5)
     assert [told["failed"] for told in batch.non_tensor_batch["turnlog"]] == [None] * 4

@@ -1,6 +1,7 @@
 """SkyRL's generator (0.4) on Turnlog, and its entry point: `trainer.override_entrypoint=turnlog.integrations.skyrl`."""
 
 import asyncio
+import contextlib
 import logging
 import math
 import os
@@ -27,9 +28,11 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils import validate_cfg
 from skyrl.train.utils.utils import initialize_ray
 
-from turnlog import AsyncTurnlog, Turnlog, name_of, rollout
+from turnlog import AsyncTurnlog, name_of, rollout
 from turnlog.client.address import default_run
-from turnlog.errors import TurnlogError
+from turnlog.errors import NotFound, TurnlogError
+from turnlog.integrations.engines import take_engine
+from turnlog.rollouts import PATIENCE_S
 
 Row = dict[str, Any]
 
@@ -45,6 +48,9 @@ MASKED: Row = {
 
 EXPERTS, SUPPORT = "rollout_expert_indices", "rollout_sample_support"
 
+KEPT_STEPS = 64
+"""SkyRL's fully asynchronous trainer asks for rollouts of several steps at a time, of fewer than this."""
+
 
 @dataclass
 class TurnlogConfig(BaseConfig):  # type: ignore[misc]  # SkyRL has no types
@@ -58,6 +64,8 @@ class TurnlogConfig(BaseConfig):  # type: ignore[misc]  # SkyRL has no types
     failed: str = "keep"
     retry_failed: int = 0
     timeout_s: float | None = None
+    max_agents: int = 512
+    """At a time."""
     rewards: str = "total"
     """`turn`: each token of a response has one."""
     session: dict[str, Any] = field(default_factory=dict)
@@ -78,13 +86,13 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]
         if not (config.run or default_run()):
             raise ValueError("the rollouts have no run: set turnlog.run, or TURNLOG_RUN, to a name of this training")
         self._config, self._generator = config, generator
-        self._when: tuple[str, int | None] = ("", None)
-        self._asked: Counter[str] = Counter()
+        self._places = asyncio.Semaphore(config.max_agents)
+        self._asked: dict[tuple[str, int | None], Counter[str]] = {}
         self._layers: tuple[int, ...] | None = None
 
     async def generate(self, input_batch: GeneratorInput, **ignored: Any) -> GeneratorOutput:
         """The rows of a trajectory stand together. One without rows is masked, with its group's mean as its reward,
-        which moves no baseline.
+        which moves no baseline; in an evaluation 0.
 
         Raises TurnlogError, and ValueError for several rows of a trajectory without step-wise training, and for a batch
         without the payloads that SkyRL is to replay.
@@ -97,7 +105,7 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]
         engine, trains = config.inference_engine, when[0] == "train"
         kinds = [EXPERTS] * (trains and engine.enable_return_routed_experts)
         kinds += [SUPPORT] * (trains and engine.enable_return_sample_support_set)
-        async with AsyncTurnlog(self._config.url) as turnlog:
+        async with AsyncTurnlog(self._config.url, retry_for_s=PATIENCE_S) as turnlog:
             asked = zip(ids, prompts, extras, strict=True)
             played = await asyncio.gather(*(self._play(turnlog, when, sampling, kinds, *one) for one in asked))
         rows = [row for trajectory in played for row in trajectory]
@@ -113,7 +121,7 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]
         for row in live:
             if config.zero_reward_on_non_stop and row["stop_reasons"] != "stop":
                 row["rewards"] = [0.0] * len(row["rewards"]) if isinstance(row["rewards"], list) else 0.0
-        _reward_masked(rows, by_turn=self._config.rewards == "turn")
+        _reward_masked(rows, by_turn=self._config.rewards == "turn", trains=trains)
         output = {key: [row[key] for row in rows] for key in (*MASKED, "rewards", "trajectory_ids", "is_last_step")}
         if config.apply_overlong_filtering:
             output["loss_masks"] = apply_overlong_filtering(output["loss_masks"], output["stop_reasons"])
@@ -138,32 +146,35 @@ class TurnlogGenerator(GeneratorInterface):  # type: ignore[misc]
         extras: Mapping[str, Any],
     ) -> list[Row]:
         """The rows of a trajectory, at least one."""
-        config, begun = self._config, time.monotonic()
-        if when != self._when:
-            self._when, self._asked = when, Counter()
-        again = self._asked[trajectory.to_string()]
-        self._asked[trajectory.to_string()] += 1
+        config = self._config
+        asked = self._asked.setdefault(when, Counter())
+        if len(self._asked) > KEPT_STEPS:
+            del self._asked[next(iter(self._asked))]
+        again = asked[trajectory.to_string()]
+        asked[trajectory.to_string()] += 1
         group = name_of(*when, trajectory.instance_id, *([again] if again else []))
-        found, outcome = await rollout(
-            config.agent,
-            prompt,
-            name=name_of(group, trajectory.repetition_id),
-            shape="skyrl",
-            command=config.command,
-            sampling=sampling,
-            metadata=extras,
-            step=when[1],
-            group_id=group,
-            attempt=trajectory.repetition_id,
-            evaluation=when[0] == "eval",
-            timeout_s=config.timeout_s,
-            failed=config.failed,  # type: ignore[arg-type]
-            retry_failed=config.retry_failed,
-            export={"rewards": config.rewards, "replay": bool(kinds)},
-            turnlog=turnlog,
-            run=config.run or default_run(),
-            **config.session,
-        )
+        async with self._places:
+            begun = time.monotonic()
+            found, outcome = await rollout(
+                config.agent,
+                prompt,
+                name=name_of(group, trajectory.repetition_id),
+                shape="skyrl",
+                command=config.command,
+                sampling=sampling,
+                metadata=extras,
+                step=when[1],
+                group_id=group,
+                attempt=trajectory.repetition_id,
+                evaluation=when[0] == "eval",
+                timeout_s=config.timeout_s,
+                failed=config.failed,  # type: ignore[arg-type]
+                retry_failed=config.retry_failed,
+                export={"rewards": config.rewards, "replay": bool(kinds)},
+                turnlog=turnlog,
+                run=config.run or default_run(),
+                **config.session,
+            )
         rows: list[Row] = [row for row in found if all(row.get(kind) is not None for kind in kinds)]
         name = f"trajectory {trajectory.to_string()} (session {outcome.session_id})"
         if len(rows) > 1 and not self._generator.step_wise_trajectories:
@@ -202,10 +213,10 @@ def _support(rows: list[Row], top_k: int) -> list[Any]:
     return found
 
 
-def _reward_masked(rows: list[Row], *, by_turn: bool) -> None:
+def _reward_masked(rows: list[Row], *, by_turn: bool, trains: bool) -> None:
     totals = defaultdict(list)
     for row in rows:
-        if row["is_last_step"] and row["stop_reasons"] != ERROR:
+        if trains and row["is_last_step"] and row["stop_reasons"] != ERROR:
             totals[row["trajectory_ids"].instance_id].append(math.fsum(row["rewards"]) if by_turn else row["rewards"])
     for row in rows:
         if row["stop_reasons"] == ERROR:
@@ -218,25 +229,47 @@ class TurnlogExp(BasePPOExp):  # type: ignore[misc]
     """SkyRL's experiment, synchronous or with `trainer.fully_async.enabled`, with rollouts of Turnlog."""
 
     def get_generator(self, cfg: TurnlogTrainConfig, tokenizer: Any, inference_engine_client: Any) -> TurnlogGenerator:
-        config, run = cfg.turnlog, cfg.turnlog.run or default_run()
-        if config.add_engines:
-            urls = {url.rstrip("/") for url in inference_engine_client.server_urls}
-            with Turnlog(config.url) as turnlog:
-                listed = turnlog.engines(run=run)
-                for left in [one["url"] for one in listed if one["run"] == run and one["url"] not in urls]:
-                    turnlog.remove_engine(left)
-                for url in urls - {one["url"] for one in listed} - {turnlog.base_url}:
-                    turnlog.add_engine(url, run=run)
-        return TurnlogGenerator(config, cfg.generator)
+        made = TurnlogGenerator(cfg.turnlog, cfg.generator)
+        clears, engine = cfg.trainer.fully_async.clear_kv_cache_on_weight_sync, cfg.generator.inference_engine
+        if cfg.trainer.fully_async.enabled and engine.enable_prefix_caching and not clears:
+            logger.warning(
+                "new trajectories use prefixes that engines cached with earlier weights: set "
+                "trainer.fully_async.clear_kv_cache_on_weight_sync=true"
+            )
+        if cfg.turnlog.add_engines:
+            if engine.enable_pd:
+                raise ValueError(
+                    "Turnlog cannot take SkyRL's prefill and decode engines as its own: set turnlog.add_engines=false "
+                    "and give Turnlog the address of their router, or set generator.inference_engine.enable_pd=false"
+                )
+            asyncio.run(_register_engines(cfg.turnlog, inference_engine_client.server_urls))
+        return made
 
     def get_trainer(self, **given: Any) -> RayPPOTrainer:
         trainer = (FullyAsyncRayPPOTrainer if self.cfg.trainer.fully_async.enabled else RayPPOTrainer)(**given)
         return told_versions(trainer, self.cfg.turnlog)
 
 
+async def _register_engines(config: TurnlogConfig, server_urls: list[str]) -> None:
+    """SkyRL's engines, and no others, are the run's. Where Turnlog itself is all that SkyRL knows, it has its own."""
+    run = config.run or default_run()
+    assert run is not None  # The generator has refused it.
+    async with AsyncTurnlog(config.url, retry_for_s=PATIENCE_S) as turnlog:
+        urls = {url.rstrip("/") for url in server_urls} - {turnlog.base_url}
+        if not urls:
+            return
+        known = {one["url"]: one["run"] for one in await turnlog.engines()}
+        for url in sorted(urls):
+            if known.get(url, ...) != run:
+                await take_engine(turnlog, url, run)
+        for left in [url for url, whose in known.items() if whose == run and url not in urls]:
+            with contextlib.suppress(NotFound):
+                await turnlog.remove_engine(left)
+
+
 def told_versions(trainer: RayPPOTrainer, config: TurnlogConfig) -> RayPPOTrainer:
-    """The trainer, which tells Turnlog each new version of its weights. It pauses its engines itself, and what Turnlog
-    asks them meanwhile waits there."""
+    """The trainer, which tells Turnlog after each update of its weights the step that made them. It pauses its engines
+    itself, and what Turnlog asks them meanwhile waits there."""
     if not config.add_engines:
         return trainer
     connect = trainer.init_weight_sync_state
@@ -248,9 +281,8 @@ def told_versions(trainer: RayPPOTrainer, config: TurnlogConfig) -> RayPPOTraine
         async def updated(*given: Any, **more: Any) -> None:
             await update(*given, **more)
             try:
-                async with AsyncTurnlog(config.url) as turnlog:
-                    version = str(trainer.inference_engine_client.weight_version)
-                    await turnlog.resume_fleet(version=version, run=config.run or default_run())
+                async with AsyncTurnlog(config.url, retry_for_s=PATIENCE_S) as turnlog:
+                    await turnlog.resume_fleet(version=str(trainer.global_step), run=config.run or default_run())
             except TurnlogError as error:
                 logger.warning(f"Turnlog was not told the weight version: {error}")
 
@@ -261,7 +293,8 @@ def told_versions(trainer: RayPPOTrainer, config: TurnlogConfig) -> RayPPOTraine
 
 
 @ray.remote(num_cpus=1)  # type: ignore[untyped-decorator]
-def train(experiment: type[BasePPOExp], cfg: TurnlogTrainConfig) -> None:
+def train(experiment: type[BasePPOExp], cfg: TurnlogTrainConfig, told: dict[str, str]) -> None:
+    os.environ.update(told)
     logging.getLogger("httpx").setLevel(logging.WARNING)  # SkyRL's log would have a line for each request.
     experiment(cfg).run()
 
@@ -273,7 +306,7 @@ def main(experiment: type[BasePPOExp] = TurnlogExp) -> None:
     validate_cfg(cfg)
     initialize_ray(cfg)
     told = {name: value for name, value in os.environ.items() if name.startswith("TURNLOG_")}
-    ray.get(train.options(runtime_env={"env_vars": told}).remote(experiment, cfg))
+    ray.get(train.remote(experiment, cfg, told))  # Ray's dashboard would show a runtime_env, and the token in it.
 
 
 if __name__ == "__main__":
