@@ -12,7 +12,7 @@ from typing import Any
 from openenv.core.harness import ResourceSession, ResourceSessionFactory, TrainingTrace, TrainingTurn, VerifyResult
 
 from turnlog import AsyncTurnlog, Rollout, name_of, rollout
-from turnlog.rollouts import load
+from turnlog.rollouts import PATIENCE_S, load
 
 
 class TurnlogSession(ResourceSession):  # type: ignore[misc]  # OpenEnv has no types
@@ -53,7 +53,7 @@ class TurnlogSession(ResourceSession):  # type: ignore[misc]  # OpenEnv has no t
         if self._is_closed:
             raise asyncio.CancelledError
         options = {**self._options, **({} if timeout_s is None else {"timeout_s": timeout_s})}
-        async with AsyncTurnlog(self._url) as turnlog:
+        async with AsyncTurnlog(self._url, retry_for_s=PATIENCE_S) as turnlog:
             return await rollout(prompt=self._prompt, turnlog=turnlog, **options)
 
     def fetch_training_trace(self) -> TrainingTrace:
