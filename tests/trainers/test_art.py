@@ -38,7 +38,7 @@ pytestmark = [
 ATTEMPTS = 3
 EXPERTS = {"TURNLOG_REPLAY": "routed_experts", "TURNLOG_MOE_LAYERS": "2", "TURNLOG_MOE_TOPK": "3"}
 MODEL = "agent@4"
-SAMPLING = {"max_tokens": 200, "temperature": 1.0}
+SAMPLING = {"max_tokens": 100, "temperature": 1.0}
 PROMPT = [{"role": "user", "content": "What is 6 times 7?"}]
 AGENT = "trainers.playing:run"
 
@@ -130,8 +130,8 @@ async def test_what_it_trains_on_is_what_the_engine_said(
     judge([sequenced(one) for one in read], stand.generations())
     rewards = [one.reward for one in groups[0]]
     assert rewards == expected(groups[0])
-    means = statistics.fmean(rewards)
-    assert [one.advantage for one in read] == pytest.approx([one.trajectory.reward - means for one in read])
+    mean = statistics.fmean(rewards)
+    assert [one.advantage for one in read] == pytest.approx([one.trajectory.reward - mean for one in read])
     packed = packed_tensors_from_tokenized_results(
         read, seq_len=512, pad_token_id=0, truncate_long_results=False, pack_results=False
     )
