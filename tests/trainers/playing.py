@@ -62,13 +62,18 @@ async def run(base_url: str, prompt: Any, request_kwargs: dict[str, Any], metada
     return float(reply.usage.completion_tokens)
 
 
+def prepare(folder: Path) -> None:
+    """Make the folders of agents that play in `folder`."""
+    for name in ("waiting", "played"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+
+
 class Program:
     """`module` of this folder; `asked` is what its `main` gets."""
 
     def __init__(self, folder: Path, module: str, asked: Mapping[str, Any], environment: Mapping[str, str]) -> None:
         self.folder = folder
-        for name in ("waiting", "played"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
+        prepare(folder)
         self.gate = folder / "gate"
         self._result = folder / "result.json"
         self.log = folder / "log"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
-import os
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,9 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ops.server import ROOT
 from ops.simulator.tokenizer_files import write
-from trainers import plays
+from trainers import playing
 from trainers.stand import Sequenced, TrainerStand, judge, trainer_stand
 from turnlog import Turnlog, unpack_tree
 
@@ -40,35 +38,48 @@ pytestmark = [
 ATTEMPTS = 3
 EXPERTS = {"TURNLOG_REPLAY": "routed_experts", "TURNLOG_MOE_LAYERS": "2", "TURNLOG_MOE_TOPK": "3"}
 MODEL = "agent@4"
-SAMPLING = {"max_tokens": 24, "temperature": 1.0}
-
-TRAINER = """
-import asyncio, json, sys
-from pathlib import Path
-from trainers import plays, test_art
-made = asyncio.run(test_art.gathered("trainers.plays:two_turns", "7.0", metadata={"hold": sys.argv[1]}))
-read = test_art.tokenized(made, Path(sys.argv[2]))
-print(json.dumps([[test_art.sequenced(one) for one in read], [one.reward for one in made[0]]]))
-"""
+SAMPLING = {"max_tokens": 100, "temperature": 1.0}
+PROMPT = [{"role": "user", "content": "What is 6 times 7?"}]
+AGENT = "trainers.playing:run"
 
 
 @pytest.fixture
 def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[TrainerStand]:
     write(tmp_path / "model")
+    playing.prepare(tmp_path)
     words, dialect = getattr(request, "param", ((), "sglang"))
     environment = dict(EXPERTS) if words else None
     with trainer_stand(tmp_path / "turnlog", *words, dialect=dialect, environment=environment) as running:
         monkeypatch.setenv("TURNLOG_URL", running.url)
+        monkeypatch.setenv(playing.FOLDER, str(tmp_path))
         yield running
 
 
-async def gathered(agent: Any, name: str, *, max_exceptions: int = 0, **more: Any) -> list[Any]:
+def main(asked: dict[str, Any]) -> list[Sequenced]:
+    """As a program that a test kills: plays groups, each of which has a name and says what its agents do."""
+
+    async def play() -> list[Any]:
+        return await asyncio.gather(*[gathered(AGENT, name, what) for name, what in asked["groups"]])
+
+    groups = [group for [group] in asyncio.run(play())]
+    assert all([one.reward for one in group] == expected(group) for group in groups)
+    return [sequenced(one) for one in tokenized(groups, Path(asked["model"]))]
+
+
+def expected(group: Any) -> list[float]:
+    """The rewards of its agents: how many tokens the last turn has."""
+    last = [one.exchanges.chat_completions[-1].response.choices[0] for one in group]
+    return [len(one.model_extra["token_ids"]) for one in last]
+
+
+async def gathered(agent: Any, name: str, what: str = "fine", *, max_exceptions: int = 0, **more: Any) -> list[Any]:
     """A group, as a rollout function of ART's makes it."""
     group = art.TrajectoryGroup(
         trajectory(
             agent,
-            plays.PROMPT,
+            PROMPT,
             model=MODEL,
+            metadata={"what": what},
             name=f"{name}.{attempt}",
             group_id=name,
             attempt=attempt,
@@ -102,23 +113,25 @@ def sequenced(one: Any) -> Sequenced:
 
 @pytest.mark.parametrize("stand", [((), "sglang"), ((), "vllm")], indirect=True, ids=["sglang", "vllm"])
 @pytest.mark.parametrize(
-    ("agent", "more", "rows"),
+    ("agent", "what", "more", "rows"),
     [
-        ("trainers.plays:two_turns", {}, 3),
-        (plays.two_conversations, {}, 6),
-        (None, {"command": plays.COMMAND}, 3),
+        (AGENT, "fine", {}, 3),
+        (playing.run, "forgets", {}, 6),
+        (None, "fine", {"command": (sys.executable, "-c", playing.COMMAND)}, 3),
     ],
     ids=["agent", "two rows", "command"],
 )
 async def test_what_it_trains_on_is_what_the_engine_said(
-    stand: TrainerStand, tmp_path: Path, agent: Any, more: dict[str, Any], rows: int
+    stand: TrainerStand, tmp_path: Path, agent: Any, what: str, more: dict[str, Any], rows: int
 ) -> None:
-    groups = await gathered(agent, "0.0", **more)
+    groups = await gathered(agent, "0.0", what, **more)
     read = tokenized(groups, tmp_path / "model")
     assert len(read) == rows
     judge([sequenced(one) for one in read], stand.generations())
-    assert {one.metadata["attempt"]: one.reward for one in groups[0]} == {0: 0.0, 1: 1.0, 2: 2.0}
-    assert all(one.advantage == one.trajectory.reward - 1.0 for one in read)
+    rewards = [one.reward for one in groups[0]]
+    assert rewards == expected(groups[0])
+    mean = statistics.fmean(rewards)
+    assert [one.advantage for one in read] == pytest.approx([one.trajectory.reward - mean for one in read])
     packed = packed_tensors_from_tokenized_results(
         read, seq_len=512, pad_token_id=0, truncate_long_results=False, pack_results=False
     )
@@ -130,7 +143,7 @@ async def test_what_it_trains_on_is_what_the_engine_said(
 
 @pytest.mark.parametrize("stand", [(("--experts", "2,3,16"), "sglang")], indirect=True, ids=["experts"])
 async def test_experts_are_those_of_the_row(stand: TrainerStand, tmp_path: Path) -> None:
-    groups = await gathered(plays.two_turns, "e.0", num_experts=16)
+    groups = await gathered(AGENT, "e.0", num_experts=16)
     read = tokenized(groups, tmp_path / "model")
     with Turnlog(stand.url) as turnlog:
         rows = [row for tree in turnlog.export(shape="tree", replay=True) for row in unpack_tree(tree)]
@@ -143,33 +156,36 @@ async def test_experts_are_those_of_the_row(stand: TrainerStand, tmp_path: Path)
         assert (given[: len(said)] == said).all()
 
 
+async def test_experts_that_are_not_there_are_an_error(stand: TrainerStand) -> None:
+    with pytest.raises(ValueError, match=r"session n\.0 has no routed experts"):
+        await trajectory(AGENT, PROMPT, model=MODEL, name="n", attempt=0, num_experts=16)
+
+
 @pytest.mark.parametrize("failed", ["drop", "keep"])
 async def test_an_agent_that_raises_is_among_the_groups_exceptions(
     stand: TrainerStand, tmp_path: Path, failed: Any
 ) -> None:
-    [group] = await gathered(plays.first_raises, "f.0", max_exceptions=1, failed=failed)
+    [group] = await gathered(AGENT, "f.0", "odd raises", max_exceptions=1, failed=failed)
     kept = failed == "keep"
     assert sorted(one.metrics["failed"] for one in group) == [False, False] + ([True] if kept else [])
-    assert ["the sandbox is gone" in one.message for one in group.exceptions] == ([] if kept else [True])
+    assert ["no answer" in one.message for one in group.exceptions] == ([] if kept else [True])
     judge([sequenced(one) for one in tokenized([group], tmp_path / "model")], stand.generations(), unused=not kept)
 
 
-async def test_a_killed_server_loses_nothing(stand: TrainerStand, tmp_path: Path) -> None:
-    play = gathered(plays.two_turns, "k.0", metadata={"hold": str(tmp_path)})
-    made = await plays.while_held(tmp_path, play, stand.kill)
-    read = tokenized(made, tmp_path / "model")
-    assert len(read) == ATTEMPTS
-    judge([sequenced(one) for one in read], stand.generations(), unused=2)
-
-
-async def test_a_killed_trainer_plays_nothing_again_that_had_ended(stand: TrainerStand, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TURNLOG_URL": stand.url}
-    command = [sys.executable, "-c", TRAINER, str(tmp_path), str(tmp_path / "model")]
-    printed = await asyncio.wait_for(plays.killed_and_again(tmp_path, command, environment), 200)
-    read, rewards = json.loads(printed.splitlines()[-1])
-    assert sorted(rewards) == [0.0, 1.0, 2.0]
+def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerStand, tmp_path: Path) -> None:
+    given = {"groups": [("7.0", "fine"), ("7.1", "waits")], "model": str(tmp_path / "model")}
+    (tmp_path / "gate").touch()
+    with playing.program(tmp_path, "test_art", given, stand.url) as trainer:
+        trainer.until("waiting", 6)
+        ended = trainer.until("played", 3)
+        trainer.kill()
+    with playing.program(tmp_path, "test_art", given, stand.url) as trainer:
+        trainer.until("waiting", 9)
+        stand.kill()
+        trainer.gate.unlink()
+        judge([Sequenced(*one) for one in trainer.result()], stand.generations(), unused=3)
+        assert len(trainer.until("played", 6)) == 6
     with Turnlog(stand.url) as turnlog:
-        sessions = {one["session_id"]: one for one in turnlog.sessions()}
-    assert sessions["7.0.1.0"]["failed"]["kind"] == "other"
-    left = sum(one["turns"] for one in sessions.values() if one["failed"] is not None)
-    judge([Sequenced(*one) for one in read], stand.generations(), unused=left)
+        kinds = {one["session_id"]: (one["failed"] or {}).get("kind") for one in turnlog.sessions()}
+    assert {kinds[session_id] for session_id in ended} == {None}
+    assert sorted(map(str, kinds.values())) == ["None"] * 6 + ["other"] * 3

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from ops.server import ROOT
-from trainers import plays
+from trainers import playing
 from trainers.stand import Sequenced, TrainerStand, judge, trainer_stand
 from turnlog import AsyncTurnlog, Turnlog
 
@@ -32,24 +30,35 @@ from turnlog.integrations.tinker import TurnlogGroup, TurnlogRollouts, TurnlogTo
 pytestmark = [pytest.mark.long, pytest.mark.harness, pytest.mark.anyio]
 
 ATTEMPTS = 3
-MAX_TOKENS = 24
-
-TRAINER = """
-import asyncio, json, sys
-from tinker_cookbook.rl.rollouts import do_group_rollout_and_filter_constant_reward as play
-from turnlog.integrations.tinker import TurnlogGroup, TurnlogRollouts
-from trainers import plays, test_tinker
-group = TurnlogGroup(plays.PROMPT, 3, name="7.0", metadata={"hold": sys.argv[1]})
-made = asyncio.run(play(None, group, 24, 1.0, False, strategy=TurnlogRollouts("trainers.plays:two_turns")))
-print(json.dumps([test_tinker.datums([made])[1], made.get_total_rewards()]))
-"""
+MAX_TOKENS = 200
+PROMPT = [{"role": "user", "content": "What is 6 times 7?"}]
+AGENT = "trainers.playing:run"
 
 
 @pytest.fixture
 def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrainerStand]:
-    with trainer_stand(tmp_path) as running:
+    playing.prepare(tmp_path)
+    with trainer_stand(tmp_path / "server") as running:
         monkeypatch.setenv("TURNLOG_URL", running.url)
+        monkeypatch.setenv(playing.FOLDER, str(tmp_path))
         yield running
+
+
+def main(asked: dict[str, Any]) -> list[Sequenced]:
+    """As a program that a test kills: plays groups, each of which has a name and says what its agents do."""
+
+    async def play() -> list[Any]:
+        wanted = [TurnlogGroup(PROMPT, ATTEMPTS, name, metadata={"what": what}) for name, what in asked["groups"]]
+        return await asyncio.gather(*[played(TurnlogRollouts(AGENT), group) for group in wanted])
+
+    groups = asyncio.run(play())
+    assert all(group.get_total_rewards() == expected(group) for group in groups)
+    return datums(groups)[1]
+
+
+def expected(group: Any) -> list[float]:
+    """The rewards of its agents: how many tokens the last turn has."""
+    return [len(one.transitions[-1].ac.tokens) for one in group.trajectories_G]
 
 
 def datums(groups: Sequence[Any]) -> tuple[list[Any], list[Sequenced]]:
@@ -71,23 +80,25 @@ async def played(strategy: TurnlogRollouts, group: EnvGroupBuilder) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("how", "rows"),
+    ("how", "what", "rows"),
     [
-        ({"agent": "trainers.plays:two_turns"}, 3),
-        ({"agent": plays.two_conversations}, 6),
-        ({"command": plays.COMMAND}, 3),
+        ({"agent": AGENT}, "fine", 3),
+        ({"agent": playing.run}, "forgets", 6),
+        ({"command": (sys.executable, "-c", playing.COMMAND)}, "fine", 3),
     ],
     ids=["agent", "two rows", "command"],
 )
 async def test_its_datums_are_what_the_engine_said_and_the_shape_tinker(
-    stand: TrainerStand, how: dict[str, Any], rows: int
+    stand: TrainerStand, how: dict[str, Any], what: str, rows: int
 ) -> None:
-    wanted = [TurnlogGroup(plays.PROMPT, ATTEMPTS, f"0.{place}") for place in (0, 1)]
+    wanted = [TurnlogGroup(PROMPT, ATTEMPTS, f"0.{place}", {"what": what}) for place in (0, 1)]
     groups = [await played(TurnlogRollouts(**how), group) for group in wanted]
     made, read = datums(groups)
     assert len(made) == 2 * rows
     judge(read, stand.generations())
-    assert [group.get_total_rewards() for group in groups] == [[0.0, 1.0, 2.0]] * 2
+    rewards = [group.get_total_rewards() for group in groups]
+    assert rewards == [expected(group) for group in groups]
+    means = {f"0.{place}": statistics.fmean(of_group) for place, of_group in enumerate(rewards)}
     with Turnlog(stand.url) as turnlog:
         exported = [row for place in (0, 1) for row in turnlog.export(group_id=f"0.{place}", shape="tinker")]
     by_tokens = {tuple(row["model_input"]): row for row in exported}
@@ -97,7 +108,8 @@ async def test_its_datums_are_what_the_engine_said_and_the_shape_tinker(
         assert inputs["target_tokens"] == row["target_tokens"]
         assert inputs["mask"] == row["mask"]
         assert inputs["logprobs"] == pytest.approx(row["logprobs"], abs=1e-6)
-        assert inputs["advantages"] == [(row["reward"] - 1.0) * sampled for sampled in row["mask"]]
+        advantage = row["reward"] - means[row["group_id"]]
+        assert inputs["advantages"] == pytest.approx([advantage * sampled for sampled in row["mask"]], abs=1e-4)
     assert not by_tokens
 
 
@@ -151,40 +163,40 @@ async def test_a_completer_alone_plays_a_group_in_one_session(stand: TrainerStan
     assert sorted(one.tokens for one in read) == sorted(row["tokens"] for row in rows)
 
 
+async def first_is_silent(metadata: dict[str, Any], **asked: Any) -> float:
+    return 1.0 if metadata["attempt"] == 0 else await playing.run(metadata=metadata, **asked)
+
+
 @pytest.mark.parametrize("failed", ["drop", "keep"])
-async def test_an_agent_that_raises_is_among_the_groups_errors(stand: TrainerStand, failed: Any) -> None:
-    wanted = TurnlogGroup(plays.PROMPT, ATTEMPTS, "f.0")
-    group = await played(TurnlogRollouts(plays.first_raises, failed=failed), wanted)
-    assert [(one.error_type, "the sandbox is gone" in one.error_message) for one in group.rollout_errors] == [
-        ("agent", True)
-    ]
+async def test_agents_that_raise_or_ask_nothing_are_among_the_groups_errors(stand: TrainerStand, failed: Any) -> None:
+    wanted = TurnlogGroup(PROMPT, ATTEMPTS, "f.0", metadata={"what": "odd raises"})
+    group = await played(TurnlogRollouts(first_is_silent, failed=failed), wanted)
+    errors = [(one.error_type, one.error_message) for one in group.rollout_errors]
+    assert errors == [("empty", "session f.0.0.0 has no turn to train on"), ("agent", "ValueError: no answer")]
     _, read = datums([group])
-    assert len(read) == (ATTEMPTS if failed == "keep" else ATTEMPTS - 1)
+    assert len(read) == (2 if failed == "keep" else 1)
     judge(read, stand.generations(), unused=0 if failed == "keep" else 1)
 
 
 async def test_a_group_of_which_all_fail_is_skipped_by_the_trainer(stand: TrainerStand) -> None:
-    assert await played(TurnlogRollouts(plays.first_raises), TurnlogGroup(plays.PROMPT, 1)) is None
+    wanted = TurnlogGroup(PROMPT, 1, metadata={"what": "raises"})
+    assert await played(TurnlogRollouts(AGENT), wanted) is None
 
 
-async def test_a_killed_server_loses_nothing(stand: TrainerStand, tmp_path: Path) -> None:
-    group = TurnlogGroup(plays.PROMPT, ATTEMPTS, "k.0", metadata={"hold": str(tmp_path)})
-    made = await plays.while_held(tmp_path, played(TurnlogRollouts(plays.two_turns), group), stand.kill)
-    _, read = datums([made])
-    assert len(read) == ATTEMPTS
-    judge(read, stand.generations(), unused=2)
-    assert made.get_total_rewards() == [0.0, 1.0, 2.0]
-
-
-async def test_a_killed_trainer_plays_nothing_again_that_had_ended(stand: TrainerStand, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TURNLOG_URL": stand.url}
-    command = [sys.executable, "-c", TRAINER, str(tmp_path)]
-    printed = await asyncio.wait_for(plays.killed_and_again(tmp_path, command, environment), 200)
-    read, rewards = json.loads(printed.splitlines()[-1])
-    assert rewards == [0.0, 1.0, 2.0]
+def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerStand, tmp_path: Path) -> None:
+    given = {"groups": [("7.0", "fine"), ("7.1", "waits")]}
+    (tmp_path / "gate").touch()
+    with playing.program(tmp_path, "test_tinker", given, stand.url) as trainer:
+        trainer.until("waiting", 6)
+        ended = trainer.until("played", 3)
+        trainer.kill()
+    with playing.program(tmp_path, "test_tinker", given, stand.url) as trainer:
+        trainer.until("waiting", 9)
+        stand.kill()
+        trainer.gate.unlink()
+        judge([Sequenced(*one) for one in trainer.result()], stand.generations(), unused=3)
+        assert len(trainer.until("played", 6)) == 6
     with Turnlog(stand.url) as turnlog:
-        sessions = {one["session_id"]: one for one in turnlog.sessions()}
-    # Of attempts 0 and 2 those that had ended before the kill have one session.
-    assert sessions["7.0.1.0"]["failed"]["kind"] == "other"
-    left = sum(one["turns"] for one in sessions.values() if one["failed"] is not None)
-    judge([Sequenced(*one) for one in read], stand.generations(), unused=left)
+        kinds = {one["session_id"]: (one["failed"] or {}).get("kind") for one in turnlog.sessions()}
+    assert {kinds[session_id] for session_id in ended} == {None}
+    assert sorted(map(str, kinds.values())) == ["None"] * 6 + ["other"] * 3

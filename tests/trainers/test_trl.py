@@ -22,6 +22,7 @@ import pytest
 
 from trainers.stand import Sequenced, TrainerStand, judge, trainer_stand
 from turnlog import Turnlog
+from turnlog.errors import InvalidRequest
 
 missing = "see 'Trainers' packages' in CONTRIBUTING.md"
 for package in ("torch", "trl", "datasets", "openai"):
@@ -31,6 +32,7 @@ with warnings.catch_warnings():
     from trl.experimental.async_grpo import async_rollout_worker
 
     from trainers import trl_training as training
+    from turnlog.integrations.trl import TurnlogWeightTransfer
 
 pytestmark = [pytest.mark.harness, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
@@ -198,14 +200,41 @@ def test_synchronous_steps_over_a_kill_of_the_server(stand: TrainerStand, tmp_pa
 
 @pytest.mark.parametrize(
     ("make", "told"),
-    [(training.async_trainer, "the rollouts have ended"), (training.trainer, "no rollout of step 0 has a row")],
+    [(training.async_trainer, "the rollouts have ended"), (training.trainer, "every rollout of 3 batches failed")],
 )
-def test_an_agent_that_never_works_ends_the_trainer(
+def test_an_agent_that_never_works_ends_the_trainer_until_it_works(
     stand: TrainerStand, tmp_path: Path, make: Callable[..., Any], told: str
 ) -> None:
-    trainer = make(tmp_path, agent="trainers.trl_training:broken")
+    trainer = make(tmp_path, agent="trainers.trl_training:broken", max_steps=4)
     with pytest.raises(RuntimeError, match=told):
         trainer.train()
+    with Turnlog(stand.url) as turnlog:
+        failed = {one["session_id"] for one in turnlog.sessions() if (one["failed"] or {}).get("kind") == "agent"}
+    assert failed
+    again = make(tmp_path, max_steps=4)
+    again.train()
+    assert [entry["step"] for entry in again.state.log_history if "loss" in entry] == [1, 2, 3, 4]
+    assert all(weights.isfinite().all() for weights in again.model.parameters())
+    assert not failed & {line["session_id"] for line in played(tmp_path)}
+
+
+def test_a_rollout_of_several_rows_and_a_refusal_of_the_server_are_named(stand: TrainerStand, tmp_path: Path) -> None:
+    trainer = training.trainer(tmp_path, training.AGENT, session={"history": "tree", "on_drift": "segment"})
+    with pytest.raises(ValueError, match="has 2 rows; GRPOTrainer takes one"):
+        trainer.train()
+    with pytest.raises(InvalidRequest):
+        training.trainer(tmp_path, session={"group_size": -1}).train()
+
+
+def test_a_transfer_of_adapters_alone_is_refused(stand: TrainerStand, tmp_path: Path) -> None:
+    """TRL finds out of vLLM what it will send."""
+    trainer = training.async_trainer(tmp_path)
+    trainer.weight_transfer = None
+    around = TurnlogWeightTransfer.around(trainer)
+    around.destroy()
+    trainer._lora_sync = True
+    with pytest.raises(ValueError, match="without --enable-lora"):
+        TurnlogWeightTransfer.around(trainer)
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])

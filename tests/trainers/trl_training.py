@@ -175,7 +175,11 @@ def async_trainer(folder: Path, worker: Any = None, agent: str = AGENT, **settin
 
 
 def trainer(
-    folder: Path, agent: str | None = "trainers.trl_training:linear", command: Any = None, **settings: Any
+    folder: Path,
+    agent: str | None = "trainers.trl_training:linear",
+    command: Any = None,
+    session: Any = None,
+    **settings: Any,
 ) -> Any:
     return RecordingTrainer(
         model=model(),
@@ -183,7 +187,7 @@ def trainer(
         reward_funcs=turnlog_reward,
         train_dataset=dataset(),
         processing_class=tokenizer(),
-        rollout_func=TurnlogRollouts(agent, command=command),
+        rollout_func=TurnlogRollouts(agent, command=command, **(session or {})),
     )
 
 

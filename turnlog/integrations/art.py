@@ -45,7 +45,8 @@ async def trajectory(
     num_experts: how many experts a layer of the model has, to replay those that the engine named.
     of_rollout: more arguments of `turnlog.rollout`.
 
-    Raises RolloutFailed, also where no turn is in the loss, and TurnlogError.
+    Raises RolloutFailed, also where no turn is in the loss, ValueError with `num_experts` where the engine named no
+    experts, and TurnlogError.
     """
     served = model if isinstance(model, str) else model.get_inference_name()
     played = await rollout(
@@ -107,7 +108,9 @@ def exchanges_of(played: Rollout, model: str, num_experts: int | None) -> list[C
                     "choices": [choice],
                 }
                 reply = ChatCompletion.model_validate(fields)
-                if num_experts is not None and row.get("routed_experts") is not None:
+                if num_experts is not None:
+                    if row.get("routed_experts") is None:
+                        raise ValueError(f"session {row['session_id']} has no routed experts to replay")
                     attach_moe_routing_metadata_to_choice(
                         choice=reply.choices[0],
                         response_payload={"prompt_token_ids": prompt, "choices": [choice]},

@@ -53,7 +53,9 @@ class TurnlogTokenCapture:
             marker = await self._turnlog.create_session(
                 session_id=rollout_id + INCOMPLETE, metadata={"model_call_id": model_call_id}
             )
-        except Conflict:  # marked for another call, or its session is closed
+        except Conflict as refused:
+            if refused.code not in ("session_exists", "session_closed"):  # Marked for another call, or before.
+                raise
             return
         await marker.close()
 

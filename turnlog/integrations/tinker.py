@@ -20,10 +20,7 @@ from tinker_cookbook.rl.types import Env, EnvGroupBuilder, RolloutError, StopRea
 
 from turnlog.client._async.client import AsyncTurnlog
 from turnlog.client._async.transport import AsyncTransport
-from turnlog.rollouts import Agent, Rollout, rollout
-
-PATIENCE_S = 600.0
-"""How long a completion is asked for again while the server is away; it is generated once."""
+from turnlog.rollouts import PATIENCE_S, Agent, Rollout, rollout
 
 
 class TurnlogTokenCompleter(TokenCompleter):  # type: ignore[misc]
@@ -119,7 +116,7 @@ class TurnlogRollouts(RolloutStrategy):  # type: ignore[misc]
                 await completer.aclose()
             return float(sum(transition.reward for transition in lived[attempt].transitions))
 
-        async with AsyncTurnlog() as turnlog:
+        async with AsyncTurnlog(retry_for_s=PATIENCE_S) as turnlog:
             played = await asyncio.gather(
                 *[
                     rollout(
@@ -144,11 +141,12 @@ class TurnlogRollouts(RolloutStrategy):  # type: ignore[misc]
             lived[attempt] if one.outcome.played and one.outcome.error is None and attempt in lived else trajectory(one)
             for attempt, one in enumerate(played)
         ]
-        errors = [
-            RolloutError(failure["kind"], failure.get("message", ""))
-            for one in played
-            if (failure := one.outcome.failed) is not None
-        ]
+        errors = []
+        for one, lives in zip(played, made, strict=True):
+            if (failure := one.outcome.failed) is not None:
+                errors.append(RolloutError(failure["kind"], failure.get("message", "")))
+            elif not lives.transitions:
+                errors.append(RolloutError("empty", f"session {one.outcome.session_id} has no turn to train on"))
         kept = [attempt for attempt, one in enumerate(made) if one.transitions]
         if not kept:
             raise AllTrajectoriesFailedError(f"no rollout of group {group} has a turn to train on: {errors[:1]}")

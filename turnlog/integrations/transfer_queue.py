@@ -94,9 +94,7 @@ def columns(row: Mapping[str, Any]) -> Columns:
 
     prompts, responses, input_ids and position_ids are int64. response_mask and loss_mask are too, 1 where the model
     sampled. rollout_log_probs and rm_scores are float32, of the responses' length, the reward in the last place
-    or, with `rewards="turn"`, where turns earned it.
-    routed_experts is int16, (tokens, layers, k), with zeros for what the engine did not say. Columns of your data set
-    are yours to add.
+    or, with `rewards="turn"`, where turns earned it. Columns of your data set are yours to add.
     """
     prompts = torch.tensor(row["prompt_ids"], dtype=torch.int64)
     responses = torch.tensor(row["response_ids"], dtype=torch.int64)
@@ -119,10 +117,6 @@ def columns(row: Mapping[str, Any]) -> Columns:
     elif row["reward_score"] is not None:
         found["rm_scores"] = torch.zeros(len(responses))
         found["rm_scores"][-1] = row["reward_score"]
-    if row.get("routed_experts") is not None:
-        given = torch.tensor(row["routed_experts"], dtype=torch.int16)
-        found["routed_experts"] = given.new_zeros((len(prompts) + len(responses), *given.shape[1:]))
-        found["routed_experts"][: len(given)] = given
     return found
 
 

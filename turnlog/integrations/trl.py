@@ -21,11 +21,11 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, RolloutSample
 
 from turnlog import AsyncTurnlog, Rollout, Turnlog, name_of, rollout
-from turnlog.rollouts import PATIENCE_S, life, load
+from turnlog.rollouts import PATIENCE_S, Outcome, life, load
 
 log = logging.getLogger("turnlog.trl")
 
@@ -33,7 +33,11 @@ R = TypeVar("R")
 Array = npt.NDArray[np.float64]
 
 FAILED_GROUPS = 16
-"""So many groups in a row of which every rollout failed or has no turn end the trainer: its agent does not work."""
+"""So many groups in a row of which every rollout failed or has no turn end the trainer: its agent does not work. Those
+that are only read do not count, or a trainer that is started again would end at once."""
+
+FAILED_CALLS = 3
+"""Of `GRPOTrainer`: so many batches in a row, on all ranks."""
 
 STOP_S = 30.0
 
@@ -160,8 +164,7 @@ class TurnlogRolloutWorker(AsyncRolloutWorker):  # type: ignore[misc, unused-ign
         """Put the group's samples into the buffer. Raises RuntimeError if too many groups failed."""
         group = [await task for task in playing]
         outcomes = [outcome for _, (_, outcome) in group]
-        gave = any(rows and outcome.failed is None for _, (rows, outcome) in group)
-        self._failed_groups = 0 if gave else self._failed_groups + 1
+        self._failed_groups = _failures(self._failed_groups, [(len(rows), outcome) for _, (rows, outcome) in group])
         if self._failed_groups == FAILED_GROUPS:
             said = f"every rollout of {FAILED_GROUPS} groups failed or has no turn, at last: {outcomes[-1]}"
             raise RuntimeError(said) from outcomes[-1].error
@@ -204,6 +207,17 @@ class TurnlogWeightTransfer:
         self._turnlog = Turnlog(url, retry_for_s=PATIENCE_S)
         self._options = {"run": "*", "mode": "in_place", **options}
         self._paused = contextlib.ExitStack()
+
+    @classmethod
+    def around(cls, trainer: Any, **options: Any) -> TurnlogWeightTransfer:
+        """Around the transfer that `AsyncGRPOTrainer` has made. Raises ValueError if it uses none, because it has vLLM
+        load LoRA adapters: agents would sample the base model."""
+        if trainer._lora_sync:
+            raise ValueError(
+                "the trainer sends a LoRA adapter, under a name that no agent has: start vLLM without "
+                "--enable-lora, and it sends the weights with the adapter in them"
+            )
+        return cls(trainer.rollout_worker, trainer.weight_transfer, **options)
 
     def init_weight_transfer(self) -> None:
         if self._transfer is not None:
@@ -253,9 +267,11 @@ class TurnlogRollouts:
         self._url, self._life = url, life(options.get("run"))
         self._options = {"history": "linear", "on_drift": "reject", **options}
         self._calls: Counter[tuple[str, int]] = Counter()
+        self._failed_calls = 0
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
-        """Raises RuntimeError if no rollout has a row, ValueError if one has several, and TurnlogError."""
+        """Raises, on all ranks, RuntimeError if too many batches failed and ValueError if a rollout has several rows;
+        and TurnlogError."""
         [self._life] = broadcast_object_list([self._life])  # One for all ranks.
         is_training, step = trainer.model.training, trainer.state.global_step
         phase, size = ("train", trainer.num_generations) if is_training else ("eval", trainer.num_generations_eval)
@@ -268,11 +284,15 @@ class TurnlogRollouts:
             told = {"group_id": group, "attempt": place % size, "step": step, "evaluation": not is_training}
             playing.append({"prompt": prompt, "name": name_of(group, place % size), **told})
         played = _run(self._play(playing, _sampling(trainer.args)))
-        for rows, outcome in played:
-            if len(rows) > 1:
-                raise ValueError(f"session {outcome.session_id} has {len(rows)} rows; GRPOTrainer takes one")
-        if not any(rows for rows, _ in played):
-            raise RuntimeError(f"no rollout of step {step} has a row: {played[0].outcome}") from played[0].outcome.error
+        # The ranks go on together or end together: one that raised alone would leave the others waiting for it.
+        of_all = gather_object([(len(rows), one._replace(result=None, error=None)) for rows, one in played])
+        for rows, outcome in of_all:
+            if rows > 1:
+                raise ValueError(f"session {outcome.session_id} has {rows} rows; GRPOTrainer takes one")
+        self._failed_calls = _failures(self._failed_calls, of_all)
+        if self._failed_calls == FAILED_CALLS:
+            said = f"every rollout of {FAILED_CALLS} batches failed or has no turn, at last: {played[-1].outcome}"
+            raise RuntimeError(said) from played[-1].outcome.error
         end = trainer.processing_class.eos_token_id
         absent = {"prompt_ids": [end], "completion_ids": [end], "logprobs": [0.0], "env_mask": [0], "reward": None}
         found = [rows[0] if rows else absent for rows, _ in played]
@@ -283,15 +303,26 @@ class TurnlogRollouts:
         }
 
     async def _play(self, playing: list[dict[str, Any]], sampling: dict[str, Any]) -> list[Rollout]:
-        async with AsyncTurnlog(self._url, retry_for_s=PATIENCE_S) as turnlog, asyncio.TaskGroup() as tasks:
-            common = {"shape": "trl", "sampling": sampling, "turnlog": turnlog, **self._options}
-            made = [tasks.create_task(rollout(self._agent, **one, **common)) for one in playing]
+        try:
+            async with AsyncTurnlog(self._url, retry_for_s=PATIENCE_S) as turnlog, asyncio.TaskGroup() as tasks:
+                common = {"shape": "trl", "sampling": sampling, "turnlog": turnlog, **self._options}
+                made = [tasks.create_task(rollout(self._agent, **one, **common)) for one in playing]
+        except ExceptionGroup as raised:
+            raise raised.exceptions[0] from None
         return [task.result() for task in made]
 
 
 def turnlog_reward(completions: list[Any], reward: list[float | None], **columns: Any) -> list[float | None]:
     """In `reward_funcs` of `GRPOTrainer`: what the agents rewarded; None is no reward."""
     return reward
+
+
+def _failures(before: int, rollouts: Sequence[tuple[int, Outcome]]) -> int:
+    """How many groups in a row gave nothing to train on, with this one: the number of rows of each of its rollouts, and
+    what became of it."""
+    if any(rows and (outcome.failed is None or outcome.reward is not None) for rows, outcome in rollouts):
+        return 0
+    return before + any(outcome.played for _, outcome in rollouts)
 
 
 def _digest(prompt: Any) -> str:
