@@ -235,7 +235,12 @@ class TurnlogAgent(AgentLoopBase):  # type: ignore[misc]  # verl has no types
         """A row of two tokens outside the loss: the classic worker has no rollout without one."""
         some = [self.tokenizer.pad_token_id or 0]
         said = {"session_id": outcome.session_id, "status": outcome.status, "failed": outcome.failed}
-        row = {"prompt_ids": some, "response_ids": some, "response_mask": [0], "response_logprobs": [0.0]}
+        row: dict[str, Any] = {
+            "prompt_ids": some,
+            "response_ids": some,
+            "response_mask": [0],
+            "response_logprobs": [0.0],
+        }
         if experts is not None:
             row["routed_experts"] = np.zeros((1, *experts), dtype=np.int64)
         return {**row, "extra_fields": said}
