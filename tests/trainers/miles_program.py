@@ -15,7 +15,8 @@ from typing import Any
 ABSENT = "sglang.srt.entrypoints.openai.encoding_dsv4"
 if ABSENT not in sys.modules:
     sys.modules[ABSENT] = types.ModuleType(ABSENT)
-    __import__("sglang.srt.entrypoints.openai", fromlist=["openai"]).encoding_dsv4 = sys.modules[ABSENT]
+    serving: Any = __import__("sglang.srt.entrypoints.openai", fromlist=["openai"])
+    serving.encoding_dsv4 = sys.modules[ABSENT]
 
 from miles.ray.rollout.train_data_conversion import convert_samples_to_train_data  # noqa: E402
 from miles.rollout.data_source import RolloutDataSource  # noqa: E402

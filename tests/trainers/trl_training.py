@@ -79,13 +79,13 @@ def dataset() -> Dataset:
 
 def tokenizer() -> PreTrainedTokenizerFast:
     words = {f"t{number}": number for number in range(2048)}
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
         tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="t0")), pad_token="t0", eos_token="t1"
     )
 
 
 def model() -> LlamaForCausalLM:
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes: Any = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     return LlamaForCausalLM(LlamaConfig(vocab_size=2048, max_position_embeddings=1024, **sizes))
 
 
