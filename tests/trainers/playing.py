@@ -19,6 +19,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from ops.server import ROOT
+from turnlog import Turnlog
 
 FOLDER = "TRAINERS_FOLDER"
 """Where the agents write down what they do. If it has a file `gate`, they wait after their first turn until that is
@@ -72,7 +73,7 @@ class Program:
     """`module` of this folder; `asked` is what its `main` gets."""
 
     def __init__(self, folder: Path, module: str, asked: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-        self.folder = folder
+        self.folder, self._url = folder, environment["TURNLOG_URL"]
         prepare(folder)
         self.gate = folder / "gate"
         self._result = folder / "result.json"
@@ -95,6 +96,15 @@ class Program:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.05)
             assert self._process.returncode is None, self.log.read_text()[-5000:]
+        return found
+
+    def ended(self, count: int) -> set[str]:
+        """The sessions of which at least `count` are played and closed: that is on disk."""
+        found = self.until("played", count)
+        with Turnlog(self._url) as turnlog:
+            while not all(turnlog.attach(name).state()["status"] == "closed" for name in found):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(0.05)
         return found
 
     def result(self) -> Any:

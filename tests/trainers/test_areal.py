@@ -134,7 +134,7 @@ def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerSta
     (tmp_path / "gate").touch()
     with playing.program(tmp_path, "areal_program", given, stand.url, **RUN) as trainer:
         trainer.until("waiting", 4)
-        ended = trainer.until("played", 2)
+        ended = trainer.ended(2)
         stand.kill()
         trainer.kill()
     with playing.program(tmp_path, "areal_program", given, stand.url, **RUN) as trainer:

@@ -177,7 +177,7 @@ def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerSta
     (tmp_path / "gate").touch()
     with playing.program(tmp_path, "test_art", given, stand.url) as trainer:
         trainer.until("waiting", 6)
-        ended = trainer.until("played", 3)
+        ended = trainer.ended(3)
         trainer.kill()
     with playing.program(tmp_path, "test_art", given, stand.url) as trainer:
         trainer.until("waiting", 9)

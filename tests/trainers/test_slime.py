@@ -142,7 +142,7 @@ def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(
     (tmp_path / "gate").touch()
     with program(trainer, tmp_path, given, stand, **run) as player:
         player.until("waiting", 4)
-        ended = player.until("played", 2)
+        ended = player.ended(2)
         stand.kill()
         player.kill()
     with program(trainer, tmp_path, given, stand, **run) as player:
