@@ -31,7 +31,7 @@ import httpx
 
 from turnlog.client._async.client import AsyncTurnlog
 from turnlog.client._async.session import AsyncSession
-from turnlog.client.address import default_run
+from turnlog.client.address import TOKENS, default_run
 from turnlog.client.checked import checked
 from turnlog.errors import Conflict, InvalidRequest, NotFound, Restored, TurnlogError
 from turnlog.parameters import Failure, FailureKind, Shape
@@ -80,9 +80,7 @@ PATIENCE_S = 600.0
 END_S = 10.0
 """How long a command has between SIGTERM and SIGKILL, and an end that was not heard of is waited for."""
 
-NOT_FOR_COMMANDS = frozenset(
-    ("TURNLOG_TOKEN", "TURNLOG_ADMIN_TOKEN", "TURNLOG_SESSION_SECRET", "TURNLOG_DATABASE_URL", "ANTHROPIC_API_KEY")
-)
+NOT_FOR_COMMANDS = frozenset((*TOKENS, "TURNLOG_SESSION_SECRET", "TURNLOG_DATABASE_URL", "ANTHROPIC_API_KEY"))
 """Variables of the trainer's process that a command, which a model may drive, does not inherit. Anthropic's clients
 would send the last in the place of the session's token."""
 

@@ -14,12 +14,15 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openai import AsyncOpenAI
 
 from ops.server import ROOT
 from turnlog import Turnlog
+
+if TYPE_CHECKING:
+    from trainers.stand import TrainerStand
 
 FOLDER = "TRAINERS_FOLDER"
 """Where the agents write down what they do. If it has a file `gate`, they wait after their first turn until that is
@@ -127,6 +130,27 @@ def program(folder: Path, module: str, asked: Mapping[str, Any], url: str, **env
         yield made
     finally:
         made.close()
+
+
+def over_kills(folder: Path, module: str, asked: Mapping[str, Any], stand: TrainerStand, each: int) -> Any:
+    """The result of a program of which `each` rollouts end and as many wait after their first turn, when it is killed
+    and started again, and the server killed: what had ended is not played again, what was cut off is."""
+    (folder / "gate").touch()
+    with program(folder, module, asked, stand.url) as trainer:
+        trainer.until("waiting", 2 * each)
+        ended = trainer.ended(each)
+        trainer.kill()
+    with program(folder, module, asked, stand.url) as trainer:
+        trainer.until("waiting", 3 * each)
+        stand.kill()
+        trainer.gate.unlink()
+        result = trainer.result()
+        assert len(trainer.until("played", 2 * each)) == 2 * each
+    with Turnlog(stand.url) as turnlog:
+        kinds = {one["session_id"]: (one["failed"] or {}).get("kind") for one in turnlog.sessions()}
+    assert {kinds[session_id] for session_id in ended} == {None}
+    assert sorted(map(str, kinds.values())) == ["None"] * 2 * each + ["other"] * each
+    return result
 
 
 if __name__ == "__main__":

@@ -174,18 +174,5 @@ async def test_an_agent_that_raises_is_among_the_groups_exceptions(
 
 def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerStand, tmp_path: Path) -> None:
     given = {"groups": [("7.0", "fine"), ("7.1", "waits")], "model": str(tmp_path / "model")}
-    (tmp_path / "gate").touch()
-    with playing.program(tmp_path, "test_art", given, stand.url) as trainer:
-        trainer.until("waiting", 6)
-        ended = trainer.ended(3)
-        trainer.kill()
-    with playing.program(tmp_path, "test_art", given, stand.url) as trainer:
-        trainer.until("waiting", 9)
-        stand.kill()
-        trainer.gate.unlink()
-        judge([Sequenced(*one) for one in trainer.result()], stand.generations(), unused=3)
-        assert len(trainer.until("played", 6)) == 6
-    with Turnlog(stand.url) as turnlog:
-        kinds = {one["session_id"]: (one["failed"] or {}).get("kind") for one in turnlog.sessions()}
-    assert {kinds[session_id] for session_id in ended} == {None}
-    assert sorted(map(str, kinds.values())) == ["None"] * 6 + ["other"] * 3
+    found = playing.over_kills(tmp_path, "test_art", given, stand, each=3)
+    judge([Sequenced(*one) for one in found], stand.generations(), unused=3)

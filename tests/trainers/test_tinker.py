@@ -185,18 +185,5 @@ async def test_a_group_of_which_all_fail_is_skipped_by_the_trainer(stand: Traine
 
 def test_a_kill_of_the_server_and_of_the_trainer_loses_nothing(stand: TrainerStand, tmp_path: Path) -> None:
     given = {"groups": [("7.0", "fine"), ("7.1", "waits")]}
-    (tmp_path / "gate").touch()
-    with playing.program(tmp_path, "test_tinker", given, stand.url) as trainer:
-        trainer.until("waiting", 6)
-        ended = trainer.ended(3)
-        trainer.kill()
-    with playing.program(tmp_path, "test_tinker", given, stand.url) as trainer:
-        trainer.until("waiting", 9)
-        stand.kill()
-        trainer.gate.unlink()
-        judge([Sequenced(*one) for one in trainer.result()], stand.generations(), unused=3)
-        assert len(trainer.until("played", 6)) == 6
-    with Turnlog(stand.url) as turnlog:
-        kinds = {one["session_id"]: (one["failed"] or {}).get("kind") for one in turnlog.sessions()}
-    assert {kinds[session_id] for session_id in ended} == {None}
-    assert sorted(map(str, kinds.values())) == ["None"] * 6 + ["other"] * 3
+    found = playing.over_kills(tmp_path, "test_tinker", given, stand, each=3)
+    judge([Sequenced(*one) for one in found], stand.generations(), unused=3)

@@ -21,6 +21,7 @@ import typer
 
 from turnlog.cli.remote import connected, remote
 from turnlog.cli.running import Failure, UsageError, say, wants_json
+from turnlog.client.address import TOKENS
 from turnlog.errors import NotFound, NotTurnlog, TurnlogError, Unavailable, Unreachable
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ PATTERNS = {
 
 _URL = re.compile(r"https?://[^\s\"'<>|,;()\[\]]+")
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_TOKENS = ("TURNLOG_TOKEN", "TURNLOG_ADMIN_TOKEN")
 
 
 def expose(
@@ -173,7 +173,7 @@ class _Exposing:
 
     def _live(self) -> int:
         """Run the forwarder until it ends; its exit code. Raises Failure if there is no such program."""
-        environment = {name: value for name, value in os.environ.items() if name not in _TOKENS}
+        environment = {name: value for name, value in os.environ.items() if name not in TOKENS}
         pipe = subprocess.PIPE
         try:
             process = subprocess.Popen(

@@ -9,6 +9,9 @@ from urllib.parse import quote, urlsplit
 DEFAULT = "http://127.0.0.1:8000"
 """The default address of `turnlog serve` and uvicorn."""
 
+TOKENS = ("TURNLOG_TOKEN", "TURNLOG_ADMIN_TOKEN")
+"""Variables that hold a token of the client's: no program that it starts for somebody else inherits them."""
+
 SESSION_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
