@@ -197,6 +197,8 @@ def test_its_own_postgresql_is_there_again(own_cluster: Cluster) -> None:
     with own_cluster.http() as http:
         assert http.get(f"/sessions/{made}").status_code == 200
     os.killpg(second.pid, signal.SIGKILL)
+    lock = own_cluster.home / f"lock.{NODE}"
+    subprocess.run(["flock", lock, "true"], check=True, timeout=END_S)  # Until all that was killed is gone.
     (own_cluster.home / "url").unlink()
     _, complaint = (third := own_cluster.start("server.sbatch", job=9)).communicate(timeout=END_S)
     assert third.returncode == 1
