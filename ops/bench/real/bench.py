@@ -3,7 +3,8 @@
 A table has the server's CPU of a later turn of a session of each size, by thread. Each size is measured in rounds, in
 which the servers get such a session one after the other; figures are medians, and of a ratio's servers those of one
 round. Then the sample's sessions are played, and every exported row is compared with what the
-engine sampled; with --kills the server is killed under them.
+engine sampled; with --kills the server is killed under them. With --processes the store is PostgreSQL, whose own work
+is beside the servers'.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ops.bench.measure import (
 )
 from ops.bench.peers.protocol import Place, interpreter
 from ops.bench.peers.servers import PEERS
+from ops.bench.primary import Database, primary
 from ops.bench.real.conversation import WIRES, Conversation, Wire
 from ops.bench.real.engine import SHAPES
 from ops.bench.real.material import Material
@@ -59,6 +61,8 @@ COLD_TURNS = 500
 CLIENTS = 4
 PEER = PEERS["rllm-sqlite"]
 
+_BYTES = "SELECT pg_database_size(current_database()), (pg_current_wal_insert_lsn() - '0/0')::bigint"
+
 ALL = "CPU ms a turn"
 TURNLOG, FLOOR, BEFORE = "turnlog", "floor", "before"
 
@@ -72,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before", help="a commit, or the folder of a checkout, to compare with")
     parser.add_argument("--peer", action="store_true", help=f"beside {PEER.name} too, which takes chat alone")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="thousands of tokens of a prompt")
-    parser.add_argument("--rounds", type=int, default=5, help="a session of each size in each")
+    parser.add_argument("--processes", type=int, default=0, help="of a server, on one PostgreSQL; 0: one, on SQLite")
+    parser.add_argument("--at-once", type=int, default=1, help="sessions of each process that are measured together")
+    parser.add_argument("--rounds", type=int, default=5, help="of such sessions of each size")
     parser.add_argument("--turns", type=int, default=8, help="that are measured in a round, of each session")
     parser.add_argument("--sessions", type=int, default=16, help="of the sample that are played; 0: none")
     parser.add_argument("--kills", type=int, default=0, help="of the server, while the sample is played once more")
@@ -80,11 +86,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Side(NamedTuple):
-    """A server, how a session is opened there, and the wire that it is played in."""
+    """The processes of a server, how a session is opened there, the wire that it is played in, and PostgreSQL's
+    database."""
 
-    server: OwnProcess
+    servers: Sequence[OwnProcess]
     opens: Open
     wire: Wire
+    database: Database | None = None
+
+    def cpu_s(self) -> dict[str, float]:
+        """Of all processes, by thread."""
+        own = [cpu_s_by_thread(server.pid) for server in self.servers]
+        return {thread: sum(one[thread] for one in own) for thread in own[0]}
 
 
 async def main(arguments: argparse.Namespace) -> int:
@@ -117,15 +130,17 @@ async def _turns(arguments: argparse.Namespace, material: Material, sides: Mappi
     for size in arguments.sizes:
 
         async def measure(who: str) -> Figures:
-            talk = await _grown(sides[who], size * 1000, next(numbers), material)  # noqa: B023
-            before = cpu_s_by_thread(sides[who].server.pid)
-            for _ in range(arguments.turns):
-                await talk.turn(NEW, SAMPLED, calls=True)
+            side = sides[who]
+            count = len(side.servers) * arguments.at_once
+            talks = [await _grown(side, size * 1000, next(numbers), material) for _ in range(count)]  # noqa: B023
+            work = await side.database.work() if side.database else None
+            before = side.cpu_s()
+            await asyncio.gather(*(_turns_of(talk, arguments.turns) for talk in talks))
             await asyncio.sleep(SETTLE_S)
-            after = cpu_s_by_thread(sides[who].server.pid)
-            talk.close()
-            cpu = {thread: (after[thread] - before[thread]) * 1000 / arguments.turns for thread in after}
-            return {**cpu, ALL: sum(cpu.values())}
+            after, turns = side.cpu_s(), count * arguments.turns
+            cpu = {thread: (after[thread] - before[thread]) * 1000 / turns for thread in after}
+            done = (await side.database.work()).since(work).figures(turns) if side.database and work else {}
+            return {**cpu, ALL: sum(cpu.values()), **done}
 
         periods = await alternate(sides, arguments.rounds, measure)
         row: Figures = {"prompt": f"{size}k", **medians(periods[TURNLOG])}
@@ -140,10 +155,17 @@ async def _grown(side: Side, size: int, number: int, material: Material) -> Talk
     """A session whose next prompt has about so many tokens."""
     base = min(BASE, size // 2)
     conversation = Conversation(number, base, material, side.wire)
-    talk = await Talk.begin(side.server.base_url, side.opens, f"grown-{number}", conversation)
+    server = side.servers[number % len(side.servers)]
+    talk = await Talk.begin(server.base_url, side.opens, f"grown-{number}", conversation)
     for _ in range(GROWING):
         await talk.turn((size - base - NEW) // GROWING - SAMPLED, SAMPLED, calls=True)
     return talk
+
+
+async def _turns_of(talk: Talk, count: int) -> None:
+    for _ in range(count):
+        await talk.turn(NEW, SAMPLED, calls=True)
+    talk.close()
 
 
 # the sample
@@ -153,9 +175,8 @@ class Played:
     """What is measured of one server with the sample's sessions, and with a long one."""
 
     def __init__(self, arguments: argparse.Namespace, material: Material, side: Side, cpus: set[int]) -> None:
-        assert isinstance(side.server, ServerProcess)
         self._cpus = cpus
-        self._server = side.server
+        self._server = side.servers[0]
         self._side = side
         self._given = arguments
         self._material = material
@@ -177,21 +198,21 @@ class Played:
         # SQLite's log file begins empty: what the sizes' sessions left there would be moved into the database here, 32
         # MiB at once, on one side and not on the other.
         await asyncio.to_thread(self._restart)
-        server, stored, written = self._server, self._stored(), disk_bytes(self._server.pid)
+        server, (stored, written) = self._server, await self._bytes()
         began = time.perf_counter()
         talks = await play(
-            *(server.base_url, self._side.opens, self._sessions, self._material, self._side.wire),
+            *(self._urls, self._side.opens, self._sessions, self._material, self._side.wire),
             first=10_000,
             clients=CLIENTS,
         )
-        seconds, written = time.perf_counter() - began, disk_bytes(server.pid) - written
+        seconds, written = time.perf_counter() - began, (await self._bytes())[1] - written
         found = await compared(server.base_url, talks)
         await asyncio.to_thread(self._restart)
         new = sum(one.bases[0] + sum(turn[2][0][1] + turn[3] for turn in one.turns) for one in self._sessions)
         return {
             "sessions": len(talks),
             "turns/s": found.turns / seconds,
-            "bytes stored a new token": (self._stored() - stored) / new,
+            "bytes stored a new token": ((await self._bytes())[0] - stored) / new,
             "bytes written a new token": written / new,
             **_judged("", found, talks),
         }
@@ -243,12 +264,13 @@ class Played:
         done = itertools.count(1)
 
         async def kill() -> None:
-            if next(done) in at:
-                self._server.kill()
-                await asyncio.to_thread(self._start)
+            if (turn := next(done)) in at:
+                server = self._side.servers[turn % len(self._side.servers)]
+                server.kill()
+                await asyncio.to_thread(self._start, server)
 
         talks = await play(
-            *(self._server.base_url, self._side.opens, self._sessions, self._material, self._side.wire),
+            *(self._urls, self._side.opens, self._sessions, self._material, self._side.wire),
             first=20_000,
             clients=CLIENTS,
             retries=True,
@@ -262,16 +284,27 @@ class Played:
             text = (await connection.request("GET", "/metrics")).body.decode()
         return float(next(line.split()[1] for line in text.splitlines() if line.startswith("turnlog_cache_bytes ")))
 
-    def _stored(self) -> int:
-        return sum(path.stat().st_size for path in self._server.database_path.parent.glob("turnlog.db*"))
+    @property
+    def _urls(self) -> list[str]:
+        return [server.base_url for server in self._side.servers]
 
-    def _start(self) -> None:
+    async def _bytes(self) -> tuple[int, int]:
+        """The database's size, and what has been written so far: on PostgreSQL WAL."""
+        if self._side.database is not None:
+            stored, written = await self._side.database.row(_BYTES)
+            return stored, written
+        assert isinstance(self._server, ServerProcess)
+        files = self._server.database_path.parent.glob("turnlog.db*")
+        return sum(path.stat().st_size for path in files), disk_bytes(self._server.pid)
+
+    def _start(self, server: OwnProcess) -> None:
         with pinned(self._cpus):
-            self._server.start()
+            server.start()
 
     def _restart(self) -> None:
-        self._server.stop()
-        self._start()
+        for server in self._side.servers:
+            server.stop()
+            self._start(server)
 
 
 def _judged(when: str, found: Compared, talks: Sequence[Talk]) -> dict[str, int]:
@@ -295,6 +328,7 @@ def _sides(arguments: argparse.Namespace, wire: Wire, cpu_sets: Cores) -> Iterat
         stack.enter_context(pinned(cpu_sets.others))
         folder = stack.enter_context(folder_for_bench(arguments.folder))
         engine = stack.enter_context(engine_process(folder, arguments.shape, arguments.text, arguments.spaced))
+        postgres = stack.enter_context(primary(arguments.folder)) if arguments.processes else None
         trees = {BEFORE: source_tree(arguments.before, folder)} if arguments.before else {}
         sides = {}
         settings = {"TURNLOG_UPSTREAM_DIALECT": arguments.shape}
@@ -302,17 +336,21 @@ def _sides(arguments: argparse.Namespace, wire: Wire, cpu_sets: Cores) -> Iterat
         opens = partial(open_session, history="tree", stream_mode="live" if arguments.live else "whole")
         for who, root in {**trees, TURNLOG: ROOT}.items():
             (place := folder / f"{who}-store").mkdir()
-            server = ServerProcess(place, upstreams=[engine.base_url], environment=settings, root=root).migrate()
-            stack.enter_context(started(server, cpu_sets))
-            sides[who] = Side(server, opens, wire)
+            database = None if postgres is None else postgres.new_database()
+            given = {"upstreams": [engine.base_url], "database_url": database and database.url, "root": root}
+            servers = [ServerProcess(place, environment=settings, **given) for _ in range(arguments.processes or 1)]
+            servers[0].migrate()
+            sides[who] = Side(
+                [stack.enter_context(started(server, cpu_sets)) for server in servers], opens, wire, database
+            )
         plain = wire if wire.is_ids else WIRES["chat"]
         floor = _module("floor", folder, "--engine", engine.base_url)
-        sides[FLOOR] = Side(stack.enter_context(started(floor, cpu_sets)), _opened_nowhere, plain)
+        sides[FLOOR] = Side([stack.enter_context(started(floor, cpu_sets))], _opened_nowhere, plain)
         if arguments.peer:
             ids = engine_process(folder, PEER.dialect, arguments.text, arguments.spaced)
             own = Place(folder, stack.enter_context(ids).base_url, interpreter(PEER), None, stack, [])
             process = stack.enter_context(started(PEER.process(own), cpu_sets))
-            sides[PEER.name] = Side(process, PEER.open, WIRES["chat"])
+            sides[PEER.name] = Side([process], PEER.open, WIRES["chat"])
         yield sides
 
 

@@ -108,7 +108,7 @@ class Compared(NamedTuple):
 
 
 async def play(
-    base_url: str,
+    base_urls: Sequence[str],
     opens: Open,
     sessions: Sequence[Sampled],
     material: Material,
@@ -119,10 +119,12 @@ async def play(
     retries: bool = False,
     after_turn: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Talk]:
-    """Play sessions, `clients` at a time, numbered from `first`, without thinking. Raises Failed, Broken, OSError."""
+    """Play sessions, `clients` at a time, numbered from `first`, without thinking; the processes that are given share
+    them. Raises Failed, Broken, OSError."""
     talks = []
     for number, one in enumerate(sessions, first):
         conversation = Conversation(number, one.bases[0], material, wire)
+        base_url = base_urls[number % len(base_urls)]
         talks.append(await Talk.begin(base_url, opens, f"real-{number}", conversation, retries))
     waiting = list(zip(talks, sessions, strict=True))
 
