@@ -353,8 +353,11 @@ def _sides(
         for who, (root, text) in placed.items():
             (place := folder / f"{who}-store").mkdir()
             database = None if postgres is None else postgres.new_database()
-            given = {"upstreams": [engines[text]], "database_url": database and database.url, "root": root}
-            servers = [ServerProcess(place, environment=settings, **given) for _ in range(arguments.processes or 1)]
+            url = database and database.url
+            servers = [
+                ServerProcess(place, database_url=url, upstreams=[engines[text]], environment=settings, root=root)
+                for _ in range(arguments.processes or 1)
+            ]
             servers[0].migrate()
             running = [stack.enter_context(started(server, cpu_sets)) for server in servers]
             sides[who] = Side(running, opens, wire, materials[text], database)
