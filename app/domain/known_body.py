@@ -259,9 +259,11 @@ class KnownBodies:
                 return known.text
         return None
 
-    def add(self, known: KnownBody, continued: KnownBody | None) -> None:
-        """Keep a committed turn's body instead of the one that it continues."""
-        self._bodies = [*(body for body in self._bodies if body is not continued), known]
+    def add(self, known: KnownBody, continued: KnownBody | None, parent: int) -> None:
+        """Keep a committed turn's body instead of the one that it continues, and instead of its parent's: a client that
+        moves its cache marks sends other bytes for the same messages."""
+        self._bodies = [body for body in self._bodies if body is not continued and body.turn != parent]
+        self._bodies.append(known)
         self.size = sum(body.size for body in self._bodies)
         while len(self._bodies) > MOST_HEADS or (len(self._bodies) > 1 and self.size > MOST_BYTES):
             self.size -= self._bodies.pop(0).size
