@@ -525,9 +525,11 @@ class EngineCalls:
         )
 
     def _given_ids(self, turn: Claimed, reply: ValidatedReply) -> GivenIds | None:
-        assert isinstance(turn.request, ChatRequest)
+        request = turn.request
+        assert isinstance(request, ChatRequest)
         proof = self._proofs.of(turn.flight.session_id, turn.opened.turn)
-        return calls.given_ids(reply.calls, turn.opened.protocol, proof, turn.request.messages)
+        messages = request.messages if request.layout is None else [request.layout.body]
+        return calls.given_ids(reply.calls, turn.opened.protocol, proof, messages)
 
 
 def _inference_chat(

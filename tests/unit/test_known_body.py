@@ -45,7 +45,7 @@ def keep(known: KnownBodies, layout: KnownBody, turn: int, prefix_hasher: Hasher
     """As a commit does."""
     continued = layout.continued
     layout.keep("chat", turn, prefix_hasher)
-    known.add(layout, continued)
+    known.add(layout, continued, 0)
 
 
 def continued_of(known: KnownBodies, body: bytes) -> ContinuedBody | None:
@@ -69,6 +69,8 @@ def told(body: bytes, continued: ContinuedBody | None) -> dict[str, Any] | tuple
         "ids": request.ids,
         "places": None if layout is None else layout.places,
         "front": None if layout is None else [(name, bytes(raw)) for name, raw in layout.front.items()],
+        "fields": None if layout is None else [(name, bytes(raw)) for name, raw in layout.fields.items()],
+        "tail": None if layout is None else bytes(layout.tail),
     }
 
 
