@@ -60,12 +60,10 @@ class State(NamedTuple):
 
 
 class Translation(NamedTuple):
-    """A body's messages as those of a chat, in a protocol that translates them. `states` are the translator's, `others`
-    what the protocol has made of the other fields."""
+    """A body's messages as those of a chat, in a protocol that translates them. `states` are the translator's."""
 
     messages: Sequence[msgspec.Raw]
     states: Sequence[State]
-    others: Any = None
 
 
 Places = tuple["array[int]", "array[int]"]
@@ -77,15 +75,15 @@ class KnownBody:
     `name` is that of their field, `front` are the fields before it, `fields` all others, in the client's order. The
     body's head has `count` messages, of which the first is head[start:first_end]. `values` is an upper bound of its
     values by `scan.count_values`. `continued` is the body that it begins with, if all of that one's messages are in it.
-    `translation` is set where the protocol translates messages.
+    `translation` is set where the protocol translates messages; `others` is what it has made of the other fields.
 
     Once its turn is committed (`keep`): `protocol`, `turn`, the hash state `prefix_hasher` of the turn's chat messages
     (`RequestHistory.prefix_hash`), and `text`, that of the turn's tokens if it is kept.
     """
 
     __slots__ = (
-        *("_places", "body", "continued", "count", "fields", "first_end", "front", "head", "name", "protocol"),
-        *("prefix_hasher", "start", "tail", "text", "translation", "turn", "values"),
+        *("_places", "body", "continued", "count", "fields", "first_end", "front", "head", "name", "others"),
+        *("prefix_hasher", "protocol", "start", "tail", "text", "translation", "turn", "values"),
     )
 
     def __init__(
@@ -110,6 +108,7 @@ class KnownBody:
         self.values = values
         self.continued = continued
         self.translation: Translation | None = None
+        self.others: Any = None
         self.protocol, self.turn = "", 0
         self.prefix_hasher: Hasher | None = None
         self.text: KnownText | None = None
@@ -197,9 +196,8 @@ class ContinuedBody(NamedTuple):
 
     @property
     def others(self) -> Any:
-        """What `known.translation` has of the other fields, if they are the same."""
-        translation = self.known.translation
-        return None if translation is None or self.fields is not self.known.fields else translation.others
+        """`known.others`, if the other fields are the same."""
+        return self.known.others if self.fields is self.known.fields else None
 
     def state(self, states: Sequence[State]) -> State | None:
         """The last of the known body's states that holds for this one, too."""
@@ -319,7 +317,7 @@ def _split(
     if until - end > MOST_REST:
         return None
     behind = body[end:until]
-    values = scan.count_values(behind)
+    values = added = scan.count_values(behind)
     if front is not known.front:
         values += scan.count_values(memoryview(body)[: known.start + shift])
     if values > MOST_REST_VALUES or values + known.values > MOST_VALUES:
@@ -361,7 +359,7 @@ def _split(
     places: Places | None = None
     if not is_whole or shift or known.has_places:
         places = _extended(known, count, shift, _places_of(body, at, new))
-    values = known.values + scan.count_values(memoryview(body)[end:stop])
+    values = known.values + (added if has_known_fields else scan.count_values(memoryview(body)[end:stop]))
     start, first_end = known.start + shift, known.first_end + shift
     if front is not known.front:
         values += scan.count_values(memoryview(body)[:start])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -51,7 +51,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     key: ClassVar[str | None] = None
 
     messages: Sequence[msgspec.Raw]
-    tools: msgspec.Raw | None
+    tools: bytes | None
     params: dict[str, msgspec.Raw]
     stream: bool
     ids: TokenIds | None = None
@@ -131,8 +131,14 @@ def join_object(fields: Mapping[str, bytes]) -> bytes:
 
 
 _TOOLS_KNOWN, _TOOLS_BYTES = 64, 128 << 10
-"""How many lists of tools up to which size have their canonical hash remembered: agents send the same ones with every
-turn."""
+"""How many lists of tools up to which size have their hashes remembered: agents send the same ones with every turn."""
+
+
+class ToolsHashes(NamedTuple):
+    """Of the canonical form of a list of tools, and of its text (as hex)."""
+
+    canonical: bytes
+    text: str
 
 
 def canonical_hash(request: ChatRequest | CompletionRequest, history: str) -> str:
@@ -145,10 +151,7 @@ def canonical_hash(request: ChatRequest | CompletionRequest, history: str) -> st
         text = bytes(raw)
         params.append(name.encode() + b":" + (text if text[:1] not in b"[{" else _canonical_json(text)))
     tools = getattr(request, "tools", None)
-    tools_hash = b""
-    if tools is not None:
-        text = bytes(tools)
-        tools_hash = (_remembered_hash if len(text) <= _TOOLS_BYTES else _hash_of)(text)
+    tools_hash = b"" if tools is None else hashes_of(tools).canonical
     ids = b"" if request.ids is None else request.ids.text
     parts = request.protocol.encode(), history.encode(), b",".join(params), tools_hash, ids
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
@@ -164,11 +167,15 @@ def _canonical_json(raw: bytes) -> bytes:
         return raw
 
 
-def _hash_of(tools: bytes) -> bytes:
-    return hashlib.sha256(_canonical_json(tools)).digest()
+def hashes_of(tools: bytes) -> ToolsHashes:
+    return (_remembered_hashes if len(tools) <= _TOOLS_BYTES else _hashes)(tools)
 
 
-_remembered_hash = functools.lru_cache(_TOOLS_KNOWN)(_hash_of)
+def _hashes(tools: bytes) -> ToolsHashes:
+    return ToolsHashes(hashlib.sha256(_canonical_json(tools)).digest(), hashlib.sha256(tools).hexdigest())
+
+
+_remembered_hashes = functools.lru_cache(_TOOLS_KNOWN)(_hashes)
 
 
 SESSION_PARAMS, ENGINE_SESSION = "session_params", "session_id"

@@ -181,7 +181,7 @@ class Tools(msgspec.Struct, frozen=True):
     """Tools as raw JSON, None if there are none, the parameters that say which is to be called, and what is left out
     (`app.domain.left_out`)."""
 
-    raw: msgspec.Raw | None
+    raw: bytes | None
     params: dict[str, msgspec.Raw]
     left_out: tuple[str, ...]
 
@@ -204,7 +204,7 @@ def tools_of(tools: msgspec.Raw | None, choice: msgspec.Raw | None, changes: Seq
         left_out += untold
     names = {function["function"]["name"] for function in functions}
     params = _choice_params(choice, names, bool(left_out)) if is_given(choice) else {}
-    return Tools(as_raw(functions) if functions else None, params, tuple(left_out))
+    return Tools(msgspec.json.encode(functions) if functions else None, params, tuple(left_out))
 
 
 def _is_carried(tool: _Tool) -> bool:
@@ -296,8 +296,8 @@ def parse_messages(
     else:
         others = _others(given, history.tool_changes, generates=generates)
     if layout is not None:
-        kept = None if history.tool_changes else others
-        layout.translation = Translation(history.messages, history.states, kept)
+        layout.translation = Translation(history.messages, history.states)
+        layout.others = None if history.tool_changes or given.ids is not None else others
     return ChatRequest(
         history.messages,
         others.tools,
@@ -333,7 +333,7 @@ class _Others(msgspec.Struct, frozen=True):
     """What is sent for them, as in `ChatRequest`, if no message changes the tools."""
 
     given: _Given
-    tools: msgspec.Raw | None
+    tools: bytes | None
     params: Params
     control: SessionControl | None
     left_out: tuple[str, ...]
