@@ -85,6 +85,7 @@ CONTINUED = {
     "other fields": body_of(MORE, rest=f',"temperature":0.5,"stream":true,"tools":{json.dumps(TOOLS)}}}'),
     "a field again": body_of(MORE, rest=',"model":"other","z":1,"z":2}'),
     "ids": body_of(MORE, rest=',"input_ids":[1,2]}'),
+    "a tail that ends like the known one": body_of(MORE, rest=',"z":[{"a":[5]}]}'),
     "no tools": body_of(MORE, rest=',"tools":null}'),
     "white space behind": body_of(MORE, rest=" \n}\n "),
     "white space before the end": body_of(MORE).replace(b'"}]}', b'"} ] }'),
@@ -148,6 +149,7 @@ def test_values_are_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known.continued(body, "chat") is not None
 
 
+TAIL = '],"y":"]}","z":[{"messages":[]}]}'
 PIECES = st.sampled_from(
     [
         '{"role":"user","content":"x"}',
@@ -164,13 +166,16 @@ PIECES = st.sampled_from(
         ',"z":1',
         "é",
         "null",
+        TAIL,
+        TAIL[1:],
+        '],"z":[{}',
     ]
 )
 
 
-@given(st.lists(PIECES, max_size=8), st.integers(0, 3))
-def test_whatever_follows(pieces: list[str], count: int) -> None:
-    first = body_of()
+@given(st.lists(PIECES, max_size=8), st.integers(0, 3), st.sampled_from(["}", TAIL[1:]]))
+def test_whatever_follows(pieces: list[str], count: int, rest: str) -> None:
+    first = body_of(rest=rest)
     head = body_of(MESSAGES[:count])[:-2] if count else body_of()[:-2]
     body = head + "".join(pieces).encode()
     assert told(body, continued_of(known_after(first), body)) == told(body, None)
