@@ -423,8 +423,8 @@ def _front(text: bytes, name: str) -> dict[str, msgspec.Raw] | None:
 
 
 def _equal_messages(known: KnownBody, body: bytes, begin: int = 0, shift: int = 0) -> int:
-    """How many of the kept body's first messages `body` begins with, from `begin` on, `shift` bytes further on. Not all
-    if it is its beginning that is compared."""
+    """How many of the kept body's first messages `body` begins with, from `begin` on, `shift` bytes further on. If that
+    is 0, it is known that these are not all."""
     head = known.head
     if begin and body.startswith(head[begin:], begin + shift):
         return known.count
