@@ -207,7 +207,8 @@ def plain_message(raw: msgspec.Raw | bytes) -> tuple[Message, str] | None:
         return None
     if calls:
         try:
-            return (message, canonical_hash(message, "tolerant")) if type(calls) is list else None
+            value = _tolerant(message) if type(calls) is list else None
+            return None if value is None else (message, digest(msgspec.json.encode(value, order="sorted")))
         except (TypeError, UnicodeEncodeError):
             return None
     if role == "tool" and (type(answered) is not str or not answered):
