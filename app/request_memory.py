@@ -69,8 +69,10 @@ class BodyReservation:
         self.size -= size
 
     def hold(self, size: int) -> None:
-        """Reserve the bytes of a body of at most SMALL that has come whole. Raises Overloaded."""
+        """Reserve the bytes of a body that has come whole. Raises Overloaded."""
         memory = self._memory
+        if size > SMALL:
+            memory.check_shares(self, size)
         if memory.size + size > memory.limit:
             self.grow(size)
         else:

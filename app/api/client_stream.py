@@ -43,14 +43,15 @@ class ClientStream:
                     await self.begin()
                 await self.write(self._protocol.keepalive, more=True)
 
-    async def begin(self, headers: Headers | None = None) -> None:
-        """Send the head. `headers` are the reply's, None before it is there."""
-        if headers is None:
-            headers = left_out_header(self._live.left_out)
-        head = [(STREAM_MODE, self._live.decide()), *headers]
-        head += [("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
+    def head(self, headers: Headers) -> Headers:
+        """The stream's headers with those of the reply."""
+        headers = [(STREAM_MODE, self._live.decide()), *(header for header in headers if header[0] != "content-type")]
+        return [*headers, ("content-type", "text/event-stream; charset=utf-8"), ("cache-control", "no-cache")]
+
+    async def begin(self) -> None:
+        """Send the head before the reply is there."""
         self.has_begun = True
-        await start_reply(self._send, 200, head)
+        await start_reply(self._send, 200, self.head(left_out_header(self._live.left_out)))
 
     async def _send_deltas(self) -> None:
         live = self._live

@@ -196,6 +196,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if cycle.scope["state"] is not scope["state"]:  # a later request of the same connection
             return None
         body, cycle.body = bytes(cycle.body), bytearray()
+        self.flow.resume_reading()
         return body
 
     def answer(self, send: Send, status: int, headers: Headers, body: bytes) -> bool:

@@ -20,7 +20,7 @@ from app.api.routes import Route
 from app.domain.surrogates import mended
 from app.errors import ClientGone, Forbidden, InvalidRequest
 from app.process import cancelled
-from app.request_memory import SMALL, BodyReservation
+from app.request_memory import BodyReservation
 from app.services import Services
 from app.upstream.headers import Headers
 from workers import scan
@@ -103,9 +103,9 @@ class Request(starlette.requests.Request):
 async def arrived_body(
     head: Head, receive: Receive, headers: Headers, limit: int, reservation: BodyReservation
 ) -> bytes | None:
-    """A body that has come whole and is small is taken as it is; any other is read. As `read_body`."""
+    """A body that has come whole is taken as it is; any other is read. As `read_body`."""
     if head.connection is not None and b"content-encoding" not in head.headers:
-        body = head.connection.take_body(head.scope, min(SMALL, limit))
+        body = head.connection.take_body(head.scope, limit)
         if body is not None:
             reservation.hold(len(body))
             return body

@@ -358,12 +358,12 @@ class TurnRequest:
             forget_frames(fault)
             await stream.fail(own_error(AppError(INTERNAL), self._head.request_id))
             return AppError.code
-        if reply.turn is not None:
-            if not stream.has_begun:
-                await stream.begin([h for h in self._reply_headers(reply) if h[0] != "content-type"])
-            else:
-                await stream.tell(reply)
+        if reply.turn is not None and stream.has_begun:
+            await stream.tell(reply)
             await self._deliver(session_id, reply, stream.write(events))
+        elif reply.turn is not None:
+            headers = stream.head(self._reply_headers(reply))
+            await self._deliver(session_id, reply, send_reply(self._send, 200, headers, events, head=self._head))
         elif stream.has_begun:
             await stream.fail(self._engine_error(reply))
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -96,11 +96,12 @@ def has_odd_ids(calls: Sequence[SampledCall]) -> bool:
 
 
 def given_ids(
-    calls: Sequence[SampledCall], protocol: str, proof: str, messages: Sequence[msgspec.Raw]
+    calls: Sequence[SampledCall], protocol: str, proof: Callable[[], str], messages: Sequence[bytes | msgspec.Raw]
 ) -> GivenIds | None:
     """What the client is given in place of ids that it could not use; None if it can use all of them.
 
-    `proof` names the turn, `messages` are its request's: in Messages and Responses none of their ids is used again.
+    `proof` makes the turn's name, `messages` are its request's, or the body that holds them: in Messages and Responses
+    none of their ids is used again.
     """
     seen: set[str] = set()
     places: list[int] = []
@@ -117,12 +118,12 @@ def given_ids(
             places.append(place)
         else:
             seen.add(call.id)
-    return GivenIds(given_prefix(protocol, proof), tuple(places)) if places else None
+    return GivenIds(given_prefix(protocol, proof()), tuple(places)) if places else None
 
 
-def _occurs(call_id: str, messages: Sequence[msgspec.Raw]) -> bool:
+def _occurs(call_id: str, messages: Sequence[bytes | msgspec.Raw]) -> bool:
     quoted = b'"%b"' % call_id.encode()
-    return any(quoted in bytes(raw) for raw in messages)
+    return any(bytes(raw).rfind(quoted) >= 0 for raw in messages)
 
 
 def given_prefix(protocol: str, proof: str) -> str:

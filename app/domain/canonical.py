@@ -190,8 +190,8 @@ _ENCODE = msgspec.json.Encoder().encode
 
 
 def plain_message(raw: msgspec.Raw | bytes) -> tuple[Message, str] | None:
-    """A message of a role and a text, and its canonical hash (`tolerant`), in one step; None for any other one, which
-    `decode_message` and `canonical_hash` read, or refuse."""
+    """A message of a role and a text, perhaps with calls, and its canonical hash (`tolerant`), in one step; None for
+    any other one, which `decode_message` and `canonical_hash` read, or refuse."""
     text = bytes(raw)
     if len(text) > LONG or text.count(b"{") + text.count(b"[") > MAX_DEPTH:
         return None
@@ -202,15 +202,18 @@ def plain_message(raw: msgspec.Raw | bytes) -> tuple[Message, str] | None:
     if type(message) is not dict:
         return None
     role, content = message.get("role"), message.get("content")
-    if (
-        type(role) is not str
-        or type(content) is not str
-        or role == "tool"
-        or message.get("tool_calls")
-        or message.get("function_call")
-    ):
+    calls, answered = message.get("tool_calls") or (), message.get("tool_call_id") if role == "tool" else None
+    if type(role) is not str or type(content) is not str or message.get("function_call"):
         return None
-    return message, hashlib.sha256(_ENCODE((role, content.strip(), (), None))).hexdigest()[:32]
+    if calls:
+        try:
+            value = _tolerant(message) if type(calls) is list else None
+            return None if value is None else (message, digest(msgspec.json.encode(value, order="sorted")))
+        except (TypeError, UnicodeEncodeError):
+            return None
+    if role == "tool" and (type(answered) is not str or not answered):
+        return None
+    return message, hashlib.sha256(_ENCODE((role, content.strip(), (), answered))).hexdigest()[:32]
 
 
 # Reasoning inside a message's content: what an engine without a reasoning parser returns, and harnesses move or drop.

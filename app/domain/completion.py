@@ -32,6 +32,8 @@ class RequestPrompt:
     """A completion's prompt, as `history.RequestHistory` is for a chat's messages.
 
     New text counts as one message, as a JSON string; ids count as none, because they are stored as tokens.
+
+    `continued` are the turns that the prompt was last found to continue, all of whose text begins it.
     """
 
     def __init__(self, request: CompletionRequest) -> None:
@@ -39,7 +41,10 @@ class RequestPrompt:
         self._data = b"" if request.text is None else request.text.encode()
         self._new = b""
         self._messages = 0
-        self.whole_hash = _digest(b"ids:" + self._ids.text if self._ids is not None else b"text:" + self._data)
+        self.continued: set[int] = set()
+        hasher = hashlib.sha256(b"text:" if self._ids is None else b"ids:")
+        hasher.update(self._data if self._ids is None else self._ids.text)
+        self.whole_hash = hasher.hexdigest()[:32]
         self.client_hash = self.whole_hash
 
     def __len__(self) -> int:
@@ -132,16 +137,20 @@ class RequestPrompt:
 
     def _continued(self, chain: Sequence[Turn]) -> set[int]:
         """The turns that the prompt continues completely; each byte is hashed once."""
-        data = memoryview(self._ids.text + b"," if self._ids is not None else self._data)
+        data = memoryview(self._data if self._ids is None else self._ids.text)
+        size = len(data) + (self._ids is not None)  # The text of tokens has a comma behind the last one.
         hasher, hashed = hashlib.sha256(), 0
         numbers: set[int] = set()
         for prefix, turn in sorted(((self._stored(turn), turn) for turn in chain), key=lambda pair: pair[0].size):
-            if turn.shape != "completions" or not hashed <= prefix.size <= len(data):
+            if turn.shape != "completions" or not hashed <= prefix.size <= size:
                 continue
             hasher.update(data[hashed : prefix.size])
+            if hashed <= len(data) < prefix.size:
+                hasher.update(b",")
             hashed = prefix.size
             if hasher.hexdigest()[: len(prefix.hash)] == prefix.hash:
                 numbers.add(turn.number)
+        self.continued = numbers
         return numbers
 
 

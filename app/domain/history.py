@@ -227,7 +227,7 @@ class RequestHistory:
             reply, message_hash = plain
             # Every tag that opens or closes reasoning begins with one of these.
             if "<" not in reply["content"] and "[" not in reply["content"]:
-                return message_hash, None, None
+                return message_hash, calls_hash(reply), None
         reply = decode_message(message, "the reply's message")
         return canonical_hash(reply, self.matcher), calls_hash(reply), bare_hash(reply, self.matcher)
 

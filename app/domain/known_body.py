@@ -2,10 +2,11 @@
 follows is read and checked.
 
     {"model":"m","messages":[{"role":…},{"role":…}   ],"stream":false}
-    └─ front ─┘              └──────────── head ──┘  └─ rest
+    └─ front ─┘              └──────────── head ──┘└───── tail ──────┘
 
 A head is a body up to the end of its last message. All of it was checked when its turn was taken, and equal bytes are
-equal JSON as far as a message's end. What is said of messages here is true of the items of a Responses `input`, too.
+equal JSON as far as a message's end. An equal tail has the same fields: Claude Code writes its tools there. What is
+said of messages here is true of the items of a Responses `input`, too.
 """
 
 from __future__ import annotations
@@ -71,18 +72,18 @@ Places = tuple["array[int]", "array[int]"]
 class KnownBody:
     """A checked body: where its messages are, and what was computed on the way.
 
-    `name` is that of their field, `front` are the fields before it. The body's head has `count` messages, of which the
-    first is head[start:first_end]. `values` is an upper bound of its values by `scan.count_values`. `continued` is the
-    body that it begins with, if all of that one's messages are in it. `translation` is set where the protocol
-    translates messages.
+    `name` is that of their field, `front` are the fields before it, `fields` all others, in the client's order. The
+    body's head has `count` messages, of which the first is head[start:first_end]. `values` is an upper bound of its
+    values by `scan.count_values`. `continued` is the body that it begins with, if all of that one's messages are in it.
+    `translation` is set where the protocol translates messages; `others` is what it has made of the other fields.
 
     Once its turn is committed (`keep`): `protocol`, `turn`, the hash state `prefix_hasher` of the turn's chat messages
     (`RequestHistory.prefix_hash`), and `text`, that of the turn's tokens if it is kept.
     """
 
     __slots__ = (
-        *("_body", "_places", "continued", "count", "first_end", "front", "head", "name", "protocol"),
-        *("prefix_hasher", "start", "text", "translation", "turn", "values"),
+        *("_places", "body", "continued", "count", "fields", "first_end", "front", "head", "name", "others"),
+        *("prefix_hasher", "protocol", "start", "tail", "text", "translation", "turn", "values"),
     )
 
     def __init__(
@@ -90,6 +91,7 @@ class KnownBody:
         body: bytes,
         name: str,
         front: Mapping[str, msgspec.Raw],
+        fields: Mapping[str, msgspec.Raw],
         start: int,
         first_end: int,
         end: int,
@@ -98,30 +100,30 @@ class KnownBody:
         continued: KnownBody | None = None,
         places: Places | None = None,
     ) -> None:
-        self.head = memoryview(body)[:end]
-        self._body: bytes | None = body
+        self.body, whole = body, memoryview(body)
+        self.head, self.tail = whole[:end], whole[end:]
         self._places = places
-        self.name, self.front = name, front
+        self.name, self.front, self.fields = name, front, fields
         self.start, self.first_end, self.count = start, first_end, count
         self.values = values
         self.continued = continued
         self.translation: Translation | None = None
+        self.others: Any = None
         self.protocol, self.turn = "", 0
         self.prefix_hasher: Hasher | None = None
         self.text: KnownText | None = None
 
     def keep(self, protocol: str, turn: int, prefix_hasher: Hasher, text: KnownText | None = None) -> None:
-        """The body's turn is committed. What stands behind its head is let go if it is long."""
-        if self._body is not None and len(self._body) - len(self.head) > LONG_BODY:
-            self.head = memoryview(bytes(self.head))
-        self._body = self.continued = None
+        """The body's turn is committed."""
+        self.continued = None
         self.protocol, self.turn, self.prefix_hasher, self.text = protocol, turn, prefix_hasher, text
 
     @property
     def size(self) -> int:
         """Approximate bytes in memory; messages that were translated have about as many as the head."""
         copies = 1 if self.translation is None else 2
-        return copies * len(self.head) + (0 if self.text is None else len(self.text)) + 16 * self.count
+        size = copies * len(self.head) + len(self.tail) + 16 * self.count
+        return size if self.text is None else size + len(self.text)
 
     @property
     def has_places(self) -> bool:
@@ -188,9 +190,14 @@ class ContinuedBody(NamedTuple):
     known: KnownBody
     shared: int
     end: int
-    fields: dict[str, msgspec.Raw]
+    fields: Mapping[str, msgspec.Raw]
     messages: KnownMessages
     layout: KnownBody
+
+    @property
+    def others(self) -> Any:
+        """`known.others`, if the other fields are the same."""
+        return self.known.others if self.fields is self.known.fields else None
 
     def state(self, states: Sequence[State]) -> State | None:
         """The last of the known body's states that holds for this one, too."""
@@ -259,9 +266,11 @@ class KnownBodies:
                 return known.text
         return None
 
-    def add(self, known: KnownBody, continued: KnownBody | None) -> None:
-        """Keep a committed turn's body instead of the one that it continues."""
-        self._bodies = [*(body for body in self._bodies if body is not continued), known]
+    def add(self, known: KnownBody, continued: KnownBody | None, parent: int) -> None:
+        """Keep a committed turn's body instead of the one that it continues, and instead of its parent's: a client that
+        moves its cache marks sends other bytes for the same messages."""
+        self._bodies = [body for body in self._bodies if body is not continued and body.turn != parent]
+        self._bodies.append(known)
         self.size = sum(body.size for body in self._bodies)
         while len(self._bodies) > MOST_HEADS or (len(self._bodies) > 1 and self.size > MOST_BYTES):
             self.size -= self._bodies.pop(0).size
@@ -280,8 +289,15 @@ def layout_of(body: bytes, name: str, raw: msgspec.Raw, items: Sequence[msgspec.
     if (values := scan.count_values(memoryview(body)[:end])) > MOST_VALUES:
         return None
     front = split.FIELDS.decode(body[:at] + b"0}")
-    del front[name]
-    return KnownBody(body, name, front, start, start + len(memoryview(items[0])), end, len(items), values)
+    later = split.FIELDS.decode(_opening(name) + body[end:])
+    del front[name], later[name]
+    first_end = start + len(memoryview(items[0]))
+    return KnownBody(body, name, front, {**front, **later}, start, first_end, end, len(items), values)
+
+
+def _opening(name: str) -> bytes:
+    """Before the rest of a body's messages it is an object of these and of the later fields."""
+    return b'{"%b":[' % name.encode()
 
 
 def _split(
@@ -291,21 +307,29 @@ def _split(
     `known`, `shift` bytes behind theirs, up to `end`; `front` are the fields before them.
 
     The rest of a body, with the messages' list opened anew, is a JSON object of its new messages and later fields. If a
-    later field has the name of that list again, the list that is found is not the one that was opened.
+    later field has the name of that list again, the list that is found is not the one that was opened. A known tail is
+    left out of it, and the list and the object closed in its place.
     """
-    if len(body) - end > MOST_REST:
+    until = len(body) - len(known.tail)
+    has_known_fields = front is known.front and until >= end and body.endswith(known.tail)
+    if not has_known_fields:
+        until = len(body)
+    if until - end > MOST_REST:
         return None
-    behind = body[end:]
-    values = scan.count_values(behind)
+    behind = body[end:until]
+    values = added = scan.count_values(behind)
     if front is not known.front:
         values += scan.count_values(memoryview(body)[: known.start + shift])
     if values > MOST_REST_VALUES or values + known.values > MOST_VALUES:
         return None
     rest = behind.lstrip(split.WHITE)
+    at = until - len(rest)
+    if has_known_fields:
+        rest += b"]}"
     has_more = rest.startswith(b",")
     if not has_more and not rest.startswith(b"]"):
         return None
-    opening = b'{"%b":[' % known.name.encode()
+    opening = _opening(known.name)
     text = opening + (rest[1:] if has_more else rest)
     try:
         if not text.isascii():
@@ -315,7 +339,9 @@ def _split(
         new = split.ITEMS.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    fields = {**front, **later}
+    if has_known_fields and later:  # It ends like the known one, but behind other fields.
+        return _split(body, known, count, end, dict(front), shift)
+    fields = known.fields if has_known_fields else {**front, **later}
     listed = bytes(raw)
     behind = text[len(opening) - 1 + len(listed) :]
     # A later field may have the list's name, perhaps with escapes.
@@ -327,19 +353,18 @@ def _split(
     if count + len(new) > bounds.MAX_MESSAGES:
         return None
     # Where the new messages begin and end in the body.
-    at = len(body) - len(rest) + has_more
+    at += has_more
     stop = at + len(listed[1:-1].rstrip(split.WHITE)) if new else end
     is_whole = count == known.count
     places: Places | None = None
     if not is_whole or shift or known.has_places:
         places = _extended(known, count, shift, _places_of(body, at, new))
-    values = known.values + scan.count_values(memoryview(body)[end:stop])
+    values = known.values + (added if has_known_fields else scan.count_values(memoryview(body)[end:stop]))
     start, first_end = known.start + shift, known.first_end + shift
     if front is not known.front:
         values += scan.count_values(memoryview(body)[:start])
-    own = KnownBody(
-        body, known.name, front, start, first_end, stop, count + len(new), values, known if is_whole else None, places
-    )
+    total, continued = count + len(new), known if is_whole else None
+    own = KnownBody(body, known.name, front, fields, start, first_end, stop, total, values, continued, places)
     return ContinuedBody(known, count, end, fields, KnownMessages(known, count, new), own)
 
 
@@ -398,9 +423,10 @@ def _front(text: bytes, name: str) -> dict[str, msgspec.Raw] | None:
 
 
 def _equal_messages(known: KnownBody, body: bytes, begin: int = 0, shift: int = 0) -> int:
-    """How many of the kept body's first messages `body` begins with, from `begin` on, `shift` bytes further on."""
+    """How many of the kept body's first messages `body` begins with, from `begin` on, `shift` bytes further on. If that
+    is 0, it is known that these are not all."""
     head = known.head
-    if body.startswith(head[begin:], begin + shift):
+    if begin and body.startswith(head[begin:], begin + shift):
         return known.count
     if not body.startswith(head[begin : known.first_end], begin + shift):
         return 0

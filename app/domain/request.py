@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import msgspec
 
@@ -20,8 +20,9 @@ from app.domain.known_body import LONG_BODY, STATES, ContinuedBody, HistoryPrefi
 from app.domain.patterns import is_in_row
 from app.errors import Forbidden, InvalidRequest, Unsupported
 from workers import scan
+from workers.codec import TOKEN_BYTES
 from workers.parse_json import MAX_DEPTH, too_deep
-from workers.parse_prompt import MAX_TOKEN_ID, TokenId
+from workers.parse_prompt import MAX_TOKEN_ID, PLAIN_BYTES, TokenId
 from workers.reply import REPLAY
 from workers.top_logprobs import MAX_TOP
 
@@ -51,7 +52,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     key: ClassVar[str | None] = None
 
     messages: Sequence[msgspec.Raw]
-    tools: msgspec.Raw | None
+    tools: bytes | None
     params: dict[str, msgspec.Raw]
     stream: bool
     ids: TokenIds | None = None
@@ -131,8 +132,14 @@ def join_object(fields: Mapping[str, bytes]) -> bytes:
 
 
 _TOOLS_KNOWN, _TOOLS_BYTES = 64, 128 << 10
-"""How many lists of tools up to which size have their canonical hash remembered: agents send the same ones with every
-turn."""
+"""How many lists of tools up to which size have their hashes remembered: agents send the same ones with every turn."""
+
+
+class ToolsHashes(NamedTuple):
+    """Of the canonical form of a list of tools, and of its text (as hex)."""
+
+    canonical: bytes
+    text: str
 
 
 def canonical_hash(request: ChatRequest | CompletionRequest, history: str) -> str:
@@ -145,13 +152,12 @@ def canonical_hash(request: ChatRequest | CompletionRequest, history: str) -> st
         text = bytes(raw)
         params.append(name.encode() + b":" + (text if text[:1] not in b"[{" else _canonical_json(text)))
     tools = getattr(request, "tools", None)
-    tools_hash = b""
-    if tools is not None:
-        text = bytes(tools)
-        tools_hash = (_remembered_hash if len(text) <= _TOOLS_BYTES else _hash_of)(text)
-    ids = b"" if request.ids is None else request.ids.text
-    parts = request.protocol.encode(), history.encode(), b",".join(params), tools_hash, ids
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
+    tools_hash = b"" if tools is None else hashes_of(tools).canonical
+    parts = request.protocol.encode(), history.encode(), b",".join(params), tools_hash, b""
+    hasher = hashlib.sha256(b"\0".join(parts))
+    if request.ids is not None:
+        hasher.update(request.ids.text)
+    return hasher.hexdigest()[:32]
 
 
 def _canonical_json(raw: bytes) -> bytes:
@@ -164,11 +170,15 @@ def _canonical_json(raw: bytes) -> bytes:
         return raw
 
 
-def _hash_of(tools: bytes) -> bytes:
-    return hashlib.sha256(_canonical_json(tools)).digest()
+def hashes_of(tools: bytes) -> ToolsHashes:
+    return (_remembered_hashes if len(tools) <= _TOOLS_BYTES else _hashes)(tools)
 
 
-_remembered_hash = functools.lru_cache(_TOOLS_KNOWN)(_hash_of)
+def _hashes(tools: bytes) -> ToolsHashes:
+    return ToolsHashes(hashlib.sha256(_canonical_json(tools)).digest(), hashlib.sha256(tools).hexdigest())
+
+
+_remembered_hashes = functools.lru_cache(_TOOLS_KNOWN)(_hashes)
 
 
 SESSION_PARAMS, ENGINE_SESSION = "session_params", "session_id"
@@ -374,23 +384,28 @@ def require_top(raw: msgspec.Raw | None, name: str, least: int = 0, most: int = 
 
 def token_ids(raw: msgspec.Raw | None, name: str) -> TokenIds | None:
     """Token ids. Raises InvalidRequest for an empty list or anything else."""
-    if raw is None or bytes(raw) == b"null":
+    text = b"null" if raw is None else bytes(raw)
+    if text == b"null":
         return None
-    text = bytes(raw)
     if text[:1] != b"[" or text[-1:] != b"]" or b"-" in text:
         raise _no_ids(name)
+    text = text[1:-1]
     count = 0
-    parts: list[bytes] = []
-    for part in split.parts(text[1:-1]):
-        try:
-            size = len(_TOKEN_IDS.decode(b"[" + part + b"]"))
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise _no_ids(name) from error
+    for part in split.parts(text):
+        listed = b"[%b]" % part
+        plain = scan.plain_ids(listed) if len(part) > PLAIN_BYTES else None
+        if plain is None:
+            try:
+                size = len(_TOKEN_IDS.decode(listed))
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise _no_ids(name) from error
+        else:
+            size = len(plain) // TOKEN_BYTES
         if not size:
             raise _no_ids(name)
         count += size
-        parts.append(part.translate(None, split.WHITE))
-    return TokenIds(count, b",".join(parts))
+    is_bare = not any(white in text for white in split.WHITES)
+    return TokenIds(count, text if is_bare else text.translate(None, split.WHITE))
 
 
 def _no_ids(name: str) -> InvalidRequest:

@@ -23,6 +23,7 @@ LONGEST_NAME = 4096
 """Bytes in which a field's name is searched."""
 
 WHITE = b" \t\r\n"
+WHITES = (b" ", b"\t", b"\r", b"\n")
 
 FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 ITEMS = msgspec.json.Decoder(list[msgspec.Raw])

@@ -10,10 +10,13 @@ import msgspec
 
 from app.domain import control
 from app.domain.calls import given_prefix, with_ids
+from app.domain.control import SessionControl
+from app.domain.events import StreamMode
 from app.domain.known_body import ContinuedBody
 from app.domain.left_out import IMAGE_DETAIL, SERVER_TOOL, left_out_at
 from app.domain.request import (
     ChatRequest,
+    TokenIds,
     as_raw,
     engine_params,
     fields_of,
@@ -77,20 +80,18 @@ class _Tool(msgspec.Struct):
 _ITEMS = msgspec.json.Decoder(list[msgspec.Raw])
 _TOOL = msgspec.json.Decoder(_Tool)
 
-Tools = msgspec.Raw | None
 Places = tuple[str, ...]
 
 
-def offered_tools(raw: msgspec.Raw, params: dict[str, msgspec.Raw]) -> tuple[Tools, Places]:
+def offered_tools(text: bytes, params: dict[str, msgspec.Raw]) -> tuple[bytes | None, Places]:
     """The tools that an engine can be sent, and what is left out. Where none are left, `params` lose the choice too.
 
     Raises Unsupported where the choice forces a tool that is left out. Tools that are no list of objects are the
     engine's to refuse.
     """
-    text = bytes(raw)
     tools, left_out = _remembered(text) if len(text) <= _KNOWN_BYTES else _carried(text)
     if not left_out:
-        return raw, ()
+        return text, ()
     choice = value_of(params.get("tool_choice"), "tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else None
     forces = kind not in (*_CARRIED, "allowed_tools") if tools else choice not in (None, "auto", "none")
@@ -100,7 +101,7 @@ def offered_tools(raw: msgspec.Raw, params: dict[str, msgspec.Raw]) -> tuple[Too
         params.pop("tool_choice", None)
         params.pop("parallel_tool_calls", None)
         return None, left_out
-    return msgspec.Raw(tools), left_out
+    return tools, left_out
 
 
 def _carried(text: bytes) -> tuple[bytes, Places]:
@@ -150,8 +151,48 @@ def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBo
 
     Messages are only split here; `history.RequestHistory.check` checks the new ones.
     """
-    fields, many_values = fields_of(body, has_few_values, continued)
+    others: _Others | None = None if continued is None else continued.others
+    fields, many_values = ({}, False) if others is not None else fields_of(body, has_few_values, continued)
     messages, layout = items_of(body, "messages", fields.pop("messages", None), many_values, continued)
+    if others is None:
+        # Those of the layout are views of short copies: they do not keep the body.
+        others = _others(fields if layout is None else dict(layout.fields), many_values)
+    details: Places = ()
+    known, known_bytes = (0, 0) if continued is None else (continued.shared, continued.end)
+    if body.find(ORIGINAL, known_bytes) >= 0:
+        messages, details = with_known_details(messages, known)
+    if details:
+        layout = None  # Its messages are not the body's: the next body is read as a whole.
+    if layout is not None and others.ids is None:
+        layout.others = others
+    return ChatRequest(
+        messages,
+        others.tools,
+        others.params,
+        others.stream,
+        others.ids,
+        others.control,
+        stream_mode=others.mode,
+        layout=layout,
+        prefix=None if continued is None else continued.history(),
+        left_out=(*others.left_out, *details) if details else others.left_out,
+    )
+
+
+class _Others(msgspec.Struct, frozen=True):
+    """What a request's fields beside its messages say, as in `ChatRequest`."""
+
+    tools: bytes | None
+    params: dict[str, msgspec.Raw]
+    stream: bool
+    ids: TokenIds | None
+    control: SessionControl | None
+    mode: StreamMode | None
+    left_out: Places
+
+
+def _others(fields: dict[str, msgspec.Raw], many_values: bool) -> _Others:
+    """Raises as `parse_chat`."""
     tools = fields.pop("tools", None)
     ids = token_ids(fields.pop("input_ids"), "input_ids") if "input_ids" in fields else None
     stream = "stream" in fields and flag(fields.pop("stream"), "stream")
@@ -159,29 +200,14 @@ def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBo
     if "n" in fields:
         require_one(fields.pop("n"))
     params = engine_params({"tools": tools, **fields} if tools is not None else fields, many_values)
+    offered: bytes | None = None
     left_out: Places = ()
-    details: Places = ()
     if tools is not None:
         del params["tools"]
-        tools, left_out = (None, ()) if bytes(tools) == b"null" else offered_tools(tools, params)
-    known, known_bytes = (0, 0) if continued is None else (continued.shared, continued.end)
-    if body.find(ORIGINAL, known_bytes) >= 0:
-        messages, details = with_known_details(messages, known)
-    if details:
-        layout = None  # Its messages are not the body's: the next body is read as a whole.
+        if bytes(tools) != b"null":
+            offered, left_out = offered_tools(bytes(tools), params)
     own = control.remove_control(params) if control.EXTENSIONS in params else None
-    return ChatRequest(
-        messages,
-        tools,
-        params,
-        stream,
-        ids,
-        own,
-        stream_mode=mode,
-        layout=layout,
-        prefix=None if continued is None else continued.history(),
-        left_out=(*left_out, *details),
-    )
+    return _Others(offered, params, stream, ids, own, mode, left_out)
 
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -48,6 +49,10 @@ REQUEST: Mapping[str, Schema | str | bool | list[str]] = {
 EXAMPLE: Schema = {"model": "simulator", "prompt": "6 times 7 is", "max_tokens": 8}
 
 
+_LIST = re.compile(rb"[ \t\r\n]*\[[ \t\r\n]*(.)", re.DOTALL)
+"""A list, and the first character within, which may be its end."""
+
+
 def parse_completion(
     body: bytes, has_few_values: bool = False, continued: ContinuedBody | None = None
 ) -> CompletionRequest:
@@ -73,18 +78,15 @@ def _prompt(raw: msgspec.Raw | None) -> tuple[str | None, TokenIds | None]:
     """A prompt as text or as ids; a list of one prompt is that prompt."""
     if raw is None:
         raise InvalidRequest("prompt is missing")
-    if _is_list(raw) and bytes(raw).lstrip()[1:].lstrip()[:1] in (b'"', b"["):
+    if (opened := _LIST.match(memoryview(raw))) is not None and bytes(opened[1]) in (b'"', b"["):
         raw = _only_item(bytes(raw))
-    if _is_list(raw):
+        opened = _LIST.match(memoryview(raw))
+    if opened is not None:
         return None, token_ids(raw, "prompt")
     value = value_of(raw, "prompt")
     if not isinstance(value, str):
         raise InvalidRequest("prompt must be text or a list of token ids")
     return value, None
-
-
-def _is_list(raw: msgspec.Raw) -> bool:
-    return bytes(raw).lstrip().startswith(b"[")
 
 
 def _only_item(raw: bytes) -> msgspec.Raw:

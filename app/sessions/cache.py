@@ -473,14 +473,14 @@ class SessionCache:
         if live.unread.exchanges or live.unread.tokens:
             live.unread = StoredContent()
         if turn.protocol not in COMPLETIONS:
-            live.messages.extend(turn.parent if turn.base_messages else 0, number, messages)
+            live.messages.extend(turn.history_parent, number, messages)
         if tokens is not None:
             trimmed = _trimmed(live.session, turn)
             live.tokens.extend(turn.token_parent, number, tokens, trimmed)
         if layout is not None and prefix_hasher is not None:
             continued = layout.continued
             layout.keep(turn.protocol, number, prefix_hasher, text)
-            live.bodies.add(layout, continued)
+            live.bodies.add(layout, continued, turn.history_parent)
             self._with_bodies.add(session_id)
         self._account(session_id, live)
         # So that a miss on a long session reads few events.

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -24,7 +24,15 @@ from app.domain.history import RequestHistory
 from app.domain.images import ESCAPED_LETTER, IMAGE_MARK, REFERENCE_MARK, take_out
 from app.domain.left_out import bounded
 from app.domain.proofs import Proofs
-from app.domain.request import FIRST_ROW_NAMES, ChatRequest, chat_body, completion_body, join_object, value_of
+from app.domain.request import (
+    FIRST_ROW_NAMES,
+    ChatRequest,
+    chat_body,
+    completion_body,
+    hashes_of,
+    join_object,
+    value_of,
+)
 from app.domain.session import Session, engine_session_of
 from app.domain.split import ITEMS
 from app.errors import ClaimLost, GenerationFailed, InvalidRequest, TokenPrefixMismatch, Unsupported, UpstreamInvalid
@@ -170,7 +178,7 @@ class EngineCalls:
                 for name in FIRST_ROW_NAMES:
                     fields.pop(name, None)
             params = msgspec.json.encode(fields)
-        tools = None if request.tools is None else bytes(request.tools)
+        tools = request.tools
         call = EngineCall("chat", params, tools, new, None, rid, wish=wish, new=new, stored=new)
         if tools is not None or request.echo is not None:
             call.shared = _shared_blobs(turn.session, tools, request.echo)
@@ -525,9 +533,11 @@ class EngineCalls:
         )
 
     def _given_ids(self, turn: Claimed, reply: ValidatedReply) -> GivenIds | None:
-        assert isinstance(turn.request, ChatRequest)
-        proof = self._proofs.of(turn.flight.session_id, turn.opened.turn)
-        return calls.given_ids(reply.calls, turn.opened.protocol, proof, turn.request.messages)
+        request = turn.request
+        assert isinstance(request, ChatRequest)
+        proof = partial(self._proofs.of, turn.flight.session_id, turn.opened.turn)
+        messages = request.messages if request.layout is None else [request.layout.body]
+        return calls.given_ids(reply.calls, turn.opened.protocol, proof, messages)
 
 
 def _inference_chat(
@@ -564,11 +574,12 @@ def _stream_of(call: EngineCall) -> OpenStream:
 def _shared_blobs(session: Session, tools: bytes | None, echo: bytes | None) -> list[SharedBlob]:
     known = {ref.hash for ref in session.blobs}
     shared = []
-    for kind, raw in (("tools", tools), ("echo", echo)):
-        if raw is not None:
-            digest = hashlib.sha256(raw).hexdigest()
-            frame = None if digest in known else codec.compress(raw)
-            shared.append(SharedBlob(cast(Any, kind), raw, digest, frame))
+    if tools is not None:
+        digest = hashes_of(tools).text
+        shared.append(SharedBlob("tools", tools, digest, None if digest in known else codec.compress(tools)))
+    if echo is not None:
+        digest = hashlib.sha256(echo).hexdigest()
+        shared.append(SharedBlob("echo", echo, digest, None if digest in known else codec.compress(echo)))
     return shared
 
 

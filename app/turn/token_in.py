@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from app.domain import decide, prefill
+from app.domain.completion import RequestPrompt
 from app.domain.history import RequestHistory
 from app.domain.images import holds_images
 from app.domain.left_out import SILENT_MESSAGE, left_out_at
@@ -119,7 +120,9 @@ class TokenIn:
         parent = decide.token_parent(turn.session, turn.plan)
         if parent is None or not parent.token_count:
             return PromptIds(ids.text, None)
-        if _begins_with(ids.text, parent):
+        history = turn.history
+        is_known = isinstance(history, RequestPrompt) and parent.number in history.continued
+        if is_known or _begins_with(ids.text, parent):
             return PromptIds(ids.text, _known(parent))
         if turn.session.config.on_drift == "reject":
             at = await self.first_difference(turn, parent, lambda: map(int, ids.text.split(b",")))

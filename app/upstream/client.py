@@ -10,7 +10,7 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from app.upstream.body import Body, pieces_of
+from app.upstream.body import PIECE, Body
 from app.upstream.encoding import Decoder, Undecodable, decoder, is_bomb
 from app.upstream.headers import Headers
 from app.upstream.http import Connection, Connections, EngineError, Lost, NotSent, Origin
@@ -308,13 +308,21 @@ def target_of(url: str) -> tuple[Origin, str]:
 
 
 async def _send(connection: Connection, head: bytes, parts: Sequence[bytes | memoryview]) -> bool:
-    """Write a long request in pieces, as fast as the connection takes them; False if not all was written: the reply
-    came first, or none will."""
-    connection.transport.write(head)
-    for piece in pieces_of(parts):
-        if not await connection.may_write():
-            return False
-        connection.transport.write(piece)
+    """Write a long request, at most PIECE bytes at a time, as fast as the connection takes them; False if not all was
+    written: the reply came first, or none will."""
+    held: list[bytes | memoryview] = [head]
+    size = len(head)
+    for part in parts:
+        for start in range(0, len(part), PIECE):
+            piece = part if len(part) <= PIECE else memoryview(part)[start : start + PIECE]
+            if size + len(piece) > PIECE:
+                connection.transport.writelines(held)
+                if not await connection.may_write():
+                    return False
+                held, size = [], 0
+            held.append(piece)
+            size += len(piece)
+    connection.transport.writelines(held)
     return True
 
 

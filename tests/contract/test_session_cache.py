@@ -75,6 +75,42 @@ async def test_requests_are_dropped_before_sessions(store: Store) -> None:
     assert (cache.size, cache.sessions) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("turns", "kept"),
+    [
+        ([(0, "a"), (1, "ab"), (2, "abc")], 1),
+        ([(0, "a!"), (1, "ab!"), (2, "abc!")], 1),
+        ([(0, "a!"), (1, "ab!"), (1, "ac!")], 2),
+        ([(0, "a!"), (1, "ab!"), (1, "ac!"), (2, "abd!"), (3, "ace!")], 2),
+        ([(0, "ab"), (0, "ab")], 1),
+        ([(0, "ab!"), (0, "ac!")], 2),
+    ],
+    ids=["goes on", "a moved mark", "a fork", "both go on", "once more", "two begin"],
+)
+async def test_a_path_keeps_one_request(store: Store, turns: list[tuple[int, str]], kept: int) -> None:
+    """The newest turn's. Turns are (parent, messages), of which the last is marked with "!", as clients mark it for a
+    provider's cache: it is another text then, but the same message."""
+    await store.create("s")
+    cache = SessionCache(store.database, store.writer, 1 << 20)
+    await cache.get("s")
+    bodies = []
+    for number, (parent, names) in enumerate(turns, 1):
+        texts = [b'{"role":"user","content":"%c%b"}' % (name, b"x" * LONG_BODY) for name in names.strip("!").encode()]
+        if names.endswith("!"):
+            texts[-1] = texts[-1][:-1] + b',"cache_control":{}}'
+        body = b'{"messages":[%b]}' % b",".join(texts)
+        layout = parse_chat(body, False, cache.continued("s", body, "chat")).layout
+        committed = await store.take_turn("s", parent, base_messages=len(texts) - 1 if parent else 0)
+        cache.advance("s", committed.events)
+        await cache.current("s")
+        cache.remember("s", number, b"{}", None, layout, hashlib.sha256())
+        bodies.append(body)
+    found = [cache.continued("s", body, "chat") for body in bodies]
+    assert len({one.known.turn for one in found if one is not None}) == kept
+    assert found[-1] is not None
+    assert found[-1].known.turn == len(turns)
+
+
 async def history_of(store: Store, turns: int) -> Session:
     """Session `s` after so many turns, each of which continues the one before."""
     await store.create("s")

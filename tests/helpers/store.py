@@ -169,11 +169,12 @@ class Store:
     async def erase(self, session_id: str) -> Any:
         return await self.submit(Erase(session_id, 6.0))
 
-    async def take_turn(self, session_id: str, **kw: Any) -> Appended:
-        """Claim and commit the session's next turn."""
+    async def take_turn(self, session_id: str, parent: int | None = None, **kw: Any) -> Appended:
+        """Claim and commit the session's next turn, by default behind the newest."""
         session = await self.session(session_id)
         assert session is not None
-        parent = session.path[-1] if session.path else 0
+        if parent is None:
+            parent = session.path[-1] if session.path else 0
         turn = session.last_turn + 1
         taken = await self.claim(session_id, session.version, turn=turn, parent=parent)
         assert isinstance(taken, Appended), taken

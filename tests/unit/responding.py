@@ -86,7 +86,7 @@ def request(**fields: Any) -> bytes:
 
 def committed(reply: Json, turn: int = 1, **fields: Any) -> CommittedReply:
     calls = sampled_calls(json.dumps(reply["choices"][0]["message"]).encode())
-    given = given_ids(calls, "responses", proof(turn), [])
+    given = given_ids(calls, "responses", lambda: proof(turn), [])
     return CommittedReply(json.dumps(reply).encode(), proof(turn), RESPONSES.parse(request(**fields)).echo, given)
 
 

@@ -37,7 +37,7 @@ def test_the_places_of_ids_that_a_client_could_not_use(
 ) -> None:
     calls = sampled_calls(message(*((call_id, "{}") for call_id in ids)))
     for protocol, places in (("chat", in_chat), ("messages", elsewhere), ("responses", elsewhere)):
-        given = given_ids(calls, protocol, PROOF, HISTORY)
+        given = given_ids(calls, protocol, lambda: PROOF, HISTORY)
         assert (() if given is None else given.places) == places
         assert all(PROOF in call_id for call_id in ([] if given is None else given.by_place().values()))
 

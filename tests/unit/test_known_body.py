@@ -45,7 +45,7 @@ def keep(known: KnownBodies, layout: KnownBody, turn: int, prefix_hasher: Hasher
     """As a commit does."""
     continued = layout.continued
     layout.keep("chat", turn, prefix_hasher)
-    known.add(layout, continued)
+    known.add(layout, continued, 0)
 
 
 def continued_of(known: KnownBodies, body: bytes) -> ContinuedBody | None:
@@ -69,6 +69,8 @@ def told(body: bytes, continued: ContinuedBody | None) -> dict[str, Any] | tuple
         "ids": request.ids,
         "places": None if layout is None else layout.places,
         "front": None if layout is None else [(name, bytes(raw)) for name, raw in layout.front.items()],
+        "fields": None if layout is None else [(name, bytes(raw)) for name, raw in layout.fields.items()],
+        "tail": None if layout is None else bytes(layout.tail),
     }
 
 
@@ -83,6 +85,7 @@ CONTINUED = {
     "other fields": body_of(MORE, rest=f',"temperature":0.5,"stream":true,"tools":{json.dumps(TOOLS)}}}'),
     "a field again": body_of(MORE, rest=',"model":"other","z":1,"z":2}'),
     "ids": body_of(MORE, rest=',"input_ids":[1,2]}'),
+    "a tail that ends like the known one": body_of(MORE, rest=',"z":[{"a":[5]}]}'),
     "no tools": body_of(MORE, rest=',"tools":null}'),
     "white space behind": body_of(MORE, rest=" \n}\n "),
     "white space before the end": body_of(MORE).replace(b'"}]}', b'"} ] }'),
@@ -146,6 +149,7 @@ def test_values_are_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert known.continued(body, "chat") is not None
 
 
+TAIL = '],"y":"]}","z":[{"messages":[]}]}'
 PIECES = st.sampled_from(
     [
         '{"role":"user","content":"x"}',
@@ -162,13 +166,16 @@ PIECES = st.sampled_from(
         ',"z":1',
         "é",
         "null",
+        TAIL,
+        TAIL[1:],
+        '],"z":[{}',
     ]
 )
 
 
-@given(st.lists(PIECES, max_size=8), st.integers(0, 3))
-def test_whatever_follows(pieces: list[str], count: int) -> None:
-    first = body_of()
+@given(st.lists(PIECES, max_size=8), st.integers(0, 3), st.sampled_from(["}", TAIL[1:]]))
+def test_whatever_follows(pieces: list[str], count: int, rest: str) -> None:
+    first = body_of(rest=rest)
     head = body_of(MESSAGES[:count])[:-2] if count else body_of()[:-2]
     body = head + "".join(pieces).encode()
     assert told(body, continued_of(known_after(first), body)) == told(body, None)

@@ -124,7 +124,7 @@ def keep(known: KnownBodies, wire: Wire, layout: KnownBody, turn: int, prefix_ha
     """As a commit does."""
     continued = layout.continued
     layout.keep(wire.name, turn, prefix_hasher)
-    known.add(layout, continued)
+    known.add(layout, continued, 0)
 
 
 def after(wire: Wire, *bodies: bytes) -> KnownBodies:

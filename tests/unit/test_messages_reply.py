@@ -98,7 +98,7 @@ def committed(body: bytes, **asked: Any) -> CommittedReply:
 
 def given_to_client(body: bytes) -> GivenIds | None:
     message = json.dumps(json.loads(body)["choices"][0]["message"]).encode()
-    return given_ids(sampled_calls(message), "messages", PROOF, [])
+    return given_ids(sampled_calls(message), "messages", lambda: PROOF, [])
 
 
 def client(content: bytes, kind: str) -> anthropic.Anthropic:

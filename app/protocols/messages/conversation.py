@@ -291,21 +291,28 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 def conversation(
-    system: msgspec.Raw | None,
+    system: Sequence[str],
     raws: Sequence[msgspec.Raw],
     continued: ContinuedBody | None = None,
     *,
     keeps_states: bool = False,
 ) -> Conversation:
-    """`continued` is what is known of the body. Raises InvalidRequest, which names the field, and Unsupported."""
-    texts = [] if system is None else _system_texts(decode(_SYSTEM, system, "system"), "system")
+    """`system` are the texts of the system prompt, `continued` is what is known of the body.
+
+    Raises InvalidRequest, which names the field, and Unsupported.
+    """
     chat, states = translated(_Chat(), raws, continued, keeps_states=keeps_states)
     if not chat.has_begun:
         raise InvalidRequest("messages must have a user's message")
     messages = chat.end()
-    if text := "\n\n".join(filter(None, [*texts, *chat.leading])):
+    if text := "\n\n".join(filter(None, [*system, *chat.leading])):
         messages.insert(0, as_raw({"role": "system", "content": text}))
     return Conversation(messages, tuple(chat.proofs), chat.role == "assistant", chat.tool_changes, states)
+
+
+def system_texts(raw: msgspec.Raw | None) -> list[str]:
+    """The texts of the request's system prompt. Raises InvalidRequest."""
+    return [] if raw is None else _system_texts(decode(_SYSTEM, raw, "system"), "system")
 
 
 def _system_texts(content: Content | None, where: str) -> list[str]:

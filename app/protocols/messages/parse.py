@@ -8,10 +8,13 @@ from typing import Any, Literal
 import msgspec
 
 from app.domain import control, prefill
+from app.domain.control import SessionControl
+from app.domain.events import StreamMode
 from app.domain.known_body import ContinuedBody, Translation
 from app.domain.left_out import DEFER_LOADING, REMOVED_TOOL, SERVER_TOOL, UNKNOWN_TOOL, left_out_at
 from app.domain.request import (
     ChatRequest,
+    TokenIds,
     as_raw,
     engine_params,
     fields_of,
@@ -31,6 +34,7 @@ from app.protocols.messages.conversation import (
     is_given,
     object_text,
     required,
+    system_texts,
 )
 from app.protocols.messages.reply import Echo
 
@@ -177,7 +181,7 @@ class Tools(msgspec.Struct, frozen=True):
     """Tools as raw JSON, None if there are none, the parameters that say which is to be called, and what is left out
     (`app.domain.left_out`)."""
 
-    raw: msgspec.Raw | None
+    raw: bytes | None
     params: dict[str, msgspec.Raw]
     left_out: tuple[str, ...]
 
@@ -200,7 +204,7 @@ def tools_of(tools: msgspec.Raw | None, choice: msgspec.Raw | None, changes: Seq
         left_out += untold
     names = {function["function"]["name"] for function in functions}
     params = _choice_params(choice, names, bool(left_out)) if is_given(choice) else {}
-    return Tools(as_raw(functions) if functions else None, params, tuple(left_out))
+    return Tools(msgspec.json.encode(functions) if functions else None, params, tuple(left_out))
 
 
 def _is_carried(tool: _Tool) -> bool:
@@ -282,8 +286,61 @@ def parse_messages(
     `generates` False: its tokens are only counted, so `max_tokens` is not needed, and a reply's beginning is counted,
     too.
     """
-    fields, many_values = fields_of(body, has_few_values, continued)
+    known: _Others | None = None if continued is None else continued.others
+    fields, many_values = ({}, False) if known is not None else fields_of(body, has_few_values, continued)
     raws, layout = items_of(body, "messages", fields.pop("messages", None), many_values, continued)
+    # The layout's fields are views of short copies: they do not keep the body.
+    given = known.given if known is not None else _given(fields if layout is None else dict(layout.fields), many_values)
+    history = conversation(given.system, raws, continued, keeps_states=layout is not None)
+    if known is not None and not history.tool_changes:
+        others = known
+    else:
+        others = _others(given, history.tool_changes, generates=generates)
+    if layout is not None:
+        layout.translation = Translation(history.messages, history.states)
+        layout.others = None if history.tool_changes or given.ids is not None else others
+    return ChatRequest(
+        history.messages,
+        others.tools,
+        {**others.params, **prefill.PARAMS} if history.is_prefill and generates else others.params,
+        given.stream,
+        given.ids,
+        others.control,
+        "messages",
+        given.echo,
+        history.proofs,
+        has_object_arguments=True,
+        stream_mode=given.mode,
+        layout=layout,
+        prefix=None if continued is None else continued.translated(history.messages),
+        left_out=others.left_out,
+    )
+
+
+class _Given(msgspec.Struct, frozen=True):
+    """A request's fields beside its messages: `params` are those that are not listed here."""
+
+    stream: bool
+    mode: StreamMode | None
+    ids: TokenIds | None
+    params: Params
+    echo: bytes
+    system: list[str]
+    tools: msgspec.Raw | None
+    choice: msgspec.Raw | None
+
+
+class _Others(msgspec.Struct, frozen=True):
+    """What is sent for them, as in `ChatRequest`, if no message changes the tools."""
+
+    given: _Given
+    tools: bytes | None
+    params: Params
+    control: SessionControl | None
+    left_out: tuple[str, ...]
+
+
+def _given(fields: dict[str, msgspec.Raw], many_values: bool) -> _Given:
     ids = token_ids(fields.pop("input_ids"), "input_ids") if "input_ids" in fields else None
     stream = "stream" in fields and flag(fields.pop("stream"), "stream")
     mode = stream_mode(fields) if "stream_mode" in fields else None
@@ -293,31 +350,17 @@ def parse_messages(
     model = value_of(params.get("model"), "model")
     if not isinstance(model, str):
         raise InvalidRequest("model must be a string" if "model" in params else "model is missing")
-    echo = Echo(model, stops_of(params))
+    echo = msgspec.json.encode(Echo(model, stops_of(params)))
     system, tools, choice = (params.pop(name, None) for name in ("system", "tools", "tool_choice"))
-    history = conversation(system, raws, continued, keeps_states=layout is not None)
-    if layout is not None:
-        layout.translation = Translation(history.messages, history.states)
-    offered = tools_of(tools, choice, history.tool_changes)
+    return _Given(stream, mode, ids, params, echo, system_texts(system), tools, choice)
+
+
+def _others(given: _Given, changes: Sequence[ToolChange], *, generates: bool) -> _Others:
+    params = dict(given.params)
+    offered = tools_of(given.tools, given.choice, changes)
     left_out = offered.left_out
     if bytes(params.pop("mcp_servers", b"[]")) not in (b"[]", b"null"):
         left_out = (*left_out, left_out_at(SERVER_TOOL, "mcp_servers"))
     params = {**engine_fields(params, has_limit=generates), **offered.params}
-    if history.is_prefill and generates:
-        params |= prefill.PARAMS
-    return ChatRequest(
-        history.messages,
-        offered.raw,
-        params,
-        stream,
-        ids,
-        control.remove_control(params) if control.EXTENSIONS in params else None,
-        "messages",
-        msgspec.json.encode(echo),
-        history.proofs,
-        has_object_arguments=True,
-        stream_mode=mode,
-        layout=layout,
-        prefix=None if continued is None else continued.translated(history.messages),
-        left_out=left_out,
-    )
+    own = control.remove_control(params) if control.EXTENSIONS in params else None
+    return _Others(given, offered.raw, params, own, left_out)

@@ -59,10 +59,10 @@ class Tools(msgspec.Struct, frozen=True):
     shown: list[dict[str, Any]]
     left_out: tuple[str, ...] = ()
 
-    def raw(self, only: Collection[str] | None = None) -> msgspec.Raw | None:
+    def raw(self, only: Collection[str] | None = None) -> bytes | None:
         """The chat tools; None if there are none."""
         raws = [raw for flat, raw in self.functions.items() if only is None or flat in only]
-        return msgspec.Raw(b"[" + b",".join(map(bytes, raws)) + b"]") if raws else None
+        return b"[" + b",".join(map(bytes, raws)) + b"]" if raws else None
 
 
 NO_TOOLS = Tools({}, {}, [])

@@ -12,6 +12,8 @@ from ops.bench.real.relay import NOT_FOUND, Piece, Reply, parser_with_port, serv
 WEIGHT_VERSION = "7"
 CALLED = "run"
 WORDS_A_CHUNK = 6
+PARAMS = 4096
+"""Bytes of a request that have its parameters."""
 SHAPES = ("sglang", "vllm")
 
 _STATE = {
@@ -36,7 +38,8 @@ class Engine:
             tag = Tag.newest_in(body)
             self._asked[tag.name] += 1
             is_streamed = body.find(b'"stream":true', 0, 65536) >= 0
-            made = (self._stream if is_streamed else self._chat)(tag, self._asked[tag.name])
+            attempt = self._asked[tag.name]
+            made = self._stream(tag, attempt) if is_streamed else self._chat(tag, attempt, _rid(body))
             return Reply(made, streamed=is_streamed)
         if path == "/health":
             return Reply([b"{}"])
@@ -57,8 +60,8 @@ class Engine:
     def _call_id(self, tag: Tag, attempt: int) -> bytes:
         return f"call_{tag.name}_{attempt}".encode()
 
-    def _chat(self, tag: Tag, attempt: int) -> list[Piece]:
-        """A whole reply."""
+    def _chat(self, tag: Tag, attempt: int, rid: bytes) -> list[Piece]:
+        """A whole reply. Its id is its request's, if that has one, as SGLang's is."""
         made, prompt = self._material, sum(count for _, count in tag.prompt)
         comma, (_, count) = made.comma, tag.sampled
         content, arguments = made.said(tag, attempt)
@@ -68,7 +71,7 @@ class Engine:
             call, finish = self._form(form, self._call_id(tag, attempt), arguments), b"tool_calls"
         head = b'{"id":"%b","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,"message":{'
         form = head + b'"role":"assistant","content":"%b"%b},"finish_reason":"%b",'
-        begun = self._form(form, f"chat-{tag.name}-{attempt}".encode(), content, call, finish)
+        begun = self._form(form, rid or f"chat-{tag.name}-{attempt}".encode(), content, call, finish)
         ids = made.ids_text(tag.prompt)
         usage = self._usage(prompt, count)
         if self._shape == "sglang":
@@ -126,7 +129,7 @@ class Engine:
         self._asked[tag.name] += 1
         attempt = self._asked[tag.name]
         form = b'{"id":"%b","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":"%b",'
-        begun = self._form(form, f"cmpl-{tag.name}-{attempt}".encode(), made.said(tag, attempt)[0])
+        begun = self._form(form, _rid(body) or f"cmpl-{tag.name}-{attempt}".encode(), made.said(tag, attempt)[0])
         count = tag.sampled[1]
         own = b'"matched_stop":null' if self._shape == "sglang" else self._versions(count)
         begun += self._form(b'"finish_reason":"stop",%b,"logprobs":{"token_logprobs":[', own)
@@ -136,6 +139,12 @@ class Engine:
         usage = self._usage(body.count(b",", start, end) + 1, count)
         version = made.spelled(b',"metadata":{"weight_version":"7"}') if self._shape == "sglang" else b""
         return [begun, logprobs, *ids, prompt, b"]}]", made.comma, usage, version, b"}"]
+
+
+def _rid(body: bytes) -> bytes:
+    """The id that SGLang is to know the request by; empty if it has none before its messages."""
+    at = body.find(b'"rid":"', 0, PARAMS)
+    return body[at + 7 : body.index(b'"', at + 7)] if at >= 0 else b""
 
 
 def _chunks(text: bytes) -> list[bytes]:
