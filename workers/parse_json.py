@@ -18,7 +18,7 @@ LONG = 64 << 10
 """Bytes of payloads that are decoded with their reply."""
 
 MATCHED = 12 << 10
-"""A longer text is not searched with a regular expression: that takes twice as long as numpy does, and holds the GIL."""
+"""A longer text is not searched with a regular expression, which takes twice as long as numpy, and holds the GIL."""
 
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _AS_ONE_KIND = bytes.maketrans(b"{}", b"[]")
