@@ -208,7 +208,7 @@ def test_millions_of_ids_are_read_in_parts(spaces: bytes) -> None:
     text = b"[" + (b"," + spaces).join([b"%d" % number for number in range(1_000_000)]) + b"]"
     request = parse_completion(b'{"prompt":' + text + b"}")
     assert request.ids == TokenIds(1_000_000, text[1:-1].replace(spaces, b"") if spaces else text[1:-1])
-    for bad in (text[:-1] + b",]", text[:-1] + b",-1]", text[:-1] + b",[1]]", text[:-1] + b',"1"]'):
+    for bad in (text[:-1] + more + b"]" for more in (b",", b",-1", b",[1]", b',"1"', b",01", b",1.0", b",2147483648")):
         with pytest.raises(InvalidRequest):
             parse_completion(b'{"prompt":' + bad + b"}")
     with pytest.raises(Unsupported):
