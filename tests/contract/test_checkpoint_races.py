@@ -18,7 +18,7 @@ from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
-from app.store.log_sessions import Create, Erase
+from app.store.log_sessions import Close, Create, Erase
 from app.store.writer import Writer
 
 pytestmark = pytest.mark.anyio
@@ -63,6 +63,20 @@ async def test_nothing_is_taken_back_to_a_checkpoint_that_is_just_deleted(store:
     head = await store.head("s")
     assert head is not None
     assert (head.status, head.turns) == ("open", 1)
+    await store.submit(Make("default", "cut", "now"))
+    gone = Delete("default", "cut"), DropRows("", 10), DropRows("", 10)
+    other = Meanwhile(store.writer, Make, *gone, Make("default", "cut", "now"))
+    done = await restores(store, other.as_writer).run("default", "cut", "before-2-cut")
+    assert done["undone"] == 0, "another checkpoint has its name now"
+
+
+async def test_a_session_that_is_erased_meanwhile_was_not_taken_back(store: Store) -> None:
+    await store.create("s")
+    await store.submit(Make("default", "cut", "now"))
+    erased = Meanwhile(store.writer, RestoreSession, Close("s", 5.0), Erase("s", 6.0))
+    await store.take_turn("s")
+    done = await restores(store, erased.as_writer).run("default", "cut", "before-1-cut")
+    assert (done["sessions"], done["erased"]) == (0, ["s"])
 
 
 class Sweeping:

@@ -84,6 +84,12 @@ def test_what_only_the_chat_takes_goes_through_it(staging: Stand, body: dict[str
     assert asked(staging)[-1] == CHAT
 
 
+def test_an_engines_own_error_passes(staging: Stand) -> None:
+    talk = staging.talk()
+    refused = talk.chat([ASKED], sim={"fault": "status_400"})
+    assert (refused.status_code, asked(staging)[-1], talk.types()[-1]) == (400, NATIVE, "TurnRejected")
+
+
 @pytest.mark.parametrize("queued", [False, True])
 @pytest.mark.parametrize("at", [[5], [20, 0, 10]])
 def test_an_interrupted_one_goes_on_by_the_same_route(staging: Stand, at: list[int], queued: bool) -> None:

@@ -11,11 +11,13 @@ from helpers.log import BODY, opened, payload
 from helpers.store import LEASE_S, commit, create, release, reward, stage
 from sqlalchemy import bindparam, insert, select, update
 
+from app.domain.control import Action, SessionControl
 from app.domain.events import BlobsTombstoned, LimitReached, Limits, SessionRestored, TurnOpened
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit
 from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
 from app.features.resume.schema import staged_tokens as staged_tokens_table
 from app.features.resume.staged_tokens import StagedRow, StageTokens, TakeOverStaged
+from app.features.session_control.affinities import Use, Used
 from app.store import incarnations
 from app.store.dialect import Tx
 from app.store.log import Appended, BaseOperation, Refused, StoredChunk, advance_head
@@ -401,6 +403,18 @@ def test_another_process_has_used_all(shared: Shared) -> None:
     operation = commit("s", 2, 1, turn=1, at=3.0, opened_at=2.0, output_tokens=10)
     assert isinstance(shared.do(BudgetCommit(**msgspec.structs.asdict(operation))), Appended)
     assert shared.reserves(None, incarnation=2) == Stale()
+
+
+def test_a_name_has_expired(shared: Shared) -> None:
+    """The next turn that binds it chooses the engine anew."""
+
+    def uses(action: Action | None, lasts_s: float | None, engine: str) -> Used:
+        used: Used = shared.do(Use(SessionControl("c", action, lasts_s), "s", 1, LEASE_S, engine, frozenset()))
+        return used
+
+    for lasts_s, engine in ((-1.0, "http://a"), (60.0, "http://b")):
+        assert uses("bind", lasts_s, engine) == Used("bound", engine, lasts_s)
+    assert uses(None, None, "") == Used("bound", "http://b", 60.0)
 
 
 def _has_payload(shared: Shared) -> None:
