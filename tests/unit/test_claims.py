@@ -12,7 +12,16 @@ from helpers.store import LEASE_S, commit, create, release, reward, stage
 from sqlalchemy import bindparam, insert, select, update
 
 from app.domain.control import Action, SessionControl
-from app.domain.events import BlobsTombstoned, LimitReached, Limits, SessionRestored, TurnOpened
+from app.domain.events import (
+    BlobsTombstoned,
+    Event,
+    LimitReached,
+    Limits,
+    RolloutJoined,
+    SessionFinished,
+    SessionRestored,
+    TurnOpened,
+)
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit
 from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
 from app.features.resume.schema import staged_tokens as staged_tokens_table
@@ -220,6 +229,13 @@ def test_a_tree_was_restored(shared: Shared) -> None:
     shared.takes(3, 6.0, expected=6, last=5.0, turns=1)
     assert isinstance(shared.commits(3, 7, opened_at=6.0, known=Known(7, 6.0, 1)), Appended)
     assert shared.takes(4, 7.0, expected=5, last=3.0, turns=2, incarnation=2) == Stale()
+
+
+@pytest.mark.parametrize("event", [SessionFinished("f" * 32, True), RolloutJoined("root", has_limits=True)])
+def test_no_turn_may_be_opened_any_more(shared: Shared, event: Event) -> None:
+    """Or limits count that the claim does not know."""
+    shared.alter(lambda tx: advance_head(tx, "s", 2.0, [event]))
+    assert shared.takes(1, 2.5) == Stale()
 
 
 def test_two_turns_are_numbered(shared: Shared) -> None:
