@@ -29,10 +29,12 @@ from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
+from app.sessions.names import Names
 from app.store.feed import last_forgotten
 from app.store.incarnations import ReleaseLease, TakeLease
 from app.store.log_sessions import AssignReward, Create, Existing
 from app.store.schema import events, sessions, turns
+from app.store.sessions import Generation
 from app.store.writer import Writer
 
 pytestmark = pytest.mark.anyio
@@ -301,6 +303,10 @@ async def test_an_archived_member_is_erased_by_its_own_id(stage: Stage) -> None:
     assert not await stage.erasure.erase("child")
     queued = select(dead_objects.c.session_id)
     assert await stage.store.database.read(lambda c: c.execute(queued).scalars().all()) == ["child"], "its objects go"
+
+
+async def test_a_generation_that_leaves_while_its_name_is_asked_for_does_not_free_it_yet(stage: Stage) -> None:
+    assert not await Names(stage.cache, cast(Any, None))._frees_name(Generation("left", 1, "closed", None))
 
 
 async def test_what_is_added_to_a_rollout_while_it_leaves_keeps_it(postgres_store: Store) -> None:
