@@ -82,7 +82,7 @@ class KnownBody:
     """
 
     __slots__ = (
-        *("_places", "body", "continued", "count", "fields", "first_end", "front", "head", "name", "others"),
+        *("_places", "continued", "count", "fields", "first_end", "front", "head", "name", "others"),
         *("prefix_hasher", "protocol", "start", "tail", "text", "translation", "turn", "values"),
     )
 
@@ -100,7 +100,7 @@ class KnownBody:
         continued: KnownBody | None = None,
         places: Places | None = None,
     ) -> None:
-        self.body, whole = body, memoryview(body)
+        whole = memoryview(body)
         self.head, self.tail = whole[:end], whole[end:]
         self._places = places
         self.name, self.front, self.fields = name, front, fields

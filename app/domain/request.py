@@ -44,7 +44,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     arguments came as objects, which clients normalise. `stream_mode` is the request's own, removed from `params`.
     `layout` is that of a long body, `prefix` what was known of its history by its bytes. `left_out` is what of the
     request no engine is sent (`app.domain.left_out`). `beginning` is the message that begins the reply, which is none
-    of `messages` (`app.domain.prefill`).
+    of `messages` (`app.domain.prefill`). `call_ids` are those of the messages' calls and results, if they are known.
     """
 
     shape: ClassVar[EngineShape] = "chat"
@@ -68,6 +68,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     prefix: HistoryPrefix | None = None
     left_out: Sequence[str] = ()
     beginning: bytes | None = None
+    call_ids: Sequence[str] | None = None
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
