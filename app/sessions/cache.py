@@ -217,7 +217,7 @@ class CacheEntry:
         self.bodies = KnownBodies()
         self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
         self.newest_seen = 0
-        self.newest_blobs: tuple[tuple[bytes | str, ...], TurnBlobs] | None = None
+        self.newest_blobs: tuple[tuple[bytes, Sequence[str]], TurnBlobs] | None = None
         self.unread = StoredContent()
         self._every_index: TreeIndex | None = None
         self.committing = asyncio.Lock()
