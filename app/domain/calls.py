@@ -123,7 +123,7 @@ def given_ids(
 
 def _occurs(call_id: str, known: Sequence[str | msgspec.Raw]) -> bool:
     quoted = b'"%b"' % call_id.encode()
-    return any(one == call_id if isinstance(one, str) else quoted in bytes(one) for one in known)
+    return call_id in known or any(quoted in bytes(one) for one in known if not isinstance(one, str))
 
 
 def given_prefix(protocol: str, proof: str) -> str:
