@@ -96,12 +96,12 @@ def has_odd_ids(calls: Sequence[SampledCall]) -> bool:
 
 
 def given_ids(
-    calls: Sequence[SampledCall], protocol: str, proof: Callable[[], str], messages: Sequence[bytes | msgspec.Raw]
+    calls: Sequence[SampledCall], protocol: str, proof: Callable[[], str], known: Sequence[str | msgspec.Raw]
 ) -> GivenIds | None:
     """What the client is given in place of ids that it could not use; None if it can use all of them.
 
-    `proof` makes the turn's name, `messages` are its request's, or the body that holds them: in Messages and Responses
-    none of their ids is used again.
+    `proof` makes the turn's name, `known` are the ids of its request's calls, or the messages that hold them: in
+    Messages and Responses none of these is used again.
     """
     seen: set[str] = set()
     places: list[int] = []
@@ -112,7 +112,7 @@ def given_ids(
             or call.id in seen
             or (
                 protocol != "chat"
-                and (_PLAIN.fullmatch(call.id) is None or len(calls) > MOST_SOUGHT or _occurs(call.id, messages))
+                and (_PLAIN.fullmatch(call.id) is None or len(calls) > MOST_SOUGHT or _occurs(call.id, known))
             )
         ):
             places.append(place)
@@ -121,9 +121,9 @@ def given_ids(
     return GivenIds(given_prefix(protocol, proof()), tuple(places)) if places else None
 
 
-def _occurs(call_id: str, messages: Sequence[bytes | msgspec.Raw]) -> bool:
+def _occurs(call_id: str, known: Sequence[str | msgspec.Raw]) -> bool:
     quoted = b'"%b"' % call_id.encode()
-    return any(bytes(raw).rfind(quoted) >= 0 for raw in messages)
+    return call_id in known or any(quoted in bytes(one) for one in known if not isinstance(one, str))
 
 
 def given_prefix(protocol: str, proof: str) -> str:

@@ -82,7 +82,7 @@ class KnownBody:
     """
 
     __slots__ = (
-        *("_places", "body", "continued", "count", "fields", "first_end", "front", "head", "name", "others"),
+        *("_places", "continued", "count", "fields", "first_end", "front", "head", "name", "others"),
         *("prefix_hasher", "protocol", "start", "tail", "text", "translation", "turn", "values"),
     )
 
@@ -100,7 +100,7 @@ class KnownBody:
         continued: KnownBody | None = None,
         places: Places | None = None,
     ) -> None:
-        self.body, whole = body, memoryview(body)
+        whole = memoryview(body)
         self.head, self.tail = whole[:end], whole[end:]
         self._places = places
         self.name, self.front, self.fields = name, front, fields
@@ -245,7 +245,7 @@ class KnownBodies:
         for known in reversed(self._bodies):
             if known.protocol != protocol:
                 continue
-            if not body.startswith(known.head):
+            if known.has_places or not body.startswith(known.head):
                 others.append(known)
             elif len(known.head) > end:
                 longest, end = known, len(known.head)
@@ -423,10 +423,16 @@ def _front(text: bytes, name: str) -> dict[str, msgspec.Raw] | None:
 
 
 def _equal_messages(known: KnownBody, body: bytes, begin: int = 0, shift: int = 0) -> int:
-    """How many of the kept body's first messages `body` begins with, from `begin` on, `shift` bytes further on. If that
-    is 0, it is known that these are not all."""
+    """How many of the kept body's first messages `body` begins with, from `begin` on, `shift` bytes further on."""
     head = known.head
-    if begin and body.startswith(head[begin:], begin + shift):
+    if known.has_places and known.count > STATES:
+        # A client that has moved its marks moves them again: then these messages are compared once.
+        ends, equal = known.places[1], known.count - STATES
+        if body.startswith(head[begin : ends[equal - 1]], begin + shift):
+            while equal < known.count and body.startswith(head[ends[equal - 1] : ends[equal]], ends[equal - 1] + shift):
+                equal += 1
+            return equal
+    if body.startswith(head[begin:], begin + shift):
         return known.count
     if not body.startswith(head[begin : known.first_end], begin + shift):
         return 0

@@ -20,9 +20,8 @@ from app.domain.known_body import LONG_BODY, STATES, ContinuedBody, HistoryPrefi
 from app.domain.patterns import is_in_row
 from app.errors import Forbidden, InvalidRequest, Unsupported
 from workers import scan
-from workers.codec import TOKEN_BYTES
 from workers.parse_json import MAX_DEPTH, too_deep
-from workers.parse_prompt import MAX_TOKEN_ID, PLAIN_BYTES, TokenId
+from workers.parse_prompt import MAX_TOKEN_ID, TokenId
 from workers.reply import REPLAY
 from workers.top_logprobs import MAX_TOP
 
@@ -45,7 +44,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     arguments came as objects, which clients normalise. `stream_mode` is the request's own, removed from `params`.
     `layout` is that of a long body, `prefix` what was known of its history by its bytes. `left_out` is what of the
     request no engine is sent (`app.domain.left_out`). `beginning` is the message that begins the reply, which is none
-    of `messages` (`app.domain.prefill`).
+    of `messages` (`app.domain.prefill`). `call_ids` are those of the messages' calls and results, if they are known.
     """
 
     shape: ClassVar[EngineShape] = "chat"
@@ -69,6 +68,7 @@ class ChatRequest(msgspec.Struct, frozen=True):
     prefix: HistoryPrefix | None = None
     left_out: Sequence[str] = ()
     beginning: bytes | None = None
+    call_ids: Sequence[str] | None = None
 
 
 class CompletionRequest(msgspec.Struct, frozen=True):
@@ -392,15 +392,10 @@ def token_ids(raw: msgspec.Raw | None, name: str) -> TokenIds | None:
     text = text[1:-1]
     count = 0
     for part in split.parts(text):
-        listed = b"[%b]" % part
-        plain = scan.plain_ids(listed) if len(part) > PLAIN_BYTES else None
-        if plain is None:
-            try:
-                size = len(_TOKEN_IDS.decode(listed))
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise _no_ids(name) from error
-        else:
-            size = len(plain) // TOKEN_BYTES
+        try:
+            size = len(_TOKEN_IDS.decode(b"[%b]" % part))
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise _no_ids(name) from error
         if not size:
             raise _no_ids(name)
         count += size

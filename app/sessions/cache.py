@@ -18,6 +18,7 @@ from typing import ParamSpec, TypeVar, cast
 import msgspec
 
 from app.domain.calls import OddCalls, sampled_calls
+from app.domain.decide import TurnBlobs
 from app.domain.events import (
     COMPLETIONS,
     BlobsTombstoned,
@@ -201,8 +202,9 @@ class CacheEntry:
     `newest_seen` is the number of the newest event that this process has appended. `committing` is held while a turn of
     a tree is committed here, so that this process's commits do not make each other stale. `pinned_upto` is the last
     event that a checkpoint has of the session, as far as this process has heard; 0 for none. `unread` is the stored
-    content that was read with the log and that no turn has asked for yet. `newest_params` are the parameters of the
-    newest turn here and their blob's number: most turns of a session repeat them.
+    content that was read with the log and that no turn has asked for yet. `newest_blobs` are the parameters of the
+    newest turn here, the hashes of what else it stores once, and the numbers of these: most turns of a session repeat
+    them.
     """
 
     def __init__(self, session: Session) -> None:
@@ -215,7 +217,7 @@ class CacheEntry:
         self.bodies = KnownBodies()
         self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
         self.newest_seen = 0
-        self.newest_params: tuple[bytes, int] | None = None
+        self.newest_blobs: tuple[tuple[bytes, Sequence[str]], TurnBlobs] | None = None
         self.unread = StoredContent()
         self._every_index: TreeIndex | None = None
         self.committing = asyncio.Lock()
@@ -653,8 +655,8 @@ class SessionCache:
         session = live.session
         size = ENTRY_BYTES + TURN_BYTES * (session.turns.count + session.undone.count)
         size += CHUNK_BYTES * live.uses.references + live.messages.size + live.tokens.size + live.bodies.size
-        if live.newest_params is not None:
-            size += len(live.newest_params[0])
+        if live.newest_blobs is not None:
+            size += len(live.newest_blobs[0][0])
         if live.unread.exchanges or live.unread.tokens:
             size += live.unread.size
         self._bytes += size - self._sizes[session_id]

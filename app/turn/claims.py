@@ -12,7 +12,6 @@ import msgspec
 
 from app import crash_points
 from app.domain import decide
-from app.domain.decide import TurnBlobs
 from app.domain.events import Event, TurnAbandoned, TurnCommitted, TurnOpened, TurnRejected
 from app.domain.history import RequestHistory
 from app.domain.request import ChatRequest
@@ -358,9 +357,9 @@ class Claims:
             session = entry.session
             if not turn.may_hold_claim(session):
                 return Refused(session.status)
-            known = entry.newest_params
-            if known is not None and known[0] == call.params and not call.shared:
-                blobs, new_blobs = TurnBlobs(known[1]), list[StoredBlob]()
+            stored_once = call.params, [blob.hash for blob in call.shared]
+            if entry.newest_blobs is not None and entry.newest_blobs[0] == stored_once:
+                blobs, new_blobs = entry.newest_blobs[1], list[StoredBlob]()
             else:
                 blobs, new_blobs = blobs_of(call, session)
             events = decide.commit_turn(
@@ -412,7 +411,7 @@ class Claims:
             if isinstance(outcome, Appended):
                 if new_blobs:
                     turn.flight.stages.stored_bytes += size_of(new_blobs)
-                entry.newest_params = call.params, blobs.params
+                entry.newest_blobs = stored_once, msgspec.structs.replace(blobs, new=()) if new_blobs else blobs
                 return outcome
             if isinstance(outcome, Refused):
                 return outcome

@@ -536,8 +536,8 @@ class EngineCalls:
         request = turn.request
         assert isinstance(request, ChatRequest)
         proof = partial(self._proofs.of, turn.flight.session_id, turn.opened.turn)
-        messages = request.messages if request.layout is None else [request.layout.body]
-        return calls.given_ids(reply.calls, turn.opened.protocol, proof, messages)
+        known = request.messages if request.call_ids is None else request.call_ids
+        return calls.given_ids(reply.calls, turn.opened.protocol, proof, known)
 
 
 def _inference_chat(

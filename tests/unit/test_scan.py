@@ -36,6 +36,13 @@ def weight_of(values: list[Any]) -> int:
     return sum(map(weight, values)) + max(0, len(values) - 1)
 
 
+def starts(value: Any) -> int:
+    """The commas and opening brackets of its text that are in no string."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return 1 + max(0, len(value) - 1) + sum(map(starts, value)) if isinstance(value, list) else 0
+
+
 def levels(value: Any) -> int:
     if isinstance(value, dict):
         value = list(value.values())
@@ -55,6 +62,10 @@ def test_an_extent_is_what_a_decoder_finds(value: list[Any], size: int, spaced: 
         assert list(map(json.loads, scan.members(text))) == value
         assert b",".join(scan.members(text, 3)) == text[1:-1]
         assert may_exceed(text, 0) == (b"[" in text)
+        patch.setattr(scan, "SPARSE", 1 << 20)
+        assert scan.count_values(text) == starts(value)
+        patch.setattr(scan, "SPLIT", 0)
+        assert scan.count_values(text) == starts(value)
 
 
 def test_it_stops_where_there_are_too_many() -> None:

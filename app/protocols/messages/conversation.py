@@ -280,11 +280,12 @@ class ToolChange(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Chat messages; `proofs` are those of their signatures, the newest last. `is_prefill`: the last is an
-    assistant's. `states` are those of their translation (`translated`)."""
+    """Chat messages; `proofs` are those of their signatures, the newest last, `call_ids` those of calls and results.
+    `is_prefill`: the last is an assistant's. `states` are those of their translation (`translated`)."""
 
     messages: list[msgspec.Raw]
     proofs: tuple[str, ...]
+    call_ids: Sequence[str]
     is_prefill: bool
     tool_changes: Sequence[ToolChange]
     states: Sequence[State] = ()
@@ -307,7 +308,8 @@ def conversation(
     messages = chat.end()
     if text := "\n\n".join(filter(None, [*system, *chat.leading])):
         messages.insert(0, as_raw({"role": "system", "content": text}))
-    return Conversation(messages, tuple(chat.proofs), chat.role == "assistant", chat.tool_changes, states)
+    is_prefill = chat.role == "assistant"
+    return Conversation(messages, tuple(chat.proofs), chat.call_ids, is_prefill, chat.tool_changes, states)
 
 
 def system_texts(raw: msgspec.Raw | None) -> list[str]:
@@ -373,6 +375,7 @@ class _Chat:
 
     def __init__(self) -> None:
         self.proofs: list[str] = []
+        self.call_ids: list[str] = []
         self.leading: list[str] = []
         self.tool_changes: list[ToolChange] = []
         self.role: str | None = None
@@ -388,7 +391,7 @@ class _Chat:
     def copy(self) -> _Chat:
         made = _Chat()
         made.proofs, made.leading, made.role = self.proofs[:], self.leading[:], self.role
-        made.tool_changes = self.tool_changes[:]
+        made.call_ids, made.tool_changes = self.call_ids[:], self.tool_changes[:]
         made._messages, made._is_silent = self._messages[:], self._is_silent
         made._assistant = None if self._assistant is None else self._assistant.copy()
         made._parts = self._parts.copy()
@@ -441,6 +444,7 @@ class _Chat:
             if block.type == "tool_result":
                 self._end_parts()
                 answered, parts = required(block.tool_use_id, f"{at}.tool_use_id"), Parts()
+                self.call_ids.append(answered)
                 for inner, inner_at in blocks_of(content_of(block.content, f"{at}.content"), f"{at}.content"):
                     parts.add(part_of(inner, inner_at), "\n")
                 result: dict[str, Any] = {"role": "tool", "tool_call_id": answered, "content": parts.content()}
@@ -465,7 +469,8 @@ class _Chat:
                     if proof := find_proof(block.signature or ""):
                         self.proofs.append(proof)
                 case "tool_use":
-                    new.calls.append(_call(block, at))
+                    new.calls.append(call := _call(block, at))
+                    self.call_ids.append(call["id"])
                 case "redacted_thinking":
                     pass
                 case _:

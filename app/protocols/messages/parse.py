@@ -314,6 +314,7 @@ def parse_messages(
         layout=layout,
         prefix=None if continued is None else continued.translated(history.messages),
         left_out=others.left_out,
+        call_ids=history.call_ids,
     )
 
 

@@ -213,14 +213,15 @@ _REASONING, _ITEMS_TEXT, _CALL = 0, 1, 2
 class Conversation:
     """Builds the chat messages of a list of items. `system` are the leading texts of system and developer.
 
-    `more_tools` are those that items offer, with their paths; `left_out` is what of the items no engine is sent.
-    `continues`: a stored history stands before the items, so that none of them leads. `compacts`: the reply is to be a
-    summary.
+    `call_ids` are those of calls and outputs; `more_tools` are those that items offer, with their paths; `left_out` is
+    what of the items no engine is sent. `continues`: a stored history stands before the items, so that none of them
+    leads. `compacts`: the reply is to be a summary.
     """
 
     def __init__(self, continues: bool) -> None:
         self.system: list[str] = []
         self.proofs: list[str] = []
+        self.call_ids: list[str] = []
         self.references: dict[str, None] = {}
         self.more_tools: list[tuple[str, Any]] = []
         self.left_out: list[str] = []
@@ -240,7 +241,7 @@ class Conversation:
         made = Conversation(False)
         made.system, made.proofs, made.more_tools = self.system[:], self.proofs[:], self.more_tools[:]
         made.references, made._messages = dict(self.references), self._messages[:]
-        made.left_out, made.compacts = self.left_out[:], self.compacts
+        made.left_out, made.compacts, made.call_ids = self.left_out[:], self.compacts, self.call_ids[:]
         made._leads, made._rank, made._proof = self._leads, self._rank, self._proof
         made._unfinished = self._unfinished
         if self._last is not None:
@@ -335,6 +336,7 @@ class Conversation:
 
     def _call(self, called: str, called_id: Any, arguments: str, path: str, proof: str | None) -> None:
         given = name(called_id, f"{path}.call_id")
+        self.call_ids.append(given)
         call = {"id": given, "type": "function", "function": {"name": called, "arguments": arguments}}
         self._assistant(_CALL, proof).setdefault("tool_calls", []).append(call)
 
@@ -360,7 +362,9 @@ class Conversation:
         if answers is None and item.get("name") is not None:  # Codex tells its goals so, as nobody's result.
             self._client({"role": "user", "content": content})
         else:
-            self._client({"role": "tool", "tool_call_id": name(answers, f"{path}.call_id"), "content": content})
+            answered = name(answers, f"{path}.call_id")
+            self.call_ids.append(answered)
+            self._client({"role": "tool", "tool_call_id": answered, "content": content})
 
     def add_tools(self, item: Item, path: str, proof: str | None) -> None:
         """Tools that a client offers from here on; the engine is offered them from the beginning."""

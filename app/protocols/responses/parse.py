@@ -383,6 +383,7 @@ def parse_responses(
         layout=layout,
         prefix=None if continued is None or layout is None else continued.translated(messages),
         left_out=(*tools.left_out, *conversation.left_out, *parameters.left_out),
+        call_ids=None if previous or references else conversation.call_ids,
     )
 
 
