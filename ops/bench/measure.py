@@ -75,6 +75,11 @@ def _thread_cpu_s(thread: Path) -> float:
     return int((thread / "schedstat").read_text().split()[0]) / 1e9
 
 
+def disk_bytes(pid: int) -> int:
+    """What a process had written to disks so far."""
+    return _counted(Path(f"/proc/{pid}"), "write_bytes")
+
+
 def ended_disk_bytes() -> int:
     """What this process's children that have ended had written to disks, with theirs."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_oublock * 512

@@ -28,6 +28,7 @@ from ops.bench.measure import (
     against,
     alternate,
     cpu_s_by_thread,
+    disk_bytes,
     ended_disk_bytes,
     medians,
     percentile,
@@ -174,10 +175,8 @@ class Played:
 
     async def _sample(self) -> Figures:
         """All sessions at once."""
-        # SQLite's log file begins empty: what the sizes' sessions left there would be moved into the database here, 32
-        # MiB at once, on one side and not on the other.
-        await asyncio.to_thread(self._restart)
-        server, before = self._server, self._bytes()
+        stored, _ = await asyncio.to_thread(self._restart)
+        server, begun = self._server, disk_bytes(self._server.pid)
         async with asking(server.base_url) as times:
             began = time.perf_counter()
             talks = await play(
@@ -187,22 +186,23 @@ class Played:
             )
             seconds = time.perf_counter() - began
         found = await compared(server.base_url, talks)
-        await asyncio.to_thread(self._restart)
-        stored, written = (after - earlier for after, earlier in zip(self._bytes(), before, strict=True))
+        after, written = await asyncio.to_thread(self._restart)
+        stored = after - stored
         new = sum(one.bases[0] + sum(turn[2][0][1] + turn[3] for turn in one.turns) for one in self._sessions)
         return {
             "sessions": len(talks),
             "turns/s": found.turns / seconds,
             "/health p95 ms": percentile(times, 95) * 1000,
             "bytes stored a new token": stored / new,
-            "bytes written over stored": written / stored,
+            "bytes written over stored": (written - begun) / stored,
             **_judged("", found, talks),
         }
 
     async def _long(self) -> Figures:
         """One long session, and its first turn after a restart."""
+        stored, _ = await asyncio.to_thread(self._restart)
         server, turns = self._server, LONG_TURNS // 10 if self._given.quick else LONG_TURNS
-        before, cached, resident = self._bytes(), await self._metric("cache_bytes"), resident_bytes(server.pid)
+        begun, cached, resident = disk_bytes(server.pid), await self._metric("cache_bytes"), resident_bytes(server.pid)
         conversation = Conversation(30_000, BASE, self._side.material, self._side.wire)
         talk = await Talk.begin(server.base_url, self._side.opens, "long", conversation)
         await talk.turn(NEW, SAMPLED, calls=True)
@@ -221,8 +221,7 @@ class Played:
             / (BASE + turns * (NEW + SAMPLED)),
         }
         talk.close()
-        await asyncio.to_thread(self._restart)
-        stored, written = (after - earlier for after, earlier in zip(self._bytes(), before, strict=True))
+        after, written = await asyncio.to_thread(self._restart)
         async with await Connection.connect(server.base_url) as connection:
             await connection.request("GET", "/health")
         cold, began = self._cpu_s(), time.perf_counter()
@@ -232,7 +231,7 @@ class Played:
         talk.close()
         return {
             **figures,
-            "its bytes written over stored": written / stored,
+            "its bytes written over stored": (written - begun) / (after - stored),
             "its first turn after a restart, ms": seconds * 1000,
             "its first turn after a restart, CPU ms": (self._cpu_s() - cold) * 1000,
         }
@@ -266,18 +265,17 @@ class Played:
     def _cpu_s(self) -> float:
         return sum(cpu_s_by_thread(self._server.pid).values())
 
-    def _bytes(self) -> tuple[int, int]:
-        """The database's size, and what had been written to disks until the server was last stopped."""
-        files = self._server.database_path.parent.glob("turnlog.db*")
-        return sum(path.stat().st_size for path in files), ended_disk_bytes()
-
     def _start(self) -> None:
         with pinned(self._cpus):
             self._server.start()
 
-    def _restart(self) -> None:
+    def _restart(self) -> tuple[int, int]:
+        """The database's size without a log file, and what the process that was stopped had written to disks."""
+        before = ended_disk_bytes()
         self._server.stop()
+        written = ended_disk_bytes() - before
         self._start()
+        return self._server.database_path.stat().st_size, written
 
 
 def _judged(when: str, found: Compared, talks: Sequence[Talk]) -> dict[str, int]:
