@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 import statistics
 import threading
 import time
@@ -77,6 +78,11 @@ def _thread_cpu_s(thread: Path) -> float:
 def disk_bytes(pid: int) -> int:
     """What a process had written to disks so far."""
     return _counted(Path(f"/proc/{pid}"), "write_bytes")
+
+
+def ended_disk_bytes() -> int:
+    """What this process's children that have ended had written to disks, with theirs."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_oublock * 512
 
 
 def _counted(process: Path, name: str) -> int:

@@ -53,6 +53,8 @@ class Talk:
         self.session = session
         self.differing = 0
         """Replies that are not what the engine said."""
+        self.sent = 0
+        """Bytes of the newest request."""
         self._base_url = base_url
         self._retries = retries
         self._connection: Connection | None = None
@@ -69,6 +71,7 @@ class Talk:
         """Raises Failed, Broken, OSError."""
         own = self.conversation
         body = own.ask(new, sampled, kept=kept, calls=calls)
+        self.sent = sum(map(len, body))
         path = self.session.root + own.wire.route
         headers = f"idempotency-key: {self.session.id}-{len(own.turns)}\r\n" if self._retries else ""
         for last in (*([False] * (TRIES * self._retries)), True):
