@@ -133,7 +133,7 @@ async def _turns(arguments: argparse.Namespace, sides: Mapping[str, Side]) -> li
         async def measure(who: str) -> Figures:
             side = sides[who]
             count = len(side.servers) * arguments.at_once
-            talks = [await _grown(side, size * 1000, next(numbers)) for _ in range(count)]  # noqa: B023
+            talks = await asyncio.gather(*(_grown(side, size * 1000, next(numbers)) for _ in range(count)))  # noqa: B023
             work = await side.database.work() if side.database else None
             before = side.cpu_s()
             await asyncio.gather(*(_later(talk, arguments.turns) for talk in talks))
