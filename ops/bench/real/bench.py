@@ -356,8 +356,11 @@ def _sides(
         for who, (root, text) in placed.items():
             (place := folder / f"{who}-store").mkdir()
             database = None if postgres is None else postgres.new_database()
-            given = {"upstreams": [engines[text]], "database_url": database and database.url, "root": root}
-            servers = [ServerProcess(place, environment=settings, **given) for _ in range(arguments.processes or 1)]
+            url = None if database is None else database.url
+            servers = [
+                ServerProcess(place, upstreams=[engines[text]], database_url=url, environment=settings, root=root)
+                for _ in range(arguments.processes or 1)
+            ]
             servers[0].migrate()
             processes = [stack.enter_context(started(server, cpu_sets)) for server in servers]
             sides[who] = Side(processes, opens, wire, materials[text], database)
