@@ -29,7 +29,6 @@ from ops.bench.measure import (
     alternate,
     cpu_s_by_thread,
     disk_bytes,
-    ended_disk_bytes,
     medians,
     percentile,
     report,
@@ -158,6 +157,7 @@ class Played:
         assert isinstance(side.server, ServerProcess)
         self._cpus = cpus
         self._server = side.server
+        self._folder = side.server.database_path.parent
         self._side = side
         self._given = arguments
         sessions = sorted(sample().sessions, key=lambda one: len(one.turns))
@@ -176,7 +176,7 @@ class Played:
     async def _sample(self) -> Figures:
         """All sessions at once."""
         stored, _ = await asyncio.to_thread(self._restart)
-        server, begun = self._server, disk_bytes(self._server.pid)
+        server, begun = self._server, disk_bytes(self._folder)
         async with asking(server.base_url) as times:
             began = time.perf_counter()
             talks = await play(
@@ -202,7 +202,11 @@ class Played:
         """One long session, and its first turn after a restart."""
         stored, _ = await asyncio.to_thread(self._restart)
         server, turns = self._server, LONG_TURNS // 10 if self._given.quick else LONG_TURNS
-        begun, cached, resident = disk_bytes(server.pid), await self._metric("cache_bytes"), resident_bytes(server.pid)
+        begun, cached, resident = (
+            disk_bytes(self._folder),
+            await self._metric("cache_bytes"),
+            resident_bytes(server.pid),
+        )
         conversation = Conversation(30_000, BASE, self._side.material, self._side.wire)
         talk = await Talk.begin(server.base_url, self._side.opens, "long", conversation)
         await talk.turn(NEW, SAMPLED, calls=True)
@@ -269,13 +273,12 @@ class Played:
         with pinned(self._cpus):
             self._server.start()
 
-    def _restart(self) -> tuple[int, int]:
-        """The database's size without a log file, and what the process that was stopped had written to disks."""
-        before = ended_disk_bytes()
+    def _restart(self) -> tuple[int, float]:
+        """The bytes of the database without a log file, and what has been written to its disk, before the start."""
         self._server.stop()
-        written = ended_disk_bytes() - before
+        stored, written = self._server.database_path.stat().st_size, disk_bytes(self._folder)
         self._start()
-        return self._server.database_path.stat().st_size, written
+        return stored, written
 
 
 def _judged(when: str, found: Compared, talks: Sequence[Talk]) -> dict[str, int]:
