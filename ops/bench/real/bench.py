@@ -29,7 +29,6 @@ from ops.bench.measure import (
     alternate,
     cpu_s_by_thread,
     disk_bytes,
-    ended_disk_bytes,
     medians,
     percentile,
     report,
@@ -60,8 +59,6 @@ SETTLE_S = 0.1
 
 LONG_TURNS = 500
 PEER = PEERS["rllm-sqlite"]
-
-_BYTES = "SELECT pg_database_size(current_database()), (pg_current_wal_insert_lsn() - '0/0')::bigint"
 
 ALL = "CPU ms a turn"
 TURNLOG, FLOOR, BEFORE, CHAT, JSON = "turnlog", "floor", "before", "chat", "json"
@@ -178,6 +175,8 @@ class Played:
     def __init__(self, arguments: argparse.Namespace, side: Side, cpus: set[int]) -> None:
         self._cpus = cpus
         self._server = side.servers[0]
+        assert isinstance(self._server, ServerProcess)
+        self._files = self._server.database_path
         self._side = side
         self._given = arguments
         sessions = sorted(sample().sessions, key=lambda one: len(one.turns))
@@ -196,7 +195,7 @@ class Played:
     async def _sample(self) -> Figures:
         """All sessions at once."""
         stored, _ = await self._restart()
-        server, begun = self._server, await self._written()
+        server, begun = self._server, disk_bytes(self._files.parent)
         async with asking(server.base_url) as times:
             began = time.perf_counter()
             talks = await play(
@@ -222,8 +221,11 @@ class Played:
         """One long session, and its first turn after a restart."""
         stored, _ = await self._restart()
         server, turns = self._server, LONG_TURNS // 10 if self._given.quick else LONG_TURNS
-        begun, cached = await self._written(), await self._metric("cache_bytes")
-        resident = resident_bytes(server.pid)
+        begun, cached, resident = (
+            disk_bytes(self._files.parent),
+            await self._metric("cache_bytes"),
+            resident_bytes(server.pid),
+        )
         conversation = Conversation(30_000, BASE, self._side.material, self._side.wire)
         talk = await Talk.begin(server.base_url, self._side.opens, "long", conversation)
         await talk.turn(NEW, SAMPLED, calls=True)
@@ -291,30 +293,23 @@ class Played:
     def _cpu_s(self) -> float:
         return sum(self._side.cpu_s().values())
 
-    async def _written(self) -> int:
-        """Bytes so far: what the process had written to disks, or PostgreSQL's WAL."""
-        return (
-            disk_bytes(self._server.pid) if self._side.database is None else (await self._side.database.row(_BYTES))[1]
-        )
-
     def _start(self, server: OwnProcess) -> None:
         with pinned(self._cpus):
             server.start()
 
-    async def _restart(self) -> tuple[int, int]:
-        """The database's size without a log file, and what the process that was stopped had written to disks, or
-        PostgreSQL's WAL."""
-        before = ended_disk_bytes()
+    async def _restart(self) -> tuple[int, float]:
+        """The bytes of the database without a log file, and what has been written to its disk, before the start."""
         for server in self._side.servers:
             await asyncio.to_thread(server.stop)
-        written = ended_disk_bytes() - before
+        if self._side.database is None:
+            stored = self._files.stat().st_size
+        else:
+            await self._side.database.row("CHECKPOINT")
+            [stored] = await self._side.database.row("SELECT pg_database_size(current_database())")
+        written = disk_bytes(self._files.parent)
         for server in self._side.servers:
             await asyncio.to_thread(self._start, server)
-        if self._side.database is not None:
-            stored, written = await self._side.database.row(_BYTES)
-            return stored, written
-        assert isinstance(self._server, ServerProcess)
-        return self._server.database_path.stat().st_size, written
+        return stored, written
 
 
 def _judged(when: str, found: Compared, talks: Sequence[Talk]) -> dict[str, int]:
