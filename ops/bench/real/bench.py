@@ -4,7 +4,7 @@ A table has the server's CPU of a later turn of a session of each size, by threa
 which the servers get such a session one after the other; figures are medians, and of a ratio's servers those of one
 round. Another wire stands beside the same session as chat, and chat beside texts of JSON. Then the sample's sessions
 are played, all at once, and every exported row is compared with what the engine sampled; with --kills the server is
-killed under them. With --processes the store is PostgreSQL, whose own work is beside the servers'.
+killed under them. With --processes the store is PostgreSQL, whose own work stands beside the servers'.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ops.bench.measure import (
     against,
     alternate,
     cpu_s_by_thread,
-    ended_disk_bytes,
+    disk_bytes,
     medians,
     percentile,
     report,
@@ -59,8 +59,6 @@ SETTLE_S = 0.1
 
 LONG_TURNS = 500
 PEER = PEERS["rllm-sqlite"]
-
-_BYTES = "SELECT pg_database_size(current_database()), (pg_current_wal_insert_lsn() - '0/0')::bigint"
 
 ALL = "CPU ms a turn"
 TURNLOG, FLOOR, BEFORE, CHAT, JSON = "turnlog", "floor", "before", "chat", "json"
@@ -132,10 +130,10 @@ async def _turns(arguments: argparse.Namespace, sides: Mapping[str, Side]) -> li
         async def measure(who: str) -> Figures:
             side = sides[who]
             count = len(side.servers) * arguments.at_once
-            talks = [await _grown(side, size * 1000, next(numbers)) for _ in range(count)]  # noqa: B023
+            talks = await asyncio.gather(*(_grown(side, size * 1000, next(numbers)) for _ in range(count)))  # noqa: B023
             work = await side.database.work() if side.database else None
             before = side.cpu_s()
-            await asyncio.gather(*(_turns_of(talk, arguments.turns) for talk in talks))
+            await asyncio.gather(*(_later(talk, arguments.turns) for talk in talks))
             await asyncio.sleep(SETTLE_S)
             after, turns = side.cpu_s(), count * arguments.turns
             cpu = {thread: (after[thread] - before[thread]) * 1000 / turns for thread in after}
@@ -162,8 +160,8 @@ async def _grown(side: Side, size: int, number: int) -> Talk:
     return talk
 
 
-async def _turns_of(talk: Talk, count: int) -> None:
-    for _ in range(count):
+async def _later(talk: Talk, turns: int) -> None:
+    for _ in range(turns):
         await talk.turn(NEW, SAMPLED, calls=True)
     talk.close()
 
@@ -177,6 +175,8 @@ class Played:
     def __init__(self, arguments: argparse.Namespace, side: Side, cpus: set[int]) -> None:
         self._cpus = cpus
         self._server = side.servers[0]
+        assert isinstance(self._server, ServerProcess)
+        self._files = self._server.database_path
         self._side = side
         self._given = arguments
         sessions = sorted(sample().sessions, key=lambda one: len(one.turns))
@@ -194,11 +194,9 @@ class Played:
 
     async def _sample(self) -> Figures:
         """All sessions at once."""
-        # SQLite's log file begins empty: what the sizes' sessions left there would be moved into the database here, 32
-        # MiB at once, on one side and not on the other.
-        await asyncio.to_thread(self._restart)
-        before = await self._bytes()
-        async with asking(self._server.base_url) as times:
+        stored, _ = await self._restart()
+        server, begun = self._server, disk_bytes(self._files.parent)
+        async with asking(server.base_url) as times:
             began = time.perf_counter()
             talks = await play(
                 *(self._urls, self._side.opens, self._sessions, self._side.material, self._side.wire),
@@ -206,23 +204,28 @@ class Played:
                 clients=len(self._sessions),
             )
             seconds = time.perf_counter() - began
-        found = await compared(self._server.base_url, talks)
-        await asyncio.to_thread(self._restart)
-        stored, written = await self._bytes_since(before)
+        found = await compared(server.base_url, talks)
+        after, written = await self._restart()
+        stored = after - stored
         new = sum(one.bases[0] + sum(turn[2][0][1] + turn[3] for turn in one.turns) for one in self._sessions)
         return {
             "sessions": len(talks),
             "turns/s": found.turns / seconds,
             "/health p95 ms": percentile(times, 95) * 1000,
             "bytes stored a new token": stored / new,
-            "bytes written over stored": written / stored,
+            "bytes written over stored": (written - begun) / stored,
             **_judged("", found, talks),
         }
 
     async def _long(self) -> Figures:
         """One long session, and its first turn after a restart."""
+        stored, _ = await self._restart()
         server, turns = self._server, LONG_TURNS // 10 if self._given.quick else LONG_TURNS
-        before, cached, resident = await self._bytes(), await self._metric("cache_bytes"), resident_bytes(server.pid)
+        begun, cached, resident = (
+            disk_bytes(self._files.parent),
+            await self._metric("cache_bytes"),
+            resident_bytes(server.pid),
+        )
         conversation = Conversation(30_000, BASE, self._side.material, self._side.wire)
         talk = await Talk.begin(server.base_url, self._side.opens, "long", conversation)
         await talk.turn(NEW, SAMPLED, calls=True)
@@ -241,8 +244,7 @@ class Played:
             / (BASE + turns * (NEW + SAMPLED)),
         }
         talk.close()
-        await asyncio.to_thread(self._restart)
-        stored, written = await self._bytes_since(before)
+        after, written = await self._restart()
         async with await Connection.connect(server.base_url) as connection:
             await connection.request("GET", "/health")
         cold, began = self._cpu_s(), time.perf_counter()
@@ -252,7 +254,7 @@ class Played:
         talk.close()
         return {
             **figures,
-            "its bytes written over stored": written / stored,
+            "its bytes written over stored": (written - begun) / (after - stored),
             "its first turn after a restart, ms": seconds * 1000,
             "its first turn after a restart, CPU ms": (self._cpu_s() - cold) * 1000,
         }
@@ -289,29 +291,25 @@ class Played:
         return [server.base_url for server in self._side.servers]
 
     def _cpu_s(self) -> float:
-        return sum(cpu_s_by_thread(self._server.pid).values())
-
-    async def _bytes(self) -> tuple[int, int]:
-        """The database's size, and what had been written until the server was last stopped: to disks, or as WAL."""
-        if self._side.database is not None:
-            stored, written = await self._side.database.row(_BYTES)
-            return stored, written
-        assert isinstance(self._server, ServerProcess)
-        files = self._server.database_path.parent.glob("turnlog.db*")
-        return sum(path.stat().st_size for path in files), ended_disk_bytes()
-
-    async def _bytes_since(self, before: tuple[int, int]) -> tuple[int, int]:
-        stored, written = await self._bytes()
-        return stored - before[0], written - before[1]
+        return sum(self._side.cpu_s().values())
 
     def _start(self, server: OwnProcess) -> None:
         with pinned(self._cpus):
             server.start()
 
-    def _restart(self) -> None:
+    async def _restart(self) -> tuple[int, float]:
+        """The bytes of the database without a log file, and what has been written to its disk, before the start."""
         for server in self._side.servers:
-            server.stop()
-            self._start(server)
+            await asyncio.to_thread(server.stop)
+        if self._side.database is None:
+            stored = self._files.stat().st_size
+        else:
+            await self._side.database.row("CHECKPOINT")
+            [stored] = await self._side.database.row("SELECT pg_database_size(current_database())")
+        written = disk_bytes(self._files.parent)
+        for server in self._side.servers:
+            await asyncio.to_thread(self._start, server)
+        return stored, written
 
 
 def _judged(when: str, found: Compared, talks: Sequence[Talk]) -> dict[str, int]:
@@ -341,11 +339,11 @@ def _sides(
             text: stack.enter_context(engine_process(folder, arguments.shape, text, arguments.spaced)).base_url
             for text in materials
         }
-        postgres = stack.enter_context(primary(arguments.folder)) if arguments.processes else None
         placed = {BEFORE: (source_tree(arguments.before, folder), arguments.text)} if arguments.before else {}
         placed[TURNLOG] = ROOT, arguments.text
         if wire is chat:
             placed[JSON] = ROOT, JSON
+        postgres = stack.enter_context(primary(arguments.folder)) if arguments.processes else None
         sides = {}
         settings = {"TURNLOG_UPSTREAM_DIALECT": arguments.shape}
         # An agent program's history is a tree.
@@ -353,14 +351,14 @@ def _sides(
         for who, (root, text) in placed.items():
             (place := folder / f"{who}-store").mkdir()
             database = None if postgres is None else postgres.new_database()
-            url = database and database.url
+            url = None if database is None else database.url
             servers = [
-                ServerProcess(place, database_url=url, upstreams=[engines[text]], environment=settings, root=root)
+                ServerProcess(place, upstreams=[engines[text]], database_url=url, environment=settings, root=root)
                 for _ in range(arguments.processes or 1)
             ]
             servers[0].migrate()
-            running = [stack.enter_context(started(server, cpu_sets)) for server in servers]
-            sides[who] = Side(running, opens, wire, materials[text], database)
+            processes = [stack.enter_context(started(server, cpu_sets)) for server in servers]
+            sides[who] = Side(processes, opens, wire, materials[text], database)
         if wire is not chat and not wire.is_ids:
             sides[CHAT] = sides[TURNLOG]._replace(wire=chat)
         plain = wire if wire.is_ids else chat
