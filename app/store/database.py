@@ -41,7 +41,16 @@ from app.store.dialect import (
     is_conflict,
     store_error,
 )
-from app.store.opening import SqliteLock, acquire, file_of, require_head, revision_of, unopened
+from app.store.opening import (
+    SqliteLock,
+    acquire,
+    file_of,
+    require_head,
+    revision_head,
+    revision_of,
+    unopened,
+    upgrade,
+)
 from app.store.ports import READERS, Committed
 from app.store.postgres import (
     DRIVER_ERRORS,
@@ -116,6 +125,31 @@ async def revision_without_room(url: str) -> str | None:
         return None
     finally:
         opened.close()
+
+
+def bring_up_to_date(url: str) -> None:
+    """Run the migrations, unless the database is at this code's revision. Raises StartupError."""
+    if asyncio.run(_revision(url)) == revision_head():
+        return
+    lock = sqlite_lock(url)
+    if lock is not None:  # the migration's own error would speak of a schema change that nobody asked for
+        acquire(lock, url)
+        lock.release()
+    upgrade(url)
+
+
+async def _revision(url: str) -> str | None:
+    """None also where it cannot be read: a migration says why."""
+    if make_url(url).get_backend_name() == "sqlite":
+        return await revision_without_room(url)
+    engine = create_engine(url)
+    try:
+        async with engine.connect() as connection:
+            return await connection.run_sync(revision_of)
+    except (DBAPIError, OSError, *DRIVER_ERRORS):
+        return None
+    finally:
+        await _dispose(engine)
 
 
 def sqlite_lock(url: str, *, create: bool = False) -> SqliteLock | None:
