@@ -13,17 +13,6 @@ EXTRAS = {
     *("alembic", "boto3", "jinja2", "opentelemetry", "pyarrow", "rich", "sqlalchemy.orm", "tokenizers", "transformers"),
     "typer",
 }
-    "alembic",
-    "boto3",
-    "jinja2",
-    "opentelemetry",
-    "pyarrow",
-    "rich",
-    "sqlalchemy.orm",
-    "tokenizers",
-    "transformers",
-    "typer",
-}
 """Packages that a server may lack, or that take long to import."""
 
 
