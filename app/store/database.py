@@ -132,13 +132,12 @@ async def revision_without_room(url: str) -> str | None:
 
 def bring_up_to_date(url: str) -> None:
     """Run the migrations, unless the database is at this code's revision. Raises StartupError."""
-    if asyncio.run(_revision(url)) == revision_head():
-        return
     lock = sqlite_lock(url)
     if lock is not None:  # the migration's own error would speak of a schema change that nobody asked for
         acquire(lock, url)
         lock.release()
-    upgrade(url)
+    if asyncio.run(_revision(url)) != revision_head():
+        upgrade(url)
 
 
 async def _revision(url: str) -> str | None:
