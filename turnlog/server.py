@@ -10,6 +10,7 @@ import fcntl
 import gc
 import ipaddress
 import os
+import select
 import signal
 import socket
 import sys
@@ -110,15 +111,19 @@ def _is_loopback(host: str) -> bool:
 
 def _end_with_supervisor(control: socket.socket) -> None:
     """Let this process end when the other end of `control` is closed, whatever it is doing."""
-    if sys.platform == "linux":  # the kernel kills it, also while C code holds the interpreter, and a stopped one
+    if sys.platform == "linux":
+        # The kernel kills it, also while C code holds the interpreter, and a stopped one; but not if a thread waits for
+        # the socket.
         fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(control, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) | os.O_ASYNC)
-    # elsewhere, and where it was closed before
-    threading.Thread(target=_end_with, args=(control,), name="turnlog-supervisor", daemon=True).start()
+        if select.select([control], [], [], 0)[0]:  # it was closed before
+            os._exit(SUPERVISOR_GONE)
+    else:
+        threading.Thread(target=_wait_for, args=(control,), name="turnlog-supervisor", daemon=True).start()
 
 
-def _end_with(control: socket.socket) -> None:
+def _wait_for(control: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):  # it died before it had read what was sent
         control.recv(1)
     os._exit(SUPERVISOR_GONE)

@@ -27,15 +27,15 @@ class Parameter(FieldInfo):  # type: ignore[misc]  # pydantic calls it final
     source: ClassVar[str]
 
 
-class Path(Parameter):
+class Path(Parameter):  # type: ignore[misc]
     source = "path"
 
 
-class Query(Parameter):
+class Query(Parameter):  # type: ignore[misc]
     source = "query"
 
 
-class Header(Parameter):
+class Header(Parameter):  # type: ignore[misc]
     """The name has dashes where the signature has underscores."""
 
     source = "header"
