@@ -121,7 +121,11 @@ async def _dispose(engine: AsyncEngine) -> None:
 
 async def revision_without_room(url: str) -> str | None:
     """The revision of an SQLite file on a full disk; None if it cannot be read either."""
-    opened = open_reads_only(make_url(url))
+    return _revision_in_file(make_url(url), open_reads_only)
+
+
+def _revision_in_file(url: URL, opening: Callable[[URL], SqliteReads]) -> str | None:
+    opened = opening(url)
     try:
         return opened.read_here(revision_of)
     except (DBAPIError, OSError):
@@ -142,8 +146,9 @@ def bring_up_to_date(url: str) -> None:
 
 async def _revision(url: str) -> str | None:
     """None also where it cannot be read: a migration says why."""
-    if make_url(url).get_backend_name() == "sqlite":
-        return await revision_without_room(url)
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite":  # reading would make the file
+        return _revision_in_file(parsed, open_reads) if file_of(parsed).exists() else None
     engine = create_engine(url)
     try:
         async with engine.connect() as connection:

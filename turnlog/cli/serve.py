@@ -101,7 +101,7 @@ def _pass_on(ctx: typer.Context, module: str, extra: str) -> None:
     try:
         main = importlib.import_module(module).main
     except ModuleNotFoundError as error:
-        from app.process import install_command
+        from app.extras import install_command
 
         raise Failure(f"{ctx.command_path} needs {error.name}: {install_command(extra)}") from None
     raise typer.Exit(main(ctx.args, ctx.command_path))
