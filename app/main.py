@@ -1,7 +1,12 @@
 """The application, for `uvicorn app.main:app`: its routes, and the services that live from its start to its stop."""
 
-import contextlib
+# ruff: noqa: E402
+
 import gc
+
+gc.disable()  # to the end of this file: imports leave hardly any garbage, but much to look through
+
+import contextlib
 import logging
 import sys
 import time
@@ -150,7 +155,6 @@ class Turnlog:
 def _calm_collector() -> None:
     """Reduce garbage collection: start-up's objects stay, and turns make few cycles. Full runs only cost latency."""
     gc.freeze()
-    gc.enable()
     gc.set_threshold(20_000, 20, 50)
 
 
@@ -176,3 +180,5 @@ def _from_environment() -> Turnlog:
 
 
 app = _from_environment()
+gc.freeze()
+gc.enable()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import gc
 import ipaddress
 import os
 import select
@@ -28,7 +27,6 @@ SUPERVISOR_GONE = 70
 
 
 def main() -> None:
-    gc.disable()  # until it serves: an import leaves hardly any garbage, but much to look through
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the supervisor's is inherited
     put_on_path()
