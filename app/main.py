@@ -1,7 +1,12 @@
 """The application, for `uvicorn app.main:app`: its routes, and the services that live from its start to its stop."""
 
-import contextlib
+# ruff: noqa: E402
+
 import gc
+
+gc.disable()  # to the end of this file: imports leave hardly any garbage, but much to look through
+
+import contextlib
 import logging
 import sys
 import time
@@ -67,7 +72,7 @@ class Turnlog:
         )
         self.release = release
         self.services: Services
-        self._settings = settings
+        self.settings = settings
         self._ids = request_ids()
         self._tokens = Tokens(settings.admin_token, settings.session_secret)
         self._connection_limit = ConnectionLimit(time.monotonic)
@@ -115,7 +120,7 @@ class Turnlog:
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             self._connection_limit.open()
-            bound_connections(receive, self._connection_limit, self._settings.max_request_bytes)
+            bound_connections(receive, self._connection_limit, self.settings.max_request_bytes)
             await self._live(receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close"})
@@ -125,8 +130,8 @@ class Turnlog:
         await receive()
         async with contextlib.AsyncExitStack() as stack:
             try:
-                limit, features = self._connection_limit, chosen(self._settings)
-                started = running(self._settings, self.release, self._tokens, limit, features, store_points())
+                limit, features = self._connection_limit, chosen(self.settings)
+                started = running(self.settings, self.release, self._tokens, limit, features, store_points())
                 self.services = await stack.enter_async_context(started)
                 for feature in FEATURES:
                     if feature not in features.values() and hasattr(feature, "absent"):
@@ -149,7 +154,6 @@ class Turnlog:
 
 def _calm_collector() -> None:
     """Reduce garbage collection: start-up's objects stay, and turns make few cycles. Full runs only cost latency."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
@@ -176,3 +180,5 @@ def _from_environment() -> Turnlog:
 
 
 app = _from_environment()
+gc.freeze()
+gc.enable()

@@ -1,9 +1,5 @@
 """What a process does for itself: it ends its tasks, measures its loop's lag, gives memory back to the system, counts
-features' faults, stops in time, bounds its connections, and knows which packages are installed.
-
-The command line asks for the packages before anything else of the server is there: this imports the standard library
-alone.
-"""
+features' faults, stops in time, and bounds its connections."""
 
 from __future__ import annotations
 
@@ -11,14 +7,11 @@ import asyncio
 import contextlib
 import ctypes
 import logging
-import re
 import resource
-import shlex
 import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
-from importlib.metadata import PackageNotFoundError, distribution, requires
 from types import FrameType
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -235,43 +228,3 @@ class ConnectionLimit:
             )
             self._logged_at, self._logged = now, self.refused
         return f"{self.connections} connections are open, and at most {self._limit} files may be"
-
-
-# How the packages of an extra are installed, and which are missing.
-
-_OF_EXTRA = re.compile(r"(?P<package>[^;]+);\s*extra == ['\"](?P<extra>[\w.-]+)['\"]")
-_NAME = re.compile(r"[\w.-]+")
-
-
-def install_command(extra: str) -> str:
-    """The command that installs the extra's packages, by their own names.
-
-    It works for every kind of installation: no package index has `turnlog`, and outside a checkout there is no source.
-    """
-    try:
-        return f"pip install {shlex.join(_packages(extra))}"
-    except PackageNotFoundError:
-        return f"pip install -e '.[{extra}]' in the checkout"
-
-
-def missing_packages(extra: str) -> list[str]:
-    """The extra's packages that are not installed; empty if Turnlog itself is not installed."""
-    try:
-        names = [name[0] for line in _packages(extra) if (name := _NAME.match(line))]
-    except PackageNotFoundError:
-        return []
-    return [name for name in names if not _is_installed(name)]
-
-
-def _is_installed(name: str) -> bool:
-    try:
-        distribution(name)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-def _packages(extra: str) -> list[str]:
-    """The extra's packages with their versions. Raises PackageNotFoundError if Turnlog is not installed."""
-    matches = [_OF_EXTRA.fullmatch(line) for line in requires("turnlog") or []]
-    return [one["package"].strip() for one in matches if one is not None and one["extra"] == extra]

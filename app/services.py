@@ -20,6 +20,7 @@ from app.errors import AppError, SessionNotFound, StartupError
 from app.export.exporter import Exporter, ExportMetrics, load_picker
 from app.export.helpers import MOST_HELPERS, Helpers
 from app.export.session_samples import SessionSamples
+from app.extras import install_command
 from app.fleet.engine_pool import EnginePool
 from app.fleet.engines import Engines
 from app.fleet.health import HealthWatch
@@ -27,7 +28,7 @@ from app.fleet.member import WeightVersions
 from app.fleet.native import NativeRoutes
 from app.fleet.state import POLL_S, FleetState
 from app.metrics import Metrics, RecentTurnStats
-from app.process import ConnectionLimit, FeatureFaults, FreedMemory, LoopLag, end_without_store, install_command
+from app.process import ConnectionLimit, FeatureFaults, FreedMemory, LoopLag, end_without_store
 from app.request_memory import RequestMemory
 from app.sessions.all_events import AllEvents
 from app.sessions.cache import SessionCache

@@ -6,14 +6,21 @@ It ends when its supervisor does.
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import ipaddress
 import os
+import select
 import signal
 import socket
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from turnlog.server_code import put_on_path
-from turnlog.supervisor import BACKLOG, ServeOptions
+from turnlog.supervisor import BACKLOG, ServeOptions, in_url
+
+if TYPE_CHECKING:
+    from app.settings import Settings
 
 SUPERVISOR_GONE = 70
 """The exit code of a server whose supervisor died; nobody sees it."""
@@ -27,8 +34,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[2]))
     for descriptor in (*options.sockets, control.fileno()):
         os.set_inheritable(descriptor, False)  # not the worker processes'
-    # A thread, so that a busy event loop does not delay the end.
-    threading.Thread(target=_end_with_supervisor, args=(control,), name="turnlog-supervisor", daemon=True).start()
+    _end_with_supervisor(control)
 
     import uvicorn
     from uvicorn.config import STARTUP_FAILURE
@@ -54,13 +60,68 @@ def main() -> None:
         access_log=False,
         timeout_graceful_shutdown=options.stop_s,
     )
+    config.load()
+    _prepare(options)
     server = Server(config)
     server.run([socket.socket(fileno=descriptor) for descriptor in options.sockets])
     if not server.started:
         sys.exit(STARTUP_FAILURE)
 
 
+def _prepare(options: ServeOptions) -> None:
+    """Bring the database up to date, and say where the server is. Exits with the line of what went wrong."""
+    from app.errors import StartupError
+    from app.main import app
+    from app.store.database import bring_up_to_date
+
+    if options.migrates:
+        try:
+            bring_up_to_date(app.settings.database_url)
+        except StartupError as error:
+            sys.exit(error.under("turnlog"))
+    if options.greets:
+        with contextlib.suppress(OSError):  # nobody reads the log
+            for line in _greeting(app.settings, options.host, options.port):
+                print(f"turnlog: {line}", file=sys.stderr, flush=True)
+
+
+def _greeting(settings: Settings, host: str, port: int) -> list[str]:
+    """The address and who has access."""
+    url = f"http://{in_url(host, port)}"
+    if settings.admin_token:
+        access = "sign in with the first token of TURNLOG_ADMIN_TOKEN"
+    elif _is_loopback(host):
+        access = "no TURNLOG_ADMIN_TOKEN: whoever is on this machine is served, nobody else"
+    else:
+        access = (
+            "no TURNLOG_ADMIN_TOKEN: nobody from elsewhere is served but from TURNLOG_TRUSTED_NETWORKS; set a token"
+        )
+    engines = "no TURNLOG_UPSTREAMS: chat is 503 no_upstream until an engine is added (turnlog engines add URL)"
+    return [f"{url}, the page at {url}/ui", access, *([] if settings.upstreams else [engines])]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def _end_with_supervisor(control: socket.socket) -> None:
+    """Let this process end when the other end of `control` is closed, whatever it is doing."""
+    if sys.platform == "linux":
+        # The kernel kills it, also while C code holds the interpreter, and a stopped one; but not if a thread waits for
+        # the socket.
+        fcntl.fcntl(control, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(control, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(control, fcntl.F_SETFL, fcntl.fcntl(control, fcntl.F_GETFL) | os.O_ASYNC)
+        if select.select([control], [], [], 0)[0]:  # it was closed before
+            os._exit(SUPERVISOR_GONE)
+    else:
+        threading.Thread(target=_wait_for, args=(control,), name="turnlog-supervisor", daemon=True).start()
+
+
+def _wait_for(control: socket.socket) -> None:
     with contextlib.suppress(ConnectionError):  # it died before it had read what was sent
         control.recv(1)
     os._exit(SUPERVISOR_GONE)

@@ -35,13 +35,16 @@ METRICS_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 class ServeOptions(NamedTuple):
     """Passed on the command line. `sockets` are listening descriptors, `host` and `port` their address for the log;
-    `workers` servers run at a time. A stop waits `stop_s` seconds for open requests."""
+    `workers` servers run at a time. A stop waits `stop_s` seconds for open requests. `migrates`: the server brings the
+    database up to date first, and `greets`: it says where it is and who has access."""
 
     sockets: tuple[int, ...]
     host: str
     port: int
     workers: int
     stop_s: int
+    migrates: bool
+    greets: bool = True
 
     def to_json(self) -> str:
         return json.dumps(self._asdict())
@@ -50,6 +53,10 @@ class ServeOptions(NamedTuple):
     def from_json(text: str) -> ServeOptions:
         read = ServeOptions(**json.loads(text))
         return read._replace(sockets=tuple(read.sockets))
+
+
+def in_url(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -100,6 +107,7 @@ def supervise(options: ServeOptions) -> int:
                 try:
                     pid, control = _start_server(options)
                     servers[pid] = control
+                    options = options._replace(greets=False)
                 except OSError as error:
                     _say(f"no server process could be started: {error.strerror}")
                     retry_at = time.monotonic() + BACKOFF_S[1]
@@ -118,6 +126,7 @@ def supervise(options: ServeOptions) -> int:
                 continue
             if served:
                 has_served, failing_since, backoff_s = True, None, 0.0
+                options = options._replace(migrates=False)  # others serve this version
                 _say(f"{how}; another is started")
                 continue
             backoff_s = min(max(2 * backoff_s, BACKOFF_S[0]), BACKOFF_S[1])

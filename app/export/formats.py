@@ -34,7 +34,7 @@ from app.export.shapes import (
     verl,
     xtuner,
 )
-from app.process import install_command
+from app.extras import install_command
 
 GroupShape = Callable[[Sequence[Row]], Fields]
 """Makes one row of all rows of a group. Raises Unfit."""

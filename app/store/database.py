@@ -21,7 +21,6 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.sql import Executable
 
 from app.domain.events import UnknownEvent
@@ -41,7 +40,16 @@ from app.store.dialect import (
     is_conflict,
     store_error,
 )
-from app.store.opening import SqliteLock, acquire, file_of, require_head, revision_of, unopened
+from app.store.opening import (
+    SqliteLock,
+    acquire,
+    file_of,
+    require_head,
+    revision_head,
+    revision_of,
+    unopened,
+    upgrade,
+)
 from app.store.ports import READERS, Committed
 from app.store.postgres import (
     DRIVER_ERRORS,
@@ -58,6 +66,8 @@ from app.store.sqlite import SqliteReads, SqliteWriter, driver_rows, engine_for_
 from workers.codec import CorruptContent
 
 if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
+
     from app.store.ports import Bucket
 
 T = TypeVar("T")
@@ -89,6 +99,8 @@ def create_engine(url: str) -> AsyncEngine:
 
 def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
     """With `?prepared_statement_cache_size=0` statements have no names, as older transaction poolers require."""
+    from sqlalchemy.ext.asyncio import create_async_engine  # it brings the ORM, which takes a tenth of a start
+
     url, arguments = driver_arguments(url, CONNECT_S)
     arguments["command_timeout"] = ANSWER_S
     if url.query.get("prepared_statement_cache_size") == "0":
@@ -109,13 +121,42 @@ async def _dispose(engine: AsyncEngine) -> None:
 
 async def revision_without_room(url: str) -> str | None:
     """The revision of an SQLite file on a full disk; None if it cannot be read either."""
-    opened = open_reads_only(make_url(url))
+    return _revision_in_file(make_url(url), open_reads_only)
+
+
+def _revision_in_file(url: URL, opening: Callable[[URL], SqliteReads]) -> str | None:
+    opened = opening(url)
     try:
         return opened.read_here(revision_of)
     except (DBAPIError, OSError):
         return None
     finally:
         opened.close()
+
+
+def bring_up_to_date(url: str) -> None:
+    """Run the migrations, unless the database is at this code's revision. Raises StartupError."""
+    lock = sqlite_lock(url)
+    if lock is not None:  # the migration's own error would speak of a schema change that nobody asked for
+        acquire(lock, url)
+        lock.release()
+    if asyncio.run(_revision(url)) != revision_head():
+        upgrade(url)
+
+
+async def _revision(url: str) -> str | None:
+    """None also where it cannot be read: a migration says why."""
+    parsed = make_url(url)
+    if parsed.get_backend_name() == "sqlite":  # reading would make the file
+        return _revision_in_file(parsed, open_reads) if file_of(parsed).exists() else None
+    engine = create_engine(url)
+    try:
+        async with engine.connect() as connection:
+            return await connection.run_sync(revision_of)
+    except (DBAPIError, OSError, *DRIVER_ERRORS):
+        return None
+    finally:
+        await _dispose(engine)
 
 
 def sqlite_lock(url: str, *, create: bool = False) -> SqliteLock | None:

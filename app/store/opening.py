@@ -288,6 +288,23 @@ def require_head(revision: str | None) -> None:
         )
 
 
+def upgrade(url: str) -> None:
+    """Run the migrations that were installed with the code. Raises StartupError."""
+    from alembic import command
+    from alembic.config import Config
+    from alembic.util import CommandError
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
+    try:
+        command.upgrade(config, "head")
+    except CommandError as error:
+        raise StartupError(str(error)) from None
+    except SystemExit as error:  # the migrations' environment reports its errors so
+        raise StartupError(str(error.code).removeprefix("turnlog: ")) from None
+
+
 def _named() -> tuple[set[str], set[str]]:
     """All revisions, and those that have a successor."""
     names: dict[bool, set[str]] = {True: set(), False: set()}

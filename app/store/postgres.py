@@ -16,12 +16,11 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import asyncpg
 from sqlalchemy import Connection, bindparam, func, select, text
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from sqlalchemy.sql import Executable
 
 from app.errors import StartupError, StoreUnavailable
@@ -30,6 +29,9 @@ from app.store.dialect import Compiler, ConnectionLost, Parameters, Row, StorePo
 from app.store.ports import Committed
 from app.store.postgres_tx import LastEvent, PostgresTx
 from app.store.schema import events
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 T = TypeVar("T")
 

@@ -23,12 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 from sqlalchemy import Connection, create_engine, event, literal_column, select
 from sqlalchemy.engine import URL, Engine
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from app.errors import StartupError, StoreFull, StoreLocked, StoreLost, StoreUnavailable
 from app.store.damage import damage
@@ -48,6 +47,9 @@ from app.store.opening import SqliteLock, file_of
 from app.store.ports import LOCKED_S, READERS, Committed
 from app.store.schema import events
 from app.store.sqlite_tx import SqliteTx
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
 T = TypeVar("T")
 
@@ -433,6 +435,8 @@ def driver_rows(connection: Connection, text: str, values: Sequence[Any]) -> Seq
 
 
 def engine_for_migrations(url: URL) -> AsyncEngine:
+    from sqlalchemy.ext.asyncio import create_async_engine  # a start needs none of it
+
     engine = create_async_engine(url, connect_args={"timeout": LOCKED_S})
     event.listen(engine.sync_engine, "begin", _begin)
     event.listen(engine.sync_engine, "connect", _configure)

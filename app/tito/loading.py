@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from app.errors import StartupError
-from app.process import install_command
+from app.extras import install_command
 from app.tito.normalise import EngineDialect
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -50,6 +51,7 @@ def main(given: Sequence[str] | None = None, prog: str = "python -m ops.bench") 
     if arguments.name == "results":
         print_results()
         return 0
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # what is installed is compiled
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # also stops the child processes
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(BENCHMARKS[arguments.name].main(arguments))

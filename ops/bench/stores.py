@@ -16,7 +16,7 @@ from ops.bench.load import Conversation, opening_messages, timed_turn
 from ops.bench.measure import MIB, Figures, report, save_figures, table
 from ops.bench.stand import Cores, cores, folder_for_bench, pinned, simulator, started, turnlog
 from ops.bench.stored import copy_up_to, play
-from ops.server import ServerProcess
+from ops.server import KeptServer, ServerProcess
 
 POLL_S = 0.005
 SHAPES = {"rows": "turnlog", "trees": "tree"}
@@ -39,15 +39,19 @@ async def startup(arguments: argparse.Namespace) -> int:
     with simulator(cpu_sets) as engine:
         for count in (0, arguments.sessions):
             with folder_for_bench(arguments.folder) as folder:
-                server = ServerProcess(folder, upstreams=[engine.base_url]).migrate()
+                engines = [engine.base_url]
+                kept = KeptServer(folder, upstreams=engines, arguments=["--migrate"])
+                server = ServerProcess(folder, upstreams=engines).migrate()
                 if count:
                     with started(server, cpu_sets):
                         await play(server.base_url, 1, arguments.turns)
                     copy_up_to(server.database_path, count)
-                times = [await _first_turn(server, cpu_sets, f"first-{number}") for number in range(arguments.repeat)]
                 row = {"sessions": count, "database MiB": server.database_path.stat().st_size / MIB}
-                row["health answers s"] = median(up for up, _ in times)
-                rows.append({**row, "first turn s": median(turn for _, turn in times)})
+                for name, one in {"uvicorn": server, "turnlog serve": kept}.items():
+                    times = [await _first_turn(one, cpu_sets, f"{name[0]}-{turn}") for turn in range(arguments.repeat)]
+                    row[f"{name}: health answers s"] = median(up for up, _ in times)
+                    row[f"{name}: first turn s"] = median(turn for _, turn in times)
+                rows.append(row)
     table(rows)
     save_figures("startup", rows)
     return 0

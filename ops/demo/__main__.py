@@ -20,12 +20,12 @@ from typing import Any
 import httpx
 import openai
 
+from app.store.opening import upgrade
 from ops.demo.agent import Agent
 from ops.demo.check import Findings, Row, check
 from ops.demo.full import full_store
 from ops.server import VERBATIM, ServerDidNotStart, ServerProcess
 from ops.simulator.process import SimulatorProcess
-from turnlog.cli.serve import upgrade
 
 LATENCY_MS = 700
 """Duration of a generation: long enough that the kill happens during several generations."""

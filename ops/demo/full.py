@@ -18,11 +18,11 @@ from urllib.parse import urlsplit
 import httpx
 
 from app.settings import DEFAULT_FEATURES
+from app.store.opening import upgrade
 from ops.demo.stories import chats, coding, journeys
 from ops.demo.stories.script import Call, Session, Turn, chance
 from ops.server import VERBATIM, ServerProcess
 from ops.simulator.process import SimulatorProcess
-from turnlog.cli.serve import upgrade
 
 Message = dict[str, Any]
 

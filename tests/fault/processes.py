@@ -45,13 +45,17 @@ def crowd(processes: Processes, count: int, step: Callable[[Agent], object]) -> 
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, count: int, database_url: str, engine_url: str, environment: Mapping[str, str] | None = None
+    folder: Path,
+    count: int,
+    database_url: str,
+    engine_url: str,
+    environment: Mapping[str, str] | None = None,
+    kind: type[ServerProcess] = ServerProcess,
 ) -> Iterator[Processes]:
     """All of them start at once, each with one worker. Replies have the ids and logprobs to compare rows with."""
     environment = {"TURNLOG_WORKERS": "1", **VERBATIM, **(environment or {})}
     servers = [
-        ServerProcess(folder, upstreams=[engine_url], database_url=database_url, environment=environment)
-        for _ in range(count)
+        kind(folder, upstreams=[engine_url], database_url=database_url, environment=environment) for _ in range(count)
     ]
     try:
         for server in servers:

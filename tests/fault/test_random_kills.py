@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
+from helpers.pools import children, gone
 from integration.stand import until, user
 
 from app.turn.in_flight import hash_key
@@ -20,6 +21,7 @@ from fault.agents import Agents, Insistent
 from fault.processes import serving
 from fault.table import Tally
 from fault.verified import verified
+from ops.server import KeptServer, ServerProcess
 from ops.simulator.process import SimulatorProcess
 from ops.verify import Acknowledged
 
@@ -118,7 +120,8 @@ def staged(client: Client) -> None:
 
 
 class Kills(NamedTuple):
-    """Kills under clients that take such steps: of the only process on SQLite, or of one of some on PostgreSQL."""
+    """Kills under clients that take such steps: of the only process on SQLite, or of one of some on PostgreSQL. Of a
+    `KeptServer` the supervisor is killed."""
 
     mode: str
     step: Callable[[Any], object]
@@ -127,6 +130,7 @@ class Kills(NamedTuple):
     kind: type[Client] = Client
     engine: Sequence[str] = ()
     environment: Mapping[str, str] = {}
+    server: type[ServerProcess] = ServerProcess
 
 
 TABLE = (
@@ -138,6 +142,7 @@ TABLE = (
     ),
     Kills("tokens", of_ids, 6),
     Kills("mid-stream", Streaming.stream, 8, 1, Streaming, ("--dialect", "vllm"), {"TURNLOG_UPSTREAM_DIALECT": "vllm"}),
+    Kills("supervisor", lambda client: client.text({"completion_tokens": 11}), 10, server=KeptServer),
     Kills("staging", staged, 8, engine=("--dialect", "vllm"), environment=STAGING),
 )
 
@@ -154,7 +159,7 @@ def test_no_turn_is_lost_or_taken_twice(
     url: str = request.getfixturevalue("postgres_url" if kills.processes > 1 else "sqlite_url")
     with (
         SimulatorProcess("--seed", "3", *kills.engine) as engine,
-        serving(tmp_path, kills.processes, url, engine.base_url, kills.environment) as processes,
+        serving(tmp_path, kills.processes, url, engine.base_url, kills.environment, kills.server) as processes,
     ):
         with Agents(processes.urls, kills.clients, kills.step, kind=kills.kind) as agents:
             rng = random.Random(3)
@@ -163,9 +168,12 @@ def test_no_turn_is_lost_or_taken_twice(
                 until(lambda: len(agents.acknowledged) > before + TURNS_A_KILL, PATIENCE_S)  # noqa: B023
                 time.sleep(rng.uniform(0, 0.3))
                 server = processes.servers[kill % kills.processes]
+                serving_pid = server.started[-1] if isinstance(server, KeptServer) else server.pid
+                left = [serving_pid, *children(serving_pid)]
                 server.kill()
                 killed = time.monotonic()
                 server.start()
+                assert all(gone(pid, 0) for pid in left), "something of the killed server still runs"
                 until(lambda: agents.all_served(killed), PATIENCE_S)  # noqa: B023
                 tally.tried += 1
                 tally.recovered(agents.recovery_s(killed))

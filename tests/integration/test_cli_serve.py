@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
 
 from integration.cli import complaint, started
 from integration.stand import until
@@ -46,15 +47,26 @@ def test_it_makes_its_store_serves_and_ends(tmp_path: Path) -> None:
     assert "Traceback" not in complaints
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"TURNLOG_DATABASE_URL": "mysql://x:canary@y/z"}, "turnlog: TURNLOG_DATABASE_URL="),
+        ({"TURNLOG_WORKERS": "many"}, "turnlog: TURNLOG_WORKERS='many'"),
+    ],
+)
+def test_a_wrong_setting_ends_it_with_one_line(tmp_path: Path, given: dict[str, str], said: str) -> None:
+    process = started("serve", "--port", "0", folder=tmp_path, environment=given)
+    _, complaints = process.communicate(timeout=PATIENCE_S)
+    [line] = complaints.splitlines()
+    assert process.returncode == 1
+    assert line.startswith(said)
+    assert "canary" not in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_cannot_be_served_is_said_at_once(tmp_path: Path, clean_environment: Callable[..., None]) -> None:
     clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{tmp_path / 'turnlog.db'}")
     assert "SQLite is for one API process" in complaint("serve", "--workers", "2", code=2)
-    clean_environment(DATABASE_URL="mysql://x:canary@y/z")
-    line = complaint("serve")
-    assert line.startswith("turnlog: TURNLOG_DATABASE_URL=")
-    assert "canary" not in line
-    clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{tmp_path / 'turnlog.db'}", WORKERS="many")
-    assert complaint("serve").startswith("turnlog: TURNLOG_WORKERS='many'")
     (tmp_path / "variables").write_text("TURNLOG_LOG_LEVEL=info\nTURNLOG_ADMIN_TOKEN canary\n")
     assert complaint("serve", "--env-file", tmp_path / "variables", code=2).endswith("variables:2: not NAME=value")
     assert "No such file" in complaint("migrate", "--env-file", tmp_path / "none", code=2)

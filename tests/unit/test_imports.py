@@ -9,7 +9,10 @@ import grimp
 
 from ops.server import ROOT
 
-EXTRAS = {"boto3", "jinja2", "pyarrow", "rich", "tokenizers", "transformers", "typer"}
+EXTRAS = {
+    *("alembic", "boto3", "jinja2", "opentelemetry", "pyarrow", "rich", "sqlalchemy.orm", "tokenizers", "transformers"),
+    "typer",
+}
 """Packages that a server may lack, or that take long to import."""
 
 

@@ -67,7 +67,7 @@ class ServerCommand(TyperCommand):
 
     def invoke(self, ctx: Any) -> Any:
         put_on_path()
-        from app.process import missing_packages
+        from app.extras import missing_packages
 
         if absent := missing_packages("server"):
             raise Failure(f"{ctx.command_path} needs the extra turnlog[server]; missing: {', '.join(absent)}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
-import ipaddress
 import os
 import socket
-import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from turnlog.cli.running import DatabaseUrl, Failure, Json, UsageError, say
-from turnlog.supervisor import BACKLOG, ServeOptions, python_command
+from turnlog.supervisor import BACKLOG, ServeOptions, in_url, python_command
 
 if TYPE_CHECKING:
     from app.settings import Settings
@@ -25,6 +25,10 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opt
 STOP_S = 60
 """How long a stopping server waits for open requests. A supervisor (systemd, a container) must wait longer: this, plus
 ten seconds for turns whose client has disconnected."""
+
+
+TAKEN_S = 2.0
+"""How long an address may be taken still: the server of a supervisor that was killed is ending."""
 
 
 def serve(
@@ -40,8 +44,7 @@ def serve(
 
     If it dies, it is started again; connections wait meanwhile.
     """
-    settings = _settings()
-    if workers > 1 and settings.database_url.startswith("sqlite"):
+    if workers > 1 and _settings().database_url.startswith("sqlite"):
         raise UsageError(
             f"--workers {workers}: SQLite is for one API process; run without --workers, "
             "or set TURNLOG_DATABASE_URL to PostgreSQL"
@@ -50,13 +53,9 @@ def serve(
     if sockets:
         host, port = sockets[0].getsockname()[:2]
     else:
-        sockets = _bind(host, port)
+        sockets = _free_address(host, port)
         port = sockets[0].getsockname()[1]
-    if migrate:
-        _require_unserved(settings.database_url)
-        upgrade(settings.database_url)
-    _greet(settings, host, port)
-    options = ServeOptions(tuple(each.fileno() for each in sockets), host, port, workers, stop_s)
+    options = ServeOptions(tuple(each.fileno() for each in sockets), host, port, workers, stop_s, migrate)
     for each in sockets:
         each.set_inheritable(True)
     # this process has imported more than the supervisor needs: it becomes that, with its process id and sockets
@@ -66,13 +65,11 @@ def serve(
 
 def migrate(database_url: DatabaseUrl = None, as_json: Json = False) -> None:
     """Migrate the database to this version, as `alembic upgrade head` does in a checkout."""
+    from app.store.opening import revision_head, upgrade
     from ops.store_command import settings_for
 
     with _refusals():
-        url = settings_for(database_url).database_url
-    upgrade(url)
-    from app.store.opening import revision_head
-
+        upgrade(settings_for(database_url).database_url)
     if as_json:
         from turnlog.cli.output import machine
 
@@ -104,7 +101,7 @@ def _pass_on(ctx: typer.Context, module: str, extra: str) -> None:
     try:
         main = importlib.import_module(module).main
     except ModuleNotFoundError as error:
-        from app.process import install_command
+        from app.extras import install_command
 
         raise Failure(f"{ctx.command_path} needs {error.name}: {install_command(extra)}") from None
     raise typer.Exit(main(ctx.args, ctx.command_path))
@@ -127,18 +124,6 @@ def _refusals() -> Iterator[None]:
         yield
     except StartupError as error:
         raise Failure(error.lines[0], more=error.lines[1:]) from None
-
-
-def _require_unserved(url: str) -> None:
-    """Raises Failure early, because the migration's own error would speak of a schema change that nobody asked for."""
-    from app.store.database import sqlite_lock
-    from app.store.opening import acquire
-
-    lock = sqlite_lock(url)
-    if lock is not None:
-        with _refusals():
-            acquire(lock, url)
-        lock.release()
 
 
 SYSTEMD_FIRST = 3
@@ -168,8 +153,20 @@ def _systemd_sockets() -> list[socket.socket]:
     return sockets
 
 
+def _free_address(host: str, port: int) -> list[socket.socket]:
+    """The sockets of `_bind`, within TAKEN_S. Raises Failure."""
+    deadline = time.monotonic() + TAKEN_S
+    while True:
+        try:
+            return _bind(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                raise Failure(f"cannot listen at {in_url(host, port)}: {error.strerror or error}") from None
+            time.sleep(0.01)
+
+
 def _bind(host: str, port: int) -> list[socket.socket]:
-    """A listening socket for each address of the host. Port 0: one that is free, the same for all. Raises Failure."""
+    """A listening socket for each address of the host. Port 0: one that is free, the same for all. Raises OSError."""
     sockets: list[socket.socket] = []
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -181,51 +178,8 @@ def _bind(host: str, port: int) -> list[socket.socket]:
                 bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             bound.bind((address, sockets[0].getsockname()[1] or port))
             bound.listen(BACKLOG)
-    except OSError as error:
-        raise Failure(f"cannot listen at {_host_in_url(host)}:{port}: {error.strerror or error}") from None
+    except OSError:
+        for bound in sockets:
+            bound.close()
+        raise
     return sockets
-
-
-def _host_in_url(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
-def upgrade(url: str) -> None:
-    """Run the migrations that were installed with the code. Raises Failure."""
-    from alembic import command
-    from alembic.config import Config
-    from alembic.util import CommandError
-
-    from app.store.database import ROOT
-
-    config = Config()
-    config.set_main_option("script_location", str(ROOT / "migrations").replace("%", "%%"))
-    config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
-    try:
-        command.upgrade(config, "head")
-    except CommandError as error:
-        raise Failure(str(error)) from None
-    except SystemExit as error:  # the migrations' environment reports its errors so
-        raise Failure(str(error.code).removeprefix("turnlog: ")) from None
-
-
-def _greet(settings: Settings, host: str, port: int) -> None:
-    """Print the address and who has access, on standard error like the server's lines."""
-    url = f"http://{_host_in_url(host)}:{port}"
-    say(f"{url}, the page at {url}/ui")
-    if settings.admin_token:
-        say("sign in with the first token of TURNLOG_ADMIN_TOKEN")
-    elif _is_loopback(host):
-        say("no TURNLOG_ADMIN_TOKEN: whoever is on this machine is served, nobody else")
-    else:
-        say("no TURNLOG_ADMIN_TOKEN: nobody from elsewhere is served but from TURNLOG_TRUSTED_NETWORKS; set a token")
-    if not settings.upstreams:
-        say("no TURNLOG_UPSTREAMS: chat is 503 no_upstream until an engine is added (turnlog engines add URL)")
-    sys.stderr.flush()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

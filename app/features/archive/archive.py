@@ -35,11 +35,12 @@ from app.errors import (
 )
 from app.export.query import ExportQuery
 from app.export.row import Fields
+from app.extras import install_command
 from app.features.archive import rows
 from app.features.archive.checks import require_own, require_whole
 from app.features.archive.rows import Indexed, Place, Rollout, StoredRows
 from app.features.objects.names import PROBE
-from app.process import cancelled, install_command
+from app.process import cancelled
 from app.sessions.cache import SessionCache
 from app.store import feed
 from app.store.content import load_chunks

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from obstore.store import BackoffConfig
 
 from app.errors import PayloadsUnavailable, StartupError, StoreFull
+from app.extras import install_command
 from app.features.objects.names import OWNER, PROBE
-from app.process import install_command
 from app.settings import Settings
 
 S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")

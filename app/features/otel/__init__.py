@@ -13,8 +13,8 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+from app.extras import install_command
 from app.metrics import Family
-from app.process import install_command
 
 if TYPE_CHECKING:
     from app.features.otel.turns import TracedTurns

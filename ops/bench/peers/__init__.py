@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -126,6 +127,7 @@ class Bench:
                 continue
             try:
                 with WitnessEngine(peer.dialect) as engine, self._running(peer, engine.base_url) as running:
+                    results[name][START] = running.start_s
                     results[name] |= await Survival(peer, running.process, engine).figures(kills=kills, agents=agents)
             except* FAILURES as errors:
                 results[name].setdefault("failed", {})["survival"] = _reason(errors)
@@ -141,8 +143,11 @@ class Bench:
                 folder, engine_url, self._pythons[peer.name], Path(checkout).resolve() if checkout else None, stack, []
             )
             process = peer.process(place)
+            began = time.monotonic()
             stack.enter_context(started(process, self._cores))
-            yield Running(peer, process, engine_url, next(iter(place.databases), None))
+            yield Running(
+                peer, process, engine_url, next(iter(place.databases), None), start_s=time.monotonic() - began
+            )
 
 
 def _reason(errors: BaseExceptionGroup[Exception]) -> str:
@@ -152,6 +157,7 @@ def _reason(errors: BaseExceptionGroup[Exception]) -> str:
     return lines[-1] if isinstance(error, ServerDidNotStart) and lines else repr(error)
 
 
+START = "s from a start to the first answer"
 ROWS: Sequence[str] = (
     *(ours for case in CASES.values() for ours in case.figures.values()),
     MEMORY,
@@ -161,6 +167,7 @@ ROWS: Sequence[str] = (
     "doubled",
     "inexact after kills",
     "agents died",
+    START,
     "s until it answers",
     "wrong rows",
 )

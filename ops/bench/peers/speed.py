@@ -26,12 +26,14 @@ RATE, CPU, HEALTH, ADDED = "turns/s", "server CPU ms a turn", "health p95 ms", "
 
 
 class Running(NamedTuple):
-    """A started server, the engine behind it, and the database if that is another process."""
+    """A started server, the engine behind it, and the database if that is another process. `start_s`: seconds until it
+    answered."""
 
     peer: Peer
     process: OwnProcess
     engine_url: str
     database: Database | None
+    start_s: float
 
     def side(self, case: Case) -> Side:
         return Side(

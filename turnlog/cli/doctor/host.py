@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
 
-from app.process import install_command, missing_packages
+from app.extras import install_command, missing_packages
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 
 OPEN_FILES = 4096

@@ -25,7 +25,7 @@ def examine(settings: Settings) -> Generator[Finding, None, Prompts | None]:
         yield ok("tokenizer", "none: prompts are sent as messages, and their ids are the engine's (capture mode)")
         return None
     from app.errors import AppError, StartupError
-    from app.process import install_command
+    from app.extras import install_command
 
     try:
         from app.tito.prompts import Prompts  # needs the packages of the extra `tito`
