@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 import msgspec
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.api.parameters import Query
 from app.api.requests import Request, read_model
 from app.api.routes import BODY, NO_CONTENT, WRITE, Routes, json_reply
 from app.domain import patterns

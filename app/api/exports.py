@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from fastapi import Query
 from pydantic import ConfigDict, Field, field_validator
 from starlette.responses import StreamingResponse
 
-from app.api.parameters import Cursor, Query
+from app.api.parameters import Cursor
 from app.api.replies import ClosedStream, FollowedStream
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BINARY, BYTES, NDJSON, PAYLOADS, READ, Reply, Routes

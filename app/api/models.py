@@ -8,10 +8,11 @@ from functools import partial
 from typing import Annotated
 
 import msgspec
+from fastapi import Path
 from starlette.responses import JSONResponse, Response
 
 from app.api.limits import read_body
-from app.api.parameters import Path, SessionId
+from app.api.parameters import SessionId
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, ENGINE, JSON, READ, SESSION, Reply, Routes, json_reply
 from app.domain.events import DEFAULT_RUN

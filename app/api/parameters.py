@@ -1,7 +1,7 @@
 """Reads what an endpoint's signature names from a request's path, query and headers.
 
-A parameter is annotated with where it comes from: `Annotated[int, Query(ge=1)]`. A query may also be one model of
-pydantic's; with `extra="forbid"` it refuses unknown names, since a misspelt filter would filter nothing.
+A parameter is annotated as FastAPI's are: `Annotated[int, Query(ge=1)]`. A query may also be one model of pydantic's;
+with `extra="forbid"` it refuses unknown names, since a misspelt filter would filter nothing.
 """
 
 from __future__ import annotations
@@ -9,37 +9,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
-from typing import Annotated, Any, ClassVar, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from fastapi import Path, Query
+from fastapi.params import Param
 from pydantic import BaseModel, TypeAdapter, ValidationError
-from pydantic.fields import FieldInfo
 from starlette.requests import Request
 
 from app.api.head import invalid_session_id
 from app.domain.patterns import ID, NO_NUL
 from app.domain.selection import fields_of
 from app.errors import InvalidRequest
-
-
-class Parameter(FieldInfo):  # type: ignore[misc]  # pydantic calls it final
-    """Where a parameter comes from, and the constraints and description of pydantic's `Field`."""
-
-    source: ClassVar[str]
-
-
-class Path(Parameter):  # type: ignore[misc]
-    source = "path"
-
-
-class Query(Parameter):  # type: ignore[misc]
-    source = "query"
-
-
-class Header(Parameter):  # type: ignore[misc]
-    """The name has dashes where the signature has underscores."""
-
-    source = "header"
-
 
 SessionId = Annotated[str, Path(description="A session's id.", json_schema_extra={"pattern": ID})]
 
@@ -167,10 +147,10 @@ class Parameters:
 
 def _parameter(name: str, kind: Any, default: Any) -> _Parameter | None:
     """None: the request itself."""
-    info = next((each for each in reversed(get_args(kind)) if isinstance(each, Parameter)), None)
+    info = next((each for each in reversed(get_args(kind)) if isinstance(each, Param)), None)
     if info is None:
         return None
-    bare, source = get_args(kind)[0], info.source
+    bare, source = get_args(kind)[0], info.in_.value
     is_model = isinstance(bare, type) and issubclass(bare, BaseModel)
     fields = bare.model_fields if is_model else {}
     lists = {each for each, field in fields.items() if _is(list, field.annotation)} or (

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from fastapi import Path, Query
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from app.api.head import unknown_session
 from app.api.header_sessions import session_of_request
 from app.api.of_run import require_own
-from app.api.parameters import LIMIT, Path, Query, SessionId
+from app.api.parameters import LIMIT, SessionId
 from app.api.replies import rendered
 from app.api.requests import Request
 from app.api.routes import ANYTHING, JSON, READ, SESSION, Reply, Routes

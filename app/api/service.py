@@ -11,11 +11,11 @@ import time
 from typing import Annotated, Any
 
 import msgspec
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from app.api.head import COOKIE
-from app.api.parameters import Query
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, JSON, TEXT, Reply, Routes, json_reply
 from app.errors import AppError, Forbidden, Unauthorized

@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
+from fastapi import Header, Path, Query
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from starlette.responses import Response, StreamingResponse
 
 from app.api.creation import created_fields
-from app.api.parameters import LIMIT, Cursor, Header, Path, Query, SessionId
+from app.api.parameters import LIMIT, Cursor, SessionId
 from app.api.replies import FollowedStream, HeldReply, started
 from app.api.requests import MAX_COMPONENTS, Request, require_finite, require_small
 from app.api.routes import (

@@ -131,4 +131,4 @@ with Turnlog({stand.server.base_url!r}) as turnlog:
         assert line.startswith(f"turnlog: turnlog {command[0]} needs the extra turnlog[server]; missing: ")
         assert "sqlalchemy" in line
     installed = {path.name.partition("-")[0].lower() for path in alone.packages.glob("*.dist-info")}
-    assert not installed & {"starlette", "uvicorn", "sqlalchemy", "aiohttp", "pyarrow", "alembic"}
+    assert not installed & {"fastapi", "uvicorn", "sqlalchemy", "aiohttp", "pyarrow", "alembic"}

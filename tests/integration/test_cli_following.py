@@ -76,7 +76,7 @@ def test_a_reader_that_leaves_is_no_error(mortal: Stand, tmp_path: Path, command
 
 def test_help_imports_nothing_heavy() -> None:
     """It is imported by the commands that need it."""
-    heavy = ("httpx", "numpy", "sqlalchemy", "pyarrow", "app", "ops")
+    heavy = ("httpx", "numpy", "sqlalchemy", "pyarrow", "fastapi", "app", "ops")
     assert loaded("from turnlog.cli.commands import app_of; app_of()", heavy) == "[]"
 
 

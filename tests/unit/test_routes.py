@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Annotated, Any, cast
 
 import pytest
+from fastapi import Header, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.head import Head, request_ids
-from app.api.parameters import Header, InvalidParameters, Path, Query, SessionId
+from app.api.parameters import InvalidParameters, SessionId
 from app.api.requests import Request
 from app.api.routes import Route, Routes, Table
 from app.errors import AppError, MethodNotAllowed, NotFound, SessionNotFound

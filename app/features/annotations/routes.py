@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any, Literal
 
+from fastapi import Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.parameters import Path, Query, SessionId
+from app.api.parameters import SessionId
 from app.api.requests import SHORT, Request, read_model
 from app.api.routes import BINARY, BODY, JSON, NO_CONTENT, READ, SESSION, WRITE, Errors, Reply, Routes, json_reply
 from app.domain.columns import Column

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
+from fastapi import Query
 
-from app.api.parameters import LIMIT, Cursor, Query
+from app.api.parameters import LIMIT, Cursor
 from app.api.requests import Request
 from app.api.routes import MOST_ROWS, Routes
 from app.domain.events import DEFAULT_RUN

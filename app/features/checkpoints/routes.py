@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
+from fastapi import Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
-from app.api.parameters import Path, Query
 from app.api.requests import Request, require_finite, require_small
 from app.api.routes import BODY, NO_CONTENT, READ, WRITE, Routes, json_reply
 from app.domain.events import DEFAULT_RUN

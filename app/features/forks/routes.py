@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from fastapi import Header
 from pydantic import BaseModel, ConfigDict, Field
 
 from app.api.creation import created
-from app.api.parameters import Header, SessionId
+from app.api.parameters import SessionId
 from app.api.requests import Request, require_finite, require_small
 from app.api.routes import BODY, SESSION, WRITE, Routes, json_reply
 from app.domain.canonical import digest

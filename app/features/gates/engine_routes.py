@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlencode
 
 import msgspec
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.parameters import Query
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, ENGINE, JSON, WRITE, Reply, Routes, json_reply
 from app.domain.events import DEFAULT_RUN

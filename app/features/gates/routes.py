@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+from fastapi import Path
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse
 
-from app.api.parameters import Path
 from app.api.requests import Request, disconnected
 from app.api.routes import BODY, READ, WRITE, Routes, json_reply
 from app.domain.fleet import PauseMode

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
+from fastapi import Path, Query
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 from starlette.responses import StreamingResponse
 
-from app.api.parameters import LIMIT, Cursor, Path, Query
+from app.api.parameters import LIMIT, Cursor
 from app.api.replies import started
 from app.api.requests import Request
 from app.api.routes import BODY, NDJSON, READ, WRITE, Reply, Routes, json_reply

@@ -7,9 +7,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Annotated, NamedTuple
 
+from fastapi import Path
 from starlette.responses import Response
 
-from app.api.parameters import Path
 from app.api.requests import Request
 from app.api.routes import TEXT, Reply, Route, Routes
 from app.errors import Forbidden, NotFound

@@ -7,11 +7,12 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
+from fastapi import Path, Query
 from pydantic import Field
 
 from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
-from app.api.parameters import LIMIT, Cursor, Path, Query, SessionId
+from app.api.parameters import LIMIT, Cursor, SessionId
 from app.api.requests import Request
 from app.api.routes import MOST_ROWS, Routes
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL

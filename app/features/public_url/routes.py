@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from fastapi import Query
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from app.api.parameters import Query
 from app.api.requests import Request
 from app.api.routes import BODY, NO_CONTENT, WRITE, Routes, json_reply
 from app.domain import patterns

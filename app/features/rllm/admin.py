@@ -6,9 +6,9 @@ import hashlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from fastapi import Path
 from pydantic import BaseModel, ConfigDict
 
-from app.api.parameters import Path
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, WRITE, Routes, json_reply
 from app.domain.events import is_number

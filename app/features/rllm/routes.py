@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+from fastapi import Path, Query
 from pydantic import BaseModel, ConfigDict
 from starlette.responses import StreamingResponse
 
 from app.api.creation import CreateSession, create
-from app.api.parameters import Path, Query, SessionId
+from app.api.parameters import SessionId
 from app.api.replies import started
 from app.api.requests import Request
 from app.api.routes import ANYTHING, BODY, JSON, PAYLOADS, READ, SESSION, WRITE, Routes, json_reply

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
+from fastapi import Query
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from app.api.parameters import LIMIT, Cursor, Query, RunName
+from app.api.parameters import LIMIT, Cursor, RunName
 from app.api.requests import Request, require_finite, require_small
 from app.api.routes import BODY, NO_CONTENT, READ, WRITE, Reply, Routes, json_reply
 from app.domain.patterns import MAX_INTEGER, NO_NUL

@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
+from fastapi import Query
 from pydantic import ConfigDict, Field
 
-from app.api.parameters import LIMIT, Cursor, Query
+from app.api.parameters import LIMIT, Cursor
 from app.api.requests import Request
 from app.api.routes import READ, Routes, json_reply
 from app.domain import cursors
