@@ -245,8 +245,10 @@ class Played:
         }
         talk.close()
         after, written = await self._restart()
-        async with await Connection.connect(server.base_url) as connection:
-            await connection.request("GET", "/health")
+        # The start of a worker costs as much as such a turn.
+        wanted = await self._metric('pool_workers{state="configured"}')
+        while await self._metric('pool_workers{state="alive"}') < wanted:  # noqa: ASYNC110
+            await asyncio.sleep(SETTLE_S)
         cold, began = self._cpu_s(), time.perf_counter()
         await talk.turn(NEW, SAMPLED, calls=True)
         seconds = time.perf_counter() - began
@@ -291,7 +293,7 @@ class Played:
         return [server.base_url for server in self._side.servers]
 
     def _cpu_s(self) -> float:
-        return sum(self._side.cpu_s().values())
+        return sum(cpu_s_by_thread(self._server.pid).values())
 
     def _start(self, server: OwnProcess) -> None:
         with pinned(self._cpus):
