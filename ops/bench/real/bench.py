@@ -293,7 +293,7 @@ class Played:
         return [server.base_url for server in self._side.servers]
 
     def _cpu_s(self) -> float:
-        return sum(self._side.cpu_s().values())
+        return sum(cpu_s_by_thread(self._server.pid).values())
 
     def _start(self, server: OwnProcess) -> None:
         with pinned(self._cpus):
