@@ -150,13 +150,15 @@ async def _turns(arguments: argparse.Namespace, sides: Mapping[str, Side]) -> li
 
 
 async def _grown(side: Side, size: int, number: int) -> Talk:
-    """A session whose next prompt has about so many tokens."""
+    """A session whose next prompt has about so many tokens. Its last turn is as those that follow: as Messages, the mark
+    leaves the long message before it there, which is then read once more."""
     base = min(BASE, size // 2)
     conversation = Conversation(number, base, side.material, side.wire)
     server = side.servers[number % len(side.servers)]
     talk = await Talk.begin(server.base_url, side.opens, f"grown-{number}", conversation)
     for _ in range(GROWING):
-        await talk.turn((size - base - NEW) // GROWING - SAMPLED, SAMPLED, calls=True)
+        await talk.turn((size - base - 2 * NEW) // GROWING - SAMPLED, SAMPLED, calls=True)
+    await talk.turn(NEW, SAMPLED, calls=True)
     return talk
 
 
