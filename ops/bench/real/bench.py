@@ -150,8 +150,8 @@ async def _turns(arguments: argparse.Namespace, sides: Mapping[str, Side]) -> li
 
 
 async def _grown(side: Side, size: int, number: int) -> Talk:
-    """A session whose next prompt has about so many tokens. Its last turn is as those that follow: as Messages, the mark
-    leaves the long message before it there, which is then read once more."""
+    """A session whose next prompt has about so many tokens. Its last turn is as those that follow: as Messages, the
+    mark leaves the long message before it there, which is then read once more."""
     base = min(BASE, size // 2)
     conversation = Conversation(number, base, side.material, side.wire)
     server = side.servers[number % len(side.servers)]
@@ -255,12 +255,20 @@ class Played:
         await talk.turn(NEW, SAMPLED, calls=True)
         seconds = time.perf_counter() - began
         await asyncio.sleep(SETTLE_S)
+        cold = self._cpu_s() - cold
         talk.close()
+        few = await _grown(self._side, BASE + (turns - turns // 5) * (NEW + SAMPLED), 30_001)
+        of_few = self._cpu_s()
+        for _ in range(turns // 5):
+            await few.turn(NEW, SAMPLED, calls=True)
+        few.close()
         return {
             **figures,
+            "the last fifth over a session of that length, of few turns": (cpu[-1] - cpu[-2])
+            / (self._cpu_s() - of_few),
             "its bytes written over stored": (written - begun) / (after - stored),
             "its first turn after a restart, ms": seconds * 1000,
-            "its first turn after a restart, CPU ms": (self._cpu_s() - cold) * 1000,
+            "its first turn after a restart, CPU ms": cold * 1000,
         }
 
     async def _kills(self) -> Figures:
