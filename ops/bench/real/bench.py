@@ -137,12 +137,14 @@ async def _turns(arguments: argparse.Namespace, material: Material, sides: Mappi
 
 
 async def _grown(side: Side, size: int, number: int, material: Material) -> Talk:
-    """A session whose next prompt has about so many tokens."""
+    """A session whose next prompt has about so many tokens. Its last turn is as those that follow: in Messages the mark
+    leaves a long message there, which is then read once more."""
     base = min(BASE, size // 2)
     conversation = Conversation(number, base, material, side.wire)
     talk = await Talk.begin(side.server.base_url, side.opens, f"grown-{number}", conversation)
     for _ in range(GROWING):
-        await talk.turn((size - base - NEW) // GROWING - SAMPLED, SAMPLED, calls=True)
+        await talk.turn((size - base - 2 * NEW) // GROWING - SAMPLED, SAMPLED, calls=True)
+    await talk.turn(NEW, SAMPLED, calls=True)
     return talk
 
 
