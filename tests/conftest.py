@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import random
@@ -15,6 +16,7 @@ import pytest
 from helpers import warm
 from helpers.databases import Postgres, SqliteTemplate, database_at
 from helpers.store import Store, two_stores
+from httpx._transports import default as httpx_transports
 from hypothesis import settings
 
 from app.store.database import Database
@@ -151,6 +153,12 @@ def anyio_backend() -> str:
 def forked_starts() -> None:
     """Servers and engines are forked, which spares each the second that its imports take."""
     OwnProcess.spawn = staticmethod(warm.popen)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def certificates_read_once() -> None:
+    """httpx reads them for each client, which costs 20 ms."""
+    httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
 
 
 @pytest.fixture(scope="session")

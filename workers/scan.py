@@ -232,13 +232,13 @@ def _placed(text: bytes | memoryview) -> Iterator[tuple[int, Characters, Places]
         part = np.frombuffer(text, np.uint8, min(SLICE, len(text) - start), start)
         quotes = part == _QUOTE
         is_escaped = _drop_escaped(part, quotes, is_escaped)
-        outside = np.bitwise_xor.accumulate(quotes)
-        if not in_string:
-            np.logical_not(outside, out=outside)
-        in_string = not outside[-1]
         folded = part | _CASE
-        outside &= (folded == _OPENS[1]) | (folded == _CLOSES[1]) | (part == _COMMA) | (part == _COLON)
-        places = np.flatnonzero(outside)
+        marks = quotes | (folded == _OPENS[1]) | (folded == _CLOSES[1]) | (part == _COMMA) | (part == _COLON)
+        places = np.flatnonzero(marks)
+        are_quotes = quotes[places]
+        in_strings = np.logical_xor.accumulate(are_quotes) ^ in_string
+        in_string = bool(in_strings[-1]) if len(places) else in_string
+        places = places[~(in_strings | are_quotes)]
         yield start, part[places], places
 
 

@@ -187,7 +187,7 @@ async def get_session(
     ] = "full",
 ) -> StreamingResponse:
     """The requests and replies of the live turns, and the fields with which the session was created. Whole requests
-    have the context once a turn: of 500 turns at 100,000 tokens they are about 1 GB."""
+    have the context once a turn: of 500 turns that end at 500,000 tokens they are 1.3 GB."""
     app = request.services
     live = await app.sessions.require(session_id)
     return await started(session_json(app, live, records=records), JSON)

@@ -8,6 +8,7 @@ began a new branch when it was committed. In a linear session a sample is a segm
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -138,7 +139,7 @@ class Segment(msgspec.Struct, frozen=True):
 
     row: BranchRow
     place: Place
-    turns: Sequence[TurnTokens]
+    turns: Sequence[TurnCommitted]
     cut: bool
     end: int | None = None
     limit: LimitName | None = None
@@ -155,16 +156,29 @@ class Segment(msgspec.Struct, frozen=True):
         A turn that is cut here does not reach its finish reason. Where it has none in its loss, all turns count.
         """
         whole = self.turns if self.end is None else self.turns[:-1]
-        own = [turn.event for turn in whole if turn.event.turn in self.row.in_loss] if self.row.in_loss else None
-        statuses = {status_of(event.finish_reason) for event in (own or [turn.event for turn in whole])}
+        own = [event for event in whole if event.turn in self.row.in_loss] if self.row.in_loss else None
+        statuses = {status_of(event.finish_reason) for event in (own or whole)}
         if "aborted" in statuses:
             return "aborted"
         return "truncated" if self.cut or self.limit is not None or "truncated" in statuses else "completed"
 
     @property
+    def is_copied(self) -> bool:
+        """Has it sampled tokens, and none of them in its loss? Of text, whose tokens nobody knows, the turns count."""
+        if self.turns[0].is_text:
+            return not self.row.in_loss
+        ends = [*(event.base_tokens for event in self.turns[1:]), self.end or math.inf]
+        sampled = [
+            event.turn
+            for event, end in zip(self.turns, ends, strict=True)
+            if event.output_tokens and end > event.base_tokens + event.suffix_tokens
+        ]
+        return bool(sampled) and self.row.in_loss.isdisjoint(sampled)
+
+    @property
     def last_status(self) -> Status:
         """The status of the last turn alone, as miles reports it."""
-        status = status_of(self.turns[-1].event.finish_reason)
+        status = status_of(self.turns[-1].finish_reason)
         ended = self.limit is not None and status != "aborted"
         return "truncated" if self.cut or ended else status
 
@@ -172,17 +186,17 @@ class Segment(msgspec.Struct, frozen=True):
 def segments(
     session: Session,
     rows: Sequence[BranchRow],
-    content: Mapping[int, TurnTokens],
+    events: Mapping[int, TurnCommitted],
     max_seq_len: int | None = None,
     truncate: Truncate = "turn",
 ) -> list[Segment]:
-    """The samples' turns in the order of `rows`; `content` holds every turn of theirs.
+    """The samples' turns in the order of `rows`; `events` holds every turn of theirs.
 
     Each has at most `max_seq_len` tokens, is `truncated` where there were more, and is left out where nothing fits:
     no turn, with `token` no sampled token of the first turn.
     """
     fitting = (
-        _fitting(row, place_of(session, row.leaf), [content[number] for number in row.turns], max_seq_len, truncate)
+        _fitting(row, place_of(session, row.leaf), [events[number] for number in row.turns], max_seq_len, truncate)
         for row in rows
     )
     return [
@@ -195,24 +209,23 @@ def segments(
 
 
 def _fitting(
-    row: BranchRow, place: Place, turns: Sequence[TurnTokens], max_seq_len: int | None, truncate: Truncate
+    row: BranchRow, place: Place, turns: Sequence[TurnCommitted], max_seq_len: int | None, truncate: Truncate
 ) -> Segment:
     """The part of a sample that fits. No sample ends inside a prompt: there is nothing to learn from it."""
     if max_seq_len is None:
         return Segment(row, place, turns, cut=False)
-    events = (turn.event for turn in turns)
-    ends = [event.base_tokens + event.suffix_tokens + event.output_tokens for event in events]
+    ends = [event.base_tokens + event.suffix_tokens + event.output_tokens for event in turns]
     kept = bisect.bisect_right(ends, max_seq_len)
     if truncate == "token" and kept < len(turns):
-        over = turns[kept].event
+        over = turns[kept]
         if over.base_tokens + over.suffix_tokens < max_seq_len:
             return Segment(row, place, turns[: kept + 1], cut=True, end=max_seq_len)
     return Segment(row, place, turns[:kept], kept < len(turns))
 
 
-def sample(segment: Segment) -> Sample:
-    """Raises Inconsistent."""
-    turns = segment.turns
+def sample(segment: Segment, content: Mapping[int, TurnTokens]) -> Sample:
+    """`content` holds every turn of the segment. Raises Inconsistent."""
+    turns = [content[event.turn] for event in segment.turns]
     tokens: list[bytes] = []
     logprobs: list[bytes] = []
     versions: list[VersionSpan] = []

@@ -170,9 +170,9 @@ class Exporter:
         of which advantages are made, by root; without them those that are in the log."""
         export_pages = ExportPages(self._database, END, query, self._branches(query), outcomes=outcomes)
         part = await export_pages.of(session_ids)
-        stored = await export_pages.read(part)
         part_rows = self._part_rows(query, Cursor("", Position(0, 0), END))
-        return await asyncio.to_thread(lambda: list(part_rows.fields(part, stored)))
+        read = await export_pages.read(part, part_rows.plan)
+        return await asyncio.to_thread(lambda: list(part_rows.fields(part, read)))
 
     def _part_rows(self, query: ExportQuery, window: Cursor) -> PartRows:
         branches, warn = self._branches(query), self._database.unreadable.warn
@@ -231,7 +231,7 @@ class Exporter:
 
         async with contextlib.aclosing(self._parts(export_pages, window)) as parts:
             async for part in parts:
-                yield taken(part_rows.fields(part, await export_pages.read(part)))
+                yield taken(part_rows.fields(part, await export_pages.read(part, part_rows.plan)))
                 if not left:
                     return
 

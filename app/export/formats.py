@@ -14,7 +14,7 @@ from app.export.containers.writer import EXCLUDED as EXCLUDED
 from app.export.containers.writer import EXCLUSION, Instead, msgpack, ndjson, refuse
 from app.export.containers.writer import ContainerWriter as ContainerWriter
 from app.export.query import ExportQuery
-from app.export.row import Columns, Fields, Row, Shape, Unfit
+from app.export.row import Columns, Fields, Row, Shape
 from app.export.shapes import (
     areal,
     atif,
@@ -169,16 +169,18 @@ def status_of(format: str, shape: str, segment: Segment) -> Status:
     return segment.last_status if _entry(format, shape).last_status else segment.status
 
 
+def takes(format: str, shape: str, segment: Segment) -> bool:
+    """Has this shape a row of a segment, as far as its loss is concerned?"""
+    entry = _entry(format, shape)
+    return entry.takes_untrained or entry.of_row is None or not segment.is_copied
+
+
 def of_row(format: str, shape: str, row: Row) -> Fields:
     """Raises Unfit."""
-    entry, sample = _entry(format, shape), row.sample
+    entry = _entry(format, shape)
     make = entry.of_row
     if make is None:
         raise ValueError(f"a row of shape {shape} is made of a whole session or a whole group")
-    is_masked = row.age is not None and bool(row.age.stale_tokens)
-    copied = sample.response_length and not sample.loss_mask.any() and not is_masked
-    if not entry.takes_untrained and (not sample.in_loss if row.session.is_text else copied):
-        raise Unfit("every sampled token is in another session's loss")
     asked: Fields = {} if row.age is None else msgspec.structs.asdict(row.age)
     if row.columns is not None:
         values = {name: None if column is None else column.values for name, column in row.columns.items()}

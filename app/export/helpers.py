@@ -63,7 +63,7 @@ def run(_: memoryview, body: memoryview) -> bytes:
     job = msgspec.msgpack.decode(body, type=PartJob)
     part = _part_of(job.export)
     try:
-        stored = _loop().run_until_complete(part.pages.read(job.pages))
+        stored = _loop().run_until_complete(part.pages.read(job.pages, part.rows.plan))
     except AppError as error:
         raise Rejected(type(error).__name__) from error
     part.unreadable.clear()
@@ -214,7 +214,7 @@ class PartMaker:
     async def _make_here(self, part: Part) -> list[Rows]:
         self._here += 1
         try:
-            rows = self._rows.fields(part, await self._pages.read(part))
+            rows = self._rows.fields(part, await self._pages.read(part, self._rows.plan))
             return [chain(await self.threads.run(next_rows, rows, AHEAD_BYTES), rows)]
         finally:
             self._here -= 1
@@ -227,7 +227,8 @@ class PartMaker:
             self._warn(session_id, why)
         if made_part.is_whole:
             return [made_part]
-        return [made_part, islice(self._rows.fields(part, await self._pages.read(part)), made_part.rows, None)]
+        read = await self._pages.read(part, self._rows.plan)
+        return [made_part, islice(self._rows.fields(part, read), made_part.rows, None)]
 
 
 async def made(helpers: Helpers, parts: AsyncGenerator[Part], maker: PartMaker) -> AsyncGenerator[Rows]:

@@ -15,9 +15,10 @@ import pybase64
 from app.domain.split import in_one_line
 
 
-def encode(value: object) -> bytes:
-    """On one line; arrays become lists, bytes base64, raw JSON is copied. Raises TypeError for other types."""
-    return orjson.dumps(value, _other, orjson.OPT_SERIALIZE_NUMPY)
+def encode(value: object, *, ends: bool = False) -> bytes:
+    """On one line, which `ends` with a line feed; arrays become lists, bytes base64, raw JSON is copied. Raises
+    TypeError for other types."""
+    return orjson.dumps(value, _other, orjson.OPT_SERIALIZE_NUMPY | (orjson.OPT_APPEND_NEWLINE if ends else 0))
 
 
 def array(items: Iterable[bytes]) -> msgspec.Raw:

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,8 +22,17 @@ from app.domain.session import fold
 from app.export import formats
 from app.export.faults import told
 from app.export.query import ExportQuery
+from app.export.rows import Folded, Known
 from app.store import rollouts
-from app.store.content import StoredSession, fetch_objects, matches, outcomes, read_logs, read_sessions
+from app.store.content import (
+    StoredSession,
+    fetch_objects,
+    matches,
+    outcomes,
+    read_content,
+    read_logs,
+    read_sessions,
+)
 from app.store.damage import SPAN, BrokenRow, PageDamaged, attempt
 from app.store.feed import END, EventFilter, Position, changed_sessions, last_places
 from app.store.ports import Connection, Database
@@ -193,29 +202,44 @@ class ExportPages:
 
         return await self._read(read)
 
-    async def read(self, part: Sequence[ExportPage]) -> dict[str, StoredSession]:
-        """The stored content of these pages' sessions; a session whose head is lost gives nothing."""
+    async def read(self, part: Sequence[ExportPage], plan: Plan) -> dict[str, Folded]:
+        """These pages' sessions with the content that their rows need; a session whose head is lost gives nothing.
+
+        Two reads: what the logs say decides what content is read, and to fold them would hold up an event loop.
+        """
         every = sorted({member for place in part for member in place.members})
 
         def read(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
-            columns = self._query.column_names
-            sessions = read_sessions(
-                connection, every, self._high, replay=self._replay, images=self._images, columns=columns
-            )
+            sessions = read_sessions(connection, every, self._high)
             return sessions, self._rollout_rows.members(connection, sessions, self._heads)
 
         sessions, members = await self._read(read)
+        logs = {session_id: sessions.get(session_id) or StoredSession(session_id, "", None) for session_id in every}
+        logs = await self._rollout_rows.counted(logs, members)
+
+        def planned() -> dict[str, tuple[Known | None, Turns]]:
+            return {member: plan(logs[member], place) for place in part for member in place.members}
+
+        plans = await asyncio.to_thread(planned)
+        turns = {session_id: needed for session_id, (_, needed) in plans.items() if needed is None or needed}
+        more: dict[str, Any] = {"replay": self._replay, "images": self._images, "columns": self._query.column_names}
+        content = partial(read_content, stored=logs, turns=turns, **more)
+        read_now = await self._database.read(content, one_moment=True) if turns else {}
         if self._query.replay == "urls":
-            urls = await self._signed(sessions.values())
-            sessions = {
-                session_id: msgspec.structs.replace(stored, urls=urls) for session_id, stored in sessions.items()
-            }
+            urls = await self._signed(read_now.values())
+            read_now = {name: msgspec.structs.replace(stored, urls=urls) for name, stored in read_now.items()}
         else:
-            await fetch_objects(self._database, sessions.values())
-        stored = {session_id: sessions.get(session_id) or StoredSession(session_id, "", None) for session_id in every}
-        if turns := sum(len(one.frames) for one in stored.values()):
-            self.turn_bytes = max(sum(map(_stored_bytes, stored.values())) // turns, 1)
-        return await self._rollout_rows.counted(stored, members)
+            await fetch_objects(self._database, read_now.values())
+        if count := sum(len(one.frames) for one in read_now.values()):
+            self.turn_bytes = max(sum(map(_stored_bytes, read_now.values())) // count, 1)
+        folded: dict[str, Folded] = {}
+        for session_id, (known, _) in plans.items():
+            stored = logs[session_id] if session_id not in turns else read_now.get(session_id)
+            stored = stored or StoredSession(session_id, "", None)
+            # One that was erased or is damaged since has a reason in place of its rows.
+            is_known = stored.damage is None and stored.status == logs[session_id].status
+            folded[session_id] = Folded(stored, known if is_known else None)
+        return folded
 
     async def _signed(self, sessions: Collection[StoredSession]) -> dict[str, str]:
         """A URL for each object that these sessions' chunks are in. Raises PayloadsUnavailable."""
@@ -349,6 +373,12 @@ LOGS = 32
 """Logs in memory together."""
 
 Stored = Mapping[str, StoredSession]
+
+Turns = Collection[int] | None
+"""The turns of a session whose content its rows need; None: all."""
+
+Plan = Callable[[StoredSession, ExportPage], tuple[Known | None, Turns]]
+"""A session's fold and the turns that its rows need, from its log; no fold where that is to be read for a reason."""
 
 Members = Mapping[str, str]
 """Sessions of rollouts that have several, and the root of each."""

@@ -17,10 +17,10 @@ from app.domain.samples import Segment, Status, Truncate, aged
 from app.domain.session import Session
 from app.export import formats
 from app.export.faults import excluded, instead, told
-from app.export.pages import ExportPage
+from app.export.pages import ExportPage, Turns
 from app.export.query import Cursor, ExportQuery
 from app.export.row import Fields, Row, Unfit
-from app.export.rows import Known, SessionRows, known
+from app.export.rows import Folded, Known, SessionRows, known
 from app.export.shapes.tree import SessionTree
 from app.store.content import StoredSession
 from app.store.selection import GroupFilter
@@ -71,11 +71,30 @@ class PartRows:
         self._warn = warn
         self._counts_only = counts_only
 
-    def fields(self, part: Sequence[ExportPage], stored: Mapping[str, StoredSession]) -> Iterator[Fields]:
+    def plan(self, stored: StoredSession, page: ExportPage) -> tuple[Known | None, Turns]:
+        """The session's fold, and the turns whose content its rows need. None where it gives no row, and where it
+        cannot be folded: `fields` says why."""
+        if stored.status == "erased":
+            return None, ()
+        try:
+            return (found := known(stored)), self._needed(stored, found, page)
+        except Exception:  # noqa: BLE001 - `_session` meets it again
+            return None, ()
+
+    def _needed(self, stored: StoredSession, session: Known, page: ExportPage) -> Turns:
+        if not self._is_asked_for(session) or self._left_out(session, page) is not None:
+            return ()
+        made = SessionRows(stored, session, self._query, self._branches, self._release)
+        segments = [one for one in made.segments if self._excluded(one) is None]
+        needed = {turn for one in segments for turn in made.needed(one)}
+        # By their numbers they are read a session at a time.
+        return None if len(needed) * 2 > len(session.events) else needed
+
+    def fields(self, part: Sequence[ExportPage], read: Mapping[str, Folded]) -> Iterator[Fields]:
         """The pages' rows; with `explain`, exclusions are rows too."""
         window, query = self._window, self._query
         for page in part:
-            members = [stored[member] for member in page.members if member in stored]
+            members = [read[member] for member in page.members if member in read]
             skip = window.given or 0 if page.at == window.at else 0
             if page.is_group:
                 rows = iter(self._group(members, page))
@@ -88,7 +107,7 @@ class PartRows:
                 if query.explain or row.get(formats.EXCLUDED) is None:
                     yield row
 
-    def _group(self, members: Sequence[StoredSession], page: ExportPage) -> list[Fields]:
+    def _group(self, members: Sequence[Folded], page: ExportPage) -> list[Fields]:
         """A whole group as one row, and what is excluded from it.
 
         Part of a group gives no row: only erased and replaced sessions and rolled-back turns may be missing.
@@ -102,9 +121,9 @@ class PartRows:
             filter(
                 None,
                 (
-                    _missing(member, rows)
+                    _missing(member.stored, rows)
                     for member, rows in zip(members, by_member, strict=True)
-                    if member.session_id not in page.left_out
+                    if member.stored.session_id not in page.left_out
                 ),
             ),
             None,
@@ -120,7 +139,7 @@ class PartRows:
 
         return self._numbered(page, whole, left_out)
 
-    def _tree(self, member: StoredSession, page: ExportPage) -> list[Fields]:
+    def _tree(self, member: Folded, page: ExportPage) -> list[Fields]:
         """A whole session as one row, and what is excluded from it."""
         tree = SessionTree()
 
@@ -195,37 +214,54 @@ class PartRows:
         self._warn(str(replaced["session_id"]), told(error))
         return replaced if self._query.explain else None
 
-    def _session(self, stored: StoredSession, page: ExportPage) -> Iterator[Row | Fields]:
+    def _session(self, read: Folded, page: ExportPage) -> Iterator[Row | Fields]:
         """A session's rows and exclusions; an unreadable session ends with its reason."""
         try:
-            yield from self._readable(stored, page)
+            yield from self._readable(read, page)
         except Exception as error:  # noqa: BLE001 - as in `_or_excluded`
-            yield self._unreadable(stored.session_id, self._window.behind(page.at), error)
+            yield self._unreadable(read.stored.session_id, self._window.behind(page.at), error)
 
-    def _readable(self, stored: StoredSession, page: ExportPage) -> Iterator[Row | Fields]:
+    def _is_asked_for(self, session: Known) -> bool:
+        """Is it of the requested run, group and name? Others are read only where damage hides what they are."""
+        own, wanted = session.session, self._wanted
+        if wanted.run not in (None, own.config.of_run) or not any(map(wanted.has_group, session.groups)):
+            return False
+        return self._query.name in (None, own.name) and self._query.generation in (None, own.generation)
+
+    def _left_out(self, session: Known, page: ExportPage) -> str | None:
+        """Why a session gives no row at all."""
+        own = session.session
+        if own.config.evaluation and not self._query.evaluation:
+            return EVALUATION
+        reason = page.left_out.get(own.session_id) or session_excluded(session, self._query, self._current(own))
+        if reason is None and own.is_text and not formats.takes_text(self._query.format):
+            return TEXT_ONLY
+        return reason
+
+    def _excluded(self, segment: Segment) -> str | None:
+        """Why a segment gives no row, as far as the log says."""
+        if self._query.status not in (None, status := self._status(segment)):
+            return f"status is {status}"
+        if not formats.takes(self._query.format, self._query.shape, segment):
+            return "every sampled token is in another session's loss"
+        return None
+
+    def _readable(self, read: Folded, page: ExportPage) -> Iterator[Row | Fields]:
         """A row, or the reason why there is none, for each live segment, then for each turn that is not live.
 
-        A session outside the requested run, group or name gives nothing: it is read only where damage hides them.
+        A session outside the requested run, group or name gives nothing.
         """
+        stored = read.stored
         session_id, at = stored.session_id, page.at
         if stored.status == "erased":
             yield excluded(session_id, self._window.behind(at), ERASED)
             return
-        session = known(stored)
-        own, wanted = session.session, self._wanted
-        if wanted.run not in (None, own.config.of_run) or not any(map(wanted.has_group, session.groups)):
+        session = read.known or known(stored)
+        own = session.session
+        if not self._is_asked_for(session):
             return
-        if self._query.name not in (None, own.name) or self._query.generation not in (None, own.generation):
-            return
-        if own.config.evaluation and not self._query.evaluation:
-            yield excluded(session_id, self._window.behind(at), EVALUATION)
-            return
-        reason = page.left_out.get(session_id) or session_excluded(session, self._query, self._current(own))
-        if reason is not None:
+        if (reason := self._left_out(session, page)) is not None:
             yield excluded(session_id, self._window.behind(at), reason)
-            return
-        if own.is_text and not formats.takes_text(self._query.format):
-            yield excluded(session_id, self._window.behind(at), TEXT_ONLY)
             return
         made = SessionRows(stored, session, self._query, self._branches, self._release)
         fitting = {segment.row.leaf.number: segment for segment in made.segments}
@@ -242,8 +278,8 @@ class PartRows:
                 cut = sum(_sampled(session, row).values())
                 reason = NOTHING_FITS[self._query.truncate] + beside
                 yield excluded(session_id, cursor, reason, segment=number, cut_tokens=cut)
-            elif self._query.status not in (None, status := self._status(segment)):
-                yield excluded(session_id, cursor, f"status is {status}{beside}", segment=number)
+            elif (reason := self._excluded(segment)) is not None:
+                yield excluded(session_id, cursor, reason + beside, segment=number)
             else:
                 try:
                     made_row = made.row(segment, cursor, advantage=page.advantages.get(session_id))
@@ -273,7 +309,7 @@ class PartRows:
         whole = row.turns[: len(segment.turns) - (segment.end is not None)]
         sampled = _sampled(session, row)
         lost = sum(tokens for turn, tokens in sampled.items() if turn not in whole)
-        last = segment.turns[-1].event
+        last = segment.turns[-1]
         if segment.end is not None and last.turn in sampled:
             lost -= segment.end - last.base_tokens - last.suffix_tokens
         if lost <= 0:

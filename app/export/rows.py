@@ -1,7 +1,8 @@
 """Makes the rows that shapes take from a session's stored content; runs on a thread.
 
-Content is unpacked when a shape reads it, so a trainer that reads only tokens does not pay for conversations. Its hash
-is always checked against the log's.
+Which turns a session's rows have is known from its log, before any content is read. Content is unpacked when a shape
+reads it, so a trainer that reads only tokens does not pay for conversations. Its hash is always checked against the
+log's.
 """
 
 from __future__ import annotations
@@ -87,6 +88,13 @@ class Known(msgspec.Struct, frozen=True):
         return {own or self.root.group_id, self.root.group_id}
 
 
+class Folded(NamedTuple):
+    """A session that was read, and its fold; None where its log gives no rows, or is to be read once more for why."""
+
+    stored: StoredSession
+    known: Known | None
+
+
 def known(stored: StoredSession) -> Known:
     """Raises UnknownEvent, CorruptContent."""
     if stored.damage is not None:
@@ -106,8 +114,8 @@ class SessionRows:
     """A session's branches that become rows as `query` asks for them, and a row of each. `release` is Turnlog's
     version, for provenance.
 
-    `segments` are those of which a part fits. Samples are made one at a time, because each contains its whole prompt.
-    Raises CorruptContent.
+    `segments` are those of which a part fits. Rows and segments are of the log alone. Samples are made one at a time,
+    because each contains its whole prompt.
     """
 
     def __init__(
@@ -117,19 +125,27 @@ class SessionRows:
         self._stored = stored
         self._known = known_session
         self._release = release
+        self._tokens: dict[int, TurnTokens] = {}
         self._tops: dict[int, TopLogprobs | None] = {}
         self._saids: dict[int, Messages] = {}
         self._shared: dict[int, bytes] = {}
         self.session = known_session.session
         self.rows = branch_rows(known_session.session, branches, query.loss)
-        content = {number: self._tokens(number) for number in sorted({one for row in self.rows for one in row.turns})}
-        self.segments = segments(known_session.session, self.rows, content, query.max_seq_len, query.truncate)
+        events = {number: counted(known_session.events[number]) for row in self.rows for number in row.turns}
+        self.segments = segments(known_session.session, self.rows, events, query.max_seq_len, query.truncate)
         self._rollout_rows = len(self.rows) if stored.rollout_rows is None else stored.rollout_rows
-        self._metadata = None if self.session.metadata is None else self._blob(self.session.metadata.number)
+
+    def needed(self, segment: Segment) -> set[int]:
+        """The turns of a segment's tokens, and those of the conversation at its end."""
+        chain = self.session.message_chain(segment.turns[-1].turn)
+        return {*(event.turn for event in segment.turns), *(turn.number for turn in chain)}
 
     def row(self, segment: Segment, cursor: str, *, advantage: float | None = None) -> Row:
         """Raises CorruptContent, Inconsistent; Unfit where a sampled row of a payload is not there."""
-        sample = made(segment)
+        for event in segment.turns:
+            if event.turn not in self._tokens:
+                self._tokens[event.turn] = self._unpacked(event)
+        sample = made(segment, self._tokens)
         path, payloads = segment.row.turns, self._query.replay
         routing, differs = dict(self._routing(sample, path)) if payloads is True else {}, None
         mask = routing.pop(MASK, UNSET)
@@ -142,7 +158,7 @@ class SessionRows:
             sample=sample,
             turns=Lazy(lambda: [self._turn(span.turn) for span in sample.turns]),
             messages=Lazy(lambda: [message for number in chain for message in self._messages(number)]),
-            metadata=self._metadata,
+            metadata=None if self.session.metadata is None else self._blob(self.session.metadata.number),
             source=self._source(sample),
             cursor=cursor,
             is_last=self.session.is_tree or segment.row is self.rows[-1],
@@ -191,17 +207,16 @@ class SessionRows:
             newest = max(newest, seq)
         return by_turn, newest
 
-    def _tokens(self, number: int) -> TurnTokens:
+    def _unpacked(self, event: TurnCommitted) -> TurnTokens:
         """A turn's tokens, checked against the log. Raises CorruptContent."""
-        event = self._known.events[number]
+        number = event.turn
         tokens, exchange = self._stored.frames.get(number, (None, None))
         if exchange is None:
             raise CorruptContent(f"turn {number}: the content is not there")
         if codec.content_hash(tokens, exchange) != event.content_hash:
             raise CorruptContent(f"turn {number}: the content's hash is not the log's")
         if event.is_text:
-            # Its counts are the upstream's: there are no tokens that they could be checked against.
-            return TurnTokens(msgspec.structs.replace(event, suffix_tokens=0, output_tokens=0), b"", b"", b"")
+            return TurnTokens(event, b"", b"", b"")
         unpacked = codec.unpack_tokens(tokens, exchange)
         if self._query.top_k is not None:
             self._tops[number] = unpacked.top
@@ -390,6 +405,12 @@ class SessionRows:
             else:
                 stop = min(payload.stop, max(len(sample.tokens) - 1, 0))
                 yield _Needed(kind, payload, [chunk for chunk in payload.chunks if chunk.start < stop], stop)
+
+
+def counted(event: TurnCommitted) -> TurnCommitted:
+    """The event, without the counts of a turn of text alone: they are the upstream's, and there are no tokens that they
+    could be checked against."""
+    return msgspec.structs.replace(event, suffix_tokens=0, output_tokens=0) if event.is_text else event
 
 
 class _Needed(NamedTuple):

@@ -20,7 +20,7 @@ from app.export.rows import Known, SessionRows, known
 from app.export.shapes import miles
 from app.sessions import transcript
 from app.sessions.cache import CacheEntry, SessionCache
-from app.store.content import StoredSession, fetch_objects, load_blobs, load_exchanges, read_sessions
+from app.store.content import StoredSession, fetch_objects, load_blobs, load_exchanges, read_content, read_sessions
 from app.store.feed import END
 from app.store.ports import Connection, Database, of_session
 from app.turn.token_in import TokenIn
@@ -58,7 +58,9 @@ class SessionSamples:
         rollout_rows = RolloutRows(self._cache.database, END, branches, has_text=False)
 
         def read(connection: Connection) -> tuple[dict[str, StoredSession], Members]:
-            stored = read_sessions(connection, [session_id], END, replay=True)
+            stored = read_sessions(connection, [session_id], END)
+            if stored:
+                stored = read_content(connection, stored, dict.fromkeys(stored), replay=True)
             return stored, rollout_rows.members(connection, stored)
 
         stored, members = await self._cache.database.read(read, session_id=session_id)

@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
-from app.export.containers.writer import ContainerWriter, weight
+from app.export.containers.writer import PIECE, ContainerWriter, weight
 from app.export.row import Fields
 from app.process import cancelled
 from workers.codec import describe
@@ -127,7 +127,8 @@ async def written(
             while part is not None:
                 pieces, is_whole = await worker.do(_next_pieces, writer, part)
                 for piece in pieces:
-                    yield piece
+                    for at in range(0, len(piece), PIECE):  # a long row would be copied at once on the event loop
+                        yield piece[at : at + PIECE] if len(piece) > PIECE else piece
                 if is_whole:
                     part = await anext(rest, None)
         last = writer.finish()

@@ -73,7 +73,8 @@ async def reply_messages(database: Database, session: Session, numbers: Sequence
 
 async def records(database: Database, session: Session, *, only_new: bool = False) -> AsyncIterator[bytes]:
     """A JSON record for each live turn, one at a time: all of them together grow with turns × context. With `only_new`
-    they grow with the session's text: a request has the messages that its turn added, and nothing has prompts' ids.
+    they grow with the session's text: a request has the messages that its turn added, and tools where they are not
+    those of the turn before it; nothing has prompts' ids.
     """
     async for turn in wire_turns(database, session, session.path, only_new=only_new):
         payloads = await replay.values(database, session, turn.event.turn, turn.exchange, REPLAY)
@@ -122,15 +123,15 @@ async def wire_turns(
     database: Database, session: Session, numbers: Iterable[int], *, only_new: bool = False
 ) -> AsyncIterator[WireTurn]:
     """These turns, one at a time. One that continues the turn before it is read without the history that they share;
-    with `only_new` none has a history, or the ids of its prompt.
+    with `only_new` none has a history, the ids of its prompt, or tools that are the turn's before it.
 
     Raises SessionUnreadable.
     """
     committed = await _committed(database, session)
-    before, history, ids = 0, list[bytes](), b""
+    before, history, ids, told = 0, list[bytes](), b"", None
     for number in numbers:
         turn, (at, event) = session.turn(number), committed[number]
-        prompt = None
+        prompt, tools, told = None, None if only_new and event.tools == told else event.tools, event.tools
         if only_new:
             history = []
         elif event.parent != before:
@@ -140,7 +141,7 @@ async def wire_turns(
         if not only_new:
             ids = await _continued(database, session, ids, [turn])
             prompt = _prompt(turn, ids)
-        request, history = await _request(database, session, event, exchange, history, prompt)
+        request, history = await _request(database, session, event, tools, exchange, history, prompt)
         yield WireTurn(at, event, exchange, prompt, request, history[:-1])
         before = number
 
@@ -157,13 +158,14 @@ async def _request(
     database: Database,
     session: Session,
     event: TurnCommitted,
+    tools: int | None,
     exchange: Exchange,
     history: list[bytes],
     prompt: memoryview | None,
 ) -> tuple[bytes, list[bytes]]:
-    """The request as the engine received it, without ids if there is no `prompt`, and the history that the next turn
-    continues. Raises SessionUnreadable."""
-    numbers = [event.params] if event.tools is None else [event.params, event.tools]
+    """The request as the engine received it, with the blob `tools`, without ids if there is no `prompt`; and the
+    history that the next turn continues. Raises SessionUnreadable."""
+    numbers = [event.params] if tools is None else [event.params, tools]
     blobs = await of_session(database, session.session_id, load_blobs, numbers)
     new = await images.put_back(database, session, exchange.messages)
     messages = [*(history if event.base_messages else []), *new]
@@ -175,13 +177,13 @@ async def _request(
         if shape_of(event.protocol) != "chat":
             text = "".join(msgspec.json.decode(part, type=str) for part in messages)
             return b"".join(completion_body(params, text, ids, exchange.rid, exchange.own))
-        tools = None if event.tools is None else blobs[event.tools]
         if any(turn.odd_arguments for turn in session.turns):
             sent = [sendable(raw) for raw in messages]
         if exchange.beginning:
             sent = [*sent, exchange.beginning]
         field = exchange.ids_field or "input_ids"
-        return b"".join(chat_body(params, tools, sent, exchange.rid, exchange.own, ids, field))
+        sent_tools = None if tools is None else blobs[tools]
+        return b"".join(chat_body(params, sent_tools, sent, exchange.rid, exchange.own, ids, field))
 
     size = sum(map(len, messages)) + (0 if prompt is None else prompt.nbytes)
     return await _off_the_loop(size, body), [*messages, exchange.message]

@@ -238,7 +238,8 @@ def live_objects(
 
 
 class StoredSession(msgspec.Struct, frozen=True):
-    """A session's rows: events up to the given position, content as it is now. All content is compressed frames.
+    """A session's rows: events up to the given position, and content as it is when `read_content` reads it. All content
+    is compressed frames.
 
     `objects` are the names of chunks' objects, until `fetch_objects` has fetched them into `chunks`, or as they
     are, with their `urls`.
@@ -267,20 +268,35 @@ class StoredSession(msgspec.Struct, frozen=True):
         return self.session_id if self.root is None else self.root.session_id
 
 
-def read_sessions(
+def read_sessions(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, StoredSession]:
+    """Sessions without their content. An erased one has only its status; one on a damaged page has `damage`, no log."""
+    return _undamaged(connection, session_ids, partial(_with_logs, upto=upto))
+
+
+def read_content(
     connection: Connection,
-    session_ids: Sequence[str],
-    upto: Position,
+    stored: Mapping[str, StoredSession],
+    turns: Mapping[str, Collection[int] | None],
     *,
     replay: bool,
     images: bool = False,
     columns: Sequence[str] = (),
 ) -> dict[str, StoredSession]:
-    """Sessions with their content. An erased one has only its status; one on a damaged page has `damage`, no content.
+    """Sessions of `stored` with the content of these turns (None: of all), which is read into them. One that was erased
+    since its log was read has only its status, one that has left the store is missing, one on a damaged page has
+    `damage`.
 
     `replay`: read the live chunks too, `images`: the images, `columns`: those of these names.
     """
-    read = partial(_with_content, upto=upto, replay=replay, images=images, columns=columns)
+    read = partial(_with_content, stored=stored, numbers=turns, replay=replay, images=images, columns=columns)
+    return _undamaged(connection, list(turns), read)
+
+
+def _undamaged(
+    connection: Connection,
+    session_ids: Sequence[str],
+    read: Callable[[Connection, Sequence[str]], Mapping[str, StoredSession]],
+) -> dict[str, StoredSession]:
     stored, lost = split(connection, session_ids, read)
     for session_id, why in lost.items():
         head = attempt_or(connection, partial(_stored_heads, session_ids=[session_id]), {}).get(session_id)
@@ -301,25 +317,40 @@ _log = select(events.c.session_id, *(events.c[name] for name in EventRow._fields
 )
 
 
-def _with_content(
-    connection: Connection,
-    session_ids: Sequence[str],
-    upto: Position,
-    *,
-    replay: bool,
-    images: bool,
-    columns: Sequence[str],
-) -> dict[str, StoredSession]:
+def _with_logs(connection: Connection, session_ids: Sequence[str], upto: Position) -> dict[str, StoredSession]:
     every = _stored_heads(connection, session_ids)
     stored = {session_id: one for session_id, one in every.items() if one.status != "erased"}
     # Each row's session is looked up, since a damaged index may lead to another session's rows.
     for session_id, *row in connection.execute(_log.where(events.c.session_id.in_(stored), at_or_before(upto))):
         if session_id in stored:
             stored[session_id].events.append(EventRow(*row))
+    return every
+
+
+def _with_content(
+    connection: Connection,
+    session_ids: Sequence[str],
+    stored: Mapping[str, StoredSession],
+    numbers: Mapping[str, Collection[int] | None],
+    *,
+    replay: bool,
+    images: bool,
+    columns: Sequence[str],
+) -> dict[str, StoredSession]:
+    heads = select(sessions.c.session_id, sessions.c.status, sessions.c.group_id).where(
+        sessions.c.session_id.in_(session_ids)
+    )
+    there = [row for row in connection.execute(heads) if row[0] in stored]
+    every = {row[0]: StoredSession(*row) if row[1] == "erased" else stored[row[0]] for row in there}
+    stored = {session_id: one for session_id, one in every.items() if one.status != "erased"}
+    whole = [session_id for session_id in stored if numbers[session_id] is None]
     content = select(turns.c.session_id, turns.c.turn, turns.c.tokens, turns.c.exchange)
-    for session_id, turn, tokens, exchange in connection.execute(content.where(turns.c.session_id.in_(stored))):
+    for session_id, turn, tokens, exchange in connection.execute(content.where(turns.c.session_id.in_(whole))):
         if session_id in stored:
             stored[session_id].frames[turn] = (tokens, exchange)
+    for session_id, one in stored.items():
+        if (wanted := numbers[session_id]) is not None:
+            one.frames.update(load_frames(connection, session_id, sorted(wanted)))
     shared = select(blobs.c.session_id, blobs.c.number, blobs.c.data).where(blobs.c.session_id.in_(stored))
     for session_id, number, data in connection.execute(shared if images else shared.where(blobs.c.kind != "image")):
         if session_id in stored:

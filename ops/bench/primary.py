@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import os
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 import asyncpg
 from sqlalchemy.engine import make_url
 
-from ops.bench.measure import family, stat
+from ops.bench.measure import Figures, cpu_s, stat
 
 SETTINGS = {
     "fsync": "on",
@@ -29,13 +28,11 @@ SETTINGS = {
 }
 """Settings that matter for the benchmarks; all others are PostgreSQL's defaults."""
 
-REPORT_DELAY_S = 1.0
-
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 _COUNTED = """
-SELECT (SELECT xact_commit FROM pg_stat_database WHERE datname = current_database()), wal_bytes::bigint,
-       wal_fpi FROM pg_stat_wal
+SELECT pg_snapshot_xmax(pg_current_snapshot())::text::bigint, (pg_current_wal_insert_lsn() - '0/0')::bigint, wal_fpi,
+       (SELECT sum(fsyncs) FROM pg_stat_io WHERE object = 'wal')::bigint FROM pg_stat_wal
 """
 
 
@@ -65,7 +62,7 @@ class Primary:
 
     def cpu_s(self) -> float:
         """CPU seconds of all processes of the server, including those that have ended."""
-        return sum(_cpu_s(pid, ended=pid == self._pid) for pid in family(self._pid))
+        return cpu_s(self._pid) + sum(map(int, stat(self._pid)[13:15])) * _TICK_S
 
 
 @contextlib.contextmanager
@@ -80,16 +77,26 @@ def primary(folder: Path | None = None) -> Iterator[Primary]:
 
 
 class Work(NamedTuple):
-    """What a server has done so far, or in between: CPU seconds, committed transactions of a database, bytes of WAL,
-    and pages that are whole in the WAL."""
+    """What a server has done so far, or in between: CPU seconds, transactions that wrote, bytes of WAL, pages that are
+    whole in the WAL, and the WAL's fsyncs."""
 
     cpu_s: float
-    commits: int
+    transactions: int
     wal_bytes: int
     full_pages: int
+    fsyncs: int
 
     def since(self, before: Work) -> Work:
         return Work._make(after - earlier for after, earlier in zip(self, before, strict=True))
+
+    def figures(self, turns: int) -> Figures:
+        """Of each of so many turns."""
+        return {
+            "database CPU ms a turn": self.cpu_s * 1000 / turns,
+            "transactions a turn": self.transactions / turns,
+            "WAL KiB a turn": self.wal_bytes / turns / 1024,
+            "fsyncs a turn": self.fsyncs / turns,
+        }
 
 
 class Database(NamedTuple):
@@ -99,10 +106,8 @@ class Database(NamedTuple):
     server: Primary
 
     async def work(self) -> Work:
-        """Takes a second: a backend reports its counters at most once in one."""
-        cpu = self.server.cpu_s()
-        await asyncio.sleep(REPORT_DELAY_S)
-        return Work(cpu, *await self.row(_COUNTED))
+        """Pages and fsyncs of a backend's last second may be missing: they need a period of several."""
+        return Work(self.server.cpu_s(), *await self.row(_COUNTED))
 
     async def row(self, query: str) -> Sequence[Any]:
         """The first row of a query's result."""
@@ -112,8 +117,3 @@ class Database(NamedTuple):
             return row
         finally:
             await connection.close()
-
-
-def _cpu_s(pid: int, *, ended: bool) -> float:
-    """`ended`: with that of its children that are no more."""
-    return sum(map(int, stat(pid)[11 : 15 if ended else 13])) * _TICK_S

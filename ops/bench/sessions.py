@@ -186,10 +186,8 @@ async def _measured(
         "p50 ms": percentile(turns.latencies, 50) * 1000,
         "p99 ms": percentile(turns.latencies, 99) * 1000,
         "server CPU ms a turn": cpu * 1000 / count,
-        "database CPU ms a turn": work.cpu_s * 1000 / count,
-        "WAL KiB a turn": work.wal_bytes / count / 1024,
-        "full pages of it KiB": work.full_pages * 8 / count,
-        "transactions a turn": work.commits / count,
+        **work.figures(count),
+        "full pages of its WAL KiB": work.full_pages * 8 / count,
         "turns that miss the cache": hits[1] / max(sum(hits), 1),
     }
     return {f"{name}{what}": value for what, value in figures.items()}

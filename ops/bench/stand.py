@@ -137,12 +137,9 @@ class Period(NamedTuple):
             "p99 ms": percentile(latencies, 99) * 1000,
             "reply KiB": sum(one.reply_bytes for one in self.tallies) / max(len(latencies), 1) / 1024,
         }
-        if self.database is not None:
-            figures["database CPU ms a turn"] = self.database.cpu_s * 1000 / turns
-            figures["transactions a turn"] = self.database.commits / turns
-            figures["WAL KiB a turn"] = self.database.wal_bytes / turns / 1024
         return {
             **figures,
+            **(self.database.figures(turns) if self.database else {}),
             "turns": self.turns,
             "sessions created within": sum(one.created_within for one in self.tallies),
             "errors": sum(self.errors.values()),

@@ -199,12 +199,16 @@ async def test_a_row_that_no_version_wrote_is_given_as_such(sqlite_store: Store)
     assert names(await reading.events(types=("RewardAssigned",))) == [(None, None)]
 
 
-async def test_who_follows_waits_for_a_database_that_is_away(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_follows_waits_for_a_database_that_is_away(
+    store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     order, reading = await filled(store), Reading(store)
-    read, is_away = store.database.read, asyncio.Event()
+    read, looks = store.database.read, asyncio.Semaphore(0)
 
     async def away(*arguments: Any, **named: Any) -> Any:
-        is_away.set()
+        if "one_moment" not in named:
+            return await read(*arguments, **named)  # where the log ends
+        looks.release()
         raise StoreUnavailable("away")
 
     async with reading.followed() as lines:
@@ -212,10 +216,12 @@ async def test_who_follows_waits_for_a_database_that_is_away(store: Store, monke
         with monkeypatch.context() as patched:
             patched.setattr(store.database, "read", away)
             following = asyncio.ensure_future(anext(lines))
-            await is_away.wait()
+            await store.create("c")
+            for _ in range(2):
+                await looks.acquire()
         assert store.database.read == read
-        await store.create("c")
         assert names([await following]) == [("c", 1)]
+    assert caplog.text.count("a reader of all events waits") == 1
 
 
 async def test_who_follows_hears_of_what_is_new_until_the_server_stops(store: Store) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from helpers.databases import connected
 from helpers.log import BODY
-from helpers.store import Store
+from helpers.store import Store, reward
 from sqlalchemy import Connection, event, func, select, text, update
 
 from app.domain.events import RewardAssigned, SessionConfig, SessionCreated
@@ -21,16 +21,20 @@ from app.errors import ArchiveBusy, PayloadsUnavailable
 from app.features.archive.archive import Archive
 from app.features.archive.rows import DROPPED_AT_ONCE, LEASE, Forget, Import, Line, Reserve, unfinished
 from app.features.objects.bucket import Bucket
+from app.features.objects.rows import note_objects
+from app.features.objects.schema import dead_objects
 from app.process import FeatureFaults
 from app.request_memory import RequestMemory
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
+from app.sessions.names import Names
 from app.store.feed import last_forgotten
 from app.store.incarnations import ReleaseLease, TakeLease
 from app.store.log_sessions import AssignReward, Create, Existing
 from app.store.schema import events, sessions, turns
+from app.store.sessions import Generation
 from app.store.writer import Writer
 
 pytestmark = pytest.mark.anyio
@@ -255,6 +259,28 @@ async def test_a_file_that_is_written_after_another_process_took_over_is_removed
     assert taken_over == [file.as_uri() for file in stage.folder.iterdir()]
 
 
+async def a_rollout(store: Store) -> None:
+    """A root and a member, both rewarded and closed."""
+    await store.create("root")
+    config = SessionConfig(rollback_window=1, parent="root")
+    await store.submit(Create("child", 1.0, SessionCreated(config, BODY, None), None))
+    for name in ("root", "child"):
+        await store.submit(reward(name, 1.0))
+        await store.close(name)
+
+
+async def waiters(store: Store, number: int, other: asyncio.Task[object] | None = None) -> None:
+    """Wait until so many transactions wait for a row, or `other` has not waited."""
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    async with asyncio.timeout(60):
+        while await store.database.read(lambda c: c.execute(waiting).scalar_one()) < number:
+            if other is not None and other.done():
+                return
+            await asyncio.sleep(0.01)
+
+
 async def test_an_archived_root_is_erased_with_members_that_stayed(stage: Stage) -> None:
     await stage.store.create("root")
     config = SessionConfig(rollback_window=1, parent="root")
@@ -270,6 +296,33 @@ async def test_an_archived_root_is_erased_with_members_that_stayed(stage: Stage)
     assert head.status == "erased"
 
 
+async def test_an_archived_member_is_erased_by_its_own_id(stage: Stage) -> None:
+    await stage.store.database.write(lambda tx: note_objects(tx, "file:///objects", "owner"), durable=True)
+    await a_rollout(stage.store)
+    assert await stage.move(stage.archive()) is not None
+    assert not await stage.erasure.erase("child")
+    queued = select(dead_objects.c.session_id)
+    assert await stage.store.database.read(lambda c: c.execute(queued).scalars().all()) == ["child"], "its objects go"
+
+
+async def test_a_generation_that_leaves_while_its_name_is_asked_for_does_not_free_it_yet(stage: Stage) -> None:
+    assert not await Names(stage.cache, cast(Any, None))._frees_name(Generation("left", 1, "closed", None))
+
+
+async def test_what_is_added_to_a_rollout_while_it_leaves_keeps_it(postgres_store: Store) -> None:
+    store, file = postgres_store, "file:///archive"
+    await a_rollout(store)
+    fence = await store.submit(TakeLease(LEASE, store.me, 60.0, 60.0))
+    lines = [Line(name, "root", None, None, None, "default", b"") for name in ("child", "root")]
+    await store.submit(Reserve(fence, file, lines))
+    added = update(sessions).where(sessions.c.session_id == "child").values(version=4)
+    async with connected(store.database.url, writes=True) as connection:
+        await connection.execute(added)
+        leaving = asyncio.create_task(store.submit(Forget("root", fence, file, {"child": 3, "root": 3})))
+        await waiters(store, 1)
+    assert await leaving is False
+
+
 async def test_of_two_rollouts_that_leave_at_once_the_log_ends_where_the_later_did(postgres_store: Store) -> None:
     store, file = postgres_store, "file:///archive"
     for name in ("earlier", "later"):
@@ -281,23 +334,12 @@ async def test_of_two_rollouts_that_leave_at_once_the_log_ends_where_the_later_d
         Reserve(fence, file, [Line(name, name, None, None, None, "default", b"") for name in ("earlier", "later")])
     )
 
-    waiting = text(
-        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-    )
-
-    async def waiters(number: int, other: asyncio.Task[object] | None = None) -> None:
-        async with asyncio.timeout(60):
-            while await store.database.read(lambda c: c.execute(waiting).scalar_one()) < number:
-                if other is not None and other.done():
-                    return
-                await asyncio.sleep(0.01)
-
     async with connected(store.database.url) as connection, asyncio.TaskGroup() as leaving, connection.begin():
         await connection.execute(select(events).where(events.c.session_id == "earlier").with_for_update())
         leaving.create_task(store.submit(Forget("earlier", fence, file, {"earlier": 2})))
-        await waiters(1)  # It has read where the log ends, if nothing keeps it from that.
+        await waiters(store, 1)  # It has read where the log ends, if nothing keeps it from that.
         later = leaving.create_task(store.submit(Forget("later", fence, file, {"later": 2})))
-        await waiters(2, later)
+        await waiters(store, 2, later)
     assert await store.database.read(last_forgotten) == end
 
 

@@ -6,8 +6,10 @@ import time
 from typing import Any, cast
 
 import pytest
-from helpers.log import BODY
+from helpers.log import BODY, created, payload
 from helpers.store import Meanwhile, Store, reward
+from sqlalchemy import true
+from test_store_chunks import chunks
 
 from app.domain.events import SessionConfig, SessionCreated, SessionRestored
 from app.errors import NotFound, StoreUnavailable
@@ -17,8 +19,11 @@ from app.process import FeatureFaults
 from app.sessions.cache import SessionCache
 from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
+from app.sessions.janitor import Janitor
 from app.sessions.lifecycle import Sessions
-from app.store.log_sessions import Create, Erase
+from app.settings import Settings
+from app.store.log_sessions import Close, Create, Erase, FreeReplay
+from app.store.sessions import Acknowledgements
 from app.store.writer import Writer
 
 pytestmark = pytest.mark.anyio
@@ -63,6 +68,32 @@ async def test_nothing_is_taken_back_to_a_checkpoint_that_is_just_deleted(store:
     head = await store.head("s")
     assert head is not None
     assert (head.status, head.turns) == ("open", 1)
+    await store.submit(Make("default", "cut", "now"))
+    gone = Delete("default", "cut"), DropRows("", 10), DropRows("", 10)
+    other = Meanwhile(store.writer, Make, *gone, Make("default", "cut", "now"))
+    done = await restores(store, other.as_writer).run("default", "cut", "before-2-cut")
+    assert done["undone"] == 0, "another checkpoint has its name now"
+
+
+async def test_a_session_that_is_erased_meanwhile_was_not_taken_back(store: Store) -> None:
+    await store.create("s")
+    await store.submit(Make("default", "cut", "now"))
+    erased = Meanwhile(store.writer, RestoreSession, Close("s", 5.0), Erase("s", 6.0))
+    await store.take_turn("s")
+    done = await restores(store, erased.as_writer).run("default", "cut", "before-1-cut")
+    assert (done["sessions"], done["erased"]) == (0, ["s"])
+
+
+async def test_a_checkpoint_has_what_would_be_freed_behind_an_acknowledgement(store: Store) -> None:
+    await store.submit(Create("s", 1.0, created(group_id="g"), None))
+    await store.take_turn("s", payloads=(payload(2, 0),), chunks=chunks(0))
+    await store.close("s")
+    made = Meanwhile(store.writer, FreeReplay, Make("default", "cut", "now"))
+    erasure, sessions = erasure_of(store, made.as_writer), sessions_of(store, store.writer)
+    groups = iter([[(1.0, "default", "g")], []])
+    janitor = Janitor(store.database, store.writer, sessions, erasure, Settings(), time.time)
+    await janitor._free_acknowledged(Acknowledgements(true(), lambda *_: next(groups)), 10.0)
+    assert await store.chunks("s") == {(2, 0): (b"ab", None)}
 
 
 class Sweeping:

@@ -20,6 +20,7 @@ from app.domain.fleet import (
     EngineListed,
 )
 from app.domain.session import rid_of
+from app.errors import StoreUnavailable
 from app.features.gates.gates import Gates
 from app.features.gates.pauses import Pauses
 from app.fleet.engines import Engines
@@ -109,7 +110,7 @@ class Far:
     is_sqlite = False
 
     def __init__(self, database: Database) -> None:
-        self.faults = 0
+        self.faults: list[Exception] = []
         self._database = database
 
     async def read(self, function: Callable[[Connection], T], *, one_moment: bool = False) -> T:
@@ -119,8 +120,7 @@ class Far:
     async def read_autocommit(self, statement: Executable, parameters: Parameters) -> Sequence[Row]:
         await asyncio.sleep(1.5 * STALE_S)
         if self.faults:
-            self.faults -= 1
-            raise RuntimeError("not to be thought of")
+            raise self.faults.pop()
         return await self._database.read_autocommit(statement, parameters)
 
 
@@ -196,12 +196,12 @@ async def test_a_lease_that_is_made_longer_while_it_runs_out_leaves_the_engines_
     await client.close()
 
 
-async def test_a_process_goes_on_looking_after_a_fault(postgres_store: Store) -> None:
+async def test_a_process_goes_on_looking_after_a_fault(postgres_store: Store, caplog: pytest.LogCaptureFixture) -> None:
     async with process(postgres_store.database) as near:
         faulty = Far(postgres_store.database)
         far = FleetState(cast(Database, faulty), postgres_store.writer)
         await far.start()
-        faulty.faults = 1
+        faulty.faults = [RuntimeError("not to be thought of"), StoreUnavailable("away")]
         async with asyncio.timeout(20):
             while faulty.faults:
                 await asyncio.sleep(0.01)
@@ -209,6 +209,14 @@ async def test_a_process_goes_on_looking_after_a_fault(postgres_store: Store) ->
             while not far.fleet.is_shut("default", "a"):
                 await asyncio.sleep(0.01)
         await far.stop()
+    assert caplog.text.count("the fleet's log cannot be read") == 1
+
+
+async def test_a_resume_of_what_is_not_paused_writes_nothing(states: Sequence[FleetState], database: Database) -> None:
+    async with watching(states, database) as watches:
+        for _ in range(2):
+            await watches[0].resume_adapter(None, "a", "7")
+    assert states[0].fleet.version == 1
 
 
 async def test_what_another_process_begins_before_it_knows_is_aborted_too(

@@ -32,12 +32,14 @@ COMMIT = b"Q\x00\x00\x00\x0bCOMMIT\x00"
 
 
 class Relay:
-    """Between a client and the server's socket; ends connections around their COMMIT as often as it is told."""
+    """Between a client and the server's socket; ends connections around their COMMIT as often as it is told.
+    `is_synced`: the newest transaction waits for disk and standby."""
 
     def __init__(self, socket: str) -> None:
         self._socket = socket
         self.before_commit = 0
         self.after_commit = 0
+        self.is_synced = False
         self.serving: list[asyncio.Task[None]] = []
 
     def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -49,6 +51,8 @@ class Relay:
         back = asyncio.create_task(_pump(there, writer, muted))
         try:
             while data := await reader.read(1 << 16):
+                if b"synchronous_commit" in data:
+                    self.is_synced = b"synchronous_commit = on" in data
                 if COMMIT in data and self.before_commit:
                     self.before_commit -= 1
                     return
@@ -116,6 +120,7 @@ async def test_what_was_committed_when_the_connection_ended_is_not_written_twice
     assert len(await store.log("s")) == 2
     cutting.after_commit = 1
     assert isinstance(await store.claim("s", 2), Appended)
+    assert cutting.is_synced, "the look for what became of it, though a claim itself is not"
     cutting.after_commit = 1
     assert isinstance(await store.commit("s", 3), Appended)
     assert len(await store.log("s")) == 4

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any, cast
 
 import pytest
 from helpers.log import opened
-from helpers.store import Store, add_incarnation, silence_incarnation
+from helpers.store import Store, add_incarnation, end_incarnation, silence_incarnation
 
 from app.domain.events import TurnAbandoned
+from app.errors import StoreDamaged
 from app.sessions.recovery import Recovery
 from app.store.log import Appended
 from app.store.log_turns import Busy, Claim, Known
+from app.store.writer import Writer
 
 pytestmark = pytest.mark.anyio
 
@@ -37,3 +40,26 @@ async def test_who_was_silent_himself_does_not_judge_others(store: Store) -> Non
     assert recovery.lease_to_judge_by() == LEASE_S
     await recovery.stop()
     assert isinstance(await store.claim("s", 3, turn=1), Appended)
+
+
+class Damaged:
+    """A writer over a store with a damaged page in session a, which is the first."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+
+    async def submit(self, operation: Any) -> Any:
+        if operation.after < "a":
+            raise StoreDamaged("a page")
+        return await self._writer.submit(operation)
+
+
+async def test_a_damaged_session_is_passed_over(store: Store) -> None:
+    dead = await add_incarnation(store.database)
+    for name in ("a", "b"):
+        await store.create(name)
+        await store.claim(name, 1, incarnation=dead)
+    await end_incarnation(store.database, dead)
+    damaged = cast(Writer, Damaged(store.writer))
+    assert await Recovery(store.database, damaged, lambda: store.me, LEASE_S, LEASE_S, time.time)._sweep()
+    assert [len(await store.open_turns(name)) for name in ("a", "b")] == [1, 0]

@@ -154,7 +154,7 @@ async def test_metadata_is_the_sources_or_ones_own(store: Store) -> None:
 async def test_nothing_is_written_where_the_source_has_changed_or_is_gone(store: Store) -> None:
     await branching(store)
     made = await decided(store, 4)
-    await store.take_turn("s", params=2, after=(BlobsTombstoned((4,), ()),))
+    await store.take_turn("s", params=2, after=(BlobsTombstoned((4,), ()),) * 2)
     tombstone = await store.database.read(lambda connection: last_tombstone(connection, "s"))
     assert await store.submit(Fork("s", "f", 9.0, made, None, 0)) == Stale()
     assert await store.submit(Fork("nobody", "f", 9.0, made, None, 0)) == Refused(None)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from helpers.store import Store
 
 from app.domain.events import SessionRestored
 from app.domain.session import Session, encode_session
+from app.sessions.cache import SessionCache
 from app.store.dialect import Tx
 from app.store.log import advance_head
 from app.store.sessions import load_snapshot
@@ -42,6 +45,14 @@ async def test_a_snapshot_is_used(store: Store) -> None:
     await store.save_snapshot(session)
     await store.forget_event("s", 1)
     assert await store.loaded("s") == session
+
+
+async def test_a_long_log_is_read_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("app.sessions.cache.SNAPSHOT_EVENTS", 3)
+    session, cache = await session_of(store, 1), SessionCache(store.database, store.writer, 1 << 20)
+    await cache.get("s")
+    await asyncio.gather(*cache._saving)
+    assert await snapshot(store) == session
 
 
 @pytest.mark.parametrize("damage", ["bytes", "flipped", "shape", "format"])

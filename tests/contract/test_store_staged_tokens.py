@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -10,8 +11,11 @@ from helpers.store import CLAIMED_AT, LEASE_S, Store, add_incarnation, commit, e
 from sqlalchemy import select
 
 from app.features.resume import staged_tokens as staged
+from app.features.resume import staging
 from app.features.resume.schema import staged_tokens as table
 from app.features.resume.staged_tokens import DropStaged, StagedRow, StageTokens, TakeOverStaged
+from app.features.resume.staging import StagedTurn, StagingCounters
+from app.settings import Settings
 from app.store.log import Appended
 from app.store.log_sessions import Close
 from app.store.log_turns import AbandonDead
@@ -101,4 +105,16 @@ async def test_a_dead_turns_rows_are_taken_over_once(store: Store) -> None:
     assert await rows(store) == [(head + 1, 0), (head + 1, 1)]
     assert await stage(store, head + 1, 2) == [True]
     await store.submit(DropStaged("s", head + 1, store.me, CLAIMED_AT))
+    assert await rows(store) == []
+
+
+async def test_rows_that_cannot_be_continued_are_dropped(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "_request_hash", lambda turn, call: REQUEST)
+    await died(store)
+    await store.claim("s", 3)
+    flight, opened, none = SimpleNamespace(session_id="s"), SimpleNamespace(turn=2), cast(Any, None)
+    turn = SimpleNamespace(flight=flight, opened=opened, fence=4, incarnation=store.me, opened_at=CLAIMED_AT)
+    settings, counters = Settings.model_construct(stage_tokens_s=0.0), StagingCounters()
+    again = StagedTurn(cast(Any, turn), none, store.database, store.writer, settings, counters, is_native=False)
+    assert await again.restore() == []
     assert await rows(store) == []

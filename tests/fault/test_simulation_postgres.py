@@ -76,10 +76,10 @@ MUTANTS: tuple[tuple[Callable[[Patch], None], int], ...] = (
     (a_batch_waits_for_locked_heads, 19),
     (what_is_deferred_counts_as_done, 19),
     (a_conflict_of_keys_is_not_tried_again, 19),
-    (a_commit_whose_answer_was_lost_counts_as_done, 112),
+    (a_commit_whose_answer_was_lost_counts_as_done, 119),
     (a_commit_whose_answer_was_lost_is_repeated, 19),
     (a_claim_takes_another_version, 24),
-    (a_batch_locks_no_heads, 18),
+    (a_batch_locks_no_heads, 19),
 )
 """Each with the first seed that is tried: one that finds it soon."""
 

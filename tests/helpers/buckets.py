@@ -11,8 +11,8 @@ from threading import Event, Thread
 from typing import Any, Literal
 
 import boto3
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
-from werkzeug.serving import make_server
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
 from werkzeug.wrappers import Response
 
 from app.features.objects.names import parsed
@@ -24,7 +24,7 @@ HELD_S = 60.0
 _numbers = itertools.count()
 
 
-class _Handler(MotoRequestHandler):
+class _Handler(WSGIRequestHandler):
     def log_request(self, *_: object) -> None:
         """Say nothing."""
 

@@ -72,7 +72,7 @@ class Postgres:
     def database(self, template: str = "migrated") -> Iterator[str]:
         """A copy of `template`, dropped at the end."""
         name = f"test_{next(self._numbers)}"
-        self._server.psql(f"CREATE DATABASE {name} TEMPLATE {template};")
+        self._server.psql(f"CREATE DATABASE {name} TEMPLATE {template} STRATEGY FILE_COPY;")
         yield self.url(name)
         self._server.psql(f"DROP DATABASE {name} WITH (FORCE);")
 

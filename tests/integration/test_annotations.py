@@ -93,6 +93,9 @@ def test_columns_of_each_form_are_aligned_to_the_tokens_of_rows(stand: Stand) ->
     assert cut["columns"]["teacher"] == left["columns"]["teacher"][:-2]
     trl, _ = talk.rows(columns="teacher", shape="trl")
     assert trl["columns"]["teacher"] == left["columns"]["teacher"]
+    [fork] = stand.http.post(f"{talk.path}/fork", json={"turn": 2}).json()["sessions"]
+    [copied] = stand.known(fork["session_id"]).rows(columns="teacher")
+    assert copied["columns"] == {"teacher": left["columns"]["teacher"]}
     for wrong in ({"shape": "atropos"}, {"format": "atif"}, {"columns": "a b"}):
         reply = stand.http.get("/export", params={"session_id": talk.id, "columns": "teacher", **wrong})
         assert error_of(reply) == (400, "invalid_request")
@@ -152,6 +155,7 @@ FILES: dict[str, tuple[bytes, str, str]] = {
     "huge": (npy(FLOATS).replace(b"(3,), }   ", b"(9999,), }"), NPY, "12 bytes"),
     "no header": (npy(FLOATS).replace(b"(3,)", b"(3.)"), NPY, "npy"),
     "no safetensors": (b"\xff" * 64, SAFETENSORS, "safetensors"),
+    "a header past the end": ((9).to_bytes(8, "little") + b"{}", SAFETENSORS, "valid safetensors"),
     "no JSON": ((2).to_bytes(8, "little") + b"{]", SAFETENSORS, "safetensors"),
     "another tensor": (save({"value": FLOATS}), SAFETENSORS, "value"),
     "half": (save({"values": FLOATS.astype(np.float16)}), SAFETENSORS, "F32"),

@@ -13,13 +13,18 @@ from ops.server import ROOT
 
 
 @pytest.mark.long
-def test_a_quick_run() -> None:
-    command = [sys.executable, "-m", "ops.bench", "real", "--quick", "--wires", "messages", "--sessions", "1"]
+@pytest.mark.parametrize(("wire", "processes"), [("messages", 0), ("chat", 2)], ids=["sqlite", "postgresql"])
+def test_a_quick_run(wire: str, processes: int) -> None:
+    command = [sys.executable, "-m", "ops.bench", "real", "--quick", "--sessions", "1"]
+    command += ["--wires", wire, "--processes", str(processes)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    [row, _] = json.loads((RESULTS / "real-messages-turns.json").read_text())
+    [row, longer] = json.loads((RESULTS / f"real-{wire}-turns.json").read_text())
     assert 0 < row["/ floor"] == row["CPU ms a turn"] / row["floor"]
-    figures = json.loads((RESULTS / "real-messages-turnlog.json").read_text())
+    if processes:
+        # What a turn writes does not depend on the length of its prompt.
+        assert 0 < longer["WAL KiB a turn"] < 1.5 * row["WAL KiB a turn"]
+    figures = json.loads((RESULTS / f"real-{wire}-turnlog.json").read_text())
     assert figures["turns"] == figures["after kills, turns"] > figures["rows compared"] > 0
     assert figures["kills"] == 1
     assert not any(count for what, count in figures.items() if what.startswith("!"))

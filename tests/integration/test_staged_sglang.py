@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from helpers.looking import value
 
 from integration.interrupting import ASKED, as_said, interrupted
 from integration.places import Places
@@ -82,6 +83,16 @@ def test_what_only_the_chat_takes_goes_through_it(staging: Stand, body: dict[str
     talk = staging.talk()
     talk.say("Hello", **body)
     assert asked(staging)[-1] == CHAT
+
+
+def test_an_engines_own_error_passes_and_leaves_nothing_staged(staging: Stand) -> None:
+    """Of a whole reply, and of the rest of one."""
+    talk, fault = staging.talk(), {"fault": "status_400"}
+    refused = talk.chat([ASKED], sim=fault)
+    assert (refused.status_code, asked(staging)[-1], talk.types()[-1]) == (400, NATIVE, "TurnRejected")
+    refused = interrupted(staging, talk, [5], meanwhile=lambda _: staging.sim.post("/sim/faults", json=fault))
+    assert (refused.status_code, asked(staging)[-2:], talk.types()[-1]) == (400, [NATIVE] * 2, "TurnRejected")
+    assert value(staging.url, "SELECT count(*) FROM staged_tokens") == 0
 
 
 @pytest.mark.parametrize("queued", [False, True])

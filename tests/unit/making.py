@@ -225,4 +225,6 @@ def samples(
     session: Session, content: Mapping[int, TurnTokens], max_seq_len: int | None = None, truncate: Truncate = "turn"
 ) -> list[Sample]:
     """The samples of all kept branches; `content` holds their turns. Raises Inconsistent."""
-    return [sample(segment) for segment in segments(session, branch_rows(session), content, max_seq_len, truncate)]
+    events = {number: tokens.event for number, tokens in content.items()}
+    fitting = segments(session, branch_rows(session), events, max_seq_len, truncate)
+    return [sample(segment, content) for segment in fitting]

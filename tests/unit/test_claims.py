@@ -11,11 +11,22 @@ from helpers.log import BODY, opened, payload
 from helpers.store import LEASE_S, commit, create, release, reward, stage
 from sqlalchemy import bindparam, insert, select, update
 
-from app.domain.events import BlobsTombstoned, LimitReached, Limits, SessionRestored, TurnOpened
+from app.domain.control import Action, SessionControl
+from app.domain.events import (
+    BlobsTombstoned,
+    Event,
+    LimitReached,
+    Limits,
+    RolloutJoined,
+    SessionFinished,
+    SessionRestored,
+    TurnOpened,
+)
 from app.features.budgets.operations import Budget, BudgetClaim, BudgetCommit, EndAtLimit
 from app.features.checkpoints.schema import checkpoint_sessions, checkpoints
 from app.features.resume.schema import staged_tokens as staged_tokens_table
 from app.features.resume.staged_tokens import StagedRow, StageTokens, TakeOverStaged
+from app.features.session_control.affinities import Use, Used
 from app.store import incarnations
 from app.store.dialect import Tx
 from app.store.log import Appended, BaseOperation, Refused, StoredChunk, advance_head
@@ -220,6 +231,13 @@ def test_a_tree_was_restored(shared: Shared) -> None:
     assert shared.takes(4, 7.0, expected=5, last=3.0, turns=2, incarnation=2) == Stale()
 
 
+@pytest.mark.parametrize("event", [SessionFinished("f" * 32, True), RolloutJoined("root", has_limits=True)])
+def test_no_turn_may_be_opened_any_more(shared: Shared, event: Event) -> None:
+    """Or limits count that the claim does not know."""
+    shared.alter(lambda tx: advance_head(tx, "s", 2.0, [event]))
+    assert shared.takes(1, 2.5) == Stale()
+
+
 def test_two_turns_are_numbered(shared: Shared) -> None:
     """Neither process knows of the other's turn."""
     numbers = [shared.takes(1, at, turns=0).events[0].event.turn for at in (2.0, 2.5)]
@@ -401,6 +419,18 @@ def test_another_process_has_used_all(shared: Shared) -> None:
     operation = commit("s", 2, 1, turn=1, at=3.0, opened_at=2.0, output_tokens=10)
     assert isinstance(shared.do(BudgetCommit(**msgspec.structs.asdict(operation))), Appended)
     assert shared.reserves(None, incarnation=2) == Stale()
+
+
+def test_a_name_has_expired(shared: Shared) -> None:
+    """The next turn that binds it chooses the engine anew."""
+
+    def uses(action: Action | None, lasts_s: float | None, engine: str) -> Used:
+        used: Used = shared.do(Use(SessionControl("c", action, lasts_s), "s", 1, LEASE_S, engine, frozenset()))
+        return used
+
+    for lasts_s, engine in ((-1.0, "http://a"), (60.0, "http://b")):
+        assert uses("bind", lasts_s, engine) == Used("bound", engine, lasts_s)
+    assert uses(None, None, "") == Used("bound", "http://b", 60.0)
 
 
 def _has_payload(shared: Shared) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from tables import rows
@@ -11,6 +13,7 @@ from tables import rows
 from app.domain.control import SessionControl, session_named
 from app.domain.request import ChatRequest
 from app.errors import InvalidRequest
+from app.features.session_control.controls import ControlledTurn
 from app.protocols.chat import parse_chat
 from app.protocols.completions import parse_completion
 
@@ -75,3 +78,15 @@ def test_numbers_that_are_none_are_refused(raw: bytes) -> None:
 )
 def test_the_session_that_a_control_names(body: bytes, name: str | None) -> None:
     assert session_named(body) == name
+
+
+@pytest.mark.anyio
+async def test_a_turns_name_is_ended_behind_its_aborts() -> None:
+    turn = ControlledTurn(cast(Any, SimpleNamespace(finished=lambda turn: None)), SessionControl("c"), "s", "default")
+    aborting = asyncio.create_task(asyncio.Event().wait())
+    turn.finish([cast(Any, aborting)])
+    waiting = asyncio.create_task(turn.aborted())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    aborting.cancel()
+    await waiting

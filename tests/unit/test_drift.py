@@ -40,7 +40,10 @@ def test_each_test_of_a_trainer_is_in_the_lane() -> None:
         ),
     ],
 )
-def test_a_lane_that_dies_or_skips_has_not_passed(tmp_path: Path, test: str, result: str) -> None:
+def test_a_lane_that_dies_or_skips_has_not_passed(
+    tmp_path: Path, test: str, result: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which takes longer than the tests
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')

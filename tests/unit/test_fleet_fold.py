@@ -37,8 +37,9 @@ PLACED = [Placed(seq, 100.0 + seq, event) for seq, event in enumerate(EVENTS, 1)
 
 
 def test_the_last_event_of_each_key_is_the_whole_state() -> None:
-    newest = {placed.event.key: placed for placed in PLACED}
-    assert fold(sorted(newest.values(), key=lambda placed: placed.seq)) == fold(PLACED)
+    every = [*PLACED, Placed(11, 111.0, AdapterPaused("lora", 1, 990.0, run="a")), Placed(12, 112.0, FleetResumed(1))]
+    newest = {placed.event.key: placed for placed in every}
+    assert fold(sorted(newest.values(), key=lambda placed: placed.seq)) == fold(every)
 
 
 def test_gates_hold_back_their_own_adapter_or_everybody() -> None:

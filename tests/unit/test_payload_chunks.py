@@ -15,7 +15,7 @@ import pytest
 
 from app.domain.events import ChunkRef
 from app.domain.session import Payload
-from app.sessions.replay_payloads import masks_of
+from app.sessions.replay_payloads import keys_of, masks_of
 from workers import codec, payloads, sampling_masks
 from workers.codec import CorruptContent, Cut
 from workers.payloads import CHUNK_BYTES, MERGE_BYTES, Chunk, NewChunk, Parent, PayloadSpec, StoredPayload
@@ -225,3 +225,5 @@ def test_masks_of_tokens_that_a_prompt_trims_are_those_that_follow() -> None:
     rows = [masks.ids[first:stop].tolist() for first, stop in pairwise(masks.offsets)]
     assert rows == [[], [], *before[:2], [], [], *after]
     assert sampling_masks.render(Cut(sampling_masks.KIND, 0, "sets"), masks_of(payload, frames, 6, 8)) == b"[[5],[6,7]]"
+    first = msgspec.structs.replace(refs[0], rows=1)
+    assert keys_of(msgspec.structs.replace(payload, chunks=(first,))) == [first.key]

@@ -8,7 +8,9 @@ from typing import Any, cast
 
 import pytest
 
+from app.errors import UpstreamInvalid
 from app.features.resume import staging
+from app.features.resume.resume import Resume
 from app.features.resume.staged_tokens import StageTokens
 from app.features.resume.staging import StagedTurn, StagingCounters
 from app.settings import Settings
@@ -46,3 +48,21 @@ async def test_an_end_that_comes_before_the_row_is_written_is_not_in_it(monkeypa
     assert stream.reply_stream.has_ended
     await staged.settled()
     assert rows.data == [chunk("a", 1)]
+
+
+async def test_what_is_no_valid_reply_any_more_is_dropped() -> None:
+    dropped: list[str] = []
+
+    async def restore() -> list[None]:
+        return [None]
+
+    async def validate_body(*_: Any) -> None:
+        raise UpstreamInvalid("without ids")
+
+    async def drop(why: str) -> None:
+        dropped.append(why)
+
+    services = SimpleNamespace(engine_calls=SimpleNamespace(validate_body=validate_body), features={})
+    staged, turn = cast(Any, SimpleNamespace(restore=restore, drop=drop)), cast(Any, SimpleNamespace(stored=()))
+    assert await Resume(cast(Any, services), cast(Any, None))._restored(turn, cast(Any, turn), staged) is None
+    assert dropped == ["without ids"]

@@ -31,14 +31,14 @@ VERSIONS = st.lists(st.sampled_from(("3", "5", "6", "7", "9")), min_size=3, max_
 
 
 def read(tree: Tree, versions: Sequence[Sequence[str]], branches: Branches, loss: Loss) -> Iterator[Sample]:
-    content = {}
+    content, events = {}, {}
     for number, tokens in tree.content.items():
         named = versions[number % len(versions)]
         spans = tuple(VersionSpan(named[at], at, at + 1) for at in range(tokens.event.output_tokens))
-        event = msgspec.structs.replace(tokens.event, weight_versions=spans)
-        content[number] = msgspec.structs.replace(tokens, event=event)
+        events[number] = msgspec.structs.replace(tokens.event, weight_versions=spans)
+        content[number] = msgspec.structs.replace(tokens, event=events[number])
     chosen = branch_rows(tree.session, branches, loss)
-    return map(sample, segments(tree.session, chosen, content))
+    return (sample(one, content) for one in segments(tree.session, chosen, events))
 
 
 @given(

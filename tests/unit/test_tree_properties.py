@@ -150,7 +150,9 @@ def parent_expected(tree: Tree, one: Grown, ended: Sequence[int]) -> int:
 
 
 def rows(tree: Tree, branches: Branches = "all", loss: Loss = "once") -> list[Sample]:
-    return [sample(one) for one in segments(tree.session, branch_rows(tree.session, branches, loss), tree.content)]
+    events = {number: tokens.event for number, tokens in tree.content.items()}
+    chosen = branch_rows(tree.session, branches, loss)
+    return [sample(one, tree.content) for one in segments(tree.session, chosen, events)]
 
 
 def in_loss(samples: Sequence[Sample]) -> Counter[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -140,7 +141,7 @@ class RowWriter:
 
 def ndjson(instead: Instead = refuse) -> RowWriter:
     """One JSON object a line."""
-    return RowWriter("application/x-ndjson", ".ndjson", lambda row: jsontext.encode(row) + b"\n", instead)
+    return RowWriter("application/x-ndjson", ".ndjson", partial(jsontext.encode, ends=True), instead)
 
 
 def msgpack(instead: Instead = refuse) -> RowWriter:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import msgspec
 
-from app.export import jsontext
 from app.export.row import Columns, Fields, Row
 from app.export.shapes import shared
 from app.export.shapes.shared import Generation
@@ -48,7 +47,10 @@ def _turn(row: Row, one: Generation, sampling: Fields) -> Fields:
         "completion_token_ids": sample.tokens[start:end],
         "per_token_logps": sample.logprobs[start:end],
         "loss_mask": mask,
-        "request": {"messages": jsontext.array(one.messages), "tools": None if tools is None else msgspec.Raw(tools)},
+        "request": {
+            "messages": list(map(msgspec.Raw, one.messages)),
+            "tools": None if tools is None else msgspec.Raw(tools),
+        },
         "response": {"choices": [{"message": msgspec.Raw(one.turn.message), "finish_reason": event.finish_reason}]},
         "metadata": {
             "turn": event.turn,

@@ -97,18 +97,19 @@ def _matrices(experts: Array) -> list[str]:
 def fields(row: Row) -> Fields:
     """`traces` has the generations that this row has in its loss: none for a row that has none."""
     return {
-        "traces": [msgspec.structs.asdict(_trace(row, one)) for one in shared.trained(row)],
+        "traces": [_trace(row, one) for one in shared.trained(row)],
         "reward": row.reward,
         "advantage": row.advantage,
         **shared.beside_messages(row),
     }
 
 
-def _trace(row: Row, one: Generation) -> Trace:
+def _trace(row: Row, one: Generation) -> Fields:
+    """A `Trace` whose ids and logprobs are views of the row's: as lists those of all prompts took gigabytes."""
     sample, (start, end) = row.sample, (one.span.output_start, one.span.end)
     experts = row.routing.get("routed_experts")
     is_whole = experts is not None and experts.row_start == 0 and experts.ids.ndim == 3 and len(experts.ids) >= end - 1
-    return trace(
+    made = trace(
         row.session,
         one.turn.event,
         one.turn.at,
@@ -116,8 +117,14 @@ def _trace(row: Row, one: Generation) -> Trace:
         params=one.turn.params,
         messages=one.messages,
         reply=one.turn.message,
-        prompt=sample.tokens[:start].tolist(),
-        output=sample.tokens[start:end].tolist(),
-        logprobs=sample.logprobs[start:end].tolist(),
+        prompt=[],
+        output=[],
+        logprobs=[],
         experts=experts.ids[: end - 1] if experts is not None and is_whole else None,
     )
+    return {
+        **msgspec.structs.asdict(made),
+        "prompt_token_ids": sample.tokens[:start],
+        "completion_token_ids": sample.tokens[start:end],
+        "logprobs": sample.logprobs[start:end] if end > start else None,
+    }

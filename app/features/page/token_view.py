@@ -284,11 +284,11 @@ def _row_and_branches(session: Session, branch: int) -> tuple[BranchRow, list[Br
 def _sample(session: Session, row: BranchRow, turns: Sequence[TurnCommitted], frames: Frames) -> _Row:
     """The same sample that an export makes. Raises CorruptContent, Inconsistent."""
     tokens = unpack_tokens(frames, row.turns)
-    content = [
-        TurnTokens(turn, tokens[turn.turn].suffix_ids, tokens[turn.turn].output_ids, tokens[turn.turn].logprobs)
-        for turn in turns
-    ]
-    made = sample(Segment(row, place_of(session, row.leaf), content, cut=False))
+    content = {}
+    for turn in turns:
+        stored = tokens[turn.turn]
+        content[turn.turn] = TurnTokens(turn, stored.suffix_ids, stored.output_ids, stored.logprobs)
+    made = sample(Segment(row, place_of(session, row.leaf), turns, cut=False), content)
     return _Row(made, _entropies(made, {number: stored.top for number, stored in tokens.items()}))
 
 

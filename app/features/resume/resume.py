@@ -127,11 +127,10 @@ class Resume:
         with turn.flight.cancellable():
             await self._calls.place(turn)
         try:
-            continued = await self._continued(turn, call, staged, continuation)
+            return await self._continued(turn, call, staged, continuation)
         except TakesNoIds as engine:
             await staged.drop(f"{engine} takes no token ids")
             return None
-        return Generated(part.answer, part.reply) if continued is None else continued
 
     # a generation that an engine ended early
 

@@ -2,8 +2,9 @@
 
 A table has the server's CPU of a later turn of a session of each size, by thread. Each size is measured in rounds, in
 which the servers get such a session one after the other; figures are medians, and of a ratio's servers those of one
-round. Then the sample's sessions are played, and every exported row is compared with what the
-engine sampled; with --kills the server is killed under them.
+round. Another wire stands beside the same session as chat, and chat beside texts of JSON. Then the sample's sessions
+are played, all at once, and every exported row is compared with what the engine sampled; with --kills the server is
+killed under them. With --processes the store is PostgreSQL, whose own work stands beside the servers'.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from ops.bench.measure import (
 )
 from ops.bench.peers.protocol import Place, interpreter
 from ops.bench.peers.servers import PEERS
+from ops.bench.primary import Database, primary
 from ops.bench.real.conversation import WIRES, Conversation, Wire
 from ops.bench.real.engine import SHAPES
 from ops.bench.real.material import Material
@@ -55,53 +57,62 @@ GROWING = 4
 SETTLE_S = 0.1
 """After the turns, for what a server does behind them."""
 
-COLD_TURNS = 500
-CLIENTS = 4
+LONG_TURNS = 500
 PEER = PEERS["rllm-sqlite"]
 
 ALL = "CPU ms a turn"
-TURNLOG, FLOOR, BEFORE = "turnlog", "floor", "before"
+TURNLOG, FLOOR, BEFORE, CHAT, JSON = "turnlog", "floor", "before", "chat", "json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wires", nargs="+", choices=WIRES, default=["chat", "messages"], help="ids: token-in")
     parser.add_argument("--shape", choices=SHAPES, default="sglang", help="of the engine's replies")
     parser.add_argument("--spaced", action="store_true", help="the engine writes a space after each colon and comma")
-    parser.add_argument("--text", choices=("code", "json"), default="code", help="of messages; json: full of commas")
+    parser.add_argument("--text", choices=("code", JSON), default="code", help="of messages; json: full of commas")
     parser.add_argument("--live", action="store_true", help="of vLLM's shape: a client's stream is the engine's")
     parser.add_argument("--before", help="a commit, or the folder of a checkout, to compare with")
     parser.add_argument("--peer", action="store_true", help=f"beside {PEER.name} too, which takes chat alone")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="thousands of tokens of a prompt")
-    parser.add_argument("--rounds", type=int, default=5, help="a session of each size in each")
+    parser.add_argument("--processes", type=int, default=0, help="of a server, on one PostgreSQL; 0: one, on SQLite")
+    parser.add_argument("--at-once", type=int, default=1, help="sessions of each process that are measured together")
+    parser.add_argument("--rounds", type=int, default=5, help="of such sessions of each size")
     parser.add_argument("--turns", type=int, default=8, help="that are measured in a round, of each session")
-    parser.add_argument("--sessions", type=int, default=16, help="of the sample that are played; 0: none")
+    parser.add_argument("--sessions", type=int, default=64, help="of the sample that are played; 0: none")
     parser.add_argument("--kills", type=int, default=0, help="of the server, while the sample is played once more")
     parser.add_argument("--quick", action="store_true", help="one round of two small sizes, four sessions, one kill")
 
 
 class Side(NamedTuple):
-    """A server, how a session is opened there, and the wire that it is played in."""
+    """The processes of a server, how a session is opened there, the wire and the texts in which it is played, and
+    PostgreSQL's database."""
 
-    server: OwnProcess
+    servers: Sequence[OwnProcess]
     opens: Open
     wire: Wire
+    material: Material
+    database: Database | None = None
+
+    def cpu_s(self) -> dict[str, float]:
+        """Of all processes, by thread."""
+        own = [cpu_s_by_thread(server.pid) for server in self.servers]
+        return {thread: sum(one[thread] for one in own) for thread in own[0]}
 
 
 async def main(arguments: argparse.Namespace) -> int:
     if arguments.quick:
         arguments.sizes, arguments.rounds, arguments.turns = (10, 50), 1, 4
         arguments.sessions, arguments.kills = min(arguments.sessions, 4), 1
-    material = Material(arguments.text, arguments.spaced)
+    materials = {text: Material(text, arguments.spaced) for text in ("code", JSON)}
     cpu_sets, failed = cores(), 0
     for name in arguments.wires:
-        with _sides(arguments, WIRES[name], cpu_sets) as sides:
-            rows = await _turns(arguments, material, sides)
+        with _sides(arguments, name, materials, cpu_sets) as sides:
+            rows = await _turns(arguments, sides)
             table([{"wire": name, **row} for row in rows])
             save_figures(f"real-{name}-turns", rows)
             for who in (TURNLOG, BEFORE):
                 if who in sides and arguments.sessions:
                     print(f"\n{name}, {who}")
-                    figures = await Played(arguments, material, sides[who], cpu_sets.server).figures()
+                    figures = await Played(arguments, sides[who], cpu_sets.server).figures()
                     report(f"real-{name}-{who}", figures)
                     failed += sum(count for what, count in figures.items() if what.startswith("!"))
     return 1 if failed else 0
@@ -110,22 +121,24 @@ async def main(arguments: argparse.Namespace) -> int:
 # turns of sessions of each size
 
 
-async def _turns(arguments: argparse.Namespace, material: Material, sides: Mapping[str, Side]) -> list[Figures]:
+async def _turns(arguments: argparse.Namespace, sides: Mapping[str, Side]) -> list[Figures]:
     """A row for each size: of Turnlog each thread's share; of the others theirs, and the ratio of Turnlog's to it."""
     numbers = itertools.count(1)
     rows = []
     for size in arguments.sizes:
 
         async def measure(who: str) -> Figures:
-            talk = await _grown(sides[who], size * 1000, next(numbers), material)  # noqa: B023
-            before = cpu_s_by_thread(sides[who].server.pid)
-            for _ in range(arguments.turns):
-                await talk.turn(NEW, SAMPLED, calls=True)
+            side = sides[who]
+            count = len(side.servers) * arguments.at_once
+            talks = await asyncio.gather(*(_grown(side, size * 1000, next(numbers)) for _ in range(count)))  # noqa: B023
+            work = await side.database.work() if side.database else None
+            before = side.cpu_s()
+            await asyncio.gather(*(_later(talk, arguments.turns) for talk in talks))
             await asyncio.sleep(SETTLE_S)
-            after = cpu_s_by_thread(sides[who].server.pid)
-            talk.close()
-            cpu = {thread: (after[thread] - before[thread]) * 1000 / arguments.turns for thread in after}
-            return {**cpu, ALL: sum(cpu.values())}
+            after, turns = side.cpu_s(), count * arguments.turns
+            cpu = {thread: (after[thread] - before[thread]) * 1000 / turns for thread in after}
+            done = (await side.database.work()).since(work).figures(turns) if side.database and work else {}
+            return {**cpu, ALL: sum(cpu.values()), **done}
 
         periods = await alternate(sides, arguments.rounds, measure)
         row: Figures = {"prompt": f"{size}k", **medians(periods[TURNLOG])}
@@ -136,16 +149,23 @@ async def _turns(arguments: argparse.Namespace, material: Material, sides: Mappi
     return rows
 
 
-async def _grown(side: Side, size: int, number: int, material: Material) -> Talk:
+async def _grown(side: Side, size: int, number: int) -> Talk:
     """A session whose next prompt has about so many tokens. Its last turn is as those that follow: in Messages the mark
     leaves a long message there, which is then read once more."""
     base = min(BASE, size // 2)
-    conversation = Conversation(number, base, material, side.wire)
-    talk = await Talk.begin(side.server.base_url, side.opens, f"grown-{number}", conversation)
+    conversation = Conversation(number, base, side.material, side.wire)
+    server = side.servers[number % len(side.servers)]
+    talk = await Talk.begin(server.base_url, side.opens, f"grown-{number}", conversation)
     for _ in range(GROWING):
         await talk.turn((size - base - 2 * NEW) // GROWING - SAMPLED, SAMPLED, calls=True)
     await talk.turn(NEW, SAMPLED, calls=True)
     return talk
+
+
+async def _later(talk: Talk, turns: int) -> None:
+    for _ in range(turns):
+        await talk.turn(NEW, SAMPLED, calls=True)
+    talk.close()
 
 
 # the sample
@@ -154,13 +174,13 @@ async def _grown(side: Side, size: int, number: int, material: Material) -> Talk
 class Played:
     """What is measured of one server with the sample's sessions, and with a long one."""
 
-    def __init__(self, arguments: argparse.Namespace, material: Material, side: Side, cpus: set[int]) -> None:
-        assert isinstance(side.server, ServerProcess)
+    def __init__(self, arguments: argparse.Namespace, side: Side, cpus: set[int]) -> None:
         self._cpus = cpus
-        self._server = side.server
+        self._server = side.servers[0]
+        assert isinstance(self._server, ServerProcess)
+        self._files = self._server.database_path
         self._side = side
         self._given = arguments
-        self._material = material
         sessions = sorted(sample().sessions, key=lambda one: len(one.turns))
         self._sessions = sessions[:: max(len(sessions) // arguments.sessions, 1)][: arguments.sessions]
         if arguments.quick:
@@ -170,73 +190,78 @@ class Played:
         """Names that begin with "!" are of what must not be."""
         return {
             **await self._sample(),
-            **await self._cold(),
-            "/health p95 ms": await self._health(),
+            **await self._long(),
             **(await self._kills() if self._given.kills else {}),
         }
 
     async def _sample(self) -> Figures:
-        # SQLite's log file begins empty: what the sizes' sessions left there would be moved into the database here, 32
-        # MiB at once, on one side and not on the other.
-        await asyncio.to_thread(self._restart)
-        server, stored, written = self._server, self._stored(), disk_bytes(self._server.pid)
-        began = time.perf_counter()
-        talks = await play(
-            *(server.base_url, self._side.opens, self._sessions, self._material, self._side.wire),
-            first=10_000,
-            clients=CLIENTS,
-        )
-        seconds, written = time.perf_counter() - began, disk_bytes(server.pid) - written
+        """All sessions at once."""
+        stored, _ = await self._restart()
+        server, begun = self._server, disk_bytes(self._files.parent)
+        async with asking(server.base_url) as times:
+            began = time.perf_counter()
+            talks = await play(
+                *(self._urls, self._side.opens, self._sessions, self._side.material, self._side.wire),
+                first=10_000,
+                clients=len(self._sessions),
+            )
+            seconds = time.perf_counter() - began
         found = await compared(server.base_url, talks)
-        await asyncio.to_thread(self._restart)
+        after, written = await self._restart()
+        stored = after - stored
         new = sum(one.bases[0] + sum(turn[2][0][1] + turn[3] for turn in one.turns) for one in self._sessions)
         return {
             "sessions": len(talks),
             "turns/s": found.turns / seconds,
-            "bytes stored a new token": (self._stored() - stored) / new,
-            "bytes written a new token": written / new,
+            "/health p95 ms": percentile(times, 95) * 1000,
+            "bytes stored a new token": stored / new,
+            "bytes written over stored": (written - begun) / stored,
             **_judged("", found, talks),
         }
 
-    async def _cold(self) -> Figures:
-        """A long session, and its first turn after a restart."""
-        server, turns = self._server, COLD_TURNS // 10 if self._given.quick else COLD_TURNS
-        cached, resident = await self._cached(), resident_bytes(server.pid)
-        conversation = Conversation(30_000, BASE, self._material, self._side.wire)
-        talk = await Talk.begin(server.base_url, self._side.opens, "cold", conversation)
-        for _ in range(turns):
+    async def _long(self) -> Figures:
+        """One long session, and its first turn after a restart."""
+        stored, _ = await self._restart()
+        server, turns = self._server, LONG_TURNS // 10 if self._given.quick else LONG_TURNS
+        begun, cached, resident = (
+            disk_bytes(self._files.parent),
+            await self._metric("cache_bytes"),
+            resident_bytes(server.pid),
+        )
+        conversation = Conversation(30_000, BASE, self._side.material, self._side.wire)
+        talk = await Talk.begin(server.base_url, self._side.opens, "long", conversation)
+        await talk.turn(NEW, SAMPLED, calls=True)
+        jobs, cpu = await self._metric("pool_jobs_total"), []
+        for turn in range(1, turns):
+            if turn % (turns // 5) == 1:
+                cpu.append(self._cpu_s())
             await talk.turn(NEW, SAMPLED, calls=True)
-        tokens = BASE + turns * (NEW + SAMPLED)
+        cpu.append(self._cpu_s())
+        cached = await self._metric("cache_bytes") - cached
         figures = {
-            "cache bytes a session token": (await self._cached() - cached) / tokens,
-            "resident bytes a session token": (resident_bytes(server.pid) - resident) / tokens,
+            f"CPU of the last fifth of {turns} turns over the first": (cpu[-1] - cpu[-2]) / (cpu[1] - cpu[0]),
+            "its worker jobs after the first turn": await self._metric("pool_jobs_total") - jobs,
+            "its cache over its last request": cached / talk.sent,
+            "resident bytes a session token": (resident_bytes(server.pid) - resident)
+            / (BASE + turns * (NEW + SAMPLED)),
         }
         talk.close()
-        await asyncio.to_thread(self._restart)
-        async with await Connection.connect(server.base_url) as connection:
-            await connection.request("GET", "/health")
-        before, began = cpu_s_by_thread(server.pid), time.perf_counter()
+        after, written = await self._restart()
+        # The start of a worker costs as much as such a turn.
+        wanted = await self._metric('pool_workers{state="configured"}')
+        while await self._metric('pool_workers{state="alive"}') < wanted:  # noqa: ASYNC110
+            await asyncio.sleep(SETTLE_S)
+        cold, began = self._cpu_s(), time.perf_counter()
         await talk.turn(NEW, SAMPLED, calls=True)
         seconds = time.perf_counter() - began
         await asyncio.sleep(SETTLE_S)
-        cpu = sum(cpu_s_by_thread(server.pid).values()) - sum(before.values())
         talk.close()
-        name = f"first turn of a cold session of {turns} turns"
-        return {**figures, f"{name}, ms": seconds * 1000, f"{name}, CPU ms": cpu * 1000}
-
-    async def _health(self) -> float:
-        """The lightest route's p95, while large turns run."""
-        size = max(self._given.sizes) * 500
-        talks = [await _grown(self._side, size, 40_000 + number, self._material) for number in range(CLIENTS)]
-
-        async def turns(talk: Talk) -> None:
-            for _ in range(self._given.turns):
-                await talk.turn(NEW, SAMPLED, calls=True)
-            talk.close()
-
-        async with asking(self._server.base_url) as times:
-            await asyncio.gather(*map(turns, talks))
-        return percentile(times, 95) * 1000
+        return {
+            **figures,
+            "its bytes written over stored": (written - begun) / (after - stored),
+            "its first turn after a restart, ms": seconds * 1000,
+            "its first turn after a restart, CPU ms": (self._cpu_s() - cold) * 1000,
+        }
 
     async def _kills(self) -> Figures:
         """Kill the server in the middle, at equal distances."""
@@ -245,35 +270,50 @@ class Played:
         done = itertools.count(1)
 
         async def kill() -> None:
-            if next(done) in at:
-                self._server.kill()
-                await asyncio.to_thread(self._start)
+            if (turn := next(done)) in at:
+                server = self._side.servers[turn % len(self._side.servers)]
+                server.kill()
+                await asyncio.to_thread(self._start, server)
 
         talks = await play(
-            *(self._server.base_url, self._side.opens, self._sessions, self._material, self._side.wire),
+            *(self._urls, self._side.opens, self._sessions, self._side.material, self._side.wire),
             first=20_000,
-            clients=CLIENTS,
+            clients=len(self._sessions),
             retries=True,
             after_turn=kill,
         )
         found = await compared(self._server.base_url, talks)
         return {"kills": len(at), **_judged("after kills, ", found, talks)}
 
-    async def _cached(self) -> float:
+    async def _metric(self, name: str) -> float:
         async with await Connection.connect(self._server.base_url) as connection:
             text = (await connection.request("GET", "/metrics")).body.decode()
-        return float(next(line.split()[1] for line in text.splitlines() if line.startswith("turnlog_cache_bytes ")))
+        return float(next(line.split()[1] for line in text.splitlines() if line.startswith(f"turnlog_{name} ")))
 
-    def _stored(self) -> int:
-        return sum(path.stat().st_size for path in self._server.database_path.parent.glob("turnlog.db*"))
+    @property
+    def _urls(self) -> list[str]:
+        return [server.base_url for server in self._side.servers]
 
-    def _start(self) -> None:
+    def _cpu_s(self) -> float:
+        return sum(self._side.cpu_s().values())
+
+    def _start(self, server: OwnProcess) -> None:
         with pinned(self._cpus):
-            self._server.start()
+            server.start()
 
-    def _restart(self) -> None:
-        self._server.stop()
-        self._start()
+    async def _restart(self) -> tuple[int, float]:
+        """The bytes of the database without a log file, and what has been written to its disk, before the start."""
+        for server in self._side.servers:
+            await asyncio.to_thread(server.stop)
+        if self._side.database is None:
+            stored = self._files.stat().st_size
+        else:
+            await self._side.database.row("CHECKPOINT")
+            [stored] = await self._side.database.row("SELECT pg_database_size(current_database())")
+        written = disk_bytes(self._files.parent)
+        for server in self._side.servers:
+            await asyncio.to_thread(self._start, server)
+        return stored, written
 
 
 def _judged(when: str, found: Compared, talks: Sequence[Talk]) -> dict[str, int]:
@@ -291,30 +331,49 @@ def _judged(when: str, found: Compared, talks: Sequence[Talk]) -> dict[str, int]
 
 
 @contextlib.contextmanager
-def _sides(arguments: argparse.Namespace, wire: Wire, cpu_sets: Cores) -> Iterator[dict[str, Side]]:
+def _sides(
+    arguments: argparse.Namespace, name: str, materials: Mapping[str, Material], cpu_sets: Cores
+) -> Iterator[dict[str, Side]]:
     """All servers, with the engine that each needs."""
+    wire, chat = WIRES[name], WIRES["chat"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(pinned(cpu_sets.others))
         folder = stack.enter_context(folder_for_bench(arguments.folder))
-        engine = stack.enter_context(engine_process(folder, arguments.shape, arguments.text, arguments.spaced))
-        trees = {BEFORE: source_tree(arguments.before, folder)} if arguments.before else {}
+        engines = {
+            text: stack.enter_context(engine_process(folder, arguments.shape, text, arguments.spaced)).base_url
+            for text in materials
+        }
+        placed = {BEFORE: (source_tree(arguments.before, folder), arguments.text)} if arguments.before else {}
+        placed[TURNLOG] = ROOT, arguments.text
+        if wire is chat:
+            placed[JSON] = ROOT, JSON
+        postgres = stack.enter_context(primary(arguments.folder)) if arguments.processes else None
         sides = {}
         settings = {"TURNLOG_UPSTREAM_DIALECT": arguments.shape}
         # An agent program's history is a tree.
         opens = partial(open_session, history="tree", stream_mode="live" if arguments.live else "whole")
-        for who, root in {**trees, TURNLOG: ROOT}.items():
+        for who, (root, text) in placed.items():
             (place := folder / f"{who}-store").mkdir()
-            server = ServerProcess(place, upstreams=[engine.base_url], environment=settings, root=root).migrate()
-            stack.enter_context(started(server, cpu_sets))
-            sides[who] = Side(server, opens, wire)
-        plain = wire if wire.is_ids else WIRES["chat"]
-        floor = _module("floor", folder, "--engine", engine.base_url)
-        sides[FLOOR] = Side(stack.enter_context(started(floor, cpu_sets)), _opened_nowhere, plain)
+            database = None if postgres is None else postgres.new_database()
+            url = None if database is None else database.url
+            servers = [
+                ServerProcess(place, upstreams=[engines[text]], database_url=url, environment=settings, root=root)
+                for _ in range(arguments.processes or 1)
+            ]
+            servers[0].migrate()
+            processes = [stack.enter_context(started(server, cpu_sets)) for server in servers]
+            sides[who] = Side(processes, opens, wire, materials[text], database)
+        if wire is not chat and not wire.is_ids:
+            sides[CHAT] = sides[TURNLOG]._replace(wire=chat)
+        plain = wire if wire.is_ids else chat
+        floor = _module("floor", folder, "--engine", engines[arguments.text])
+        material = materials[arguments.text]
+        sides[FLOOR] = Side([stack.enter_context(started(floor, cpu_sets))], _opened_nowhere, plain, material)
         if arguments.peer:
             ids = engine_process(folder, PEER.dialect, arguments.text, arguments.spaced)
             own = Place(folder, stack.enter_context(ids).base_url, interpreter(PEER), None, stack, [])
             process = stack.enter_context(started(PEER.process(own), cpu_sets))
-            sides[PEER.name] = Side(process, PEER.open, WIRES["chat"])
+            sides[PEER.name] = Side([process], PEER.open, chat, material)
         yield sides
 
 

@@ -53,6 +53,8 @@ class Talk:
         self.session = session
         self.differing = 0
         """Replies that are not what the engine said."""
+        self.sent = 0
+        """Bytes of the newest request."""
         self._base_url = base_url
         self._retries = retries
         self._connection: Connection | None = None
@@ -69,6 +71,7 @@ class Talk:
         """Raises Failed, Broken, OSError."""
         own = self.conversation
         body = own.ask(new, sampled, kept=kept, calls=calls)
+        self.sent = sum(map(len, body))
         path = self.session.root + own.wire.route
         headers = f"idempotency-key: {self.session.id}-{len(own.turns)}\r\n" if self._retries else ""
         for last in (*([False] * (TRIES * self._retries)), True):
@@ -108,7 +111,7 @@ class Compared(NamedTuple):
 
 
 async def play(
-    base_url: str,
+    base_urls: Sequence[str],
     opens: Open,
     sessions: Sequence[Sampled],
     material: Material,
@@ -119,10 +122,12 @@ async def play(
     retries: bool = False,
     after_turn: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Talk]:
-    """Play sessions, `clients` at a time, numbered from `first`, without thinking. Raises Failed, Broken, OSError."""
+    """Play sessions, `clients` at a time, numbered from `first`, without thinking; the processes that are given share
+    them. Raises Failed, Broken, OSError."""
     talks = []
     for number, one in enumerate(sessions, first):
         conversation = Conversation(number, one.bases[0], material, wire)
+        base_url = base_urls[number % len(base_urls)]
         talks.append(await Talk.begin(base_url, opens, f"real-{number}", conversation, retries))
     waiting = list(zip(talks, sessions, strict=True))
 

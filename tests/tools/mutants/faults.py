@@ -61,6 +61,7 @@ class Copy:
     def __init__(self, tree: Path) -> None:
         self.tree = tree
         self.base = Path(tempfile.mkdtemp(prefix="mutants-"))
+        self.base.chmod(0o755)  # Databases run as other users.
         self.root = self.base / "tree"
         listing = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(listing, cwd=tree, capture_output=True, text=True, check=True).stdout

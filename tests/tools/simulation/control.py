@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
 from sqlalchemy import select
 
+from app.domain.control import SessionControl
 from app.domain.events import SessionConfig
+from app.features.session_control.affinities import Use
 from app.features.session_control.schema import affinities
 from app.settings import ALL
 from tests.tools.simulation.client import Client, GaveUp
@@ -25,6 +27,7 @@ LOOK_S, NEAR_S = 0.5, 0.01
 
 CONTROL_SESSION = "control-drill"
 DRILL_NAME = "drill-name"
+CUT_OFF = "cut-off"
 DRILL_S = 300.0
 """Longer than the drill: nothing expires meanwhile."""
 
@@ -76,6 +79,16 @@ async def _until(good: Callable[[], bool], look_s: float = LOOK_S) -> None:
 async def settled(store: Store) -> None:
     """Nobody is at work on a name: what dead processes left is ended, though no client asks for it any more."""
     await _until(lambda: all(row.state == "bound" for row in rows(store).values()))
+
+
+async def cut_off(world: World, serving: Sequence[Process]) -> None:
+    """A turn of each process was cut off while it asked for a name: the process does not know that it has it."""
+    for process in serving:
+        control = SessionControl(f"{CUT_OFF} {process.name}", "open")
+        engine, lease_s = "http://engine-1", world.settings.lease_s
+        asked = Use(control, CONTROL_SESSION, process.incarnation, lease_s, engine, frozenset({engine}))
+        await process.service.writer.submit(asked)
+    await _until(lambda: not any(name.startswith(CUT_OFF) for name in rows(world.store)))
 
 
 class ControlDrill:

@@ -20,7 +20,7 @@ from tests.tools.simulation.budgets import LimitedClient, Spent, kind_of
 from tests.tools.simulation.checkpoints import CheckpointDrill
 from tests.tools.simulation.client import GaveUp
 from tests.tools.simulation.conditions import Habits, draw_habits, draw_theme, draw_weather
-from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, rows, settled
+from tests.tools.simulation.control import CONTROL_SESSION, HOWS, ControlDrill, Wishes, cut_off, rows, settled
 from tests.tools.simulation.database import MemoryServer, Server
 from tests.tools.simulation.departures import DEPARTURES, DepartureDrill
 from tests.tools.simulation.drill import SESSION_ID, Drill
@@ -228,6 +228,7 @@ class _Schedule:
         if self._world.settings.payloads == URL:
             await self._within(RECOVERY_S, swept(self._world, supervisor.serving), lambda: objects_left(self._world))
         await self._within(RECOVERY_S, agreeing.judge(self._world, self._seed, supervisor.serving()), "no answer")
+        await self._within(RECOVERY_S, cut_off(self._world, supervisor.serving()), self._names_left)
         await supervisor.stop_all()
         for following, tail in zip(followings, self._tails, strict=True):
             following.cancel()

@@ -10,7 +10,7 @@ from app.domain.events import SessionRestored, TurnOpened
 from app.domain.session import rid_of
 from app.export.rows import known
 from app.store import pins, repair
-from app.store.content import fetch_objects, read_sessions
+from app.store.content import fetch_objects, read_content, read_sessions
 from app.store.database import Database
 from app.store.feed import END
 from app.store.sessions import decode_events
@@ -41,9 +41,11 @@ async def judge(world: World) -> None:
 
 async def _problems(world: World, session_id: str, asked: Mapping[Claimed, Asked]) -> AsyncIterator[str]:
     database = cast(Database, ReadDatabase(world.store))
-    stored = world.store.read(lambda c: read_sessions(c, [session_id], END, replay=True)).get(session_id)
+    logs = world.store.read(lambda c: read_sessions(c, [session_id], END))
+    stored = logs.get(session_id)
     if stored is None or stored.status == "erased":
         return
+    world.store.read(lambda c: read_content(c, logs, {session_id: None}, replay=True))
     await fetch_objects(database, [stored])
     found, log = known(stored), decode_events(stored.events)
     try:
