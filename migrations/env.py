@@ -39,7 +39,7 @@ def _is_in_code(_item: object, name: str | None, kind: str, reflected: bool, _co
 
 
 async def _online(url: str) -> None:
-    engine = create_engine(url)
+    engine = create_engine(url, answer_s=None)
     is_postgres = engine.dialect.name == "postgresql"
     try:
         async with engine.begin() as connection:

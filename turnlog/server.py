@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from app.settings import Settings
 
 SUPERVISOR_GONE = 70
-"""The exit code of a server whose supervisor died; nobody sees it."""
+"""The exit code of a server whose supervisor died, where the kernel did not kill it; nobody sees it."""
 
 
 def main() -> None:

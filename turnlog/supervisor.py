@@ -105,9 +105,8 @@ def supervise(options: ServeOptions) -> int:
         if exit_code is None and len(servers) < options.workers:
             if (wait_s := retry_at - time.monotonic()) <= 0:
                 try:
-                    pid, control = _start_server(options)
+                    pid, control = _start_server(options._replace(greets=not servers and not has_served))
                     servers[pid] = control
-                    options = options._replace(greets=False)
                 except OSError as error:
                     _say(f"no server process could be started: {error.strerror}")
                     retry_at = time.monotonic() + BACKOFF_S[1]

@@ -89,20 +89,20 @@ _FAULTS = (DBAPIError, PoolTimeout, OSError, sqlite3.Error, BrokenRow, *DRIVER_E
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def create_engine(url: str) -> AsyncEngine:
-    """The engine for migrations."""
+def create_engine(url: str, answer_s: float | None = ANSWER_S) -> AsyncEngine:
+    """The engine for migrations, which take as long as they need: `answer_s` None."""
     parsed = make_url(url)
     if parsed.get_backend_name() != "sqlite":
-        return _postgres_engine(parsed, READERS)
+        return _postgres_engine(parsed, READERS, answer_s)
     return engine_for_migrations(parsed)
 
 
-def _postgres_engine(url: URL, connections: int) -> AsyncEngine:
+def _postgres_engine(url: URL, connections: int, answer_s: float | None = ANSWER_S) -> AsyncEngine:
     """With `?prepared_statement_cache_size=0` statements have no names, as older transaction poolers require."""
     from sqlalchemy.ext.asyncio import create_async_engine  # it brings the ORM, which takes a tenth of a start
 
     url, arguments = driver_arguments(url, CONNECT_S)
-    arguments["command_timeout"] = ANSWER_S
+    arguments["command_timeout"] = answer_s
     if url.query.get("prepared_statement_cache_size") == "0":
         arguments |= {"statement_cache_size": 0, "prepared_statement_name_func": str}
     return create_async_engine(
@@ -145,7 +145,7 @@ def bring_up_to_date(url: str) -> None:
 
 
 async def _revision(url: str) -> str | None:
-    """None also where it cannot be read: a migration says why."""
+    """None also for an SQLite file that cannot be read: a migration says why. Raises StartupError."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":  # reading would make the file
         return _revision_in_file(parsed, open_reads) if file_of(parsed).exists() else None
@@ -153,8 +153,8 @@ async def _revision(url: str) -> str | None:
     try:
         async with engine.connect() as connection:
             return await connection.run_sync(revision_of)
-    except (DBAPIError, OSError, *DRIVER_ERRORS):
-        return None
+    except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
+        raise unopened(url, error) from error
     finally:
         await _dispose(engine)
 
