@@ -10,7 +10,17 @@ import grimp
 from ops.server import ROOT
 
 EXTRAS = {
-    *("alembic", "boto3", "jinja2", "opentelemetry", "pyarrow", "rich", "sqlalchemy.orm", "tokenizers", "transformers"),
+    *(
+        "alembic",
+        "boto3",
+        "jinja2",
+        "opentelemetry.sdk",
+        "pyarrow",
+        "rich",
+        "sqlalchemy.orm",
+        "tokenizers",
+        "transformers",
+    ),
     "typer",
 }
 """Packages that a server may lack, or that take long to import."""
