@@ -235,8 +235,8 @@ class ExportPages:
         folded: dict[str, Folded] = {}
         for session_id, (known, _) in plans.items():
             stored = logs[session_id] if session_id not in turns else read_now.get(session_id)
-            stored = stored or StoredSession(session_id, "", None)
-            # One that was erased or is damaged since has a reason in place of its rows.
+            stored = stored or StoredSession(session_id, "archived", None)
+            # One that was erased, is archived or damaged since has a reason in place of its rows.
             is_known = stored.damage is None and stored.status == logs[session_id].status
             folded[session_id] = Folded(stored, known if is_known else None)
         return folded

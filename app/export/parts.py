@@ -25,7 +25,9 @@ from app.export.shapes.tree import SessionTree
 from app.store.content import StoredSession
 from app.store.selection import GroupFilter
 
-ERASED = "erased"
+GONE = ("erased", "archived")
+"""Statuses of sessions whose content is no longer in the store, which are then the reason that they give no row."""
+
 EVALUATION = "evaluation"
 """A session whose rows are given with `evaluation=true` alone."""
 
@@ -74,7 +76,7 @@ class PartRows:
     def plan(self, stored: StoredSession, page: ExportPage) -> tuple[Known | None, Turns]:
         """The session's fold, and the turns whose content its rows need. None where it gives no row, and where it
         cannot be folded: `fields` says why."""
-        if stored.status == "erased":
+        if stored.status in GONE:
             return None, ()
         try:
             return (found := known(stored)), self._needed(stored, found, page)
@@ -253,8 +255,8 @@ class PartRows:
         """
         stored = read.stored
         session_id, at = stored.session_id, page.at
-        if stored.status == "erased":
-            yield excluded(session_id, self._window.behind(at), ERASED)
+        if stored.status in GONE:
+            yield excluded(session_id, self._window.behind(at), stored.status)
             return
         session = read.known or known(stored)
         own = session.session

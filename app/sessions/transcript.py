@@ -74,7 +74,7 @@ async def reply_messages(database: Database, session: Session, numbers: Sequence
 async def records(database: Database, session: Session, *, only_new: bool = False) -> AsyncIterator[bytes]:
     """A JSON record for each live turn, one at a time: all of them together grow with turns × context. With `only_new`
     they grow with the session's text: a request has the messages that its turn added, and tools where they are not
-    those of the turn before it; nothing has prompts' ids.
+    those of the turn before it, null where it has none any more; nothing has prompts' ids.
     """
     async for turn in wire_turns(database, session, session.path, only_new=only_new):
         payloads = await replay.values(database, session, turn.event.turn, turn.exchange, REPLAY)
@@ -131,7 +131,7 @@ async def wire_turns(
     before, history, ids, told = 0, list[bytes](), b"", None
     for number in numbers:
         turn, (at, event) = session.turn(number), committed[number]
-        prompt, tools, told = None, None if only_new and event.tools == told else event.tools, event.tools
+        prompt = None
         if only_new:
             history = []
         elif event.parent != before:
@@ -141,9 +141,9 @@ async def wire_turns(
         if not only_new:
             ids = await _continued(database, session, ids, [turn])
             prompt = _prompt(turn, ids)
-        request, history = await _request(database, session, event, tools, exchange, history, prompt)
+        request, history = await _request(database, session, event, told, exchange, history, prompt)
         yield WireTurn(at, event, exchange, prompt, request, history[:-1])
-        before = number
+        before, told = number, event.tools if only_new else None
 
 
 async def _history(database: Database, session: Session, number: int) -> list[bytes]:
@@ -158,13 +158,14 @@ async def _request(
     database: Database,
     session: Session,
     event: TurnCommitted,
-    tools: int | None,
+    told: int | None,
     exchange: Exchange,
     history: list[bytes],
     prompt: memoryview | None,
 ) -> tuple[bytes, list[bytes]]:
-    """The request as the engine received it, with the blob `tools`, without ids if there is no `prompt`; and the
-    history that the next turn continues. Raises SessionUnreadable."""
+    """The request as the engine received it, without ids if there is no `prompt` and without tools if they are the blob
+    `told`; and the history that the next turn continues. Raises SessionUnreadable."""
+    tools = None if event.tools == told else event.tools
     numbers = [event.params] if tools is None else [event.params, tools]
     blobs = await of_session(database, session.session_id, load_blobs, numbers)
     new = await images.put_back(database, session, exchange.messages)
@@ -182,7 +183,7 @@ async def _request(
         if exchange.beginning:
             sent = [*sent, exchange.beginning]
         field = exchange.ids_field or "input_ids"
-        sent_tools = None if tools is None else blobs[tools]
+        sent_tools = blobs[tools] if tools is not None else b"null" if event.tools != told else None
         return b"".join(chat_body(params, sent_tools, sent, exchange.rid, exchange.own, ids, field))
 
     size = sum(map(len, messages)) + (0 if prompt is None else prompt.nbytes)

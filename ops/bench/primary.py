@@ -7,7 +7,7 @@ import itertools
 import os
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,17 +77,14 @@ def primary(folder: Path | None = None) -> Iterator[Primary]:
 
 
 class Work(NamedTuple):
-    """What a server has done so far, or in between: CPU seconds, transactions that wrote, bytes of WAL, pages that are
-    whole in the WAL, and the WAL's fsyncs."""
+    """What a server has done: CPU seconds, transactions that wrote, bytes of WAL, pages that are whole in the WAL, and
+    the WAL's fsyncs."""
 
     cpu_s: float
     transactions: int
     wal_bytes: int
     full_pages: int
     fsyncs: int
-
-    def since(self, before: Work) -> Work:
-        return Work._make(after - earlier for after, earlier in zip(self, before, strict=True))
 
     def figures(self, turns: int) -> Figures:
         """Of each of so many turns."""
@@ -105,15 +102,29 @@ class Database(NamedTuple):
     url: str
     server: Primary
 
-    async def work(self) -> Work:
-        """Pages and fsyncs of a backend's last second may be missing: they need a period of several."""
-        return Work(self.server.cpu_s(), *await self.row(_COUNTED))
+    @contextlib.asynccontextmanager
+    async def work(self) -> AsyncIterator[list[Work]]:
+        """The list gets what the server does meanwhile. Pages and fsyncs of a backend's last second may be missing:
+        they need a period of several."""
+        works: list[Work] = []
+        async with self._connection() as connection:
+            before = await connection.fetchrow(_COUNTED)
+            cpu = self.server.cpu_s()
+            yield works
+            cpu = self.server.cpu_s() - cpu
+            after = await connection.fetchrow(_COUNTED)
+        works.append(Work(cpu, *(late - early for late, early in zip(after, before, strict=True))))
 
     async def row(self, query: str) -> Sequence[Any]:
         """The first row of a query's result."""
-        connection = await asyncpg.connect(make_url(self.url).set(drivername="postgresql").render_as_string(False))
-        try:
+        async with self._connection() as connection:
             row: Sequence[Any] = await connection.fetchrow(query)
             return row
+
+    @contextlib.asynccontextmanager
+    async def _connection(self) -> AsyncIterator[Any]:
+        connection = await asyncpg.connect(make_url(self.url).set(drivername="postgresql").render_as_string(False))
+        try:
+            yield connection
         finally:
             await connection.close()

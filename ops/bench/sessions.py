@@ -173,11 +173,11 @@ async def _measured(
     name: str, server: ServerProcess, database: Database, running: Coroutine[Any, Any, Tally]
 ) -> Figures:
     """What the turns cost each."""
-    before, hits = await database.work(), _lookups(server)
-    cpu = cpu_s(server.pid)
-    turns = await running
-    cpu = cpu_s(server.pid) - cpu
-    work = (await database.work()).since(before)
+    hits = _lookups(server)
+    async with database.work() as works:
+        cpu = cpu_s(server.pid)
+        turns = await running
+        cpu = cpu_s(server.pid) - cpu
     hits = [after - earlier for after, earlier in zip(_lookups(server), hits, strict=True)]
     count = max(len(turns.latencies), 1)
     figures = {
@@ -186,8 +186,8 @@ async def _measured(
         "p50 ms": percentile(turns.latencies, 50) * 1000,
         "p99 ms": percentile(turns.latencies, 99) * 1000,
         "server CPU ms a turn": cpu * 1000 / count,
-        **work.figures(count),
-        "full pages of its WAL KiB": work.full_pages * 8 / count,
+        **works[0].figures(count),
+        "full pages of its WAL KiB": works[0].full_pages * 8 / count,
         "turns that miss the cache": hits[1] / max(sum(hits), 1),
     }
     return {f"{name}{what}": value for what, value in figures.items()}

@@ -187,13 +187,11 @@ class Side:
         await self._create_ahead(self._pace * seconds)
 
     async def run_period(self, seconds: float) -> Period:
-        work = None if self._database is None else await self._database.work()
-        before = self._cpu_s()
-        tallies = await asyncio.gather(*(load.run(seconds) for load in self._loads))
-        cpu = self._cpu_s() - before
-        if self._database is not None and work is not None:
-            work = (await self._database.work()).since(work)
-        period = Period(tallies, cpu, work)
+        async with self._database.work() if self._database else contextlib.nullcontext(list[Work]()) as works:
+            before = self._cpu_s()
+            tallies = await asyncio.gather(*(load.run(seconds) for load in self._loads))
+            cpu = self._cpu_s() - before
+        period = Period(tallies, cpu, works[0] if works else None)
         self._pace = max(self._pace, period.turns / period.seconds)
         return period
 

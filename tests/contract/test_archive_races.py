@@ -18,6 +18,9 @@ from sqlalchemy import Connection, event, func, select, text, update
 from app.domain.events import RewardAssigned, SessionConfig, SessionCreated
 from app.domain.selection import Selection
 from app.errors import ArchiveBusy, PayloadsUnavailable
+from app.export.pages import ExportPage, ExportPages
+from app.export.parts import PartRows
+from app.export.query import Cursor, ExportQuery
 from app.features.archive.archive import Archive
 from app.features.archive.rows import DROPPED_AT_ONCE, LEASE, Forget, Import, Line, Reserve, unfinished
 from app.features.objects.bucket import Bucket
@@ -30,7 +33,8 @@ from app.sessions.erasure import Erasure
 from app.sessions.event_log import Followers
 from app.sessions.lifecycle import Sessions
 from app.sessions.names import Names
-from app.store.feed import last_forgotten
+from app.store.content import StoredSession
+from app.store.feed import END, START, last_forgotten
 from app.store.incarnations import ReleaseLease, TakeLease
 from app.store.log_sessions import AssignReward, Create, Existing
 from app.store.schema import events, sessions, turns
@@ -134,6 +138,25 @@ async def test_what_was_erased_before_the_index_named_the_file_is_not_in_it(stag
     assert await stage.move(stage.archive(Reserve, erase)) is not None
     assert stage.in_files("session-kept")
     assert not stage.in_files("session-erased")
+
+
+@pytest.mark.parametrize("why", ["erased", "archived"])
+async def test_an_export_says_why_a_session_went_between_its_log_and_its_content(stage: Stage, why: str) -> None:
+    await stage.ended("gone")
+    query = ExportQuery(explain=True)
+    pages = ExportPages(stage.store.database, END, query, "kept")
+    warned: list[str] = []
+    rows = PartRows(query, Cursor("", START, END), "", "kept", lambda session_id, _: warned.append(session_id))
+    loop = asyncio.get_running_loop()
+
+    def meanwhile(stored: StoredSession, page: ExportPage) -> Any:
+        going = stage.store.erase("gone") if why == "erased" else stage.move(stage.archive())
+        asyncio.run_coroutine_threadsafe(going, loop).result()
+        return rows.plan(stored, page)
+
+    part = await pages.of(["gone"])
+    [row] = rows.fields(part, await pages.read(part, meanwhile))
+    assert (row["session_id"], row["excluded"], warned) == ("gone", why, [])
 
 
 async def test_a_session_that_is_erased_while_it_leaves_leaves_nothing_behind(stage: Stage) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -11,10 +10,9 @@ from helpers.log import created
 from helpers.store import Store, reward
 
 from app.domain.events import ForkRef
-from app.export.pages import ExportPage, ExportPages
+from app.export.pages import ExportPages
 from app.export.parts import PartRows
 from app.export.query import Cursor, ExportQuery
-from app.store.content import StoredSession
 from app.store.feed import END, START
 from app.store.log_sessions import Create
 
@@ -57,22 +55,6 @@ async def test_only_what_rows_need_is_read(store: Store, query: dict[str, Any], 
     pages, rows = exported(store, ExportQuery(**query))
     read = await pages.read(await pages.of(list(expected)), rows.plan)
     assert {name: sorted(one.stored.frames) for name, one in read.items()} == expected
-
-
-async def test_a_session_that_is_erased_between_log_and_content_is_erased(store: Store) -> None:
-    await store.create("gone")
-    await store.take_turn("gone")
-    await store.close("gone")
-    pages, rows = exported(store, ExportQuery(explain=True))
-    loop = asyncio.get_running_loop()
-
-    def meanwhile(stored: StoredSession, page: ExportPage) -> Any:
-        asyncio.run_coroutine_threadsafe(store.erase("gone"), loop).result()
-        return rows.plan(stored, page)
-
-    part = await pages.of(["gone"])
-    [row] = rows.fields(part, await pages.read(part, meanwhile))
-    assert (row["session_id"], row["excluded"]) == ("gone", "erased")
 
 
 def exported(store: Store, query: ExportQuery) -> tuple[ExportPages, PartRows]:

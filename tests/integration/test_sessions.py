@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from app.api.creation import CreateSession
-from integration.stand import Stand, error_of, until, user
+from integration.stand import WEATHER, Stand, error_of, until, user
 
 
 def fresh() -> str:
@@ -97,17 +97,23 @@ DEFAULTS = (
 
 def test_what_is_new_in_each_record_is_the_whole_of_the_last_one(stand: Stand) -> None:
     talk = stand.talk()
-    for text in ("one", "two " * 40_000, "three"):
-        talk.say(text)
+    tooled: dict[str, Any] = {"tools": [WEATHER]}
+    for text, fields in (("one", tooled), ("two " * 40_000, {}), ("three", tooled), ("four", tooled)):
+        talk.say(text, **fields)
     full, new, none = (stand.get(talk.path, records=records) for records in ("full", "new", "none"))
     assert [one["records"] == stand.get(talk.path)["records"] for one in (full, new, none)] == [True, False, False]
     assert none == {**full, "records": []}
     added = [record["request"].pop("messages") for record in new["records"]]
     whole = [record["request"].pop("messages") for record in full["records"]]
-    assert [len(messages) for messages in added] == [1, 1, 1]
+    assert [len(messages) for messages in added] == [1, 1, 1, 1]
     replies = [record["response"]["choices"][0]["message"] for record in new["records"]]
     said = [message for messages, reply in zip(added, replies, strict=True) for message in (*messages, reply)]
     assert said[:-1] == [{key: message[key] for key in said[at]} for at, message in enumerate(whole[-1])]
+    tools = [[record["request"].pop("tools", "not said") for record in one["records"]] for one in (full, new)]
+    assert tools == [
+        [[WEATHER], "not said", [WEATHER], [WEATHER]],
+        [[WEATHER], None, [WEATHER], "not said"],
+    ]
     for record in full["records"]:
         record["response"]["choices"][0]["prompt_token_ids"] = None
     assert new == full

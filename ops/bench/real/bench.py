@@ -4,7 +4,7 @@ A table has the server's CPU of a later turn of a session of each size, by threa
 which the servers get such a session one after the other; figures are medians, and of a ratio's servers those of one
 round. Another wire stands beside the same session as chat, and chat beside texts of JSON. Then the sample's sessions
 are played, all at once, and every exported row is compared with what the engine sampled; with --kills the server is
-killed under them. With --processes the store is PostgreSQL, whose own work stands beside the servers'.
+killed under them. With --processes the store is PostgreSQL, each server's own, whose work stands beside the servers'.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from ops.bench.measure import (
 )
 from ops.bench.peers.protocol import Place, interpreter
 from ops.bench.peers.servers import PEERS
-from ops.bench.primary import Database, primary
+from ops.bench.primary import Database, Work, primary
 from ops.bench.real.conversation import WIRES, Conversation, Wire
 from ops.bench.real.engine import SHAPES
 from ops.bench.real.material import Material
@@ -131,14 +131,13 @@ async def _turns(arguments: argparse.Namespace, sides: Mapping[str, Side]) -> li
             side = sides[who]
             count = len(side.servers) * arguments.at_once
             talks = await asyncio.gather(*(_grown(side, size * 1000, next(numbers)) for _ in range(count)))  # noqa: B023
-            work = await side.database.work() if side.database else None
-            before = side.cpu_s()
-            await asyncio.gather(*(_later(talk, arguments.turns) for talk in talks))
-            await asyncio.sleep(SETTLE_S)
-            after, turns = side.cpu_s(), count * arguments.turns
+            async with side.database.work() if side.database else contextlib.nullcontext(list[Work]()) as works:
+                before = side.cpu_s()
+                await asyncio.gather(*(_later(talk, arguments.turns) for talk in talks))
+                await asyncio.sleep(SETTLE_S)
+                after, turns = side.cpu_s(), count * arguments.turns
             cpu = {thread: (after[thread] - before[thread]) * 1000 / turns for thread in after}
-            done = (await side.database.work()).since(work).figures(turns) if side.database and work else {}
-            return {**cpu, ALL: sum(cpu.values()), **done}
+            return {**cpu, ALL: sum(cpu.values()), **(works[0].figures(turns) if works else {})}
 
         periods = await alternate(sides, arguments.rounds, measure)
         row: Figures = {"prompt": f"{size}k", **medians(periods[TURNLOG])}
@@ -232,8 +231,8 @@ class Played:
         talk = await Talk.begin(server.base_url, self._side.opens, "long", conversation)
         await talk.turn(NEW, SAMPLED, calls=True)
         jobs, cpu = await self._metric("pool_jobs_total"), []
-        for turn in range(1, turns):
-            if turn % (turns // 5) == 1:
+        for turn in range(turns):
+            if turn % (turns // 5) == 0:
                 cpu.append(self._cpu_s())
             await talk.turn(NEW, SAMPLED, calls=True)
         cpu.append(self._cpu_s())
@@ -243,7 +242,7 @@ class Played:
             "its worker jobs after the first turn": await self._metric("pool_jobs_total") - jobs,
             "its cache over its last request": cached / talk.sent,
             "resident bytes a session token": (resident_bytes(server.pid) - resident)
-            / (BASE + turns * (NEW + SAMPLED)),
+            / (BASE + (turns + 1) * (NEW + SAMPLED)),
         }
         talk.close()
         after, written = await self._restart()
@@ -257,7 +256,8 @@ class Played:
         await asyncio.sleep(SETTLE_S)
         cold = self._cpu_s() - cold
         talk.close()
-        few = await _grown(self._side, BASE + (turns - turns // 5) * (NEW + SAMPLED), 30_001)
+        one = self._side._replace(servers=[server])
+        few = await _grown(one, BASE + (turns - turns // 5) * (NEW + SAMPLED), 30_001)
         of_few = self._cpu_s()
         for _ in range(turns // 5):
             await few.turn(NEW, SAMPLED, calls=True)
@@ -355,14 +355,14 @@ def _sides(
         placed[TURNLOG] = ROOT, arguments.text
         if wire is chat:
             placed[JSON] = ROOT, JSON
-        postgres = stack.enter_context(primary(arguments.folder)) if arguments.processes else None
         sides = {}
         settings = {"TURNLOG_UPSTREAM_DIALECT": arguments.shape}
         # An agent program's history is a tree.
         opens = partial(open_session, history="tree", stream_mode="live" if arguments.live else "whole")
         for who, (root, text) in placed.items():
             (place := folder / f"{who}-store").mkdir()
-            database = None if postgres is None else postgres.new_database()
+            # What a PostgreSQL does is counted as one side's.
+            database = stack.enter_context(primary(arguments.folder)).new_database() if arguments.processes else None
             url = None if database is None else database.url
             servers = [
                 ServerProcess(place, upstreams=[engines[text]], database_url=url, environment=settings, root=root)

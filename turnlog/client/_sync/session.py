@@ -152,8 +152,8 @@ class Session:
         """`session_id`, `records` (for each live turn its request as sent to the engine, and the engine's reply),
         `metadata` (the current state) and `session` (the arguments of its creation, note and tags).
 
-        records: requests with the messages that are new in each, tools where they changed, and no prompts' ids; `full`:
-            whole ones, which have the context once a turn; `none`.
+        records: requests with the messages that are new in each, tools where they changed (null: none any more), and
+            no prompts' ids; `full`: whole ones, which have the context once a turn; `none`.
 
         Raises NotFound, SessionClosed.
         """
