@@ -120,9 +120,10 @@ class KnownBody:
 
     @property
     def size(self) -> int:
-        """Approximate bytes in memory; messages that were translated have about as many as the head."""
+        """Approximate bytes in memory; messages that were translated have about as many as the head, and of the other
+        fields there is a copy, and what was made of it."""
         copies = 1 if self.translation is None else 2
-        size = copies * len(self.head) + len(self.tail) + 16 * self.count
+        size = copies * len(self.head) + len(self.tail) + 2 * (self.start + len(self.tail)) + 16 * self.count
         return size if self.text is None else size + len(self.text)
 
     @property
@@ -240,23 +241,23 @@ class KnownBodies:
         """The body, if it begins with messages of a kept one of its protocol, as many as possible, and the event loop
         may read what follows. None also for one that must be split as a whole, since it may be invalid."""
         longest: KnownBody | None = None
-        others: list[KnownBody] = []
+        candidates: list[KnownBody] = []
         end = 0
         for known in reversed(self._bodies):
             if known.protocol != protocol:
                 continue
             if known.has_places or not body.startswith(known.head):
-                others.append(known)
+                candidates.append(known)
             elif len(known.head) > end:
                 longest, end = known, len(known.head)
         count = 0 if longest is None else longest.count
-        for known in others:
+        for known in candidates:
             equal = _equal_messages(known, body) if body.startswith(known.head[: end + 1]) else 0
             if equal and known.places[1][equal - 1] > end:
                 longest, count, end = known, equal, known.places[1][equal - 1]
         if longest is not None:
             return _split(body, longest, count, end, longest.front, 0)
-        behind = [split for known in others if (split := _behind_another_front(known, body))]
+        behind = [split for known in candidates if (split := _behind_another_front(known, body))]
         return _split(body, *max(behind, key=lambda split: split[2])) if behind else None
 
     def text_of(self, tokens: KnownTokens) -> KnownText | None:
@@ -308,10 +309,11 @@ def _split(
 
     The rest of a body, with the messages' list opened anew, is a JSON object of its new messages and later fields. If a
     later field has the name of that list again, the list that is found is not the one that was opened. A known tail is
-    left out of it, and the list and the object closed in its place.
+    left out of it if what its fields say is known too, and the list and the object closed in its place.
     """
     until = len(body) - len(known.tail)
-    has_known_fields = front is known.front and until >= end and body.endswith(known.tail)
+    has_known_fields = known.others is not None and front is known.front and until >= end
+    has_known_fields = has_known_fields and body.endswith(known.tail)
     if not has_known_fields:
         until = len(body)
     if until - end > MOST_REST:
@@ -342,11 +344,7 @@ def _split(
     if has_known_fields and later:  # It ends like the known one, but behind other fields.
         return _split(body, known, count, end, dict(front), shift)
     fields = known.fields if has_known_fields else {**front, **later}
-    listed = bytes(raw)
-    behind = text[len(opening) - 1 + len(listed) :]
-    # A later field may have the list's name, perhaps with escapes.
-    may_repeat = b'"%b"' % known.name.encode() in behind or b"\\" in behind
-    if may_repeat and split.offset_in(text, raw) != len(opening) - 1:
+    if split.offset_in(text, raw) != len(opening) - 1:
         return None
     if bool(new) != has_more or len(fields) >= bounds.MAX_FIELDS:
         return None
@@ -354,7 +352,7 @@ def _split(
         return None
     # Where the new messages begin and end in the body.
     at += has_more
-    stop = at + len(listed[1:-1].rstrip(split.WHITE)) if new else end
+    stop = at + len(bytes(raw)[1:-1].rstrip(split.WHITE)) if new else end
     is_whole = count == known.count
     places: Places | None = None
     if not is_whole or shift or known.has_places:

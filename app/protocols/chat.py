@@ -155,12 +155,12 @@ def parse_chat(body: bytes, has_few_values: bool = False, continued: ContinuedBo
     fields, many_values = ({}, False) if others is not None else fields_of(body, has_few_values, continued)
     messages, layout = items_of(body, "messages", fields.pop("messages", None), many_values, continued)
     if others is None:
-        # Those of the layout are views of short copies: they do not keep the body.
+        # Those of the layout are views of copies without the known messages: they do not keep the body.
         others = _others(fields if layout is None else dict(layout.fields), many_values)
     details: Places = ()
-    known, known_bytes = (0, 0) if continued is None else (continued.shared, continued.end)
-    if body.find(ORIGINAL, known_bytes) >= 0:
-        messages, details = with_known_details(messages, known)
+    shared, shared_bytes = (0, 0) if continued is None else (continued.shared, continued.end)
+    if body.find(ORIGINAL, shared_bytes) >= 0:
+        messages, details = with_known_details(messages, shared)
     if details:
         layout = None  # Its messages are not the body's: the next body is read as a whole.
     if layout is not None and others.ids is None:

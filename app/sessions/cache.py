@@ -202,9 +202,9 @@ class CacheEntry:
     `newest_seen` is the number of the newest event that this process has appended. `committing` is held while a turn of
     a tree is committed here, so that this process's commits do not make each other stale. `pinned_upto` is the last
     event that a checkpoint has of the session, as far as this process has heard; 0 for none. `unread` is the stored
-    content that was read with the log and that no turn has asked for yet. `newest_blobs` are the parameters of the
-    newest turn here, the hashes of what else it stores once, and the numbers of these: most turns of a session repeat
-    them.
+    content that was read with the log and that no turn has asked for yet. `newest_blobs` are the parameters that
+    the newest turn here sent, the kinds and hashes of what else it stores once, and the numbers of these: most turns of
+    a session repeat them.
     """
 
     def __init__(self, session: Session) -> None:
@@ -217,7 +217,7 @@ class CacheEntry:
         self.bodies = KnownBodies()
         self.keyed = {turn.retry_key: turn.number for turn in session.turns if turn.retry_key is not None}
         self.newest_seen = 0
-        self.newest_blobs: tuple[tuple[bytes, Sequence[str]], TurnBlobs] | None = None
+        self.newest_blobs: tuple[tuple[bytes, Sequence[tuple[str, str]]], TurnBlobs] | None = None
         self.unread = StoredContent()
         self._every_index: TreeIndex | None = None
         self.committing = asyncio.Lock()

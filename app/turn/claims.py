@@ -357,7 +357,7 @@ class Claims:
             session = entry.session
             if not turn.may_hold_claim(session):
                 return Refused(session.status)
-            stored_once = call.params, [blob.hash for blob in call.shared]
+            stored_once = call.sent_params, [(blob.kind, blob.hash) for blob in call.shared]
             if entry.newest_blobs is not None and entry.newest_blobs[0] == stored_once:
                 blobs, new_blobs = entry.newest_blobs[1], list[StoredBlob]()
             else:

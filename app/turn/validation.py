@@ -78,14 +78,11 @@ class ReplyValidator:
             beginning=b"" if call.is_part else turn.request.beginning or b"",
         )
         read, new_bytes = None, sum(map(len, new))
-        if not settings.replay:
-            if answer.body.size + new_bytes > settings.inline_max_bytes:
-                read = await self.by_all_rules(work, answer, new_bytes, text)
-            else:
-                try:
-                    read = job.read(work, answer.body.joined(), text)
-                except Rejected:
-                    read = None  # That is told below, or mended.
+        if not settings.replay and answer.body.size + new_bytes <= settings.inline_max_bytes:
+            try:
+                read = job.read(work, answer.body.joined(), text)
+            except Rejected:
+                read = None  # That is told below, or mended.
         if read is None or read.reply.places:
             specs = [self._payload_spec(turn, kind, call) for kind in REPLAY]
             work = msgspec.structs.replace(work, payload_specs=specs)

@@ -217,6 +217,9 @@ def test_a_live_turn_of_sglang_has_its_experts_and_the_version_that_the_engine_n
         assert set(other["weight_versions"]) == {-1, 7}
         for name in ("tokens", "logprobs", "weight_versions", "loss_mask", "routed_experts"):
             assert one[name] == other[name], name
+        # The next turn is whole: its parameters are not those that the live one sent.
+        talk.chat([user("Go"), other_choice["message"], user("On")], temperature=0)
+        assert talk.state()["records"][1]["request"]["return_meta_info"] is True
 
 
 def test_a_client_that_leaves_does_not_end_its_turn_and_gets_it_whole_later(live: Stand) -> None:

@@ -108,6 +108,9 @@ NOT_CONTINUED = {
     "a list in an object": body_of(MORE, front='{"model":{').replace(b"}]}", b"}]}}"),
     "another first message": body_of([{"role": "system", "content": LONG + "x"}, *MESSAGES[1:]]),
     "a longer first message": body_of([{"role": "system", "content": LONG, "name": "x"}, *MESSAGES[1:]]),
+    "a longer list again": body_of(
+        MORE, rest=f',"messages":[{{"role":"user","content":"{"z" * 200}"}}],"stream":false}}'
+    ),
     "the list again": body_of(MORE, rest=',"messages":[{"role":"user","content":"z"}]}'),
     "the list again, escaped": body_of(MORE, rest=',"\\u006dessages":[{"role":"user","content":"z"}]}'),
     "another value for the list": body_of(MORE, rest=',"messages":5}'),
@@ -210,6 +213,9 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts == [1] * (40 - known_body.MOST_HEADS) + [2] * known_body.MOST_HEADS
     monkeypatch.setattr(known_body, "MOST_BYTES", 3 * len(asked[0]))
     assert known_after(*asked).size < 3 * len(asked[0])
+    held = "x" * (1 << 20)
+    for body in (body_of(front=f'{{"z":"{held}",'), body_of(rest=f',"z":"{held}"}}')):
+        assert known_after(body).size > 3 * len(held)  # A copy of the fields is kept, and what is sent of them.
     chain = [body_of([*MESSAGES, *MORE[3:] * turns]) for turns in range(10)]
     assert known_after(*chain).size < 2 * len(chain[-1])
 
@@ -226,6 +232,13 @@ def test_what_is_not_kept() -> None:
 )
 def test_a_long_rest_is_not_read_on_the_event_loop(new: Any) -> None:
     assert known_after(body_of()).continued(body_of([*MESSAGES, {"role": "user", "content": new}]), "chat") is None
+
+
+@pytest.mark.parametrize(("field", "is_known"), [("z", True), ("input_ids", False)])
+def test_a_tail_counts_as_rest_unless_what_it_says_is_known(field: str, is_known: bool) -> None:
+    rest = f',"{field}":{[1] * (known_body.MOST_REST_VALUES + 1)}}}'
+    continued = known_after(body_of(rest=rest)).continued(body_of(MORE, rest=rest), "chat")
+    assert (continued is not None) == is_known
 
 
 @pytest.mark.parametrize("text", ["[", "{,", '"[\\"', "[\\"])

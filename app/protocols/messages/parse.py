@@ -289,7 +289,7 @@ def parse_messages(
     known: _Others | None = None if continued is None else continued.others
     fields, many_values = ({}, False) if known is not None else fields_of(body, has_few_values, continued)
     raws, layout = items_of(body, "messages", fields.pop("messages", None), many_values, continued)
-    # The layout's fields are views of short copies: they do not keep the body.
+    # The layout's fields are views of copies without the known messages: they do not keep the body.
     given = known.given if known is not None else _given(fields if layout is None else dict(layout.fields), many_values)
     history = conversation(given.system, raws, continued, keeps_states=layout is not None)
     if known is not None and not history.tool_changes:
