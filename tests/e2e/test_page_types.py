@@ -70,7 +70,7 @@ def test_the_types_are_what_the_server_answers(check: Check, page_stand: PageSta
     )
     answers += [("Summary", one) for one in summaries.json().values()]
     log = page_stand.stand.http.get(f"/sessions/{page_stand.filled.rolled_back}/events")
-    answers += [("LogEvent", json.loads(line)) for line in log.text.splitlines()]
+    answers += [("LogEvent", json.loads(line)) for line in log.content.splitlines()]
     file = tmp_path / "answers.ts"
     file.write_text(f'import type * as api from "{TYPES}";\n' + "".join(map(_constant, range(len(answers)), answers)))
     found = check([file])

@@ -388,7 +388,7 @@ def contents(stand: Stand, *group_ids: str) -> tuple[dict[str, Any], list[str]]:
             rows.setdefault(row["session_id"], []).append(known)
     response = stand.http.get("/export/groups", params={"consumer": "trainer", "size": 1000})
     assert response.status_code == 200, response.text
-    given = [json.loads(line)["group_id"] for line in response.text.splitlines()]
+    given = [json.loads(line)["group_id"] for line in response.content.splitlines()]
     return rows, sorted(set(given) & set(group_ids))
 
 

@@ -409,7 +409,7 @@ def test_a_server_lives_with_a_damaged_list_and_hands_out_the_other_groups(
             stand.http.delete(f"/sessions/{name}")
         reply = stand.http.get("/export/groups", params={"consumer": "trainer", "size": 60, "lease_s": 60})
         assert reply.status_code == 200, reply.text
-        lines = [json.loads(line) for line in reply.text.splitlines()]
+        lines = [json.loads(line) for line in reply.content.splitlines()]
         assert len({row["session_id"] for line in lines for row in line["rows"]}) > SESSIONS / 2
         left_out = {one["session_id"]: one["reason"] for line in lines for one in line["excluded"]}
         assert all(reason.startswith("unreadable: ") for reason in left_out.values()), left_out

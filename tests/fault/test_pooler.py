@@ -97,7 +97,7 @@ def test_turns_and_exports_go_through_it(cluster: Cluster, pooler: Pooler, proce
     assert not pooler.refused
     processes.are_the_same()
     with httpx.Client(base_url=processes.urls[0], timeout=60) as http:
-        rows = [json.loads(line) for line in http.get("/export").text.splitlines()]
+        rows = [json.loads(line) for line in http.get("/export").content.splitlines()]
         until(lambda: http.get("/ready").is_success)
     assert sum(len(row["turns"]) for row in rows) == len(agents.acknowledged)
     tally.doubled += agents.doubled(processes.urls[1])

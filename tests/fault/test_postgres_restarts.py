@@ -105,7 +105,7 @@ def test_readers_skip_nothing_and_are_told_nothing_that_a_crash_undoes(
             cluster.restart("immediate")
             until(lambda: turn(names[0], 0.0).status_code == 200, 180)
             lost = [name for name in names[1:] if not opened(name)]
-            rows = [json.loads(line) for line in http.get("/export", params={"cursor": cursor}).text.splitlines()]
+            rows = [json.loads(line) for line in http.get("/export", params={"cursor": cursor}).content.splitlines()]
             assert [row["session_id"] for row in rows if row["session_id"] == names[0]] == [names[0]]
             assert lost, "the crash took no claim with it, which proves nothing"
         finally:

@@ -174,7 +174,7 @@ def test_whoever_follows_has_what_is_there(
         cursor, lines = mirror.whole_window
         again = httpx.get(f"{urls[0]}/export", params={"explain": "true", "cursor": cursor}, timeout=PATIENCE_S)
         whole: dict[str, list[Row]] = {}
-        for row in map(json.loads, httpx.get(f"{urls[0]}/export", timeout=PATIENCE_S).text.splitlines()):
+        for row in map(json.loads, httpx.get(f"{urls[0]}/export", timeout=PATIENCE_S).content.splitlines()):
             whole.setdefault(row["session_id"], []).append(row)
     assert events == [log_of(database_url)] * 2
     told = {session_id: lasting(rows) for session_id, rows in mirror.rows.items() if rows}

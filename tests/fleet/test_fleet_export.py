@@ -53,7 +53,7 @@ def test_a_session_that_moved_to_older_weights_says_so(fleet: Fleet) -> None:
 
     query: dict[str, Any] = {"session_id": talk.id, "explain": True}
     before = exported(first, **query, max_staleness=3)
-    [row] = [json.loads(line) for line in before.text.splitlines()]
+    [row] = [json.loads(line) for line in before.content.splitlines()]
     assert row["weight_version_regressed"] is True
     assert [turn["engine"] for turn in row["turns"]] == [bound, other.url]
     assert set(row["weight_versions"]) == {-1, newest, newest - 3}

@@ -115,7 +115,7 @@ class Talk:
     def events(self, after: int = 0) -> list[dict[str, Any]]:
         response = self._stand.http.get(f"{self.path}/events", params={"after": after})
         assert response.status_code == 200, response.text
-        return [json.loads(line) for line in response.text.splitlines()]
+        return [json.loads(line) for line in response.content.splitlines()]
 
     def types(self) -> list[str]:
         return [event["type"] for event in self.events()]
@@ -181,7 +181,7 @@ class Api:
     def rows(self, **parameters: Any) -> list[dict[str, Any]]:
         response = self.http.get("/export", params=parameters)
         assert response.status_code == 200, response.text
-        return [json.loads(line) for line in response.text.splitlines()]
+        return [json.loads(line) for line in response.content.splitlines()]
 
 
 def engine_stats(sim: httpx.Client) -> dict[str, Any]:

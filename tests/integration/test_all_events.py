@@ -17,7 +17,7 @@ def lines(stand: Stand, **parameters: Any) -> list[Line]:
     reply = stand.http.get("/events", params=parameters)
     assert reply.status_code == 200, reply.text
     assert reply.headers["content-type"] == "application/x-ndjson"
-    return [json.loads(line) for line in reply.text.splitlines()]
+    return [json.loads(line) for line in reply.content.splitlines()]
 
 
 def end(stand: Stand) -> str:

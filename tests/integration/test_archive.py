@@ -87,7 +87,7 @@ def grouped(stand: Stand, group_id: str) -> list[Talk]:
     """A group of two rollouts that the feed has been told of."""
     talks = [ended(stand, group_id=group_id) for _ in range(2)]
     given = stand.http.get("/export/groups", params={"consumer": "trainer", "size": 100})
-    assert [json.loads(line)["group_id"] for line in given.text.splitlines()] == [group_id]
+    assert [json.loads(line)["group_id"] for line in given.content.splitlines()] == [group_id]
     return talks
 
 
@@ -512,13 +512,13 @@ def test_followers_learn_of_the_erasure_of_an_archived_session(own: Stand, tmp_p
     close(own, talks[0])
     neighbour = ended(own)
     cursor = own.http.get("/export", params={"explain": "true"}).headers["x-turnlog-next-cursor"]
-    position = json.loads(own.http.get("/events").text.splitlines()[-1])["position"]
+    position = json.loads(own.http.get("/events").content.splitlines()[-1])["position"]
     archived(own, tmp_path)
     until(lambda: own.http.delete(talks[0].path, params={"erase": "true"}).status_code == 204)
     erased = {talk.id for talk in talks}
 
     def events() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in own.http.get("/events", params={"after": position}).text.splitlines()]
+        return [json.loads(line) for line in own.http.get("/events", params={"after": position}).content.splitlines()]
 
     def told() -> set[str]:
         return {line["session_id"] for line in events() if line.get("type") == "SessionErased"}

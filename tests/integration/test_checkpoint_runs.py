@@ -53,7 +53,7 @@ def said(stand: Stand, run: str, **body: Any) -> Talk:
 def handed_out(stand: Stand, run: str, consumer: str, **parameters: Any) -> list[str]:
     response = stand.http.get("/export/groups", params={"run": run, "consumer": consumer, "size": 100, **parameters})
     assert response.status_code == 200, response.text
-    return [json.loads(line)["group_id"] for line in response.text.splitlines()]
+    return [json.loads(line)["group_id"] for line in response.content.splitlines()]
 
 
 def cursor(stand: Stand, **parameters: Any) -> str:
@@ -61,7 +61,7 @@ def cursor(stand: Stand, **parameters: Any) -> str:
 
 
 def exported(stand: Stand, run: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in stand.http.get("/export", params={"run": run}).text.splitlines()]
+    lines = [json.loads(line) for line in stand.http.get("/export", params={"run": run}).content.splitlines()]
     return [{key: value for key, value in row.items() if key not in VOLATILE} for row in lines]
 
 
@@ -92,7 +92,7 @@ def test_a_restore_of_one_run_leaves_the_other_alone(used: Stand, runs: tuple[st
     slow = used.meanwhile(theirs.say, "Slow", sim={"latency_s": HOURS})
     used.until_generating(theirs)
     cursors = {run: cursor(used, **({} if run is None else {"run": run})) for run in (a, b, None)}
-    position = json.loads(used.http.get("/events", params={"run": b}).text.splitlines()[-1])["position"]
+    position = json.loads(used.http.get("/events", params={"run": b}).content.splitlines()[-1])["position"]
     rows = exported(used, b)
 
     done = restore(used, "cut", a)

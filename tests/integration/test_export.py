@@ -37,7 +37,7 @@ FIELDS = {
 def lines(response: httpx.Response) -> list[dict[str, Any]]:
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("application/x-ndjson")
-    return [json.loads(line) for line in response.text.splitlines()]
+    return [json.loads(line) for line in response.content.splitlines()]
 
 
 def group_of(stand: Stand, count: int) -> tuple[str, list[Talk]]:

@@ -54,7 +54,7 @@ def fed(stand: Stand, **asked: Any) -> dict[str, Any]:
     """The lines of the feed by group, which are then acknowledged."""
     response = stand.http.get("/export/groups", params={"consumer": "trainer", "size": 100, **asked})
     assert response.status_code == 200, response.text
-    lines = [json.loads(line) for line in response.text.splitlines()]
+    lines = [json.loads(line) for line in response.content.splitlines()]
     given = [line["group_id"] for line in lines if "rows" in line]
     stand.http.post("/export/groups/ack", json={"consumer": "trainer", "groups": given}).raise_for_status()
     return {line["group_id"]: line for line in lines}

@@ -67,7 +67,7 @@ def ask(stand: Stand, consumer: str, size: int = 1, **parameters: Any) -> list[d
     response = stand.http.get("/export/groups", params={"consumer": consumer, "size": size, **parameters})
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("application/x-ndjson")
-    return [json.loads(line) for line in response.text.splitlines()]
+    return [json.loads(line) for line in response.content.splitlines()]
 
 
 def ids(lines: list[dict[str, Any]]) -> list[str]:

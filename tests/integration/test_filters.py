@@ -74,7 +74,7 @@ def ended(stand: Stand, talk: Talk) -> None:
 def lines(stand: Stand, path: str, **given: Any) -> list[dict[str, Any]]:
     reply = stand.http.get(path, params=given)
     assert reply.status_code == 200, reply.text
-    return [json.loads(line) for line in reply.text.splitlines()]
+    return [json.loads(line) for line in reply.content.splitlines()]
 
 
 def pages(stand: Stand, path: str, name: str, limit: int, **given: Any) -> list[dict[str, Any]]:

@@ -48,7 +48,7 @@ class Named:
 
     def events(self, generation: int) -> list[dict[str, Any]]:
         response = self.stand.http.get(f"{self.path}/events", params={"generation": generation})
-        return [json.loads(line) for line in response.text.splitlines()]
+        return [json.loads(line) for line in response.content.splitlines()]
 
 
 def test_a_finished_name_begins_another_session(stand: Stand) -> None:

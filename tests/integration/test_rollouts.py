@@ -58,7 +58,7 @@ def close(stand: Stand, talk: Talk) -> None:
 def handed_out(stand: Stand, consumer: str, **asked: Any) -> list[dict[str, Any]]:
     response = stand.http.get("/export/groups", params={"consumer": consumer, "size": 100, **asked})
     assert response.status_code == 200, response.text
-    lines = [json.loads(line) for line in response.text.splitlines()]
+    lines = [json.loads(line) for line in response.content.splitlines()]
     groups = [line["group_id"] for line in lines if "rows" in line]
     acknowledged = stand.http.post("/export/groups/ack", json={"consumer": consumer, "groups": groups})
     assert acknowledged.status_code == 200

@@ -56,7 +56,7 @@ def refusal(response: httpx.Response) -> tuple[tuple[int, str], str]:
 
 
 def lines(stand: Stand, **parameters: Any) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in stand.http.get("/events", params=parameters).text.splitlines()]
+    return [json.loads(line) for line in stand.http.get("/events", params=parameters).content.splitlines()]
 
 
 def test_the_pages_first_view_of_a_run(used: Stand) -> None:

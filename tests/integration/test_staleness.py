@@ -66,7 +66,7 @@ def exported(stand: Stand, **query: Any) -> httpx.Response:
 
 
 def lines(response: httpx.Response) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in response.text.splitlines()]
+    return [json.loads(line) for line in response.content.splitlines()]
 
 
 def reasons(rows: Sequence[dict[str, Any]]) -> dict[str, str]:

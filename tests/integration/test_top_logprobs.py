@@ -230,7 +230,7 @@ def test_formats_and_shapes(stand: Stand) -> None:
     assert stand.http.delete(talk.path).status_code == 204
     assert stand.http.put(f"{talk.path}/reward", json={"reward": 1}).status_code == 200
     fed = stand.http.get("/export/groups", params={"consumer": "top", "top_k": 3, "size": 1000})
-    groups = {one["group_id"]: one for one in map(json.loads, fed.text.splitlines())}
+    groups = {one["group_id"]: one for one in map(json.loads, fed.content.splitlines())}
     [of_group] = groups["top-formats"]["rows"]
     assert of_group["top_ids"] == row["top_ids"]
 
