@@ -2,7 +2,7 @@
 
 import { ApiError } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { announce, badge, bar, button, h, message, replace, setText } from "./dom.js";
+import { announce, badge, bar, button, h, message, refill, replace, setText } from "./dom.js";
 import { choice, chosen, field, numberField, QueryForm, textField } from "./form.js";
 import { count, since } from "./format.js";
 import { groupHref, sessionHref, setQuery } from "./route.js";
@@ -105,9 +105,9 @@ export class SearchView extends View {
     const word = this.hits.length === 1 ? "hit" : "hits";
     const behind = page && !page.is_current ? "; the index does not have the newest turns yet" : "";
     setText(this.found, page ? `${count(this.hits.length)}${more} ${word}, newest first${behind}` : "Words, or a field.");
-    replace(this.list, this.hits.map(hitItem));
+    refill(this.list, this.hits.map(hitItem));
     const next = this.cursor;
-    replace(this.foot, next && button("Load more", () => this.#read(next)));
+    refill(this.foot, next && button("Load more", () => this.#read(next)));
   }
 }
 
