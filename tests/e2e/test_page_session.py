@@ -241,9 +241,9 @@ def test_a_long_session_is_a_window(stand: Stand, watch: Watch) -> None:
     for number in range(10):
         talk.say(f"later {number}", sim=quick)
         page.locator(".events li", has_text=f"TurnCommitted turn {TURNS + 2 + number} ").wait_for()
-        if number % 5 == 4:
+        if number == 4:
             kept.append(nodes(page))
-    assert kept[1] - kept[0] < 100, kept
+    until(lambda: nodes(page) - kept[0] < 100)  # what was let go is not collected at once
 
 
 def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:

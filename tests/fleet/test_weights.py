@@ -57,6 +57,7 @@ def test_turns_wait_for_the_body_however_long_it_is_and_go_on_with_the_version(f
     def body(paused: Any) -> None:
         assert {url: told["ok"] for url, told in paused["engines"].items()} == {one.url: True for one in fleet.engines}
         assert finish(cut.result()) == "abort"
+        assert of_fleet(fleet.apis[1])["paused"] is True, "asked, it looks; by itself it knows within 100 ms"
         waiting.append(speaking(fleet, held))
         told = [len(engine.seen("/pause_generation")) for engine in fleet.engines]
         until(lambda: of_fleet(fleet.apis[1])["held"] == 1)
