@@ -302,17 +302,24 @@ def _opening(name: str) -> bytes:
 
 
 def _split(
-    body: bytes, known: KnownBody, count: int, end: int, front: Mapping[str, msgspec.Raw], shift: int
+    body: bytes,
+    known: KnownBody,
+    count: int,
+    end: int,
+    front: Mapping[str, msgspec.Raw],
+    shift: int,
+    *,
+    leaves_tail: bool = True,
 ) -> ContinuedBody | None:
     """The body's fields and messages; None if it must be split as a whole. Its first `count` messages are those of
     `known`, `shift` bytes behind theirs, up to `end`; `front` are the fields before them.
 
     The rest of a body, with the messages' list opened anew, is a JSON object of its new messages and later fields. If a
     later field has the name of that list again, the list that is found is not the one that was opened. A known tail is
-    left out of it if what its fields say is known too, and the list and the object closed in its place.
+    left out of it (`leaves_tail`) if what its fields say is known too, and the list and the object closed in its place.
     """
     until = len(body) - len(known.tail)
-    has_known_fields = known.others is not None and front is known.front and until >= end
+    has_known_fields = leaves_tail and known.others is not None and front is known.front and until >= end
     has_known_fields = has_known_fields and body.endswith(known.tail)
     if not has_known_fields:
         until = len(body)
@@ -342,7 +349,7 @@ def _split(
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if has_known_fields and later:  # It ends like the known one, but behind other fields.
-        return _split(body, known, count, end, dict(front), shift)
+        return _split(body, known, count, end, front, shift, leaves_tail=False)
     fields = known.fields if has_known_fields else {**front, **later}
     if split.offset_in(text, raw) != len(opening) - 1:
         return None
