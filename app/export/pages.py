@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, pairwise
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -222,8 +222,10 @@ class ExportPages:
 
         plans = await asyncio.to_thread(planned)
         turns = {session_id: needed for session_id, (_, needed) in plans.items() if needed is None or needed}
-        more: dict[str, Any] = {"replay": self._replay, "images": self._images, "columns": self._query.column_names}
-        content = partial(read_content, stored=logs, turns=turns, **more)
+        columns = self._query.column_names
+        content = partial(
+            read_content, stored=logs, turns=turns, replay=self._replay, images=self._images, columns=columns
+        )
         read_now = await self._database.read(content, one_moment=True) if turns else {}
         if self._query.replay == "urls":
             urls = await self._signed(read_now.values())
