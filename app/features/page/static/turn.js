@@ -3,9 +3,10 @@
 import { get, url } from "./api.js";
 import { messageElement } from "./conversation.js";
 import { copyCurl } from "./copy.js";
-import { badge, button, fact, failure, folded, h, message, replace } from "./dom.js";
+import { badge, button, failure, folded, h, message, replace } from "./dom.js";
 import { amount, bytes, count, duration, milliseconds, serverNow, since } from "./format.js";
 import { sessionHref } from "./route.js";
+import { verdicts } from "./verdicts.js";
 import { every, LatestRequest, SessionPart } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
@@ -108,7 +109,7 @@ export class TurnTab extends SessionPart {
       this.element,
       turnHead(turn, session, rendering),
       list(elements(own, true)),
-      annotations(session.annotations[turn.turn] ?? []),
+      verdicts(this.id, turn.turn, session),
       results.length > 0 && [
         h("h2", null, "What came back", next?.opened_at != null && h("span", { class: "note" }, ` after ${duration(next.opened_at - turn.committed_at)}`)),
         list(results),
@@ -188,13 +189,6 @@ export class TurnTab extends SessionPart {
       list(messages.slice(begin).map((one) => messageElement(one, { sessionId: this.id, isRendered: this.isRendered }))),
     );
   }
-}
-
-/** @param {Session["annotations"][string]} all @returns {Child} */
-function annotations(all) {
-  const text = (/** @type {typeof all[number]} */ { value, dtype, length, size }) =>
-    dtype ? `${count(length)} numbers, ${dtype}` : value === undefined ? bytes(size) : typeof value === "string" ? value : JSON.stringify(value);
-  return all.length > 0 && h("dl", { class: "sessionfacts" }, all.map((one) => fact(one.name, [named(text(one)), one.writer && h("span", { class: "note" }, ` ${one.writer}`)])));
 }
 
 /** @param {HTMLElement[]} elements */
