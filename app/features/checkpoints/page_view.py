@@ -21,8 +21,8 @@ route = Routes("Page")
 
 
 class CheckpointView(msgspec.Struct, frozen=True):
-    """A checkpoint, as `GET /checkpoints` has it but without `erased`, and the next of its sessions by id; `next_cursor`
-    is null after the last."""
+    """A checkpoint, as `GET /checkpoints` has it but without `erased`, and the next of its sessions by id; after the
+    last `next_cursor` is null."""
 
     checkpoint: dict[str, Any]
     sessions: Sequence[SessionThen]

@@ -677,17 +677,6 @@ export interface CheckpointPage {
   next_cursor: string | null;
 }
 
-/** GET /ui/api/versions, newest first */
-export interface VersionRow {
-  version: number;
-  sessions: number;
-  open: number;
-  turns: number;
-  rewarded: number;
-  mean_reward: number | null;
-  updated_at: number;
-}
-
 export interface SearchHit {
   session_id: string;
   turn: number;
