@@ -9,17 +9,16 @@ import { checkpointHref, chosenRun, listHref, sessionHref } from "./route.js";
 import { badgeCell, column, groupColumn, linkCell, numberColumn, sessionColumn, sinceCell } from "./rows.js";
 import { visible, visibleText } from "./visible.js";
 
-/** @import {Checkpoint, CheckpointList, CheckpointPage, SessionThen} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
-/** @import {Place} from "./view.js" */
+/** @import {Checkpoint, CheckpointList, CheckpointPage, Column, Place, SessionThen} from "../ui_types.d.ts" */
 
 /** @extends {ListView<Checkpoint, CheckpointList>} */
 export class CheckpointsView extends ListView {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, place) {
-    super(root, "", place, "/checkpoints", {
+    super(root, "", place, {
       label: "Checkpoints",
       noun: "checkpoint",
+      path: "/checkpoints",
       parameters: { run: chosenRun() },
       columns: columns(),
       keyOf: ({ run, name }) => JSON.stringify([run, name]),
@@ -62,9 +61,10 @@ export class CheckpointView extends ListView {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, place) {
     const { id, query } = place;
-    super(root, "checkpoint", place, `/ui/api/checkpoints/${encodeURIComponent(id)}`, {
+    super(root, "checkpoint", place, {
       label: "Sessions of the checkpoint",
       noun: "session",
+      path: `/ui/api/checkpoints/${encodeURIComponent(id)}`,
       parameters: { run: query.get("of") ?? chosenRun() ?? "default", limit: PAGE },
       columns: columnsThen(),
       keyOf: (one) => one.session_id,

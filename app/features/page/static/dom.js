@@ -251,13 +251,16 @@ export function setBadge(element, state, tone) {
   replace(element, h("span", { class: "shape", "aria-hidden": "true" }, shape), state);
 }
 
-/**
- * Say something to a screen reader.
- * @param {string} text
- */
+/** @param {string} id @returns {HTMLElement} a part of index.html */
+export function part(id) {
+  const found = document.getElementById(id);
+  if (!found) throw new Error(`the page has no ${id}`);
+  return found;
+}
+
+/** Say something to a screen reader. @param {string} text */
 export function announce(text) {
-  const region = document.getElementById("announcer");
-  if (region) region.textContent = text;
+  part("announcer").textContent = text;
 }
 
 /**

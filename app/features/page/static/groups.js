@@ -7,9 +7,7 @@ import { chosenRun, groupHref, listHref } from "./route.js";
 import { badgeCell, column, linkCell, numberColumn } from "./rows.js";
 import { visibleText } from "./visible.js";
 
-/** @import {GroupPage, GroupRow, SessionRow} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
-/** @import {Place} from "./view.js" */
+/** @import {Column, GroupPage, GroupRow, Place, SessionRow} from "../ui_types.d.ts" */
 
 /**
  * The filters, over the loaded groups.
@@ -27,9 +25,10 @@ export class GroupsView extends ListView {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, place) {
     const run = chosenRun();
-    super(root, "", place, "/groups", {
+    super(root, "", place, {
       label: "Groups",
       noun: "group",
+      path: "/groups",
       parameters: { run, limit: PAGE },
       columns: columns(run === null),
       keyOf: (group) => (run === null ? JSON.stringify([group.run, group.group_id]) : group.group_id),

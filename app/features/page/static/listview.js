@@ -5,34 +5,19 @@ import { amount, count } from "./format.js";
 import { LongTable } from "./table.js";
 import { every, FollowsFleet } from "./view.js";
 
-/** @import {Child} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
-/** @import {Parameters} from "./route.js" */
-/** @import {Place} from "./view.js" */
+/** @import {ListOptions, Place} from "../ui_types.d.ts" */
 
 /** Rows that are read at a time. */
 export const PAGE = 200;
 const REFRESH_MS = 5000;
 
-/**
- * @template Row, Page
- * @typedef {object} ListOptions
- * @property {string} label
- * @property {string} noun of one row
- * @property {Parameters} parameters of each request
- * @property {Column<Row>[]} columns
- * @property {(row: Row) => string} keyOf
- * @property {(page: Page) => Row[]} rowsOf
- * @property {(isFiltered: boolean) => Child} nothing what stands in place of rows
- */
-
 /** @template Row @template {{next_cursor?: string|null}} Page */
 export class ListView extends FollowsFleet {
-  /** @param {HTMLElement} root @param {string} kind @param {Place} place @param {string} path @param {ListOptions<Row, Page>} options */
-  constructor(root, kind, place, path, options) {
+  /** @param {HTMLElement} root @param {string} kind @param {Place} place @param {ListOptions<Row, Page>} options */
+  constructor(root, kind, place, options) {
     super(root, kind, place);
     this.options = options;
-    this.request = { path, parameters: options.parameters };
+    this.request = { path: options.path, parameters: options.parameters };
     this.rows = /** @type {Row[]} */ ([]);
     this.cursor = /** @type {string|null} */ (null);
     this.hasNews = false;

@@ -6,17 +6,16 @@ import { ListView, PAGE } from "./listview.js";
 import { listHref } from "./route.js";
 import { badgeCell, linkCell, numberColumn, sinceCell } from "./rows.js";
 
-/** @import {ListedRun, RunPage, SessionRow} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
-/** @import {Place} from "./view.js" */
+/** @import {Column, ListedRun, Place, RunPage, SessionRow} from "../ui_types.d.ts" */
 
 /** @extends {ListView<ListedRun, RunPage>} */
 export class RunsView extends ListView {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, place) {
-    super(root, "", place, "/runs", {
+    super(root, "", place, {
       label: "Runs",
       noun: "run",
+      path: "/runs",
       parameters: { limit: PAGE },
       columns: columns(),
       keyOf: (one) => one.run,
