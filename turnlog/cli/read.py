@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from turnlog.actions import Call, calls_of, json_of, said_by, text_of
+from turnlog.cli import complete
 from turnlog.cli.remote import remote
 from turnlog.cli.running import Failure, say, wants_json
 from turnlog.cli.tail import followed, told
@@ -30,7 +31,7 @@ Object = Mapping[str, Any]
 
 def read(
     ctx: typer.Context,
-    session: Annotated[str, typer.Argument(help="The session's id.")],
+    session: Annotated[str, typer.Argument(help="The session's id.", autocompletion=complete.sessions)],
     turn: Annotated[int | None, typer.Option(min=1, help="Only this turn, and what its request brought.")] = None,
     tools: Annotated[
         bool, typer.Option("--tools", help="Calls with all their arguments, and nothing shortened.")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from turnlog.cli import complete
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.running import UsageError, printed_as_json, say, say_if_none
@@ -78,7 +79,7 @@ def session_columns() -> list[Column]:
 
 def show(
     ctx: typer.Context,
-    session: Annotated[str, typer.Argument(help="The session's id.")],
+    session: Annotated[str, typer.Argument(help="The session's id.", autocompletion=complete.sessions)],
     at: Annotated[int | None, typer.Option(min=1, help="As it was after this event.")] = None,
 ) -> None:
     """A session: its turns with their stages, failures and rollbacks."""
@@ -91,7 +92,10 @@ def show(
     print_session(state)
 
 
-def open_page(ctx: typer.Context, session: Annotated[str, typer.Argument(help="The session's id.")]) -> None:
+def open_page(
+    ctx: typer.Context,
+    session: Annotated[str, typer.Argument(help="The session's id.", autocompletion=complete.sessions)],
+) -> None:
     """Open the page of a session in a browser, and print its address."""
     url = f"{address(ctx.obj.url)}/ui#/session/{segment(session)}"
     if not printed_as_json(ctx, {"url": url}):
@@ -104,7 +108,10 @@ def open_page(ctx: typer.Context, session: Annotated[str, typer.Argument(help="T
 @takes(Selection)
 def groups(
     ctx: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="GROUP", help="A group's id; none: a list of groups.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="GROUP", help="A group's id; none: a list of groups.", autocompletion=complete.groups),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many groups.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
     **filters: Any,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from turnlog.amounts import amount
+from turnlog.cli import complete
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.running import UsageError, failure, say, wants_json
@@ -30,7 +31,10 @@ _SHOWN = frozenset({"seq", "type", "at", "session_id", "position"})
 @takes(Selection)
 def tail(
     ctx: typer.Context,
-    session: Annotated[str | None, typer.Argument(help="The session's id; without one: all sessions.")] = None,
+    session: Annotated[
+        str | None,
+        typer.Argument(help="The session's id; without one: all sessions.", autocompletion=complete.sessions),
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Stay, also over restarts of the server, until Ctrl-C.")
     ] = False,
