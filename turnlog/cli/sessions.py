@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
 
 
+TASK = 80
+"""Characters of a task in the list."""
+
+
 @takes(SessionFilters, "status")  # a state is also a status
 def sessions(
     ctx: typer.Context,
@@ -27,10 +31,11 @@ def sessions(
     **filters: Any,
 ) -> None:
     """List sessions, newest first."""
-    found = _pages(remote(ctx), given(filters), None if every else limit, cursor)
+    wish = {**given(filters), "tasks": "true"}
+    found = _pages(remote(ctx), wish, None if every else limit, cursor)
     if printed_as_json(ctx, found):
         return
-    _print_sessions(found["sessions"])
+    _print_sessions(found["sessions"], found["tasks"])
     say_if_none(found["sessions"], "session")
     if found["next_cursor"] is not None:
         of = "" if filters["metadata"] else f" of {found['total']}"
@@ -41,21 +46,27 @@ def _pages(server: Transport, wish: dict[str, Any], limit: int | None, cursor: s
     """All pages of the server's list."""
     rows: list[dict[str, Any]] = []
     counted: dict[str, Any] = {}
+    tasks: dict[str, str] = {}
     while True:
         wanted = PAGE if limit is None else min(PAGE, limit - len(rows))
         parameters = {**wish, "count": "true" if not rows else None, "limit": wanted, "cursor": cursor}
         page = {**counted, **server.read("GET", "/sessions", parameters=parameters)}
         counted = {name: value for name, value in page.items() if name.startswith("total")}
         rows += page["sessions"]
+        tasks |= page["tasks"]
         cursor = page["next_cursor"]
         if cursor is None or (limit is not None and len(rows) >= limit):
-            return {**page, "sessions": rows}
+            return {**page, "sessions": rows, "tasks": tasks}
 
 
-def _print_sessions(rows: list[dict[str, Any]]) -> None:
-    from turnlog.cli.output import table
+def _print_sessions(rows: list[dict[str, Any]], tasks: dict[str, str]) -> None:
+    from turnlog.actions import common_heads, without_head
+    from turnlog.cli.output import Column, table
 
-    table(session_columns(), rows)
+    heads = common_heads(tasks.values())
+    task = Column("task", lambda row: without_head(tasks.get(row["session_id"], ""), heads)[:TASK], long=True)
+    session, state, *others = session_columns()
+    table([session, state, task, *others], rows)
 
 
 def session_columns() -> list[Column]:
