@@ -68,6 +68,11 @@ class Call(NamedTuple):
         """What the call asks for."""
         return _asked(self.arguments)
 
+    def hands_on(self, task: str) -> bool:
+        """Is the text in one of its arguments, as where the call starts an agent?"""
+        given = json_of(self.arguments) if isinstance(self.arguments, str) else self.arguments
+        return bool(task) and json.dumps(task)[1:-1] in json.dumps(given)
+
 
 def actions_of(messages: Sequence[object]) -> list[Action]:
     """The actions of the assistants' messages among these, in their order; the others have none."""
@@ -80,12 +85,12 @@ def task_of(messages: Sequence[object]) -> str:
     What begins with a tag, as a harness's own remarks do, is taken where there is nothing else. A message that is a
     text is a completion's prompt.
     """
-    return _line(_asked_first(messages))
+    return _line(asked_first(messages))
 
 
 def task_text(messages: Sequence[object]) -> str:
     """The text whose first line is the task: its beginning, at most TASK characters, with blanks for line breaks."""
-    words = " ".join(_asked_first(messages)[: 2 * TASK].split())
+    words = " ".join(asked_first(messages)[: 2 * TASK].split())
     return (words if len(words) <= TASK else words[: TASK - 2] + " …").encode(errors="replace").decode()
 
 
@@ -108,7 +113,8 @@ def _shared(first: str, last: str) -> str:
     return "".join(f"{word} " for word, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _asked_first(messages: Sequence[object]) -> str:
+def asked_first(messages: Sequence[object]) -> str:
+    """The text that is the task, whole."""
     texts: list[tuple[str, str]] = []
     for message in messages:
         said = {"role": "user", "content": message} if isinstance(message, str) else message
