@@ -99,7 +99,12 @@ def test_rows_say_what_sessions_are_about_and_change_in_their_place(watched: Wat
     page = settled(watched.open("#/?q=about-"))
     expect(page.locator(f"{ROWS} td:has-text('Is it warm?')")).to_be_visible()
     row = cells(page, "about-1")
-    assert (row["Task"], row["Last action"], row["Finish"], row["Errors"]) == ("Is it warm? …", "Where?", "stop", "0")
+    assert (row["Task"], row["Last action"], row["Finish"], row["Errors"]) == (
+        "Is it warm? In Bonn.",
+        "Where?",
+        "stop",
+        "0",
+    )
     assert row["State"].endswith("idle")
     assert page.locator(f"{ROWS} .badge").get_attribute("title")
     assert page.locator(f"{ROWS} time").last.get_attribute("title"), "the absolute time"
@@ -109,6 +114,12 @@ def test_rows_say_what_sessions_are_about_and_change_in_their_place(watched: Wat
     )
     page.wait_for_selector(f"{ROWS} td.code:has-text('get_weather: Bonn')")
     assert page.eval_on_selector(f"{ROWS}[data-key=about-1]", "row => row.isTheSame")
+
+    for number, name in enumerate(("parse", "render")):
+        stand.talk(session_id=f"alike-{number}").say(f"You are in a repository. Mend {name}", sim=AT_ONCE)
+    page = settled(watched.go("#/?q=alike-&order=asc"))
+    expect(page.locator(ROWS)).to_contain_text(["… parse", "… render"])
+    settled(watched.go("#/?q=about-"))
 
     page.click("text=Columns")
     page.get_by_label("Task").uncheck()

@@ -140,6 +140,19 @@ def test_a_store_that_somebody_serves(sqlite_url: str, tmp_path: Path) -> None:
     assert f"(pid {os.getpid()}): stop it before changing its schema" in said["alembic"]
 
 
+def test_a_tokenizer_of_the_page_that_is_none(sqlite_url: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.json").write_text('{"model": {}}')
+    told = {"absent": "No such file", ".": "tokenizer.json cannot be read", "odd.json": "is no tokenizer"}
+    for name, why in told.items():
+        variables = {"TURNLOG_DATABASE_URL": sqlite_url, "TURNLOG_PAGE_TOKENIZER": str(tmp_path / name)}
+        process = started("serve", "--port", "0", folder=tmp_path, environment=variables)
+        output, complaints = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 3, output
+        [line] = [line for line in complaints.splitlines() if "TURNLOG_PAGE_TOKENIZER=" in line]
+        assert why in line
+        assert "Traceback" not in complaints
+
+
 def test_all_wrong_settings_are_told_at_once() -> None:
     wrong = {"TURNLOG_WORKERS": "many", "TURNLOG_LEASE_S": "0", "TURNLOG_UPSTREAM": "http://127.0.0.1:1"}
     expected = [

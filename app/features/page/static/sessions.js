@@ -197,7 +197,7 @@ function columns() {
   return [
     sessionColumn({ width: "156px" }),
     { title: "State", width: "88px", fill: badgeCell((row) => (row.failed ? "failed" : row.state), (row) => (row.failed ? "bad" : undefined)) },
-    column("Task", (row) => visibleText(row.about?.task || "–"), { hint: "The first line of its first user message" }),
+    column("Task", (row) => visibleText(row.about?.task || "–"), { hint: "What its first user message asks, without how many of these tasks begin" }),
     { title: "Last action", hint: "What its newest turn did", fill: actionsCell((row) => row.about?.actions ?? []) },
     numberColumn("Turns", (row) => count(row.turns), { width: "60px", sort: "turns" }),
     numberColumn("Tokens", (row) => compact(row.about?.tokens), {

@@ -209,7 +209,7 @@ export class TokensTab extends SessionPart {
     };
     const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
     const { sampled = 0, in_loss: inLoss = 0 } = outline ?? {};
-    const setting = h("code", null, "TURNLOG_TOKENIZER");
+    const setting = h("code", null, "TURNLOG_PAGE_TOKENIZER");
     refill(
       this.head,
       names.length > 1 && field("branch", (value) => this.pick(null, Number(value)), names),
