@@ -8,6 +8,8 @@ const KEYS = [
   ["j, k", "next and previous row, or turn of a session"],
   ["e, E", "next and previous error of a session"],
   ["Enter", "open the row"],
+  ["v", "judge the session, or write its note and tags"],
+  ["y or 1, n or 2, s, u", "in the queue: passed, failed, skip, undo"],
   ["Home, End", "first and last row"],
   ["arrows", "from step to step of rollouts side by side, and between tokens"],
   ["g r, g s, g g, g v", "runs, sessions, groups, versions"],
@@ -49,6 +51,7 @@ export function listenToKeys(goToFilter) {
     if (place !== undefined && event.timeStamp - goPressedAt < SEQUENCE_MS) location.hash = listHref(place);
     else if (event.key === "/") goToFilter();
     else if (event.key === "?") showKeys();
+    else if (event.key === "v") /** @type {HTMLElement|null} */ (document.querySelector("[data-judge]"))?.click();
     else {
       if (event.key === "g") goPressedAt = event.timeStamp;
       return;
