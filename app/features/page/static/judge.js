@@ -99,7 +99,8 @@ export class JudgeView extends View {
       else form.show(name);
     }, name);
     return [
-      bar([h("a", { href: sessionHref(id) }, named(id)), this.left, h("span", { class: "note" }, meanwhile)], [
+      bar([h("a", { href: sessionHref(id) }, named(id)), this.left, h("span", { class: "muted" }, meanwhile)], [
+        h("span", { class: "muted" }, "y passed, n failed, s skip, u undo"),
         button("Skip", () => this.#pass(id, false), { name: "skip", title: "The next one (s)" }),
         undo,
       ]),

@@ -29,23 +29,27 @@ export function verdicts(id, turn, session, onWritten) {
   const reward = turn === null ? session.reward : session.turn_rewards[turn];
   const isWritable = !session.erased && session.seq === session.last_seq;
   if (!said.length && !reward && !isWritable) return null;
-  const judge = button("Judge", () => (form.element.isConnected ? close() : open()), { class: "quiet", title: "Write a verdict, a note, tags", "data-judge": true });
-  const form = new VerdictForm(id, turn, () => said, () => {
-    close();
-    onWritten?.();
-  });
+  const judge = button("Judge", () => (form ? close() : open()), { class: "quiet", title: "Write a verdict, a note, tags", "data-judge": true });
   const label = turn === null ? "Verdicts" : `Verdicts of turn ${turn}`;
   const box = h("div", { class: "verdicts", role: "group", "aria-label": label }, reward && chip("reward", rewardParts(reward)), said.map(saidChip), isWritable && judge);
-  form.element.addEventListener("keydown", (event) => event.key === "Escape" && close());
+  /** @type {VerdictForm|null} */
+  let form = null;
   return box;
 
   function open() {
+    const onDone = () => {
+      close();
+      onWritten?.();
+    };
+    form = new VerdictForm(id, turn, () => said, onDone);
+    form.element.addEventListener("keydown", (event) => event.key === "Escape" && close());
     box.append(form.element);
     form.text.focus();
   }
 
   function close() {
-    form.element.remove();
+    form?.element.remove();
+    form = null;
     judge.focus();
   }
 }
