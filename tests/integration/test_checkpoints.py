@@ -94,6 +94,7 @@ def test_a_session_is_again_what_it_was_and_goes_on_from_there(used: Stand, hist
     talk.say("Three")
     reward(used, talk, 0.75)
     talk.noted(note="Later", tags=[])
+    talk.annotate("after", True)
     talk.annotate("judge", "later", turn=3)
     for value in (2.5, 3.5):
         talk.column(1, "values", [value] * sampled)
@@ -106,6 +107,7 @@ def test_a_session_is_again_what_it_was_and_goes_on_from_there(used: Stand, hist
     assert talk.state()["metadata"]["status"] == "open"
     [listed] = used.http.get("/sessions", params={"tag": f"then-{talk.id}"}).json()["sessions"]
     assert (listed["session_id"], listed["note"]) == (talk.id, "Then")
+    assert talk.id not in {one["session_id"] for one in used.get("/sessions", annotated="after")["sessions"]}
     assert [turn["state"] for turn in talk.tree()["turns"]] == ["committed", "committed", "undone"]
     assert [row["turn"] for row in talk.rows(explain="true") if "undone" in row.get("excluded", "")] == [3]
     assert error_of(refused := talk.chat([*talk.messages, {"role": "user", "content": "Four"}])) == (409, "restored")

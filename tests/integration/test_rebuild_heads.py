@@ -41,6 +41,10 @@ DAMAGE = {
     ),
     "a lost reward": ("UPDATE sessions SET reward = NULL WHERE session_id = 'talked'", {"sessions.reward"}),
     "a reward nobody gave": ("UPDATE sessions SET reward = 2.5 WHERE session_id = 'cut'", {"sessions.reward"}),
+    "annotations nobody wrote": (
+        "UPDATE sessions SET annotated = 'x' WHERE session_id = 'talked'",
+        {"sessions.annotated"},
+    ),
     "other times": (
         "UPDATE sessions SET created_at = 0, updated_at = 0, closed_at = 0 WHERE session_id = 'idle'",
         {"sessions.created_at", "sessions.updated_at", "sessions.closed_at"},

@@ -85,10 +85,10 @@ export async function* lines(path, parameters, signal, most = Infinity) {
 }
 
 /**
- * JSON to the server: to sign in and out, and a session's note and tags. The header proves that the page sends it.
- * @param {"POST"|"PUT"} method
+ * JSON to the server: to sign in and out, and annotations. The header proves that the page sends it.
+ * @param {"POST"|"PUT"|"DELETE"} method
  * @param {string} path
- * @param {unknown} body
+ * @param {unknown} [body]
  * @param {AbortSignal} [signal]
  */
 export async function send(method, path, body, signal) {

@@ -55,6 +55,7 @@ export class GroupView extends View {
     this.side = h("a", null, "Side by side");
     this.list = h("a", null, "In the session list");
     this.export = h("a", null, "Export");
+    this.judge = h("a", null, "Judge");
     this.#linkToRun();
     replace(
       root,
@@ -62,6 +63,7 @@ export class GroupView extends View {
         this.side,
         this.list,
         this.export,
+        this.judge,
         copyCurl(() => ({ path: this.path, parameters: { run: this.run } })),
       ]),
       this.problem,
@@ -90,6 +92,7 @@ export class GroupView extends View {
     this.side.setAttribute("href", rolloutsHref(id, { run }));
     this.list.setAttribute("href", sessionsHref({ run, group_id: id }));
     this.export.setAttribute("href", listHref("exports", { run, group_id: id }));
+    this.judge.setAttribute("href", listHref("judge", { run, group_id: id }));
   }
 
   refresh() {

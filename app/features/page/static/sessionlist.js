@@ -80,8 +80,9 @@ export class SessionList {
       const shown = this.byId.get(row.session_id);
       if (shown && row.version < shown.version) continue;
       if (shown) this.#set(row);
-      // Only the server knows metadata, which does not change: what is not listed may or may not match.
-      const fits = matches(row, this.query) && (!this.query.metadata || shown !== undefined);
+      // Only the server knows metadata and annotations: what is not listed may or may not match.
+      const { metadata, annotated, unannotated } = this.query;
+      const fits = matches(row, this.query) && (!(metadata || annotated || unannotated) || shown !== undefined);
       const isWithin = !this.nextCursor || !last || isBefore(row, last, this.query);
       this.hasNews ||= this.isLoading || (shown ? !fits || this.isByChange : fits && isWithin);
     }

@@ -4,7 +4,7 @@ import { announce, bar, button, chip, failure, h, message, replace, setText, sho
 import { addressOf, FilterForm, needsPolling, PRESETS } from "./filters.js";
 import { field, textField } from "./form.js";
 import { compact, count, decimal } from "./format.js";
-import { sessionsHref, setQuery, sideBySideHref } from "./route.js";
+import { listHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { actionsCell, badgeCell, column, durationCell, errorsCell, groupColumn } from "./rows.js";
 import { numberColumn, pickColumn, sessionColumn, sinceCell } from "./rows.js";
 import { SessionList } from "./sessionlist.js";
@@ -44,6 +44,7 @@ export class SessionsView extends View {
     this.total = h("span", { role: "status" });
     this.changes = button("Changes: show", () => this.refresh(), { class: "changed", hidden: true });
     this.compare = h("a", { href: sideBySideHref([]), hidden: true });
+    this.judge = h("a", null, "Judge");
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
     const tools = this.tools(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
     const choose = button("Columns", () => this.#chooseColumns(), { class: "quiet" });
@@ -51,7 +52,7 @@ export class SessionsView extends View {
       root,
       h("h1", { class: "visually-hidden" }, "Sessions"),
       this.form.box,
-      bar(this.presets, [this.compare, this.changes, this.total, choose, tools]),
+      bar(this.presets, [this.compare, this.changes, this.total, this.judge, choose, tools]),
       this.problem,
       this.table.element,
     );
@@ -112,6 +113,7 @@ export class SessionsView extends View {
     this.table.setOrder(query.sort, query.order);
     this.table.scrollToTop();
     const here = sessionsHref(addressOf(query));
+    this.judge.setAttribute("href", listHref("judge", addressOf(query)));
     const presets = PRESETS.map(({ title, query: preset }) => ({ title, href: sessionsHref(preset) }));
     replace(this.presets, presets.map(({ title, href }) => chip(href, title, href === here)));
     await this.list.open(query, this.chosen.metadata);
