@@ -23,7 +23,6 @@ from app.services import Services
 from app.settings import Settings
 from app.store.database import sqlite_lock
 from integration.cli import started
-from ops.server import free_port
 
 PATIENCE_S = 120
 
@@ -52,9 +51,8 @@ def no_database(folder: Path) -> Wrong:
 
 
 def unreachable(folder: Path) -> Wrong:
-    port = free_port()
-    told = (f"127.0.0.1:{port}/turnlog", "is PostgreSQL running there", "TURNLOG_DATABASE_URL")
-    return Wrong(f"postgresql+asyncpg://somebody:sesame@127.0.0.1:{port}/turnlog?password=sesame", told)
+    told = ("127.0.0.1:9/turnlog", "is PostgreSQL running there", "TURNLOG_DATABASE_URL")
+    return Wrong("postgresql+asyncpg://somebody:sesame@127.0.0.1:9/turnlog?password=sesame", told)
 
 
 def processes(url: str, folder: Path) -> Iterator[tuple[str, int, subprocess.Popen[str]]]:
