@@ -656,6 +656,8 @@ export interface Checkpoint {
 /** GET /checkpoints */
 export interface CheckpointList {
   checkpoints: Checkpoint[];
+  /** none: these are all */
+  next_cursor?: null;
 }
 
 /** A session of a checkpoint as it was after event `seq`; `version` and `status` are what it is now. */
@@ -672,18 +674,7 @@ export interface SessionThen {
 export interface CheckpointPage {
   checkpoint: Omit<Checkpoint, "erased">;
   sessions: SessionThen[];
-  cursor: string | null;
-}
-
-/** GET /ui/api/versions, newest first */
-export interface VersionRow {
-  version: number;
-  sessions: number;
-  open: number;
-  turns: number;
-  rewarded: number;
-  mean_reward: number | null;
-  updated_at: number;
+  next_cursor: string | null;
 }
 
 export interface SearchHit {

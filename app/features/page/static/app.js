@@ -18,7 +18,6 @@ import { SearchView } from "./search.js";
 import { SessionView } from "./session.js";
 import { SessionsView } from "./sessions.js";
 import { SignInView } from "./signin.js";
-import { VersionsView } from "./versions.js";
 import { visibleText } from "./visible.js";
 
 /** @import {Me, Overview} from "../ui_types.d.ts" */
@@ -32,13 +31,12 @@ const VIEWS = {
   groups: { View: GroupsView, title: "Groups" },
   group: { View: GroupView, title: "Group" },
   rollouts: { View: RolloutsView, title: "Rollouts" },
-  versions: { View: VersionsView, title: "Versions" },
   search: { View: SearchView, title: "Search" },
   exports: { View: ExportsView, title: "Exports" },
   checkpoints: { View: CheckpointsView, title: "Checkpoints" },
   checkpoint: { View: CheckpointView, title: "Checkpoint" },
 };
-const NAVIGATION = /** @type {const} */ (["runs", "sessions", "groups", "versions", "search", "exports", "checkpoints"]);
+const NAVIGATION = /** @type {const} */ (["runs", "sessions", "groups", "search", "exports", "checkpoints"]);
 /** @type {Record<string, string>} */
 const LIST_ABOVE = { group: "groups", rollouts: "groups", checkpoint: "checkpoints" };
 const CONNECTION_WORDS = { connecting: "connecting", live: "live", lost: "not connected" };

@@ -10,13 +10,13 @@ const KEYS = [
   ["Enter", "open the row"],
   ["Home, End", "first and last row"],
   ["arrows", "from step to step of rollouts side by side, and between tokens"],
-  ["g r, g s, g g, g v", "runs, sessions, groups, versions"],
+  ["g r, g s, g g", "runs, sessions, groups"],
   ["g f, g e, g c", "search, exports, checkpoints"],
   ["Esc", "leave a field, close this"],
   ["?", "these keys"],
 ];
 /** @type {Record<string, string>} */
-const PLACES = { r: "runs", s: "", g: "groups", v: "versions", f: "search", e: "exports", c: "checkpoints" };
+const PLACES = { r: "runs", s: "", g: "groups", f: "search", e: "exports", c: "checkpoints" };
 const SEQUENCE_MS = 1000;
 
 /** @param {EventTarget|null} target @returns {boolean} is somebody writing there? */

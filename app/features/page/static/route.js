@@ -5,7 +5,7 @@
 
 /**
  * @typedef {object} Route
- * @property {"runs"|"sessions"|"session"|"group"|"groups"|"rollouts"|"versions"|"search"|"exports"|"checkpoints"|"checkpoint"} name
+ * @property {"runs"|"sessions"|"session"|"group"|"groups"|"rollouts"|"search"|"exports"|"checkpoints"|"checkpoint"} name
  * @property {string} id the session's, the group's or the checkpoint's, "" for a list
  * @property {URLSearchParams} query
  *
@@ -24,7 +24,7 @@ export function parse(hash) {
   if (rest.length) return null;
   if (raw === undefined) {
     if (name === "" || name === "sessions") return { name: "sessions", id: "", query };
-    const lists = /** @type {const} */ (["runs", "groups", "rollouts", "versions", "search", "exports", "checkpoints"]);
+    const lists = /** @type {const} */ (["runs", "groups", "rollouts", "search", "exports", "checkpoints"]);
     const list = lists.find((one) => one === name);
     return list ? { name: list, id: "", query } : null;
   }
