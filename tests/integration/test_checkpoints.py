@@ -257,7 +257,7 @@ def kept(talk: Talk) -> set[int]:
 
 
 def test_the_janitor_leaves_what_a_checkpoint_has(sglang: SimulatorProcess, places: Places) -> None:
-    environment = {**BOTH, "TURNLOG_CLOSED_REPLAY_TTL_S": "1", "TURNLOG_CLOSED_TTL_S": "1"}
+    environment = {**BOTH, "TURNLOG_CLOSED_REPLAY_TTL_S": "3", "TURNLOG_CLOSED_TTL_S": "3"}
     with serving(places.new("janitor"), sglang.base_url, environment=environment) as stand:
         kept = said(stand, "One")
         [row] = rows(kept)
