@@ -45,7 +45,7 @@ export class RunView extends FollowsFleet {
       bar(h("h1", null, visible(run)), [
         h("a", { href: sessionsHref({ run }) }, "Sessions"),
         h("a", { href: listHref("groups", { run }) }, "Groups"),
-        this.tools(() => ({ path: this.path })),
+        this.tools(() => ({ path: `/runs/${encodeURIComponent(run)}` })),
       ]),
       this.problem,
       this.facts,

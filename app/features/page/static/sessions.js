@@ -45,7 +45,10 @@ export class SessionsView extends View {
     this.changes = button("Changes: show", () => this.refresh(), { class: "changed", hidden: true });
     this.compare = h("a", { href: sideBySideHref([]), hidden: true });
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
-    const tools = this.tools(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
+    const tools = this.tools(() => {
+      const { q: prefix, ...query } = this.list.query;
+      return { path: "/sessions", parameters: { ...query, prefix, limit: 200 } };
+    });
     const choose = button("Columns", () => this.#chooseColumns(), { class: "quiet" });
     replace(
       root,

@@ -132,10 +132,6 @@ export class LongTable {
   setOrder(sort, order) {
     for (const cell of this.head.querySelectorAll("th")) {
       const isIt = cell.dataset.sort === sort && sort !== "";
-      const mark = isIt ? (order === "asc" ? " ▲" : " ▼") : "";
-      const button = cell.querySelector("button");
-      if (!button) continue;
-      button.dataset.mark = mark;
       cell.ariaSort = isIt ? (order === "asc" ? "ascending" : "descending") : null;
     }
   }
