@@ -118,7 +118,7 @@ def test_the_token_of_a_run_shows_that_run_alone(watched: Watched, guarded: Stan
     page.wait_for_url("**/ui#/?run=team")
     own.say("Hello", sim=AT_ONCE)
     expect(page.locator(f"{ROWS} td", has_text="Hello").first).to_be_visible()
-    for place in ("groups", "versions", "search?q=x", "exports", "session/of-a-team"):
+    for place in ("groups", "search?q=x", "exports", "session/of-a-team"):
         watched.go(f"#/{place}")
         expect(page.locator("main h1")).to_be_attached()
     expect(page.locator(".said").first).to_be_visible()

@@ -174,7 +174,7 @@ def test_all_by_keyboard(watched: Watched) -> None:
     page.keyboard.press("?")
     page.wait_for_selector("dialog[open] >> text=go to the filter")
     page.keyboard.press("Escape")
-    page.wait_for_selector("dialog", state="detached")
+    page.wait_for_selector("dialog", state="hidden")
     settled(page)
     page.keyboard.press("j")
     page.keyboard.press("Enter")

@@ -22,7 +22,6 @@ VIEWS = {
     "#/groups": ROWS,
     f"#/group/{GROUP}": "svg.plot",
     f"#/group/{GROUP}/rollouts": ".sidebyside td",
-    "#/versions": ROWS,
     "#/search": "form.filters",
     "#/exports": "a[download]",
     "#/checkpoints": ROWS,

@@ -17,7 +17,6 @@ from app.api.requests import Request
 from app.api.routes import MOST_ROWS, Routes
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import SessionUnreadable
-from app.features.page import overview as overviews
 from app.features.page.overview import Overviews
 from app.features.page.preview import Previews
 from app.features.page.rollout_view import MAX_STEPS, rollout_view
@@ -251,9 +250,3 @@ async def rollout(
 async def preview_export(request: Request, query: Annotated[ExportParameters, Query()]) -> object:
     """What `/export` with the same parameters would contain, and why the others are left out; paged."""
     return await page_of(request).previews.of(query, query.cursor)
-
-
-@route.for_the_page("/versions", of_run="query")
-async def versions(request: Request, run: Run = None) -> object:
-    """The newest weight versions with their sessions, turns and rewards."""
-    return await request.services.database.read(lambda connection: overviews.versions(connection, run))

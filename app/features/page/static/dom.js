@@ -274,13 +274,16 @@ export function setBadge(element, state, tone) {
   replace(element, icon(known?.shape ?? TONE_SHAPES[tone ?? ""] ?? "ring"), state);
 }
 
-/**
- * Say something to a screen reader.
- * @param {string} text
- */
+/** @param {string} id @returns {HTMLElement} a part of index.html */
+export function part(id) {
+  const found = document.getElementById(id);
+  if (!found) throw new Error(`the page has no ${id}`);
+  return found;
+}
+
+/** Say something to a screen reader. @param {string} text */
 export function announce(text) {
-  const region = document.getElementById("announcer");
-  if (region) region.textContent = text;
+  part("announcer").textContent = text;
 }
 
 /**

@@ -9,9 +9,7 @@ import { badgeCell, column, numberColumn, sinceCell, smallTable } from "./rows.j
 import { FollowsFleet } from "./view.js";
 import { visible, visibleText } from "./visible.js";
 
-/** @import {Child, GroupRow, RunFigures, RunView as Answer, SessionRow, ShutGate, StuckGroup, VersionFigures} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
-/** @import {Place} from "./view.js" */
+/** @import {Child, Column, GroupRow, Place, RunFigures, RunView as Answer, SessionRow, ShutGate, StuckGroup, VersionFigures} from "../ui_types.d.ts" */
 
 /** A share of this size is marked: of turns that failed, of a limit that is used, of groups that teach nothing. */
 const MANY_ERRORS = 0.1;

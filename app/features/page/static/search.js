@@ -9,9 +9,8 @@ import { groupHref, sessionHref, setQuery } from "./route.js";
 import { View } from "./view.js";
 import { named, visible } from "./visible.js";
 
-/** @import {Child, SearchHit, SearchPage} from "../ui_types.d.ts" */
+/** @import {Child, Place, SearchHit, SearchPage} from "../ui_types.d.ts" */
 /** @import {Values} from "./form.js" */
-/** @import {Place} from "./view.js" */
 
 const PAGE = 20;
 const ROLES = ["system", "developer", "user", "assistant", "tool"];

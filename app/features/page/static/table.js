@@ -4,6 +4,8 @@ import { h, replace, scrollRegion } from "./dom.js";
 import { isForPage } from "./keys.js";
 import { headerRow, Rows } from "./rows.js";
 
+/** @import {Child, Column, TableOptions} from "../ui_types.d.ts" */
+
 const ROW_PX = 28;
 const HEAD_PX = 30;
 const OVERSCAN = 12;
@@ -11,20 +13,6 @@ const OVERSCAN = 12;
 const NEAR_ROWS = 40;
 /** A pointer that has not moved for so long is not about to click. */
 const POINTED_MS = 3000;
-
-/** @import {Child} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
-
-/**
- * @template Row
- * @typedef {object} TableOptions
- * @property {string} label
- * @property {Column<Row>[]} columns
- * @property {(row: Row) => string} keyOf
- * @property {(sort: string, order: "asc"|"desc") => void} [onSort]
- * @property {() => void} [onNearEnd]
- * @property {(rows: Row[]) => void} [onInSight]
- */
 
 /** The least width of a column that shares what the others leave. */
 const SHARED_PX = 150;
