@@ -128,7 +128,7 @@ function used(number, limit, text = count) {
 
 /** @param {VersionFigures[]} versions the newest first @returns {Child} */
 function plots(versions) {
-  if (!versions.length) return message("empty", "No session has a weight version that is a number.");
+  if (!versions.length) return message("empty", "No session has a weight version that is a number: engines say theirs with each reply.");
   return PLOTS.map(({ title, value, text = decimal, note, hint }) => {
     const points = versions.toReversed().flatMap((one) => {
       const y = value(one);

@@ -8,7 +8,7 @@ import { sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { actionsCell, badgeCell, column, durationCell, errorsCell, groupColumn } from "./rows.js";
 import { numberColumn, pickColumn, sessionColumn, sinceCell } from "./rows.js";
 import { SessionList } from "./sessionlist.js";
-import { LongTable } from "./table.js";
+import { isNarrow, LongTable } from "./table.js";
 import { every, View } from "./view.js";
 import { visibleText } from "./visible.js";
 
@@ -193,7 +193,7 @@ function nothing({ sort, order, run, ...filters }) {
 }
 
 /** Before somebody chooses. */
-const HIDDEN = ["Run", "Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn"];
+const HIDDEN = ["Run", "Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn", ...(isNarrow() ? ["Finish", "Attempt"] : [])];
 
 /** @returns {Column<SessionRow>[]} */
 function columns() {
