@@ -86,7 +86,7 @@ class BranchTokens(msgspec.Struct, frozen=True):
     exported: bool
 
 
-TEXT_ONLY = "this session captures text only: it has no tokens"
+TEXT_ONLY = 'this session was created with capture "text": its engine is asked for no tokens'
 
 
 class TurnRange(msgspec.Struct, frozen=True):

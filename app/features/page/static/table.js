@@ -14,6 +14,9 @@ const NEAR_ROWS = 40;
 /** A pointer that has not moved for so long is not about to click. */
 const POINTED_MS = 3000;
 
+/** Has the window no room for columns that are wanted less? */
+export const isNarrow = () => innerWidth < 1400;
+
 /** The least width of a column that shares what the others leave. */
 const SHARED_PX = 150;
 
@@ -120,10 +123,6 @@ export class LongTable {
   setOrder(sort, order) {
     for (const cell of this.head.querySelectorAll("th")) {
       const isIt = cell.dataset.sort === sort && sort !== "";
-      const mark = isIt ? (order === "asc" ? " ▲" : " ▼") : "";
-      const button = cell.querySelector("button");
-      if (!button) continue;
-      button.dataset.mark = mark;
       cell.ariaSort = isIt ? (order === "asc" ? "ascending" : "descending") : null;
     }
   }

@@ -163,7 +163,7 @@ export class TokensTab extends SessionPart {
     replace(
       this.problem,
       row.error !== null && message("error", "These tokens cannot be shown", h("p", null, row.error)),
-      row.error === null && row.total === 0 && message("empty", "No token is stored yet."),
+      row.error === null && row.total === 0 && message("empty", "No tokens yet: the first turn has not committed."),
     );
     this.body.hidden = this.bar.hidden = this.legend.hidden = row.total === 0;
     this.#showHead(row);
