@@ -58,13 +58,13 @@ export function rowsOf({ turns, failed_turns, refused, open_turns, tree }, branc
     const next = after.find((one) => !("live" in one) || one.live) ?? after[0];
     const again = tree ? null : failed_turns.find((one) => one.fence > turn.seq && (!next || one.fence < next.fence));
     const end = begin === null ? null : committed_at;
-    const isRoot = turn.parent === 0 || turn.segment_cause !== null;
+    const isRoot = turn.parent === 0 || turn.segment_cause === "divergence";
     if (isRoot) rows.push({ ...nothing, kind: "asked", number, turn, order: order - 0.5 });
     rows.push({
       ...nothing,
       ...{ kind: "turn", number, turn, order, begin, end, begins: beginsAt.get(number) ?? null },
       next: live && end !== null ? (again ?? next)?.opened_at ?? null : null,
-      child: next && !("segment_cause" in next && next.segment_cause) ? next.turn : null,
+      child: next && !("segment_cause" in next && next.segment_cause === "divergence") ? next.turn : null,
     });
   }
   for (const one of path ? [] : failed_turns)
@@ -104,7 +104,7 @@ export function timesOf(rows, total) {
 /** @param {Turn[]} turns @param {number} number @returns {number} the turn beside which the results stand that this one brought */
 export function cameFrom(turns, number) {
   const turn = turns.find((one) => one.turn === number);
-  return turn?.parent && !turn.segment_cause ? turn.parent : number;
+  return turn?.parent && turn.segment_cause !== "divergence" ? turn.parent : number;
 }
 
 /** What a session's view does with a list's news. @typedef {{known: () => void, found: (text: string, turns: number[]) => void, step: (by: 1|-1) => void}} Hears */

@@ -381,9 +381,8 @@ export class TranscriptTab extends SessionPart {
     const { turn: number } = turn;
     const took = turn.opened_at === null ? null : turn.committed_at - turn.opened_at;
     const href = sessionHref(this.id, { turn: number, branch: this.branch });
-    const summed = begins?.cause === "compaction" || turn.segment_cause === "compaction";
     return [
-      summed && h("p", { class: "cut" }, "Compaction: from here on the history is a summary of what was before."),
+      begins?.cause === "compaction" && h("p", { class: "cut" }, "Compaction: from here on the history is a summary of what was before."),
       h("h2", null, h("a", { href }, `Turn ${number}`)),
       copyButton(() => new URL(href, location.href).href, "Copy link"),
       turn.discarded_by !== null && badge(`rolled back by event ${turn.discarded_by}`, "warn"),
