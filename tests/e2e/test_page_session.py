@@ -279,9 +279,10 @@ def test_a_long_session_is_read_where_it_is_looked_at(stand: Stand, watch: Watch
     page.mouse.wheel(0, -4000)
     until(lambda: int(current.locator(".n").inner_text()) < 80)
     until(lambda: f"turn={current.locator('.n').inner_text()}" in page.evaluate("location.hash"))
-    seen = f".step[data-turn='{current.locator('.n').inner_text()}']"
+    number = int(current.locator(".n").inner_text())
+    seen = f".step[data-turn='{number}']"
     place = page.locator(seen).bounding_box()
-    page.locator(".step[data-turn='60'] .said").first.wait_for(state="attached")
+    page.locator(f".step[data-turn='{number - 3}'] .said").first.wait_for(state="attached")
     assert page.locator(seen).bounding_box() == place
     talk.say("elsewhere", sim=quick)
     expect(page.locator(".act.turn")).to_have_count(TURNS + 2)
