@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
-from fastapi import Path, Query
+from fastapi import Query
 from pydantic import Field
 
 from app.api.engines import engine_fields
@@ -168,40 +168,38 @@ async def session(request: Request, session_id: SessionId, seq: Seq = None) -> o
 MAX_TURN = 2**30
 
 
+TurnStart = Annotated[int, Query(ge=1, le=MAX_TURN, description="A turn's number, from 1.")]
+TurnLimit = Annotated[int, Query(ge=1, le=MAX_TURNS, description=LIMIT)]
+
+
 @route.for_the_page("/sessions/{session_id}/actions", of_run="session")
 async def actions(
-    request: Request,
-    session_id: SessionId,
-    start: Annotated[int, Query(ge=1, le=MAX_TURN, description="A turn's number, from 1.")] = 1,
-    limit: Annotated[int, Query(ge=1, le=MAX_TURNS, description=LIMIT)] = MAX_TURNS,
+    request: Request, session_id: SessionId, start: TurnStart = 1, limit: TurnLimit = MAX_TURNS
 ) -> object:
     """What each of these turns did and what its request brought, in lines."""
     return await page_of(request).turns.actions(session_id, start, limit)
 
 
-@route.for_the_page("/sessions/{session_id}/turns/{turn}", of_run="session")
+@route.for_the_page("/sessions/{session_id}/turns", of_run="session")
 async def turn_messages(
     request: Request,
     session_id: SessionId,
-    turn: Annotated[int, Path(ge=1, le=MAX_TURN, description="A turn's number, from 1.")],
+    start: TurnStart = 1,
+    limit: TurnLimit = MAX_TURNS,
     whole: Annotated[bool, Query(description="Also what is long.")] = False,
 ) -> object:
-    """A turn's own messages; of one in flight here, its request's."""
-    return await page_of(request).turns.messages(session_id, turn, whole=whole)
+    """The own messages of the first of these turns; of one in flight here, its request's."""
+    return await page_of(request).turns.messages(session_id, start, limit, whole=whole)
 
 
 @route.for_the_page("/sessions/{session_id}/find", of_run="session")
 async def find(
     request: Request,
     session_id: SessionId,
-    text: Annotated[
-        str | None,
-        Query(min_length=1, max_length=200, pattern=NO_NUL, description="In any case. Default: results like errors."),
-    ] = None,
-    after: Annotated[int, Query(ge=0, le=MAX_TURN, description="Only later turns.")] = 0,
+    text: Annotated[str, Query(min_length=1, max_length=200, pattern=NO_NUL, description="In any case.")],
 ) -> object:
-    """The turns whose own messages have a text, or whose request brought a result that looks like an error."""
-    return await page_of(request).turns.find(session_id, text, after)
+    """The turns whose own messages have a text."""
+    return await page_of(request).turns.find(session_id, text)
 
 
 @route.for_the_page("/sessions/{session_id}/conversation", of_run="session")

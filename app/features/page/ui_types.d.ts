@@ -496,6 +496,7 @@ export interface Entry {
   error?: string;
   cut?: boolean;
   bytes?: number;
+  failed?: boolean;
 }
 
 /** GET /ui/api/sessions/{id}/actions: what turns did in lines, and what their requests brought */
@@ -503,13 +504,14 @@ export interface TurnActions {
   turn: number;
   actions: { tool: string | null; text: string }[];
   results: { role: string; text: string; failed: boolean }[];
+  failed: number;
   error: string | null;
 }
 
-/** GET /ui/api/sessions/{id}/turns/{turn}; `state`: the stage of a turn in flight */
+/** GET /ui/api/sessions/{id}/turns; `state`: the stage of a turn in flight */
 export interface TurnMessages {
   turn: number;
-  messages: { sampled: boolean; bytes: number; cut: boolean; message: unknown; error: string | null }[];
+  messages: { sampled: boolean; bytes: number; cut: boolean; message: unknown; failed: boolean; error: string | null }[];
   state: string | null;
   engine: string | null;
 }
