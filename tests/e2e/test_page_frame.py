@@ -120,14 +120,17 @@ def test_the_token_of_a_run_shows_that_run_alone(watched: Watched, guarded: Stan
     page.wait_for_url("**/ui#/?run=team")
     own.say("Hello", sim=AT_ONCE)
     expect(page.locator(f"{ROWS} td", has_text="Hello").first).to_be_visible()
-    for place in ("groups", "versions", "search?q=x", "exports", "session/of-a-team"):
+    for place in ("groups", "search?q=x", "exports", "session/of-a-team"):
         watched.go(f"#/{place}")
         expect(page.locator("main h1")).to_be_attached()
     expect(page.locator(".said").first).to_be_visible()
     watched.go("#/session/many-0001")
     expect(page.locator("main .message")).to_contain_text("There is no session")
     assert guarded.http.delete("/runs/team/token").status_code == 204
-    until(lambda: page.reload() is not None and page.locator("#token").count() == 1)
+    held = {"authorization": f"Bearer {token}"}
+    until(lambda: httpx.get(f"{guarded.base_url}/sessions", headers=held).status_code == 401)
+    page.reload()
+    page.wait_for_selector("#token")
 
 
 def said(stand: Stand, talk: Talk, turn: int | None = None) -> dict[str, tuple[Any, str | None]]:

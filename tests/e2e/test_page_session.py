@@ -396,7 +396,7 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
     expect(cells).to_have_count(2000)
     expect(cells.first, "it opens at the first sampled token").to_have_attribute("data-at", str(sampled[0]))
     assert page.evaluate("document.querySelectorAll('*').length") < 4000
-    expect(page.locator(".tokenhead").first).to_contain_text("set TURNLOG_TOKENIZER to read them")
+    expect(page.locator(".tokenhead").first).to_contain_text("set TURNLOG_PAGE_TOKENIZER to read them")
     legend = page.locator(".tokens-tab .legend")
     expect(legend).to_contain_text("perplexity")
     expect(legend).to_contain_text("turns were rolled back")

@@ -8,13 +8,11 @@ import { amount, compact, count, decimal, ranges } from "./format.js";
 import { chosenRun, listHref, rolloutsHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { actionsCell, badgeCell, durationCell, errorsCell, pickColumn, sessionColumn, textCell } from "./rows.js";
 import { readSummaries } from "./summaries.js";
-import { LongTable } from "./table.js";
+import { isNarrow, LongTable } from "./table.js";
 import { View } from "./view.js";
 import { textBlock, visible, visibleText } from "./visible.js";
 
-/** @import {Attempt, ChatMessage, Group, Rollout, SessionPage, SessionRow, Statistics, Summary} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
-/** @import {Place} from "./view.js" */
+/** @import {Attempt, ChatMessage, Column, Group, Place, Rollout, SessionPage, SessionRow, Statistics, Summary} from "../ui_types.d.ts" */
 /** @typedef {Attempt & {state: string, about?: Summary, advantage: number|null, normalized: number|null}} Row */
 /** @typedef {Column<Row> & {value?: (row: Row) => number|null|undefined}} ValueColumn */
 
@@ -226,7 +224,7 @@ function columns(names) {
     fill: textCell((row) => text(value(row))),
     ...more,
   });
-  return [
+  const every = [
     number("Attempt", (row) => row.attempt, { first: "asc", width: "76px" }),
     sessionColumn({ width: "140px" }),
     { title: "State", width: "94px", fill: badgeCell((one) => (one.failed ? "failed" : one.state), (one) => (one.failed ? "bad" : undefined)) },
@@ -250,4 +248,5 @@ function columns(names) {
     }),
     ...names.map((name) => number(name, (one) => one.about?.components[name], { text: decimal, hint: "Component of the reward" })),
   ];
+  return every.filter(({ title }) => !isNarrow() || !["Sampled", "Finish", "÷ std. dev."].includes(title));
 }

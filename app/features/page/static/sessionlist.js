@@ -32,6 +32,8 @@ export class SessionList {
     this.hasNews = false;
     /** @type {Map<string, Record<string, string>>} values of the columns of metadata; they do not change */
     this.metadata = new Map();
+    /** @type {string[]} how many of the tasks begin */
+    this.heads = [];
     /** @type {string|null} */
     this.nextCursor = null;
     this.total = 0;
@@ -88,7 +90,10 @@ export class SessionList {
 
   /** @param {SessionRow} row */
   #set(row) {
-    this.byId.set(row.session_id, { ...row, about: this.summaries.known.get(row.session_id) });
+    const known = this.summaries.known.get(row.session_id);
+    const head = this.heads.find((one) => known?.task.startsWith(one));
+    const about = known && head ? { ...known, task: `… ${known.task.slice(head.length)}` } : known;
+    this.byId.set(row.session_id, { ...row, about });
   }
 
   /** @param {string|null} cursor @param {number} limit */
@@ -110,6 +115,7 @@ export class SessionList {
       this.byId.clear();
       this.metadata.clear();
     }
+    this.heads = page.heads;
     for (const [id, values] of Object.entries(page.metadata)) this.metadata.set(id, values);
     for (const row of page.sessions) this.#set(row);
     this.nextCursor = page.next_cursor;
