@@ -59,7 +59,9 @@ class SessionConditions(Selection):
         description="Only sessions with an annotation of their own of this name.",
     )
     unannotated: str | None = Field(
-        default=None, pattern=patterns.ANNOTATION, description="Only sessions without one of this name."
+        default=None,
+        pattern=patterns.ANNOTATION,
+        description="Only open and closed sessions without an annotation of this name.",
     )
     name: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions that clients call so.")
     generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")

@@ -147,7 +147,8 @@ class HeadFilter(GroupFilter, frozen=True):
 
     `least_staleness`: the newest weight version is at least so many behind its run's, which is the newest of the run's
     sessions and of `engine_versions`. `begins` the beginning of the id, `tag` one of its tags, `annotated` the name of
-    an annotation of the session itself, `unannotated` of one that it has not.
+    an annotation of the session itself, `unannotated` of one that it
+    could have and has not.
     """
 
     status: Status | None = None
@@ -243,7 +244,7 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
         None if wanted.begins is None else begins_with(head.session_id, wanted.begins),
         None if wanted.tag is None else _is_among(wanted.tag, head.tags),
         None if wanted.annotated is None else _is_among(wanted.annotated, head.annotated),
-        None if wanted.unannotated is None else ~_is_among(wanted.unannotated, head.annotated),
+        None if wanted.unannotated is None else _lacks(wanted.unannotated),
         None if wanted.name is None else head.name.is_not(None) & (head.name == wanted.name),
         None if wanted.generation is None else head.generation == wanted.generation,
         None if wanted.evaluation is None else head.evaluation.is_(wanted.evaluation),
@@ -254,6 +255,11 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
 def _is_among(one: str, of: ColumnElement[str]) -> ColumnElement[bool]:
     """Condition: a text from `notes.joined`, or null, has this one."""
     return of.is_not(None) & contains(of, notes.marked(one))
+
+
+def _lacks(annotation: str) -> ColumnElement[bool]:
+    """Condition on heads: the session could have an annotation of this name, and has none."""
+    return sessions.c.status.in_(("open", "closed")) & ~_is_among(annotation, sessions.c.annotated)
 
 
 def _is_stale(least: int, engines: EngineVersions) -> ColumnElement[bool]:

@@ -148,7 +148,7 @@ FILTERS: list[tuple[dict[str, Any], Callable[[ListedSession], bool]]] = [
     ({"max_reward": 0.0}, lambda row: row["reward"] == 0.0),
     ({"unrewarded": True}, lambda row: row["reward"] is None),
     ({"annotated": "verdict"}, has_verdict),
-    ({"unannotated": "verdict"}, lambda row: not has_verdict(row)),
+    ({"unannotated": "verdict"}, lambda row: row["state"] != "erased" and not has_verdict(row)),
     ({"min_staleness": 2}, lambda row: row["staleness"] is not None and row["staleness"] >= 2),
     ({"stuck_s": 5.0}, lambda row: row["running_since"] is not None),
     ({"stuck_s": NOW}, lambda row: False),

@@ -240,7 +240,7 @@ def test_a_queue_is_judged_by_keys(watched: Watched, guarded: Stand) -> None:
     at(3, "2 of 4 left")
     talks[3].annotate("verdict", 0.5, writer="ben")
     at(4, "1 of 3 left")
-    expect(queue).to_contain_text("queue-3 was judged meanwhile")
+    expect(queue).to_contain_text("queue-3 has left the queue")
     page.keyboard.press("u")
     at(2, "2 of 3 left")
     queue.get_by_label("Number or text").fill("0.75")
