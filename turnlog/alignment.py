@@ -59,11 +59,12 @@ def add_turn(steps: list[Step], turn: int, messages: Sequence[object], unread: s
     last; if they are not there, the step differs from all but those with the same `unread`."""
     given = [message for message in messages[:-1] if field(message, "role") != "assistant"]
     brought = [message for message in given if field(message, "role") != "system"] or given
-    steps[-1] = steps[-1]._replace(
-        got=_digest(f"{field(message, 'role')} {_spelled(field(message, 'content'))}" for message in given),
-        results=[result_line(message) for message in brought[-MOST_RESULTS:]],
-        failed=any(map(has_failed, brought)),
-    )
+    if messages:
+        steps[-1] = steps[-1]._replace(
+            got=_digest(f"{field(message, 'role')} {_spelled(field(message, 'content'))}" for message in given),
+            results=[result_line(message) for message in brought[-MOST_RESULTS:]],
+            failed=any(map(has_failed, brought)),
+        )
     reply = messages[-1] if messages else {"content": unread}
     calls = calls_of(reply)
     did = (f"{call.name} {_spelled(call.arguments)}" for call in calls)
@@ -137,7 +138,7 @@ def first_difference(one: Sequence[Step], other: Sequence[Step], name: str, othe
         if one[i].did != other[j].did:
             return f"{place}: {_where(name, _does(one[i]), other_name, _does(other[j]))}"
         verb = "gets" if i else "is asked"
-        return f"{place}: {_where(name, _gets(one[i], verb), other_name, _gets(other[j], verb))}"
+        return f"{place}: {_where(name, _gets(one[i], verb), other_name, _gets(other[j], verb), 'gets no more')}"
     gaps = list(takewhile(lambda row: None in row, rows[at:]))
     left = _next([i for i, _ in gaps], [i for i, _ in rows[at:]], one)
     right = _next([j for _, j in gaps], [j for _, j in rows[at:]], other)
@@ -168,16 +169,16 @@ def _quoted(action: Action) -> str:
 
 
 def _gets(step: Step, verb: str) -> list[str]:
-    return [f"{verb} “{_cut(line)}”" for line in step.results]
+    return [f"{verb} “{_cut(line)}”" for line in step.results] or [f"{verb} nothing"]
 
 
 def _cut(line: str) -> str:
     return line if len(line) <= QUOTED else f"{line[:QUOTED]} …"
 
 
-def _where(name: str, one: Sequence[str], other_name: str, other: Sequence[str]) -> str:
+def _where(name: str, one: Sequence[str], other_name: str, other: Sequence[str], end: str = "calls no more") -> str:
     """The first of these that differ; lines may be equal where what they are the beginning of is not."""
-    for left, right in zip_longest(one, other, fillvalue="does no more"):
+    for left, right in zip_longest(one, other, fillvalue=end):
         if left != right:
             return f"{other_name} {right} where {name} {left}"
     return f"{other_name} {other[-1]}, as {name}, but goes on otherwise"
