@@ -72,7 +72,7 @@ def add_turn(steps: list[Step], turn: int, messages: Sequence[object], unread: s
         Step(
             turn,
             _digest(did) if calls else _digest([next(filter(None, reversed(said_by(reply))), "")]),
-            tuple(call.name for call in calls),
+            tuple(call.name for call in calls) if messages else (unread,),
             actions_of(messages[-1:]),
         )
     )
@@ -192,7 +192,7 @@ def changed(text: str, other: str) -> list[tuple[bool, str]]:
     same = {j for _, j in _matches(lacking, words)}
     shared = sum(len(words[at]) for at in same)
     if shared < LEAST_SAME * max(len(text), len(other)):
-        return [(False, text)]
+        return [(False, text)][: len(text)]
     parts = groupby(range(len(words)), key=lambda at: at not in same)
     return [(is_new, "".join(words[at] for at in part)) for is_new, part in parts]
 

@@ -295,7 +295,7 @@ function short(column, cell) {
 function whole(column, cell, { said, got }, mark) {
   const block = (/** @type {[boolean, string][]} */ text, kind = "") => {
     const marked = text.map(([isNew, part]) => (isNew ? h(mark, null, visible(part)) : visible(part)));
-    return text.some(([, part]) => part) && h("div", { class: `text ${kind}`, dir: "auto", tabindex: "0" }, marked);
+    return text.length > 0 && h("div", { class: `text ${kind}`, dir: "auto", tabindex: "0" }, marked);
   };
-  return [foot(column, cell), block(said, "saidtext"), got.some(([, part]) => part) && h("p", { class: "note" }, "then"), block(got)];
+  return [foot(column, cell), block(said, "saidtext"), got.length > 0 && h("p", { class: "note" }, "then"), block(got)];
 }
