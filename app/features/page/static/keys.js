@@ -9,7 +9,7 @@ const KEYS = [
   ["e, E", "next and previous error of a session"],
   ["Enter", "open the row"],
   ["Home, End", "first and last row"],
-  ["arrows", "from step to step of rollouts side by side, and between tokens"],
+  ["arrows", "between tokens, and turns of a tree"],
   ["g r, g s, g g, g v", "runs, sessions, groups, versions"],
   ["g f, g e, g c", "search, exports, checkpoints"],
   ["Esc", "leave a field, close this"],
