@@ -608,40 +608,63 @@ export interface TokenPage {
   error: string | null;
 }
 
-/** A turn of a rollout; two with equal marks have the same messages up to here, with equal `given` up to the reply. */
-export interface Mark {
-  turn: number;
-  given: string;
-  mark: string;
-  asked: string[];
-  failed: boolean;
-  actions: Action[];
-  output_tokens: number;
-  finish_reason: string | null;
-}
-
-export interface RolloutStep {
-  turn: number;
-  messages: Entry[];
-}
-
-/** GET /ui/api/sessions/{id}/rollout: all of a branch's turns in short, and `steps` from index `start` on */
+/** A branch of a session beside others, by its key: the session's id, or `id@branch`. */
 export interface Rollout {
+  key: string;
+  name: string;
   session_id: string;
   version: number;
   status: string;
-  group_id: string | null;
-  attempt: number | null;
   reward: number | null;
   components: Record<string, number>;
+  annotations: Annotation[];
   turns: number;
   tokens: number;
   output_tokens: number;
   branch: number | null;
   branches: { branch: number; cause: string | null; step: number }[];
-  marks: Mark[];
+  /** from the first rollout, in words, and the row where it begins */
+  difference: string | null;
+  differs_at: number | null;
+}
+
+export interface UnreadRollout {
+  key: string;
+  name: string;
+  session_id: string;
+  error: string;
+}
+
+/** Turn 0 is the task; `same`: as the first rollout's, in what it did and got. */
+export interface Cell {
+  turn: number;
+  actions: Action[];
+  results: string[];
+  failed: boolean;
+  output_tokens: number;
+  finish_reason: string | null;
+  same: boolean;
+}
+
+/** `step` is the first rollout's, null where that has none. */
+export interface ComparedRow {
+  step: number | null;
+  cells: (Cell | null)[];
+}
+
+/** GET /ui/api/rollouts; `is_contrast`: the best and the worst are the first two */
+export interface Comparison {
+  total: number;
   start: number;
-  steps: RolloutStep[];
+  is_contrast: boolean;
+  columns: (Rollout | UnreadRollout)[];
+  rows: ComparedRow[];
+}
+
+/** GET /ui/api/rollouts/texts, of each rollout; a part of a text is marked if the first one's lacks it */
+export interface StepTexts {
+  said: [boolean, string][];
+  got: [boolean, string][];
 }
 
 /** `restores`: it keeps what a restore of that checkpoint replaced; `erased`: its sessions whose content is gone. */

@@ -20,6 +20,8 @@ const MOST_PLOTTED = 2000;
 /** Rows whose state is read, and components of the reward that have a column. */
 const MOST_STATES = 500;
 const MOST_COMPONENTS = 6;
+/** Messages of a task; the reply is behind them. */
+const MOST_MESSAGES = 20;
 /** As an export's `advantage=grpo` adds it to the standard deviation. */
 const EPSILON = 1e-6;
 
@@ -129,9 +131,10 @@ export class GroupView extends View {
 
   /** The task stands in the first turn of any attempt. @param {string} id @param {AbortSignal} signal */
   async #readTask(id, signal) {
-    const path = `/ui/api/sessions/${encodeURIComponent(id)}/rollout`;
-    const [step] = /** @type {Rollout} */ (await get(path, { limit: 1 }, signal)).steps;
-    const asked = (step?.messages ?? []).slice(0, -1).map(({ message: said }) => /** @type {ChatMessage} */ (said ?? {}));
+    const path = `/sessions/${encodeURIComponent(id)}/messages`;
+    const { messages } = /** @type {{messages: Entry[]}} */ (await get(path, { limit: MOST_MESSAGES }, signal));
+    const before = messages.slice(0, messages.findIndex(({ sampled }) => sampled));
+    const asked = before.map(({ message: said }) => /** @type {ChatMessage} */ (said ?? {}));
     const blocks = asked.map(({ role, content }) => {
       const block = textBlock(typeof content === "string" ? content : JSON.stringify(content ?? null, null, 2));
       return role === "user" ? block : folded(visibleText(String(role)), block);
