@@ -210,11 +210,12 @@ class Row(TypedDict):
 
 
 class Excluded(TypedDict):
-    """With `explain`: what is not in the export, and why. `cut_tokens`: sampled tokens that `max_seq_len` took."""
+    """With `explain`: what is not in the export, and why. `lost_tokens`: so many sampled tokens are in no row's loss for
+    it; None if nobody knows how many."""
 
     session_id: str
     excluded: str
-    cut_tokens: NotRequired[int]
+    lost_tokens: int | None
     segment: int | None
     turn: int | None
     cursor: str

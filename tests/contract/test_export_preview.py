@@ -51,7 +51,7 @@ def reasons(*previews: Preview) -> Counter[str]:
 
 async def test_reasons_are_counted_by_kind_and_examples_say_all(store: Store) -> None:
     found = await (await filled(store)).of(ExportQuery(), None)
-    assert (found.rows, found.sessions, found.tokens, found.sampled_tokens) == (4, 4, 12, 8)
+    assert (found.rows, found.sessions, found.tokens, found.trained_tokens) == (4, 4, 12, 8)
     assert (found.scanned, found.complete, found.cursor) == (SESSIONS, True, None)
     assert reasons(found) == {"no committed turn": 4, "unreadable": 4}
     [damaged] = [missing for missing in found.missing if missing.reason == "unreadable"]

@@ -720,8 +720,8 @@ export interface Example {
 export interface Missing {
   reason: string;
   count: number;
-  /** sampled tokens that max_seq_len took */
-  cut_tokens: number;
+  /** sampled tokens that it takes */
+  lost_tokens: number;
   examples: Example[];
 }
 
@@ -730,7 +730,7 @@ export interface ExportPreview {
   rows: number;
   sessions: number;
   tokens: number;
-  sampled_tokens: number;
+  trained_tokens: number;
   first_tokens: number[];
   missing: Missing[];
   scanned: number;
