@@ -210,8 +210,8 @@ class Row(TypedDict):
 
 
 class Excluded(TypedDict):
-    """With `explain`: what is not in the export, and why. `lost_tokens`: so many sampled tokens are in no row's loss for
-    it; None if nobody knows how many."""
+    """With `explain`: what is not in the export, and why. `lost_tokens`: the sampled tokens that are in no row's loss
+    for it; None if nobody knows how many."""
 
     session_id: str
     excluded: str

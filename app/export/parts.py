@@ -31,8 +31,8 @@ EVALUATION = "evaluation"
 """A session whose rows are given with `evaluation=true` alone."""
 
 NOTHING_FITS: Mapping[Truncate, str] = {
-    "turn": "no turn within max_seq_len",
-    "token": "no sampled token within max_seq_len",
+    "turn": "max_seq_len: no turn fits",
+    "token": "max_seq_len: no sampled token fits",
 }
 
 Warn = Callable[[str, object], None]

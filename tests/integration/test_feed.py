@@ -296,7 +296,7 @@ def test_rows_are_cut_as_in_an_export(swept: Stand) -> None:
     a_group(swept)
     [line] = ask(swept, "trainer", max_seq_len=1)
     assert line["rows"] == []
-    assert [one["reason"] for one in line["excluded"]] == ["no turn within max_seq_len"] * 2
+    assert [one["reason"] for one in line["excluded"]] == ["max_seq_len: no turn fits"] * 2
     [line] = ask(swept, "trainer")
     length = max(row["prompt_length"] for row in line["rows"]) + 1
     [line] = ask(swept, "trainer", max_seq_len=length, truncate="token")
