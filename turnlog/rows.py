@@ -240,10 +240,12 @@ class LeasedAttempt(TypedDict):
 
 
 class LeftOut(TypedDict):
-    """A session, segment or turn of a leased group that has no row, and why."""
+    """A session, segment or turn of a leased group that has no row, and why; `lost_tokens` as in `Excluded`, of a whole
+    rollout with `explain` alone."""
 
     session_id: str
     reason: str
+    lost_tokens: int | None
     segment: NotRequired[int]
     turn: NotRequired[int]
 
@@ -264,11 +266,12 @@ class LeasedGroup(TypedDict, Generic[R]):
 
 
 class WaitingGroup(TypedDict):
-    """With `explain`: a group that was not handed out, and why."""
+    """With `explain`: a group that was not handed out, and why; the sampled tokens of one that will not be."""
 
     run: str
     group_id: str
     excluded: str
+    lost_tokens: NotRequired[int]
 
 
 class Acknowledged(TypedDict):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from app.domain.branches import BranchRow
+from app.domain.events import Event, SessionCreated, TurnCommitted
 from app.domain.samples import Segment
 from app.export.rows import Known, SessionRows, counted
 
@@ -45,6 +46,17 @@ def sampled_tokens(session: Known) -> dict[int, int]:
     """The session's own sampled tokens, by turn."""
     context = session.session.context_turns
     return {turn: counted(event).output_tokens for turn, event in session.events.items() if turn > context}
+
+
+def sampled_in(log: Iterable[Event]) -> int:
+    """The sum of these, of a log that has at least the SessionCreated and TurnCommitted events."""
+    context = tokens = 0
+    for event in log:
+        if isinstance(event, SessionCreated):
+            context = 0 if event.fork is None else event.fork.context_turns
+        elif isinstance(event, TurnCommitted) and event.turn > context:
+            tokens += counted(event).output_tokens
+    return tokens
 
 
 class Ledger:
