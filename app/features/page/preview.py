@@ -70,7 +70,8 @@ class Previews:
 
     async def of(self, query: ExportQuery, cursor: str | None) -> Preview:
         """Raises as `Exporter.start`."""
-        query = query.model_copy(update={"explain": True, "replay": False, "limit": None})
+        plain = {"explain": True, "replay": False, "routing": "newest", "limit": None}
+        query = query.model_copy(update=plain)
         tokens, trained_tokens = list[int](), 0  # of each row, and of all
         given, scanned, missing = set[str](), set[str](), dict[str, Missing]()
         reached, until = None, time.monotonic() + MAX_S

@@ -539,8 +539,19 @@ export interface TurnRange {
   start: number;
   output_start: number;
   end: number;
-  in_loss: boolean;
+  /** why its sampled tokens are not in the row's loss */
+  masked: string | null;
+  /** sampled tokens that the next prompt does not have */
+  trimmed: number;
   finish_reason: string | null;
+}
+
+/** Sampled tokens of a session: trained, or why not; `at`: where in the row those of no row would follow. */
+export interface Share {
+  reason: string;
+  at: number | null;
+  tokens: number;
+  turns: number[];
 }
 
 /** Of the row's tokens, `counts[i]` are below `edges[i]` and not below the edge before. */
@@ -565,7 +576,7 @@ export interface Unlikely {
 
 export interface Outline {
   sampled: number;
-  in_loss: number;
+  shares: Share[];
   scales: Scale[];
   least: Unlikely[];
 }
