@@ -460,10 +460,16 @@ def test_a_branch_is_chosen_and_the_tree_is_a_graph(stand: Stand, tree: Talk, wa
     page.get_by_label("branch", exact=True).select_option("1")
     page.get_by_text("Branch 1 began because another agent asked.").wait_for()
     assert "branch=1" in page.evaluate("location.hash")
-    rows = tree.rows()
-    other = sum(sum(row["loss_mask"]) for row in rows if row["branch"] != 1)
-    own = sum(sum(row["loss_mask"]) for row in rows if row["branch"] == 1)
-    expect(page.locator(".tokenhead").first).to_contain_text(f"= trained {own} + in other rows {other}")
+    every = sum(sum(row["loss_mask"]) for row in tree.rows())
+    [row] = [row for row in tree.rows() if row["branch"] == 1]
+    own, there = sum(row["loss_mask"]), sum(row["sampled_mask"])
+    told = f"trained {own} + in the loss of branch 0 {there - own} + in other rows {every - there}"
+    expect(page.locator(".tokenhead").first).to_contain_text(f"sampled {every} = {told}")
+    first = page.locator(".tokens .tok").first
+    expect(first).to_have_attribute("title", "masked: in the loss of branch 0")
+    first.focus()
+    expect(page.locator(".tokendetail")).to_contain_text("masked: in the loss of branch 0")
+    expect(page.locator(".tokens-tab .legend")).to_contain_text("masked: in the loss of branch 0")
     page.locator(".turnrun .mark", has_text="turn 15").click()
     until(lambda: "turn=15" in page.evaluate("location.hash"))
     expect(page.locator(".turnrun")).to_have_count(2)

@@ -148,22 +148,37 @@ def test_every_format_holds_it(trees: Stand, format: str) -> None:
             assert differences([dict(one)], [dict(other)]) == []
 
 
-@pytest.mark.parametrize("loss", ["once", "every"])
-@pytest.mark.parametrize(
-    "query",
-    [
-        *({}, {"branches": "main"}, {"branches": "longest"}, {"branches": "all"}),
-        {"branches": "all", "max_seq_len": "60", "truncate": "token", "status": "truncated"},
-        *({"max_seq_len": "45", "truncate": "token"}, {"max_seq_len": "60"}, {"max_seq_len": "12"}),
-        *({"status": "completed"}, {"session_status": "closed"}, {"min_reward": "0.5"}, {"evaluation": "true"}),
-        {"max_staleness": "0", "weight_version": "2"},
-        {"max_staleness": "0", "weight_version": "2", "stale": "mask", "max_seq_len": "60"},
-        *({"shape": shape} for shape in ("tree", "skyrl", "slime", "openenv")),
-        *({"shape": shape, "advantage": "grpo"} for shape in ("prime-rl", "atropos")),
-        {"replay": "true", "routing": "sampled"},
-    ],
-    ids=lambda query: "-".join(query.values()),
+QUERIES: tuple[Row, ...] = (
+    *({}, {"branches": "main"}, {"branches": "longest"}, {"branches": "all"}),
+    {"branches": "all", "max_seq_len": "60", "truncate": "token", "status": "truncated"},
+    *({"max_seq_len": "45", "truncate": "token"}, {"max_seq_len": "60"}, {"max_seq_len": "12"}),
+    *({"status": "completed"}, {"session_status": "closed"}, {"min_reward": "0.5"}, {"evaluation": "true"}),
+    {"max_staleness": "0", "weight_version": "2"},
+    {"max_staleness": "0", "weight_version": "2", "stale": "mask", "max_seq_len": "60"},
+    *({"shape": shape} for shape in ("tree", "skyrl", "slime", "openenv")),
+    *({"shape": shape, "advantage": "grpo"} for shape in ("prime-rl", "atropos")),
+    {"shape": "atropos", "status": "completed"},
+    {"replay": "true", "routing": "sampled"},
 )
+
+
+REASONS = {
+    *("rolled back", "superseded", "max_seq_len", "stale", "staleness unknown", "tombstoned"),
+    *("no reward", "reward below min_reward", "session_status is open", "status is truncated", "status is aborted"),
+    *("not in branches=main", "not in branches=longest", "a session of the group is left out"),
+}
+
+
+def test_every_reason_is_met(trees: Stand) -> None:
+    lost = Counter[str]()
+    for query in QUERIES:
+        for row in exported(trees, **query, explain="only"):
+            lost[row["excluded"].partition(": ")[0]] += row["lost_tokens"] or 0
+    assert {reason for reason, tokens in lost.items() if tokens} >= REASONS
+
+
+@pytest.mark.parametrize("loss", ["once", "every"])
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: "-".join(query.values()))
 def test_what_was_sampled_is_trained_or_lost(trees: Stand, sampled: Counter[str], query: Row, loss: str) -> None:
     rows = exported(trees, **query, loss=loss, explain="true")
     left_out = [row for row in rows if "excluded" in row]
