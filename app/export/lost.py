@@ -63,17 +63,16 @@ class Ledger:
     """Which of a session's sampled tokens are in whose loss. `is_stale`: None where no token is masked for its age."""
 
     def __init__(self, session: Known, made: SessionRows, is_stale: IsStale | None) -> None:
-        segments = {segment.row.leaf.number: segment for segment in made.segments}
         self.sampled = sampled_tokens(session)
-        self._kept = {row.leaf.number: _kept(segments.get(row.leaf.number), is_stale) for row in made.rows}
+        self._kept = {one.row.leaf.number: _kept(one, is_stale) for one in made.segments}
         self._best = dict.fromkeys(self.sampled, _Kept(0, 0, 0))
         self._holders: dict[int, Counter[int]] = {}  # how many rows have so many of a turn's tokens in their loss
         self._held: dict[int, list[int]] = {}  # by row, the turns that no earlier row has in its loss
         seen = set[int]()
         for row in made.rows:
-            self._held[row.leaf.number] = [turn for turn in row.turns if turn in row.in_loss - seen]
+            self._held[row.leaf.number] = sorted(row.in_loss - seen)
             seen |= row.in_loss
-            for turn, kept in self._kept[row.leaf.number].items():
+            for turn, kept in self._kept.get(row.leaf.number, {}).items():
                 self._best[turn] = _Kept(*map(max, kept, self._best[turn]))
                 self._holders.setdefault(turn, Counter())[kept.fresh] += 1
         self._given: dict[int, BranchRow] = {}
@@ -96,10 +95,9 @@ class Ledger:
     def lose(self, row: BranchRow) -> int:
         """The tokens that are in no loss without this row, which is left out. Of one of which nothing fits: all."""
         self._given.pop(row.leaf.number, None)
-        lost = 0
-        if not self._kept[row.leaf.number]:
-            lost = sum(self.sampled[turn] for turn in self._held[row.leaf.number])
-        for turn, kept in self._kept[row.leaf.number].items():
+        fitting = self._kept.get(row.leaf.number)
+        lost = 0 if fitting is not None else sum(self.sampled[turn] for turn in self._held[row.leaf.number])
+        for turn, kept in (fitting or {}).items():
             holders = self._holders[turn]
             holders[kept.fresh] -= 1
             if not holders[kept.fresh]:
@@ -117,10 +115,8 @@ class Ledger:
         return sum(self.sampled.values()) - self._told - sum(trained.values())
 
 
-def _kept(segment: Segment | None, is_stale: IsStale | None) -> dict[int, _Kept]:
+def _kept(segment: Segment, is_stale: IsStale | None) -> dict[int, _Kept]:
     """By turn, of those that a row has in its loss and that fit at least in part."""
-    if segment is None:
-        return {}
     kept: dict[int, _Kept] = {}
     bases = [*(after.base_tokens for after in segment.turns[1:]), math.inf]
     for event, base in zip(segment.turns, bases, strict=True):

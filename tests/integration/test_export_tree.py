@@ -156,6 +156,7 @@ QUERIES: tuple[Row, ...] = (
     {"max_staleness": "0", "weight_version": "2"},
     {"max_staleness": "0", "weight_version": "2", "stale": "mask", "max_seq_len": "60"},
     *({"shape": shape} for shape in ("tree", "skyrl", "slime", "openenv")),
+    {"shape": "slime", "max_seq_len": "45", "truncate": "token"},
     *({"shape": shape, "advantage": "grpo"} for shape in ("prime-rl", "atropos")),
     {"shape": "atropos", "status": "completed"},
     {"replay": "true", "routing": "sampled"},
