@@ -274,5 +274,5 @@ function wrapped(label, columns, lines, kind = "") {
 function example({ session_id, segment, turn, detail }, reason) {
   const link = h("a", { href: sessionHref(session_id) }, session_id);
   const where = [segment != null && `, segment ${segment}`, turn != null && `, turn ${turn}`];
-  return h("li", null, link, where, detail && detail !== reason && [", ", visible(detail)]);
+  return h("li", null, link, where, detail && detail !== reason && [", ", visible(detail.replace(`${reason}: `, ""))]);
 }

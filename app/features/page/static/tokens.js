@@ -382,14 +382,14 @@ export class TokensTab extends SessionPart {
     return button(name, toggle, { class: "fold", "aria-expanded": String(shown > 0) });
   }
 
-  /** @param {Known} known @param {string|null} masked why what its turn sampled is */
-  #cell({ token: [at, id, sampled, lossMask, logprob, entropy], text, columns }, masked) {
+  /** @param {Known} known @param {string|null} why what its turn sampled is masked */
+  #cell({ token: [at, id, sampled, lossMask, logprob, entropy], text, columns }, why) {
     const scale = this.#scale;
     const value = scale && { logprob, entropy, column: columns[scale.name] ?? null }[scale.kind];
-    const shade = scale && value != null ? `lp${shadeOf(scale, value)}` : "";
-    const kind = `tok ${shade} ${sampled ? (lossMask ? "" : "masked") : "prompt"} ${text ? "" : "id"}`;
-    const title = sampled && masked && `masked: ${masked}`;
-    const place = { role: "button", tabindex: "-1", title: title || null, dataset: { at } };
+    const isMasked = sampled > 0 && !lossMask;
+    const shade = scale && value != null && !isMasked ? `lp${shadeOf(scale, value)}` : "";
+    const kind = `tok ${shade} ${isMasked ? "masked" : sampled ? "" : "prompt"} ${text ? "" : "id"}`;
+    const place = { role: "button", tabindex: "-1", title: isMasked && `masked: ${why}`, dataset: { at } };
     return h("span", { class: kind, ...place }, text ? spelled(text) : id);
   }
 
