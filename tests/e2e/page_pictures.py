@@ -35,7 +35,6 @@ VIEWS = {
     "groups": "#/groups",
     "group": f"#/group/{GROUP}",
     "rollouts": f"#/group/{GROUP}/rollouts?sort=best",
-    "versions": "#/versions",
     "search": "#/search?q=minutes",
     "exports": "#/exports?shape=slime",
     "checkpoints": "#/checkpoints",

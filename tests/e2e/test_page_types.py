@@ -88,7 +88,6 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
         ("RunView", f"/ui/api/runs/{RUN}"),
         ("SessionPage", "/ui/api/sessions"),
         ("GroupPage", "/groups"),
-        ("VersionRow[]", "/ui/api/versions"),
         ("ExportPreview", "/ui/api/exports?shape=slime&max_seq_len=100"),
         ("CheckpointList", "/checkpoints"),
         ("CheckpointPage", f"/ui/api/checkpoints/{CHECKPOINT}?limit=3"),

@@ -142,7 +142,6 @@ def test_a_browser_signs_in_with_a_runs_token(guarded: Guarded, teams: tuple[Tea
         assert browser.get("/ui/api/me").json()["run"] == ours.run
         assert browser.get("/ui/api/sessions").json()["total"] == 1
         assert browser.get("/ui/api/overview").json()["sessions"]["open"] == 1
-        assert browser.get("/ui/api/versions").json() == []
         assert browser.get("/ui/api/exports").json()["scanned"] == 1
         assert browser.get("/ui/api/summaries", params={"session_id": [mine, other]}).json().keys() == {mine}
         assert browser.get(f"/ui/api/runs/{ours.run}").json()["run"]["sessions"]["open"] == 1
@@ -155,7 +154,7 @@ def test_a_browser_signs_in_with_a_runs_token(guarded: Guarded, teams: tuple[Tea
             assert guarded.admin.post("/checkpoints", json={"name": ours.run, "run": run}).status_code == 200
         shown = browser.get(f"/ui/api/sessions/{mine}").json()["checkpoints"]
         assert [one["run"] for one in shown] == [ours.run], "the operator's of the whole store is hidden"
-        for path in ("overview", "sessions", "versions", "exports", "live"):
+        for path in ("overview", "sessions", "exports", "live"):
             assert error_of(browser.get(f"/ui/api/{path}?run={theirs.run}")) == (403, "forbidden"), path
         assert ours.chat(mine).status_code == theirs.chat(other).status_code == 200
         with browser.stream("GET", "/ui/api/live") as stream:

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from integration.places import Places
-from integration.stand import Stand, error_of, serving, until, user
-from ops.simulator.process import SimulatorProcess
+from integration.stand import Stand, error_of, until, user
 
 
 def test_the_list_refuses_what_it_does_not_know(stand: Stand) -> None:
@@ -100,23 +98,6 @@ def test_a_preview_counts_what_the_export_gives(stand: Stand, asked: dict[str, A
     assert sorted(details) == sorted(left_out)
     assert [one["count"] for one in found["missing"]] == [len(one["examples"]) for one in found["missing"]]
     assert left_out
-
-
-def test_weight_versions_with_their_sessions_and_rewards(places: Places, sglang: SimulatorProcess) -> None:
-    with serving(places.new("ui-versions"), sglang.base_url) as stand:
-        for number, reward in enumerate((None, 0.5, 1.0)):
-            talk = stand.talk()
-            for turn in range(number):
-                talk.say(f"{turn}", sim={"weight_version": str(7 + turn)})
-            if reward is not None:
-                stand.http.put(f"{talk.path}/reward", json={"reward": reward}).raise_for_status()
-        stand.http.delete(talk.path).raise_for_status()
-        versions = stand.get("/ui/api/versions")
-        assert [(one.pop("version"), one.pop("updated_at") > 0) for one in versions] == [(8, True), (7, True)]
-        assert versions == [
-            {"sessions": 1, "open": 0, "turns": 2, "rewarded": 1, "mean_reward": 1.0},
-            {"sessions": 1, "open": 1, "turns": 1, "rewarded": 1, "mean_reward": 0.5},
-        ]
 
 
 def test_a_turn_that_waits_at_a_gate_is_shown_as_such(stand: Stand) -> None:

@@ -21,12 +21,12 @@ route = Routes("Page")
 
 
 class CheckpointView(msgspec.Struct, frozen=True):
-    """A checkpoint, as `GET /checkpoints` has it but without `erased`, and the next of its sessions by id. `cursor`
-    continues; null: these were the last."""
+    """A checkpoint, as `GET /checkpoints` has it but without `erased`, and the next of its sessions by id; after the
+    last `next_cursor` is null."""
 
     checkpoint: dict[str, Any]
     sessions: Sequence[SessionThen]
-    cursor: str | None
+    next_cursor: str | None
 
 
 @route.for_the_page("/checkpoints/{name}", of_run="query")

@@ -1,4 +1,4 @@
-"""The service's current figures, for the head of the page, and those of its weight versions."""
+"""The service's current figures, for the head of the page."""
 
 from __future__ import annotations
 
@@ -34,8 +34,6 @@ ACTIVE_S = 60.0
 MAX_KNOWN = 64
 """Runs of which the newest overview is kept."""
 
-MAX_VERSIONS = 100
-
 
 class HeadCounts(NamedTuple):
     """Sessions by status; `changed`: open ones that changed since a given time; `bytes`: the database's."""
@@ -60,35 +58,6 @@ def counts(connection: Connection, since: float, run: str | None = None) -> Head
     by_state = {row[0]: (row[1], row[2]) for row in connection.execute(query)}
     opened, closed, erased = (by_state.get(status, (0, 0)) for status in ("open", "closed", "erased"))
     return HeadCounts(opened[0], closed[0], erased[0], opened[1], database_bytes(connection))
-
-
-class VersionRow(msgspec.Struct, frozen=True):
-    """The sessions of a weight version, which is that of their newest weights. `mean_reward`: of the rewarded ones."""
-
-    version: int
-    sessions: int
-    open: int
-    turns: int
-    rewarded: int
-    mean_reward: float | None
-    updated_at: float
-
-
-def versions(connection: Connection, run: str | None = None) -> list[VersionRow]:
-    """The newest MAX_VERSIONS weight versions, of a run or of all, newest first."""
-    head = sessions.c
-    sums = (
-        func.count(),
-        func.sum(case((head.status == "open", 1), else_=0)),
-        func.sum(head.turns),
-        func.count(head.reward),
-        func.avg(head.reward),
-        func.max(head.updated_at),
-    )
-    query = select(head.weight_version, *sums).where(head.weight_version.is_not(None), _of(run))
-    query = query.group_by(head.weight_version)
-    newest = query.order_by(head.weight_version.desc()).limit(MAX_VERSIONS)
-    return [VersionRow(*row) for row in connection.execute(newest)]
 
 
 def claims(connection: Connection, since: float, run: str | None = None) -> tuple[int, int]:

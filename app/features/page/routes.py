@@ -17,12 +17,12 @@ from app.api.requests import Request
 from app.api.routes import MOST_ROWS, Routes
 from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import SessionUnreadable
-from app.features.page import overview as overviews
 from app.features.page.overview import Overviews
 from app.features.page.preview import Previews
 from app.features.page.rollout_view import MAX_STEPS, rollout_view
 from app.features.page.summaries import MAX_SESSIONS, Summaries, listed
 from app.features.page.token_view import Asked, TokenViews
+from app.features.page.tokenizer import Decode, decoder
 from app.features.page.turn_view import MAX_TURNS, TurnViews
 from app.features.page.watch import Watch
 from app.sessions.conversation import Conversations
@@ -55,10 +55,18 @@ def page_with(services: Services) -> Page:
         overviews=Overviews(services, pauses),
         watch=watch,
         turns=TurnViews(database, services.turns.claimed, services.engines.engine_of),
-        tokens=TokenViews(database, services.prompts),
+        tokens=TokenViews(database, _decoder(services)),
         previews=Previews(database, services.release),
         summaries=Summaries(database),
     )
+
+
+def _decoder(services: Services) -> Decode | None:
+    """Of the tokenizer that makes prompts, else of the page's own. Raises StartupError."""
+    path = services.settings.page_tokenizer
+    if services.prompts is not None:
+        return services.prompts.decode
+    return None if path is None else decoder(path)
 
 
 MAX_TOKENS = 10_000
@@ -242,9 +250,3 @@ async def rollout(
 async def preview_export(request: Request, query: Annotated[ExportParameters, Query()]) -> object:
     """What `/export` with the same parameters would contain, and why the others are left out; paged."""
     return await page_of(request).previews.of(query, query.cursor)
-
-
-@route.for_the_page("/versions", of_run="query")
-async def versions(request: Request, run: Run = None) -> object:
-    """The newest weight versions with their sessions, turns and rewards."""
-    return await request.services.database.read(lambda connection: overviews.versions(connection, run))

@@ -1,5 +1,6 @@
 /**
- * What the server answers to the page, as JSON. For `tsc` and editors only: it is neither served nor installed.
+ * What the server answers to the page, as JSON; at the end what modules of the page share. For `tsc` and editors only:
+ * it is neither served nor installed.
  *
  * Times are seconds since the epoch unless the name says otherwise; `null`: there is none, or it is not known.
  */
@@ -80,6 +81,8 @@ export interface Summary {
 export interface SessionPage {
   /** values of the asked-for keys of the metadata, by session and key */
   metadata: Record<string, Record<string, string>>;
+  /** how many of the tasks begin */
+  heads: string[];
   sessions: SessionRow[];
   next_cursor: string | null;
   total: number;
@@ -667,6 +670,8 @@ export interface Checkpoint {
 /** GET /checkpoints */
 export interface CheckpointList {
   checkpoints: Checkpoint[];
+  /** none: these are all */
+  next_cursor?: null;
 }
 
 /** A session of a checkpoint as it was after event `seq`; `version` and `status` are what it is now. */
@@ -683,18 +688,7 @@ export interface SessionThen {
 export interface CheckpointPage {
   checkpoint: Omit<Checkpoint, "erased">;
   sessions: SessionThen[];
-  cursor: string | null;
-}
-
-/** GET /ui/api/versions, newest first */
-export interface VersionRow {
-  version: number;
-  sessions: number;
-  open: number;
-  turns: number;
-  rewarded: number;
-  mean_reward: number | null;
-  updated_at: number;
+  next_cursor: string | null;
 }
 
 export interface SearchHit {
@@ -754,4 +748,81 @@ export interface LogEvent extends Record<string, unknown> {
   seq: number;
   at: number;
   type: string;
+}
+
+/** Fills a cell, again with each new version of its row. */
+export type Fill<Row> = (cell: HTMLElement, row: Row) => void;
+
+/** A column of a table. */
+export interface Column<Row> {
+  title: string;
+  /** the title's tooltip */
+  hint?: string;
+  /** the server's name for this order; only such a column's header is a button */
+  sort?: string;
+  /** the order after the first click; by default "desc" */
+  first?: "asc" | "desc";
+  /** aligned to the right */
+  number?: boolean;
+  /** in CSS; columns without one share the rest */
+  width?: string;
+  /** names the row */
+  isHeader?: boolean;
+  fill: Fill<Row>;
+}
+
+export interface TableOptions<Row> {
+  label: string;
+  columns: Column<Row>[];
+  keyOf: (row: Row) => string;
+  onSort?: (sort: string, order: "asc" | "desc") => void;
+  onNearEnd?: () => void;
+  onInSight?: (rows: Row[]) => void;
+}
+
+/** A view that is a table, read a page at a time. */
+export interface ListOptions<Row, Page> extends TableOptions<Row> {
+  /** of one row */
+  noun: string;
+  path: string;
+  /** of each request */
+  parameters: Record<string, string | number | null>;
+  rowsOf: (page: Page) => Row[];
+  /** what stands in place of rows */
+  nothing: (isFiltered: boolean) => Child;
+}
+
+/** Of a request, or of an address. */
+export type Parameters = Record<string, string | number | boolean | null | undefined> | URLSearchParams;
+
+/** The part of the address that a view needs, and the newest overview. */
+export interface Place {
+  /** the session's, the group's or the checkpoint's, "" for a list */
+  id: string;
+  query: URLSearchParams;
+  overview: () => Overview | null;
+}
+
+/** Requests, or a GET of JSON, whose type is that of the parameter of what shows it. */
+export type Asked<T> = ((signal: AbortSignal) => Promise<T>) | { path: string; parameters?: Parameters };
+
+/** What the server's stream tells. */
+export interface LiveListeners {
+  onSessions: (rows: SessionRow[]) => void;
+  onOverview: (overview: Overview) => void;
+  /** changes may have been missed: read all anew */
+  onReset: () => void;
+  onState: (state: "connecting" | "live" | "lost") => void;
+}
+
+/**
+ * A request: with a body it is a POST of JSON, unless it names another method. `engine` is the base URL of an engine
+ * that is asked in place of this server, whose token it must not see.
+ */
+export interface Command {
+  path: string;
+  parameters?: Parameters;
+  body?: unknown;
+  method?: "PUT";
+  engine?: string;
 }

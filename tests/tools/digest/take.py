@@ -46,7 +46,7 @@ SORTS = ("created_at", "updated_at", "turns", "reward", "staleness")
 FILTERS = ("group_id=7", "status=open", "min_reward=0.2", "metadata.n=1", "attempt=1", "sort=odd")
 PAGE = ("", "/actions", "/conversation", "/tokens", "/rollout", "/turns/1", "/turns/1?whole=true", "/find?text=Two")
 """What the page asks for of a session."""
-WHOLE = ("/fleet", "/checkpoints", "/engines", "/ui/api/versions", "/ui/api/me", "/nowhere")
+WHOLE = ("/fleet", "/checkpoints", "/engines", "/ui/api/me", "/nowhere")
 
 NORMALISED: tuple[tuple[str, re.Pattern[str], str], ...] = (
     ("an engine's request id has random digits", re.compile(r"turnlog-[0-9a-f][0-9a-f-]{30,40}"), "turnlog-RID"),

@@ -2,8 +2,7 @@
 
 import { queryOf } from "./route.js";
 
-/** @import {Overview, SessionRow} from "../ui_types.d.ts" */
-/** @import {Parameters} from "./route.js" */
+/** @import {LiveListeners, Parameters} from "../ui_types.d.ts" */
 
 /** Where the server's routes begin; a proxy may have put them below a path. */
 const BASE = new URL("../..", import.meta.url);
@@ -86,10 +85,10 @@ export async function* lines(path, parameters, signal, most = Infinity) {
 }
 
 /**
- * JSON to the server: to sign in and out, and a session's note and tags. The header proves that the page sends it.
- * @param {"POST"|"PUT"} method
+ * JSON to the server: to sign in and out, and annotations. The header proves that the page sends it.
+ * @param {"POST"|"PUT"|"DELETE"} method
  * @param {string} path
- * @param {unknown} body
+ * @param {unknown} [body]
  * @param {AbortSignal} [signal]
  */
 export async function send(method, path, body, signal) {
@@ -123,14 +122,6 @@ async function refusal(response) {
   }
   return new ApiError(response.status, error?.code ?? `http_${response.status}`, error?.message ?? response.statusText);
 }
-
-/**
- * @typedef {object} LiveListeners
- * @property {(rows: SessionRow[]) => void} onSessions
- * @property {(overview: Overview) => void} onOverview
- * @property {() => void} onReset changes may have been missed: read all anew
- * @property {(state: "connecting"|"live"|"lost") => void} onState
- */
 
 /** Follows the server's changes until it is closed; a lost connection is opened again. */
 export class LiveConnection {

@@ -2,12 +2,13 @@
 
 import { access, ApiError, get, LiveConnection, send } from "./api.js";
 import { CheckpointsView, CheckpointView } from "./checkpoints.js";
-import { announce, button, failure, h, message, replace } from "./dom.js";
+import { announce, failure, h, message, part, replace, setText } from "./dom.js";
 import { ExportsView } from "./exports.js";
 import { fleetStrip } from "./fleet.js";
-import { clock, serverNow, setServerNow, since, startTicking } from "./format.js";
+import { clock, serverNow, setServerNow, setSince, startTicking } from "./format.js";
 import { GroupView } from "./group.js";
 import { GroupsView } from "./groups.js";
+import { JudgeView } from "./judge.js";
 import { listenToKeys, showKeys } from "./keys.js";
 import { changeQuery, chosenRun, listHref, parse } from "./route.js";
 import { RolloutsView } from "./rollouts.js";
@@ -18,7 +19,6 @@ import { SearchView } from "./search.js";
 import { SessionView } from "./session.js";
 import { SessionsView } from "./sessions.js";
 import { SignInView } from "./signin.js";
-import { VersionsView } from "./versions.js";
 import { visibleText } from "./visible.js";
 
 /** @import {Me, Overview} from "../ui_types.d.ts" */
@@ -32,39 +32,37 @@ const VIEWS = {
   groups: { View: GroupsView, title: "Groups" },
   group: { View: GroupView, title: "Group" },
   rollouts: { View: RolloutsView, title: "Rollouts" },
-  versions: { View: VersionsView, title: "Versions" },
   search: { View: SearchView, title: "Search" },
   exports: { View: ExportsView, title: "Exports" },
   checkpoints: { View: CheckpointsView, title: "Checkpoints" },
   checkpoint: { View: CheckpointView, title: "Checkpoint" },
+  judge: { View: JudgeView, title: "Judge" },
 };
-const NAVIGATION = /** @type {const} */ (["runs", "sessions", "groups", "versions", "search", "exports", "checkpoints"]);
 /** @type {Record<string, string>} */
-const LIST_ABOVE = { group: "groups", rollouts: "groups", checkpoint: "checkpoints" };
-const CONNECTION_WORDS = { connecting: "connecting", live: "live", lost: "not connected" };
+const LIST_ABOVE = { group: "groups", rollouts: "groups", checkpoint: "checkpoints", judge: "sessions" };
 /** The first view waits so long for the stream, so that no change is lost before the stream begins. */
 const FIRST_HELLO_MS = 1500;
 
 class App {
   constructor() {
     this.main = part("main");
-    this.strip = fleetStrip(part("fleet"));
+    this.strip = fleetStrip(part("fleet"), part("fold"));
     this.choice = runChoice(part("run"));
-    /** @type {string|null} the only run that is shown, to who signed in with its token */
-    this.ownRun = null;
-    /** @type {View|null} */
-    this.view = null;
+    /** The only run that is shown, to who signed in with its token. */
+    this.ownRun = /** @type {string|null} */ (null);
+    this.view = /** @type {View|null} */ (null);
     this.place = "";
-    /** @type {Overview|null} */
-    this.overview = null;
-    /** @type {LiveConnection|null} */
-    this.live = null;
+    this.overview = /** @type {Overview|null} */ (null);
+    this.live = /** @type {LiveConnection|null} */ (null);
     this.lastHeard = serverNow();
   }
 
   async start() {
     startTicking();
-    this.#arrangeFrame();
+    part("help").addEventListener("click", showKeys);
+    part("sign-out").addEventListener("click", () => this.#signOut());
+    part("skip").addEventListener("click", () => this.main.focus());
+    listenToKeys(() => this.view?.onFilterKey());
     window.addEventListener("hashchange", () => this.#enter());
     access.onUnauthorized = () => this.#signIn();
     await this.#begin();
@@ -123,31 +121,21 @@ class App {
     this.overview = overview;
     setServerNow(overview.at);
     this.strip.show(overview);
-    showReadOnly(overview.read_only);
+    part("read-only").hidden = !overview.read_only;
+    setText(part("why"), overview.read_only ?? "");
     this.view?.onOverview(overview);
   }
 
   /** @param {"connecting"|"live"|"lost"} state */
   #showConnection(state) {
-    const element = part("connection");
-    if (element.dataset.state !== state) {
-      element.dataset.state = state;
-      replace(element, h("span", { class: "dot", "aria-hidden": "true" }), CONNECTION_WORDS[state]);
-    }
-    const banner = part("banner");
-    if (state !== "lost") banner.hidden = true;
-    else if (banner.hidden) {
-      banner.hidden = false;
-      replace(
-        banner,
-        h("strong", null, "No connection to the server; trying again. "),
-        "What you see is as of ",
-        h("span", null, clock(this.lastHeard)),
-        ", ",
-        since(this.lastHeard),
-        ".",
-      );
-    }
+    part("connection").hidden = false;
+    part("connection").dataset.state = state;
+    setText(part("state"), state === "lost" ? "not connected" : state);
+    if (state === "lost" && part("banner").hidden) {
+      part("banner").hidden = false;
+      setText(part("heard"), clock(this.lastHeard));
+      setSince(part("ago"), this.lastHeard);
+    } else part("banner").hidden = state !== "lost";
   }
 
   /** Show the view that the address names. */
@@ -157,8 +145,8 @@ class App {
     const run = chosenRun();
     if (this.live.run !== run) this.#follow();
     this.choice.show(run, this.ownRun !== null);
-    linkNavigation();
     const route = parse(location.hash);
+    linkLists(route ? (LIST_ABOVE[route.name] ?? route.name) : "");
     const place = route ? `${route.name} ${route.id} of ${route.query.get("of") ?? run ?? "all"}` : location.hash;
     if (route && place === this.place && this.view) {
       this.view.onQuery(route.query);
@@ -167,11 +155,10 @@ class App {
     const isFirst = !this.place;
     this.#leave();
     this.place = place;
-    markNavigation(route && (LIST_ABOVE[route.name] ?? route.name));
     if (!route) {
       document.title = "Turnlog";
-      const links = navigation().map((link) => [link, " "]);
-      replace(this.main, message("empty", `There is no view at ${visibleText(this.place)}`, h("p", null, links)));
+      const all = h("p", null, h("a", { href: listHref("") }, "All sessions"));
+      replace(this.main, message("empty", `There is no view at ${visibleText(this.place)}`, all));
       return;
     }
     const name = route.name === "runs" && run !== null ? "run" : route.name;
@@ -197,28 +184,13 @@ class App {
     this.live = null;
     this.#leave();
     this.place = "sign-in";
-    part("fleet").hidden = this.strip.toggle.hidden = true;
-    part("banner").hidden = part("sign-out").hidden = part("run").hidden = true;
-    replace(part("connection"));
+    for (const id of ["fleet", "fold", "banner", "sign-out", "run", "connection"]) part(id).hidden = true;
     document.title = "Sign in · Turnlog";
     this.view = new SignInView(this.main, () => {
       this.#leave();
       this.place = "";
       this.#begin();
     });
-  }
-
-  #arrangeFrame() {
-    replace(part("nav"), navigation());
-    replace(
-      part("tools"),
-      h("span", { id: "release", class: "muted release" }),
-      this.strip.toggle,
-      button("?", showKeys, { title: "Keys (?)", "aria-label": "Keys" }),
-      button("Sign out", () => this.#signOut(), { id: "sign-out", hidden: true }),
-    );
-    part("skip").addEventListener("click", () => this.main.focus());
-    listenToKeys(() => this.view?.onFilterKey());
   }
 
   async #signOut() {
@@ -233,45 +205,16 @@ class App {
   }
 }
 
-/** @returns {HTMLElement[]} a link to each list */
-function navigation() {
-  return NAVIGATION.map((name) => h("a", { href: listHref(name), dataset: { name } }, VIEWS[name].title));
-}
-
-/** The links lead to the lists of the run that is chosen now. */
-function linkNavigation() {
-  for (const link of document.querySelectorAll("#nav a")) link.setAttribute("href", listHref(link.getAttribute("data-name") ?? ""));
-  document.querySelector(".brand")?.setAttribute("href", listHref(""));
-}
-
-/** @param {string|null} name of the view that is shown, or of the list above it */
-function markNavigation(name) {
+/** The links lead to the lists of the chosen run. @param {string} current view, or the list above it */
+function linkLists(current) {
+  part("brand").setAttribute("href", listHref(""));
   for (const link of document.querySelectorAll("#nav a")) {
-    const isCurrent = link.getAttribute("data-name") === name;
-    link.ariaCurrent = isCurrent ? "page" : null;
+    const name = link.getAttribute("data-name") ?? "";
+    link.setAttribute("href", listHref(name));
+    link.ariaCurrent = name === current ? "page" : null;
     // On a phone the links are one line that scrolls.
-    if (isCurrent) link.scrollIntoView({ block: "nearest", inline: "nearest" });
+    if (name === current) link.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
-}
-
-/** @param {string|null} why the server cannot write; null: it can */
-function showReadOnly(why) {
-  const banner = part("read-only");
-  if (banner.hidden === !why) return;
-  banner.hidden = !why;
-  if (!why) return;
-  replace(
-    banner,
-    h("strong", null, "Read-only: "),
-    `${why}. What is stored can be read and exported; turns are refused until the store takes writes again.`,
-  );
-}
-
-/** @param {string} id @returns {HTMLElement} a part of index.html */
-function part(id) {
-  const found = document.getElementById(id);
-  if (!found) throw new Error(`the page has no ${id}`);
-  return found;
 }
 
 await new App().start();

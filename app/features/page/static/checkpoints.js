@@ -2,49 +2,31 @@
 
 import { url } from "./api.js";
 import { copyButton } from "./copy.js";
-import { badge, bar, button, fact, h, message, replace, setText } from "./dom.js";
+import { badge, bar, fact, h, message, replace } from "./dom.js";
 import { amount, clock, count, since } from "./format.js";
+import { ListView, PAGE } from "./listview.js";
 import { checkpointHref, chosenRun, listHref, sessionHref } from "./route.js";
 import { badgeCell, column, groupColumn, linkCell, numberColumn, sessionColumn, sinceCell } from "./rows.js";
-import { LongTable } from "./table.js";
-import { FollowsFleet } from "./view.js";
 import { visible, visibleText } from "./visible.js";
 
-/** @import {Checkpoint, CheckpointList, CheckpointPage, SessionThen} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
-/** @import {Place} from "./view.js" */
+/** @import {Checkpoint, CheckpointList, CheckpointPage, Column, Place, SessionThen} from "../ui_types.d.ts" */
 
-const PAGE = 200;
-
-export class CheckpointsView extends FollowsFleet {
+/** @extends {ListView<Checkpoint, CheckpointList>} */
+export class CheckpointsView extends ListView {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, place) {
-    super(root, "checkpoint", place);
-    this.table = new LongTable(this.closed, {
+    super(root, "", place, {
       label: "Checkpoints",
+      noun: "checkpoint",
+      path: "/checkpoints",
+      parameters: { run: chosenRun() },
       columns: columns(),
-      keyOf: (/** @type {Checkpoint} */ { run, name }) => JSON.stringify([run, name]),
+      keyOf: ({ run, name }) => JSON.stringify([run, name]),
+      rowsOf: (page) => page.checkpoints.toReversed(), // the newest first
+      nothing,
     });
-    this.total = h("span", { role: "status" });
-    this.request = { path: "/checkpoints", parameters: { run: chosenRun() } };
     this.fill("Checkpoints", this.total, this.tools(() => this.request), this.table.element);
-    this.table.setFoot("Loading …");
     this.refresh();
-  }
-
-  /** @param {unknown} error */
-  onFailure(error) {
-    this.table.setFoot();
-    super.onFailure(error);
-  }
-
-  refresh() {
-    return this.read(this.request, (/** @type {CheckpointList} */ { checkpoints }) => {
-      const newest = checkpoints.toReversed();
-      this.table.show(newest, newest.length, false);
-      setText(this.total, `${amount(newest.length, "checkpoint")}, newest first`);
-      this.table.setFoot(newest.length ? "All shown" : nothing());
-    });
   }
 }
 
@@ -74,71 +56,43 @@ function columns() {
   ];
 }
 
-export class CheckpointView extends FollowsFleet {
+/** @extends {ListView<SessionThen, CheckpointPage>} */
+export class CheckpointView extends ListView {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, place) {
-    super(root, "checkpoint", place);
     const { id, query } = place;
-    this.run = query.get("of") ?? chosenRun() ?? "default";
-    this.path = `/ui/api/checkpoints/${encodeURIComponent(id)}`;
-    /** @type {SessionThen[]} */
-    this.sessions = [];
-    /** @type {string|null} */
-    this.cursor = null;
+    super(root, "checkpoint", place, {
+      label: "Sessions of the checkpoint",
+      noun: "session",
+      path: `/ui/api/checkpoints/${encodeURIComponent(id)}`,
+      parameters: { run: query.get("of") ?? chosenRun() ?? "default", limit: PAGE },
+      columns: columnsThen(),
+      keyOf: (one) => one.session_id,
+      rowsOf: (page) => page.sessions,
+      nothing: () => "No session was in the store.",
+    });
     this.facts = h("div", { class: "facts" });
     /** Made of what the server answers: the address may hold anything. */
     this.command = "";
     this.restore = copyButton(() => this.command, "Copy the restore's command");
     this.restore.disabled = true;
-    this.table = new LongTable(this.closed, {
-      label: "Sessions of the checkpoint",
-      columns: columnsThen(),
-      keyOf: (/** @type {SessionThen} */ one) => one.session_id,
-      onNearEnd: () => this.#more(),
-    });
+    const all = h("a", { href: listHref("checkpoints") }, "All checkpoints");
     replace(
       root,
-      bar(h("h1", null, visible(id)), [
-        h("a", { href: listHref("checkpoints") }, "All checkpoints"),
-        this.restore,
-        this.tools(() => ({ path: this.path, parameters: { run: this.run, limit: PAGE } })),
-      ]),
+      bar(h("h1", null, visible(id)), [all, this.restore, this.tools(() => ({ path: "/checkpoints", parameters: { run: this.request.parameters?.run } }))]),
       this.problem,
       this.facts,
       this.table.element,
     );
-    this.table.setFoot("Loading …");
     this.refresh();
   }
 
-  refresh() {
-    return this.#read(null);
-  }
-
-  /** @param {unknown} error */
-  onFailure(error) {
-    this.cursor = null;
-    this.table.setFoot();
-    super.onFailure(error);
-  }
-
-  #more() {
-    if (this.cursor && !this.requests.isRunning) this.#read(this.cursor);
-  }
-
-  /** @param {string|null} cursor */
-  #read(cursor) {
-    const show = (/** @type {CheckpointPage} */ page) => {
-      this.sessions = cursor === null ? page.sessions : [...this.sessions, ...page.sessions];
-      this.cursor = page.cursor;
-      replace(this.facts, facts(page.checkpoint));
-      this.command = restoreCommand(page.checkpoint);
-      this.restore.disabled = false;
-      this.table.show(this.sessions, page.checkpoint.sessions, false);
-      if (this.cursor) this.table.setFoot(`${count(this.sessions.length)} loaded`, button("Load more", () => this.#more()));
-      else this.table.setFoot(this.sessions.length ? "All shown" : "No session was in the store.");
-    };
-    return this.read({ path: this.path, parameters: { run: this.run, limit: PAGE, cursor } }, show);
+  /** @param {CheckpointPage} page */
+  show(page) {
+    super.show(page);
+    replace(this.facts, facts(page.checkpoint));
+    this.command = restoreCommand(page.checkpoint);
+    this.restore.disabled = false;
   }
 }
 

@@ -4,7 +4,7 @@ import { access, url } from "./api.js";
 import { announce, button, h, showDialog } from "./dom.js";
 import { visibleText } from "./visible.js";
 
-/** @import {Parameters} from "./route.js" */
+/** @import {Command} from "../ui_types.d.ts" */
 
 const SHOWN_MS = 1500;
 
@@ -50,12 +50,6 @@ async function copy(text) {
   field.select();
   return false;
 }
-
-/**
- * A request: with a body it is a POST of JSON, unless it names another method. `engine` is the base URL of an engine
- * that is asked in place of this server, whose token it must not see.
- * @typedef {{path: string, parameters?: Parameters, body?: unknown, method?: "PUT", engine?: string}} Command
- */
 
 /** @param {Command} command @returns {string} for a POSIX shell; a body is a here-document */
 export function curl({ path, parameters, body, method, engine }) {

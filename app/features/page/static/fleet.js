@@ -1,21 +1,20 @@
 /** The strip above every view: the state of the fleet each second. Built once, filled in place. */
 
-import { badge, button, figure, h, renew, replace, setBadge, setText, STATES } from "./dom.js";
+import { badge, figure, h, renew, replace, setBadge, setText, STATES } from "./dom.js";
 import { bytes, compact, count, duration, milliseconds } from "./format.js";
 import { chosenRun, sessionsHref } from "./route.js";
 import { badgeCell, column, linkCell, numberColumn, sinceCell, smallTable } from "./rows.js";
 import { recall, remember } from "./view.js";
 import { visibleText } from "./visible.js";
 
-/** @import {Engine, Overview, Percentiles} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
+/** @import {Column, Engine, Overview, Percentiles} from "../ui_types.d.ts" */
 /** @typedef {{element: HTMLElement, show: (overview: Overview) => void}} Part of the strip; hidden where a run has none */
 
 /** @type {Record<string, string>} */
 const HEALTH = { healthy: "good", busy: "warn", paused: "warn", dead: "bad", unknown: "muted" };
 const MOST_NAMED = 3;
 /** Where one thing is looked at: the strip is folded there, until somebody wants it. */
-const CLOSE_UPS = ["session", "tokens", "group", "rollouts", "checkpoint"];
+const CLOSE_UPS = ["session", "tokens", "group", "rollouts", "checkpoint", "judge"];
 
 /** The counts of sessions: each leads to its list. */
 const COUNTS = /** @type {const} */ (["active", "running", "paused", "idle", "closed"]);
@@ -23,8 +22,9 @@ const COUNTS = /** @type {const} */ (["active", "running", "paused", "idle", "cl
 /**
  * The strip, and the button that folds it: that names an engine which is not well, also while the strip is folded.
  * @param {HTMLElement} root
+ * @param {HTMLElement} toggle
  */
-export function fleetStrip(root) {
+export function fleetStrip(root, toggle) {
   const parts = [group(...COUNTS.map(counted)), speed(), engines(), weights(), errors(), database()];
   replace(root, parts.map((part) => part.element));
   // On a phone the strip scrolls sideways, also by keys.
@@ -33,19 +33,18 @@ export function fleetStrip(root) {
   narrow.addEventListener("change", reach);
   reach();
   const state = badge("Fleet", "good");
-  const toggle = button(state, () => fold(!root.hidden), { "aria-controls": root.id, class: "fold" });
+  toggle.append(state);
   let place = "lists";
-  const fold = (/** @type {boolean} */ isFolded) => {
-    remember(`fleet in ${place}`, isFolded ? "folded" : "shown");
+  toggle.addEventListener("click", () => {
+    remember(`fleet in ${place}`, root.hidden ? "shown" : "folded");
     enter();
-  };
+  });
   const enter = () => {
     root.hidden = (recall(`fleet in ${place}`) ?? (place === "lists" ? "shown" : "folded")) === "folded";
     toggle.hidden = false;
     toggle.setAttribute("aria-expanded", String(!root.hidden));
   };
   return {
-    toggle,
     /** @param {string} name of a view */
     enter: (name) => {
       place = CLOSE_UPS.includes(name) ? "close-ups" : "lists";

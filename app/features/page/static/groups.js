@@ -1,19 +1,13 @@
 /** All groups: which have no variance, which lack attempts. */
 
-import { button, chip, h, message, replace, setText } from "./dom.js";
+import { chip, h, message, replace } from "./dom.js";
 import { count, decimal, ranges } from "./format.js";
+import { ListView, PAGE } from "./listview.js";
 import { chosenRun, groupHref, listHref } from "./route.js";
 import { badgeCell, column, linkCell, numberColumn } from "./rows.js";
-import { LongTable } from "./table.js";
-import { every, View } from "./view.js";
 import { visibleText } from "./visible.js";
 
-/** @import {GroupPage, GroupRow, SessionRow} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
-/** @import {Place} from "./view.js" */
-
-const PAGE = 200;
-const REFRESH_MS = 5000;
+/** @import {Column, GroupPage, GroupRow, Place, SessionRow} from "../ui_types.d.ts" */
 
 /**
  * The filters, over the loaded groups.
@@ -26,90 +20,45 @@ const FILTERS = [
   { name: "unrewarded", title: "Not all rewarded", fits: (group) => group.rewarded < group.sessions },
 ];
 
-export class GroupsView extends View {
+/** @extends {ListView<GroupRow, GroupPage>} */
+export class GroupsView extends ListView {
   /** @param {HTMLElement} root @param {Place} place */
-  constructor(root, { query }) {
-    super(root);
-    /** @type {GroupRow[]} */
-    this.groups = [];
-    /** @type {string|null} */
-    this.nextCursor = null;
-    this.isLoaded = false;
-    this.hasNews = false;
-    this.table = new LongTable(this.closed, {
+  constructor(root, place) {
+    const run = chosenRun();
+    super(root, "", place, {
       label: "Groups",
-      columns: columns(chosenRun() === null),
-      keyOf,
-      onNearEnd: () => this.#more(),
+      noun: "group",
+      path: "/groups",
+      parameters: { run, limit: PAGE },
+      columns: columns(run === null),
+      keyOf: (group) => (run === null ? JSON.stringify([group.run, group.group_id]) : group.group_id),
+      rowsOf: (page) => page.groups,
+      nothing,
     });
     this.chips = h("div", { class: "chips", role: "group", "aria-label": "Which groups" });
-    this.total = h("span", { role: "status" });
-    const tools = this.tools(() => ({ path: "/groups", parameters: { run: chosenRun(), limit: PAGE } }));
-    this.fill("Groups", this.chips, [this.total, tools], this.table.element);
-    every(this.closed, REFRESH_MS, () => {
-      if (this.hasNews && !this.requests.isRunning && !this.table.isHeld && this.table.isAtTop) this.refresh();
-    });
-    this.onQuery(query);
+    this.fill("Groups", this.chips, [this.total, this.tools(() => this.request)], this.table.element);
+    this.onQuery(place.query);
     this.refresh();
   }
 
   /** @param {URLSearchParams} query */
   onQuery(query) {
-    const asked = query.get("only") ?? "";
-    this.only = FILTERS.some(({ name }) => name === asked) ? asked : "";
+    this.only = FILTERS.find(({ name }) => name === query.get("only")) ?? FILTERS[0];
     replace(
       this.chips,
-      FILTERS.map(({ name, title }) => chip(listHref("groups", { only: name }), title, name === this.only)),
+      FILTERS.map((one) => chip(listHref("groups", { only: one.name }), one.title, one === this.only)),
     );
-    this.#show();
+    if (this.rows.length) this.show();
+  }
+
+  /** @param {GroupRow} group */
+  fits(group) {
+    return this.only?.fits(group) ?? true;
   }
 
   /** @param {SessionRow[]} rows */
   onSessions(rows) {
-    if (rows.some((row) => row.group_id !== null)) this.hasNews = true;
-  }
-
-  refresh() {
-    this.hasNews = false;
-    return this.#read(null);
-  }
-
-  /** @param {unknown} error */
-  onFailure(error) {
-    this.nextCursor = null;
-    super.onFailure(error);
-    this.#show();
-  }
-
-  #more() {
-    if (this.nextCursor && !this.requests.isRunning) this.#read(this.nextCursor);
-  }
-
-  /** @param {string|null} cursor */
-  #read(cursor) {
-    const request = { path: "/groups", parameters: { run: chosenRun(), limit: PAGE, cursor } };
-    const reading = this.read(request, (/** @type {GroupPage} */ page) => {
-      const known = cursor === null ? [] : this.groups;
-      this.groups = [...new Map([...known, ...page.groups].map((group) => [keyOf(group), group])).values()];
-      this.nextCursor = page.next_cursor;
-      this.isLoaded = true;
-      this.#show();
-    });
-    this.#show();
-    return reading;
-  }
-
-  #show() {
-    const filter = FILTERS.find(({ name }) => name === this.only);
-    const shown = this.groups.filter((group) => filter?.fits(group));
-    this.table.show(shown, shown.length, this.requests.isRunning);
-    const loaded = `${count(this.groups.length)}${this.nextCursor ? "+" : ""}`;
-    setText(this.total, this.isLoaded ? `${count(shown.length)} of ${loaded} groups` : "");
-    if (!this.isLoaded) this.table.setFoot("Loading …");
-    else if (this.nextCursor) {
-      this.table.setFoot(`${count(this.groups.length)} loaded`, button("Load more", () => this.#more()));
-    } else if (!shown.length) this.table.setFoot(nothing(this.groups.length > 0));
-    else this.table.setFoot("All shown");
+    this.hasNews ||= rows.some((row) => row.group_id !== null);
   }
 }
 
@@ -123,11 +72,6 @@ function nothing(isFiltered) {
     "There are no groups yet.",
     h("p", null, "A group is the sessions with one ", h("code", null, "group_id"), ", which a session is created with."),
   );
-}
-
-/** @param {GroupRow} group @returns {string} with its run, where there are several */
-function keyOf({ run, group_id: id }) {
-  return chosenRun() === null ? JSON.stringify([run, id]) : id;
 }
 
 /** @template {GroupRow} Row @returns {Column<Row>} */
@@ -151,19 +95,19 @@ function tone(group) {
 
 /** @param {boolean} isOfAll runs @returns {Column<GroupRow>[]} */
 function columns(isOfAll) {
-  const [narrow, wide] = [{ width: "88px" }, { width: "96px" }];
+  const narrow = { width: "84px" };
   return [
     groupNameColumn(),
-    ...(isOfAll ? [column("Run", (/** @type {GroupRow} */ group) => group.run, { width: "140px" })] : []),
-    { title: "State", width: "150px", fill: badgeCell(verdict, tone) },
+    ...(isOfAll ? [column("Run", (/** @type {GroupRow} */ group) => group.run, { width: "112px" })] : []),
+    { title: "State", width: "148px", fill: badgeCell(verdict, tone) },
     numberColumn("Sessions", (group) => count(group.sessions), narrow),
     numberColumn("Closed", (group) => count(group.closed), narrow),
     numberColumn("Failed", (group) => count(group.failed), narrow),
     numberColumn("Rewarded", (group) => count(group.rewarded), narrow),
-    numberColumn("Mean", (group) => decimal(group.mean), wide),
-    numberColumn("Std. dev. (sample)", (group) => decimal(group.std), { ...wide, hint: "With n − 1" }),
-    numberColumn("Min", (group) => decimal(group.min), wide),
-    numberColumn("Max", (group) => decimal(group.max), wide),
+    numberColumn("Mean", (group) => decimal(group.mean), narrow),
+    numberColumn("Std. dev.", (group) => decimal(group.std), { ...narrow, hint: "Of the sample, with n − 1" }),
+    numberColumn("Min", (group) => decimal(group.min), narrow),
+    numberColumn("Max", (group) => decimal(group.max), narrow),
     column("Missing attempts", (group) => ranges(group.missing_attempts) || "–", { width: "150px" }),
   ];
 }

@@ -1,22 +1,10 @@
-/** The page's keys. A list has its own (table.js); these work everywhere except in a field. */
+/** The page's keys; index.html names them. A list has its own (table.js); these work everywhere except in a field. */
 
-import { h, showDialog } from "./dom.js";
+import { part } from "./dom.js";
 import { listHref } from "./route.js";
 
-const KEYS = [
-  ["/", "go to the filter, or search a session"],
-  ["j, k", "next and previous row, or turn of a session"],
-  ["e, E", "next and previous error of a session"],
-  ["Enter", "open the row"],
-  ["Home, End", "first and last row"],
-  ["arrows", "from step to step of rollouts side by side, and between tokens"],
-  ["g r, g s, g g, g v", "runs, sessions, groups, versions"],
-  ["g f, g e, g c", "search, exports, checkpoints"],
-  ["Esc", "leave a field, close this"],
-  ["?", "these keys"],
-];
 /** @type {Record<string, string>} */
-const PLACES = { r: "runs", s: "", g: "groups", v: "versions", f: "search", e: "exports", c: "checkpoints" };
+const PLACES = { r: "runs", s: "", g: "groups", f: "search", e: "exports", c: "checkpoints" };
 const SEQUENCE_MS = 1000;
 
 /** @param {EventTarget|null} target @returns {boolean} is somebody writing there? */
@@ -49,6 +37,7 @@ export function listenToKeys(goToFilter) {
     if (place !== undefined && event.timeStamp - goPressedAt < SEQUENCE_MS) location.hash = listHref(place);
     else if (event.key === "/") goToFilter();
     else if (event.key === "?") showKeys();
+    else if (event.key === "v") /** @type {HTMLElement|null} */ (document.querySelector("[data-judge]"))?.click();
     else {
       if (event.key === "g") goPressedAt = event.timeStamp;
       return;
@@ -60,10 +49,5 @@ export function listenToKeys(goToFilter) {
 
 /** The keys, in a dialog. */
 export function showKeys() {
-  if (document.querySelector("dialog[open]")) return;
-  showDialog(
-    { "aria-labelledby": "keys-title" },
-    h("h2", { id: "keys-title" }, "Keys"),
-    h("dl", { class: "keys" }, KEYS.map(([key, text]) => [h("dt", null, h("kbd", null, key)), h("dd", null, text)])),
-  );
+  if (!document.querySelector("dialog[open]")) /** @type {HTMLDialogElement} */ (part("keys")).showModal();
 }

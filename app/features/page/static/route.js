@@ -3,37 +3,35 @@
  * the chosen run, which stays in every link; without one the views are of all runs.
  */
 
-/**
- * @typedef {object} Route
- * @property {"runs"|"sessions"|"session"|"group"|"groups"|"rollouts"|"versions"|"search"|"exports"|"checkpoints"|"checkpoint"} name
- * @property {string} id the session's, the group's or the checkpoint's, "" for a list
- * @property {URLSearchParams} query
- *
- * @typedef {Record<string, string|number|boolean|null|undefined>|URLSearchParams} Parameters
- */
+/** @import {Parameters} from "../ui_types.d.ts" */
+
+/** The views, by their paths with `*` for a name. */
+const VIEWS = /** @type {const} */ ({
+  "": "sessions",
+  sessions: "sessions",
+  "session/*": "session",
+  runs: "runs",
+  groups: "groups",
+  "group/*": "group",
+  "group/*/rollouts": "rollouts",
+  rollouts: "rollouts",
+  search: "search",
+  exports: "exports",
+  checkpoints: "checkpoints",
+  "checkpoint/*": "checkpoint",
+  judge: "judge",
+});
 
 /**
+ * The view that an address names; `id` is the session's, the group's or the checkpoint's, "" for a list.
  * @param {string} hash location.hash
- * @returns {Route|null} null: there is no such place
  */
 export function parse(hash) {
-  const cut = hash.indexOf("?");
-  const path = (cut < 0 ? hash : hash.slice(0, cut)).replace(/^#\/?/, "");
-  const query = new URLSearchParams(cut < 0 ? "" : hash.slice(cut + 1));
-  const [name, raw, below, ...rest] = path.split("/");
-  if (rest.length) return null;
-  if (raw === undefined) {
-    if (name === "" || name === "sessions") return { name: "sessions", id: "", query };
-    const lists = /** @type {const} */ (["runs", "groups", "rollouts", "versions", "search", "exports", "checkpoints"]);
-    const list = lists.find((one) => one === name);
-    return list ? { name: list, id: "", query } : null;
-  }
-  const id = decoded(raw);
-  if (!id) return null;
-  if (below === undefined) {
-    return name === "group" || name === "session" || name === "checkpoint" ? { name, id, query } : null;
-  }
-  return name === "group" && below === "rollouts" ? { name: "rollouts", id, query } : null;
+  const [path = "", search] = hash.replace(/^#\/?/, "").split(/\?(.*)/s);
+  const [first, raw, ...rest] = path.split("/");
+  const pattern = /** @type {keyof typeof VIEWS} */ (raw ? [first, "*", ...rest].join("/") : path);
+  const id = decoded(raw ?? "");
+  return Object.hasOwn(VIEWS, pattern) && id !== null ? { name: VIEWS[pattern], id, query: new URLSearchParams(search) } : null;
 }
 
 /**

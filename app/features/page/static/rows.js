@@ -5,28 +5,10 @@ import { count, duration, setSince, since } from "./format.js";
 import { groupHref, sessionHref } from "./route.js";
 import { actionText, visibleText } from "./visible.js";
 
-/** @import {Action, Summary} from "../ui_types.d.ts" */
+/** @import {Action, Fill, Summary} from "../ui_types.d.ts" */
 
-/**
- * @template Row
- * @typedef {object} Column
- * @property {string} title
- * @property {string} [hint] shown as the title's tooltip
- * @property {string} [sort] the server's name for this order; only such a column's header is a button
- * @property {"asc"|"desc"} [first] the order after the first click; by default "desc"
- * @property {boolean} [number] aligned to the right
- * @property {string} [width] of the column, in CSS; columns without one share the rest
- * @property {boolean} [isHeader] names the row
- * @property {(cell: HTMLElement, row: Row) => void} fill called again with each new version of the row
- */
-
-/**
- * @template Row
- * @typedef {object} Line a row in the document
- * @property {Row|null} row null: it is not filled yet
- * @property {HTMLTableRowElement} element
- * @property {HTMLElement[]} cells
- */
+/** @template Row @typedef {import("../ui_types.d.ts").Column<Row>} Column */
+/** @template Row @typedef {{row: Row|null, element: HTMLTableRowElement, cells: HTMLElement[]}} Line null: not filled yet */
 
 /** @template Row */
 export class Rows {

@@ -8,7 +8,7 @@ import { listHref, parse } from "./route.js";
 
 const PAGE = 1000;
 /** Lists that a change of the run leaves in sight; from elsewhere it leads to the run's first view. */
-const LISTS = ["groups", "versions", "search", "exports", "checkpoints"];
+const LISTS = ["groups", "search", "exports", "checkpoints"];
 
 /**
  * @param {HTMLElement} root

@@ -1,66 +1,34 @@
 /** All runs, by name: how much is in each, and how it goes. */
 
-import { button, h, message, setText } from "./dom.js";
-import { amount, count, decimal } from "./format.js";
+import { h, message } from "./dom.js";
+import { count, decimal } from "./format.js";
+import { ListView, PAGE } from "./listview.js";
 import { listHref } from "./route.js";
 import { badgeCell, linkCell, numberColumn, sinceCell } from "./rows.js";
-import { LongTable } from "./table.js";
-import { every, View } from "./view.js";
 
-/** @import {ListedRun, RunPage, SessionRow} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
+/** @import {Column, ListedRun, Place, RunPage, SessionRow} from "../ui_types.d.ts" */
 
-const PAGE = 200;
-const REFRESH_MS = 5000;
-
-export class RunsView extends View {
-  /** @param {HTMLElement} root */
-  constructor(root) {
-    super(root);
-    /** @type {ListedRun[]} */
-    this.runs = [];
-    /** @type {string|null} */
-    this.cursor = null;
-    this.hasNews = false;
-    this.table = new LongTable(this.closed, {
+/** @extends {ListView<ListedRun, RunPage>} */
+export class RunsView extends ListView {
+  /** @param {HTMLElement} root @param {Place} place */
+  constructor(root, place) {
+    super(root, "", place, {
       label: "Runs",
+      noun: "run",
+      path: "/runs",
+      parameters: { limit: PAGE },
       columns: columns(),
-      keyOf: (/** @type {ListedRun} */ one) => one.run,
-      onNearEnd: () => this.#more(),
+      keyOf: (one) => one.run,
+      rowsOf: (page) => page.runs,
+      nothing,
     });
-    this.total = h("span", { role: "status" });
-    this.fill("Runs", this.total, this.tools(() => ({ path: "/runs", parameters: { limit: PAGE } })), this.table.element);
-    this.table.setFoot("Loading …");
-    every(this.closed, REFRESH_MS, () => {
-      if (this.hasNews && !this.requests.isRunning && !this.table.isHeld && this.table.isAtTop) this.refresh();
-    });
+    this.fill("Runs", this.total, this.tools(() => this.request), this.table.element);
     this.refresh();
   }
 
   /** @param {SessionRow[]} rows */
   onSessions(rows) {
     this.hasNews = true;
-  }
-
-  refresh() {
-    this.hasNews = false;
-    return this.#read(null);
-  }
-
-  #more() {
-    if (this.cursor && !this.requests.isRunning) this.#read(this.cursor);
-  }
-
-  /** @param {string|null} cursor */
-  #read(cursor) {
-    return this.read({ path: "/runs", parameters: { limit: PAGE, cursor } }, (/** @type {RunPage} */ page) => {
-      this.runs = cursor === null ? page.runs : [...this.runs, ...page.runs];
-      this.cursor = page.next_cursor;
-      this.table.show(this.runs, this.runs.length, false);
-      setText(this.total, `${amount(this.runs.length, "run")}${this.cursor ? " or more" : ""}`);
-      if (this.cursor) this.table.setFoot(`${count(this.runs.length)} loaded`, button("Load more", () => this.#more()));
-      else this.table.setFoot(this.runs.length ? "All shown" : nothing());
-    });
   }
 }
 

@@ -9,9 +9,7 @@ import { badgeCell, column, numberColumn, sinceCell, smallTable } from "./rows.j
 import { FollowsFleet } from "./view.js";
 import { visible, visibleText } from "./visible.js";
 
-/** @import {Child, GroupRow, RunFigures, RunView as Answer, SessionRow, ShutGate, StuckGroup, VersionFigures} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
-/** @import {Place} from "./view.js" */
+/** @import {Child, Column, GroupRow, Place, RunFigures, RunView as Answer, SessionRow, ShutGate, StuckGroup, VersionFigures} from "../ui_types.d.ts" */
 
 /** A share of this size is marked: of turns that failed, of a limit that is used, of groups that teach nothing. */
 const MANY_ERRORS = 0.1;
@@ -45,7 +43,8 @@ export class RunView extends FollowsFleet {
       bar(h("h1", null, visible(run)), [
         h("a", { href: sessionsHref({ run }) }, "Sessions"),
         h("a", { href: listHref("groups", { run }) }, "Groups"),
-        this.tools(() => ({ path: this.path })),
+        h("a", { href: listHref("judge", { run }) }, "Judge"),
+        this.tools(() => ({ path: `/runs/${encodeURIComponent(run)}` })),
       ]),
       this.problem,
       this.facts,
@@ -130,7 +129,7 @@ function used(number, limit, text = count) {
 
 /** @param {VersionFigures[]} versions the newest first @returns {Child} */
 function plots(versions) {
-  if (!versions.length) return message("empty", "No session has a weight version that is a number.");
+  if (!versions.length) return message("empty", "No session has a weight version that is a number: engines say theirs with each reply.");
   return PLOTS.map(({ title, value, text = decimal, note, hint }) => {
     const points = versions.toReversed().flatMap((one) => {
       const y = value(one);

@@ -9,9 +9,8 @@ import { groupHref, sessionHref, setQuery } from "./route.js";
 import { View } from "./view.js";
 import { named, visible } from "./visible.js";
 
-/** @import {Child, SearchHit, SearchPage} from "../ui_types.d.ts" */
+/** @import {Child, Place, SearchHit, SearchPage} from "../ui_types.d.ts" */
 /** @import {Values} from "./form.js" */
-/** @import {Place} from "./view.js" */
 
 const PAGE = 20;
 const ROLES = ["system", "developer", "user", "assistant", "tool"];
@@ -104,7 +103,7 @@ export class SearchView extends View {
     const more = this.cursor ? " or more" : "";
     const word = this.hits.length === 1 ? "hit" : "hits";
     const behind = page && !page.is_current ? "; the index does not have the newest turns yet" : "";
-    setText(this.found, page ? `${count(this.hits.length)}${more} ${word}, newest first${behind}` : "Words, or a field.");
+    setText(this.found, page ? `${count(this.hits.length)}${more} ${word}, newest first${behind}` : "Give words, or fill a field.");
     refill(this.list, this.hits.map(hitItem));
     const next = this.cursor;
     refill(this.foot, next && button("Load more", () => this.#read(next)));

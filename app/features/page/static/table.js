@@ -4,6 +4,8 @@ import { h, replace, scrollRegion } from "./dom.js";
 import { isForPage } from "./keys.js";
 import { headerRow, Rows } from "./rows.js";
 
+/** @import {Child, Column, TableOptions} from "../ui_types.d.ts" */
+
 const ROW_PX = 28;
 const HEAD_PX = 30;
 const OVERSCAN = 12;
@@ -12,19 +14,8 @@ const NEAR_ROWS = 40;
 /** A pointer that has not moved for so long is not about to click. */
 const POINTED_MS = 3000;
 
-/** @import {Child} from "../ui_types.d.ts" */
-/** @import {Column} from "./rows.js" */
-
-/**
- * @template Row
- * @typedef {object} TableOptions
- * @property {string} label
- * @property {Column<Row>[]} columns
- * @property {(row: Row) => string} keyOf
- * @property {(sort: string, order: "asc"|"desc") => void} [onSort]
- * @property {() => void} [onNearEnd]
- * @property {(rows: Row[]) => void} [onInSight]
- */
+/** Has the window no room for columns that are wanted less? */
+export const isNarrow = () => innerWidth < 1400;
 
 /** The least width of a column that shares what the others leave. */
 const SHARED_PX = 150;
@@ -132,10 +123,6 @@ export class LongTable {
   setOrder(sort, order) {
     for (const cell of this.head.querySelectorAll("th")) {
       const isIt = cell.dataset.sort === sort && sort !== "";
-      const mark = isIt ? (order === "asc" ? " ▲" : " ▼") : "";
-      const button = cell.querySelector("button");
-      if (!button) continue;
-      button.dataset.mark = mark;
       cell.ariaSort = isIt ? (order === "asc" ? "ascending" : "descending") : null;
     }
   }

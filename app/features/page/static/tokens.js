@@ -168,7 +168,7 @@ export class TokensTab extends SessionPart {
     replace(
       this.problem,
       row.error !== null && message("error", "These tokens cannot be shown", h("p", null, row.error)),
-      row.error === null && row.total === 0 && message("empty", "No token is stored yet."),
+      row.error === null && row.total === 0 && message("empty", "No tokens yet: the first turn has not committed."),
     );
     this.body.hidden = this.bar.hidden = this.legend.hidden = row.total === 0;
     this.#showHead(row);
@@ -216,7 +216,7 @@ export class TokensTab extends SessionPart {
     const { sampled = 0, shares = [] } = outline ?? {};
     const byReason = [...Map.groupBy(shares, (one) => one.reason)];
     const sum = byReason.map(([why, some]) => `${why} ${count(tokensOf(some))}`).join(" + ");
-    const setting = h("code", null, "TURNLOG_TOKENIZER");
+    const setting = h("code", null, "TURNLOG_PAGE_TOKENIZER");
     refill(
       this.head,
       names.length > 1 && field("branch", (value) => this.pick(null, Number(value)), names),

@@ -6,22 +6,8 @@ import { bar, button, failure, h, message, replace } from "./dom.js";
 import { listHref } from "./route.js";
 import { visibleText } from "./visible.js";
 
-/** @import {Child, Overview, Session, SessionRow} from "../ui_types.d.ts" */
-/** @import {Command} from "./copy.js" */
-/** @import {Parameters} from "./route.js" */
-
-/**
- * @typedef {object} Place the part of the address that a view needs, and the newest overview
- * @property {string} id the session's, the group's or the checkpoint's, "" for a list
- * @property {URLSearchParams} query
- * @property {() => Overview|null} overview
- */
-
-/**
- * A request: several, or a GET of JSON, whose type is that of the parameter of what shows it.
- * @template T
- * @typedef {((signal: AbortSignal) => Promise<T>)|{path: string, parameters?: Parameters}} Asked
- */
+/** @import {Asked, Child, Command, Overview, Session, SessionRow} from "../ui_types.d.ts" */
+/** @typedef {import("../ui_types.d.ts").Place} Place */
 
 /**
  * What stands in place of a view if what its address names does not exist; the view is shown as soon as it does.
