@@ -378,6 +378,11 @@ def test_exports(watched: Watched, page_stand: PageStand) -> None:
 
     watched.go("#/exports?max_staleness=0&weight_version=20")
     page.wait_for_selector("main th:has-text('stale')")
+    missing = stand.get("/ui/api/exports", max_staleness=0, weight_version=20)["missing"]
+    numbers = [(f"{one['lost_tokens']:,}", f"{one['count']:,}") for one in missing]
+    shown = page.locator("table[aria-label='What is left out'], [aria-label='What is left out'] table").first
+    cells = shown.locator("tbody tr").all()
+    assert [tuple(row.locator("td.number").all_inner_texts()) for row in cells] == numbers
     page.locator("main td a").first.click()
     page.wait_for_url("**/ui#/session/*")
 

@@ -469,7 +469,10 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
     expect(page.locator(".tokenhead").first).to_contain_text("set TURNLOG_PAGE_TOKENIZER to read them")
     legend = page.locator(".tokens-tab .legend")
     expect(legend).to_contain_text("perplexity")
-    expect(legend).to_contain_text("turns were rolled back")
+    expect(legend).to_contain_text("rolled back")
+    gone = talk.committed()[2]["output_tokens"]
+    amounts = f"sampled {len(sampled) + gone:,} = trained {sum(row['loss_mask']):,} + rolled back {gone:,}"
+    expect(page.locator(".tokenhead").first).to_contain_text(amounts)
     counts = legend.locator("strong").all_text_contents()
     assert sum(int(count.replace(",", "")) for count in counts) == len(sampled)
 
@@ -489,7 +492,7 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
 
     page.get_by_label("place in the row").fill(str(sampled[-5]))
     until(lambda: page.evaluate(focused) == str(sampled[-5]))
-    for note in ("turns 3 were rolled back here", "ends by length"):
+    for note in (f"rolled back here: turns 3, {gone} tokens", "ends by length"):
         expect(page.locator(".turnrun", has_text=note)).not_to_have_count(0)
     page.get_by_label("colour", exact=True).select_option("column advantage")
     expect(page.locator(f".tok[data-at='{row['turns'][1]['end'] - 1}']")).to_contain_class("lp6")
@@ -527,6 +530,16 @@ def test_a_branch_is_chosen_and_the_tree_is_a_graph(stand: Stand, tree: Talk, wa
     page.get_by_label("branch", exact=True).select_option("1")
     page.get_by_text("Branch 1 began because another agent asked.").wait_for()
     assert "branch=1" in page.evaluate("location.hash")
+    every = sum(sum(row["loss_mask"]) for row in tree.rows())
+    [row] = [row for row in tree.rows() if row["branch"] == 1]
+    own, there = sum(row["loss_mask"]), sum(row["sampled_mask"])
+    told = f"trained {own} + in the loss of branch 0 {there - own} + in other rows {every - there}"
+    expect(page.locator(".tokenhead").first).to_contain_text(f"sampled {every} = {told}")
+    first = page.locator(".tokens .tok").first
+    expect(first).to_have_attribute("title", "masked: in the loss of branch 0")
+    first.focus()
+    expect(page.locator(".tokendetail")).to_contain_text("masked: in the loss of branch 0")
+    expect(page.locator(".tokens-tab .legend")).to_contain_text("masked: in the loss of branch 0")
     page.locator(".turnrun .mark", has_text="turn 15").click()
     until(lambda: "turn=15" in page.evaluate("location.hash"))
     expect(page.locator(".turnrun")).to_have_count(2)

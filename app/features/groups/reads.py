@@ -205,7 +205,7 @@ def turn_events(connection: Connection, keys: Sequence[GroupKey]) -> TurnEvents:
     """
     members = of_readable(connection, keys, _closed_members)
     every = [session_id for of_group in members.values() for session_id in of_group]
-    events_of = of_readable(connection, every, _turn_events_of)
+    events_of = of_readable(connection, every, turn_events_of)
     return {
         key: {session_id: events_of.get(session_id, []) for session_id in session_ids}
         for key, session_ids in members.items()
@@ -225,7 +225,8 @@ def _closed_members(connection: Connection, keys: Sequence[GroupKey]) -> dict[Gr
     return members
 
 
-def _turn_events_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, list[EventRow]]:
+def turn_events_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, list[EventRow]]:
+    """The same events of some sessions."""
     query = (
         select(events.c.session_id, *(events.c[name] for name in EventRow._fields))
         .where(events.c.session_id.in_(session_ids), events.c.type.in_(_AGING))

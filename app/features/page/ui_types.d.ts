@@ -544,8 +544,19 @@ export interface TurnRange {
   start: number;
   output_start: number;
   end: number;
-  in_loss: boolean;
+  /** why its sampled tokens are not in the row's loss */
+  masked: string | null;
+  /** sampled tokens that the next prompt does not have */
+  trimmed: number;
   finish_reason: string | null;
+}
+
+/** Sampled tokens of a session: trained, or why not; `at`: where in the row those of no row would follow. */
+export interface Share {
+  reason: string;
+  at: number | null;
+  tokens: number;
+  turns: number[];
 }
 
 /** Of the row's tokens, `counts[i]` are below `edges[i]` and not below the edge before. */
@@ -570,7 +581,7 @@ export interface Unlikely {
 
 export interface Outline {
   sampled: number;
-  in_loss: number;
+  shares: Share[];
   scales: Scale[];
   least: Unlikely[];
 }
@@ -739,8 +750,8 @@ export interface Example {
 export interface Missing {
   reason: string;
   count: number;
-  /** sampled tokens that max_seq_len took */
-  cut_tokens: number;
+  /** sampled tokens that it takes */
+  lost_tokens: number;
   examples: Example[];
 }
 
@@ -749,7 +760,7 @@ export interface ExportPreview {
   rows: number;
   sessions: number;
   tokens: number;
-  sampled_tokens: number;
+  trained_tokens: number;
   first_tokens: number[];
   missing: Missing[];
   scanned: number;
