@@ -113,6 +113,8 @@ HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {
     "group_size": lambda log: log.session.config.group_size,
     "failed": lambda log: log.session.failed and log.session.failed.kind,
     "evaluation": lambda log: log.session.config.evaluation is True,
+    "engine_errors": lambda log: log.session.engine_errors,
+    "tool_errors": lambda log: log.session.tool_errors,
 }
 """How each column of `sessions` but the key follows from the log."""
 

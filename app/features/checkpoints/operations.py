@@ -299,6 +299,8 @@ _set_head = (
         spent_tokens=bindparam("new_spent_tokens", type_=sessions.c.spent_tokens.type),
         failed=bindparam("new_failed", type_=sessions.c.failed.type),
         evaluation=bindparam("new_evaluation", type_=sessions.c.evaluation.type),
+        engine_errors=bindparam("new_engine_errors"),
+        tool_errors=bindparam("new_tool_errors"),
     )
     .returning(sessions.c.run, sessions.c.group_id, sessions.c.root_id)
 )
