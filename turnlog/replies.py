@@ -330,15 +330,16 @@ class Attempt(TypedDict):
 
 
 class Group(TypedDict):
-    """`group_size`: how many attempts it waits for, `arrived`: how many it has. `complete`: they are there, and each
-    rollout that is neither erased nor replaced is finished. `evaluation`: it has only evaluations; in any other group
-    evaluations count for nothing."""
+    """`group_size`: how many attempts it waits for, `arrived`: how many it has, `missing_attempts`: the lowest that no
+    session has. `complete`: they are there, and each rollout that is neither erased nor replaced is finished.
+    `evaluation`: it has only evaluations; in any other group evaluations count for nothing."""
 
     run: str
     group_id: str
     group_size: int | None
     arrived: int
     attempts: list[Attempt]
+    missing_attempts: list[int]
     statistics: Statistics | None
     complete: bool
     evaluation: bool
