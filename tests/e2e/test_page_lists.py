@@ -276,7 +276,7 @@ def test_a_run_is_chosen_at_the_top_and_stays_in_links(watched: Watched, page_st
         texts = line.split()
         assert texts[:3] == [str(one["version"]), f"{one['mean_reward']:.3f}", str(one["rewarded"])]
         assert f"{one['staleness']:.3f}" in texts
-    for title in ("Reward", "Engine errors", "Tool errors", "Turns", "Staleness"):
+    for title in ("Reward", "Engine errors", "Tool errors", "Staleness"):
         plot = page.locator(".plots section", has=page.get_by_role("heading", name=f"{title}, "))
         expect(plot.locator("circle")).to_have_count(5)
     expect(page.locator("main .figure", has_text="Failed attempts")).to_contain_text("sandbox 1")

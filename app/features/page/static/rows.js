@@ -246,7 +246,7 @@ export function errorColumns() {
   const column = (/** @type {string} */ title, /** @type {"engine_errors"|"tool_errors"} */ sort, /** @type {string} */ hint) => {
     /** @type {Column<Row>["fill"]} */
     const fill = (cell, row) => cell.replaceChildren(row[sort] ? badge(count(row[sort]), "bad") : "0");
-    return { title, width: "76px", number: true, sort, hint, value: (/** @type {Row} */ row) => row[sort], fill };
+    return { title, width: "102px", number: true, sort, hint, value: (/** @type {Row} */ row) => row[sort], fill };
   };
   return [
     column("Engine errors", "engine_errors", "Turns that ended without a commit, and requests that a limit refused"),

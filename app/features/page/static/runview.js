@@ -24,7 +24,6 @@ const PLOTS = [
   { title: "Reward", value: (one) => one.mean_reward, note: "mean of the rollouts" },
   { title: "Engine errors", value: errorShare, text: percent, note: "of all turns" },
   { title: "Tool errors", value: ({ turns, tool_errors: failed }) => (turns ? failed / turns : null), note: "a turn" },
-  { title: "Turns", value: (one) => one.turns, text: count, note: "committed" },
   { title: "Staleness", value: (one) => one.staleness, note: "versions, mean of the sessions", hint: STALENESS },
 ];
 
