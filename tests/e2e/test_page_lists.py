@@ -99,12 +99,8 @@ def test_rows_say_what_sessions_are_about_and_change_in_their_place(watched: Wat
     page = settled(watched.open("#/?q=about-"))
     expect(page.locator(f"{ROWS} td:has-text('Is it warm?')")).to_be_visible()
     row = cells(page, "about-1")
-    assert (row["Task"], row["Last action"], row["Finish"], row["Errors"]) == (
-        "Is it warm? In Bonn.",
-        "Where?",
-        "stop",
-        "0",
-    )
+    assert (row["Task"], row["Last action"], row["Finish"]) == ("Is it warm? In Bonn.", "Where?", "stop")
+    assert (row["Engine errors"], row["Tool errors"]) == ("0", "0")
     assert row["State"].endswith("idle")
     assert page.locator(f"{ROWS} .badge").get_attribute("title")
     assert page.locator(f"{ROWS} time").last.get_attribute("title"), "the absolute time"
@@ -285,7 +281,7 @@ def test_a_run_is_chosen_at_the_top_and_stays_in_links(watched: Watched, page_st
         texts = line.split()
         assert texts[:3] == [str(one["version"]), f"{one['mean_reward']:.3f}", str(one["rewarded"])]
         assert f"{one['staleness']:.3f}" in texts
-    for title in ("Reward", "Errors", "Turns", "Staleness"):
+    for title in ("Reward", "Engine errors", "Tool errors", "Staleness"):
         plot = page.locator(".plots section", has=page.get_by_role("heading", name=f"{title}, "))
         expect(plot.locator("circle")).to_have_count(5)
     expect(page.locator("main .figure", has_text="Failed attempts")).to_contain_text("sandbox 1")

@@ -135,14 +135,11 @@ def test_a_summary_follows_its_session(stand: Stand) -> None:
         talk.say("Otherwise.", sim={**NOW, "text": "It did not."})
         look()
     rain, looked = "Will it rain? …", [("get_weather", "Bonn")]
-    assert [
-        (one["task"], [tuple(action.values()) for action in one["actions"]], one["turns"], one["errors"])
-        for one in seen
-    ] == [
-        ("", [], 0, 0),
-        (rain, [(None, "the same")], 1, 0),
-        *((rain, looked, 2, errors) for errors in (0, 1)),
-        (rain, [(None, "It did not.")], 2, 1),
+    assert [(one["task"], [tuple(action.values()) for action in one["actions"]], one["turns"]) for one in seen] == [
+        ("", [], 0),
+        (rain, [(None, "the same")], 1),
+        *2 * [(rain, looked, 2)],
+        (rain, [(None, "It did not.")], 2),
     ]
     last, cold = seen[-1], summary_of(stand, late.id)
     (row,) = often.rows()

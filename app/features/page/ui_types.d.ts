@@ -48,6 +48,8 @@ export interface SessionRow {
   name: string | null;
   generation: number | null;
   evaluation: boolean;
+  engine_errors: number;
+  tool_errors: number;
   failed: Failure | null;
   note: string | null;
   tags: string[];
@@ -70,7 +72,6 @@ export interface Summary {
   tokens: number;
   output_tokens: number;
   finish_reason: string | null;
-  errors: number;
   started_at: number;
   ended_at: number | null;
   reward: number | null;
@@ -194,6 +195,8 @@ export interface ListedRun {
   /** rollouts, by the kind of their failure */
   failed: Record<string, number>;
   turns: number;
+  engine_errors: number;
+  tool_errors: number;
   groups: { complete: number; handed_out: number; acknowledged: number };
   reward: Statistics | null;
   weight_versions: { newest: number | null; oldest_live: number | null };
@@ -221,7 +224,8 @@ export interface VersionFigures {
   turns: number;
   rewarded: number;
   mean_reward: number | null;
-  errors: number;
+  engine_errors: number;
+  tool_errors: number;
   failed: number;
   staleness: number | null;
 }
@@ -265,6 +269,8 @@ export interface Attempt {
   created_at: number;
   updated_at: number;
   evaluation: boolean;
+  engine_errors: number;
+  tool_errors: number;
   failed: Failure | null;
   reward: number | null;
 }
@@ -285,6 +291,7 @@ export interface Group {
   group_size: number | null;
   arrived: number;
   attempts: Attempt[];
+  missing_attempts: number[];
   statistics: Statistics | null;
   complete: boolean;
   evaluation: boolean;
@@ -430,6 +437,8 @@ export interface Session {
   last_seq: number;
   status: string;
   failed: Failure | null;
+  engine_errors: number;
+  tool_errors: number;
   state: State;
   erased: boolean;
   config: { run?: string | null; group_id: string | null; attempt: number | null; adapter: string | null } & Record<string, unknown>;

@@ -261,6 +261,8 @@ export class SessionView extends View {
           ),
         ),
       h("span", { title: `${count(sampled + suffix)} of live turns, each once; ${count(sampled)} sampled` }, `${compact(sampled + suffix)} tokens`, h("span", { class: "note" }, `, ${compact(sampled)} sampled`)),
+      session.engine_errors > 0 && badge(amount(session.engine_errors, "engine error"), "bad"),
+      session.tool_errors > 0 && badge(amount(session.tool_errors, "tool error"), "warn"),
       engine && h("span", { class: "note" }, named(engine.replace(/^https?:\/\//, ""))),
       limit != null && badge(`limit: ${limit}`, "warn"),
     ];
