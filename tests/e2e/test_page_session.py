@@ -58,7 +58,7 @@ def _calls(command: str) -> dict[str, Any]:
     return {**NOW, "calls": [{"name": "bash", "arguments": {"command": command}}]}
 
 
-RESULTS = ("3 files\nREADME", "Traceback (most recent call last):\n  boom", '{"output": "fine\\nmore"}')
+RESULTS = ("3 files\nREADME", "Traceback (most recent call last):\n  boom\nValueError: no", '{"output": "fine\\nmore"}')
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     page.keyboard.press("e")
     expect(steps.nth(1).locator("h2")).to_be_in_viewport()
     assert page.evaluate("location.hash") == _at(agent, turn=2)
-    expect(steps.nth(1).locator(".said .said .badge")).to_have_text("✕error")
+    expect(steps.nth(1).locator(".said .said .badge")).to_have_text("error")
     page.keyboard.press("j")
     expect(page.locator(".act a[aria-current]")).to_be_focused()
     expect(steps.nth(2).locator(".said[data-role=tool]")).to_contain_text('"output": "fine\\nmore"')
