@@ -120,9 +120,10 @@ def test_the_token_of_a_run_shows_that_run_alone(watched: Watched, guarded: Stan
     page.wait_for_url("**/ui#/?run=team")
     own.say("Hello", sim=AT_ONCE)
     expect(page.locator(f"{ROWS} td", has_text="Hello").first).to_be_visible()
-    for place in ("groups", "search?q=x", "exports", "session/of-a-team"):
+    titles = {"groups": "Groups", "search?q=x": "Search", "exports": "Exports", "session/of-a-team": "of-a-team"}
+    for place, title in titles.items():
         watched.go(f"#/{place}")
-        expect(page.locator("main h1")).to_be_attached()
+        expect(page.locator("main h1")).to_have_text(title)
     expect(page.locator(".said").first).to_be_visible()
     watched.go("#/session/many-0001")
     expect(page.locator("main .message")).to_contain_text("There is no session")
