@@ -241,7 +241,7 @@ def test_a_queue_is_judged_by_keys(watched: Watched, guarded: Stand) -> None:
     at(3, "2 of 4 left")
     talks[3].annotate("verdict", 0.5, writer="ben")
     at(4, "1 of 3 left")
-    expect(queue).to_contain_text("queue-3 was judged meanwhile")
+    expect(queue).to_contain_text("queue-3 has left the queue")
     page.keyboard.press("u")
     at(2, "2 of 3 left")
     queue.get_by_label("Number or text").fill("0.75")
@@ -300,8 +300,7 @@ def test_a_long_list_keeps_the_document_small(watched: Watched, guarded: Stand) 
     expect(top).to_have_attribute("data-key", first)
     for session_id in (last, first):
         assert guarded.http.put(f"/sessions/{session_id}/reward", json={"reward": 0.5}).status_code == 200
-    column = page.locator("main thead th").all_inner_texts().index("Reward")
-    expect(top.locator("> *").nth(column)).to_have_text("0.500")
+    expect(top).to_contain_text("0.500")
     expect(page.locator("button.changed")).to_be_hidden()
     watched.go("#/?q=many-")
     expect(top).to_have_attribute("data-key", first)

@@ -108,7 +108,8 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
     ):
         path = f"/ui/api/sessions/{session_id}"
         found += [("Session", path), ("Transcript", f"{path}/conversation"), ("TokenPage", f"{path}/tokens")]
-        found += [("Rollout", f"{path}/rollout?limit=20"), ("TurnActions[]", f"{path}/actions")]
+        found += [("Comparison", f"/ui/api/rollouts?rollout={session_id}&rollout={filled.tree}&rollout=nobody")]
+        found += [("StepTexts[]", f"/ui/api/rollouts/texts?step={session_id}/0"), ("TurnActions[]", f"{path}/actions")]
         found.append(("Tree", f"/sessions/{session_id}/tree"))
     return found
 

@@ -267,8 +267,7 @@ def test_the_page_of_the_routes_sends_requests_and_has_no_barrier(watch: Watch, 
 
 CUT = """() => [
   ...[...document.querySelectorAll("main .table-scroll")].filter((one) => one.scrollWidth > one.clientWidth),
-  ...[...document.querySelectorAll("main thead th > *")]
-    .filter((one) => one.scrollWidth > one.parentElement.clientWidth),
+  ...[...document.querySelectorAll("main thead th > *")].filter((one) => one.scrollWidth > one.parentNode.clientWidth),
 ].map((one) => `${one.getAttribute("aria-label") ?? one.textContent} ${one.scrollWidth}`)"""
 
 

@@ -223,7 +223,15 @@ export function durationCell(cell, row) {
   else textCell(() => (start === undefined || end === null ? "–" : duration(end - start)))(cell, row);
 }
 
-/** @template {{about?: Summary}} Row @param {HTMLElement} cell @param {Row} row failed turns, marked */
-export function errorsCell(cell, { about }) {
-  cell.replaceChildren(about?.errors ? badge(count(about.errors), "bad") : about ? "0" : "–");
+/** How many errors there were of either kind. @template {{engine_errors: number, tool_errors: number}} Row */
+export function errorColumns() {
+  const column = (/** @type {string} */ title, /** @type {"engine_errors"|"tool_errors"} */ sort, /** @type {string} */ hint) => {
+    /** @type {Column<Row>["fill"]} */
+    const fill = (cell, row) => cell.replaceChildren(row[sort] ? badge(count(row[sort]), "bad") : "0");
+    return { title, width: "102px", number: true, sort, hint, value: (/** @type {Row} */ row) => row[sort], fill };
+  };
+  return [
+    column("Engine errors", "engine_errors", "Turns that ended without a commit, and requests that a limit refused"),
+    column("Tool errors", "tool_errors", "Results that say that their calls failed"),
+  ];
 }

@@ -139,7 +139,7 @@ function hitItem(hit) {
     h(
       "p",
       { class: "who" },
-      h("a", { href: sessionHref(session_id, { turn, brought: role === "assistant" ? null : 1 }) }, named(session_id), ` turn ${turn}`),
+      h("a", { href: sessionHref(session_id, { turn, brought: role === "tool" ? 1 : null }) }, named(session_id), ` turn ${turn}`),
       h("strong", null, named(role)),
       tools.map((tool) => h("code", null, named(tool))),
       badge(status),
