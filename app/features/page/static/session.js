@@ -238,8 +238,8 @@ export class SessionView extends View {
     renew(this.verdicts, [session.annotations[0], session.reward], () => verdicts(this.id, null, session, () => this.refresh()));
     renew(this.head, [session.seq, this.at.seq, session.last_seq, session.state, session.reward, session.failed], () => this.#head(session));
     replace(this.brief, session.tags.length > 0 && ["· ", named(session.tags.join(", ")), " "], session.note && ["· ", named(session.note)]);
-    const { config, metadata, turn_rewards: rewards, note, tags, budgets, limit, checkpoints, seq } = session;
-    renew(this.more, [config, metadata, rewards, note, tags, budgets, limit, checkpoints, seq], () => this.#details(session));
+    const { config, metadata, note, tags, budgets, limit, checkpoints, seq } = session;
+    renew(this.more, [config, metadata, note, tags, budgets, limit, checkpoints, seq], () => this.#details(session));
   }
 
   /** @param {Session} session @returns {Child} */
@@ -288,7 +288,6 @@ export class SessionView extends View {
     const newest = turns.findLast((turn) => turn.live);
     const discarded = turns.filter((turn) => !turn.live).length;
     const adapter = config.adapter ?? newest?.adapter;
-    const rewards = Object.entries(session.turn_rewards);
     const text = (/** @type {unknown} */ value) => (typeof value === "object" ? JSON.stringify(value) : value);
     const settings = Object.entries(config).filter(([, value]) => value !== null);
     return [
@@ -315,11 +314,6 @@ export class SessionView extends View {
         fact("Created", since(created_at), h("span", { class: "note" }, ` ${clock(created_at)}`)),
         closed_at != null && fact("Closed", since(closed_at), h("span", { class: "note" }, ` ${clock(closed_at)}`)),
       ),
-      rewards.length > 0 &&
-        folded(
-          `Rewards of ${count(rewards.length)} turns`,
-          h("p", null, rewards.map(([turn, one]) => [`turn ${turn}: `, rewardParts(one), "; "])),
-        ),
       folded(
         "Configuration",
         h("dl", { class: "sessionfacts" }, settings.map(([name, value]) => fact(name, named(text(value))))),
