@@ -150,7 +150,7 @@ export class TranscriptTab extends SessionPart {
   update(session, { turn, branch, isNew }) {
     const isPicked = isNew || turn !== this.turn || branch !== this.branch;
     const last = this.flow.lastElementChild;
-    const follows = this.#isAtEnd() && (!this.pin?.block || this.pin.block.element === last);
+    const follows = !isPicked && this.#isAtEnd() && (!this.pin?.block || this.pin.block.element === last);
     this.session = session;
     this.turn = turn;
     this.branch = branch;
