@@ -150,6 +150,7 @@ export class TranscriptTab extends SessionPart {
   update(session, { turn, branch, isNew }) {
     const isPicked = isNew || turn !== this.turn || branch !== this.branch;
     const last = this.flow.lastElementChild;
+    const wasOpen = !!this.session?.open_turns.length;
     const follows = !isPicked && this.#isAtEnd() && (!this.pin?.block || this.pin.block.element === last);
     this.session = session;
     this.turn = turn;
@@ -162,7 +163,7 @@ export class TranscriptTab extends SessionPart {
       return;
     }
     if (isPicked && !(isNew && turn === rows[0]?.number)) this.#pinTo(turn);
-    else if (follows && last !== this.flow.lastElementChild) {
+    else if (follows && (wasOpen || last !== this.flow.lastElementChild)) {
       this.pin = { block: null, top: 0, is: 0 };
       this.turn = rows.at(-1)?.number ?? turn;
       this.see(this.turn ?? 0);
@@ -387,7 +388,7 @@ export class TranscriptTab extends SessionPart {
       h("h2", null, h("a", { href }, `Turn ${number}`)),
       copyButton(() => new URL(href, location.href).href, "Copy link"),
       turn.discarded_by !== null && badge(`rolled back by event ${turn.discarded_by}`, "warn"),
-      begins && h("span", { class: "flag" }, `⎇ branch ${begins.branch}: ${begins.cause}`, begins.agent_id !== null && [", agent ", named(begins.agent_id)], begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
+      begins && h("span", { class: "flag" }, `⎇ branch ${begins.branch}: ${begins.cause} `, named(begins.agent_id ?? ""), begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
       turn.segment_cause && badge(`new segment: ${turn.segment_cause}`, "warn"),
       h("span", { class: `fin ${turn.finish_reason ?? ""}` }, named(turn.finish_reason ?? "")),
       took !== null && h("span", null, duration(took)),
