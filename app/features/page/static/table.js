@@ -24,11 +24,8 @@ function leastWidth(columns) {
 }
 
 /**
- * Render what scrolls at the next frame: after each scroll and change of size, and when somebody asks for it.
- * @param {AbortSignal} closed
- * @param {Element} scroller
- * @param {() => void} render
- * @returns {() => void} to ask for it
+ * Render what scrolls at the next frame: after each scroll and change of size, and when what is returned is called.
+ * @param {AbortSignal} closed @param {Element} scroller @param {() => void} render
  */
 export function rendersSoon(closed, scroller, render) {
   let frame = 0;
@@ -51,10 +48,8 @@ export class LongTable {
   /** @param {AbortSignal} closed @param {TableOptions<Row>} options */
   constructor(closed, options) {
     this.options = options;
-    /** @type {Row[]} */
-    this.rows = [];
-    /** @type {string|null} */
-    this.current = null;
+    this.rows = /** @type {Row[]} */ ([]);
+    this.current = /** @type {string|null} */ (null);
     this.isBusy = true;
     this.pointedAt = -POINTED_MS;
     this.above = h("td");
@@ -99,11 +94,7 @@ export class LongTable {
     return performance.now() - this.pointedAt < POINTED_MS || this.body.contains(document.activeElement);
   }
 
-  /**
-   * @param {Row[]} rows
-   * @param {number} total how many there are on the server
-   * @param {boolean} isBusy are more being loaded?
-   */
+  /** @param {Row[]} rows @param {number} total how many the server has @param {boolean} isBusy are more being loaded? */
   show(rows, total, isBusy) {
     this.rows = rows;
     this.isBusy = isBusy;
@@ -120,10 +111,6 @@ export class LongTable {
   setOrder(sort, order) {
     for (const cell of this.head.querySelectorAll("th")) {
       const isIt = cell.dataset.sort === sort && sort !== "";
-      const mark = isIt ? (order === "asc" ? " ▲" : " ▼") : "";
-      const button = cell.querySelector("button");
-      if (!button) continue;
-      button.dataset.mark = mark;
       cell.ariaSort = isIt ? (order === "asc" ? "ascending" : "descending") : null;
     }
   }
@@ -183,12 +170,10 @@ export class LongTable {
     const at = this.rows.findIndex((row) => this.options.keyOf(row) === this.current);
     const last = this.rows.length - 1;
     const isInside = this.element.contains(document.activeElement);
-    let to;
-    if (event.key === "j") to = Math.min(last, at + 1);
-    else if (event.key === "k") to = Math.max(0, at - 1);
-    else if (event.key === "Home" && isInside) to = 0;
-    else if (event.key === "End" && isInside) to = last;
-    else return;
+    /** @type {Record<string, number>} */
+    const places = { j: Math.min(last, at + 1), k: Math.max(0, at - 1), ...(isInside && { Home: 0, End: last }) };
+    const to = places[event.key];
+    if (to === undefined) return;
     event.preventDefault();
     this.#walk(to);
   }
