@@ -272,6 +272,7 @@ SETTINGS_OF: Mapping[Feature, tuple[str, ...]] = {
     "budgets": ("limits",),
     "groups": ("retain_until_ack",),
     "objects": ("payloads", "payloads_keep_s"),
+    "page": ("page_tokenizer",),
     "resume": ("stage_tokens_s",),
     "session_control": ("engine_sessions",),
     "text": ("text_upstreams",),
@@ -330,6 +331,7 @@ class Settings(BaseSettings):
     stage_tokens_s: float = Field(default=0, ge=0, le=3600)
     tokenizer: str | None = None
     tito_family: str = "auto"
+    page_tokenizer: str | None = None
     rollback_window: int = Field(default=1, ge=0, le=1000)
     history: History | None = None
     on_divergence: OnDivergence = "reject"

@@ -16,6 +16,7 @@ import pytest
 from helpers import warm
 from helpers.databases import Postgres, SqliteTemplate, database_at
 from helpers.store import Store, two_stores
+from httpx import _config as httpx_config
 from httpx._transports import default as httpx_transports
 from hypothesis import settings
 
@@ -159,6 +160,13 @@ def forked_starts() -> None:
 def certificates_read_once() -> None:
     """httpx reads them for each client, which costs 20 ms."""
     httpx_transports.create_ssl_context = functools.cache(httpx_transports.create_ssl_context)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def requests_take_their_time() -> None:
+    """httpx gives a request of which nothing else is said five seconds, which is too little on a slow machine."""
+    for part in ("connect", "read", "write", "pool"):
+        setattr(httpx_config.DEFAULT_TIMEOUT_CONFIG, part, 60.0)
 
 
 @pytest.fixture(scope="session")

@@ -6,13 +6,21 @@ Messages are objects as in a chat; of what is none, or has odd fields, it gives 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 LINE = 200
 """Characters of a line."""
+
+TASK = 600
+"""Characters of a task."""
+
+HEAD = 24
+"""A shorter beginning that tasks share is left in its place."""
 
 SHORT = 40
 """A longer argument is left out beside the one that says what the call does."""
@@ -60,6 +68,11 @@ class Call(NamedTuple):
         """What the call asks for."""
         return _asked(self.arguments)
 
+    def hands_on(self, task: str) -> bool:
+        """Is the text in one of its arguments, as where the call starts an agent?"""
+        given = json_of(self.arguments) if isinstance(self.arguments, str) else self.arguments
+        return bool(task) and json.dumps(task)[1:-1] in json.dumps(given)
+
 
 def actions_of(messages: Sequence[object]) -> list[Action]:
     """The actions of the assistants' messages among these, in their order; the others have none."""
@@ -72,6 +85,36 @@ def task_of(messages: Sequence[object]) -> str:
     What begins with a tag, as a harness's own remarks do, is taken where there is nothing else. A message that is a
     text is a completion's prompt.
     """
+    return _line(asked_first(messages))
+
+
+def task_text(messages: Sequence[object]) -> str:
+    """The text whose first line is the task: its beginning, at most TASK characters, with blanks for line breaks."""
+    words = " ".join(asked_first(messages)[: 2 * TASK].split())
+    return (words if len(words) <= TASK else words[: TASK - 2] + " …").encode(errors="replace").decode()
+
+
+def common_heads(tasks: Iterable[str]) -> list[str]:
+    """The beginnings of whole words that a third of the different tasks share, the longest first, none below HEAD."""
+    ordered = sorted(set(filter(None, tasks)))
+    many = max(2, math.ceil(len(ordered) / 3))
+    heads = {_shared(first, last) for first, last in zip(ordered, ordered[many - 1 :], strict=False)}
+    return sorted((head for head in heads if len(head) >= HEAD), key=len, reverse=True)
+
+
+def without_head(task: str, heads: Sequence[str]) -> str:
+    """The task from where it differs from the others on."""
+    head = next((one for one in heads if task.startswith(one)), "")
+    return f"… {task[len(head) :]}" if head else task
+
+
+def _shared(first: str, last: str) -> str:
+    pairs = zip(first.split(" "), last.split(" "), strict=False)
+    return "".join(f"{word} " for word, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def asked_first(messages: Sequence[object]) -> str:
+    """The text that is the task, whole."""
     texts: list[tuple[str, str]] = []
     for message in messages:
         said = {"role": "user", "content": message} if isinstance(message, str) else message
@@ -79,7 +122,7 @@ def task_of(messages: Sequence[object]) -> str:
         parts = content if isinstance(content, list) else [content]
         words = (part if isinstance(part, str) else text_of(field(part, "text")) for part in parts)
         texts += [(str(field(said, "role")), stripped) for word in words if (stripped := word.strip())]
-    return _line(min(texts, key=_rank)[1]) if texts else ""
+    return min(texts, key=_rank)[1] if texts else ""
 
 
 def _rank(said: tuple[str, str]) -> tuple[bool, bool, bool]:

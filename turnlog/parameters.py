@@ -120,6 +120,8 @@ class OfSessions(Selection, total=False):
     unrewarded: Annotated[bool, "Only sessions without a reward."]
     min_staleness: Annotated[int, "At least this many weight versions behind the newest one."]
     tag: Annotated[str, "Only sessions with this tag."]
+    annotated: Annotated[str, "Only sessions with an annotation of their own of this name."]
+    unannotated: Annotated[str, "Only sessions without one of this name."]
     name: Annotated[str, "Only sessions that clients call so."]
     generation: Annotated[int, "Only this generation of a name."]
     evaluation: Annotated[bool, "Only evaluations; false: only others."]

@@ -169,12 +169,14 @@ class ListedSession(TypedDict):
 
 class SessionPage(TypedDict):
     """With `count`, `total` is the number of matches up to 100,000, beyond which `total_is_exact` is false. With a
-    metadata filter both are those of this page, which may be short though more pages follow."""
+    metadata filter both are those of this page, which may be short though more pages follow. With `tasks`, `tasks` has
+    by session how its first turn's request begins, at most 600 characters."""
 
     sessions: list[ListedSession]
     next_cursor: str | None
     total: NotRequired[int]
     total_is_exact: NotRequired[bool]
+    tasks: NotRequired[dict[str, str]]
 
 
 class ListedGroup(TypedDict):

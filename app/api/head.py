@@ -10,8 +10,8 @@ The guard authorises every request by what the table of routes says (`Who`):
                              scope under TOKEN_SESSION). No reward and no erasure (`Request.require_judge`, which the
                              three routes call that can do that by their path, query or body)
     a run's token            everything within the run: `of_run.admit`, by `Head.run_token`
-    the page's cookie        GET and HEAD; a session's note and tags, where the page itself sends them. That of a run
-                             also only what the run's token opens
+    the page's cookie        GET and HEAD; PUT and DELETE of annotations, where the page itself sends them. That of a
+                             run also only what the run's token opens
 
 A token is sent as `Authorization: Bearer` or, as Anthropic's SDKs do, as `x-api-key`.
 """
@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Literal
 from starlette.types import Message, Scope, Send
 
 from app.api.limits import CONNECTION, MAX_HEADER_BYTES, MAX_PARAMETERS, MAX_TARGET_BYTES, PEER
-from app.domain.patterns import ID, is_id
+from app.domain.patterns import ANNOTATION, ID, is_id
 from app.errors import (
     AppError,
     Forbidden,
@@ -101,8 +101,8 @@ COOKIE = b"turnlog_ui"
 _READS = frozenset({"GET", "HEAD"})
 _BELOW_BASE_URLS = (_SESSIONS, "/v1/", "/ng-rollout/")
 
-_NOTES = re.compile(rf"/sessions/{ID[1:-1]}/annotations/(note|tags)")
-"""What the page may write: PUT alone, and only if the page itself sends it (`_is_sent_by_page`)."""
+_ANNOTATIONS = re.compile(rf"/sessions/{ID[1:-1]}/(turns/[0-9]+/)?annotations/{ANNOTATION[1:-1]}")
+"""What the page may write: PUT and DELETE, and only if the page itself sends it (`_is_sent_by_page`)."""
 
 PAGE_HEADER = b"x-turnlog-page"
 """The page sends it with what it writes. A page of another site cannot: a browser would first ask this server, which
@@ -344,7 +344,8 @@ class Guard:
         if b"cookie" not in headers or _is_foreign(headers):
             return False
         reads = head.method in _READS and who != "admin"
-        if not reads and not (head.method == "PUT" and _NOTES.fullmatch(head.path) and _is_sent_by_page(headers)):
+        writes = head.method in ("PUT", "DELETE") and _ANNOTATIONS.fullmatch(head.path)
+        if not reads and not (writes and _is_sent_by_page(headers)):
             return False
         now = self._clock()
         for cookie in _cookies(headers[b"cookie"]):

@@ -53,6 +53,7 @@ from app.sessions import replay_payloads as replay
 from app.sessions.cache import CacheEntry
 from app.sessions.conversation import MAX_MESSAGES, Conversations
 from app.sessions.session_list import SessionFilter, SessionQuery
+from app.sessions.tasks import tasks_of
 from app.sessions.tree_view import whole_tree
 from turnlog import replies as reply_types
 from workers.sampling_masks import Masks
@@ -138,6 +139,7 @@ class SessionListQuery(SessionFilter):
 
     prefix: str | None = Field(default=None, pattern=ID, description="Only sessions whose id begins so.")
     count: bool = Field(default=False, description="Also count the matches, up to 100,000: `total`.")
+    tasks: bool = Field(default=False, description="Also give how each session's first request begins: `tasks`.")
     limit: int = Field(default=100, ge=1, le=1000, description=LIMIT)
     cursor: Cursor = None
 
@@ -160,7 +162,11 @@ async def list_sessions(request: Request, query: Annotated[SessionListQuery, Que
     """
     filters = query.model_dump(include=set(SessionFilter.model_fields))
     wanted = SessionQuery(**filters, q=query.prefix)
-    return await request.services.session_list.page(wanted, query.cursor, query.limit, counted=query.count)
+    page = await request.services.session_list.page(wanted, query.cursor, query.limit, counted=query.count)
+    if query.tasks:
+        ids = [row["session_id"] for row in page["sessions"]]
+        page["tasks"] = await tasks_of(request.services.database, ids)
+    return page
 
 
 @route("HEAD /sessions/{session_id}", "", "session", of_run="session")

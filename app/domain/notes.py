@@ -1,6 +1,7 @@
-"""A session's tags as one text, in which a database finds a single one: a line feed before, between and behind them.
+"""A session's tags, or the names of its annotations, as one text, in which a database finds a single one: a line feed
+before, between and behind them.
 
-No tag has a line feed (`app.domain.patterns.TAG`).
+None has a line feed itself (`app.domain.patterns`).
 """
 
 from __future__ import annotations

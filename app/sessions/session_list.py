@@ -53,6 +53,14 @@ class SessionConditions(Selection):
         description="Only sessions whose newest weight version is at least this many versions behind their run's.",
     )
     tag: str | None = Field(default=None, pattern=patterns.TAG, description="Only sessions with this tag.")
+    annotated: str | None = Field(
+        default=None,
+        pattern=patterns.ANNOTATION,
+        description="Only sessions with an annotation of their own of this name.",
+    )
+    unannotated: str | None = Field(
+        default=None, pattern=patterns.ANNOTATION, description="Only sessions without one of this name."
+    )
     name: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions that clients call so.")
     generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
     evaluation: bool | None = Field(default=None, description="Only evaluations, or only others.")

@@ -11,7 +11,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
-from sqlalchemy import Connection, Select, bindparam, case, null, or_, select, tuple_
+from sqlalchemy import Connection, Select, and_, bindparam, case, func, null, or_, select, tuple_
 
 from app.domain.events import ChunkKey, Event, RewardAssigned, SessionClosed, SessionErased, UnknownEvent
 from app.domain.groups import Outcome, Root
@@ -53,6 +53,15 @@ def _frames(tokens: bool, exchange: bool) -> Select[Any]:
     return select(
         turns.c.turn, turns.c.tokens if tokens else null(), turns.c.exchange if exchange else with_tokens
     ).where(turns.c.session_id == bindparam("sid"), turns.c.turn.in_(bindparam("numbers", expanding=True)))
+
+
+def first_exchanges(connection: Connection, session_ids: Sequence[str]) -> dict[str, bytes | None]:
+    """By session, what went over the wire in its first committed turn."""
+    numbers = select(turns.c.session_id, func.min(turns.c.turn).label("turn")).group_by(turns.c.session_id)
+    first = numbers.where(turns.c.session_id.in_(session_ids)).subquery()
+    is_first = and_(turns.c.session_id == first.c.session_id, turns.c.turn == first.c.turn)
+    query = select(turns.c.session_id, turns.c.exchange).join(first, is_first)
+    return {row[0]: row[1] for row in connection.execute(query)}
 
 
 def load_tokens(connection: Connection, session_id: str, numbers: Sequence[int]) -> dict[int, StoredTokens]:

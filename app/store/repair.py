@@ -113,6 +113,7 @@ HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {
     "group_size": lambda log: log.session.config.group_size,
     "failed": lambda log: log.session.failed and log.session.failed.kind,
     "evaluation": lambda log: log.session.config.evaluation is True,
+    "annotated": lambda log: notes.joined(sorted(log.session.annotations.get(0, ()))),
 }
 """How each column of `sessions` but the key follows from the log."""
 

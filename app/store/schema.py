@@ -119,6 +119,7 @@ sessions = Table(
     Column("group_size", Integer),
     Column("failed", String(16)),
     Column("evaluation", Boolean, server_default=false(), nullable=False),
+    Column("annotated", Text),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id_run", "group_id", "run"),
     Index("ix_sessions_run_created_at_session_id", "run", "created_at", "session_id"),
@@ -153,6 +154,8 @@ null where it names no parent. It follows from several logs: see `store.rollouts
 No two processes can begin the same one.
 
 `failed` is the kind of its failure, null where it did not fail or a reward has come since; its message is in the log.
+
+`annotated` are the names of the session's own annotations, sorted and joined as the tags; null where it has none.
 """
 
 erased_runs = Table(

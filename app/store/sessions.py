@@ -146,7 +146,8 @@ class HeadFilter(GroupFilter, frozen=True):
     before this time. `among`: only these ids; `but`: ids to leave out; of both LISTED at most.
 
     `least_staleness`: the newest weight version is at least so many behind its run's, which is the newest of the run's
-    sessions and of `engine_versions`. `begins` the beginning of the id, `tag` one of its tags.
+    sessions and of `engine_versions`. `begins` the beginning of the id, `tag` one of its tags, `annotated` the name of
+    an annotation of the session itself, `unannotated` of one that it has not.
     """
 
     status: Status | None = None
@@ -163,6 +164,8 @@ class HeadFilter(GroupFilter, frozen=True):
     engine_versions: EngineVersions = EngineVersions()
     begins: str | None = None
     tag: str | None = None
+    annotated: str | None = None
+    unannotated: str | None = None
     name: str | None = None
     generation: int | None = None
     evaluation: bool | None = None
@@ -238,12 +241,19 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
         head.reward.is_(None) if wanted.unrewarded else None,
         None if wanted.least_staleness is None else _is_stale(wanted.least_staleness, wanted.engine_versions),
         None if wanted.begins is None else begins_with(head.session_id, wanted.begins),
-        None if wanted.tag is None else head.tags.is_not(None) & contains(head.tags, notes.marked(wanted.tag)),
+        None if wanted.tag is None else _is_among(wanted.tag, head.tags),
+        None if wanted.annotated is None else _is_among(wanted.annotated, head.annotated),
+        None if wanted.unannotated is None else ~_is_among(wanted.unannotated, head.annotated),
         None if wanted.name is None else head.name.is_not(None) & (head.name == wanted.name),
         None if wanted.generation is None else head.generation == wanted.generation,
         None if wanted.evaluation is None else head.evaluation.is_(wanted.evaluation),
     ]
     return query.where(*(condition for condition in conditions if condition is not None))
+
+
+def _is_among(one: str, of: ColumnElement[str]) -> ColumnElement[bool]:
+    """Condition: a text from `notes.joined`, or null, has this one."""
+    return of.is_not(None) & contains(of, notes.marked(one))
 
 
 def _is_stale(least: int, engines: EngineVersions) -> ColumnElement[bool]:

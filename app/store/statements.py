@@ -193,7 +193,7 @@ ENDED = ("closed", "undone")
 erase_head = (
     update(sessions)
     .where(of_session(sessions), or_(*(sessions.c.status == status for status in ENDED)))
-    .values(status="erased", note=None, tags=None)
+    .values(status="erased", note=None, tags=None, annotated=None)
     .returning(sessions.c.run, sessions.c.group_id, sessions.c.root_id)
 )
 

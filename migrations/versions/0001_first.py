@@ -3,7 +3,7 @@
 The first release writes their SQL down here. Until then a change of a table gives this revision another name, so that a
 store of before is refused.
 
-Revision: first_23, the first.
+Revision: first_24, the first.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from app.composition import metadata
 from app.store.damage import Content
 from app.store.schema import store_meta
 
-revision = "first_23"
+revision = "first_24"
 down_revision = None
 branch_labels = None
 depends_on = None
 
 # Nothing selects content by value, and statistics would keep it after an erasure.
 ON_POSTGRESQL = (
-    "ALTER TABLE sessions ALTER note SET STATISTICS 0, ALTER tags SET STATISTICS 0",
+    "ALTER TABLE sessions ALTER note SET STATISTICS 0, ALTER tags SET STATISTICS 0, ALTER annotated SET STATISTICS 0",
     "ALTER TABLE events ALTER data SET STATISTICS 0",
 )
 

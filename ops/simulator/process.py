@@ -16,7 +16,7 @@ class SimulatorProcess(OwnProcess):
     a test can restart an engine at the same address.
     """
 
-    def __init__(self, *arguments: str, port: int = 0, start_timeout_s: float = 20.0) -> None:
+    def __init__(self, *arguments: str, port: int = 0, start_timeout_s: float = 60.0) -> None:
         super().__init__(
             [sys.executable, "-m", "ops.simulator", "--port", PORT, *arguments],
             Path(os.devnull),

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import httpx
 import pytest
 from helpers.answering import Answer, Answering, Asked
+from integration.stand import HOURS
 
 from app.domain.fleet import PauseMode
 from app.domain.patterns import address_pattern
 from app.upstream.client import EngineClient
 from app.upstream.control import AT_ONCE, EngineControl
-from ops.server import free_port
 from ops.simulator.process import SimulatorProcess
 
 pytestmark = pytest.mark.anyio
@@ -83,10 +83,11 @@ async def test_what_runs_ends_or_goes_on_as_the_mode_says(
     urls: dict[str, str], client: EngineClient, dialect: Dialect, mode: PauseMode, finish: str
 ) -> None:
     url, control = urls[dialect], controlling(client, "auto")
-    body = {"messages": [{"role": "user", "content": "Hello"}], "sim": {"latency_s": 1.0, "tool_calls": False}}
+    seconds = HOURS if mode == "abort" else 1.0
+    body = {"messages": [{"role": "user", "content": "Hello"}], "sim": {"latency_s": seconds, "tool_calls": False}}
     async with httpx.AsyncClient(timeout=30) as http:
         turn = asyncio.create_task(http.post(url + "/v1/chat/completions", json=body))
-        while httpx.get(url + "/sim/stats").json()["in_flight"] == 0:
+        while httpx.get(url + "/sim/stats").json()["started"] == 0:
             await asyncio.sleep(0.01)
         assert await control.pause(url, mode) is None
         assert is_paused(url)
@@ -121,7 +122,7 @@ async def test_vllm_ends_a_generation_by_the_id_that_its_header_gave(
     body = {**prompt, "max_tokens": 9, "sim": {"latency_s": 30.0 if route else 0.5, "tool_calls": False}}
     async with httpx.AsyncClient(timeout=40) as http:
         turns = [asyncio.create_task(http.post(url + path, json=body, headers={"X-Request-Id": rid})) for rid in rids]
-        while httpx.get(url + "/sim/stats").json()["in_flight"] < 2:
+        while httpx.get(url + "/sim/stats").json()["started"] < 2:
             await asyncio.sleep(0.01)
         found = await control.abort(url, rids)
         assert await control.abort(url, []) == {}
@@ -168,7 +169,7 @@ async def test_a_routers_workers_are_told(urls: dict[str, str], client: EngineCl
         }
         for worker in workers:
             assert [path for path, _ in asked(worker.rstrip("/"))], "it was told nothing"
-        listed.append(gone := f"http://127.0.0.1:{free_port()}")
+        listed.append(gone := "http://127.0.0.1:9")
         found = await control.abort(router.base_url, ["turnlog-1"])
         assert str(found["turnlog-1"]).startswith(f"worker {gone}: /abort_request")
         listed.clear()
@@ -241,7 +242,7 @@ async def test_the_engines_key_goes_to_workers_that_the_operator_names(
 
 async def test_an_engine_that_is_not_there_is_told(client: EngineClient) -> None:
     control = controlling(client, "auto")
-    url = f"http://127.0.0.1:{free_port()}"
+    url = "http://127.0.0.1:9"
     assert "ConnectionRefusedError" in str(await control.pause(url, "abort"))
     assert "ConnectionRefusedError" in str(await control.resume(url))
     assert "ConnectionRefusedError" in str(await control.abort(url, ["turnlog-1"]))

@@ -222,7 +222,7 @@ async def test_a_resume_of_what_is_not_paused_writes_nothing(states: Sequence[Fl
 async def test_what_another_process_begins_before_it_knows_is_aborted_too(
     postgres_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.features.gates.pauses.SECOND_SWEEP_S", 1.0)
+    monkeypatch.setattr("app.features.gates.pauses.SECOND_SWEEP_S", 3.0)
     rid = rid_of("s", 2, postgres_store.me)
     await postgres_store.create("s")
     with SimulatorProcess() as engine:

@@ -28,7 +28,7 @@ from app.store.opening import revision_head, revision_of
 
 T = TypeVar("T")
 
-REVISION = "first_23"
+REVISION = "first_24"
 
 
 def on(url: str, work: Callable[[Connection], T]) -> T:
@@ -76,7 +76,7 @@ def test_the_migration_makes_the_tables_of_the_schema(empty_url: str) -> None:
 
 @pytest.mark.parametrize(
     ("dialect", "digest"),
-    [(sqlite.dialect(), "3d75d1722537aa4c"), (postgresql.dialect(), "0a8a58cbc026a2ca")],
+    [(sqlite.dialect(), "60cee716034f3c37"), (postgresql.dialect(), "d1c78d8a5f1ed61b")],
     ids=["sqlite", "postgresql"],
 )
 def test_other_tables_have_another_revision(dialect: Dialect, digest: str) -> None:
@@ -116,7 +116,7 @@ def test_postgresql_neither_samples_content_nor_compresses_it_again(postgres_url
     plain = {("events", "data"), ("fleet_events", "data")}
     assert {place for place in content if found[place] != ("e", 0)} == plain
     assert found["events", "data"] == ("x", 0)
-    texts = {("sessions", "note"), ("sessions", "tags")}
+    texts = {("sessions", "note"), ("sessions", "tags"), ("sessions", "annotated")}
     assert {found[place][1] for place in texts} == {0}
 
 

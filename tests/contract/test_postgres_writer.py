@@ -161,6 +161,13 @@ async def test_a_server_that_stays_away_is_unavailable_in_time(
     assert isinstance(await store.create("s"), Appended)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is held is waited for longer than a test takes."""
+    monkeypatch.setattr(writer, "LOCK_RETRY_S", 600.0)
+
+
+@pytest.mark.usefixtures("patient")
 async def test_a_row_that_somebody_holds_keeps_only_its_own_session_waiting(postgres_store: Store) -> None:
     store = postgres_store
     names = [f"s{number}" for number in range(6)]
@@ -168,12 +175,13 @@ async def test_a_row_that_somebody_holds_keeps_only_its_own_session_waiting(post
     async with locking(store.database, "s3"):
         waiting = [asyncio.ensure_future(store.claim(name, 1)) for name in names]
         others = [task for name, task in zip(names, waiting, strict=True) if name != "s3"]
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(60):
             assert all(isinstance(outcome, Appended) for outcome in await asyncio.gather(*others))
         assert not waiting[3].done()
     assert isinstance(await waiting[3], Appended)
 
 
+@pytest.mark.usefixtures("patient")
 async def test_held_rows_one_after_the_other_keep_nobody_else_waiting(postgres_store: Store) -> None:
     """More of them than a process has lanes."""
     store = postgres_store
@@ -186,7 +194,7 @@ async def test_held_rows_one_after_the_other_keep_nobody_else_waiting(postgres_s
             await stack.enter_async_context(locking(store.database, name))
             waiting.append(asyncio.ensure_future(store.submit(reward(name, 1.0))))
             await asyncio.sleep(0.05)
-        async with asyncio.timeout(4):
+        async with asyncio.timeout(60):
             assert isinstance(await store.claim("free", 1), Appended)
         assert not any(task.done() for task in waiting)
     assert all(isinstance(outcome, Appended) for outcome in await asyncio.gather(*waiting))

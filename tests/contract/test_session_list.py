@@ -13,8 +13,10 @@ from helpers.log import BODY, created
 from helpers.store import Store, engines_at, reward
 from sqlalchemy import insert
 
+from app.domain.events import AnnotationWritten
 from app.domain.fleet import EngineListed
 from app.errors import InvalidRequest
+from app.features.annotations.annotations import WriteAnnotation
 from app.features.page import overview as page_reads
 from app.sessions.session_list import SessionList, SessionQuery, Sort
 from app.store import sessions as session_reads
@@ -53,6 +55,9 @@ class Filled:
                 await self.store.take_turn(name, weight_versions=spans, engine=self._dice.choice(ENGINES))
             if self._dice.random() < 0.5:
                 await self.store.submit(reward(name, self._dice.choice((0.0, 0.5, 1.0))))
+            if number % 3:
+                said = AnnotationWritten("verdict" if number % 2 else "verdict_2", None, True, size=4)
+                await self.store.submit(WriteAnnotation(name, float(number), said))
             await self._end(name)
 
     async def _end(self, name: str) -> None:
@@ -124,6 +129,12 @@ async def test_every_order_both_ways_is_that_of_a_plain_sort(filled: Filled) -> 
     assert [row["staleness"] for row in await filled.every(sort="staleness")][:2] == [6, 6]
 
 
+def has_verdict(row: ListedSession) -> bool:
+    """As `Filled.fill` gives it; an erasure takes it away."""
+    number = int(row["session_id"].rpartition("-")[2])
+    return number % 3 > 0 and number % 2 == 1 and row["state"] != "erased"
+
+
 FILTERS: list[tuple[dict[str, Any], Callable[[ListedSession], bool]]] = [
     ({"state": "open"}, lambda row: row["state"] in ("idle", "running", "paused")),
     ({"state": "idle"}, lambda row: row["state"] == "idle"),
@@ -136,6 +147,8 @@ FILTERS: list[tuple[dict[str, Any], Callable[[ListedSession], bool]]] = [
     ({"min_reward": 0.5}, lambda row: row["reward"] is not None and row["reward"] >= 0.5),
     ({"max_reward": 0.0}, lambda row: row["reward"] == 0.0),
     ({"unrewarded": True}, lambda row: row["reward"] is None),
+    ({"annotated": "verdict"}, has_verdict),
+    ({"unannotated": "verdict"}, lambda row: not has_verdict(row)),
     ({"min_staleness": 2}, lambda row: row["staleness"] is not None and row["staleness"] >= 2),
     ({"stuck_s": 5.0}, lambda row: row["running_since"] is not None),
     ({"stuck_s": NOW}, lambda row: False),

@@ -12,7 +12,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.util import await_only
 
 from app.errors import StoreFull, StoreUnavailable
-from app.store import postgres
+from app.store import postgres, writer
 from app.store.database import Database
 from app.store.dialect import Tx, store_error
 from app.store.log import Appended
@@ -59,14 +59,15 @@ async def test_a_connection_killed_between_statements_is_replaced(postgres_store
 
 
 async def test_a_claim_that_meets_a_foreign_lock_waits_beside_the_event_loop(
-    sqlite_store: Store, sqlite_url: str
+    sqlite_store: Store, sqlite_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A claim is written on the loop itself, which must not stand still for somebody else's lock."""
+    monkeypatch.setattr(writer, "LOCKED_S", 600.0)
     await sqlite_store.create("s")
     foreign = sqlite3.connect(make_url(sqlite_url).database or "", isolation_level=None)
     foreign.execute("BEGIN IMMEDIATE")
     waiting = asyncio.ensure_future(sqlite_store.claim("s", 1))
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(60):
         for _ in range(5):
             assert await sqlite_store.head("s") is not None
     assert not waiting.done()

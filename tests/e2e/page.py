@@ -169,8 +169,10 @@ def nodes(page: Page) -> int:
 def copied(page: Page, button: str) -> str:
     """What the button of that name copies."""
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.evaluate("navigator.clipboard.writeText('')")  # that an earlier text was copied is said for a while
     page.get_by_role("button", name=button, exact=True).click()
     page.get_by_text("Copied").first.wait_for()
+    page.wait_for_function("navigator.clipboard.readText()")
     text: str = page.evaluate("navigator.clipboard.readText()")
     return text
 

@@ -1,9 +1,10 @@
-"""Signing in, notes, a lost connection, long lists, checkpoints: on a server with a token."""
+"""Signing in, verdicts, a lost connection, long lists, checkpoints: on a server with a token."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,12 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import httpx
 import pytest
 from fault.locks import file_locked
-from integration.stand import TIMEOUT_S, Stand, standing, until
+from integration.stand import TIMEOUT_S, Stand, Talk, standing, until
 from playwright.sync_api import Page, expect
 
 from e2e.page import ROWS, Watch, Watched, barriers, copied, require_chromium
@@ -125,48 +127,130 @@ def test_the_token_of_a_run_shows_that_run_alone(watched: Watched, guarded: Stan
     watched.go("#/session/many-0001")
     expect(page.locator("main .message")).to_contain_text("There is no session")
     assert guarded.http.delete("/runs/team/token").status_code == 204
-    until(lambda: page.reload() is not None and page.locator("#token").count() == 1)
-
-
-def test_a_note_is_written_on_the_page(watched: Watched, guarded: Stand) -> None:
-    """By keyboard, in a session that is closed. What differs alone is written: a tag with a comma stays, and so do line
-    ends that a browser writes otherwise."""
-    watched.expected = ("401 (Unauthorized)", "400 (Bad Request)")
-    talk = guarded.talk(session_id="noted-1")
-    assert guarded.http.delete(talk.path).status_code == 204
-    page = signed_in(watched, f"#/session/{talk.id}")
-    page.locator(".sessiondetails > summary").click()
-    page.get_by_role("button", name="Edit note").focus()
-    page.keyboard.press("Enter")
-    page.keyboard.type("It loops <b>here</b>.")
-    page.keyboard.press("Tab")
-    page.keyboard.type("loop, look at")
-    assert barriers(page) == []
-    page.keyboard.press("Control+Enter")
-    expect(page.locator(".sessionfacts >> text=It loops <b>here</b>.")).to_be_visible()
-    expect(page.locator("form.noteform")).to_be_hidden()
-    expect(page.get_by_role("button", name="Edit note")).to_be_focused()
-    page.keyboard.press("Enter")
-    assert page.input_value("textarea[name=note]") == "It loops <b>here</b>."
-    tags = page.locator("input[name=tags]")
-    tags.fill("loop, " + "x" * 129)
-    page.get_by_role("button", name="Save", exact=True).click()
-    expect(page.locator(".noteform [role=alert]")).to_contain_text("tags")
-    tags.fill("")
-    page.keyboard.press("Enter")
-    expect(page.locator(".sessionfacts dt:has-text('Tags')")).to_have_count(0)
-
-    others = [" spaced", '"quoted", too', "a, b", "plain"]
-    talk.noted(note="one\r\ntwo\n", tags=others)
+    held = {"authorization": f"Bearer {token}"}
+    until(lambda: httpx.get(f"{guarded.base_url}/sessions", headers=held).status_code == 401)
     page.reload()
-    page.locator(".sessiondetails").evaluate("one => { one.open = true }")
-    page.get_by_role("button", name="Edit note").click()
-    tags.fill(f'{tags.input_value()}, "new, too", newer')
-    page.get_by_role("button", name="Save", exact=True).click()
-    expect(page.locator("form.noteform")).to_be_hidden()
-    written = [(one["name"], one.get("value")) for one in talk.events() if one["type"] == "AnnotationWritten"]
-    first = [("note", "It loops <b>here</b>."), ("tags", ["look at", "loop"]), ("tags", None)]
-    assert (written[:3], written[5:]) == (first, [("tags", sorted([*others, "new, too", "newer"]))])
+    page.wait_for_selector("#token")
+
+
+def said(stand: Stand, talk: Talk, turn: int | None = None) -> dict[str, tuple[Any, str | None]]:
+    """Value and writer by name, of the session or of a turn."""
+    view = stand.get(f"/ui/api{talk.path}")["annotations"]
+    return {one["name"]: (one.get("value"), one["writer"]) for one in view.get(str(turn or 0), ())}
+
+
+def test_a_person_judges_a_session_and_its_turns(watched: Watched, guarded: Stand) -> None:
+    """By keyboard, in a session that is closed: with a thumb, as a number, as a text, a note, tags. What is one's own
+    can be deleted; of others it is said that it is replaced, and when they wrote it."""
+    watched.expected = ("401 (Unauthorized)", "400 (Bad Request)")
+    talk = guarded.talk(session_id="judged-1")
+    talk.say("Hello", sim=AT_ONCE)
+    assert guarded.http.delete(talk.path).status_code == 204
+    talk.annotate("grade", 0.25, writer="judge-2")
+    talk.annotate("why", "It loops. " * 40, writer="judge-2")
+    talk.column(1, "teacher", [None] * talk.committed()[0]["output_tokens"], writer="teacher")
+    page = signed_in(watched, f"#/session/{talk.id}")
+    own, form = page.get_by_role("group", name="Verdicts", exact=True), page.get_by_role("form", name="Judge")
+    expect(own.locator(".verdict", has_text="grade 0.25 judge-2")).to_contain_text(re.compile(r"judge-2, .* ago"))
+    expect(own.locator("details summary", has_text="It loops.")).to_be_visible()
+
+    def write(*keys: str, name: str = "", text: str = "") -> None:
+        page.keyboard.press("v")
+        expect(form.locator("textarea")).to_be_focused()
+        if name:
+            form.get_by_label("Name", exact=True).fill(name)
+            form.locator("textarea").focus()
+        page.keyboard.type(text)
+        for key in keys:
+            page.keyboard.press(key)
+
+    write("Enter", text="0.5")
+    writer = form.get_by_label("Your name")
+    expect(writer, "nobody has said yet who judges").to_be_focused()
+    assert said(guarded, talk).keys() == {"grade", "why"}
+    page.keyboard.type("ann")
+    assert barriers(page) == []
+    page.keyboard.press("Enter")
+    expect(own.locator(".verdict", has_text="verdict 0.5 ann")).to_be_visible()
+    expect(form).to_be_hidden()
+    expect(own.get_by_role("button", name="Judge")).to_be_focused()
+    write("Shift+Tab", "Shift+Tab", "Enter")
+    expect(own.locator(".verdict", has_text=re.compile("verdict .failed ann"))).to_be_visible()
+    expect(own.locator(".verdict", has_text="verdict"), "another value of the same name replaces it").to_have_count(1)
+    write("Enter", name="note", text="It loops <b>here</b>, 1.")
+    expect(own.locator(".verdict", has_text="note It loops <b>here</b>, 1. ann")).to_be_visible()
+    write("Enter", name="tags", text="loop, look at")
+    expect(own.get_by_role("link", name="look at")).to_have_attribute("href", "#/?tag=look+at")
+    written = {"note": "It loops <b>here</b>, 1.", "tags": ["look at", "loop"], "verdict": {"passed": False}}
+    assert said(guarded, talk).items() >= {name: (value, "ann") for name, value in written.items()}.items()
+    assert barriers(page) == []
+
+    page.keyboard.press("v")
+    form.get_by_label("Name", exact=True).fill("tags")
+    expect(form.locator("textarea")).to_have_value("look at, loop")
+    form.locator("textarea").fill("x" * 129)
+    page.keyboard.press("Enter")
+    expect(form.get_by_role("alert")).to_contain_text("tags")
+    form.get_by_role("button", name="Delete").click()
+    expect(own.locator(".verdict", has_text="tags")).to_have_count(0)
+    page.keyboard.press("v")
+    form.get_by_label("Name", exact=True).fill("grade")
+    expect(form).to_contain_text("replaces that of judge-2")
+    expect(form.get_by_role("button", name="Delete"), "it is another's").to_be_hidden()
+    page.keyboard.press("Escape")
+    expect(form).to_be_hidden()
+    assert said(guarded, talk)["grade"] == (0.25, "judge-2")
+
+    of_turn = page.get_by_role("group", name="Verdicts of turn 1")
+    expect(of_turn.locator(".verdict", has_text="teacher")).to_contain_text("float32 over output teacher")
+    of_turn.get_by_role("button", name="Judge").click()
+    form.get_by_role("button", name="Passed").click()
+    expect(of_turn.locator(".verdict", has_text=re.compile("verdict .passed ann"))).to_be_visible()
+    assert said(guarded, talk, 1)["verdict"] == ({"passed": True}, "ann")
+
+
+def test_a_queue_is_judged_by_keys(watched: Watched, guarded: Stand) -> None:
+    """Sessions without a verdict, the oldest first: one is judged, taken back, judged again, one skipped, one given a
+    number; one that somebody else judges meanwhile goes."""
+    talks = [guarded.talk(session_id=f"queue-{number}", group_id="queue") for number in range(5)]
+    for number, talk in enumerate(talks):
+        talk.say(f"Task {number}", sim=AT_ONCE)
+    talks[1].annotate("verdict", {"passed": True}, writer="judge-2")
+    page = signed_in(watched, "#/?group_id=queue")
+    page.evaluate("localStorage.setItem('turnlog writer', 'ann')")
+    page.get_by_role("link", name="Judge").click()
+    queue = page.get_by_role("region", name="Queue")
+
+    def at(number: int, progress: str) -> None:
+        expect(page.locator("main .sessionhead h1")).to_have_text(talks[number].id)
+        expect(queue).to_contain_text(progress)
+
+    at(0, "4 of 4 left")
+    assert barriers(page) == []
+    page.keyboard.press("y")
+    at(2, "3 of 4 left")
+    assert said(guarded, talks[0])["verdict"] == ({"passed": True}, "ann")
+    page.keyboard.press("u")
+    at(0, "4 of 4 left")
+    assert said(guarded, talks[0]) == {}
+    page.keyboard.press("2")
+    at(2, "3 of 4 left")
+    assert said(guarded, talks[0])["verdict"] == ({"passed": False}, "ann")
+    page.keyboard.press("s")
+    at(3, "2 of 4 left")
+    talks[3].annotate("verdict", 0.5, writer="ben")
+    at(4, "1 of 3 left")
+    expect(queue).to_contain_text("queue-3 was judged meanwhile")
+    page.keyboard.press("u")
+    at(2, "2 of 3 left")
+    queue.get_by_label("Number or text").fill("0.75")
+    page.keyboard.press("Enter")
+    at(4, "1 of 3 left")
+    page.keyboard.press("n")
+    expect(page.locator("main .message")).to_contain_text("Nothing is left to judge.")
+    assert barriers(page) == []
+    values = [said(guarded, talk)["verdict"][0] for talk in talks]
+    assert values == [{"passed": False}, {"passed": True}, 0.75, 0.5, {"passed": False}]
 
 
 PUT = """([address, headers]) =>
@@ -174,7 +258,7 @@ PUT = """([address, headers]) =>
         .then((response) => String(response.status), (error) => error.name)"""
 
 
-def test_no_other_origin_writes_a_note(watched: Watched, guarded: Stand, tmp_path: Path) -> None:
+def test_no_other_origin_writes_an_annotation(watched: Watched, guarded: Stand, tmp_path: Path) -> None:
     """A page on another port of the same host: the browser sends it the cookie, and asks before it sends a PUT."""
     talk = guarded.talk(session_id="noted-2")
     own = signed_in(watched)

@@ -263,3 +263,20 @@ def test_the_page_of_the_routes_sends_requests_and_has_no_barrier(watch: Watch, 
     route.get_by_role("button", name="Send").click()
     route.get_by_text(f'{{"session_id":"{talk.id}","seq":2}}').wait_for()
     assert talk.state()["metadata"]["reward"] == 0.25
+
+
+CUT = """() => [
+  ...[...document.querySelectorAll("main .table-scroll")].filter((one) => one.scrollWidth > one.clientWidth),
+  ...[...document.querySelectorAll("main thead th > *")].filter((one) => one.scrollWidth > one.parentElement.clientWidth),
+].map((one) => `${one.getAttribute("aria-label") ?? one.textContent} ${one.scrollWidth}`)"""
+
+
+def test_lists_fit_a_small_desk(watch: Watch, page_stand: PageStand) -> None:
+    """No list scrolls to the side, and no title is cut."""
+    watched = watch(page_stand.stand.server.base_url, width=1280)
+    page, wrong = watched.open(), []
+    for place in ("#/runs", "#/", "#/groups", f"#/group/{GROUP}", "#/checkpoints", f"#/checkpoint/{CHECKPOINT}"):
+        watched.go(place)
+        page.wait_for_selector(ROWS)
+        wrong += [f"{place}: {found}" for found in settled(page, CUT)]
+    assert wrong == []

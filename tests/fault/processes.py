@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from integration.stand import until
+
 from fault.agents import Agent, Agents
 from ops.server import VERBATIM, ServerProcess
 
@@ -28,7 +30,7 @@ class Processes:
 
     def are_the_same(self) -> None:
         """Nobody had to start one again."""
-        assert all(server.answers() for server in self.servers)
+        until(lambda: all(server.answers() for server in self.servers), START_S)
         assert [server.pid for server in self.servers] == self.pids
 
     def logs(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from integration.stand import FIRST_TURN, LATER_TURN, Stand, Talk, error_of, until, user
+from integration.stand import FIRST_TURN, LATER_TURN, Stand, Talk, error_of, held, until, user
 
 from app.crash_points import VARIABLE, CrashPoint
 from fault.forking import ForkedServer
@@ -91,14 +91,15 @@ def test_a_retry_takes_the_turn_over_and_the_late_owner_commits_nothing(pair: Pa
     """The engine answers the frozen process, which gets to read it only when its turn is another's."""
     with pair.started() as (mine, theirs):
         talk, first = begin(mine)
-        sent, wish = [*talk.messages, user("Second")], {"latency_s": 0.7}
-        call = mine.meanwhile(talk.chat, sent, headers=KEY, sim=wish)
-        mine.until_generating(talk, 2)
-        pair.frozen.signal(signal.SIGSTOP)
+        sent = [*talk.messages, user("Second")]
+        with held(mine.sim):
+            call = mine.meanwhile(talk.chat, sent, headers=KEY)
+            mine.until_generating(talk, 2)
+            pair.frozen.signal(signal.SIGSTOP)
         frozen = monotonic()
         tally.tried += 1
         until(lambda: mine.stats()["in_flight"] == 0)
-        reply = theirs.known(talk.id).chat(sent, headers=KEY, sim=wish)
+        reply = theirs.known(talk.id).chat(sent, headers=KEY)
         tally.recovered(monotonic() - frozen)
         assert reply.status_code == 200
         assert "x-turnlog-replayed" not in reply.headers
@@ -108,7 +109,7 @@ def test_a_retry_takes_the_turn_over_and_the_late_owner_commits_nothing(pair: Pa
             *("TurnOpened", "TurnAbandoned", *LATER_TURN),
         ]
         tally.doubled += len(talk.committed()) - 2
-        assert talk.chat(sent, headers=KEY, sim=wish).content == reply.content
+        assert talk.chat(sent, headers=KEY).content == reply.content
         talk.messages = [*sent, reply.json()["choices"][0]["message"]]
         third = talk.say("Third")
         verified(pair.url, acknowledgements(talk, first, reply, third), tally)

@@ -236,7 +236,7 @@ def test_nothing_is_left_of_a_pool_whose_owner_is_killed(tmp_path: Path) -> None
         assert not [line for pid in (owner.pid, *pids) for line in memory_of(pid) if "/dev/shm/" in line]
         owner.kill()
         owner.wait()
-        assert all(gone(pid, 2) for pid in pids)
+        assert all(gone(pid, 60) for pid in pids)
 
 
 def test_a_child_ends_itself_behind_the_deadline(tmp_path: Path) -> None:

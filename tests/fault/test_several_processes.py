@@ -17,7 +17,7 @@ import asyncpg
 import httpx
 import pytest
 from fleet.test_metrics_workers import scrape
-from integration.stand import until, user
+from integration.stand import held, until, user
 
 from fault.table import Tally
 from fault.verified import acknowledgement, verified
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.long
 
 WORKERS = 2
 START_S = 90.0
-SLOW = {"messages": [user("Slow")], "sim": {"latency_s": 2.0}}
+SLOW = {"messages": [user("Slow")]}
 KEY = {"idempotency-key": "slow"}
 
 
@@ -100,7 +100,7 @@ def session(server: ServerProcess) -> str:
 
 @pytest.mark.fault(8, "uvicorn --workers 2, one of which is killed")
 def test_two_workers_serve_any_session_and_one_takes_over(
-    server: ServerProcess, postgres_url: str, tally: Tally
+    engine: SimulatorProcess, server: ServerProcess, postgres_url: str, tally: Tally
 ) -> None:
     acknowledged: list[Acknowledged] = []
 
@@ -121,7 +121,7 @@ def test_two_workers_serve_any_session_and_one_takes_over(
         holders.add(holder(postgres_url, server, one))
 
     slow = session(server)
-    with ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as threads, httpx.Client(base_url=engine.base_url) as sim, held(sim):
         call = threads.submit(turn, server, slow, SLOW, KEY)
         until(lambda: holder(postgres_url, server, slow), 180)
         owner = holder(postgres_url, server, slow)

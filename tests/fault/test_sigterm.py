@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from integration.stand import FIRST_TURN, Stand, Talk, until, user
+from integration.stand import FIRST_TURN, Stand, Talk, held, until, user
 from sqlalchemy import func, select
 
 from app.store.database import Database
@@ -86,11 +86,12 @@ def test_what_is_in_flight_lands_and_no_claim_is_left(
         assert stand.sim.post("/sim/reset").status_code == 200
         talks = [stand.talk() for _ in range(WAITING)]
         hammers = [Hammer(stand) for _ in range(HAMMERING)]
-        calls = [stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": SLOW_S}) for talk in talks]
         gone, body = stand.talk(), {"messages": [user("Slow")], "sim": {"latency_s": SLOWEST_S}}
-        with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.base_url + gone.chat_path, json=body, timeout=0.3)
-        until(lambda: stand.stats()["in_flight"] == WAITING + 1)
+        with held(stand.sim):
+            calls = [stand.meanwhile(talk.chat, [user("Slow")], sim={"latency_s": SLOW_S}) for talk in talks]
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.post(server.base_url + gone.chat_path, json=body, timeout=0.3)
+            until(lambda: stand.stats()["in_flight"] == WAITING + 1)
         runs = [stand.meanwhile(hammer.run) for hammer in hammers]
         until(lambda: all(hammer.replies for hammer in hammers))
         assert not all(call.done() for call in calls)

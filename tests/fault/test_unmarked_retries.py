@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import httpx
 import pytest
 from helpers.databases import SqliteTemplate
-from integration.stand import Message, Stand, Talk, until, user
+from integration.stand import Message, Stand, Talk, held, until, user
 
 from app.crash_points import VARIABLE
 from fault.forking import ForkedServer
@@ -99,16 +99,18 @@ def dropped_before_the_commit(site: Site, way: Way) -> tuple[Talk, httpx.Respons
     """The connection ends before the first byte, and the retry comes after the commit."""
     talk = site.talk(way)
     sent = [*talk.messages, user("Again?")]
-    hang_up(site, talk, sent, latency_s=0.3)
+    with held(site.stand.sim):
+        hang_up(site, talk, sent)
     until(lambda: "ReplyUndelivered" in talk.types())
-    return talk, ask(talk, sent, latency_s=0.3)
+    return talk, ask(talk, sent)
 
 
 def partial_reply(site: Site, way: Way) -> tuple[Talk, httpx.Response]:
     """As before, and the client believes that it has the beginning of the reply: Codex sends that back."""
     talk = site.talk(way)
-    sent, sim = [*talk.messages, user("Again?")], {"latency_s": 0.3, "text": "Half of it", "tool_calls": False}
-    hang_up(site, talk, sent, **sim)
+    sent, sim = [*talk.messages, user("Again?")], {"text": "Half of it", "tool_calls": False}
+    with held(site.stand.sim):
+        hang_up(site, talk, sent, **sim)
     until(lambda: "ReplyUndelivered" in talk.types())
     return talk, ask(talk, [*sent, {"role": "assistant", "content": "Half"}], **sim)
 
@@ -190,9 +192,11 @@ def test_five_identical_requests_are_five_generations_though_one_was_turned_away
     talk = site.talk(Way("tree", "chat"))
     sent = [*talk.messages, user("Sample")]
     with ThreadPoolExecutor(5) as threads:
-        calls = [threads.submit(ask, talk, sent, latency_s=0.8) for _ in range(4)]
-        site.stand.until_generating(talk, 5)
-        marked = {"x-stainless-retry-count": "1"}
-        replies = [talk.chat(sent, headers=marked, sim={"latency_s": 0.1}), *(call.result() for call in calls)]
+        with held(site.stand.sim):
+            calls = [threads.submit(ask, talk, sent) for _ in range(4)]
+            site.stand.until_generating(talk, 5)
+            calls.append(threads.submit(talk.chat, sent, headers={"x-stainless-retry-count": "1"}))
+            site.stand.until_generating(talk, 6)
+        replies = [call.result() for call in calls]
     assert [reply.status_code for reply in replies] == [200] * 5
     assert (talk.generations(), len(talk.committed()), len(talk.rows())) == (6, 6, 5)

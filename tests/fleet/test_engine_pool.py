@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from fault.table import Tally
-from integration.stand import Talk, error_of, until, user
+from integration.stand import Talk, error_of, held, until, user
 
 from fleet.pausing import elsewhere
 from fleet.stands import Api, Engine, Fleet
@@ -127,15 +127,15 @@ def test_a_turn_in_flight_ends_where_it_is_and_the_next_goes_elsewhere(pool: Poo
     leaving = pool.engines[0]
     talk = pool.at_engine(leaving)
     messages = [*talk.messages, user("Take your time")]
-    turn = pool.fleet.meanwhile(talk.chat, messages, sim={"latency_s": 1.5})
-    until(lambda: len(leaving.chats(talk.id)) == 2)
-    if way == "drained":
-        pool.post(leaving.url, "draining", api=second)
-        pool.everywhere(leaving.url, state="draining")
-    else:
-        assert second.http.delete("/engines", params={"url": leaving.url}).status_code == 204
-        pool.everywhere(leaving.url, state=None)
-    assert not turn.done()
+    with held(leaving.sim):
+        turn = pool.fleet.meanwhile(talk.chat, messages)
+        until(lambda: len(leaving.chats(talk.id)) == 2)
+        if way == "drained":
+            pool.post(leaving.url, "draining", api=second)
+            pool.everywhere(leaving.url, state="draining")
+        else:
+            assert second.http.delete("/engines", params={"url": leaving.url}).status_code == 204
+            pool.everywhere(leaving.url, state=None)
     reply: httpx.Response = turn.result()
     assert reply.status_code == 200, reply.text
     moved = elsewhere(second, talk)
@@ -174,8 +174,7 @@ def test_a_dead_engines_sessions_go_on_elsewhere_with_all_they_had(pool: Pool, t
     elsewhere(first, moved).say("And at the other process?")
     assert engines_of(moved)[2:] == [pool.other(dying).url] * 2
 
-    port = int(dying.url.rpartition(":")[2])
-    dying.process = SimulatorProcess("--seed", "0", port=port).start()
+    dying.process.start()
     pool.everywhere(dying.url, health="healthy", last_error=None)
     pool.at_engine(dying)
     assert len(bound(moved)) == 2

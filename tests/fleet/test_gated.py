@@ -102,7 +102,7 @@ def test_who_goes_while_the_gate_is_shut_is_let_go_at_once(stand: Stand, stream:
     gate.until_held(1)
     client.leave()
     gate.until_held(0)
-    assert stand.http.get("/health").json()["in_flight"] == 0
+    until(lambda: stand.http.get("/health").json()["in_flight"] == 0)
     gate.tell("resume")
     finish(talk.chat([user("Is anybody there?")]))
     assert talk.types() == ["SessionCreated", "TurnOpened", "AffinityBound", "TurnCommitted"]

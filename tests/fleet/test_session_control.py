@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 import uuid
 from collections.abc import Iterator
+from http.client import HTTPConnection
 from typing import Any
+from urllib.parse import urlsplit
 
-import httpx
-import pytest
-from integration.stand import Talk, error_of, until, user
+from integration.stand import HOURS, Talk, error_of, until, user
 
 from fleet.pausing import elsewhere
 from fleet.stands import Api, Engine, Fleet
-from ops.simulator.process import SimulatorProcess
 
 OPEN, CLOSE = "/open_session", "/close_session"
 
@@ -93,7 +93,7 @@ def killed(fleet: Fleet, url: str) -> Iterator[None]:
     try:
         yield
     finally:
-        fleet.engines.append(Engine(SimulatorProcess(port=int(url.rpartition(":")[2])).start()))
+        fleet.engines.append(Engine(lost.process.start()))
         until(lambda: all(shown(api, url)["health"] == "healthy" for api in fleet.apis), PATIENCE_S)
 
 
@@ -202,9 +202,10 @@ def test_close_is_told_once_though_the_client_has_gone(holding: Fleet) -> None:
     """The turn is cut off, and its generation aborted, before the engine is told that the session has ended."""
     name, talk = Named(holding), holding.apis[0].talk()
     name.say(talk, "open")
-    body = {"model": "simulator", "messages": [*talk.messages, user("Bye")], "nvext": name.control("close")}
-    with pytest.raises(httpx.ReadTimeout):
-        holding.apis[0].http.post(talk.chat_path, json={**body, "sim": {"latency_s": 30.0}}, timeout=0.5)
+    body = talk.body([*talk.messages, user("Bye")], nvext=name.control("close"), sim={"latency_s": HOURS})
+    with contextlib.closing(HTTPConnection(urlsplit(holding.apis[0].base_url).netloc)) as client:
+        client.request("POST", talk.chat_path, json.dumps(body), {"content-type": "application/json"})
+        until(lambda: len(holding.chats(talk.id)) == 2)
     closed = name.closed()
     (aborted,) = [one for engine in holding.engines for one in engine.seen("/abort_request")]
     assert aborted["arrived"] < closed["arrived"]

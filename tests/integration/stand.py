@@ -198,6 +198,18 @@ def engine_requests(sim: httpx.Client, path: str | None, session_id: str | None)
     ]
 
 
+@contextlib.contextmanager
+def held(*engines: httpx.Client) -> Iterator[None]:
+    """Of SGLang's: what they are asked to generate meanwhile, for no latency of its own, is generated at the end."""
+    for engine in engines:
+        assert engine.post("/pause_generation", json={"mode": "in_place"}).status_code == 200
+    try:
+        yield
+    finally:
+        for engine in engines:
+            assert engine.post("/continue_generation").status_code == 200
+
+
 class Stand(Api):
     """A server, an engine (where there is one) and clients for both."""
 

@@ -207,6 +207,7 @@ def test_a_closed_session_is_annotated_and_an_erased_one_has_nothing_left(stand:
     assert error_of(talk.annotate("note", "Again")) == (404, "session_closed")
     assert error_of(stand.http.get(f"{talk.path}/annotations")) == (404, "session_closed")
     assert listed(stand, word) == {}
+    assert talk.id not in {one["session_id"] for one in stand.get("/sessions", annotated="note")["sessions"]}
     assert word not in stand.http.get(f"{talk.path}/events").text
     left = [event for event in talk.events() if event["type"] == "AnnotationWritten"]
     assert [(event["name"], event.get("erased", False)) for event in left] == [

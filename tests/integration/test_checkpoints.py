@@ -13,7 +13,7 @@ import pytest
 
 from integration.places import Places
 from integration.routing import BOTH, EXPERTS, problems
-from integration.stand import Stand, Talk, error_of, serving, until
+from integration.stand import Stand, Talk, error_of, held, serving, until
 from integration.test_calls import ask, calling, ids_of, results, with_arguments
 from ops.simulator.process import SimulatorProcess
 
@@ -94,6 +94,7 @@ def test_a_session_is_again_what_it_was_and_goes_on_from_there(used: Stand, hist
     talk.say("Three")
     reward(used, talk, 0.75)
     talk.noted(note="Later", tags=[])
+    talk.annotate("after", True)
     talk.annotate("judge", "later", turn=3)
     for value in (2.5, 3.5):
         talk.column(1, "values", [value] * sampled)
@@ -106,6 +107,7 @@ def test_a_session_is_again_what_it_was_and_goes_on_from_there(used: Stand, hist
     assert talk.state()["metadata"]["status"] == "open"
     [listed] = used.http.get("/sessions", params={"tag": f"then-{talk.id}"}).json()["sessions"]
     assert (listed["session_id"], listed["note"]) == (talk.id, "Then")
+    assert talk.id not in {one["session_id"] for one in used.get("/sessions", annotated="after")["sessions"]}
     assert [turn["state"] for turn in talk.tree()["turns"]] == ["committed", "committed", "undone"]
     assert [row["turn"] for row in talk.rows(explain="true") if "undone" in row.get("excluded", "")] == [3]
     assert error_of(refused := talk.chat([*talk.messages, {"role": "user", "content": "Four"}])) == (409, "restored")
@@ -176,16 +178,18 @@ def test_erasure_wins_and_is_reported(used: Stand) -> None:
 
 def test_a_drain_waits_for_the_turns_in_flight_and_holds_the_others(used: Stand) -> None:
     talk, other = used.talk(), used.talk()
-    slow = used.meanwhile(talk.say, "Slow", sim={"latency_s": 1.0})
-    used.until_generating(talk)
-    cut = used.meanwhile(make, used, cut="drain")
-    until(lambda: used.http.get("/fleet").json()["held_for"] == "drain")
-    held = used.meanwhile(other.say, "Held")
-    until(lambda: used.http.get("/fleet").json()["held"] == 1)
-    assert error_of(used.http.post("/checkpoints", json={"name": "second", "cut": "drain"})) == (409, "checkpoint_busy")
+    with held(used.sim):
+        slow = used.meanwhile(talk.say, "Slow")
+        used.until_generating(talk)
+        cut = used.meanwhile(make, used, cut="drain")
+        until(lambda: used.http.get("/fleet").json()["held_for"] == "drain")
+        late = used.meanwhile(other.say, "Held")
+        until(lambda: used.http.get("/fleet").json()["held"] == 1)
+        second = used.http.post("/checkpoints", json={"name": "second", "cut": "drain"})
+        assert error_of(second) == (409, "checkpoint_busy")
     name = cut.result()
     assert slow.result().status_code == 200
-    assert held.result().status_code == 200
+    assert late.result().status_code == 200
     restore(used, name)
     assert len(rows(talk)) == 1
     assert rows(other) == []
@@ -253,7 +257,7 @@ def kept(talk: Talk) -> set[int]:
 
 
 def test_the_janitor_leaves_what_a_checkpoint_has(sglang: SimulatorProcess, places: Places) -> None:
-    environment = {**BOTH, "TURNLOG_CLOSED_REPLAY_TTL_S": "1", "TURNLOG_CLOSED_TTL_S": "1"}
+    environment = {**BOTH, "TURNLOG_CLOSED_REPLAY_TTL_S": "3", "TURNLOG_CLOSED_TTL_S": "3"}
     with serving(places.new("janitor"), sglang.base_url, environment=environment) as stand:
         kept = said(stand, "One")
         [row] = rows(kept)
@@ -335,9 +339,10 @@ def test_groups_are_counted_without_the_sessions_that_are_undone(used: Stand) ->
 def test_a_turn_in_flight_loses_its_claim(used: Stand) -> None:
     talk = said(used, "One")
     name = make(used)
-    slow = used.meanwhile(talk.chat, [*talk.messages, {"role": "user", "content": "Slow"}], sim={"latency_s": 1.0})
-    used.until_generating(talk, 2)
-    restore(used, name)
+    with held(used.sim):
+        slow = used.meanwhile(talk.chat, [*talk.messages, {"role": "user", "content": "Slow"}])
+        used.until_generating(talk, 2)
+        restore(used, name)
     assert error_of(slow.result()) == (409, "claim_lost")
     assert slow.result().headers["x-should-retry"] == "true"
     assert talk.events()[-2]["reason"] == "restored"

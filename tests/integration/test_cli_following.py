@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
@@ -107,3 +108,42 @@ def test_completion_knows_the_commands(tmp_path: Path) -> None:
     environment = {"_TURNLOG_COMPLETE": "complete_bash", "COMP_WORDS": "turnlog ba", "COMP_CWORD": "1"}
     done = started(folder=tmp_path, environment=environment)
     assert done.communicate(timeout=PATIENCE_S)[0].split() == ["backup"]
+
+
+PRESS_TAB = """eval "$(_TURNLOG_COMPLETE=source_bash turnlog)"
+COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
+_turnlog_completion turnlog
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+
+
+def offered(words: str, url: str, shell: str) -> list[str]:
+    """What a shell offers for the last word."""
+    home = Path(sys.executable).parent
+    environment = {"PATH": f"{home}:{os.environ['PATH']}", "TURNLOG_URL": url}
+    command = ["bash", "-c", PRESS_TAB, "bash", *words.split(" ")]
+    if shell != "bash":
+        environment |= {"_TURNLOG_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": words}
+        environment["_TYPER_COMPLETE_FISH_ACTION"] = "get-args"
+        command = [str(home / "turnlog")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_a_shell_completes_the_servers_ids(stand: Stand) -> None:
+    run, group, name = (f"{kind}-{uuid.uuid4().hex}" for kind in ("run", "group", "session"))
+    stand.talk(session_id=name, run=run, group_id=group).say("A run has a turn")
+    wanted = {
+        f"turnlog reward {name[:20]}": name,
+        f"turnlog groups {group[:20]}": group,
+        f"turnlog run {run[:20]}": run,
+        f"turnlog sessions --run {run[:20]}": run,
+        f"turnlog export --session {name[:20]}": name,
+    }
+    for words, whole in wanted.items():
+        assert offered(words, stand.server.base_url, "bash") == [whole]
+    read = f"turnlog read {name[:20]}"
+    assert f'(("{name}"))' in " ".join(offered(read, stand.server.base_url, "zsh"))
+    assert offered(read, stand.server.base_url, "fish") == [name]
+    assert [offered(read, url, "bash") for url in ("http://127.0.0.1:9", "no address")] == [[], []]

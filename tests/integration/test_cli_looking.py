@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import uuid
 from collections.abc import Callable
@@ -38,12 +39,20 @@ def test_sessions_are_listed_filtered_and_paged(cli: Stand) -> None:
     assert [row["reward"] for row in best["sessions"]] == [3.0, 4.0]
     shown = run("sessions", "--group", group, "--limit", "2")
     title, *lines = shown.stdout.splitlines()
-    assert title.split()[:4] == ["session", "state", "turns", "reward"]
-    assert [line.split()[:4] for line in lines] == [
-        [newest_first[0], "idle", "0", "4"],
-        [newest_first[1], "idle", "0", "3"],
+    assert title.split()[:5] == ["session", "state", "task", "turns", "reward"]
+    assert [line.split()[:5] for line in lines] == [
+        [newest_first[0], "idle", "–", "0", "4"],
+        [newest_first[1], "idle", "–", "0", "3"],
     ]
     assert shown.stderr.startswith("turnlog: 2 of 5; more with --all, or --cursor ")
+    # Two tasks of one template and one of another, a session without a turn, and one whose task is erased.
+    for talk, what in zip(talks, ("the bug in parse", "the bug in render", "poem", "secret"), strict=False):
+        talk.say(what if what == "poem" else f"You are in a repository. Mend {what}")
+    stand_says = cli.http.delete(talks[3].path, params={"erase": "true"})
+    assert stand_says.status_code == 204
+    lines = run("sessions", "--group", group, "--order", "asc").stdout.splitlines()
+    assert [re.split(" {2,}", line)[2] for line in lines[1:]] == ["… parse", "… render", "poem", "–", "–"]
+    assert answer("sessions", "--group", group)["tasks"][talks[2].id] == "poem"
 
 
 def test_a_session_is_shown_as_it_is_and_as_it_was(cli: Stand) -> None:

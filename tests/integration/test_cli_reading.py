@@ -71,7 +71,7 @@ def test_a_conversation_is_read_as_it_happened(cli: Stand) -> None:
         "line 30",
         "Not this.",
         "rolled back to turn 1: discarded 3",
-        "goes on after turn 1",
+        "goes on after turn 1, branch 3 (drift)",
         "It is red.",
         "[length]",
         "reward -0.5",
@@ -80,6 +80,50 @@ def test_a_conversation_is_read_as_it_happened(cli: Stand) -> None:
     rest = iter(told)
     assert [wanted for wanted in in_order if not any(said.startswith(wanted) for said in rest)] == []
     assert sum(margin.endswith(" tok") for margin, _ in lines) == 3
+
+
+def test_agents_stand_under_the_call_that_began_them(cli: Stand) -> None:
+    """An agent whose task a call has, one that has another text, a compaction; results name their calls."""
+    talk = cli.talk(history="tree")
+    tasks = [("task", {"prompt": "Read the tests.\nSay what fails."}), ("look", {"command": "ls"})]
+    calls = [{"name": name, "arguments": json.dumps(given)} for name, given in tasks]
+    reply = talk.say("Mend it.", tools=[WEATHER], sim={"text": "", "calls": calls}).json()
+    given = [call["id"] for call in reply["choices"][0]["message"]["tool_calls"]]
+    main = list(talk.messages)
+    for number, text in enumerate(("Read the tests.\nSay what fails.", "Another text")):
+        talk.messages = []
+        explorer = {"x-turnlog-agent-id": f"explorer-{number}"}
+        talk.say(text, headers=explorer, sim={"text": "I look."})
+        talk.say("Go on.", headers=explorer, sim={"text": "parse fails."})
+    talk.messages = main
+    results = [{"role": "tool", "tool_call_id": one, "content": f"result {one}"} for one in given]
+    talk.add(*reversed(results), sim={"text": "Mended."})
+    talk.messages = [user("So far:"), talk.messages[-1]]
+    talk.say("Go on.", sim={"text": "Done."})
+    assert talk.annotate("quality", {"good": True}, turn=6, writer="anna").status_code == 200
+    assert talk.annotate("note", "seen").status_code == 200
+    talk.column(6, "advantage", [0.5] * talk.committed()[-2]["output_tokens"])
+    lines = run("read", talk.id).stdout.splitlines()
+    assert [line for line in lines if "begins" in line or "goes on" in line] == [
+        f"{' ' * 24}explorer-0 begins, called by turn 1 (task), branch 1 (agent)",
+        f"{' ' * 24}explorer-1 begins, called by turn 1 (look), branch 2 (agent)",
+        f"{' ' * 20}goes on after turn 1, branch 3 (drift)",
+        f"{' ' * 20}goes on from a compaction, with what turn 6 said, branch 4 (compaction)",
+    ]
+    assert [line.find("turn") for line in lines if line.strip().startswith("turn") and "·" in line] == [
+        0,
+        *[4] * 4,
+        0,
+        0,
+    ]
+    told = [line[20:] for line in lines]
+    at = told.index(f"result {given[1]}")
+    assert told[at - 1 : at + 3] == ["look: ls", f"result {given[1]}", "task: Read the tests. …", f"result {given[0]}"]
+    assert told[-3:] == [
+        'turn 6: quality = {"good": true}, says anna',
+        "note = seen",
+        f"turn 6: advantage = {talk.committed()[-2]['output_tokens']} numbers",
+    ]
 
 
 def test_one_turn_whole_and_for_programs(cli: Stand) -> None:

@@ -13,9 +13,8 @@ from helpers.answering import Answer, Answering
 from helpers.replies import sglang as sglang_reply
 
 from integration.places import Places
-from integration.stand import Stand, error_of, serving, user
+from integration.stand import Stand, error_of, held, serving, user
 from integration.tito import checked
-from ops.server import free_port
 from ops.simulator.process import SimulatorProcess
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -130,9 +129,10 @@ def test_past_the_bytes_in_flight_a_request_is_told_to_come_again(sglang: Simula
     words = "word " * 30_000
     with serving(places.new("own"), sglang.base_url, environment={"TURNLOG_INFLIGHT_BYTES": "400000"}) as crowded:
         first, second, talk = crowded.talk(), crowded.talk(), crowded.talk()
-        call = crowded.meanwhile(first.chat, [user(words)], sim={"latency_s": 0.8})
-        crowded.until_generating(first)
-        response = second.chat([user(words + words)])
+        with held(crowded.sim):
+            call = crowded.meanwhile(first.chat, [user(words)])
+            crowded.until_generating(first)
+            response = second.chat([user(words + words)])
         assert error_of(response) == (503, "overloaded")
         assert int(response.headers["retry-after"]) >= 1
         assert call.result().status_code == 200
@@ -144,7 +144,7 @@ def test_past_the_bytes_in_flight_a_request_is_told_to_come_again(sglang: Simula
 
 
 def test_without_a_living_engine_a_turn_is_refused(places: Places) -> None:
-    with serving(places.new("dead"), f"http://127.0.0.1:{free_port()}") as stand:
+    with serving(places.new("dead"), "http://127.0.0.1:9") as stand:
         talk = stand.talk()
         assert error_of(talk.chat([user("x")])) == (502, "upstream_unreachable")
         assert stand.http.get("/ready").status_code == 503

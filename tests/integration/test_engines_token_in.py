@@ -10,7 +10,7 @@ import pytest
 from integration.places import Places
 from integration.stand import CHAT, WEATHER, Stand, Talk, engine_requests, error_of, serving, standing, user
 from integration.tito import checked, ids_in, output_of
-from ops.server import free_port
+from ops.server import reserve_port
 from ops.simulator.process import SimulatorProcess
 
 DEAF = "--no-token-in"
@@ -61,7 +61,7 @@ def test_a_session_moves_between_engines_that_read_different_fields(
     sglang: SimulatorProcess, vllm: SimulatorProcess, places: Places, tokenizer: str
 ) -> None:
     """Each request is written for the engine that gets it, also where no other accepts a connection."""
-    nobody = f"http://127.0.0.1:{free_port()}"
+    nobody = "http://127.0.0.1:9"
     environment = {"TURNLOG_TOKENIZER": tokenizer}
     with checked(places.new("mixed"), sglang.base_url, vllm.base_url, nobody, environment=environment) as stand:
         talk = stand.talk()
@@ -82,7 +82,7 @@ def test_a_session_moves_between_engines_that_read_different_fields(
 
 
 def test_an_engine_is_asked_again_after_a_restart(places: Places, tokenizer: str) -> None:
-    port = free_port()
+    port = reserve_port(places)
     url = f"http://127.0.0.1:{port}"
     with serving(places.new("restarted"), url, environment={"TURNLOG_TOKENIZER": tokenizer}) as stand:
         talk = stand.talk()

@@ -47,7 +47,7 @@ def a_session(stand: Stand, turns: int = 2, **body: Any) -> Session:
 
 
 def test_an_idle_session_goes_through_it_all(stand_with: Start) -> None:
-    stand = stand_with(IDLE_CLOSE_S="0.5", CLOSED_REPLAY_TTL_S="0.5", CLOSED_TTL_S="2")
+    stand = stand_with(IDLE_CLOSE_S="3", CLOSED_REPLAY_TTL_S="0.5", CLOSED_TTL_S="2")
     talk = a_session(stand)
     until(lambda: "SessionErased" in talk.types())
     types = talk.types()

@@ -70,7 +70,7 @@ def test_a_refused_body_is_freed_without_the_collector(api: Api, uncollected: No
             assert response.status_code == 400, (name, response.text)
             del response
         try:
-            until(lambda before=before: held() - before < SIZE / 4, 2)
+            until(lambda before=before: held() - before < SIZE / 4, 20)
         except AssertionError:
             kept[name] = held() - before
     assert kept == {}

@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from integration.places import Places
-from integration.stand import Stand, error_of, standing, until, user
+from integration.stand import Stand, error_of, held, standing, until, user
 from ops.server import ROOT
 
 DEPLOY = ROOT / "ops" / "deploy"
@@ -72,10 +72,13 @@ def test_each_way_in_which_a_turn_ends_is_counted_once(watched: Stand) -> None:
     assert error_of(talk.chat(more, sim={"fault": "not_json"})) == (502, "upstream_invalid")
     assert watched.known("nobody").chat(sent).status_code == 404
     other = watched.talk()
-    slow = {"sim": {"latency_s": 1.0}, "headers": {"idempotency-key": "k"}}
-    leading = watched.meanwhile(other.chat, sent, **slow)
-    watched.until_generating(other)
-    assert other.chat(sent, **slow).headers["x-turnlog-replayed"] == "true"
+    with held(watched.sim):
+        leading = watched.meanwhile(other.chat, sent, headers={"idempotency-key": "k"})
+        watched.until_generating(other)
+        alone = value(watched, "turnlog_inflight_bytes")
+        joining = watched.meanwhile(other.chat, sent, headers={"idempotency-key": "k"})
+        until(lambda: value(watched, "turnlog_inflight_bytes") > alone)
+    assert joining.result().headers["x-turnlog-replayed"] == "true"
     assert leading.result().status_code == 200
     assert {outcome: counted(outcome) - before[outcome] for outcome in outcomes} == {
         **dict.fromkeys(outcomes, 1),

@@ -15,7 +15,7 @@ from helpers.collector import Collector, Received
 
 from integration.places import Places
 from integration.stand import Stand, Talk, serving, until, user
-from ops.server import free_port
+from ops.server import reserve_port
 from ops.simulator.process import SimulatorProcess
 
 CONTENT = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
@@ -146,7 +146,7 @@ def test_content_is_sent_where_the_conventions_variable_says_so(
 
 
 def test_a_collector_that_is_down_costs_spans_and_no_turn(sglang: SimulatorProcess, places: Places) -> None:
-    port = free_port()
+    port = reserve_port(places)
     given = environment(
         f"http://127.0.0.1:{port}",
         OTEL_BSP_MAX_QUEUE_SIZE="2",

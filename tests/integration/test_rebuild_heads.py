@@ -41,6 +41,10 @@ DAMAGE = {
     ),
     "a lost reward": ("UPDATE sessions SET reward = NULL WHERE session_id = 'talked'", {"sessions.reward"}),
     "a reward nobody gave": ("UPDATE sessions SET reward = 2.5 WHERE session_id = 'cut'", {"sessions.reward"}),
+    "annotations nobody wrote": (
+        "UPDATE sessions SET annotated = 'x' WHERE session_id = 'talked'",
+        {"sessions.annotated"},
+    ),
     "other times": (
         "UPDATE sessions SET created_at = 0, updated_at = 0, closed_at = 0 WHERE session_id = 'idle'",
         {"sessions.created_at", "sessions.updated_at", "sessions.closed_at"},
@@ -192,9 +196,9 @@ def test_a_served_file_is_read_and_not_written(
 def test_postgresql_is_not_mended_while_a_process_may_live(
     postgres_url: str, tmp_path: Path, clean_environment: Environment
 ) -> None:
-    clean_environment(DATABASE_URL=postgres_url, LEASE_S="1")
+    clean_environment(DATABASE_URL=postgres_url, LEASE_S="3")
     asyncio.run(opened(postgres_url, fill))
-    with ServerProcess(tmp_path, database_url=postgres_url, environment={"TURNLOG_LEASE_S": "1"}) as server:
+    with ServerProcess(tmp_path, database_url=postgres_url, environment={"TURNLOG_LEASE_S": "3"}) as server:
         execute(postgres_url, "UPDATE sessions SET turns = 9 WHERE session_id = 'cut'")
         assert replay(["--heads", "--fix"]) == 2
         assert replay(["--heads"]) == 1

@@ -23,7 +23,8 @@ def every(stand: Stand, limit: int = 2, **parameters: Any) -> list[str]:
 
 
 class Group:
-    """Five sessions of a group: rewards 0 to 3 and none, two turns in the first, the last two closed."""
+    """Five sessions of a group: rewards 0 to 3 and none, two turns in the first, the last two closed; 0 and 4 have a
+    verdict, 2 has one of a longer name, 3 had one."""
 
     def __init__(self, stand: Stand) -> None:
         self.name = f"listed-{uuid.uuid4().hex}"
@@ -40,8 +41,15 @@ class Group:
         for number in range(4):
             stand.http.put(f"{self.talks[number].path}/reward", json={"reward": float(number)}).raise_for_status()
         self.talks[1].noted(note="odd", tags=["look", "x"])
+        self.talks[0].annotate("verdict", {"passed": True}, writer="ann")
+        self.talks[0].annotate("verdict", False, turn=1)
+        self.talks[0].annotate("judged", 1, turn=2)
+        self.talks[2].annotate("verdict-2", 0.5)
+        self.talks[3].annotate("verdict", 1)
+        stand.http.delete(f"{self.talks[3].path}/annotations/verdict").raise_for_status()
         for talk in self.talks[3:]:
             stand.http.delete(talk.path).raise_for_status()
+        self.talks[4].annotate("verdict", "good")
 
     def numbers(self, ids: list[str]) -> list[int]:
         return [int(one.rpartition("-")[2]) for one in ids]
@@ -59,6 +67,11 @@ FILTERS: list[tuple[dict[str, Any], list[int]]] = [
     ({"sort": "turns", "limit": 1, "attempt": 0}, [0]),
     ({"engine": "http://elsewhere"}, []),
     ({"tag": "look"}, [1]),
+    ({"annotated": "verdict"}, [4, 0]),
+    ({"unannotated": "verdict"}, [3, 2, 1]),
+    ({"unannotated": "verdict", "annotated": "note"}, [1]),
+    ({"annotated": "judged"}, []),
+    ({"unannotated": "verdict", "metadata.tag": 2}, [2]),
     ({"stuck_s": 0}, []),
     ({"metadata.difficulty": 0, "metadata.tag": 2}, [2]),
     ({"metadata.odd": "true", "status": "open"}, [1]),
@@ -89,7 +102,7 @@ def test_a_cursor_is_of_one_order(stand: Stand, group: Group) -> None:
 WRONG: tuple[dict[str, Any], ...] = (
     {"sorted": "turns"},
     *({"status": "idle"}, {"status": "open", "state": "idle"}, {"attempt": -1}, {"min_reward": "nan"}),
-    *({"metadata": "difficulty=0"}, {"metadata.": "1"}, {"prefix": "a b"}),
+    *({"annotated": "a b"}, {"unannotated": ""}, {"metadata": "difficulty=0"}, {"metadata.": "1"}, {"prefix": "a b"}),
     *({"limit": 1001}, {"limit": "x"}, {"cursor": "zzz"}),
 )
 

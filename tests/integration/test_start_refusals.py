@@ -23,7 +23,6 @@ from app.services import Services
 from app.settings import Settings
 from app.store.database import sqlite_lock
 from integration.cli import started
-from ops.server import free_port
 
 PATIENCE_S = 120
 
@@ -52,9 +51,8 @@ def no_database(folder: Path) -> Wrong:
 
 
 def unreachable(folder: Path) -> Wrong:
-    port = free_port()
-    told = (f"127.0.0.1:{port}/turnlog", "is PostgreSQL running there", "TURNLOG_DATABASE_URL")
-    return Wrong(f"postgresql+asyncpg://somebody:sesame@127.0.0.1:{port}/turnlog?password=sesame", told)
+    told = ("127.0.0.1:9/turnlog", "is PostgreSQL running there", "TURNLOG_DATABASE_URL")
+    return Wrong("postgresql+asyncpg://somebody:sesame@127.0.0.1:9/turnlog?password=sesame", told)
 
 
 def processes(url: str, folder: Path) -> Iterator[tuple[str, int, subprocess.Popen[str]]]:
@@ -138,6 +136,19 @@ def test_a_store_that_somebody_serves(sqlite_url: str, tmp_path: Path) -> None:
         assert said[name].startswith(f"another process (pid {os.getpid()}) serves {file}: ")
         assert "TURNLOG_DATABASE_URL" in said[name]
     assert f"(pid {os.getpid()}): stop it before changing its schema" in said["alembic"]
+
+
+def test_a_tokenizer_of_the_page_that_is_none(sqlite_url: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.json").write_text('{"model": {}}')
+    told = {"absent": "No such file", ".": "tokenizer.json cannot be read", "odd.json": "is no tokenizer"}
+    for name, why in told.items():
+        variables = {"TURNLOG_DATABASE_URL": sqlite_url, "TURNLOG_PAGE_TOKENIZER": str(tmp_path / name)}
+        process = started("serve", "--port", "0", folder=tmp_path, environment=variables)
+        output, complaints = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 3, output
+        [line] = [line for line in complaints.splitlines() if "TURNLOG_PAGE_TOKENIZER=" in line]
+        assert why in line
+        assert "Traceback" not in complaints
 
 
 def test_all_wrong_settings_are_told_at_once() -> None:

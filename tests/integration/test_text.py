@@ -15,7 +15,6 @@ from fault.verified import acknowledgement, verified
 from app.export.formats import SHAPES
 from integration.places import Places
 from integration.stand import Stand, Talk, error_of, serving, tool_of, until, user
-from ops.server import free_port
 from ops.simulator.process import SimulatorProcess
 
 KEY = "canary-key-of-a-vendor"
@@ -42,7 +41,7 @@ def stand(sglang: SimulatorProcess, vendor: SimulatorProcess, places: Places) ->
     upstreams = {
         "judge": {"url": f"{vendor.base_url}/v1/", "key_env": "KEY_OF_THE_JUDGE", "model": "large"},
         "stranger": {"url": vendor.base_url, "key": "canary-wrong-key", "model": "large"},
-        "gone": f"http://127.0.0.1:{free_port()}",
+        "gone": "http://127.0.0.1:9",
         "local": {"url": sglang.base_url, "key": "Expected", "model": "simulator"},
     }
     environment = {

@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 from helpers.looking import change
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from integration.stand import WEATHER, Stand, Talk, error_of, user
+from integration.places import Places
+from integration.stand import WEATHER, Stand, Talk, error_of, serving, user
+from ops.simulator.process import SimulatorProcess
 
 
 def get(stand: Stand, path: str, **parameters: Any) -> Any:
@@ -116,6 +120,22 @@ def test_the_actions_and_messages_of_turns(shared: Stand, walked: Talk) -> None:
     assert (whole["cut"], whole["message"]["content"]) == (False, "ü" * 100_000)
     for path in ("actions", "find", "turns/1"):
         assert error_of(shared.http.get(f"/ui/api/sessions/nobody/{path}")) == (404, "session_not_found")
+
+
+def test_prompts_are_text_by_the_pages_own_tokenizer(sglang: SimulatorProcess, places: Places) -> None:
+    """And are sent as messages all the same."""
+    place = places.new("tokenizer")
+    place.folder.mkdir(parents=True, exist_ok=True)
+    words = {f"w{number} ": number for number in range(10_000)}
+    Tokenizer(WordLevel(words, "w0 ")).save(str(place.folder / "tokenizer.json"))
+    environment = {"TURNLOG_PAGE_TOKENIZER": str(place.folder)}
+    with serving(place, sglang.base_url, environment=environment) as stand:
+        talk = stand.talk()
+        talk.say("One")
+        found = get(stand, f"{talk.id}/tokens")
+        assert found["tokenizer"]
+        assert found["texts"] == [f"w{token[1]} " for token in found["tokens"]]
+        assert "sent_ids" not in talk.committed()[0]
 
 
 def test_tokens_are_those_of_the_export(shared: Stand, walked: Talk) -> None:

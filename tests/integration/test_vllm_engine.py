@@ -72,7 +72,7 @@ def test_a_paused_adapters_generation_is_ended_and_goes_on(
     latency(engine, HOURS)
     spared = engine.meanwhile(engine.http.post, other.url, json={**COMPLETION, "sim": {"latency_s": 1.0}})
     turn = engine.meanwhile(engine.http.post, path, json=asked)
-    until(lambda: len(engine.stats()["in_flight_rids"]) == 2)
+    until(lambda: engine.stats()["started"] == 2)
     found = told(engine, pause, **body)
     assert (found["count"], len(found["aborted"])) == (1, 1)
     until(lambda: found["aborted"][0] not in engine.stats()["in_flight_rids"])

@@ -17,7 +17,7 @@ from helpers.answering import Answer, Answering, Asked
 from app.crash_points import VARIABLE, CrashPoint
 from integration.places import Places, in_turn
 from integration.stand import HOURS, Stand, until, user
-from ops.server import ServerProcess, free_port
+from ops.server import ServerProcess
 from ops.simulator.process import SimulatorProcess
 
 SECRETS = [f"whsec_{base64.b64encode(bytes([number]) * 32).decode()}" for number in (1, 2)]
@@ -212,7 +212,7 @@ def test_what_was_committed_while_a_receiver_was_away_is_delivered(
 @in_turn(CRASHES)
 def test_a_kill(places: Places, sglang: SimulatorProcess, receiver: Receiver, point: CrashPoint) -> None:
     """What it had sent is sent again under the same id, and what it had not is sent."""
-    dead = f"http://127.0.0.1:{free_port()}"
+    dead = "http://127.0.0.1:9"
     of_death = point == "after_engine_died"
     with serving(places, sglang, receiver.url) as site:
         more = {"TURNLOG_UPSTREAMS": f"{sglang.base_url},{dead}"} if of_death else {}

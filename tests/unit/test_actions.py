@@ -8,7 +8,18 @@ from typing import Any
 import pytest
 from tables import rows
 
-from turnlog.actions import LINE, Action, actions_of, has_failed, result_line, task_of
+from turnlog.actions import (
+    LINE,
+    TASK,
+    Action,
+    actions_of,
+    common_heads,
+    has_failed,
+    result_line,
+    task_of,
+    task_text,
+    without_head,
+)
 
 
 def calls(*given: tuple[str, Any]) -> dict[str, Any]:
@@ -76,6 +87,26 @@ def test_a_result_in_a_line(content: object, line: str, failed: bool) -> None:
 )
 def test_a_task_in_a_line(messages: list[object], task: str) -> None:
     assert task_of(messages) == task
+
+
+def test_tasks_are_told_apart() -> None:
+    long = [{"role": "user", "content": f"Find\n the bug\t{'x' * 1000}"}]
+    assert task_text(long)[:14] == "Find the bug x"
+    assert len(task_text(long)) == TASK
+    head = "You are in a repository. There is a "
+    bugs = [f"{head}bug in {name}" for name in ("parse_args", "parse_body", "decode", "decode")]
+    sums = [f"What is the sum of {number} and 1?" for number in range(3)]
+    short = [f"Write poem {number}" for number in range(3)]
+    heads = common_heads([*bugs, *sums, *short, ""])
+    assert heads == [f"{head}bug in "]
+    assert [without_head(task, heads) for task in (*bugs[:2], sums[0], "")] == [
+        "… parse_args",
+        "… parse_body",
+        sums[0],
+        "",
+    ]
+    assert common_heads([f"{head}bug"] * 8) == []
+    assert common_heads([head + "bug", head + "bug in it"]) == [head + "bug "]
 
 
 def test_what_a_user_says_has_not_failed() -> None:

@@ -330,16 +330,17 @@ SAME_ORIGIN = [("sec-fetch-site", "same-origin")]
 OWN_ORIGIN = [("origin", "http://127.0.0.1:8080")]
 
 
-def test_a_signed_in_browser_writes_a_note() -> None:
+def test_a_signed_in_browser_writes_an_annotation() -> None:
     for mark in (SAME_ORIGIN, OWN_ORIGIN, [*SAME_ORIGIN, *OWN_ORIGIN]):
-        for path in (NOTE, "/sessions/a/annotations/tags"):
-            assert status(WITH_TOKEN, asked(path, "PUT", [*cookie(GOOD), *FROM_PAGE, *mark])) == 0
+        for path in (NOTE, "/sessions/a/annotations/verdict", "/sessions/a/turns/12/annotations/note"):
+            for method in ("PUT", "DELETE"):
+                assert status(WITH_TOKEN, asked(path, method, [*cookie(GOOD), *FROM_PAGE, *mark])) == 0
     for value in ("", "x", TOKENS.cookie_for(ADMIN.encode(), NOW - 13 * 3600)):
         assert status(WITH_TOKEN, asked(NOTE, "PUT", [*cookie(value), *FROM_PAGE, *SAME_ORIGIN])) == 401
 
 
-@pytest.mark.threat("cross-site writing of a note")
-def test_nobody_else_writes_a_note_by_the_cookie() -> None:
+@pytest.mark.threat("cross-site writing of an annotation")
+def test_nobody_else_writes_an_annotation_by_the_cookie() -> None:
     """Without the page's header, without a mark of the own origin, or with one of another: no absence is a proof."""
     for given in (
         [],
@@ -352,14 +353,15 @@ def test_nobody_else_writes_a_note_by_the_cookie() -> None:
         [*FROM_PAGE, *OWN_ORIGIN, *OWN_ORIGIN],
         *([*FROM_PAGE, *headers] for headers in FOREIGN),
     ):
-        assert status(WITH_TOKEN, asked(NOTE, "PUT", [*cookie(GOOD), *given])) == 401, given
+        for method in ("PUT", "DELETE"):
+            assert status(WITH_TOKEN, asked(NOTE, method, [*cookie(GOOD), *given])) == 401, given
     assert status(WITH_TOKEN, asked(NOTE, "PUT", [*cookie(GOOD), *FROM_PAGE, ("origin", "http://")], host=None)) == 401
 
 
 @pytest.mark.threat("cross-site use of the cookie")
-def test_nothing_but_a_note_is_written_by_the_cookie() -> None:
+def test_nothing_but_an_annotation_is_written_by_the_cookie() -> None:
     page = [*cookie(GOOD), *FROM_PAGE, *SAME_ORIGIN]
-    for method in ("POST", "PATCH", "DELETE", "OPTIONS"):
+    for method in ("POST", "PATCH", "OPTIONS"):
         assert status(WITH_TOKEN, asked(NOTE, method, page)) == 401
     for path in (
         "/sessions/a/reward",
@@ -368,10 +370,14 @@ def test_nothing_but_a_note_is_written_by_the_cookie() -> None:
         "/sessions//annotations/note",
         f"{NOTE}\n",
         "/annotations/note",
-        "/sessions/a/annotations/notes",
-        "/sessions/a/turns/1/annotations/note",
+        "/sessions/a/annotations",
+        "/sessions/a/annotations/note/b",
+        "/sessions/a/turns/b/annotations/note",
+        "/sessions/a/turns/1/reward",
+        "/sessions/a",
     ):
-        assert status(WITH_TOKEN, asked(path, "PUT", page)) == 401, path
+        for method in ("PUT", "DELETE"):
+            assert status(WITH_TOKEN, asked(path, method, page)) == 401, path
     assert status(WITH_TOKEN, asked("/export/groups", "GET", page)) == 401
 
 

@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from app.store.database import sqlite_lock
-from ops.server import free_port
 from turnlog.cli.commands import app_of
 from turnlog.cli.doctor import postgres, store
 from turnlog.cli.doctor.findings import Level
@@ -24,7 +23,7 @@ Environment = Callable[..., None]
 
 def examined(*arguments: str, code: int) -> list[dict[str, Any]]:
     """What the command found. The address is one where nobody listens."""
-    given = ["doctor", "--url", f"http://127.0.0.1:{free_port()}", "--json", *arguments]
+    given = ["doctor", "--url", "http://127.0.0.1:9", "--json", *arguments]
     result = CliRunner().invoke(app_of(), given)
     assert result.exit_code == code, (result.output, result.exception)
     assert result.stderr == ""
@@ -143,10 +142,7 @@ def test_who_serves_the_store(clean_environment: Environment, sqlite_url: str) -
 
 
 def test_what_cannot_be_reached(clean_environment: Environment, tmp_path: Path) -> None:
-    port = free_port()
-    clean_environment(
-        DATABASE_URL=f"postgresql+asyncpg://u:canary@127.0.0.1:{port}/x", UPSTREAMS=f"http://127.0.0.1:{port}"
-    )
+    clean_environment(DATABASE_URL="postgresql+asyncpg://u:canary@127.0.0.1:9/x", UPSTREAMS="http://127.0.0.1:9")
     findings = examined("--no-generate", code=1)
     [database] = of(findings, "database", "problem")
     assert database.startswith("it cannot be reached: ")

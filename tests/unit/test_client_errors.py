@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -90,9 +90,11 @@ def test_the_server_says_when_to_come_again() -> None:
     assert Waits(1.0).after(error) is None
 
 
-def test_progress_renews_the_patience() -> None:
+def test_progress_renews_the_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("turnlog.client.waits.time", SimpleNamespace(monotonic=lambda: now))
     waits = Waits(0.2)
-    time.sleep(0.21)
+    now += 0.21
     assert waits.after(Unreachable("gone")) is None
     waits.reset()
     assert waits.after(Unreachable("gone")) is not None

@@ -38,7 +38,9 @@ def test_parameters_are_the_servers() -> None:
     assert {*names(parameters.FeedParameters), "consumer"} == set(FeedQuery.model_fields)
     assert names(parameters.NewSession) == set(CreateSession.model_fields)
     assert {*names(parameters.SearchFilters), "q", "limit", "cursor"} == set(SearchQuery.model_fields)
-    assert {*names(parameters.SessionFilters), "count", "limit", "cursor"} == set(SessionListQuery.model_fields)
+    assert {*names(parameters.SessionFilters), "count", "tasks", "limit", "cursor"} == set(
+        SessionListQuery.model_fields
+    )
 
 
 @pytest.mark.parametrize(

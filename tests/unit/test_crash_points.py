@@ -33,7 +33,7 @@ def coming_by(wish: str) -> subprocess.Popen[str]:
 )
 def test_the_process_is_killed_when_it_comes_by_for_the_nth_time(wish: str, printed: int, code: int) -> None:
     process = coming_by(wish)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     assert (len(output.splitlines()), process.returncode) == (printed, code)
 
 
@@ -42,7 +42,7 @@ def test_the_process_can_be_frozen_instead() -> None:
     _, status = os.waitpid(process.pid, os.WUNTRACED)
     assert os.WIFSTOPPED(status)
     process.send_signal(signal.SIGCONT)
-    output, _ = process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=120)
     assert (output.splitlines(), process.returncode) == (["1", "2", "3"], 0)
 
 

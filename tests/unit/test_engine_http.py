@@ -586,6 +586,8 @@ async def test_a_connection_that_comes_too_late_is_not_sent_on(
     impatient: Engine, meanwhile: str, is_sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless it was this process that did not run."""
+    await impatient.client.close()
+    impatient.client = EngineClient(connect_timeout_s=0.05, timeout_s=20, max_bytes=1 << 20)
     loop = asyncio.get_running_loop()
     connecting = loop.sock_connect
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from turnlog.amounts import amount
+from turnlog.cli import complete
 from turnlog.cli.parameters import given, read_object, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.running import UsageError, printed_as_json, server_options
@@ -17,7 +18,10 @@ from turnlog.parameters import CheckpointFilters
 checkpoint_app = typer.Typer(help="Checkpoints: list, make, restore, delete.", no_args_is_help=True)
 
 Name = Annotated[str, typer.Argument(help="The checkpoint's name.")]
-Run = Annotated[str | None, typer.Option("--run", help="Its run (default: TURNLOG_RUN); *: the whole store.")]
+Run = Annotated[
+    str | None,
+    typer.Option("--run", help="Its run (default: TURNLOG_RUN); *: the whole store.", autocompletion=complete.runs),
+]
 
 
 @checkpoint_app.command("list")

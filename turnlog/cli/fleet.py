@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from turnlog.amounts import amount
+from turnlog.cli import complete
 from turnlog.cli.remote import remote
 from turnlog.cli.running import UsageError, printed_as_json, server_options
 from turnlog.client.address import below_run, segment
@@ -25,7 +26,7 @@ engines_app = typer.Typer(help="The engines: list, add, drain, remove.", no_args
 
 Engine = Annotated[str, typer.Argument(help="The engine's base URL, as in TURNLOG_UPSTREAMS.")]
 Adapter = Annotated[str | None, typer.Argument(help="The adapter's name; or --fleet.")]
-Run = Annotated[str | None, typer.Option("--run", help="Only of this run.")]
+Run = Annotated[str | None, typer.Option("--run", help="Only of this run.", autocompletion=complete.runs)]
 Fleet = Annotated[bool, typer.Option("--fleet", help="The gate of all turns, and every engine.")]
 
 
@@ -43,7 +44,9 @@ def list_engines(ctx: typer.Context, run: Run = None) -> None:
 def add(
     ctx: typer.Context,
     engine: Engine,
-    run: Annotated[str | None, typer.Option("--run", help="It serves this run alone.")] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", help="It serves this run alone.", autocompletion=complete.runs)
+    ] = None,
 ) -> None:
     """Add an engine, or bring back one that was drained or removed."""
     _put(ctx, engine, "serving", run)

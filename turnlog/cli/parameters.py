@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 import typer
 
+from turnlog.cli import complete
 from turnlog.cli.running import UsageError
 
 Command = Callable[..., None]
@@ -72,7 +73,14 @@ def _option(name: str, hint: Any) -> inspect.Parameter:
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
         default=False if kind is bool else None,
         annotation=Annotated[
-            kind | None, typer.Option(flag, help=told, metavar=metavar, min=1 if name == "limit" else None)
+            kind | None,
+            typer.Option(
+                flag,
+                help=told,
+                metavar=metavar,
+                min=1 if name == "limit" else None,
+                autocompletion=complete.BY_NAME.get(name),
+            ),
         ],
     )
 

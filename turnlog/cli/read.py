@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from turnlog.actions import Call, calls_of, json_of, said_by, text_of
+from turnlog.actions import Call, asked_first, calls_of, field, json_of, said_by, text_of
+from turnlog.cli import complete
 from turnlog.cli.remote import remote
 from turnlog.cli.running import Failure, say, wants_json
 from turnlog.cli.tail import followed, told
@@ -25,12 +26,15 @@ MARGIN = 20
 FIRST, LAST, WIDE = 5, 2, 400
 """Of a long text: its first and last lines, and the characters of a line."""
 
+INDENT, DEEPEST = 4, 5
+"""How far an agent's turns stand to the right of those of the agent that called it, and how often."""
+
 Object = Mapping[str, Any]
 
 
 def read(
     ctx: typer.Context,
-    session: Annotated[str, typer.Argument(help="The session's id.")],
+    session: Annotated[str, typer.Argument(help="The session's id.", autocompletion=complete.sessions)],
     turn: Annotated[int | None, typer.Option(min=1, help="Only this turn, and what its request brought.")] = None,
     tools: Annotated[
         bool, typer.Option("--tools", help="Calls with all their arguments, and nothing shortened.")
@@ -39,7 +43,7 @@ def read(
         bool, typer.Option("--follow", "-f", help="Stay, also over restarts of the server, until Ctrl-C.")
     ] = False,
 ) -> None:
-    """Print a session's conversation, with failures, rollbacks and rewards in their place."""
+    """Print a session's conversation: its agents, and failures, rollbacks, rewards and annotations in their place."""
     from turnlog.client.lines import EventsPlace
 
     path, place = f"/sessions/{segment(session)}", EventsPlace(0, follow)
@@ -106,6 +110,15 @@ class _Conversation:
         return self._server.read("GET", self._path, parameters=parameters)
 
 
+class _Made(NamedTuple):
+    """A call of a turn whose agent is so deep; `alone`: it is the only one of its reply."""
+
+    turn: int
+    depth: int
+    call: Call
+    alone: bool
+
+
 class _Reading:
     """Prints events one after the other."""
 
@@ -114,6 +127,9 @@ class _Reading:
         self._whole = whole
         self._opened: dict[int, float] = {}
         self._last: int | None = None
+        self._depths: dict[int, int] = {}
+        self._calls: dict[str, _Made] = {}
+        self._open: dict[str, None] = {}
 
     def messages(self, turn: int) -> list[Object]:
         said = self._conversation.of(turn)
@@ -125,12 +141,15 @@ class _Reading:
                 self._print_head(event)
             case {"type": "TurnOpened"}:
                 self._opened[event["turn"]] = event["at"]
+                self._depths[event["turn"]] = self._depths.get(event["parent"], 0)
             case {"type": "TurnCommitted"}:
                 self._print_turn(event)
             case _ if said := told(event):
                 is_failure = event["type"] in ("TurnRejected", "TurnAbandoned", "RolledBack", "LimitReached")
-                self._opened.pop(event.get("turn", 0), None)
-                _print_block([_clock(event)], [(said, "red" if is_failure else "yellow")])
+                if event["type"] in ("TurnRejected", "TurnAbandoned"):
+                    self._opened.pop(event["turn"], None)
+                depth = self._depths.get(event.get("turn") or 0, 0)
+                _print_block([_clock(event)], [(said, "red" if is_failure else "yellow")], depth=depth)
 
     def say_open(self) -> None:
         from turnlog.cli.output import since
@@ -147,14 +166,17 @@ class _Reading:
     def _print_turn(self, event: Object) -> None:
         turn, parent = event["turn"], event["parent"]
         opened = self._opened.pop(turn, None)
-        if self._last not in (None, parent) or event.get("branch_cause") not in (None, "start"):
-            where = "a new conversation" if not parent else f"goes on after turn {parent}"
-            branch = f", branch {event['branch']} ({event['branch_cause']})" if event.get("branch_cause") else ""
-            _print_block([], [(f"{where}{branch}", "yellow")])
-        self._last = turn
         *brought, reply = self.messages(turn) or [{"message": None, "error": "it is not there"}]
+        depth = self._depths.get(event.get("carries") or parent, 0)
+        if event.get("branch_cause") not in (None, "start"):
+            caller = self._caller(event, [one["message"] for one in brought])
+            depth = depth if caller is None else caller.depth + 1
+            _print_block([], [(_begins(event, caller), "yellow")], depth=depth)
+        elif self._last not in (None, parent):
+            _print_block([], [(f"{_agent(event)}goes on after turn {parent}", "yellow")], depth=depth)
         for one in brought:
-            self._print_brought(one)
+            self._print_brought(one, depth)
+        self._last, self._depths[turn] = turn, depth
         took = "" if opened is None else f" · {_seconds(event['at'] - opened)}"
         margin = [f"turn {turn}{took}", f"{_clock(event)} · {event['output_tokens']} tok"]
         if event.get("agent_id"):
@@ -163,16 +185,39 @@ class _Reading:
         finish = event.get("finish_reason")
         if finish not in (None, "stop", "tool_calls", "end_turn", "tool_use"):
             text.append((f"[{finish}]", "red"))
-        _print_block(margin, text, "bold cyan")
+        _print_block(margin, text, "bold cyan", depth)
+        calls = calls_of(reply["message"])
+        for given, call in zip(field(reply["message"], "tool_calls") or (), calls, strict=False):
+            key = str(field(given, "id"))
+            self._calls[key] = _Made(turn, depth, call, len(calls) == 1)
+            self._open[key] = None
 
-    def _print_brought(self, one: Object) -> None:
+    def _caller(self, event: Object, brought: Sequence[object]) -> _Made | None:
+        """The call that an agent's first turn comes from: one with its task, else the first agent's newest open one."""
+        if event["branch_cause"] == "compaction" or (event["parent"] and event["branch_cause"] != "agent"):
+            return None
+        task, newest_first = asked_first(brought), [self._calls[key] for key in reversed(self._open)]
+        named = next((one for one in newest_first if one.call.hands_on(task)), None)
+        if named or event["branch_cause"] != "agent" or not event.get("agent_id"):
+            return named
+        return next((one for one in newest_first if not one.depth), None)
+
+    def _print_brought(self, one: Object, depth: int) -> None:
         if one["message"] is None:
-            _print_block(["?"], [(f"[{one['error']}]", "red")])
+            _print_block(["?"], [(f"[{one['error']}]", "red")], depth=depth)
             return
         role = str(one["message"].get("role", "?"))
         text = text_of(one["message"].get("content"))
         is_users = role == "user"
-        _print_block([role], [(_shortened(text, self._whole or is_users), None if is_users else "dim")])
+        pieces: list[tuple[str, str | None]] = [
+            (_shortened(text, self._whole or is_users), None if is_users else "dim")
+        ]
+        key = str(one["message"].get("tool_call_id"))
+        answered = self._calls.get(key)
+        self._open.pop(key, None)
+        if answered and not (answered.alone and answered.turn == self._last):
+            pieces.insert(0, (f"{answered.call.name}: {answered.call.line}", "green"))
+        _print_block([role], pieces, depth=depth)
 
     def _reply(self, one: Object) -> Iterator[tuple[str, str | None]]:
         """The pieces of a reply, and their styles: its reasoning, its text, its calls."""
@@ -189,7 +234,25 @@ class _Reading:
             yield _call(call) if self._whole else f"{call.name}: {call.line}", "green"
 
 
-def _print_block(margin: Sequence[str], pieces: Sequence[tuple[str, str | None]], style: str = "bold") -> None:
+def _agent(event: Object) -> str:
+    return f"{event['agent_id']} " if event.get("agent_id") else ""
+
+
+def _begins(event: Object, caller: _Made | None) -> str:
+    """What a turn says that does not continue its branch."""
+    parent, cause = event["parent"], event["branch_cause"]
+    if cause == "compaction":
+        where = f"goes on from a compaction, with what turn {event['carries']} said"
+    elif caller is not None:
+        where = f"begins, called by turn {caller.turn} ({caller.call.name})"
+    else:
+        where = f"goes on after turn {parent}" if parent else "begins a new conversation"
+    return f"{_agent(event)}{where}, branch {event.get('branch')} ({cause})"
+
+
+def _print_block(
+    margin: Sequence[str], pieces: Sequence[tuple[str, str | None]], style: str = "bold", depth: int = 0
+) -> None:
     """Texts beside a margin, whose first line has the style; as wide as the terminal."""
     from itertools import zip_longest
 
@@ -198,14 +261,15 @@ def _print_block(margin: Sequence[str], pieces: Sequence[tuple[str, str | None]]
     from turnlog.cli.output import UNBOUNDED, console, plain
 
     out = console()
-    room = max(out.width - MARGIN, 20)
+    indent = INDENT * min(depth, DEEPEST) * " "
+    room = max(out.width - MARGIN - len(indent), 20)
     lines: list[Text] = []
     for piece, piece_style in pieces:
         for raw in piece.expandtabs(4).splitlines():
             text = Text(plain(raw), piece_style or "")
             lines += [text] if out.width == UNBOUNDED else text.wrap(out, room)
     for at, (left, text) in enumerate(zip_longest(margin, lines)):
-        beside = Text(plain(left or "").ljust(MARGIN if text else 0), style if at == 0 else "dim")
+        beside = Text(indent + plain(left or "").ljust(MARGIN if text else 0), style if at == 0 else "dim")
         out.print(beside + text if text else beside, soft_wrap=True)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from turnlog.cli import complete
 from turnlog.cli.remote import remote
 from turnlog.cli.running import printed_as_json
 from turnlog.client.address import segment
@@ -13,7 +14,7 @@ from turnlog.client.address import segment
 
 def run_token(
     ctx: typer.Context,
-    run: Annotated[str, typer.Argument(help="The run's name.")],
+    run: Annotated[str, typer.Argument(help="The run's name.", autocompletion=complete.runs)],
     end: Annotated[bool, typer.Option("--end", help="End the run's token, without a new one.")] = False,
 ) -> None:
     """Make the token of a run anew: it opens everything within the run. The one before ends."""

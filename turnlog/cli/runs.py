@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from turnlog.amounts import amount
+from turnlog.cli import complete
 from turnlog.cli.remote import remote
 from turnlog.cli.running import UsageError, printed_as_json, say, say_if_none
 from turnlog.client.address import segment
@@ -48,7 +49,7 @@ def runs(
 
 def run(
     ctx: typer.Context,
-    name: Annotated[str, typer.Argument(help="The run's name.")],
+    name: Annotated[str, typer.Argument(help="The run's name.", autocompletion=complete.runs)],
     close: Annotated[bool, typer.Option("--close", help="Close it and its open sessions, for good.")] = False,
     erase: Annotated[bool, typer.Option("--erase", help="Erase all of its sessions, and free its name.")] = False,
 ) -> None:

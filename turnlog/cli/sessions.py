@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from turnlog.cli import complete
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.running import UsageError, printed_as_json, say, say_if_none
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from turnlog.client._sync.transport import Transport
 
 
+TASK = 80
+"""Characters of a task in the list."""
+
+
 @takes(SessionFilters, "status")  # a state is also a status
 def sessions(
     ctx: typer.Context,
@@ -26,10 +31,11 @@ def sessions(
     **filters: Any,
 ) -> None:
     """List sessions, newest first."""
-    found = _pages(remote(ctx), given(filters), None if every else limit, cursor)
+    wish = {**given(filters), "tasks": "true"}
+    found = _pages(remote(ctx), wish, None if every else limit, cursor)
     if printed_as_json(ctx, found):
         return
-    _print_sessions(found["sessions"])
+    _print_sessions(found["sessions"], found["tasks"])
     say_if_none(found["sessions"], "session")
     if found["next_cursor"] is not None:
         of = "" if filters["metadata"] else f" of {found['total']}"
@@ -40,21 +46,27 @@ def _pages(server: Transport, wish: dict[str, Any], limit: int | None, cursor: s
     """All pages of the server's list."""
     rows: list[dict[str, Any]] = []
     counted: dict[str, Any] = {}
+    tasks: dict[str, str] = {}
     while True:
         wanted = PAGE if limit is None else min(PAGE, limit - len(rows))
         parameters = {**wish, "count": "true" if not rows else None, "limit": wanted, "cursor": cursor}
         page = {**counted, **server.read("GET", "/sessions", parameters=parameters)}
         counted = {name: value for name, value in page.items() if name.startswith("total")}
         rows += page["sessions"]
+        tasks |= page["tasks"]
         cursor = page["next_cursor"]
         if cursor is None or (limit is not None and len(rows) >= limit):
-            return {**page, "sessions": rows}
+            return {**page, "sessions": rows, "tasks": tasks}
 
 
-def _print_sessions(rows: list[dict[str, Any]]) -> None:
-    from turnlog.cli.output import table
+def _print_sessions(rows: list[dict[str, Any]], tasks: dict[str, str]) -> None:
+    from turnlog.actions import common_heads, without_head
+    from turnlog.cli.output import Column, table
 
-    table(session_columns(), rows)
+    heads = common_heads(tasks.values())
+    task = Column("task", lambda row: without_head(tasks.get(row["session_id"], ""), heads)[:TASK], long=True)
+    session, state, *others = session_columns()
+    table([session, state, task, *others], rows)
 
 
 def session_columns() -> list[Column]:
@@ -78,7 +90,7 @@ def session_columns() -> list[Column]:
 
 def show(
     ctx: typer.Context,
-    session: Annotated[str, typer.Argument(help="The session's id.")],
+    session: Annotated[str, typer.Argument(help="The session's id.", autocompletion=complete.sessions)],
     at: Annotated[int | None, typer.Option(min=1, help="As it was after this event.")] = None,
 ) -> None:
     """A session: its turns with their stages, failures and rollbacks."""
@@ -91,7 +103,10 @@ def show(
     print_session(state)
 
 
-def open_page(ctx: typer.Context, session: Annotated[str, typer.Argument(help="The session's id.")]) -> None:
+def open_page(
+    ctx: typer.Context,
+    session: Annotated[str, typer.Argument(help="The session's id.", autocompletion=complete.sessions)],
+) -> None:
     """Open the page of a session in a browser, and print its address."""
     url = f"{address(ctx.obj.url)}/ui#/session/{segment(session)}"
     if not printed_as_json(ctx, {"url": url}):
@@ -104,7 +119,10 @@ def open_page(ctx: typer.Context, session: Annotated[str, typer.Argument(help="T
 @takes(Selection)
 def groups(
     ctx: typer.Context,
-    name: Annotated[str | None, typer.Argument(metavar="GROUP", help="A group's id; none: a list of groups.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(metavar="GROUP", help="A group's id; none: a list of groups.", autocompletion=complete.groups),
+    ] = None,
     limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many groups.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
     **filters: Any,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from turnlog.amounts import amount
+from turnlog.cli import complete
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.running import UsageError, failure, say, wants_json
@@ -30,7 +32,10 @@ _SHOWN = frozenset({"seq", "type", "at", "session_id", "position"})
 @takes(Selection)
 def tail(
     ctx: typer.Context,
-    session: Annotated[str | None, typer.Argument(help="The session's id; without one: all sessions.")] = None,
+    session: Annotated[
+        str | None,
+        typer.Argument(help="The session's id; without one: all sessions.", autocompletion=complete.sessions),
+    ] = None,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Stay, also over restarts of the server, until Ctrl-C.")
     ] = False,
@@ -122,6 +127,10 @@ def told(event: Mapping[str, Any]) -> str | None:
             return f"rolled back to turn {turn}: discarded {', '.join(map(str, discarded))}"
         case {"type": "RewardAssigned", "reward": reward}:
             return f"reward {reward:.4g}" + (f" of turn {event['turn']}" if event.get("turn") else "")
+        case {"type": "AnnotationWritten", "name": name}:
+            of = f"turn {event['turn']}: " if event.get("turn") else ""
+            by = f", says {event['writer']}" if event.get("writer") else ""
+            return f"{of}{name} = {_value(event)}{by}"
         case {"type": "SessionClosed"}:
             closed = f"closed: {event['reason']}" if event.get("reason", "deleted") != "deleted" else "closed"
             return f"{closed}, failed: {failure(event['failed'])}" if "failed" in event else closed
@@ -130,6 +139,16 @@ def told(event: Mapping[str, Any]) -> str | None:
         case {"type": "SessionErased"}:
             return "its content is erased"
     return None
+
+
+def _value(written: Mapping[str, Any]) -> str:
+    """The annotation's value: a text as it is, a column by its length."""
+    column, value = written.get("column"), written.get("value")
+    if column:
+        return amount(column["length"], "number")
+    if written.get("erased"):
+        return "erased"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _print(event: dict[str, Any], for_machine: bool) -> None:

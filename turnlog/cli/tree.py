@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from turnlog.amounts import amount
+from turnlog.cli import complete
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.running import printed_as_json
@@ -20,7 +21,7 @@ Turn = Mapping[str, Any]
 @takes(TreeParameters)
 def tree(
     ctx: typer.Context,
-    session: Annotated[str, typer.Argument(help="The session's id.")],
+    session: Annotated[str, typer.Argument(help="The session's id.", autocompletion=complete.sessions)],
     **parameters: Any,
 ) -> None:
     """A session's turns as a tree: branches, their causes, and whose loss each turn is in."""

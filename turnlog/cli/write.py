@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from turnlog.cli import complete
 from turnlog.cli.parameters import given, read_object, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.running import UsageError, printed_as_json, say
@@ -20,7 +21,7 @@ from turnlog.parameters import FailureKind, NewSession
 OBJECTS = ("metadata", "params", "limits")
 """Fields of a new session that are objects."""
 
-Id = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.")]
+Id = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id.", autocompletion=complete.sessions)]
 
 
 @takes(NewSession, "session_id")
@@ -49,7 +50,9 @@ def fork(
     session: Id,
     turn: Annotated[int, typer.Option(min=1, help="Begin after this committed turn.")],
     count: Annotated[int, typer.Option(min=1, help="Number of sessions.")] = 1,
-    group: Annotated[str | None, typer.Option(help="Their group; default: that of the session.")] = None,
+    group: Annotated[
+        str | None, typer.Option(help="Their group; default: that of the session.", autocompletion=complete.groups)
+    ] = None,
     metadata: Annotated[str | None, typer.Option(help="A JSON object; default: that of the session.")] = None,
     parent_loss: Annotated[bool, typer.Option("--parent-loss", help="Include the copied turns in their loss.")] = False,
     key: Annotated[str | None, typer.Option(help="The same key again gives the same sessions.")] = None,

@@ -133,6 +133,8 @@ _in_head = {
     for name in IN_HEAD
 }
 """The session's annotations that stand in its row too, where lists find them."""
+_names = select(sessions.c.annotated).where(sql.of_session(sessions))
+_set_names = update(sessions).where(sql.of_session(sessions)).values(annotated=bindparam("names", type_=Text))
 
 
 class WriteAnnotation(BaseOperation, frozen=True):
@@ -161,6 +163,11 @@ class WriteAnnotation(BaseOperation, frozen=True):
         if self.frame is not None:
             new = {"turn": event.turn, "name": event.name, "seq": seq, "data": self.frame}
             tx.insert(_insert, [{"session_id": self.session_id, **new}])
+        if event.turn is None:
+            there = {*notes.parted((tx.one(_names, {"sid": self.session_id}) or (None,))[0])}
+            names = there - {event.name} if event.value is None else there | {event.name}
+            if names != there:
+                tx.run(_set_names, {"sid": self.session_id, "names": notes.joined(sorted(names))})
         if event.turn is None and event.name in _in_head:
             said = notes.joined(event.value or ()) if event.name == "tags" else event.value
             tx.run(_in_head[event.name], {"sid": self.session_id, "said": said})

@@ -74,14 +74,14 @@ async def put_of_session(
     request: Request, session_id: SessionId, name: Name, writer: Writer = None, over: StatedOver = None
 ) -> dict[str, Any]:
     """Write a JSON value on the session, also a closed one, in the place of what it has under this name. A session's
-    `note` and `tags` are in lists, too: the page may write these two."""
+    `note` and `tags` are in lists, too."""
     return await _put(request, session_id, None, name, writer, over)
 
 
 @route(
     f"PUT {OF_TURN}/{{name}}",
     "Say something of a turn or its tokens",
-    "admin",
+    "page",
     json_reply(reply_types.Annotated),
     errors=_WRITE,
     body=AnnotationBody,
@@ -128,7 +128,7 @@ async def get_of_turn(
 @route(
     f"DELETE {OF_SESSION}/{{name}}",
     "Remove what is said of a session",
-    "admin",
+    "page",
     NO_CONTENT,
     errors=(InvalidRequest, *SESSION, *WRITE),
     of_run="session",
@@ -141,7 +141,7 @@ async def delete_of_session(request: Request, session_id: SessionId, name: Name,
 @route(
     f"DELETE {OF_TURN}/{{name}}",
     "Remove what is said of a turn",
-    "admin",
+    "page",
     NO_CONTENT,
     errors=(InvalidRequest, NotFound, *SESSION, *WRITE),
     of_run="session",

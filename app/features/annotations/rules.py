@@ -23,6 +23,9 @@ MAX_DEPTH = 64
 MAX_ANNOTATIONS, MAX_BYTES = 16_384, 256 << 20
 """Of one session, its turns' included: how many, and their bytes before compression."""
 
+MAX_OWN = 1024
+"""Annotations of the session itself: their names stand in its row, which each turn writes."""
+
 MAX_NOTE = 4000
 """Characters of a note. It stands in the session's row, which lists read."""
 
@@ -94,6 +97,9 @@ def _within_limits(session: Session, event: AnnotationWritten) -> AnnotationWrit
     before = session.annotations.get(event.turn or 0, {}).get(event.name)
     if len(every) + (before is None) > MAX_ANNOTATIONS:
         raise InvalidRequest(f"the session has {len(every)} annotations; the limit is {MAX_ANNOTATIONS}")
+    own = session.annotations.get(0, {})
+    if event.turn is None and len(own) + (before is None) > MAX_OWN:
+        raise InvalidRequest(f"the session itself has {len(own)} annotations; the limit is {MAX_OWN}, its turns' apart")
     size = sum(one.size for one in every) - (0 if before is None else before.size) + event.size
     if size > MAX_BYTES:
         raise InvalidRequest(f"the session's annotations would have {size} bytes; the limit is {MAX_BYTES}")

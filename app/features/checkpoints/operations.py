@@ -299,6 +299,7 @@ _set_head = (
         spent_tokens=bindparam("new_spent_tokens", type_=sessions.c.spent_tokens.type),
         failed=bindparam("new_failed", type_=sessions.c.failed.type),
         evaluation=bindparam("new_evaluation", type_=sessions.c.evaluation.type),
+        annotated=bindparam("new_annotated", type_=sessions.c.annotated.type),
     )
     .returning(sessions.c.run, sessions.c.group_id, sessions.c.root_id)
 )

@@ -22,6 +22,7 @@ from app.features.page.preview import Previews
 from app.features.page.rollout_view import MAX_STEPS, rollout_view
 from app.features.page.summaries import MAX_SESSIONS, Summaries, listed
 from app.features.page.token_view import Asked, TokenViews
+from app.features.page.tokenizer import Decode, decoder
 from app.features.page.turn_view import MAX_TURNS, TurnViews
 from app.features.page.watch import Watch
 from app.sessions.conversation import Conversations
@@ -54,10 +55,18 @@ def page_with(services: Services) -> Page:
         overviews=Overviews(services, pauses),
         watch=watch,
         turns=TurnViews(database, services.turns.claimed, services.engines.engine_of),
-        tokens=TokenViews(database, services.prompts),
+        tokens=TokenViews(database, _decoder(services)),
         previews=Previews(database, services.release),
         summaries=Summaries(database),
     )
+
+
+def _decoder(services: Services) -> Decode | None:
+    """Of the tokenizer that makes prompts, else of the page's own. Raises StartupError."""
+    path = services.settings.page_tokenizer
+    if services.prompts is not None:
+        return services.prompts.decode
+    return None if path is None else decoder(path)
 
 
 MAX_TOKENS = 10_000

@@ -4,6 +4,7 @@ and values of their metadata as columns."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -24,12 +25,13 @@ from app.domain.restore import in_effect
 from app.domain.selection import MISSING, value_of
 from app.sessions.conversation import as_messages
 from app.sessions.session_list import SessionList, SessionQuery
+from app.sessions.tasks import tasks_of
 from app.store.content import load_frames, metadata_of
 from app.store.damage import of_readable
 from app.store.database import Database
 from app.store.ports import Connection
 from app.store.sessions import EventRow, Frames, decode_events, event_rows
-from turnlog.actions import Action, actions_of, task_of
+from turnlog.actions import Action, actions_of, common_heads, task_text
 from turnlog.replies import SessionPage
 from workers import codec
 from workers.codec import CorruptContent
@@ -207,7 +209,7 @@ def _read(known: Mapping[str, _Known], content: Mapping[str, Frames]) -> None:
         frames = content.get(session_id, {})
         if first != state.first:
             # Without the reply, which is no task.
-            state.first, state.task = first, task_of(_messages(state.turns[first], frames.get(first))[:-1])
+            state.first, state.task = first, task_text(_messages(state.turns[first], frames.get(first))[:-1])
         if last != state.last:
             newest = _messages(state.turns[last], frames.get(last))[-1:]
             state.last, state.actions = last, actions_of(newest)
@@ -222,6 +224,9 @@ def _messages(turn: _Turn, frame: tuple[bytes | None, bytes | None] | None) -> l
         return []
 
 
+COMPARED = 24
+"""Sessions of a page whose tasks are compared, spread over it."""
+
 MAX_COLUMNS = 6
 
 MAX_VALUE = 200
@@ -229,8 +234,10 @@ MAX_VALUE = 200
 
 
 class ListedSessions(SessionPage):
-    """A page of the list. `metadata`: for each session that has any of the columns, its values as text, by column."""
+    """A page of the list. `metadata`: for each session that has any of the columns, its values as text, by column.
+    `heads`: how many of the tasks begin, judged by some."""
 
+    heads: Sequence[str]
     metadata: Mapping[str, Mapping[str, str]]
 
 
@@ -246,7 +253,9 @@ async def listed(
     keys = [key.strip() for key in (columns or "").split(",") if key.strip()][:MAX_COLUMNS]
     stored = await database.read(lambda c: metadata_of(c, ids)) if keys else {}
     values = await asyncio.to_thread(lambda: {name: _values_of(raw, keys) for name, raw in stored.items()})
-    return {**found, "metadata": {name: given for name, given in values.items() if given}}
+    tasks = await tasks_of(database, ids[:: math.ceil(len(ids) / COMPARED) or 1])
+    given = {name: given for name, given in values.items() if given}
+    return {**found, "metadata": given, "heads": common_heads(tasks.values())}
 
 
 def _values_of(raw: bytes, keys: Sequence[str]) -> dict[str, str]:

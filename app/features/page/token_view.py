@@ -33,7 +33,7 @@ from workers.parse_json import Fields, Rejected, is_null, object_at
 from workers.top_logprobs import unpacked
 
 if TYPE_CHECKING:
-    from app.tito.prompts import Prompts
+    from app.features.page.tokenizer import Decode
 
 TEXT_TURNS = 128
 """Maximum number of turns whose stored replies are read for the texts of one reply."""
@@ -86,7 +86,7 @@ class BranchTokens(msgspec.Struct, frozen=True):
     exported: bool
 
 
-TEXT_ONLY = "this session captures text only: it has no tokens"
+TEXT_ONLY = 'this session was created with capture "text": its engine is asked for no tokens'
 
 
 class TurnRange(msgspec.Struct, frozen=True):
@@ -182,11 +182,11 @@ class _Row(NamedTuple):
 
 
 class TokenViews:
-    """Reads token views. `prompts` contains the tokenizer, if there is one."""
+    """Reads token views. `decode` is there if there is a tokenizer."""
 
-    def __init__(self, database: Database, prompts: Prompts | None) -> None:
+    def __init__(self, database: Database, decode: Decode | None) -> None:
         self._database = database
-        self._prompts = prompts
+        self._decode = decode
 
     async def at(self, session_id: str, seq: int | None, branch: int | None, asked: Asked) -> TokenView:
         """Tokens of a branch (None: that of the newest turn) after event `seq`.
@@ -220,7 +220,7 @@ class TokenViews:
         texts = await self._texts(session_id, made.sample, counts, wanted)
         view = await asyncio.to_thread(_view, made, row, shown, texts, columns)
         outline = await asyncio.to_thread(_outline, made, least, texts, columns) if asked.outline else None
-        has_tokenizer = self._prompts is not None
+        has_tokenizer = self._decode is not None
         return replace(
             view, branch=branch, branches=branches, start=asked.start, tokenizer=has_tokenizer, outline=outline
         )
@@ -251,10 +251,10 @@ class TokenViews:
 
     async def _texts(self, session_id: str, made: Sample, counts: Mapping[int, int], wanted: Array) -> dict[int, str]:
         """The texts of these positions, in order, as far as they are known. `counts`: output tokens by turn."""
-        prompts = self._prompts
-        if prompts is not None:
+        decode = self._decode
+        if decode is not None:
             ids = dict(zip(wanted.tolist(), made.tokens[wanted].tolist(), strict=True))
-            known = await asyncio.to_thread(lambda: {one: prompts.decode([one]) for one in set(ids.values())})
+            known = await asyncio.to_thread(lambda: {one: decode([one]) for one in set(ids.values())})
             return {at: known[one] for at, one in ids.items()}
         spans = [span for span in _spans_of(made, wanted) if wanted[-1] >= span.output_start][:TEXT_TURNS]
         numbers = [span.turn for span in spans]

@@ -81,6 +81,8 @@ export interface Summary {
 export interface SessionPage {
   /** values of the asked-for keys of the metadata, by session and key */
   metadata: Record<string, Record<string, string>>;
+  /** how many of the tasks begin */
+  heads: string[];
   sessions: SessionRow[];
   next_cursor: string | null;
   total: number;

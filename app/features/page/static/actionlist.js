@@ -426,7 +426,7 @@ export class ActionList extends SessionPart {
 
   /** @param {KeyboardEvent} event */
   #onKey(event) {
-    if (!isForPage(event)) return;
+    if (!isForPage(event) || !this.list.checkVisibility()) return;
     const isInside = this.list.contains(document.activeElement);
     if (event.key === "j") this.#step(1);
     else if (event.key === "k") this.#step(-1);

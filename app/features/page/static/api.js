@@ -75,8 +75,8 @@ export async function* lines(path, parameters, signal, most = Infinity) {
 }
 
 /**
- * JSON to the server: to sign in and out, and a session's note and tags. The header proves that the page sends it.
- * @param {"POST"|"PUT"} method @param {string} path @param {unknown} body @param {AbortSignal} [signal]
+ * JSON to the server: to sign in and out, and annotations. The header proves that the page sends it.
+ * @param {"POST"|"PUT"|"DELETE"} method @param {string} path @param {unknown} [body] @param {AbortSignal} [signal]
  */
 export async function send(method, path, body, signal) {
   const headers = { "content-type": "application/json", "x-turnlog-page": "1" };

@@ -8,6 +8,7 @@ import { fleetStrip } from "./fleet.js";
 import { clock, serverNow, setServerNow, setSince, startTicking } from "./format.js";
 import { GroupView } from "./group.js";
 import { GroupsView } from "./groups.js";
+import { JudgeView } from "./judge.js";
 import { listenToKeys, showKeys } from "./keys.js";
 import { changeQuery, chosenRun, listHref, parse } from "./route.js";
 import { RolloutsView } from "./rollouts.js";
@@ -35,9 +36,10 @@ const VIEWS = {
   exports: { View: ExportsView, title: "Exports" },
   checkpoints: { View: CheckpointsView, title: "Checkpoints" },
   checkpoint: { View: CheckpointView, title: "Checkpoint" },
+  judge: { View: JudgeView, title: "Judge" },
 };
 /** @type {Record<string, string>} */
-const LIST_ABOVE = { group: "groups", rollouts: "groups", checkpoint: "checkpoints" };
+const LIST_ABOVE = { group: "groups", rollouts: "groups", checkpoint: "checkpoints", judge: "sessions" };
 /** The first view waits so long for the stream, so that no change is lost before the stream begins. */
 const FIRST_HELLO_MS = 1500;
 

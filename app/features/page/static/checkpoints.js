@@ -79,7 +79,7 @@ export class CheckpointView extends ListView {
     const all = h("a", { href: listHref("checkpoints") }, "All checkpoints");
     replace(
       root,
-      bar(h("h1", null, visible(id)), [all, this.restore, this.tools(() => this.request)]),
+      bar(h("h1", null, visible(id)), [all, this.restore, this.tools(() => ({ path: "/checkpoints", parameters: { run: this.request.parameters?.run } }))]),
       this.problem,
       this.facts,
       this.table.element,

@@ -177,21 +177,45 @@ export function showDialog(attributes, ...content) {
   dialog.showModal();
 }
 
+/** Shapes in a square of 16 by 16, which no font draws. */
+const ICONS = {
+  play: "M4 2l10 6-10 6z",
+  pause: "M4 2h3v12H4zM9 2h3v12H9z",
+  ring: "M8 2a6 6 0 1 0 0 12A6 6 0 1 0 8 2zm0 2a4 4 0 1 1 0 8 4 4 0 1 1 0-8z",
+  dot: "M8 3a5 5 0 1 0 0 10A5 5 0 1 0 8 3z",
+  square: "M3 3h10v10H3z",
+  frame: "M3 3h10v10H3zM5 5v6h6V5z",
+  cross: "M3.5 2L8 6.5 12.5 2 14 3.5 9.5 8l4.5 4.5-1.5 1.5L8 9.5 3.5 14 2 12.5 6.5 8 2 3.5z",
+  warning: "M8 2l7 12H1z",
+  branch: "M4 2h2v5h2a2 2 0 0 0 2-2V2h2v3a4 4 0 0 1-4 4H6v5H4z",
+  image: "M2 3h12v10H2zM4 5v6h8V5zm1 5l2-3 2 2 1-1 1 2z",
+  pencil: "M11 2l3 3-8 8H3v-3z",
+  left: "M10 2l2 2-4 4 4 4-2 2-6-6z",
+  right: "M6 2L4 4l4 4-4 4 2 2 6-6z",
+  down: "M2 5h12l-6 7z",
+  end: "M7 2h2v6h3l-4 4-4-4h3zM3 13h10v2H3z",
+};
+
+/** A shape beside a text, or in a control that has a name. @param {keyof typeof ICONS} name */
+export function icon(name) {
+  return svg("svg", { class: "icon", viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("path", { d: ICONS[name] }));
+}
+
 /**
  * The states of a session: a shape for those who do not see the colour, and what the word means.
- * @type {Record<string, {shape: string, hint: string}>}
+ * @type {Record<string, {shape: keyof typeof ICONS, hint: string}>}
  */
 export const STATES = {
-  running: { shape: "▶", hint: "A turn is in flight: an engine generates" },
-  paused: { shape: "‖", hint: "A turn waits at a gate until it opens" },
-  idle: { shape: "○", hint: "Open, and no turn is in flight: its environment is at work, or nobody is" },
-  open: { shape: "○", hint: "Running, paused or idle: it takes turns" },
-  closed: { shape: "■", hint: "It takes no more turns" },
-  erased: { shape: "×", hint: "Its content was deleted for good" },
-  undone: { shape: "□", hint: "Created after the checkpoint that its run, or the store, was taken back to" },
+  running: { shape: "play", hint: "A turn is in flight: an engine generates" },
+  paused: { shape: "pause", hint: "A turn waits at a gate until it opens" },
+  idle: { shape: "ring", hint: "Open, and no turn is in flight: its environment is at work, or nobody is" },
+  open: { shape: "ring", hint: "Running, paused or idle: it takes turns" },
+  closed: { shape: "square", hint: "It takes no more turns" },
+  erased: { shape: "cross", hint: "Its content was deleted for good" },
+  undone: { shape: "frame", hint: "Created after the checkpoint that its run, or the store, was taken back to" },
 };
-/** @type {Record<string, string>} */
-const TONE_SHAPES = { good: "●", warn: "▲", bad: "✕" };
+/** @type {Record<string, keyof typeof ICONS>} */
+const TONE_SHAPES = { good: "dot", warn: "warning", bad: "cross" };
 
 /**
  * A state as word, shape and colour; also for engines' health.
@@ -212,8 +236,7 @@ export function setBadge(element, state, tone) {
   element.dataset.tone = wanted;
   element.dataset.state = state;
   element.title = tone ? "" : (known?.hint ?? "");
-  const shape = known?.shape ?? TONE_SHAPES[tone ?? ""] ?? "·";
-  replace(element, h("span", { class: "shape", "aria-hidden": "true" }, shape), state);
+  replace(element, icon(known?.shape ?? TONE_SHAPES[tone ?? ""] ?? "ring"), state);
 }
 
 /** @param {string} id @returns {HTMLElement} a part of index.html */

@@ -83,6 +83,8 @@ export class FilterForm extends QueryForm {
       field("Group", textField("group_id")),
       field("Group begins with", textField("group_prefix")),
       field("Tag", textField("tag")),
+      field("Annotated", textField("annotated", { placeholder: "verdict" })),
+      field("Not annotated", textField("unannotated", { placeholder: "verdict" })),
       field("Engine", engines),
       field("Reward from", numberField("min_reward", { step: "any" })),
       field("to", numberField("max_reward", { step: "any" })),

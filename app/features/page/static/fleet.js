@@ -14,7 +14,7 @@ import { visibleText } from "./visible.js";
 const HEALTH = { healthy: "good", busy: "warn", paused: "warn", dead: "bad", unknown: "muted" };
 const MOST_NAMED = 3;
 /** Where one thing is looked at: the strip is folded there, until somebody wants it. */
-const CLOSE_UPS = ["session", "tokens", "group", "rollouts", "checkpoint"];
+const CLOSE_UPS = ["session", "tokens", "group", "rollouts", "checkpoint", "judge"];
 
 /** The counts of sessions: each leads to its list. */
 const COUNTS = /** @type {const} */ (["active", "running", "paused", "idle", "closed"]);

@@ -8,7 +8,7 @@ import { amount, compact, count, decimal, ranges } from "./format.js";
 import { chosenRun, listHref, rolloutsHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { actionsCell, badgeCell, durationCell, errorsCell, pickColumn, sessionColumn, textCell } from "./rows.js";
 import { readSummaries } from "./summaries.js";
-import { LongTable } from "./table.js";
+import { isNarrow, LongTable } from "./table.js";
 import { View } from "./view.js";
 import { textBlock, visible, visibleText } from "./visible.js";
 
@@ -55,6 +55,7 @@ export class GroupView extends View {
     this.side = h("a", null, "Side by side");
     this.list = h("a", null, "In the session list");
     this.export = h("a", null, "Export");
+    this.judge = h("a", null, "Judge");
     this.#linkToRun();
     replace(
       root,
@@ -62,6 +63,7 @@ export class GroupView extends View {
         this.side,
         this.list,
         this.export,
+        this.judge,
         copyCurl(() => ({ path: this.path, parameters: { run: this.run } })),
       ]),
       this.problem,
@@ -90,6 +92,7 @@ export class GroupView extends View {
     this.side.setAttribute("href", rolloutsHref(id, { run }));
     this.list.setAttribute("href", sessionsHref({ run, group_id: id }));
     this.export.setAttribute("href", listHref("exports", { run, group_id: id }));
+    this.judge.setAttribute("href", listHref("judge", { run, group_id: id }));
   }
 
   refresh() {
@@ -221,7 +224,7 @@ function columns(names) {
     fill: textCell((row) => text(value(row))),
     ...more,
   });
-  return [
+  const every = [
     number("Attempt", (row) => row.attempt, { first: "asc", width: "76px" }),
     sessionColumn({ width: "140px" }),
     { title: "State", width: "94px", fill: badgeCell((one) => (one.failed ? "failed" : one.state), (one) => (one.failed ? "bad" : undefined)) },
@@ -245,4 +248,5 @@ function columns(names) {
     }),
     ...names.map((name) => number(name, (one) => one.about?.components[name], { text: decimal, hint: "Component of the reward" })),
   ];
+  return every.filter(({ title }) => !isNarrow() || !["Sampled", "Finish", "÷ std. dev."].includes(title));
 }

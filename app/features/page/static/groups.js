@@ -92,19 +92,19 @@ function tone(group) {
 
 /** @param {boolean} isOfAll runs @returns {Column<GroupRow>[]} */
 function columns(isOfAll) {
-  const [narrow, wide] = [{ width: "88px" }, { width: "96px" }];
+  const narrow = { width: "84px" };
   return [
     groupNameColumn(),
-    ...(isOfAll ? [column("Run", (/** @type {GroupRow} */ group) => group.run, { width: "140px" })] : []),
-    { title: "State", width: "150px", fill: badgeCell(verdict, tone) },
+    ...(isOfAll ? [column("Run", (/** @type {GroupRow} */ group) => group.run, { width: "112px" })] : []),
+    { title: "State", width: "148px", fill: badgeCell(verdict, tone) },
     numberColumn("Sessions", (group) => count(group.sessions), narrow),
     numberColumn("Closed", (group) => count(group.closed), narrow),
     numberColumn("Failed", (group) => count(group.failed), narrow),
     numberColumn("Rewarded", (group) => count(group.rewarded), narrow),
-    numberColumn("Mean", (group) => decimal(group.mean), wide),
-    numberColumn("Std. dev. (sample)", (group) => decimal(group.std), { ...wide, hint: "With n − 1" }),
-    numberColumn("Min", (group) => decimal(group.min), wide),
-    numberColumn("Max", (group) => decimal(group.max), wide),
+    numberColumn("Mean", (group) => decimal(group.mean), narrow),
+    numberColumn("Std. dev.", (group) => decimal(group.std), { ...narrow, hint: "Of the sample, with n − 1" }),
+    numberColumn("Min", (group) => decimal(group.min), narrow),
+    numberColumn("Max", (group) => decimal(group.max), narrow),
     column("Missing attempts", (group) => ranges(group.missing_attempts) || "–", { width: "150px" }),
   ];
 }

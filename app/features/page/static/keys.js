@@ -37,6 +37,7 @@ export function listenToKeys(goToFilter) {
     if (place !== undefined && event.timeStamp - goPressedAt < SEQUENCE_MS) location.hash = listHref(place);
     else if (event.key === "/") goToFilter();
     else if (event.key === "?") showKeys();
+    else if (event.key === "v") /** @type {HTMLElement|null} */ (document.querySelector("[data-judge]"))?.click();
     else {
       if (event.key === "g") goPressedAt = event.timeStamp;
       return;

@@ -19,6 +19,7 @@ const VIEWS = /** @type {const} */ ({
   exports: "exports",
   checkpoints: "checkpoints",
   "checkpoint/*": "checkpoint",
+  judge: "judge",
 });
 
 /**

@@ -43,7 +43,8 @@ export class RunView extends FollowsFleet {
       bar(h("h1", null, visible(run)), [
         h("a", { href: sessionsHref({ run }) }, "Sessions"),
         h("a", { href: listHref("groups", { run }) }, "Groups"),
-        this.tools(() => ({ path: this.path })),
+        h("a", { href: listHref("judge", { run }) }, "Judge"),
+        this.tools(() => ({ path: `/runs/${encodeURIComponent(run)}` })),
       ]),
       this.problem,
       this.facts,
@@ -128,7 +129,7 @@ function used(number, limit, text = count) {
 
 /** @param {VersionFigures[]} versions the newest first @returns {Child} */
 function plots(versions) {
-  if (!versions.length) return message("empty", "No session has a weight version that is a number.");
+  if (!versions.length) return message("empty", "No session has a weight version that is a number: engines say theirs with each reply.");
   return PLOTS.map(({ title, value, text = decimal, note, hint }) => {
     const points = versions.toReversed().flatMap((one) => {
       const y = value(one);

@@ -100,7 +100,7 @@ export class SearchView extends View {
     const more = this.cursor ? " or more" : "";
     const word = this.hits.length === 1 ? "hit" : "hits";
     const behind = page && !page.is_current ? "; the index does not have the newest turns yet" : "";
-    setText(this.found, page ? `${count(this.hits.length)}${more} ${word}, newest first${behind}` : "Words, or a field.");
+    setText(this.found, page ? `${count(this.hits.length)}${more} ${word}, newest first${behind}` : "Give words, or fill a field.");
     refill(this.list, this.hits.map(hitItem));
     const next = this.cursor;
     refill(this.foot, next && button("Load more", () => this.#read(next)));

@@ -2,19 +2,19 @@
 
 import { ActionList, cameFrom, rowsOf, timesOf } from "./actionlist.js";
 import { copyCurl } from "./copy.js";
-import { badge, button, folded, h, message, renew, replace } from "./dom.js";
+import { badge, folded, h, message, renew, replace } from "./dom.js";
 import { EventsTab } from "./events.js";
-import { amount, clock, compact, count, decimal, duration, since } from "./format.js";
-import { NoteForm } from "./noteform.js";
-import { changeQuery, checkpointHref, groupHref, sessionHref, sessionsHref, wholeNumber } from "./route.js";
+import { amount, clock, compact, count, duration, since } from "./format.js";
+import { changeQuery, checkpointHref, groupHref, sessionHref, wholeNumber } from "./route.js";
 import { StagesTab } from "./stages.js";
 import { TokensTab } from "./tokens.js";
 import { TreeTab } from "./tree.js";
 import { TurnTab } from "./turn.js";
+import { verdicts } from "./verdicts.js";
 import { SessionPart, View } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
-/** @import {Budget, Child, Reward, Session, SessionRow} from "../ui_types.d.ts" */
+/** @import {Budget, Child, Session, SessionRow} from "../ui_types.d.ts" */
 /** @import {Place} from "./view.js" */
 
 /** Checkpoints that are named; a run may make hundreds. */
@@ -28,12 +28,6 @@ const TABS = { turn: TurnTab, tokens: TokensTab, stages: StagesTab, events: Even
 /** @param {string} name @param {...Child} value @returns {HTMLElement} */
 function fact(name, ...value) {
   return h("div", null, h("dt", null, name), h("dd", null, ...value));
-}
-
-/** @param {Reward} reward @returns {Child} */
-function rewardParts({ reward, components }) {
-  const parts = Object.entries(components).map(([name, value]) => [named(name), ` ${decimal(value)} `]);
-  return [h("strong", null, decimal(reward)), parts.length > 0 && h("span", { class: "note" }, " ", parts)];
 }
 
 /** @param {Budget} budget @param {string} id of the session that it holds for @returns {HTMLElement} */
@@ -77,15 +71,9 @@ export class SessionView extends View {
     /** @type {Partial<Record<TabName, Tab>>} made when they are first shown */
     this.made = {};
     this.head = h("div", { class: "sessionhead" });
-    this.noteForm = new NoteForm(
-      this.closed,
-      id,
-      () => this.refresh(),
-      () => /** @type {HTMLElement|undefined} */ ([...this.more.querySelectorAll("button")].find((each) => each.textContent === "Edit note"))?.focus(),
-    );
+    this.verdicts = h("div");
     this.more = h("div", { class: "folds" });
-    this.brief = h("span", { class: "note" });
-    this.details = folded(["Details ", this.brief], [this.more, this.noteForm.element], "sessiondetails");
+    this.details = folded("Details", this.more, "sessiondetails");
     this.list = new ActionList(this.closed, id, (turn, branch) => this.#pick(turn, branch));
     this.tabs = h("nav", { class: "tabs", "aria-label": "What is shown of the turn" });
     this.content = h("div", { class: "tabcontent", tabindex: "0", role: "region", "aria-label": "The turn" });
@@ -94,7 +82,7 @@ export class SessionView extends View {
       h(
         "div",
         { class: "session-view" },
-        h("section", { class: "panel sessionpanel", "aria-label": "Session" }, this.head, this.problem, this.details),
+        h("section", { class: "panel sessionpanel", "aria-label": "Session" }, this.head, this.problem, this.verdicts, this.details),
         h("div", { class: "panes" }, this.list.element, h("section", { class: "pane", "aria-label": "Turn" }, this.tabs, this.content)),
       ),
     );
@@ -190,15 +178,15 @@ export class SessionView extends View {
       session.problems.map((one) => message("error", `${one.part} cannot be shown`, h("p", null, one.message))),
     );
     this.#mark(session);
-    renew(this.head, [session.seq, this.at.seq, session.last_seq, session.state, session.reward, session.failed], () => this.#head(session));
-    replace(this.brief, session.tags.length > 0 && ["· ", named(session.tags.join(", ")), " "], session.note && ["· ", named(session.note)]);
-    const { config, metadata, turn_rewards: rewards, note, tags, budgets, limit, checkpoints, seq } = session;
-    renew(this.more, [config, metadata, rewards, note, tags, budgets, limit, checkpoints, seq], () => this.#details(session));
+    renew(this.head, [session.seq, this.at.seq, session.last_seq, session.state, session.failed], () => this.#head(session));
+    const { config, metadata, annotations, reward, erased, note, budgets, limit, checkpoints, seq } = session;
+    renew(this.verdicts, [annotations[0], reward, erased, seq === session.last_seq], () => verdicts(this.id, null, session, () => this.refresh()));
+    renew(this.more, [config, metadata, note, budgets, limit, checkpoints, seq], () => this.#details(session));
   }
 
   /** @param {Session} session @returns {Child} */
   #head(session) {
-    const { session_id, state, failed: failure, seq, last_seq, reward, config, turns, tree, affinity, open_turns, limit } = session;
+    const { session_id, state, failed: failure, seq, last_seq, config, turns, tree, affinity, open_turns, limit } = session;
     const live = turns.filter((turn) => turn.live);
     const rows = rowsOf(session, null).filter((row) => !row.turn || row.turn.live);
     const begin = rows.find((row) => row.begin !== null)?.begin ?? null;
@@ -212,7 +200,6 @@ export class SessionView extends View {
       h("h1", null, named(session_id)),
       badge(state),
       this.at.seq !== null && [badge(`as of event ${seq} of ${last_seq}`, "warn"), h("a", { href: sessionHref(this.id, { tab: this.at.tab }) }, "live")],
-      reward && h("span", null, "reward ", h("strong", null, decimal(reward.reward))),
       failure && h("span", null, badge(`failed: ${failure.kind}`, "bad"), failure.message && [" ", named(failure.message)]),
       config.group_id != null &&
         h("span", null, h("a", { href: groupHref(config.group_id, config.run ?? undefined) }, named(config.group_id)), config.attempt != null && ` attempt ${config.attempt}`),
@@ -238,20 +225,16 @@ export class SessionView extends View {
 
   /** @param {Session} session @returns {Child} */
   #details(session) {
-    const { session_id, note, tags, config, fork, turns, affinity, reward, checkpoints, created_at, closed_at, budgets, limit, metadata } = session;
+    const { session_id, note, config, fork, turns, affinity, checkpoints, created_at, closed_at, budgets, limit, metadata } = session;
     const newest = turns.findLast((turn) => turn.live);
     const discarded = turns.filter((turn) => !turn.live).length;
     const adapter = config.adapter ?? newest?.adapter;
-    const rewards = Object.entries(session.turn_rewards);
     const text = (/** @type {unknown} */ value) => (typeof value === "object" ? JSON.stringify(value) : value);
     const settings = Object.entries(config).filter(([, value]) => value !== null);
     return [
       h(
         "dl",
         { class: "sessionfacts" },
-        fact("Note", note ? textBlock(note) : "none"),
-        tags.length > 0 && fact("Tags", tags.map((tag, at) => [at > 0 && ", ", h("a", { href: sessionsHref({ tag }) }, named(tag))])),
-        fact("Reward", reward ? rewardParts(reward) : "none"),
         fork != null &&
           fact(
             "Forked from",
@@ -269,11 +252,6 @@ export class SessionView extends View {
         fact("Created", since(created_at), h("span", { class: "note" }, ` ${clock(created_at)}`)),
         closed_at != null && fact("Closed", since(closed_at), h("span", { class: "note" }, ` ${clock(closed_at)}`)),
       ),
-      rewards.length > 0 &&
-        folded(
-          `Rewards of ${count(rewards.length)} turns`,
-          h("p", null, rewards.map(([turn, one]) => [`turn ${turn}: `, rewardParts(one), "; "])),
-        ),
       folded(
         "Configuration",
         h("dl", { class: "sessionfacts" }, settings.map(([name, value]) => fact(name, named(text(value))))),
@@ -282,7 +260,6 @@ export class SessionView extends View {
       h(
         "span",
         { class: "switches" },
-        this.at.seq === null && !session.erased && button("Edit note", () => this.noteForm.open(session), { class: "quiet" }),
         copyCurl(() => ({ path: this.path, parameters: { seq: this.at.seq } })),
         copyCurl(() => ({ path: "/export", parameters: { session_id: this.id } }), "export"),
         copyCurl(() => ({ path: `/sessions/${encodeURIComponent(this.id)}/annotations/note`, method: "PUT", body: { value: note ?? "" } }), "note"),

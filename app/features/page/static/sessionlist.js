@@ -32,6 +32,8 @@ export class SessionList {
     this.hasNews = false;
     /** @type {Map<string, Record<string, string>>} values of the columns of metadata; they do not change */
     this.metadata = new Map();
+    /** @type {string[]} how many of the tasks begin */
+    this.heads = [];
     /** @type {string|null} */
     this.nextCursor = null;
     this.total = 0;
@@ -78,8 +80,9 @@ export class SessionList {
       const shown = this.byId.get(row.session_id);
       if (shown && row.version < shown.version) continue;
       if (shown) this.#set(row);
-      // Only the server knows metadata, which does not change: what is not listed may or may not match.
-      const fits = matches(row, this.query) && (!this.query.metadata || shown !== undefined);
+      // Only the server knows metadata and annotations: what is not listed may or may not match.
+      const { metadata, annotated, unannotated } = this.query;
+      const fits = matches(row, this.query) && (!(metadata || annotated || unannotated) || shown !== undefined);
       const isWithin = !this.nextCursor || !last || isBefore(row, last, this.query);
       this.hasNews ||= this.isLoading || (shown ? !fits || this.isByChange : fits && isWithin);
     }
@@ -88,7 +91,10 @@ export class SessionList {
 
   /** @param {SessionRow} row */
   #set(row) {
-    this.byId.set(row.session_id, { ...row, about: this.summaries.known.get(row.session_id) });
+    const known = this.summaries.known.get(row.session_id);
+    const head = this.heads.find((one) => known?.task.startsWith(one));
+    const about = known && head ? { ...known, task: `… ${known.task.slice(head.length)}` } : known;
+    this.byId.set(row.session_id, { ...row, about });
   }
 
   /** @param {string|null} cursor @param {number} limit */
@@ -110,6 +116,7 @@ export class SessionList {
       this.byId.clear();
       this.metadata.clear();
     }
+    this.heads = page.heads;
     for (const [id, values] of Object.entries(page.metadata)) this.metadata.set(id, values);
     for (const row of page.sessions) this.#set(row);
     this.nextCursor = page.next_cursor;

@@ -4,11 +4,11 @@ import { announce, bar, button, chip, failure, h, message, replace, setText, sho
 import { addressOf, FilterForm, needsPolling, PRESETS } from "./filters.js";
 import { field, textField } from "./form.js";
 import { compact, count, decimal } from "./format.js";
-import { sessionsHref, setQuery, sideBySideHref } from "./route.js";
+import { listHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { actionsCell, badgeCell, column, durationCell, errorsCell, groupColumn } from "./rows.js";
 import { numberColumn, pickColumn, sessionColumn, sinceCell } from "./rows.js";
 import { SessionList } from "./sessionlist.js";
-import { LongTable } from "./table.js";
+import { isNarrow, LongTable } from "./table.js";
 import { every, View } from "./view.js";
 import { visibleText } from "./visible.js";
 
@@ -44,14 +44,18 @@ export class SessionsView extends View {
     this.total = h("span", { role: "status" });
     this.changes = button("Changes: show", () => this.refresh(), { class: "changed", hidden: true });
     this.compare = h("a", { href: sideBySideHref([]), hidden: true });
+    this.judge = h("a", null, "Judge");
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
-    const tools = this.tools(() => ({ path: "/ui/api/sessions", parameters: { ...this.list.query, limit: 200 } }));
+    const tools = this.tools(() => {
+      const { q: prefix, ...query } = this.list.query;
+      return { path: "/sessions", parameters: { ...query, prefix, limit: 200 } };
+    });
     const choose = button("Columns", () => this.#chooseColumns(), { class: "quiet" });
     replace(
       root,
       h("h1", { class: "visually-hidden" }, "Sessions"),
       this.form.box,
-      bar(this.presets, [this.compare, this.changes, this.total, choose, tools]),
+      bar(this.presets, [this.compare, this.changes, this.total, this.judge, choose, tools]),
       this.problem,
       this.table.element,
     );
@@ -112,6 +116,7 @@ export class SessionsView extends View {
     this.table.setOrder(query.sort, query.order);
     this.table.scrollToTop();
     const here = sessionsHref(addressOf(query));
+    this.judge.setAttribute("href", listHref("judge", addressOf(query)));
     const presets = PRESETS.map(({ title, query: preset }) => ({ title, href: sessionsHref(preset) }));
     replace(this.presets, presets.map(({ title, href }) => chip(href, title, href === here)));
     await this.list.open(query, this.chosen.metadata);
@@ -190,14 +195,14 @@ function nothing({ sort, order, run, ...filters }) {
 }
 
 /** Before somebody chooses. */
-const HIDDEN = ["Run", "Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn"];
+const HIDDEN = ["Run", "Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn", ...(isNarrow() ? ["Finish", "Attempt"] : [])];
 
 /** @returns {Column<SessionRow>[]} */
 function columns() {
   return [
     sessionColumn({ width: "156px" }),
     { title: "State", width: "88px", fill: badgeCell((row) => (row.failed ? "failed" : row.state), (row) => (row.failed ? "bad" : undefined)) },
-    column("Task", (row) => visibleText(row.about?.task || "–"), { hint: "The first line of its first user message" }),
+    column("Task", (row) => visibleText(row.about?.task || "–"), { hint: "What its first user message asks, without how many of these tasks begin" }),
     { title: "Last action", hint: "What its newest turn did", fill: actionsCell((row) => row.about?.actions ?? []) },
     numberColumn("Turns", (row) => count(row.turns), { width: "60px", sort: "turns" }),
     numberColumn("Tokens", (row) => compact(row.about?.tokens), {

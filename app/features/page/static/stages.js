@@ -35,7 +35,7 @@ export class StagesTab extends SessionPart {
     refill(this.body, shown.map((turn) => this.#row(turn, scale, turn.turn === picked, branch)));
     setText(this.pager, turns.length > ROWS ? `${count(first + 1)} to ${count(first + shown.length)} of ${count(turns.length)}, around the chosen one` : "");
     const turn = turns[at];
-    replace(this.detail, turn ? explained(turn) : "No turn is committed yet.");
+    replace(this.detail, turn ? explained(turn) : "No stages yet: they come with a turn's commit.");
     this.body.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
   }
 

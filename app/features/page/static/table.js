@@ -14,6 +14,9 @@ const NEAR_ROWS = 40;
 /** A pointer that has not moved for so long is not about to click. */
 const POINTED_MS = 3000;
 
+/** Has the window no room for columns that are wanted less? */
+export const isNarrow = () => innerWidth < 1400;
+
 /** The least width of a column that shares what the others leave. */
 const SHARED_PX = 150;
 

@@ -163,7 +163,7 @@ export class TokensTab extends SessionPart {
     replace(
       this.problem,
       row.error !== null && message("error", "These tokens cannot be shown", h("p", null, row.error)),
-      row.error === null && row.total === 0 && message("empty", "No token is stored yet."),
+      row.error === null && row.total === 0 && message("empty", "No tokens yet: the first turn has not committed."),
     );
     this.body.hidden = this.bar.hidden = this.legend.hidden = row.total === 0;
     this.#showHead(row);
@@ -209,7 +209,7 @@ export class TokensTab extends SessionPart {
     };
     const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
     const { sampled = 0, in_loss: inLoss = 0 } = outline ?? {};
-    const setting = h("code", null, "TURNLOG_TOKENIZER");
+    const setting = h("code", null, "TURNLOG_PAGE_TOKENIZER");
     refill(
       this.head,
       names.length > 1 && field("branch", (value) => this.pick(null, Number(value)), names),
