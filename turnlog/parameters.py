@@ -28,7 +28,9 @@ Loss = Literal["once", "every"]
 Stale = Literal["drop", "mask", "keep"]
 SessionStatus = Literal["open", "closed", "erased", "undone"]
 SessionState = Literal["open", "idle", "running", "paused", "closed", "erased", "undone"]
-SessionOrder = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
+SessionOrder = Literal[
+    "created_at", "updated_at", "reward", "turns", "engine_errors", "tool_errors", "staleness", "running_since"
+]
 
 Value = str | int | float | bool | None
 """Of a key of the metadata, in a filter."""
@@ -121,10 +123,12 @@ class OfSessions(Selection, total=False):
     min_staleness: Annotated[int, "At least this many weight versions behind the newest one."]
     tag: Annotated[str, "Only sessions with this tag."]
     annotated: Annotated[str, "Only sessions with an annotation of their own of this name."]
-    unannotated: Annotated[str, "Only sessions without one of this name."]
+    unannotated: Annotated[str, "Only open and closed sessions without an annotation of this name."]
     name: Annotated[str, "Only sessions that clients call so."]
     generation: Annotated[int, "Only this generation of a name."]
     evaluation: Annotated[bool, "Only evaluations; false: only others."]
+    min_engine_errors: Annotated[int, "Only sessions with at least this many engine errors."]
+    min_tool_errors: Annotated[int, "Only sessions with at least this many tool errors."]
 
 
 class SessionFilters(OfSessions, total=False):

@@ -74,7 +74,9 @@ if TYPE_CHECKING:
 
 Status = Literal["open", "closed", "erased", "undone"]
 
-SortOrder = Literal["created_at", "updated_at", "reward", "turns", "weight_version", "running_since"]
+SortOrder = Literal[
+    *("created_at", "updated_at", "reward", "turns", "engine_errors", "tool_errors", "weight_version", "running_since")
+]
 
 NULLABLE = frozenset({"reward", "weight_version"})
 """Columns that may be null: such sessions come last in either direction."""
@@ -106,6 +108,8 @@ class HeadRow(msgspec.Struct, frozen=True):
     generation: int | None
     run: str
     evaluation: bool
+    engine_errors: int
+    tool_errors: int
     failed_kind: FailureKind | None
     note: str | None
     joined_tags: str | None
@@ -147,7 +151,8 @@ class HeadFilter(GroupFilter, frozen=True):
 
     `least_staleness`: the newest weight version is at least so many behind its run's, which is the newest of the run's
     sessions and of `engine_versions`. `begins` the beginning of the id, `tag` one of its tags, `annotated` the name of
-    an annotation of the session itself, `unannotated` of one that it has not.
+    an annotation of the session itself, `unannotated` of one that it
+    could have and has not.
     """
 
     status: Status | None = None
@@ -169,6 +174,8 @@ class HeadFilter(GroupFilter, frozen=True):
     name: str | None = None
     generation: int | None = None
     evaluation: bool | None = None
+    min_engine_errors: int | None = None
+    min_tool_errors: int | None = None
 
 
 Place = tuple[float | None, str]
@@ -243,10 +250,12 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
         None if wanted.begins is None else begins_with(head.session_id, wanted.begins),
         None if wanted.tag is None else _is_among(wanted.tag, head.tags),
         None if wanted.annotated is None else _is_among(wanted.annotated, head.annotated),
-        None if wanted.unannotated is None else ~_is_among(wanted.unannotated, head.annotated),
+        None if wanted.unannotated is None else _lacks(wanted.unannotated),
         None if wanted.name is None else head.name.is_not(None) & (head.name == wanted.name),
         None if wanted.generation is None else head.generation == wanted.generation,
         None if wanted.evaluation is None else head.evaluation.is_(wanted.evaluation),
+        None if wanted.min_engine_errors is None else head.engine_errors >= wanted.min_engine_errors,
+        None if wanted.min_tool_errors is None else head.tool_errors >= wanted.min_tool_errors,
     ]
     return query.where(*(condition for condition in conditions if condition is not None))
 
@@ -254,6 +263,11 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
 def _is_among(one: str, of: ColumnElement[str]) -> ColumnElement[bool]:
     """Condition: a text from `notes.joined`, or null, has this one."""
     return of.is_not(None) & contains(of, notes.marked(one))
+
+
+def _lacks(annotation: str) -> ColumnElement[bool]:
+    """Condition on heads: the session could have an annotation of this name, and has none."""
+    return sessions.c.status.in_(("open", "closed")) & ~_is_among(annotation, sessions.c.annotated)
 
 
 def _is_stale(least: int, engines: EngineVersions) -> ColumnElement[bool]:
@@ -605,7 +619,7 @@ def last_tombstone(connection: Connection, session_id: str) -> int:
     return connection.execute(query).scalar_one() or 0
 
 
-SNAPSHOT_FORMAT = "session-4"
+SNAPSHOT_FORMAT = "session-5"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 

@@ -55,7 +55,7 @@ from app.export.parts import EVALUATION
 from app.export.query import ExportQuery, RowQuery
 from app.export.row import Fields
 from app.features.groups import reads as group_reads
-from app.features.groups.groups import GroupList, settle_groups
+from app.features.groups.groups import GroupList, missing_attempts, settle_groups
 from app.features.groups.operations import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.features.groups.reads import Candidate, TurnEvents, Waiting
 from app.features.groups.rules import Attempt, of_one_kind, outcome
@@ -201,6 +201,7 @@ class Feed:
             "group_size": group.size,
             "arrived": group.arrived,
             "attempts": msgspec.to_builtins(every),
+            "missing_attempts": missing_attempts([one.attempt for one in every if one.attempt is not None], group.size),
             "statistics": msgspec.to_builtins(group.statistics),
             "complete": group.complete,
             "evaluation": group.evaluation,

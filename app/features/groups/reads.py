@@ -142,15 +142,17 @@ ATTEMPT = (
     sessions.c.updated_at,
     sessions.c.evaluation,
     sessions.c.failed,
+    sessions.c.engine_errors,
+    sessions.c.tool_errors,
 )
 
 
 def attempt_of(row: Sequence[Any]) -> Attempt:
     """`row` has the columns ATTEMPT."""
-    session_id, attempt, reward, status, finished, group_size, created_at, updated_at, evaluation, failed = row
+    session_id, attempt, reward, status, finished, group_size, created_at, updated_at, evaluation, failed, *errors = row
     failure = None if failed is None else Failure(failed)
     known = session_id, attempt, reward, status, bool(finished), group_size, created_at, updated_at
-    return Attempt(*known, bool(evaluation), failure)
+    return Attempt(*known, bool(evaluation), failure, *errors)
 
 
 def attempts(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, list[Attempt]]:

@@ -1,12 +1,12 @@
 /** The queue: sessions without a verdict, one after another, each in its own view below what judges it. */
 
-import { ApiError, send } from "./api.js";
+import { send } from "./api.js";
 import { announce, bar, button, h, message, refill, replace } from "./dom.js";
 import { count } from "./format.js";
 import { isForPage } from "./keys.js";
 import { sessionHref, sessionsHref, setQuery } from "./route.js";
 import { SessionView } from "./session.js";
-import { annotationPath, VERDICT, VerdictForm, WRITER } from "./verdicts.js";
+import { annotationPath, VERDICT, verdictForm, WRITER } from "./verdicts.js";
 import { recall, View } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
@@ -23,21 +23,21 @@ export class JudgeView extends View {
   constructor(root, place) {
     super(root);
     this.overview = place.overview;
-    this.left = h("span");
+    this.progress = h("span");
     this.head = h("section", { class: "panel", "aria-label": "Queue" });
-    /** @type {SessionView|null} of the session to judge */
-    this.shown = null;
-    /** @type {SessionView|null} of the one after it, which is read meanwhile */
-    this.next = null;
+    /** @type {HTMLElement} the session's view, or that there is none */
+    this.content = h("div");
+    /** @type {SessionView[]} of the session to judge, and of the one after it, which is read meanwhile */
+    this.views = [];
     /** @type {Map<string, boolean>} sessions that were judged here (true) or skipped, in this order */
     this.past = new Map();
-    replace(root, h("h1", { class: "visually-hidden" }, "Judge"), this.head, this.problem);
+    replace(root, h("h1", { class: "visually-hidden" }, "Judge"), this.head, this.problem, this.content);
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: this.closed });
-    this.closed.addEventListener("abort", () => [this.shown, this.next].forEach((view) => view?.close()));
+    this.closed.addEventListener("abort", () => this.views.forEach((view) => view.close()));
     this.onQuery(place.query);
   }
 
-  /** @param {URLSearchParams} query the filters of the list, the name of the annotation that is missing, and a turn of who reloads the page */
+  /** @param {URLSearchParams} query the list's filters and the name of what is missing; where the page is loaded anew, a turn too */
   onQuery(query) {
     for (const name of ["turn", "branch", "brought", "seq"]) query.delete(name);
     this.filters = { unannotated: VERDICT, sort: "created_at", order: "asc", ...Object.fromEntries(query) };
@@ -47,65 +47,63 @@ export class JudgeView extends View {
 
   /** @param {SessionRow[]} rows */
   onSessions(rows) {
-    for (const view of [this.shown, this.next]) view?.onSessions(rows);
-    // Somebody else may have judged it.
-    if (rows.some((row) => row.session_id === this.shown?.id)) this.changed();
+    const [shown] = this.views;
+    for (const view of this.views) view.onSessions(rows);
+    // Somebody else may have judged it, or there is one again.
+    if (!shown || rows.some((row) => row.session_id === shown.id)) this.changed();
+  }
+
+  onReset() {
+    for (const view of this.views) view.onReset();
+    this.refresh();
   }
 
   onFilterKey() {
-    this.shown?.onFilterKey();
+    this.views[0]?.onFilterKey();
   }
 
-  /** @param {string} [back] the session to go back to */
-  refresh(back) {
+  /** @param {string} [wanted] the session to show, if it is in the queue */
+  refresh(wanted = this.views[0]?.id) {
     const parameters = { ...this.filters, limit: Math.min(MOST, this.past.size + 2) };
     return this.read({ path: "/ui/api/sessions", parameters }, (/** @type {SessionPage} */ { sessions, total }) => {
       const rest = sessions.map((row) => row.session_id).filter((id) => !this.past.has(id));
-      const wanted = back ?? this.shown?.id;
-      const id = rest.find((one) => one === wanted) ?? rest[0];
-      this.#show(id, rest.find((one) => one !== id), total - (sessions.length - rest.length));
+      const left = total - (sessions.length - rest.length);
+      replace(this.progress, `${count(left)} of ${count(left + this.past.size)} left`);
+      this.#show([...rest.filter((id) => id === wanted), ...rest.filter((id) => id !== wanted)]);
     });
   }
 
-  /** @param {string|undefined} id @param {string|undefined} next @param {number} left */
-  #show(id, next, left) {
-    const before = [this.shown, this.next];
-    const viewOf = (/** @type {string|undefined} */ of) => (of ? (before.find((view) => view?.id === of) ?? this.#viewOf(of)) : null);
-    this.shown = viewOf(id);
-    this.next = viewOf(next);
-    for (const view of before) if (view && view !== this.shown && view !== this.next) view.close();
-    const progress = `${count(left)} of ${count(left + this.past.size)} left`;
-    replace(this.left, progress);
+  /** @param {string[]} ids of the queue's first sessions */
+  #show(ids) {
+    const before = this.views;
+    const viewOf = (/** @type {string} */ id) => new SessionView(h("div", { class: "judged" }), { id, query: new URLSearchParams(), overview: this.overview });
+    this.views = ids.slice(0, 2).map((id) => before.find((view) => view.id === id) ?? viewOf(id));
+    for (const view of before) if (!this.views.includes(view)) view.close();
+    const [shown] = this.views;
     const [was] = before;
-    if (was && was === this.shown) return;
-    const meanwhile = was && !this.past.has(was.id) ? `${visibleText(was.id)} was judged meanwhile. ` : "";
-    was?.root.remove();
-    this.root.append(this.shown?.root ?? message("empty", "Nothing is left to judge.", h("p", null, h("a", { href: sessionsHref(this.filters) }, "What was skipped"))));
+    if (was && was === shown) return;
+    const gone = was && !this.past.has(was.id) ? `${visibleText(was.id)} has left the queue. ` : "";
+    const skipped = h("a", { href: sessionsHref(this.filters) }, "What was skipped");
+    const content = shown?.root ?? message("empty", "Nothing is left to judge.", h("p", null, skipped));
+    this.content.replaceWith(content);
+    this.content = content;
     setQuery(this.filters);
-    refill(this.head, this.#head(meanwhile));
+    refill(this.head, this.#head(shown, gone));
     if (document.activeElement === document.body) this.root.focus({ preventScroll: true });
-    announce(meanwhile + progress);
+    announce(gone + this.progress.textContent);
   }
 
-  /** @param {string} meanwhile @returns {Child} */
-  #head(meanwhile) {
-    const { shown, past } = this;
-    const name = this.filters.unannotated;
-    const undo = past.size > 0 && button("Undo", () => this.#undo(), { name: "undo", title: "Take back the last (u)" });
-    if (!shown) return bar(this.left, undo);
+  /** @param {SessionView|undefined} shown @param {string} gone @returns {Child} */
+  #head(shown, gone) {
+    const undo = this.past.size > 0 && button("Undo", () => this.#undo(), { name: "undo", title: "Take back the last (u)" });
+    if (!shown) return bar([this.progress, gone], undo);
     const { id } = shown;
-    const form = new VerdictForm(id, null, () => shown.session?.annotations[0] ?? [], (written) => {
-      if (written === name) this.#pass(id, true);
-      else form.show(name);
-    }, name);
-    return [
-      bar([h("a", { href: sessionHref(id) }, named(id)), this.left, h("span", { class: "muted" }, meanwhile)], [
-        h("span", { class: "muted" }, "y passed, n failed, s skip, u undo"),
-        button("Skip", () => this.#pass(id, false), { name: "skip", title: "The next one (s)" }),
-        undo,
-      ]),
-      form.element,
-    ];
+    const name = this.filters.unannotated;
+    const onDone = (/** @type {string} */ written) => (written === name ? this.#pass(id, true) : form.show(name));
+    const form = verdictForm(id, null, () => shown.session?.annotations[0] ?? [], onDone, name);
+    const keys = h("span", { class: "muted" }, "y passed, n failed, s skip, u undo");
+    const skip = button("Skip", () => this.#pass(id, false), { name: "skip", title: "The next one (s)" });
+    return [bar([h("a", { href: sessionHref(id) }, named(id)), this.progress, gone], [keys, skip, undo]), form.element];
   }
 
   /** @param {string} id @param {boolean} isJudged */
@@ -115,30 +113,20 @@ export class JudgeView extends View {
   }
 
   /** Take back the last verdict, or skip, and go back to its session. */
-  async #undo() {
+  #undo() {
     const [id, isJudged] = [...this.past].at(-1) ?? [""];
-    try {
-      if (isJudged) await send("DELETE", annotationPath(id, null, this.filters.unannotated, recall(WRITER)));
-    } catch (error) {
-      if (!(error instanceof ApiError)) throw error;
-      this.onFailure(error);
-      return;
-    }
-    this.past.delete(id);
-    this.refresh(id);
-  }
-
-  /** @param {string} id @returns {SessionView} that is not in the document yet */
-  #viewOf(id) {
-    return new SessionView(h("div", { class: "judged" }), { id, query: new URLSearchParams(), overview: this.overview });
+    const path = annotationPath(id, null, this.filters.unannotated, recall(WRITER));
+    this.read(async (signal) => isJudged && send("DELETE", path, {}, signal), () => {
+      this.past.delete(id);
+      this.refresh(id);
+    });
   }
 
   /** @param {KeyboardEvent} event */
   #onKey(event) {
-    if (!isForPage(event) || event.defaultPrevented) return;
-    const button = this.head.querySelector(`button[name="${PRESSED[event.key]}"]`);
-    if (!(button instanceof HTMLElement)) return;
-    button.click();
+    const name = PRESSED[event.key];
+    if (!name || !isForPage(event) || event.defaultPrevented) return;
     event.preventDefault();
+    /** @type {HTMLElement|null} */ (this.head.querySelector(`button[name=${name}]`))?.click();
   }
 }

@@ -81,8 +81,7 @@ export class SessionList {
       if (shown && row.version < shown.version) continue;
       if (shown) this.#set(row);
       // Only the server knows metadata and annotations: what is not listed may or may not match.
-      const { metadata, annotated, unannotated } = this.query;
-      const fits = matches(row, this.query) && (!(metadata || annotated || unannotated) || shown !== undefined);
+      const fits = matches(row, this.query) && (shown !== undefined || !["metadata", "annotated", "unannotated"].some((name) => this.query[name]));
       const isWithin = !this.nextCursor || !last || isBefore(row, last, this.query);
       this.hasNews ||= this.isLoading || (shown ? !fits || this.isByChange : fits && isWithin);
     }
