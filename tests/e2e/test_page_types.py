@@ -93,10 +93,6 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
         ("CheckpointList", "/checkpoints"),
         ("CheckpointPage", f"/ui/api/checkpoints/{CHECKPOINT}?limit=3"),
     ]
-    found += [
-        ("TurnMessages", f"/ui/api/sessions/{filled.idle}/turns/1"),
-        ("TurnMessages", f"/ui/api/sessions/{filled.in_turn[0]}/turns/1"),
-    ]
     found += [("Group", f"/groups/{group}") for group in filled.groups]
     for session_id in (
         filled.rolled_back,
@@ -110,6 +106,7 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
         path = f"/ui/api/sessions/{session_id}"
         found += [("Session", path), ("Transcript", f"{path}/conversation"), ("TokenPage", f"{path}/tokens")]
         found += [("Rollout", f"{path}/rollout?limit=20"), ("TurnActions[]", f"{path}/actions")]
+        found.append(("TurnMessages[]", f"{path}/turns"))
         found.append(("Tree", f"/sessions/{session_id}/tree"))
     return found
 
