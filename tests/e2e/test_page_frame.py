@@ -143,7 +143,7 @@ def test_a_note_is_written_on_the_page(watched: Watched, guarded: Stand) -> None
     page.keyboard.type("loop, look at")
     assert barriers(page) == []
     page.keyboard.press("Control+Enter")
-    expect(page.locator(".sessiondetails >> text=It loops <b>here</b>.")).to_be_visible()
+    expect(page.locator(".sessiondetails .sessionfacts >> text=It loops <b>here</b>.")).to_be_visible()
     expect(page.locator("form.noteform")).to_be_hidden()
     expect(page.get_by_role("button", name="Edit note")).to_be_focused()
     page.keyboard.press("Enter")
