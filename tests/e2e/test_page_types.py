@@ -93,8 +93,8 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
         ("CheckpointPage", f"/ui/api/checkpoints/{CHECKPOINT}?limit=3"),
     ]
     found += [
-        ("TurnMessages", f"/ui/api/sessions/{filled.idle}/turns/1"),
-        ("TurnMessages", f"/ui/api/sessions/{filled.in_turn[0]}/turns/1"),
+        ("TurnMessages[]", f"/ui/api/sessions/{filled.idle}/turns"),
+        ("TurnMessages[]", f"/ui/api/sessions/{filled.in_turn[0]}/turns"),
     ]
     found += [("Group", f"/groups/{group}") for group in filled.groups]
     for session_id in (

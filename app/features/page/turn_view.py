@@ -179,7 +179,7 @@ def _actions(row: _Row) -> TurnActions:
     try:
         *brought, reply = (_decoded(message) for message in row.messages())
     except CorruptContent as error:
-        return TurnActions(row.turn, [], [], str(error))
+        return TurnActions(row.turn, [], [], error=str(error))
     # Behind a first turn's system prompt stands what it is about, and at the end what is new.
     shown = [message for message in brought if _role(message) not in ("system", "developer", "assistant")] or brought
     results = [ResultLine(_role(message), result_line(message), has_failed(message)) for message in shown[-MAX_LINES:]]

@@ -41,13 +41,8 @@ const BRANCHES = 200;
 export function rowsOf({ turns, failed_turns, refused, open_turns, tree }, branch) {
   const path = branch === null || !tree ? null : pathOf(tree, branch);
   const children = Map.groupBy([...turns, ...open_turns], (one) => one.parent);
-  /** @type {Map<number, TreeBranch>} */
-  const begins = new Map();
-  for (const { turn, branch: number } of [...(tree?.turns ?? [])].reverse()) {
-    const one = tree?.branches.find((other) => other.branch === number);
-    if (one && one.cause !== "start") begins.set(number ?? 0, { ...one, leaf: turn });
-  }
-  const beginsAt = new Map([...begins.values()].map((one) => [one.leaf, one]));
+  const first = tree?.turns.filter(({ cause }) => cause && cause !== "start") ?? [];
+  const begins = new Map(first.map(({ turn, branch }) => [turn, tree?.branches.find((one) => one.branch === branch)]));
   const nothing = { turn: null, failed: null, open: null, refused: null, begin: null, end: null, next: null, child: null, begins: null };
   /** @type {Row[]} */
   const rows = [];
@@ -62,7 +57,7 @@ export function rowsOf({ turns, failed_turns, refused, open_turns, tree }, branc
     if (isRoot) rows.push({ ...nothing, kind: "asked", number, turn, order: order - 0.5 });
     rows.push({
       ...nothing,
-      ...{ kind: "turn", number, turn, order, begin, end, begins: beginsAt.get(number) ?? null },
+      ...{ kind: "turn", number, turn, order, begin, end, begins: begins.get(number) ?? null },
       next: live && end !== null ? (again ?? next)?.opened_at ?? null : null,
       child: next && !("segment_cause" in next && next.segment_cause === "divergence") ? next.turn : null,
     });
@@ -116,7 +111,7 @@ export class ActionList extends SessionPart {
   rows = [];
   /** @type {Map<number, TurnActions>} */
   known = new Map();
-  /** @type {Map<string, HTMLElement>} the rows' elements */
+  /** @type {Map<number, HTMLElement>} the rows' elements, by their order */
   shown = new Map();
   /** @type {number|null} */
   branch = null;
@@ -246,7 +241,7 @@ export class ActionList extends SessionPart {
 
   /** @param {Row|undefined} row */
   #elementOf(row) {
-    return row && this.shown.get(`${row.kind} ${row.order}`);
+    return row && this.shown.get(row.order);
   }
 
   /** @param {Session} session */
@@ -264,7 +259,7 @@ export class ActionList extends SessionPart {
         element.className = `act ${row.kind}${row.turn?.live === false ? " discarded" : ""}`;
         link.href = sessionHref(this.id, { turn: row.number, branch: this.branch });
         renew(link, shown, () => this.#line(row, session));
-        return [`${row.kind} ${row.order}`, element];
+        return [row.order, element];
       }),
     );
     arrange(this.list, [...this.shown.values()]);

@@ -214,13 +214,14 @@ export class RolloutsView extends View {
       this.#show();
     };
     const attributes = { class: "link", "aria-expanded": String(isOpen), "aria-label": `Steps of ${name}`, "data-step": key };
+    const reward = `${isOpen ? "reward " : ""}${decimal(column.reward)}`;
     const who = h(
       "p",
       { class: "who" },
       at > 0 && this.columns.length > 2 && button(isOpen ? "▾" : "▸", toggle, attributes),
       link,
       isOpen && badge(column.status),
-      h("span", { class: "reward" }, column.reward === null ? "no reward" : `reward ${decimal(column.reward)}`),
+      h("span", { class: "reward" }, column.reward === null ? "no reward" : reward),
     );
     if (!isOpen) return h("th", { scope: "col", class: "shut" }, who);
     const compared = column.difference ?? (at ? "No difference" : "The others are compared with this one");

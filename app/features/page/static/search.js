@@ -21,12 +21,9 @@ export class SearchView extends View {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, { query }) {
     super(root);
-    /** @type {Values} */
-    this.query = {};
-    /** @type {SearchHit[]} */
-    this.hits = [];
-    /** @type {string|null} */
-    this.cursor = null;
+    this.query = /** @type {Values} */ ({});
+    this.hits = /** @type {SearchHit[]} */ ([]);
+    this.cursor = /** @type {string|null} */ (null);
     this.form = new QueryForm(this.closed, (values) => this.#open(values), "input", fields());
     this.found = h("span", { role: "status" });
     this.list = h("ol", { class: "hits" });

@@ -195,7 +195,7 @@ function nothing({ sort, order, run, ...filters }) {
 }
 
 /** Before somebody chooses. */
-const HIDDEN = ["Run", "Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn", ...(isNarrow() ? ["Duration", "Finish", "Attempt"] : [])];
+const HIDDEN = ["Run", "Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn", ...(isNarrow() ? ["Finish", "Attempt", "Tokens"] : [])];
 
 /** @returns {Column<SessionRow>[]} */
 function columns() {

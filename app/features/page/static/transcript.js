@@ -15,10 +15,10 @@ import { named, textBlock } from "./visible.js";
 /** @import {Row} from "./actionlist.js" */
 
 /** Turns of one request; fewer come where they are long. */
-const MOST = 20;
+const MOST = 8;
 /** So far from the window a block is read. */
 const NEAR_PX = 1500;
-/** Earlier messages of a prompt that are shown at first; a button adds as many. */
+/** The last messages of a prompt that are shown beside it. */
 const SHOWN = 50;
 /** A turn in flight is looked at again so often. */
 const AGAIN_MS = 2000;
@@ -27,7 +27,7 @@ const MARKED = 1000;
 /**
  * An agent beside the first one. `at`: the turn after whose call it began; null: it began before any.
  * @typedef {{name: string, id: string|null, first: number, at: number|null, last: number, turns: number}} Agent
- * A row's element. `tall`: it has not been read, and has about the height that it will have.
+ * A row's element; until it is read, it has about the height that it will have.
  * @typedef {{row: Row, agents: Agent[], element: HTMLElement, head: HTMLElement, body: HTMLElement, said: HTMLElement}} Block
  */
 
@@ -110,6 +110,9 @@ export class TranscriptTab extends SessionPart {
   isRendered = false;
   /** @type {number|null} */
   branch = null;
+  flow = h("div", { class: "flow" });
+  problem = h("div");
+  element = h("div", { class: "transcript" }, this.problem, this.flow);
 
   /**
    * @param {AbortSignal} closed @param {string} id
@@ -121,10 +124,7 @@ export class TranscriptTab extends SessionPart {
     super(closed, id, pick);
     this.see = see;
     this.lineOf = lineOf;
-    this.flow = h("div", { class: "flow" });
-    this.problem = h("div");
     this.rendering = button("Markdown", () => this.#render(), { "aria-pressed": "false", class: "quiet" });
-    this.element = h("div", { class: "transcript" }, this.problem, this.flow);
     const options = /** @type {IntersectionObserverInit} */ ({ scrollMargin: `${NEAR_PX}px`, rootMargin: `${NEAR_PX}px` });
     this.observer = new IntersectionObserver((entries) => {
       for (const { target, isIntersecting } of entries) {
@@ -137,6 +137,8 @@ export class TranscriptTab extends SessionPart {
       this.observer.disconnect();
       for (const name of ["found", "hit"]) CSS.highlights?.delete(name);
     });
+    // What somebody unfolds grows where it is.
+    this.element.addEventListener("click", () => (this.pin = undefined));
     document.addEventListener("scroll", () => this.#scrolled(), { capture: true, passive: true, signal: closed });
     every(closed, AGAIN_MS, () => {
       // A request that takes longer than this is waited for, not made again.
@@ -150,7 +152,8 @@ export class TranscriptTab extends SessionPart {
   update(session, { turn, branch, isNew }) {
     const isPicked = isNew || turn !== this.turn || branch !== this.branch;
     const last = this.flow.lastElementChild;
-    const follows = this.#isAtEnd() && (!this.pin?.block || this.pin.block.element === last);
+    const wasOpen = !!this.session?.open_turns.length;
+    const follows = !isPicked && this.#isAtEnd() && (!this.pin?.block || this.pin.block.element === last);
     this.session = session;
     this.turn = turn;
     this.branch = branch;
@@ -161,8 +164,8 @@ export class TranscriptTab extends SessionPart {
       replace(this.flow, message("empty", session.erased ? "The content is erased." : "No turn is committed yet."));
       return;
     }
-    if (isPicked) this.#pinTo(turn);
-    else if (follows && last !== this.flow.lastElementChild) {
+    if (isPicked && !(isNew && turn === rows[0]?.number)) this.#pinTo(turn);
+    else if (follows && (wasOpen || last !== this.flow.lastElementChild)) {
       this.pin = { block: null, top: 0, is: 0 };
       this.turn = rows.at(-1)?.number ?? turn;
       this.see(this.turn ?? 0);
@@ -179,7 +182,7 @@ export class TranscriptTab extends SessionPart {
     /** @type {Map<HTMLElement, HTMLElement[]>} */
     const inside = new Map([[this.flow, []]]);
     for (const row of session.erased ? [] : rows) {
-      const key = `${row.kind} ${row.order}`;
+      const key = String(row.order);
       const block = before.get(key) ?? this.#block(row, key);
       Object.assign(block, { row, agents: [] });
       this.blocks.set(key, block);
@@ -191,7 +194,7 @@ export class TranscriptTab extends SessionPart {
         const spawner = this.byTurn.get(agent.at ?? 0);
         spawner?.agents.push(agent);
         if (!spawner) inside.get(this.flow)?.push(box.element);
-        else if (!spawner.element.contains(box.element)) spawner.element.append(box.element);
+        else if (!spawner.body.contains(box.element)) spawner.body.append(box.element);
       }
       inside.get(box?.flow ?? this.flow)?.push(block.element);
     }
@@ -253,7 +256,7 @@ export class TranscriptTab extends SessionPart {
   /** Have what is pinned where it was; nothing else moves it while blocks above it are read. */
   #align() {
     const { pin } = this;
-    if (!pin || !this.element.isConnected) return;
+    if (!pin || !(pin.block?.element ?? this.element).isConnected) return;
     const scroller = this.#scroller;
     if (!pin.block) scroller.scrollTop = scroller.scrollHeight;
     else {
@@ -317,7 +320,8 @@ export class TranscriptTab extends SessionPart {
   /** @param {number} number @returns {{own: Entry[], reply: Entry|undefined}} what its request brought, and what was sampled */
   #messages(number) {
     const messages = this.known.get(number)?.messages ?? [];
-    const first = (this.byTurn.get(number)?.row.turn?.messages ?? messages.length) - messages.length;
+    const { turn, open } = this.byTurn.get(number)?.row ?? {};
+    const first = turn ? turn.messages - messages.length : this.byTurn.get(open?.parent ?? 0)?.row.turn?.messages ?? 0;
     const entries = messages.map((one, at) => ({ ...one, error: one.error ?? undefined, index: first + at, turn: number }));
     return { own: entries.filter((one) => !one.sampled), reply: entries.find((one) => one.sampled) };
   }
@@ -330,7 +334,7 @@ export class TranscriptTab extends SessionPart {
     element.className = `step ${kind}${turn?.live === false ? " discarded" : ""}`;
     element.style.minHeight = "";
     const own = this.known.get(number);
-    if (turn) renew(head, [turn.discarded_by, session.seq === session.last_seq, begins], () => this.#head(turn, row, session));
+    if (turn) renew(head, [turn.discarded_by, session.seq === session.last_seq || session.seq, begins], () => this.#head(turn, row, session));
     else if (open) renew(head, own, () => openTurn(open, own));
     else if (failed) renew(head, failed, () => failedTurn(failed, this.id));
     else if (refused) renew(head, refused, () => [badge("refused", "warn"), `A request after turn ${refused.turn}: the limit on ${refused.limit} is reached.`, since(refused.at)]);
@@ -341,31 +345,32 @@ export class TranscriptTab extends SessionPart {
   }
 
   /** @param {Row} row @param {Agent[]} agents @param {number|null} child @returns {Child} */
-  #body({ number, kind }, agents, child) {
+  #body({ number, kind, turn }, agents, child) {
     const { own, reply } = this.#messages(number);
     const before = this.brings.get(number);
     const rest = before ? answered(this.#messages(before).reply, own).rest : own;
     const { results } = answered(reply, child ? this.#messages(child).own : []);
-    const said = (/** @type {Entry} */ entry, /** @type {boolean} */ isUnder) => messageElement(entry, { ...this.#look(entry.turn), isUnder });
+    const look = (/** @type {number} */ turn) => ({
+      sessionId: this.id,
+      isRendered: this.isRendered,
+      isUnder: turn === child,
+      onWhole: () => {
+        this.whole.add(turn);
+        this.known.delete(turn);
+        this.#load();
+      },
+    });
+    const said = (/** @type {Entry} */ entry) => messageElement(entry, look(entry.turn));
     const calls = callsOf(reply?.message);
     const under = Map.groupBy(agents, (agent) => this.#spawning(calls, agent));
     const elements = (/** @type {number} */ call) => (under.get(call) ?? []).map(({ name }) => this.agents.get(name)?.element);
     return [
-      rest.map((one) => said(one, false)),
-      reply && messageElement(reply, this.#look(number), (call) => [elements(call), results[call]?.map((one) => said(one, true))]),
+      turn?.protocol === "completions" && !own.length && h("p", { class: "note" }, `${count(turn.suffix_tokens)} tokens were given as ids, without a text: the tab Tokens has them.`),
+      rest.map(said),
+      reply && messageElement(reply, look(number), (call) => [elements(call), results[call]?.map(said)]),
       kind === "turn" && !reply && message("note", "The content of this turn is not in the store."),
       elements(-1),
     ];
-  }
-
-  /** @param {number} turn */
-  #look(turn) {
-    const onWhole = () => {
-      this.whole.add(turn);
-      this.known.delete(turn);
-      this.#load();
-    };
-    return { sessionId: this.id, isRendered: this.isRendered, onWhole };
   }
 
   /** @param {ReturnType<typeof callsOf>} calls @param {Agent} agent @returns {number} the call that was given what it was asked, else the last */
@@ -386,7 +391,7 @@ export class TranscriptTab extends SessionPart {
       h("h2", null, h("a", { href }, `Turn ${number}`)),
       copyButton(() => new URL(href, location.href).href, "Copy link"),
       turn.discarded_by !== null && badge(`rolled back by event ${turn.discarded_by}`, "warn"),
-      begins && h("span", { class: "flag" }, icon("branch"), ` branch ${begins.branch}: ${begins.cause}`, begins.agent_id !== null && [", agent ", named(begins.agent_id)], begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
+      begins && h("span", { class: "flag" }, icon("branch"), ` branch ${begins.branch}: ${begins.cause} `, named(begins.agent_id ?? ""), begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
       turn.segment_cause && badge(`new segment: ${turn.segment_cause}`, "warn"),
       h("span", { class: `fin ${turn.finish_reason ?? ""}` }, named(turn.finish_reason ?? "")),
       took !== null && h("span", null, duration(took)),
@@ -409,19 +414,18 @@ export class TranscriptTab extends SessionPart {
       replace(content, "Loading …");
       new LatestRequest(this.closed).run(
         { path: `${this.path}/conversation`, parameters: { seq, turn: turn.turn } },
-        (/** @type {Transcript} */ transcript) => this.#showPrompt(content, transcript, turn, SHOWN),
+        (/** @type {Transcript} */ transcript) => this.#showPrompt(content, transcript, turn),
         (error) => replace(content, failure(error)),
       );
     });
     return element;
   }
 
-  /** @param {HTMLElement} content @param {Transcript} transcript @param {Turn} turn @param {number} shown */
-  #showPrompt(content, transcript, turn, shown) {
+  /** @param {HTMLElement} content @param {Transcript} transcript @param {Turn} turn */
+  #showPrompt(content, transcript, turn) {
     const { omitted, tools, params, errors } = transcript;
     const messages = transcript.messages.filter((one) => one.turn !== turn.turn || !one.sampled);
-    const begin = Math.max(0, messages.length - shown);
-    const more = () => this.#showPrompt(content, transcript, turn, shown + SHOWN);
+    const earlier = omitted + Math.max(0, messages.length - SHOWN);
     const hasImages = messages.some((one) => JSON.stringify(one.message).includes('"turnlog_image"'));
     const isWhole = omitted === 0 && params !== null && messages.every((one) => one.error === undefined) && !hasImages;
     const body = () => ({ ...params, messages: messages.map((one) => one.message), ...(tools && { tools }) });
@@ -431,9 +435,8 @@ export class TranscriptTab extends SessionPart {
       isWhole && turn.protocol === "chat" && copyCurl(() => ({ path: "/v1/chat/completions", engine: turn.engine, body: body() }), "request to the engine"),
       params && folded("Sampling parameters", textBlock(JSON.stringify(params, null, 2), "code")),
       tools && folded(amount(tools.length, "tool"), textBlock(JSON.stringify(tools, null, 2), "code")),
-      omitted > 0 && message("note", `${count(omitted)} earlier messages are not shown here; GET /sessions/{id}/messages has all.`),
-      begin > 0 && button(`show ${Math.min(SHOWN, begin)} earlier of ${count(begin)}`, more),
-      messages.slice(begin).map((one) => messageElement(one, { sessionId: this.id, isRendered: this.isRendered })),
+      earlier > 0 && message("note", `${count(earlier)} earlier messages are not shown here; GET /sessions/{id}/messages has all.`),
+      messages.slice(-SHOWN).map((one) => messageElement(one, { sessionId: this.id, isRendered: this.isRendered })),
     );
   }
 
