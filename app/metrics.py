@@ -233,6 +233,7 @@ FAMILIES = (
         ("request", "reply", "stored"),
     ),
     _gauge("turnlog_turns_in_flight", "Turns in flight, also those at a gate."),
+    _counter("turnlog_tool_errors_total", "Failed calls whose results committed turns brought."),
     _counter("turnlog_turns_rolled_back_total", "Live turns that a later turn of their session superseded."),
     # traffic
     _counter(

@@ -39,11 +39,51 @@ SHELLS = frozenset({"bash", "sh", "zsh", "/bin/bash", "/bin/sh"})
 _THOUGHT = re.compile(r"\s*<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 _TAG = re.compile(r"</?[\w-]+>")
 _RULED = re.compile(r"={3,}|-{3,}")
-_FAILED = re.compile(
-    r"Traceback \(most recent call last\)|^(\w*Error|error|ERROR|fatal|FATAL|panic)\b"
-    r"|: (command not found|No such file)|\b[Ee]xit(ed with)? (code|status):? (?!0\b)\d|<returncode>(?!0<)",
-    re.MULTILINE,
+END = 1_000
+"""Characters at the end of a result in which a summary or an exception is looked for."""
+
+BEHIND = 6
+"""Lines behind the exception of a traceback that ends a result: the rest of its message, a prompt."""
+
+_CODES = ("exit_code", "exitCode", "returncode", "return_code", "exit_status")
+_CODE = (
+    r"(?:(?:[\w ]{1,24} with )?(?:exit|return) ?(?:code|status)|(?:command|process) exited with code):? "
+    r"(-?\d+)[.\])>]*(?= \(|\s*(?:\n|\Z))"
 )
+_ABOVE = r"(?:(?:chunk id|wall time|command|directory|cwd)\b[^\n]*\n){0,6}"
+_BELOW = r"(?:\n+(?:\[|</|signal:|background pids:|process group|duration)[^\n]*)*\s*\Z"
+_BEGINS_WITH_CODE = re.compile(rf"\s*{_ABOVE}(?:<returncode>(-?\d+)<|(?:error: )?{_CODE})", re.IGNORECASE)
+_ENDS_WITH_CODE = re.compile(rf"^[\[(<]?{_CODE}{_BELOW}", re.IGNORECASE | re.MULTILINE)
+
+_OBSERVED = re.compile(r"\s*(?:<returncode>|EXECUTION RESULT of \[|exitcode: |OBSERVATION:|New Terminal Output:)")
+"""How a user's message begins that an agent without tool calls makes of a result."""
+
+_TRACEBACK = re.compile(r"^(?:\w+ +)?Traceback \(most recent call last\)", re.MULTILINE)
+_RAISED = re.compile(r"(?:(?:[a-z_]\w*\.)+\w+|\w+(?:Error|Exception|Interrupt|Exit|Warning|Group))(?::|\Z)")
+_LOGGED = re.compile(r"\W*(?:\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d|(?:DEBUG|INFO|WARN|WARNING|ERROR)\b)")
+
+_SUMMARIES = tuple(
+    (mark, re.compile(pattern, re.MULTILINE))
+    for mark, pattern in (
+        (" failed", r"^(?:=+ )?(?:\d+ \w+, )*[1-9]\d* failed(?:, \d+ \w+)* in [\d.]+ ?s"),  # pytest
+        (" error", r"^(?:=+ )?(?:\d+ \w+, )*[1-9]\d* errors?(?:, \d+ \w+)* in [\d.]+ ?s"),
+        ("FAILED (", r"^FAILED \((?:\w+=\d+, )*(?:failures|errors)=[1-9]"),  # unittest
+        (" failed", r"^ *Test(?:s| Suites| Files):? +(?:\d+ \w+, )*[1-9]\d* failed\b"),  # jest, vitest
+        ("test result: FAILED", r"^test result: FAILED\."),  # cargo
+        ("error[E", r"^error\[E\d{4}\]: .+\n *--> "),
+        ("could not compile", r"^error: could not compile `"),
+        ("--- FAIL", r"^ *--- FAIL: \S+ \([\d.]+s\)"),  # go
+        ("FAIL\t", r"^FAIL\t\S+(?:\t[\d.]+s| \[)"),
+        ("BUILD FAIL", r"^(?:\[(?:INFO|ERROR)\] )?BUILD FAIL(?:URE|ED)\b"),  # mvn, gradle, ant
+        ("Failed to execute goal", r"^\[ERROR\] Failed to execute goal "),
+        ("Tests run:", r"^(?:\[\w+\] )?Tests run: \d+, (?:Failures: [1-9]|Failures: 0, Errors: [1-9])"),
+        (" not found", r"^(?:\S*/)?(?:ba|z|da)?sh: (?:\S+ ?\d*: )*(?:command )?not found\s*\Z"),
+    )
+)
+"""Lines that sum up failing tests, a failing build or command, each with a text that is in it."""
+
+_SIGNS = ("ailed", "FAIL", "error", "Tests run:", " not found")
+"""One of these is in each of those lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +185,66 @@ def result_line(message: object) -> str:
 
 
 def has_failed(message: object) -> bool:
-    """Does a tool's result say, or look as if, the call failed? It goes by the text."""
-    if field(message, "role") not in ("tool", "function", "user"):
+    """Does a tool's result say that the call failed?
+
+    By its protocol's flag, by an exit code, or because it ends with a traceback or the summary of failing tests or of a
+    failing build. A file, a search's hits or a log that speak of errors do not, nor does a traceback where the exit
+    code is 0.
+    """
+    role = field(message, "role")
+    if role not in ("tool", "function", "user"):
         return False
     if field(message, "is_error") is True:
         return True
-    if field(message, "role") == "user":
-        return False
     text = text_of(field(message, "content"))
+    if role == "user" and not _OBSERVED.match(text):
+        return False
+    code = None
     parsed = json_of(text)
     if isinstance(parsed, Mapping):
-        codes = (parsed.get("exit_code"), field(parsed.get("metadata"), "exit_code"))
-        return bool(parsed.get("error")) or any(isinstance(code, int) and code != 0 for code in codes)
-    return _FAILED.search(text, 0, 20_000) is not None
+        if any(parsed.get(name) is True for name in ("isError", "is_error")) or parsed.get("success") is False:
+            return True
+        if isinstance(parsed.get("error"), str | Mapping | list | bool) and parsed["error"]:
+            return True
+        code = _code_in(parsed)
+        text = "\n".join(said for name in ("output", "stdout", "stderr") if isinstance(said := parsed.get(name), str))
+    if code is None:
+        code = _code_of(text)
+    return bool(code) or (code is None and _ends_with_traceback(text)) or _sums_up_failures(text)
+
+
+def _code_in(result: Mapping[str, object]) -> int | None:
+    """The exit code in a result that is an object, or in its `metadata` or `data`."""
+    within = (result, result.get("metadata"), result.get("data"))
+    codes = (field(one, name) for one in within for name in _CODES)
+    return next((code for code in codes if isinstance(code, int) and not isinstance(code, bool)), None)
+
+
+def _code_of(text: str) -> int | None:
+    """The exit code with which a text begins or ends."""
+    found = _BEGINS_WITH_CODE.match(text)
+    if found is None and ("exit" in (end := text[-400:].lower()) or "return" in end):
+        found = _ENDS_WITH_CODE.search(text, max(len(text) - 400, 0))
+    return None if found is None else int(found[found.lastindex or 0])
+
+
+def _ends_with_traceback(text: str) -> bool:
+    at = text.rfind("Traceback (most")
+    if at < 0 or not _TRACEBACK.match(text, text.rfind("\n", 0, at) + 1):
+        return False  # within a line: a hit of a search, a numbered line of a file
+    lines = [line for line in text[max(at, len(text) - 4 * END) :].splitlines() if line.strip()]
+    raised = max((place for place, line in enumerate(lines) if _RAISED.match(line)), default=None)
+    if raised is None:
+        return False
+    behind = lines[raised + 1 :]
+    return len(behind) <= BEHIND and not any(map(_LOGGED.match, behind))
+
+
+def _sums_up_failures(text: str) -> bool:
+    end = text[-END:]
+    return any(sign in end for sign in _SIGNS) and any(
+        mark in end and pattern.search(end) for mark, pattern in _SUMMARIES
+    )
 
 
 def calls_of(message: object) -> list[Call]:

@@ -146,6 +146,7 @@ class TurnCommitted(_Event):
     images: NotRequired[list[int]]
     limit: NotRequired[Literal["turns", "tokens", "context", "seconds"] | None]
     speculative: NotRequired[dict[str, int] | None]
+    tool_errors: NotRequired[int]
 
 
 class TurnRejected(_Event):
@@ -186,11 +187,13 @@ class ReplyRedelivered(_Event):
 
 
 class RolledBack(_Event):
-    """The turns after `to_turn` (0: all) are no longer live. Stands in the commit of the turn that replaces them."""
+    """The turns after `to_turn` (0: all) are no longer live, which had `tool_errors`. Stands in the commit of the turn
+    that replaces them."""
 
     type: Literal["RolledBack"]
     to_turn: int
     discarded: list[int]
+    tool_errors: NotRequired[int]
 
 
 class LimitReached(_Event):
@@ -200,6 +203,7 @@ class LimitReached(_Event):
     limit: Literal["turns", "tokens", "context", "seconds"]
     turn: int
     sampled: NotRequired[int]
+    refused: NotRequired[bool]
 
 
 class BlobsTombstoned(_Event):

@@ -28,7 +28,9 @@ Loss = Literal["once", "every"]
 Stale = Literal["drop", "mask", "keep"]
 SessionStatus = Literal["open", "closed", "erased", "undone"]
 SessionState = Literal["open", "idle", "running", "paused", "closed", "erased", "undone"]
-SessionOrder = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
+SessionOrder = Literal[
+    "created_at", "updated_at", "reward", "turns", "engine_errors", "tool_errors", "staleness", "running_since"
+]
 
 Value = str | int | float | bool | None
 """Of a key of the metadata, in a filter."""
@@ -125,6 +127,8 @@ class OfSessions(Selection, total=False):
     name: Annotated[str, "Only sessions that clients call so."]
     generation: Annotated[int, "Only this generation of a name."]
     evaluation: Annotated[bool, "Only evaluations; false: only others."]
+    min_engine_errors: Annotated[int, "Only sessions with at least this many engine errors."]
+    min_tool_errors: Annotated[int, "Only sessions with at least this many tool errors."]
 
 
 class SessionFilters(OfSessions, total=False):

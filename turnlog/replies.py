@@ -141,7 +141,11 @@ class Finished(TypedDict):
 
 
 class ListedSession(TypedDict):
-    """`version` is the number of the last event. `state` is the status, or what an open session is doing."""
+    """`version` is the number of the last event. `state` is the status, or what an open session is doing.
+
+    `engine_errors` counts turns that ended without a commit and requests that limits refused, `tool_errors` the failed
+    calls whose results its turns brought, but for discarded ones.
+    """
 
     session_id: str
     version: int
@@ -164,6 +168,8 @@ class ListedSession(TypedDict):
     generation: int | None
     run: str
     evaluation: bool
+    engine_errors: int
+    tool_errors: int
     failed: Failed | None
 
 
@@ -239,9 +245,9 @@ class RunVersions(TypedDict):
 
 
 class ListedRun(TypedDict):
-    """`turns` counts committed ones. Of rollouts for training, by their root sessions: `reward` of those that have not
-    failed, null without one, and `failed`, how many have, by the kind. `first_at`: when the first session was created;
-    `last_at`: when one changed last."""
+    """`turns`, `engine_errors` and `tool_errors` are the sums of its sessions' rows. Of rollouts for training, by their
+    root sessions: `reward` of those that have not failed, null without one, and `failed`, how many have, by the kind.
+    `first_at`: when the first session was created; `last_at`: when one changed last."""
 
     run: str
     status: Literal["open", "closed", "erasing"]
@@ -250,6 +256,8 @@ class ListedRun(TypedDict):
     note: str | None
     sessions: RunSessions
     turns: int
+    engine_errors: int
+    tool_errors: int
     groups: RunGroups
     reward: Statistics | None
     failed: dict[str, int]
@@ -271,7 +279,8 @@ class RunTokenCounts(TypedDict):
 
 
 class Run(ListedRun):
-    """`errors` counts turns that were not committed, by the reason that their event has."""
+    """`errors` counts the engine errors by their reason: that of the event that ended a turn, or `limit_…` of a request
+    that a limit refused."""
 
     tokens: RunTokenCounts
     errors: dict[str, int]
@@ -317,19 +326,22 @@ class Attempt(TypedDict):
     updated_at: float
     replaced: bool
     evaluation: bool
+    engine_errors: int
+    tool_errors: int
     failed: Failed | None
 
 
 class Group(TypedDict):
-    """`group_size`: how many attempts it waits for, `arrived`: how many it has. `complete`: they are there, and each
-    rollout that is neither erased nor replaced is finished. `evaluation`: it has only evaluations; in any other group
-    evaluations count for nothing."""
+    """`group_size`: how many attempts it waits for, `arrived`: how many it has, `missing_attempts`: the lowest that no
+    session has. `complete`: they are there, and each rollout that is neither erased nor replaced is finished.
+    `evaluation`: it has only evaluations; in any other group evaluations count for nothing."""
 
     run: str
     group_id: str
     group_size: int | None
     arrived: int
     attempts: list[Attempt]
+    missing_attempts: list[int]
     statistics: Statistics | None
     complete: bool
     evaluation: bool
@@ -487,6 +499,8 @@ class State(TypedDict):
     last_seq: int
     status: SessionStatus
     failed: Failed | None
+    engine_errors: int
+    tool_errors: int
     state: SessionState
     erased: bool
     config: dict[str, Any]

@@ -210,11 +210,12 @@ class Row(TypedDict):
 
 
 class Excluded(TypedDict):
-    """With `explain`: what is not in the export, and why. `cut_tokens`: sampled tokens that `max_seq_len` took."""
+    """With `explain`: what is not in the export, and why. `lost_tokens`: the sampled tokens that are in no row's loss
+    for it; None if nobody knows how many."""
 
     session_id: str
     excluded: str
-    cut_tokens: NotRequired[int]
+    lost_tokens: int | None
     segment: int | None
     turn: int | None
     cursor: str
@@ -239,10 +240,12 @@ class LeasedAttempt(TypedDict):
 
 
 class LeftOut(TypedDict):
-    """A session, segment or turn of a leased group that has no row, and why."""
+    """A session, segment or turn of a leased group that has no row, and why; `lost_tokens` as in `Excluded`, of a whole
+    rollout with `explain` alone."""
 
     session_id: str
     reason: str
+    lost_tokens: int | None
     segment: NotRequired[int]
     turn: NotRequired[int]
 
@@ -263,11 +266,12 @@ class LeasedGroup(TypedDict, Generic[R]):
 
 
 class WaitingGroup(TypedDict):
-    """With `explain`: a group that was not handed out, and why."""
+    """With `explain`: a group that was not handed out, and why; the sampled tokens of one that will not be."""
 
     run: str
     group_id: str
     excluded: str
+    lost_tokens: NotRequired[int]
 
 
 class Acknowledged(TypedDict):

@@ -100,6 +100,7 @@ def refresh(app: Services) -> None:
     metrics.set_all("turnlog_rollouts_failed_total", tally.failed)
     metrics.set_all("turnlog_turns_tombstoned_total", tally.tombstoned)
     metrics.set("turnlog_chunks_freed_total", tally.chunks_freed)
+    metrics.set("turnlog_tool_errors_total", tally.tool_errors)
     metrics.set("turnlog_turns_rolled_back_total", tally.rolled_back)
     for copy in app.refreshes:
         copy()

@@ -19,6 +19,7 @@ from app.domain.events import GivenIds
 from app.domain.left_out import SURROGATE, left_out_at
 from app.domain.request import as_raw, join_object
 from app.domain.surrogates import mended_text
+from turnlog.actions import has_failed
 from workers.reply import SampledCall
 
 Message = Mapping[str, Any]
@@ -44,6 +45,17 @@ class _Calling(msgspec.Struct):
 
 
 _CALLING = msgspec.json.Decoder(list[_Calling])
+
+
+def failed_results(messages: Sequence[bytes]) -> int:
+    """How many of these raw messages are results that say that their calls failed."""
+    failed = 0
+    for raw in messages:
+        try:
+            failed += has_failed(_MESSAGE.decode(raw))
+        except _UNREADABLE:
+            continue  # the engine will say so
+    return failed
 
 
 def is_object(arguments: Any) -> bool:

@@ -90,6 +90,7 @@ def commit_turn(
     payloads: tuple[PayloadRef, ...] = (),
     given_ids: GivenIds | None = None,
     odd_arguments: bool = False,
+    tool_errors: int = 0,
     binding: AffinityBound | AffinityReleased | None = None,
     timing: Timing | None = None,
     left_out: tuple[str, ...] = (),
@@ -97,8 +98,8 @@ def commit_turn(
     uses: retention.ChunkUses | None = None,
     pinned_upto: int = 0,
 ) -> list[Event]:
-    """The events that commit the turn. `payloads` and `given_ids` as in `TurnCommitted`;
-    `odd_arguments`: a new message's are so. `binding` is a new binding to its engine.
+    """The events that commit the turn. `payloads`, `given_ids` and `tool_errors` as in
+    `TurnCommitted`; `odd_arguments`: a new message's are so. `binding` is a new binding to its engine.
 
     A rollback comes before it if it replaces turns, a tombstone after it if payloads leave the window, but for what
     checkpoints pin (`pinned_upto`). They hold for
@@ -160,6 +161,7 @@ def commit_turn(
         bare_hash=reply.bare_hash,
         logprobs_of=reply.logprobs_of,
         left_out=left_out,
+        tool_errors=tool_errors,
     )
     if reply.calls or odd_arguments:
         committed = msgspec.structs.replace(
@@ -169,7 +171,10 @@ def commit_turn(
             odd_arguments=odd_arguments or not all(call.has_object for call in reply.calls),
         )
     events: list[Event] = [] if binding is None else [binding]
-    events += [RolledBack(plan.parent, plan.discarded), committed] if plan.discarded else [committed]
+    if plan.discarded:
+        lost = sum(session.turns[number].tool_errors for number in plan.discarded)
+        events.append(RolledBack(plan.parent, plan.discarded, lost))
+    events.append(committed)
     if payloads or session.payloads or session.undone_payloads:
         before = msgspec.structs.replace(session, turns=session.turns.tentative())
         after = fold(session.session_id, _numbered(session, events), before)

@@ -317,7 +317,8 @@ class TurnCommitted(Event, frozen=True):
     `odd_arguments`: those of a call, in the reply or the new messages, are no JSON object. `images` are the blobs of
     the images that the new messages hold, each once.
 
-    `limit` is the limit that ended its generation.
+    `tool_errors` of the new messages are results that say that their calls failed. `limit` is the limit that ended its
+    generation.
     """
 
     turn: int
@@ -370,6 +371,7 @@ class TurnCommitted(Event, frozen=True):
     images: tuple[int, ...] = ()
     limit: LimitName | None = None
     speculative: Speculative | None = None
+    tool_errors: int = 0
 
     @property
     def is_text(self) -> bool:
@@ -433,22 +435,25 @@ class ReplyRedelivered(Event, frozen=True):
 
 
 class RolledBack(Event, frozen=True):
-    """The turns after `to_turn` (0: all) are no longer live. Stands in the commit of the turn that replaces them."""
+    """The turns after `to_turn` (0: all) are no longer live, which had `tool_errors`. Stands in the commit of the turn
+    that replaces them."""
 
     to_turn: int
     discarded: tuple[int, ...]
+    tool_errors: int = 0
 
 
 class LimitReached(Event, frozen=True):
     """A limit stood in the way of a request that continues turn `turn` (0: none).
 
-    The request was refused before it was opened, then only the first for this turn is written; or its generation ran
+    The request was `refused` before it was opened, then only the first for this turn is written; or its generation ran
     into the limit, then `TurnRejected` comes before it and `sampled` tokens were generated, which count as used.
     """
 
     limit: LimitName
     turn: int
     sampled: int = 0
+    refused: bool = False
 
 
 TombstoneReason = Literal["window", "closed", "budget"]
@@ -646,6 +651,16 @@ class Recorded(msgspec.Struct, frozen=True, gc=False):
 
 def name_of(event: Event) -> str:
     return type(event).__name__
+
+
+def engine_error(event: Event) -> str | None:
+    """Why a turn ended without a commit, or a limit refused a request; None for any other event, also for the end of a
+    turn by a restore."""
+    if isinstance(event, TurnRejected):
+        return event.reason
+    if isinstance(event, TurnAbandoned):
+        return None if event.reason == "restored" else event.reason
+    return f"limit_{event.limit}" if isinstance(event, LimitReached) and event.refused else None
 
 
 class UnknownEvent(Exception):

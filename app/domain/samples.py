@@ -274,6 +274,13 @@ def sample(segment: Segment, content: Mapping[int, TurnTokens]) -> Sample:
     )
 
 
+def is_stale(version: str, current: int | None, most: int | None) -> bool:
+    """Is a token of this weight version more than `most` behind `current`, or is not known how far?"""
+    if current is None or not is_number(version):
+        return True
+    return most is not None and current - int(version) > most
+
+
 def aged(sample: Sample, current: int | None, most: int | None, *, masks: bool) -> tuple[Sample, Age]:
     """The sample's age where `current` is the current weight version and tokens may be `most` versions behind.
 
@@ -287,12 +294,11 @@ def aged(sample: Sample, current: int | None, most: int | None, *, masks: bool) 
         if not own:
             continue
         if current is None or not is_number(span.version):
-            is_known, is_stale = False, True
+            is_known = False
         else:
             behind = current - int(span.version)
             oldest = behind if oldest is None else max(oldest, behind)
-            is_stale = most is not None and behind > most
-        if is_stale:
+        if is_stale(span.version, current, most):
             stale += own
             mask[span.start : span.end] = 0
     age = Age(oldest if is_known else None, None if most is None else stale)

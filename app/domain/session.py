@@ -50,6 +50,7 @@ from app.domain.events import (
     TurnOpened,
     TurnRejected,
     UnknownEvent,
+    engine_error,
     shape_of,
 )
 from workers.codec import describe
@@ -99,6 +100,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, gc=False):
     odd_ids: bool = False
     odd_arguments: bool = False
     retry_count: int = 0
+    tool_errors: int = 0
 
     @property
     def shape(self) -> EngineShape:
@@ -329,7 +331,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     `budgets` are the sessions whose limits its turns count against: itself, the root of its rollout. `spent_turns` and
     `spent_tokens` are what it has used of them. `reached` are the limits that ended or refused something, by the turn
     that they ended, or after which nothing more was allowed. `finished`: no turn is opened any more. `failed`: it was
-    closed as failed, and no reward has come since.
+    closed as failed, and no reward has come since. `engine_errors` counts turns that ended without a commit and
+    requests that limits refused; `tool_errors` failed calls whose results its turns brought, but for discarded ones.
     """
 
     session_id: str
@@ -371,6 +374,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True):
     frees_name: bool = False
     finished: Finished | None = None
     failed: Failure | None = None
+    engine_errors: int = 0
+    tool_errors: int = 0
 
     @property
     def revision(self) -> int:
@@ -606,7 +611,7 @@ def restored(now: Session, then: Session | None, recorded: Recorded) -> Session:
 _OF_THE_TIME = (
     *("status", "reward", "turn_rewards", "has_roots_reward", "annotations", "note", "tags"),
     *("history", "closed_at", "is_reclaimed", "frees_name", "deliveries", "finished", "failed"),
-    *("spent_turns", "spent_tokens", "reached"),
+    *("spent_turns", "spent_tokens", "reached", "engine_errors", "tool_errors"),
 )
 _UNDONE: dict[str, Any] = {
     "status": "undone",
@@ -624,6 +629,8 @@ _UNDONE: dict[str, Any] = {
     "reached": {},
     "finished": None,
     "failed": None,
+    "engine_errors": 0,
+    "tool_errors": 0,
 }
 
 
@@ -636,19 +643,21 @@ def _does_not_follow(session: Session, recorded: Recorded) -> UnknownEvent:
 def _changes(session: Session, event: Event, recorded: Recorded) -> dict[str, Any]:
     match event:
         case TurnRejected() | TurnAbandoned():
-            return {"open_turns": {number: held for number, held in session.open_turns.items() if number != event.turn}}
+            left = {number: held for number, held in session.open_turns.items() if number != event.turn}
+            return {"open_turns": left, "engine_errors": session.engine_errors + (engine_error(event) is not None)}
         case ReplyUndelivered() | ReplyRedelivered():
             told = isinstance(event, ReplyRedelivered) or (None if event.is_unknown else False)
             return {"deliveries": {**session.deliveries, event.turn: told}}
         case RolledBack():
-            return {}
+            return {"tool_errors": session.tool_errors - event.tool_errors}
         case RolloutJoined():
             root = event.root if event.has_limits else None
             config = msgspec.structs.replace(session.config, evaluation=True) if event.evaluation else session.config
             return {"config": config, "budgets": _budgets(session.session_id, config, root)}
         case LimitReached():
             spent = session.spent_tokens + event.sampled
-            return {"reached": {**session.reached, event.turn: event.limit}, "spent_tokens": spent}
+            reached = {**session.reached, event.turn: event.limit}
+            return {"reached": reached, "spent_tokens": spent, "engine_errors": session.engine_errors + event.refused}
         case BlobsTombstoned():
             return _tombstoned(session, event)
         case RewardAssigned():
@@ -772,6 +781,7 @@ def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> Se
         given_ids=event.given_ids,
         odd_ids=event.odd_ids,
         odd_arguments=event.odd_arguments,
+        tool_errors=event.tool_errors,
     )
     try:
         turns = session.turns.added(turn)
@@ -788,6 +798,8 @@ def _committed(session: Session, event: TurnCommitted, recorded: Recorded) -> Se
     if held is not None and held.reserved is not None:
         changes["spent_turns"] = session.spent_turns + 1
         changes["spent_tokens"] = session.spent_tokens + event.output_tokens
+    if event.tool_errors:
+        changes["tool_errors"] = session.tool_errors + event.tool_errors
     if event.limit is not None:
         changes["reached"] = {**session.reached, event.turn: event.limit}
     if event.payloads:

@@ -36,11 +36,12 @@ def excluded(
     *,
     segment: object = None,
     turn: int | None = None,
-    cut_tokens: int | None = None,
+    lost_tokens: int | None = None,
 ) -> Fields:
-    """A row that says why something is not in an export; `cut_tokens`: the sampled tokens that `max_seq_len` took."""
-    cut = {} if cut_tokens is None else {"cut_tokens": cut_tokens}
-    return {"session_id": session_id, "segment": segment, "turn": turn, EXCLUDED: reason, **cut, "cursor": cursor}
+    """A row that says why something is not in an export; `lost_tokens`: so many sampled tokens, None if nobody knows
+    how many."""
+    said = {"session_id": session_id, "segment": segment, "turn": turn, EXCLUDED: reason}
+    return {**said, "lost_tokens": lost_tokens, "cursor": cursor}
 
 
 def instead(shaped: Fields, error: Exception) -> Fields:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
-from typing import NamedTuple
 
 import msgspec
 
 from app.domain.branches import TEXT_ONLY, Branches, BranchRow, Picker, turns_left_out
 from app.domain.groups import UNKNOWN_STALENESS, has_numbers_only, oldest_version, staleness, too_stale
 from app.domain.rules import superseded
-from app.domain.samples import Segment, Status, Truncate, aged
+from app.domain.samples import Segment, Status, Truncate, aged, is_stale
 from app.domain.session import Session
 from app.export import formats
 from app.export.faults import excluded, instead, told
+from app.export.lost import Ledger, Missing, sampled_tokens
 from app.export.pages import ExportPage, Turns
 from app.export.query import Cursor, ExportQuery
 from app.export.row import Fields, Row, Unfit
@@ -32,21 +31,12 @@ EVALUATION = "evaluation"
 """A session whose rows are given with `evaluation=true` alone."""
 
 NOTHING_FITS: Mapping[Truncate, str] = {
-    "turn": "no turn within max_seq_len",
-    "token": "no sampled token within max_seq_len",
+    "turn": "max_seq_len: no turn fits",
+    "token": "max_seq_len: no sampled token fits",
 }
 
 Warn = Callable[[str, object], None]
 """Is told the id of a session that cannot be read, and why."""
-
-
-class _Missing(NamedTuple):
-    """What of a session is not in an export: from turn `turn` on, or that turn."""
-
-    segment: int
-    turn: int
-    reason: str
-    cut_tokens: int | None = None
 
 
 class PartRows:
@@ -71,7 +61,7 @@ class PartRows:
         self._release = release
         self._branches = branches
         self._warn = warn
-        self._counts_only = counts_only
+        self._counts_only = counts_only or query.explain == "only"
 
     def plan(self, stored: StoredSession, page: ExportPage) -> tuple[Known | None, Turns]:
         """The session's fold, and the turns whose content its rows need. None where it gives no row, and where it
@@ -106,7 +96,7 @@ class PartRows:
                 every = (row for member in members for row in self._session(member, page))
                 rows = (self._shaped(row) for row in every)
             for row in islice(rows, skip, None):
-                if query.explain or row.get(formats.EXCLUDED) is None:
+                if query.explain if formats.EXCLUDED in row else query.explain != "only":
                     yield row
 
     def _group(self, members: Sequence[Folded], page: ExportPage) -> list[Fields]:
@@ -133,11 +123,11 @@ class PartRows:
 
         def whole(cursor: str) -> Fields:
             if missing is not None:
-                return excluded(page.session_id, cursor, f"a session of the group is left out: {missing}")
+                reason = f"a session of the group is left out: {missing}"
+                return excluded(page.session_id, cursor, reason, lost_tokens=_lost(rows))
             rows[-1] = msgspec.structs.replace(rows[-1], cursor=cursor)
-            return self._or_excluded(
-                lambda: self._row_or_counts(formats.of_group(self._query.shape, rows), rows), page.session_id, cursor
-            )
+            make = partial(formats.of_group, self._query.shape, rows)
+            return self._or_excluded(lambda: self._row_or_counts(make(), rows), page.session_id, cursor, rows)
 
         return self._numbered(page, whole, left_out)
 
@@ -150,7 +140,7 @@ class PartRows:
             return {}
 
         every = (
-            self._or_excluded(partial(added, row), row.session.session_id, row.cursor, row.sample.segment)
+            self._or_excluded(partial(added, row), row.session.session_id, row.cursor, [row], row.sample.segment)
             if isinstance(row, Row)
             else row
             for row in self._session(member, page)
@@ -162,8 +152,8 @@ class PartRows:
         fields = tree.fields(cursor)
         if not self._counts_only:
             return fields
-        tokens, sampled = len(fields["tokens"]), int(fields["sampled_mask"].sum())
-        return {"sessions": [fields["session_id"]], "tokens": tokens, "sampled_tokens": sampled, "cursor": cursor}
+        tokens, trained = len(fields["tokens"]), int(fields["loss_mask"].sum())
+        return {"sessions": [fields["session_id"]], "tokens": tokens, "trained_tokens": trained, "cursor": cursor}
 
     def _numbered(
         self, page: ExportPage, make: Callable[[str], Fields] | None, left_out: Sequence[Fields]
@@ -181,6 +171,7 @@ class PartRows:
             lambda: self._row_or_counts(formats.of_row(self._query.format, self._query.shape, row), [row]),
             row.session.session_id,
             row.cursor,
+            [row],
             row.sample.segment,
         )
 
@@ -190,25 +181,27 @@ class PartRows:
         return {
             "sessions": sorted({row.session.session_id for row in rows}),
             "tokens": sum(len(row.sample.tokens) for row in rows),
-            "sampled_tokens": sum(int(row.sample.sampled_mask.sum()) for row in rows),
+            "trained_tokens": sum(int(row.sample.loss_mask.sum()) for row in rows),
             "cursor": rows[-1].cursor,
         }
 
     def _or_excluded(
-        self, make: Callable[[], Fields], session_id: str, cursor: str, segment: int | None = None
+        self, make: Callable[[], Fields], session_id: str, cursor: str, rows: Sequence[Row], segment: int | None = None
     ) -> Fields:
-        """A shaped row, or why there is none: the shape cannot hold it, or its content is damaged."""
+        """What a shape makes of rows, or why it makes nothing: it cannot hold them, or their content is damaged."""
         try:
             return make()
         except Unfit as error:
-            return excluded(session_id, cursor, str(error), segment=segment)
+            return excluded(session_id, cursor, str(error), segment=segment, lost_tokens=_lost(rows))
         except Exception as error:  # noqa: BLE001 - a session's fault, whatever it is, ends no export
-            return self._unreadable(session_id, cursor, error, segment)
+            return self._unreadable(session_id, cursor, error, _lost(rows), segment)
 
-    def _unreadable(self, session_id: str, cursor: str, error: Exception, segment: int | None = None) -> Fields:
+    def _unreadable(
+        self, session_id: str, cursor: str, error: Exception, lost_tokens: int | None, segment: int | None = None
+    ) -> Fields:
         why = told(error)
         self._warn(session_id, why)
-        return excluded(session_id, cursor, f"unreadable: {why}", segment=segment)
+        return excluded(session_id, cursor, f"unreadable: {why}", segment=segment, lost_tokens=lost_tokens)
 
     def instead(self, shaped: Fields, error: Exception) -> Fields | None:
         """What stands in the place of a row that a container cannot hold."""
@@ -218,10 +211,12 @@ class PartRows:
 
     def _session(self, read: Folded, page: ExportPage) -> Iterator[Row | Fields]:
         """A session's rows and exclusions; an unreadable session ends with its reason."""
+        ledgers: list[Ledger] = []
         try:
-            yield from self._readable(read, page)
+            yield from self._readable(read, page, ledgers)
         except Exception as error:  # noqa: BLE001 - as in `_or_excluded`
-            yield self._unreadable(read.stored.session_id, self._window.behind(page.at), error)
+            lost = ledgers[0].rest() if ledgers else None
+            yield self._unreadable(read.stored.session_id, self._window.behind(page.at), error, lost)
 
     def _is_asked_for(self, session: Known) -> bool:
         """Is it of the requested run, group and name? Others are read only where damage hides what they are."""
@@ -248,8 +243,9 @@ class PartRows:
             return "every sampled token is in another session's loss"
         return None
 
-    def _readable(self, read: Folded, page: ExportPage) -> Iterator[Row | Fields]:
-        """A row, or the reason why there is none, for each live segment, then for each turn that is not live.
+    def _readable(self, read: Folded, page: ExportPage, ledgers: list[Ledger]) -> Iterator[Row | Fields]:
+        """A row, or the reason why there is none, for each live segment, then what else takes sampled tokens: of rows,
+        and each turn that is not live. With `explain` the session's ledger is put into `ledgers`.
 
         A session outside the requested run, group or name gives nothing.
         """
@@ -263,83 +259,66 @@ class PartRows:
         if not self._is_asked_for(session):
             return
         if (reason := self._left_out(session, page)) is not None:
-            yield excluded(session_id, self._window.behind(at), reason)
+            lost = sum(sampled_tokens(session).values()) if self._query.explain else None
+            yield excluded(session_id, self._window.behind(at), reason, lost_tokens=lost)
             return
         made = SessionRows(stored, session, self._query, self._branches, self._release)
         fitting = {segment.row.leaf.number: segment for segment in made.segments}
-        missing: list[_Missing] = []
+        current, most, stale = self._current(own), self._query.max_staleness, self._query.stale
+        ledger: Ledger | None = None
+        missing: list[Missing] = []
         if self._query.explain:
+            ledger = Ledger(session, made, partial(is_stale, current=current, most=most) if stale == "mask" else None)
+            ledgers.append(ledger)
             left_out = turns_left_out(own, made.rows, self._query.branches)
-            missing = [_Missing(turn.segment, turn.number, reason) for turn, reason in left_out]
-            missing += filter(None, (self._cut(session, made, row) for row in made.rows))
+            sampled = ledger.sampled
+            missing = [Missing(turn.segment, turn.number, why, sampled.get(turn.number, 0)) for turn, why in left_out]
+            fits = (row for row in made.rows if row.leaf.number in fitting)
+            missing += (one for row in fits for one in ledger.shortened(row))
         total = len(made.rows) + len(missing)
         for nth, row in enumerate(made.rows, 1):
             cursor, number = self._window.behind(at, nth, total), row.leaf.segment
-            segment, beside = fitting.get(row.leaf.number), _in_no_loss(own, row, self._query)
-            if segment is None:
-                cut = sum(_sampled(session, row).values())
-                reason = NOTHING_FITS[self._query.truncate] + beside
-                yield excluded(session_id, cursor, reason, segment=number, cut_tokens=cut)
-            elif (reason := self._excluded(segment)) is not None:
-                yield excluded(session_id, cursor, reason + beside, segment=number)
-            else:
+            segment, lose = fitting.get(row.leaf.number), None if ledger is None else partial(ledger.lose, row)
+            reason = NOTHING_FITS[self._query.truncate] if segment is None else self._excluded(segment)
+            made_row: Row | None = None
+            if segment is not None and reason is None:
                 try:
                     made_row = made.row(segment, cursor, advantage=page.advantages.get(session_id))
                 except Unfit as error:
-                    yield excluded(session_id, cursor, f"{error}{beside}", segment=number)
-                    continue
-                if (stale := self._query.stale) != "drop":
-                    current, most = self._current(own), self._query.max_staleness
-                    sample, age = aged(made_row.sample, current, most, masks=stale == "mask")
-                    made_row = msgspec.structs.replace(made_row, sample=sample, age=age)
-                yield made_row
-        for nth, one in enumerate(missing, len(made.rows) + 1):
+                    reason = str(error)
+            if made_row is None:
+                told = f"{reason}{_in_no_loss(own, row, self._query)}"
+                yield excluded(session_id, cursor, told, segment=number, lost_tokens=lose and lose())
+                continue
+            if stale != "drop":
+                sample, age = aged(made_row.sample, current, most, masks=stale == "mask")
+                made_row = msgspec.structs.replace(made_row, sample=sample, age=age)
+            if ledger is not None:
+                ledger.give(row)
+                made_row = msgspec.structs.replace(made_row, lose=lose)
+            yield made_row
+        for nth, (segment_number, turn, why, lost_tokens) in enumerate(missing, len(made.rows) + 1):
             cursor = self._window.behind(at, nth, total)
-            yield excluded(
-                session_id, cursor, one.reason, segment=one.segment, turn=one.turn, cut_tokens=one.cut_tokens
-            )
+            yield excluded(session_id, cursor, why, segment=segment_number, turn=turn, lost_tokens=lost_tokens)
 
     def _current(self, session: Session) -> int | None:
         return self._window.current(self._query, session.config.of_run)
-
-    def _cut(self, session: Known, made: SessionRows, row: BranchRow) -> _Missing | None:
-        """What `max_seq_len` took of a row that is in the export; None: nothing that the row has in its loss."""
-        segment = next((one for one in made.segments if one.row is row), None)
-        asked = self._query.status
-        if segment is None or not segment.cut or asked not in (None, self._status(segment)):
-            return None
-        whole = row.turns[: len(segment.turns) - (segment.end is not None)]
-        sampled = _sampled(session, row)
-        lost = sum(tokens for turn, tokens in sampled.items() if turn not in whole)
-        last = segment.turns[-1]
-        if segment.end is not None and last.turn in sampled:
-            lost -= segment.end - last.base_tokens - last.suffix_tokens
-        if lost <= 0:
-            return None
-        first = row.turns[len(whole)]
-        reason = f"max_seq_len: {lost} of {sum(sampled.values())} sampled tokens are cut"
-        return _Missing(row.leaf.segment, first, reason, lost)
 
     def _status(self, segment: Segment) -> Status:
         return formats.status_of(self._query.format, self._query.shape, segment)
 
 
-def _sampled(session: Known, row: BranchRow) -> dict[int, int]:
-    """By turn, the sampled tokens that a row has in its loss where nothing is cut."""
-    events = [session.events[turn] for turn in row.turns]
-    ends = [*(after.base_tokens for after in events[1:]), math.inf]  # what the next prompt does not repeat is trimmed
-    return {
-        event.turn: int(min(event.output_tokens, end - event.base_tokens - event.suffix_tokens))
-        for event, end in zip(events, ends, strict=True)
-        if event.turn in row.in_loss
-    }
+def _lost(rows: Sequence[Row]) -> int | None:
+    """The sampled tokens of rows that are left out; None without `explain`."""
+    lost = [row.lose() for row in rows if row.lose is not None]
+    return sum(lost) if lost else None
 
 
 def _in_no_loss(session: Session, row: BranchRow, query: ExportQuery) -> str:
     """Of a row that is left out: the turns that only it has in its loss."""
     if not session.is_tree or not row.in_loss or query.loss == "every":
         return ""
-    return f"; turns {', '.join(map(str, sorted(row.in_loss)))} are in no loss"
+    return f": turns {', '.join(map(str, sorted(row.in_loss)))} are in no loss"
 
 
 def _missing(member: StoredSession, rows: Sequence[Row | Fields]) -> str | None:

@@ -43,18 +43,21 @@ Moment = Annotated[float | None, WithJsonSchema({"type": "string"})]
 _boolean = TypeAdapter(bool)
 
 
-def _replay(given: object) -> bool | Literal["urls"]:
-    if given == "urls":
-        return "urls"
-    try:
-        return _boolean.validate_python(given)
-    except ValidationError:
-        raise PydanticCustomError("replay", "Input should be a boolean, or urls") from None
+def _or(word: str) -> tuple[PlainValidator, WithJsonSchema]:
+    def read(given: object) -> object:
+        if given == word:
+            return word
+        try:
+            return _boolean.validate_python(given)
+        except ValidationError:
+            raise PydanticCustomError("boolean", f"Input should be a boolean, or {word}") from None
+
+    return PlainValidator(read), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": word}]})
 
 
-Replay = Annotated[
-    bool | Literal["urls"], PlainValidator(_replay), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"const": "urls"}]})
-]
+Replay = Annotated[bool | Literal["urls"], *_or("urls")]
+
+Explain = Annotated[bool | Literal["only"], *_or("only")]
 
 _NAME = ANNOTATION[1:-1]
 
@@ -144,6 +147,9 @@ class ExportQuery(Selection, RowQuery):
     """Which rows to give (None: any), how many, and in which form."""
 
     format: str = Field(default="ndjson", description="What the rows are written into.")
+    explain: Explain = Field(
+        default=False, description="Say also what was left out, and why; `only`: that alone, without the rows."
+    )
     session_id: Text = Field(default=None, description="A session's id.")
     name: Text = Field(default=None, description="What clients call the sessions.")
     generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")

@@ -160,7 +160,8 @@ class Row(msgspec.Struct, frozen=True):
     none; `stored_images` counts those that its turns brought inline. `top` is there where the export asks for it.
     `annotations` are the JSON values of the session and of the row's turns, None where there are none. `columns` are
     those that the export asks for. `as_of_seq` is the last event that the row shows something of. `age` is there
-    where the export masks or keeps stale tokens. `by_turn`: it asks for rewards where turns earned them.
+    where the export masks or keeps stale tokens. `by_turn`: it asks for rewards where turns earned them. `lose`, with
+    `explain`: is called once the row is left out, and gives the sampled tokens that are then in no row's loss.
     """
 
     session: Session
@@ -188,6 +189,7 @@ class Row(msgspec.Struct, frozen=True):
     top: Top | None = None
     age: Age | None = None
     by_turn: bool = False
+    lose: Callable[[], int] | None = None
 
     def with_response(self) -> Sample:
         """The sample of a row for which a trainer needs sampled tokens. Raises Unfit."""

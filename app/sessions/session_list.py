@@ -66,6 +66,12 @@ class SessionConditions(Selection):
     name: str | None = Field(default=None, pattern=patterns.ID, description="Only sessions that clients call so.")
     generation: int | None = Field(default=None, ge=1, le=2**31 - 1, description="Only this generation of a name.")
     evaluation: bool | None = Field(default=None, description="Only evaluations, or only others.")
+    min_engine_errors: int | None = Field(
+        default=None, ge=0, le=2**31 - 1, description="Only sessions with at least this many engine errors."
+    )
+    min_tool_errors: int | None = Field(
+        default=None, ge=0, le=2**31 - 1, description="Only sessions with at least this many tool errors."
+    )
 
     def of_heads(self, engines: Engines) -> HeadFilter:
         """`engines` know their weight versions."""
@@ -77,7 +83,9 @@ class SessionConditions(Selection):
 
 _OF_HEADS = (SessionConditions.model_fields.keys() & set(HeadFilter.__struct_fields__)) - Selection.model_fields.keys()
 
-Sort = Literal["created_at", "updated_at", "reward", "turns", "staleness", "running_since"]
+Sort = Literal[
+    "created_at", "updated_at", "reward", "turns", "engine_errors", "tool_errors", "staleness", "running_since"
+]
 
 MAX_LOOKED_AT = 10_000
 """The most sessions whose metadata one request reads; the page that ends there may be short."""

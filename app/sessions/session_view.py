@@ -92,6 +92,8 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
             if isinstance(recorded.event, TurnCommitted)
         ],
         failed=None if session.failed is None else to_builtins(session.failed),
+        engine_errors=session.engine_errors,
+        tool_errors=session.tool_errors,
         failed_turns=[
             _failed(state, recorded, recorded.event)
             for recorded in state.events
@@ -100,7 +102,7 @@ def _view(state: SessionAt, metadata: msgspec.Raw | None, problems: list[dict[st
         refused=[
             as_reply(RefusedRequest, recorded.event, seq=recorded.seq, at=recorded.at)
             for recorded in state.events
-            if isinstance(recorded.event, LimitReached) and not recorded.event.sampled
+            if isinstance(recorded.event, LimitReached) and recorded.event.refused
         ],
         rollbacks=[
             as_reply(Rollback, recorded.event, seq=recorded.seq, at=recorded.at)

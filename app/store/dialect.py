@@ -298,6 +298,7 @@ class CommitRow(NamedTuple):
     at: float
     weight_version: int | None
     engine: str | None
+    tool_errors: int
     turn: int
     parent: int
     segment: int

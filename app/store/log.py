@@ -18,6 +18,7 @@ from app.domain.events import (
     Recorded,
     TurnAbandoned,
     encode,
+    engine_error,
     name_of,
 )
 from app.store import statements as sql
@@ -127,7 +128,9 @@ def append_all(tx: Tx, logs: Sequence[tuple[str, int, float, Sequence[Event]]]) 
 
 
 def advance_head(tx: Tx, session_id: str, at: float, new: Sequence[Event], *, freed: int = 0) -> Appended:
-    head = tx.one(sql.advance_head, {"sid": session_id, "count": len(new), "freed": freed, "at": at})
+    wrong = sum(engine_error(event) is not None for event in new)
+    advance = {"sid": session_id, "count": len(new), "freed": freed, "at": at, "wrong": wrong}
+    head = tx.one(sql.advance_head, advance)
     assert head is not None, f"open turn of session {session_id} without a head"
     return append(tx, session_id, head[0] - len(new) + 1, at, new)
 

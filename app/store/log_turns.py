@@ -15,6 +15,7 @@ from app.domain.events import (
     Event,
     LimitName,
     Recorded,
+    RolledBack,
     TurnCommitted,
     TurnOpened,
     encode,
@@ -272,8 +273,9 @@ class Commit(TurnOperation, frozen=True):
         known, turn = self.known, self.turn
         fits = self.session_id, known.version, known.turns, self.fence, self.incarnation, self.opened_at
         head = len(self.events), self.at, max(turn.version_numbers, default=None), turn.engine
+        lost = sum(event.tool_errors for event in self.events if type(event) is RolledBack)
         place = turn.turn, turn.parent, turn.segment, turn.choice_index
-        return CommitRow(*fits, *head, *place, turn.protocol, self.tokens, self.exchange)
+        return CommitRow(*fits, *head, turn.tool_errors - lost, *place, turn.protocol, self.tokens, self.exchange)
 
     @property
     def log(self) -> list[LogRow]:

@@ -77,12 +77,13 @@ ADVANCE = """
 WITH given AS MATERIALIZED (
     SELECT * FROM unnest($1::text[], $2::text::bigint[], $3::text::int[], $4::text::bigint[], $5::text::bigint[],
         $6::text::float8[], $7::text::int[], $8::text::float8[], $9::text::bigint[], $10::text[], $11::text::int[],
-        $12::text::int[], $13::text::int[], $14::text::smallint[], $15::text[], $16::bytea[], $17::bytea[])
-    AS t(sid, known, known_turns, fence, incarnation, opened_at, count, at, weight, engine, turn, parent, segment,
-        choice_index, protocol, tokens, exchange)
+        $12::text::int[], $13::text::int[], $14::text::int[], $15::text::smallint[], $16::text[], $17::bytea[],
+        $18::bytea[])
+    AS t(sid, known, known_turns, fence, incarnation, opened_at, count, at, weight, engine, tool_errors, turn, parent,
+        segment, choice_index, protocol, tokens, exchange)
 ), new_events AS (
-    SELECT * FROM unnest($18::text[], $19::text::bigint[], $20::text[], $21::text::smallint[], $22::text::float8[],
-        $23::bytea[])
+    SELECT * FROM unnest($19::text[], $20::text::bigint[], $21::text[], $22::text::smallint[], $23::text::float8[],
+        $24::bytea[])
     AS t(sid, seq, type, version, at, data)
 ), held AS (
     SELECT g.*, e.tx FROM given g
@@ -96,7 +97,8 @@ WITH given AS MATERIALIZED (
     FOR UPDATE OF s SKIP LOCKED
 ), advanced AS (
     UPDATE sessions s SET version = s.version + h.count, open_turns = s.open_turns - 1, turns = s.turns + 1,
-        updated_at = h.at, weight_version = GREATEST(s.weight_version, h.weight), engine = h.engine
+        updated_at = h.at, weight_version = GREATEST(s.weight_version, h.weight), engine = h.engine,
+        tool_errors = s.tool_errors + h.tool_errors
     FROM held h WHERE s.session_id = h.sid
     RETURNING h.*
 ), freed AS (

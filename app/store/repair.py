@@ -114,6 +114,8 @@ HEAD: Mapping[str, Callable[[FoldedLog], Any]] = {
     "failed": lambda log: log.session.failed and log.session.failed.kind,
     "evaluation": lambda log: log.session.config.evaluation is True,
     "annotated": lambda log: notes.joined(sorted(log.session.annotations.get(0, ()))),
+    "engine_errors": lambda log: log.session.engine_errors,
+    "tool_errors": lambda log: log.session.tool_errors,
 }
 """How each column of `sessions` but the key follows from the log."""
 

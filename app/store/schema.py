@@ -120,6 +120,8 @@ sessions = Table(
     Column("failed", String(16)),
     Column("evaluation", Boolean, server_default=false(), nullable=False),
     Column("annotated", Text),
+    Column("engine_errors", Integer, server_default="0", nullable=False),
+    Column("tool_errors", Integer, server_default="0", nullable=False),
     Index("ix_sessions_created_at_session_id", "created_at", "session_id"),
     Index("ix_sessions_group_id_run", "group_id", "run"),
     Index("ix_sessions_run_created_at_session_id", "run", "created_at", "session_id"),
@@ -156,6 +158,7 @@ No two processes can begin the same one.
 `failed` is the kind of its failure, null where it did not fail or a reward has come since; its message is in the log.
 
 `annotated` are the names of the session's own annotations, sorted and joined as the tags; null where it has none.
+`engine_errors` and `tool_errors` as in `domain.session.Session`.
 """
 
 erased_runs = Table(

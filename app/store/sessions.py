@@ -74,7 +74,9 @@ if TYPE_CHECKING:
 
 Status = Literal["open", "closed", "erased", "undone"]
 
-SortOrder = Literal["created_at", "updated_at", "reward", "turns", "weight_version", "running_since"]
+SortOrder = Literal[
+    *("created_at", "updated_at", "reward", "turns", "engine_errors", "tool_errors", "weight_version", "running_since")
+]
 
 NULLABLE = frozenset({"reward", "weight_version"})
 """Columns that may be null: such sessions come last in either direction."""
@@ -106,6 +108,8 @@ class HeadRow(msgspec.Struct, frozen=True):
     generation: int | None
     run: str
     evaluation: bool
+    engine_errors: int
+    tool_errors: int
     failed_kind: FailureKind | None
     note: str | None
     joined_tags: str | None
@@ -170,6 +174,8 @@ class HeadFilter(GroupFilter, frozen=True):
     name: str | None = None
     generation: int | None = None
     evaluation: bool | None = None
+    min_engine_errors: int | None = None
+    min_tool_errors: int | None = None
 
 
 Place = tuple[float | None, str]
@@ -248,6 +254,8 @@ def filtered(query: Select[Any], wanted: HeadFilter) -> Select[Any]:
         None if wanted.name is None else head.name.is_not(None) & (head.name == wanted.name),
         None if wanted.generation is None else head.generation == wanted.generation,
         None if wanted.evaluation is None else head.evaluation.is_(wanted.evaluation),
+        None if wanted.min_engine_errors is None else head.engine_errors >= wanted.min_engine_errors,
+        None if wanted.min_tool_errors is None else head.tool_errors >= wanted.min_tool_errors,
     ]
     return query.where(*(condition for condition in conditions if condition is not None))
 
@@ -611,7 +619,7 @@ def last_tombstone(connection: Connection, session_id: str) -> int:
     return connection.execute(query).scalar_one() or 0
 
 
-SNAPSHOT_FORMAT = "session-4"
+SNAPSHOT_FORMAT = "session-5"
 """Changes with the structure of `Session`; snapshots of another format are ignored."""
 
 

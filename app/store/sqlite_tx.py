@@ -29,7 +29,7 @@ WHERE session_id = ?1 AND version = ?2 AND turns = ?3 AND open_turns < ?4 AND la
 """
 ADVANCE = """
 UPDATE sessions SET version = version + ?7, open_turns = open_turns - 1, turns = turns + 1, updated_at = ?8,
-    engine = ?9
+    engine = ?9, tool_errors = tool_errors + ?10
 WHERE session_id = ?1 AND version = ?2 AND turns = ?3
     -- `opened_at` tells claims under one fence apart: the fence of one that a crash has undone is given again.
     AND EXISTS (SELECT 1 FROM open_turns WHERE session_id = ?1 AND fence = ?4 AND incarnation = ?5 AND opened_at = ?6)
@@ -124,11 +124,11 @@ class SqliteTx:
 
     def commit_turns(self, committed: Sequence[CommitRow], log: Sequence[LogRow]) -> Collection[str]:
         execute, many = self._cursor.execute, self._cursor.executemany
-        advanced = [one for one in committed if execute(ADVANCE, (*one[:8], one.engine)).rowcount == 1]
+        advanced = [one for one in committed if execute(ADVANCE, (*one[:8], *one[9:11])).rowcount == 1]
         ids = {one.session_id for one in advanced}
         if advanced:
             many(WEIGH, [(one.session_id, one.weight_version) for one in advanced if one.weight_version is not None])
             many(FREE, [(one.session_id, one.fence) for one in advanced])
-            many(CONTENT, [(one.session_id, *one[10:]) for one in advanced])
+            many(CONTENT, [(one.session_id, *one[11:]) for one in advanced])
             many(EVENT, [(*event, next(self.positions)) for event in log if event.session_id in ids])
         return ids

@@ -158,6 +158,7 @@ advance_head = (
         version=sessions.c.version + bindparam("count"),
         open_turns=sessions.c.open_turns - bindparam("freed"),
         updated_at=bindparam("at"),
+        engine_errors=sessions.c.engine_errors + bindparam("wrong"),
     )
     .returning(sessions.c.version)
 )

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 from sqlalchemy import ARRAY, String, any_, bindparam, select
 
-from app.domain.events import BlobsTombstoned, Recorded, RolledBack, SessionClosed, TurnAbandoned
+from app.domain.events import BlobsTombstoned, Recorded, RolledBack, SessionClosed, TurnAbandoned, TurnCommitted
 from app.errors import AppError, Overloaded, StoreDamaged, StoreLocked, StoreUnavailable
 from app.store.dialect import Tx, WriteConflict
 from app.store.log import DEFERRED, Appended, Deferred, Operation
@@ -78,7 +78,7 @@ class EventCounters(msgspec.Struct):
     """What one process has appended since it began: events by type; abandoned claims, and turns that lost their replay
     payloads, by reason; closes that say why their rollout failed, by kind.
 
-    `rolled_back`: turns that were live until a later one superseded them.
+    `rolled_back`: turns that were live until a later one superseded them. `tool_errors` as in `TurnCommitted`.
     """
 
     events: Counter[str] = msgspec.field(default_factory=Counter)
@@ -87,12 +87,15 @@ class EventCounters(msgspec.Struct):
     failed: Counter[str] = msgspec.field(default_factory=Counter)
     chunks_freed: int = 0
     rolled_back: int = 0
+    tool_errors: int = 0
 
     def add(self, appended: Iterable[Recorded]) -> None:
         for recorded in appended:
             event = recorded.event
             self.events[type(event).__name__] += 1
-            if isinstance(event, TurnAbandoned):
+            if isinstance(event, TurnCommitted):
+                self.tool_errors += event.tool_errors
+            elif isinstance(event, TurnAbandoned):
                 self.abandoned[event.reason] += 1
             elif isinstance(event, RolledBack):
                 self.rolled_back += len(event.discarded)

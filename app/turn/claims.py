@@ -374,6 +374,7 @@ class Claims:
                 payloads=payload_refs(turn.fence, reply) if reply.payloads else (),
                 given_ids=generated.given_ids,
                 odd_arguments=call.odd_arguments,
+                tool_errors=call.tool_errors,
                 binding=self._placement.binding(turn.choice, session, reply.engine),
                 timing=turn.flight.stages.timing(),
                 left_out=call.left_out,

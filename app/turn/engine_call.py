@@ -180,6 +180,7 @@ class EngineCalls:
             params = msgspec.json.encode(fields)
         tools = request.tools
         call = EngineCall("chat", params, tools, new, None, rid, wish=wish, new=new, stored=new)
+        call.tool_errors = calls.failed_results(new)
         if tools is not None or request.echo is not None:
             call.shared = _shared_blobs(turn.session, tools, request.echo)
         for message in new:

@@ -155,8 +155,9 @@ class EngineCall(msgspec.Struct):
 
     What is stored of it: `new` are the messages that are not stored yet, `stored` these with
     references to their images. `shared` are the blobs that the session may not have.
-    `odd_arguments`: a new message has a call whose arguments are no JSON object. `left_out`: what of
-    the request is not sent (`app.domain.left_out`).
+    `odd_arguments`: a new message has a call whose arguments are no JSON object. `tool_errors`: new
+    messages that are results of failed calls. `left_out`: what of the request is not sent
+    (`app.domain.left_out`).
     """
 
     shape: EngineShape
@@ -183,6 +184,7 @@ class EngineCall(msgspec.Struct):
     stored: Sequence[bytes] = ()
     shared: Sequence[SharedBlob] = ()
     odd_arguments: bool = False
+    tool_errors: int = 0
     left_out: tuple[str, ...] = ()
 
     @property

@@ -3,7 +3,7 @@
 The first release writes their SQL down here. Until then a change of a table gives this revision another name, so that a
 store of before is refused.
 
-Revision: first_24, the first.
+Revision: first_25, the first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from app.composition import metadata
 from app.store.damage import Content
 from app.store.schema import store_meta
 
-revision = "first_24"
+revision = "first_25"
 down_revision = None
 branch_labels = None
 depends_on = None

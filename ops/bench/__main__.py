@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from ops.bench import export, payloads, peers, sessions, stores, turns
+from ops.bench import export, page, payloads, peers, sessions, stores, turns
 from ops.bench.measure import print_results
 from ops.bench.real import bench as real
 
@@ -31,6 +31,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "peers": Benchmark(peers.main, peers.add_arguments, peers.__doc__),
     "real": Benchmark(real.main, real.add_arguments, real.__doc__),
     "sessions": Benchmark(sessions.main, sessions.add_arguments, sessions.__doc__),
+    "page": Benchmark(page.main, page.add_arguments, page.__doc__),
     "payloads": Benchmark(payloads.main, payloads.add_arguments, payloads.__doc__),
     "export": Benchmark(export.main, export.add_arguments, export.__doc__),
     "trees": Benchmark(stores.trees, stores.trees_arguments, stores.trees.__doc__),

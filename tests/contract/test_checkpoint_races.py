@@ -155,6 +155,8 @@ async def test_an_erasure_wins_over_a_restore_that_opens_the_session_again(store
         "spent_turns": 0,
         "spent_tokens": 0,
         "evaluation": False,
+        "engine_errors": 0,
+        "tool_errors": 0,
     }
     back = RestoreSession(name, 1, 2, 9.0, [SessionRestored("cut", 1)], head)
     writer = Meanwhile(store.writer, Erase, back)

@@ -51,10 +51,11 @@ def reasons(*previews: Preview) -> Counter[str]:
 
 async def test_reasons_are_counted_by_kind_and_examples_say_all(store: Store) -> None:
     found = await (await filled(store)).of(ExportQuery(), None)
-    assert (found.rows, found.sessions, found.tokens, found.sampled_tokens) == (4, 4, 12, 8)
+    assert (found.rows, found.sessions, found.tokens, found.trained_tokens) == (4, 4, 12, 8)
     assert (found.scanned, found.complete, found.cursor) == (SESSIONS, True, None)
     assert reasons(found) == {"no committed turn": 4, "unreadable": 4}
     [damaged] = [missing for missing in found.missing if missing.reason == "unreadable"]
+    assert {missing.reason: missing.lost_tokens for missing in found.missing}["unreadable"] == 2 * damaged.count
     assert damaged.examples[0].detail == "unreadable: turn 1: the content's hash is not the log's"
     assert {one.session_id for one in damaged.examples} == {"s01", "s04", "s07", "s10"}
 

@@ -52,7 +52,10 @@ class Filled:
             for _ in range(self._dice.choice((0, 1, 1, 2))):
                 version = self._dice.choice(("3", "8", "step"))
                 spans = (VersionSpan(version, 0, 2),)
-                await self.store.take_turn(name, weight_versions=spans, engine=self._dice.choice(ENGINES))
+                engine = self._dice.choice(ENGINES)
+                await self.store.take_turn(name, weight_versions=spans, engine=engine, tool_errors=number % 4)
+            if number % 5 == 0:
+                await self._claim(name, ends=True)
             if self._dice.random() < 0.5:
                 await self.store.submit(reward(name, self._dice.choice((0.0, 0.5, 1.0))))
             if number % 3:
@@ -61,17 +64,22 @@ class Filled:
             await self._end(name)
 
     async def _end(self, name: str) -> None:
-        session = await self.store.session(name)
-        assert session is not None
         match self._dice.choice(("open", "open", "claimed", "closed", "erased")):
             case "claimed":
-                turn, parent = session.last_turn + 1, session.path[-1] if session.path else 0
-                await self.store.claim(name, session.version, turn=turn, parent=parent)
+                await self._claim(name, ends=False)
             case "closed":
                 await self.store.close(name)
             case "erased":
                 await self.store.close(name)
                 await self.store.erase(name)
+
+    async def _claim(self, name: str, *, ends: bool) -> None:
+        session = await self.store.session(name)
+        assert session is not None
+        turn, parent = session.last_turn + 1, session.path[-1] if session.path else 0
+        claimed = await self.store.claim(name, session.version, turn=turn, parent=parent)
+        if ends:
+            await self.store.release(name, claimed.events[0].seq, turn=turn)
 
     async def every(self, limit: int = 5, **asked: Any) -> list[ListedSession]:
         """All pages; each has the same total."""
@@ -103,6 +111,8 @@ VALUES: dict[str, Callable[[ListedSession], float | None]] = {
     "reward": lambda row: row["reward"],
     "turns": lambda row: row["turns"],
     "staleness": lambda row: None if row["staleness"] is None else -row["staleness"],
+    "engine_errors": lambda row: row["engine_errors"],
+    "tool_errors": lambda row: row["tool_errors"],
     "running_since": lambda row: row["running_since"],
 }
 """What each order goes by, descending; the ids follow the stored value, which for staleness runs the other way."""
@@ -149,6 +159,8 @@ FILTERS: list[tuple[dict[str, Any], Callable[[ListedSession], bool]]] = [
     ({"unrewarded": True}, lambda row: row["reward"] is None),
     ({"annotated": "verdict"}, has_verdict),
     ({"unannotated": "verdict"}, lambda row: row["state"] != "erased" and not has_verdict(row)),
+    ({"min_engine_errors": 1}, lambda row: row["engine_errors"] >= 1),
+    ({"min_tool_errors": 3}, lambda row: row["tool_errors"] >= 3),
     ({"min_staleness": 2}, lambda row: row["staleness"] is not None and row["staleness"] >= 2),
     ({"stuck_s": 5.0}, lambda row: row["running_since"] is not None),
     ({"stuck_s": NOW}, lambda row: False),

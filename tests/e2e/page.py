@@ -17,7 +17,7 @@ from ops.simulator.process import SimulatorProcess
 
 playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 from axe_playwright_python.sync_playwright import Axe  # noqa: E402
-from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright  # noqa: E402
 
 CHROMIUM_ARGUMENTS = (
     "--no-sandbox",
@@ -166,11 +166,11 @@ def nodes(page: Page) -> int:
     return int(next(one["value"] for one in metrics if one["name"] == "Nodes"))
 
 
-def copied(page: Page, button: str) -> str:
+def copied(page: Page, button: str, within: Locator | None = None) -> str:
     """What the button of that name copies."""
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.evaluate("navigator.clipboard.writeText('')")  # that an earlier text was copied is said for a while
-    page.get_by_role("button", name=button, exact=True).click()
+    (within or page).get_by_role("button", name=button, exact=True).click()
     page.get_by_text("Copied").first.wait_for()
     page.wait_for_function("navigator.clipboard.readText()")
     text: str = page.evaluate("navigator.clipboard.readText()")

@@ -34,7 +34,7 @@ VIEWS = {
     "tree": f"#/session/{TREE}?tab=tree",
     "groups": "#/groups",
     "group": f"#/group/{GROUP}",
-    "rollouts": f"#/group/{GROUP}/rollouts?sort=best",
+    "rollouts": f"#/group/{GROUP}/rollouts",
     "search": "#/search?q=minutes",
     "exports": "#/exports?shape=slime",
     "checkpoints": "#/checkpoints",

@@ -120,9 +120,10 @@ def test_the_token_of_a_run_shows_that_run_alone(watched: Watched, guarded: Stan
     page.wait_for_url("**/ui#/?run=team")
     own.say("Hello", sim=AT_ONCE)
     expect(page.locator(f"{ROWS} td", has_text="Hello").first).to_be_visible()
-    for place in ("groups", "search?q=x", "exports", "session/of-a-team"):
+    titles = {"groups": "Groups", "search?q=x": "Search", "exports": "Exports", "session/of-a-team": "of-a-team"}
+    for place, title in titles.items():
         watched.go(f"#/{place}")
-        expect(page.locator("main h1")).to_be_attached()
+        expect(page.locator("main h1")).to_have_text(title)
     expect(page.locator(".said").first).to_be_visible()
     watched.go("#/session/many-0001")
     expect(page.locator("main .message")).to_contain_text("There is no session")
@@ -175,7 +176,7 @@ def test_a_person_judges_a_session_and_its_turns(watched: Watched, guarded: Stan
     expect(form).to_be_hidden()
     expect(own.get_by_role("button", name="Judge")).to_be_focused()
     write("Shift+Tab", "Shift+Tab", "Enter")
-    expect(own.locator(".verdict", has_text=re.compile("verdict .failed ann"))).to_be_visible()
+    expect(own.locator(".verdict", has_text="verdict failed ann")).to_be_visible()
     expect(own.locator(".verdict", has_text="verdict"), "another value of the same name replaces it").to_have_count(1)
     write("Enter", name="note", text="It loops <b>here</b>, 1.")
     expect(own.locator(".verdict", has_text="note It loops <b>here</b>, 1. ann")).to_be_visible()
@@ -205,7 +206,7 @@ def test_a_person_judges_a_session_and_its_turns(watched: Watched, guarded: Stan
     expect(of_turn.locator(".verdict", has_text="teacher")).to_contain_text("float32 over output teacher")
     of_turn.get_by_role("button", name="Judge").click()
     form.get_by_role("button", name="Passed").click()
-    expect(of_turn.locator(".verdict", has_text=re.compile("verdict .passed ann"))).to_be_visible()
+    expect(of_turn.locator(".verdict", has_text="verdict passed ann")).to_be_visible()
     assert said(guarded, talk, 1)["verdict"] == ({"passed": True}, "ann")
 
 
@@ -299,7 +300,7 @@ def test_a_long_list_keeps_the_document_small(watched: Watched, guarded: Stand) 
     expect(top).to_have_attribute("data-key", first)
     for session_id in (last, first):
         assert guarded.http.put(f"/sessions/{session_id}/reward", json={"reward": 0.5}).status_code == 200
-    expect(top.locator("td").nth(9)).to_have_text("0.500")
+    expect(top).to_contain_text("0.500")
     expect(page.locator("button.changed")).to_be_hidden()
     watched.go("#/?q=many-")
     expect(top).to_have_attribute("data-key", first)

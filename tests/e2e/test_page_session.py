@@ -21,6 +21,7 @@ pytestmark = pytest.mark.long
 TURNS = 160
 """Of a long session: more than fit in the window, and more events than the log shows at once."""
 
+HIT = "[...(CSS.highlights.get('hit') ?? [])].map((one) => one.toString().toLowerCase()).join()"
 ROLES = "all => all.map((one) => one.dataset.role)"
 HOSTILE = "<img src=x onerror=window.__pwned=1><script>window.__pwned=1</script>"
 MARKUP = "<b onclick=alert(1)>bold</b> javascript:alert(1) {{7*7}}"
@@ -57,7 +58,7 @@ def _calls(command: str) -> dict[str, Any]:
     return {**NOW, "calls": [{"name": "bash", "arguments": {"command": command}}]}
 
 
-RESULTS = ("3 files\nREADME", "Traceback (most recent call last):\n  boom", '{"output": "fine\\nmore"}')
+RESULTS = ("3 files\nREADME", "Traceback (most recent call last):\n  boom\nValueError: no", '{"output": "fine\\nmore"}')
 
 
 @pytest.fixture(scope="module")
@@ -94,36 +95,73 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     for text in ("idle", "swe/7 attempt 2", "4 turns", "generating", "environment", "tokens"):
         expect(page.locator(".sessionhead")).to_contain_text(text)
     assert page.locator(".sessionhead").evaluate("one => one.clientHeight") < 60
-    expect(page.locator(".tabcontent .said").first).to_have_attribute("data-role", "assistant")
-    expect(page.locator(".tabcontent .toolcall")).to_contain_text("ls -la")
+    steps = page.locator(".step")
+    expect(steps).to_have_count(4)
+    # A turn's new input, its reply, and under each call what it came to.
+    expect(steps.nth(0).locator(".said")).to_have_count(3)
+    assert steps.nth(0).locator(".said").evaluate_all(ROLES) == ["user", "assistant", "tool"]
+    expect(steps.nth(0).locator(".said .said")).to_contain_text("3 files")
+    expect(steps.nth(3).locator(".said")).to_have_count(1)
 
     page.keyboard.press("e")
-    expect(page.locator(".tabcontent h2").first).to_have_text("Turn 2")
+    expect(steps.nth(1).locator("h2")).to_be_in_viewport()
     assert page.evaluate("location.hash") == _at(agent, turn=2)
-    expect(page.locator(".tabcontent .said")).to_have_count(2)
-    assert page.locator(".tabcontent .said").evaluate_all(ROLES) == ["assistant", "tool"]
+    expect(steps.nth(1).locator(".said .said .badge")).to_have_text("error")
     page.keyboard.press("j")
-    expect(page.locator(".tabcontent h2").first).to_have_text("Turn 3")
     expect(page.locator(".act a[aria-current]")).to_be_focused()
-    expect(page.locator(".tabcontent .said[data-role=tool]")).to_contain_text('"output": "fine\\nmore"')
+    expect(steps.nth(2).locator(".said[data-role=tool]")).to_contain_text('"output": "fine\\nmore"')
     page.keyboard.press("End")
-    expect(page.locator(".tabcontent h2").first).to_have_text("Turn 4")
+    expect(page.locator(".act a[aria-current] .n")).to_have_text("4")
     page.get_by_role("button", name="Markdown").click()
     expect(page.locator(".markdown strong")).to_have_text("Done")
     expect(page.locator(".markdown pre")).to_have_text("code")
-    page.locator(".promptfold summary").click()
+    page.locator(".promptfold summary").last.click()
     expect(page.locator(".prompt .said")).to_have_count(7)
     page.get_by_role("button", name="Copy request to the engine").wait_for()
+    assert copied(page, "Copy link", steps.nth(1)) == f"{stand.server.base_url}/ui{_at(agent, turn=2)}"
 
     page.keyboard.press("/")
     page.keyboard.type("BOOM")
     expect(page.locator(".act")).to_have_count(1)
-    # The result stands beside the call that it answers.
-    expect(page.locator(".tabcontent h2").first).to_have_text("Turn 2")
-    expect(page.locator(".tabcontent .said[data-role=tool]")).to_contain_text("boom", ignore_case=True)
-    page.locator("a", has_text="Details").or_(page.locator(".sessiondetails > summary")).click()
+    # The result stands under the call that it answers.
+    until(lambda: page.evaluate(HIT) == "boom")
+    assert page.evaluate("location.hash") == _at(agent, turn=2)
+    page.locator(".sessiondetails > summary").click()
     expect(page.locator(".sessiondetails")).to_contain_text("4 of 9 turns, 5 left per rollout")
     expect(page.locator(".verdict", has_text="reward")).to_have_text("reward 0.500 a 1.000")
+
+
+def test_an_agent_hangs_at_the_call_that_spawned_it(stand: Stand, watch: Watch) -> None:
+    """Of two that were spawned at once; folded until a link leads into it. A compaction is named."""
+    talk = stand.talk(history="tree")
+    asked = ("Find the surveys.", "Look at the heat.")
+    calls = [{"name": "spawn", "arguments": {"task": task}} for task in asked]
+    talk.say("Which reefs recovered?", sim={**NOW, "calls": calls}, tools=[WEATHER])
+    lead = talk.messages
+    for name, task in zip(("surveys", "heat"), asked, strict=True):
+        talk.messages = []
+        for text in (task, "And?"):
+            talk.say(text, sim={**NOW, "text": f"{name} says so"}, headers={"x-turnlog-agent-id": name})
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": call["id"]} for call in lead[-1]["tool_calls"]]
+    talk.messages = [*lead]
+    talk.add(*reversed(results), user("And you?"), sim={**NOW, "text": "I say so"})
+    talk.messages = [user("In short"), talk.messages[-1]]
+    talk.say("Write it.", sim=NOW)
+    page = watch(stand.server.base_url).open(_at(talk))
+    first = page.locator(".flow > .step > .flow > .said").nth(1)
+    kinds = ":scope > :is(.toolcall, .agent, .said)"
+    expect(first.locator(kinds)).to_have_count(6)
+    for at, (name, task) in enumerate(zip(("surveys", "heat"), asked, strict=True)):
+        call, agent, result = (first.locator(kinds).nth(3 * at + place) for place in range(3))
+        expect(call).to_contain_text(task)
+        expect(agent).to_contain_text(f"agent {name} · 2 turns · {name} says so")
+        expect(result.locator(".text")).to_have_text(results[at]["content"])
+    expect(page.locator(".agent[open]")).to_have_count(0)
+    expect(page.locator(".transcript > .flow > .step")).to_have_count(3)
+    expect(page.locator(".step[data-turn='6'] .said").first).to_contain_text("And you?")
+    page.locator(".act a", has_text="heat says so").last.click()
+    expect(page.locator(".agent[open] [data-turn='5'] h2")).to_be_in_viewport()
+    page.locator(".step[data-turn='7'] .cut", has_text="Compaction").wait_for()
 
 
 def test_rollbacks_refusals_and_an_erasure_are_marked(page_stand: PageStand, watch: Watch) -> None:
@@ -131,12 +169,17 @@ def test_rollbacks_refusals_and_an_erasure_are_marked(page_stand: PageStand, wat
     page = watched.open(f"#/session/{page_stand.filled.rolled_back}?turn=2")
     page.get_by_text("rolled back by event").wait_for()
     expect(page.locator(".act.discarded .n")).to_have_text(["2"])
-    expect(page.locator(".said").first).to_be_visible()
+    expect(page.locator(".step.discarded .said").first).to_be_in_viewport()
     watched.go(f"#/session/{page_stand.filled.refused}")
     failed = page.locator(".act.failed")
     expect(failed).to_have_text([re.compile("rejected.*engine_error.*500"), re.compile("the body is not valid JSON")])
     page.locator(".act.failed a").nth(1).click()
-    page.locator(".tabcontent a[download]", has_text="the reply's first").wait_for()
+    expect(page.locator(".step.failed a[download]", has_text="the reply's first")).to_be_in_viewport()
+    limited = page_stand.stand.talk(limits={"turns": 1})
+    limited.say("Go", sim=NOW)
+    assert limited.chat([*limited.messages, user("On")]).status_code == 409
+    watched.go(_at(limited))
+    expect(page.locator(".step.refused")).to_contain_text("A request after turn 1: the limit on turns is reached.")
     watched.go(f"#/session/{page_stand.filled.erased}?tab=events")
     expect(page.locator("h1 + .badge")).to_contain_text("erased")
     expect(page.locator(".events summary")).to_have_text(
@@ -189,10 +232,10 @@ def test_a_turn_in_flight_shows_its_request(page_stand: PageStand, watch: Watch)
     page = watched.open(f"#/session/{page_stand.filled.in_turn[1]}")
     page.locator(".said", has_text="Read the whole repository.").wait_for()
     for text in ("in flight", "is generated", f"at {page_stand.stand.sim.base_url}".rstrip("/")):
-        expect(page.locator(".tabcontent .panelhead")).to_contain_text(text)
-    before = page.locator(".tabcontent time").inner_text()
+        expect(page.locator(".step.open .panelhead")).to_contain_text(text)
+    before = page.locator(".step.open time").inner_text()
     page.clock.fast_forward(61_000)
-    until(lambda: page.locator(".tabcontent time").inner_text() != before)
+    until(lambda: page.locator(".step.open time").inner_text() != before)
 
 
 def test_the_log_is_followed_live(stand: Stand, watch: Watch) -> None:
@@ -214,25 +257,55 @@ def test_the_log_is_followed_live(stand: Stand, watch: Watch) -> None:
     expect(page.locator(".events pre")).to_contain_text('"rollback_window": 3')
 
 
-def test_a_long_session_is_a_window(stand: Stand, watch: Watch) -> None:
-    """Only the rows in sight are in the document, and only their actions are asked for; new ones take others' place."""
+def test_a_long_session_is_read_where_it_is_looked_at(stand: Stand, watch: Watch) -> None:
+    """The outline follows the scrolling and leads it, nothing jumps while turns above are read; what is new stands at
+    the end, and is followed by who is there."""
     talk = stand.talk()
-    quick = {**NOW, "completion_tokens": 2}
+    quick = {**NOW, "completion_tokens": 200}
     for number in range(TURNS):
-        talk.say(f"say {number}", sim=quick)
+        talk.say(f"say {number}" + " and more" * 100, sim=quick)
     talk.add(user("x" * 3_000_000), sim=quick)
     watched = watch(stand.server.base_url)
     asked: list[str] = []
-    watched.page.on("request", lambda one: asked.append(one.url) if "/actions" in one.url else None)
-    page = watched.open(_at(talk))
-    page.locator(".act", has_text="say 1").first.wait_for()
-    assert page.locator(".act").count() < 50
-    assert "?start=1&limit=" in asked[0]
-    assert int(asked[0].rpartition("=")[2]) < 50
+    watched.page.on("request", lambda one: asked.append(one.url) if "/turns?" in one.url else None)
+    page = watched.open(_at(talk, turn=80))
+    current, pane = page.locator(".act a[aria-current]"), page.locator(".tabcontent")
+    expect(page.locator(".act.turn")).to_have_count(TURNS + 1)
+    until(lambda: page.locator(".step[data-turn='80'] .said").count() == 2)
+    expect(page.locator(".step[data-turn='80'] h2")).to_be_in_viewport()
+    assert page.locator(".step .said").count() < 60
+    assert all(60 < int(url.split("start=")[1].split("&")[0]) < 100 for url in asked)
+    pane.hover()
+    page.mouse.wheel(0, -4000)
+    until(lambda: int(current.locator(".n").inner_text()) < 80)
+    until(lambda: f"turn={current.locator('.n').inner_text()}" in page.evaluate("location.hash"))
+    number = int(current.locator(".n").inner_text())
+    seen = f".step[data-turn='{number}']"
+    place = page.locator(seen).bounding_box()
+    page.locator(f".step[data-turn='{number - 3}'] .said").first.wait_for(state="attached")
+    assert page.locator(seen).bounding_box() == place
+    talk.say("elsewhere", sim=quick)
+    expect(page.locator(".act.turn")).to_have_count(TURNS + 2)
+    assert page.locator(seen).bounding_box() == place
+
+    pane.evaluate("one => { one.scrollTop = one.scrollHeight }")
+    expect(current.locator(".n")).to_have_text(re.compile(str(TURNS)[:2]))
     page.keyboard.press("End")
-    page.locator(".act a[aria-current]", has_text=str(TURNS + 1)).wait_for()
-    expect(page.locator(".act a[aria-current]")).to_be_in_viewport()
-    page.keyboard.press("k")
+    talk.say("at the end", sim=quick)
+    expect(page.locator(".step .said", has_text="at the end")).to_be_in_viewport()
+    expect(current.locator(".n")).to_have_text(str(TURNS + 3))
+
+    page.keyboard.press("/")
+    page.keyboard.type("say 1")
+    until(lambda: page.evaluate(HIT) == "say 1")
+    expect(current.locator(".n")).to_have_text("2")
+    page.keyboard.press("Enter")
+    expect(current.locator(".n")).to_have_text("11")
+    until(lambda: "turn=11" in page.evaluate("location.hash"))
+    page.keyboard.press("Shift+Enter")
+    expect(current.locator(".n")).to_have_text("2")
+    page.get_by_label("Search this session").fill("")
+    watched.go(_at(talk, turn=TURNS + 1))
     page.get_by_text("The first part of 2.9 MiB.").wait_for()
     page.get_by_role("button", name="show all", exact=True).click()
     page.get_by_role("button", name="show 200000 more of 3000000 characters").wait_for()
@@ -240,10 +313,10 @@ def test_a_long_session_is_a_window(stand: Stand, watch: Watch) -> None:
     kept = []
     for number in range(10):
         talk.say(f"later {number}", sim=quick)
-        page.locator(".events li", has_text=f"TurnCommitted turn {TURNS + 2 + number} ").wait_for()
+        page.locator(".events li", has_text=f"TurnCommitted turn {TURNS + 4 + number} ").wait_for()
         if number == 4:
             kept.append(nodes(page))
-    until(lambda: nodes(page) - kept[0] < 100)  # what was let go is not collected at once
+    until(lambda: nodes(page) - kept[0] < 600)  # what was let go is not collected at once
 
 
 def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
@@ -274,15 +347,13 @@ def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
 
     watched = watch(stand.server.base_url)
     page = watched.open(_at(talk, turn=3))
-    page.locator(".tabcontent .said").wait_for()
-    page.locator(".promptfold > summary").click()
-    page.locator(".prompt .said").first.wait_for()
+    page.locator(".step[data-turn='3'] .said").first.wait_for()
     page.get_by_role("button", name="Markdown").click()
-    page.locator(".promptfold > summary").click()
+    page.locator(".step[data-turn='3'] .promptfold > summary").click()
     page.locator(".prompt .markdown").first.wait_for()
     for details in page.locator("main details").all():
         details.evaluate("one => { one.open = true }")
-    page.locator(".textblock").get_by_role("button", name="show ").first.click()
+    page.locator(".step[data-turn='3'] .textblock").get_by_role("button", name="show ").first.click()
     shown = page.locator("main").text_content() or ""  # innerText leaves out what is out of sight
     assert shown.count(HOSTILE) > 20
     assert MARKUP in shown
@@ -329,7 +400,6 @@ def test_a_stored_image_is_shown_in_its_own_size(stand: Stand, watch: Watch) -> 
     talk = stand.talk()
     talk.add({"role": "user", "content": [{"type": "image_url", "image_url": {"url": DOT}}]}, sim={"tool_calls": False})
     page = watch(stand.server.base_url).open(_at(talk))
-    page.locator(".promptfold > summary").click()
     image = page.locator("img.stored")
     image.wait_for()
     image.evaluate("image => image.decode()")
@@ -399,7 +469,10 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
     expect(page.locator(".tokenhead").first).to_contain_text("set TURNLOG_PAGE_TOKENIZER to read them")
     legend = page.locator(".tokens-tab .legend")
     expect(legend).to_contain_text("perplexity")
-    expect(legend).to_contain_text("turns were rolled back")
+    expect(legend).to_contain_text("rolled back")
+    gone = talk.committed()[2]["output_tokens"]
+    amounts = f"sampled {len(sampled) + gone:,} = trained {sum(row['loss_mask']):,} + rolled back {gone:,}"
+    expect(page.locator(".tokenhead").first).to_contain_text(amounts)
     counts = legend.locator("strong").all_text_contents()
     assert sum(int(count.replace(",", "")) for count in counts) == len(sampled)
 
@@ -419,7 +492,7 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
 
     page.get_by_label("place in the row").fill(str(sampled[-5]))
     until(lambda: page.evaluate(focused) == str(sampled[-5]))
-    for note in ("turns 3 were rolled back here", "ends by length"):
+    for note in (f"rolled back here: turns 3, {gone} tokens", "ends by length"):
         expect(page.locator(".turnrun", has_text=note)).not_to_have_count(0)
     page.get_by_label("colour", exact=True).select_option("column advantage")
     expect(page.locator(f".tok[data-at='{row['turns'][1]['end'] - 1}']")).to_contain_class("lp6")
@@ -457,6 +530,16 @@ def test_a_branch_is_chosen_and_the_tree_is_a_graph(stand: Stand, tree: Talk, wa
     page.get_by_label("branch", exact=True).select_option("1")
     page.get_by_text("Branch 1 began because another agent asked.").wait_for()
     assert "branch=1" in page.evaluate("location.hash")
+    every = sum(sum(row["loss_mask"]) for row in tree.rows())
+    [row] = [row for row in tree.rows() if row["branch"] == 1]
+    own, there = sum(row["loss_mask"]), sum(row["sampled_mask"])
+    told = f"trained {own} + in the loss of branch 0 {there - own} + in other rows {every - there}"
+    expect(page.locator(".tokenhead").first).to_contain_text(f"sampled {every} = {told}")
+    first = page.locator(".tokens .tok").first
+    expect(first).to_have_attribute("title", "masked: in the loss of branch 0")
+    first.focus()
+    expect(page.locator(".tokendetail")).to_contain_text("masked: in the loss of branch 0")
+    expect(page.locator(".tokens-tab .legend")).to_contain_text("masked: in the loss of branch 0")
     page.locator(".turnrun .mark", has_text="turn 15").click()
     until(lambda: "turn=15" in page.evaluate("location.hash"))
     expect(page.locator(".turnrun")).to_have_count(2)

@@ -93,8 +93,8 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
         ("CheckpointPage", f"/ui/api/checkpoints/{CHECKPOINT}?limit=3"),
     ]
     found += [
-        ("TurnMessages", f"/ui/api/sessions/{filled.idle}/turns/1"),
-        ("TurnMessages", f"/ui/api/sessions/{filled.in_turn[0]}/turns/1"),
+        ("TurnMessages[]", f"/ui/api/sessions/{filled.idle}/turns"),
+        ("TurnMessages[]", f"/ui/api/sessions/{filled.in_turn[0]}/turns"),
     ]
     found += [("Group", f"/groups/{group}") for group in filled.groups]
     for session_id in (
@@ -108,7 +108,8 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
     ):
         path = f"/ui/api/sessions/{session_id}"
         found += [("Session", path), ("Transcript", f"{path}/conversation"), ("TokenPage", f"{path}/tokens")]
-        found += [("Rollout", f"{path}/rollout?limit=20"), ("TurnActions[]", f"{path}/actions")]
+        found += [("Comparison", f"/ui/api/rollouts?rollout={session_id}&rollout={filled.tree}&rollout=nobody")]
+        found += [("StepTexts[]", f"/ui/api/rollouts/texts?step={session_id}/0"), ("TurnActions[]", f"{path}/actions")]
         found.append(("Tree", f"/sessions/{session_id}/tree"))
     return found
 

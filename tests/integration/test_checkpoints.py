@@ -109,7 +109,8 @@ def test_a_session_is_again_what_it_was_and_goes_on_from_there(used: Stand, hist
     assert (listed["session_id"], listed["note"]) == (talk.id, "Then")
     assert talk.id not in {one["session_id"] for one in used.get("/sessions", annotated="after")["sessions"]}
     assert [turn["state"] for turn in talk.tree()["turns"]] == ["committed", "committed", "undone"]
-    assert [row["turn"] for row in talk.rows(explain="true") if "undone" in row.get("excluded", "")] == [3]
+    [undone] = [row for row in talk.rows(explain="true") if "undone" in row.get("excluded", "")]
+    assert (undone["turn"], undone["lost_tokens"]) == (3, talk.committed()[2]["output_tokens"])
     assert error_of(refused := talk.chat([*talk.messages, {"role": "user", "content": "Four"}])) == (409, "restored")
     assert refused.headers["x-should-retry"] == "false"
     early.say("Three, another way")

@@ -50,23 +50,29 @@ def cli(filled: Filled, clean_environment: Callable[..., None]) -> Filled:
 
 def test_what_is_cut_or_does_not_match_is_told(cli: Filled, tmp_path: Path) -> None:
     wish = ("--group", cli.group, "--max-seq-len", "40")
-    cut = [row.get("cut_tokens", 0) for row in map(json.loads, cli.whole(max_seq_len=40, explain=True).splitlines())]
-    assert sum(cut) > 0
-    told = f"turnlog: {sum(cut)} sampled tokens cut by --max-seq-len 40"
-    assert told in run("export", *wish, "--explain").stderr
-    assert told in run("export", tmp_path / "cut", *wish, "--explain").stderr
-    assert (
-        "--explain says how many sampled tokens --max-seq-len cuts" in run("export", tmp_path / "short", *wish).stderr
-    )
-    table = tmp_path / "cut.parquet"
-    assert "the column cut_tokens says" in run("export", table, *wish, "--explain").stderr
-    assert table.read_bytes().startswith(b"PAR1"), "the format is what the name ends in"
-    assert "--max-seq-len" not in run("export", "--group", cli.group).stderr
-    nothing = "turnlog: no row matches; --explain says what was left out, and why"
+    lines = map(json.loads, cli.whole(max_seq_len=40, explain=True).splitlines())
+    lost = [row["lost_tokens"] for row in lines if "excluded" in row]
+    told = [
+        f"turnlog: left out or cut: {sum(lost)} sampled tokens",
+        f"turnlog:   max_seq_len: {sum(lost)} sampled tokens, {len(lost)} lines",
+    ]
+    for name in ((), ("lines",), ("rows.msgpack",), ("rows.parquet",)):
+        said = run("export", *(tmp_path / one for one in name), *wish, "--explain").stderr.splitlines()
+        assert [line for line in said if "sampled" in line] == told
+    assert (tmp_path / "rows.parquet").read_bytes().startswith(b"PAR1"), "the format is what the name ends in"
+    assert answer("export", tmp_path / "json.msgpack", *wish, "--explain")["left_out"] == {
+        "max_seq_len": {"lines": len(lost), "lost_tokens": sum(lost)}
+    }
+    hint = "--explain says what was left out, and why"
+    assert hint in run("export", tmp_path / "short", *wish).stderr
+    assert "--explain" not in run("export", "--group", cli.group).stderr
     for number, (form, shape, _) in enumerate(FORMS):
-        empty = ("--group", "typo", "--format", form, "--shape", shape)
-        assert nothing in run("export", tmp_path / f"none-{number}", *empty).stderr
-        assert run("export", *empty).stderr == f"{nothing}\n"
+        asked = ("--format", form, "--shape", shape)
+        assert (
+            "turnlog: no row matches\n" in run("export", tmp_path / f"none-{number}", "--group", "typo", *asked).stderr
+        )
+        most = ("--group", cli.group, "--max-reward", "-1")
+        assert run("export", *most, *asked).stderr == f"turnlog: no row matches; {hint}\n"
 
 
 FORMS = [

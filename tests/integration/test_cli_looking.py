@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from integration.cli import answer, complaint, run
-from integration.stand import Stand, user
+from integration.stand import WEATHER, Stand, user
 from turnlog.cli import main
 
 
@@ -182,6 +182,51 @@ def test_a_tree_is_drawn(cli: Stand) -> None:
     assert "not in branches=main" in run("tree", talk.id, "--branches", "main").stdout
     assert "session_not_found" in complaint("tree", "never-seen")
     assert run("tree", cli.talk().id).stdout.endswith(": 0 turns, 0 branches\n")
+
+
+def test_two_rollouts_are_aligned(cli: Stand) -> None:
+    """In two columns, as wide as the terminal; what is the same is a line."""
+    sims = [
+        {"calls": [{"name": "bash", "arguments": {"command": one}}]} for one in ("ls", "cat \x1b[31ma", "pytest -q")
+    ]
+    ids = []
+    for mine in (sims, [sims[0], *sims[2:]]):
+        talk = cli.talk()
+        for sim in (*mine, {"text": f"Done in {len(mine)}."}):
+            talk.say("Go on.", tools=[WEATHER], sim=sim)
+        ids.append(talk.id)
+    assert cli.http.put(f"/sessions/{ids[0]}/reward", json={"reward": 1, "components": {"tests": 1}}).status_code == 200
+    assert cli.http.put(f"/sessions/{ids[0]}/annotations/quality", json={"value": "good"}).status_code == 200
+    difference = f"Step 2: {ids[0]} calls `bash: cat \x1b[31ma` in addition"
+    shown = run("diff", *ids, code=1).stdout
+    assert "\x1b" not in shown
+    heads, rows = shown.splitlines()[:3], [line.split() for line in shown.splitlines()[4:]]
+    assert heads == [
+        f"{ids[0]}: open, 4 turns, reward 1 (tests=1.0), quality=good",
+        f"{ids[1]}: open, 3 turns",
+        difference.replace("\x1b", "\\x1b") + ".",
+    ]
+    assert rows == [
+        ["1", "1", "step", "is", "the", "same"],
+        ["-", "2", "bash:", "cat", "\\x1b[31ma"],
+        ["→", "Go", "on."],
+        ["3", "1", "step", "is", "the", "same"],
+        ["≠", "4", *["Done", "in", "3.", "Done", "in", "2."]],
+    ]
+    assert [line.split() for line in run("diff", "--all", *ids, code=1).stdout.splitlines()[4:6]] == [
+        ["task", *["→", "Go", "on.", "→", "Go", "on."]],
+        ["1", *["bash:", "ls", "bash:", "ls"]],
+    ]
+    found = answer("diff", *ids, code=1)
+    assert (found["difference"], [one["reward"] and one["reward"]["reward"] for one in found["rollouts"]]) == (
+        difference,
+        [1.0, None],
+    )
+    turns = [[cell and cell["turn"] for cell in row["cells"]] for row in found["rows"]]
+    assert turns == [[0, 0], [1, 1], [2, None], [3, 2], [4, 3]]
+    assert [row["same"] for row in found["rows"]] == [True, True, False, True, False]
+    assert run("diff", ids[0], f"{ids[0]}@0").stdout.splitlines()[2] == "No difference."
+    assert complaint("diff", ids[0], f"{ids[0]}@x", code=2) == f"turnlog: {ids[0]}@x: a branch is a number"
 
 
 def test_an_engine_that_does_not_take_an_order_is_told_and_fails_the_command(cli: Stand) -> None:

@@ -261,7 +261,7 @@ async def test_a_segment_that_is_too_long_is_still_the_last(sqlite_store: Store)
     for shape, last in (("turnlog", "final"), ("skyrl", "is_last_step")):
         row, missing = await rows_of(sqlite_store, ExportQuery(shape=shape, max_seq_len=10, explain=True))
         assert row[last] is False, shape
-        assert missing["excluded"] == "no turn within max_seq_len"
+        assert missing["excluded"] == "max_seq_len: no turn fits"
 
 
 async def test_a_session_that_cannot_be_read_has_no_rows_in_its_rollout(store: Store) -> None:

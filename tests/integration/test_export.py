@@ -97,12 +97,11 @@ def test_explain_counts_the_sampled_tokens_that_are_cut(stand: Stand, truncate: 
         for shape in ("turnlog", "tree", "atropos"):
             told = [row for row in stand.rows(**asked, shape=shape) if row.get("excluded") is not None]
             kept = [row for row in stand.rows(**asked) if row.get("excluded") is None]
-            cut = sum(row.get("cut_tokens", 0) for row in told)
+            cut = sum(row["lost_tokens"] for row in told if row["excluded"].startswith("max_seq_len: "))
             assert cut + sum(sum(row["loss_mask"]) for row in kept) == sampled, (most, shape, told)
     explained = stand.rows(**{**asked, "session_id": talk.id, "max_seq_len": ends[1], "branches": "main"})
-    [line] = [row for row in explained if "cut_tokens" in row]
+    [line] = [row for row in explained if row.get("excluded", "").startswith("max_seq_len: ")]
     assert line["turn"] == stored["turns"][2]["turn"]
-    assert line["excluded"].startswith("max_seq_len: ")
 
 
 def test_the_same_cursor_gives_the_same_bytes_and_the_next_one_goes_on(stand: Stand) -> None:
@@ -219,7 +218,7 @@ def test_every_reason_of_the_filters(stand: Stand) -> None:
     assert reasons(talks[0], max_reward=0) == ["reward above max_reward"]
     assert reasons(talks[1], min_reward=0) == reasons(talks[1], max_reward=0) == ["no reward"]
     assert reasons(talks[1], status="aborted") == ["status is completed"]
-    assert reasons(talks[1], max_seq_len=1) == ["no turn within max_seq_len"]
+    assert reasons(talks[1], max_seq_len=1) == ["max_seq_len: no turn fits"]
     assert reasons(talks[0], group_id=group) == [""]
 
 

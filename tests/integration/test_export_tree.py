@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,22 @@ def trees(sglang: SimulatorProcess, tmp_path_factory: pytest.TempPathFactory) ->
         yield stand
 
 
+@pytest.fixture(scope="module")
+def sampled(trees: Stand) -> Counter[str]:
+    """The sampled tokens of each log, without those that a fork copied as context; of erased sessions nobody knows."""
+    counts, context = Counter[str](), Counter[str]()
+    events = trees.http.get("/events", params={"type": "SessionCreated,TurnCommitted,SessionErased"})
+    for event in map(json.loads, events.iter_lines()):
+        name = event["session_id"]
+        if (fork := event.get("fork")) is not None:
+            context[name] = 0 if fork.get("loss") else fork["turns"]
+        elif event["type"] == "TurnCommitted" and event["turn"] > context[name]:
+            counts[name] += event["output_tokens"]
+        elif event["type"] == "SessionErased":
+            del counts[name]
+    return +counts
+
+
 def exported(stand: Stand, **query: Any) -> list[Row]:
     response = stand.http.get("/export", params=query)
     assert response.status_code == 200, response.text
@@ -129,6 +146,76 @@ def test_every_format_holds_it(trees: Stand, format: str) -> None:
     for line, row in zip(lines, parsed, strict=True):
         for one, other in zip(unpack_tree(line), unpack_tree(row), strict=True):
             assert differences([dict(one)], [dict(other)]) == []
+
+
+QUERIES: tuple[Row, ...] = (
+    *({}, {"branches": "main"}, {"branches": "longest"}, {"branches": "all"}),
+    {"branches": "all", "max_seq_len": "60", "truncate": "token", "status": "truncated"},
+    *({"max_seq_len": "45", "truncate": "token"}, {"max_seq_len": "60"}, {"max_seq_len": "12"}),
+    *({"status": "completed"}, {"session_status": "closed"}, {"min_reward": "0.5"}, {"evaluation": "true"}),
+    {"max_staleness": "0", "weight_version": "2"},
+    {"max_staleness": "0", "weight_version": "2", "stale": "mask", "max_seq_len": "60"},
+    *({"shape": shape} for shape in ("tree", "skyrl", "slime", "openenv")),
+    {"shape": "slime", "max_seq_len": "45", "truncate": "token"},
+    *({"shape": shape, "advantage": "grpo"} for shape in ("prime-rl", "atropos")),
+    {"shape": "atropos", "status": "completed"},
+    {"replay": "true", "routing": "sampled"},
+)
+
+
+REASONS = {
+    *("rolled back", "superseded", "max_seq_len", "stale", "staleness unknown", "tombstoned"),
+    *("no reward", "reward below min_reward", "session_status is open", "status is truncated", "status is aborted"),
+    *("not in branches=main", "not in branches=longest", "a session of the group is left out"),
+}
+
+
+def test_every_reason_is_met(trees: Stand) -> None:
+    lost = Counter[str]()
+    for query in QUERIES:
+        for row in exported(trees, **query, explain="only"):
+            lost[row["excluded"].partition(": ")[0]] += row["lost_tokens"] or 0
+    assert {reason for reason, tokens in lost.items() if tokens} >= REASONS
+
+
+@pytest.mark.parametrize("loss", ["once", "every"])
+@pytest.mark.parametrize("query", QUERIES, ids=lambda query: "-".join(query.values()))
+def test_what_was_sampled_is_trained_or_lost(trees: Stand, sampled: Counter[str], query: Row, loss: str) -> None:
+    rows = exported(trees, **query, loss=loss, explain="true")
+    left_out = [row for row in rows if "excluded" in row]
+    given = [row for row in rows if "excluded" not in row]
+    if query.get("shape") == "tree":
+        given = [row for tree in given for row in unpack_tree(tree)]
+    lost, trained = Counter[str](), Counter[str]()
+    for row in left_out:
+        assert (row["lost_tokens"] is None) == (row["excluded"] == "erased")
+        lost[row["session_id"]] += row["lost_tokens"] or 0
+    if "turn_rewards" in (given or [{"turn_rewards": {}}])[0]:
+        trained.update(name for name, *_ in {place for row in given for place in in_loss(row)})
+        assert trained + lost == sampled
+    elif loss == "once":
+        assert sum(map(trained_tokens, given)) + lost.total() == sampled.total()
+    only = exported(trees, **query, loss=loss, explain="only")
+    assert without_cursor(only) == without_cursor(left_out)
+
+
+def in_loss(row: Row) -> Iterator[tuple[str, int, int]]:
+    """The session, the turn and the place in its output of each token in the loss."""
+    for span in row["turns"]:
+        for at in range(span["output_start"], span["end"]):
+            if row["loss_mask"][at]:
+                yield row["session_id"], span["turn"], at - span["output_start"]
+
+
+def trained_tokens(row: Row) -> int:
+    match row:
+        case {"turns": turns}:
+            return sum(sum(turn["loss_mask"]) for turn in turns)
+        case {"masks": masks}:
+            return sum(token != -100 for mask in masks for token in mask)
+        case {"loss_mask": mask} | {"loss_masks": mask} | {"mask": mask}:
+            return sum(mask)
+    raise AssertionError(row.keys())
 
 
 def is_json(name: str, value: object) -> bool:

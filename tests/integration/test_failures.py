@@ -185,7 +185,9 @@ def test_an_evaluation_is_in_no_export_and_no_feed_unless_it_is_asked_for(used: 
     assert used.rows(group_id=trained, shape="atropos")[0]["scores"] == [0.0, 1.0]
 
     lines = fed(used, explain=True)
-    assert lines[judged] == {"run": "default", "group_id": judged, "excluded": "evaluation"}
+    lost = sum(row["lost_tokens"] for row in excluded)
+    assert lines[judged] == {"run": "default", "group_id": judged, "excluded": "evaluation", "lost_tokens": lost}
+    assert lost > 0
     assert [one["reward"] for one in lines[trained]["attempts"]] == [0.0, 1.0]
     assert [one["reason"] for one in lines[trained]["excluded"]] == ["evaluation"]
     assert [row["reward"] for row in fed(used, evaluation=True)[judged]["rows"]] == [0.25, 0.75]

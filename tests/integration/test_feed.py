@@ -197,11 +197,14 @@ def test_a_group_waits_for_its_size_and_a_later_session_replaces_one_without_a_r
         [line] = ask(swept, "trainer", shape=shape)
         assert [one["session_id"] for one in line["attempts"]] == rest
         assert len(line["rows"]) == rows
-        assert line["excluded"] == [{"session_id": replaced, "reason": "replaced"}]
+        assert line["excluded"] == [{"session_id": replaced, "reason": "replaced", "lost_tokens": None}]
         assert line["statistics"]["count"] == 2
     [row, left_out] = swept.rows(group_id=group, shape="atropos", explain="true")
     assert row["session_ids"] == rest
     assert (left_out["session_id"], left_out["excluded"]) == (replaced, "replaced")
+    assert left_out["lost_tokens"] == talks[0].committed()[0]["output_tokens"]
+    [line] = ask(swept, "trainer", explain=True)
+    assert [one["lost_tokens"] for one in line["excluded"]] == [left_out["lost_tokens"]]
     told = swept.get(f"/groups/{group}")
     assert (told["group_size"], told["arrived"], told["complete"]) == (2, 2, True)
     assert [one["session_id"] for one in told["attempts"] if one["replaced"]] == [replaced]
@@ -216,6 +219,8 @@ def test_stale_groups_stay_and_are_explained(fresh: Stand) -> None:
     assert ids(found) == [new]
     assert reasons(found).keys() == {old, middle}
     assert all(reason.startswith("stale: ") for reason in reasons(found).values())
+    lost = {line["group_id"]: line["lost_tokens"] for line in found if "rows" not in line}
+    assert lost == {group: sum(sum(row["loss_mask"]) for row in fresh.rows(group_id=group)) for group in lost}
     assert ids(ask(fresh, "other", 9, max_staleness=2)) == []
     [line] = ask(fresh, "other", 9, max_staleness=2, weight_version=7)
     assert (line["group_id"], line["staleness"]) == (middle, 2)
@@ -296,7 +301,7 @@ def test_rows_are_cut_as_in_an_export(swept: Stand) -> None:
     a_group(swept)
     [line] = ask(swept, "trainer", max_seq_len=1)
     assert line["rows"] == []
-    assert [one["reason"] for one in line["excluded"]] == ["no turn within max_seq_len"] * 2
+    assert [one["reason"] for one in line["excluded"]] == ["max_seq_len: no turn fits"] * 2
     [line] = ask(swept, "trainer")
     length = max(row["prompt_length"] for row in line["rows"]) + 1
     [line] = ask(swept, "trainer", max_seq_len=length, truncate="token")

@@ -146,10 +146,15 @@ def test_a_browser_signs_in_with_a_runs_token(guarded: Guarded, teams: tuple[Tea
         assert browser.get("/ui/api/summaries", params={"session_id": [mine, other]}).json().keys() == {mine}
         assert browser.get(f"/ui/api/runs/{ours.run}").json()["run"]["sessions"]["open"] == 1
         assert error_of(browser.get(f"/ui/api/runs/{theirs.run}")) == (404, "not_found")
-        for rest in ("", "/actions", "/find?q=x", "/conversation", "/tokens", "/rollout", "/turns/1"):
+        named = {"rollout": [mine, other, f"{other}@0"]}
+        hidden = [one.get("error") for one in browser.get("/ui/api/rollouts", params=named).json()["columns"]]
+        assert hidden == [None, *[f"session {other} does not exist"] * 2]
+        for name, status in ((mine, 200), (other, 404)):
+            assert browser.get("/ui/api/rollouts/texts", params={"step": f"{name}/0"}).status_code == status
+        for rest in ("", "/actions", "/find?text=x", "/conversation", "/tokens", "/turns"):
             replies = [browser.get(f"/ui/api/sessions/{name}{rest}") for name in (other, "absent")]
             assert [error_of(one) for one in replies] == [(404, "session_not_found")] * 2, rest
-            assert browser.get(f"/ui/api/sessions/{mine}{rest}").status_code == (404 if rest == "/turns/1" else 200)
+            assert browser.get(f"/ui/api/sessions/{mine}{rest}").status_code == 200
         for run in ("*", ours.run):
             assert guarded.admin.post("/checkpoints", json={"name": ours.run, "run": run}).status_code == 200
         shown = browser.get(f"/ui/api/sessions/{mine}").json()["checkpoints"]

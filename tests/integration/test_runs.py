@@ -20,8 +20,9 @@ from helpers.pages import overwrite, pages
 
 from integration.cli import answer
 from integration.cli import run as command
+from integration.interrupting import latency
 from integration.places import Places
-from integration.stand import Stand, Talk, error_of, serving, until, user
+from integration.stand import HOURS, Stand, Talk, error_of, serving, until, user
 from ops.server import VERBATIM, ServerProcess
 from ops.simulator.process import SimulatorProcess
 from turnlog import Turnlog
@@ -89,11 +90,19 @@ def test_the_pages_first_view_of_a_run(used: Stand) -> None:
 
     view = used.get(f"/ui/api/runs/{run}")
     assert view["run"] == used.get(f"/runs/{run}")
-    at_six = {"version": 6, "sessions": 3, "open": 1, "turns": 3, "rewarded": 1, "mean_reward": 0.9, "errors": 1}
-    at_five = {"version": 5, "sessions": 5, "open": 0, "turns": 7, "rewarded": 5, "mean_reward": 1.9 / 5, "errors": 0}
+    at_six = {"version": 6, "sessions": 3, "open": 1, "turns": 3, "rewarded": 1, "mean_reward": 0.9, "engine_errors": 1}
+    at_five = {
+        "version": 5,
+        "sessions": 5,
+        "open": 0,
+        "turns": 7,
+        "rewarded": 5,
+        "mean_reward": 1.9 / 5,
+        "engine_errors": 0,
+    }
     assert view["versions"] == [
-        {**at_six, "failed": 1, "staleness": 0.0},
-        {**at_five, "mean_reward": pytest.approx(1.9 / 5), "failed": 0, "staleness": (2 + 2) / 5},
+        {**at_six, "failed": 1, "tool_errors": 0, "staleness": 0.0},
+        {**at_five, "mean_reward": pytest.approx(1.9 / 5), "failed": 0, "tool_errors": 0, "staleness": (2 + 2) / 5},
     ]
     assert view["failed"] == {"agent": 1}
     groups = view["groups"]
@@ -147,6 +156,8 @@ def test_the_figures_of_a_run(used: Stand) -> None:
         "note": None,
         "sessions": {"open": 4, "closed": 3, "erased": 0},
         "turns": 6,
+        "engine_errors": 1,
+        "tool_errors": 0,
         "groups": {"complete": 2, "handed_out": 1, "acknowledged": 0},
         "reward": {"count": 2, "mean": 0.5, "std": 0.5**0.5, "min": 0.0, "max": 1.0, "zero_variance": False},
         "failed": {"sandbox": 1},
@@ -164,6 +175,66 @@ def test_the_figures_of_a_run(used: Stand) -> None:
         event["output_tokens"] for event in live.committed()[1:]
     )
     assert fork in {one["session_id"] for one in used.get("/sessions", run=run)["sessions"]}
+
+
+def failing(code: int) -> dict[str, Any]:
+    return {"role": "user", "content": f"<returncode>{code}</returncode>\n<output>\nno\n</output>"}
+
+
+def test_a_session_the_list_its_group_and_its_run_count_the_same_errors(used: Stand) -> None:
+    """Over commits, rejections, abandoned turns, refusals, rollbacks, a fork, a restore and a restart."""
+    run = named()
+    fields = {"run": run, "group_id": "counted", "rollback_window": 2}
+    talk, short = used.talk(**fields, attempt=0), used.talk(**fields, attempt=1, limits={"turns": 1})
+
+    def agree(*expected: tuple[int, int]) -> None:
+        """`expected` are those of the engine and of tools, of each session of the run as they were created."""
+        listed = [one for one in used.get("/sessions", run=run, order="asc")["sessions"] if one["status"] != "undone"]
+        counts = {one["session_id"]: (one["engine_errors"], one["tool_errors"]) for one in listed}
+        assert tuple(counts.values()) == expected
+        states = {name: used.get(f"/sessions/{name}/state") for name in counts}
+        assert {name: (one["engine_errors"], one["tool_errors"]) for name, one in states.items()} == counts
+        attempts = used.get("/groups/counted", run=run)["attempts"]
+        assert {one["session_id"]: (one["engine_errors"], one["tool_errors"]) for one in attempts} == counts
+        figures = used.get(f"/runs/{run}")
+        assert (figures["engine_errors"], figures["tool_errors"]) == tuple(map(sum, zip(*expected, strict=True)))
+        assert sum(figures["errors"].values()) == figures["engine_errors"]
+        for place, kind in enumerate(("engine_errors", "tool_errors")):
+            asked = {f"min_{kind}": 1, "sort": kind, "run": run}
+            found = [one["session_id"] for one in used.get("/sessions", **asked)["sessions"]]
+            assert set(found) == {name for name, both in counts.items() if both[place]}
+            assert found == sorted(found, key=lambda name: counts[name][place], reverse=True)
+
+    talk.say("Go")
+    talk.add(failing(1), failing(0), failing(2))
+    agree((0, 2), (0, 0))
+    refused = talk.chat([*talk.messages, failing(3)], sim={"fault": "missing_prompt_ids"})
+    assert refused.status_code == 502, refused.text
+    short.add(failing(1))
+    for _ in range(2):  # the first is noted
+        assert short.chat([*short.messages, user("More")]).status_code == 409
+    agree((1, 2), (1, 1))
+    assert used.http.post("/checkpoints", json={"name": run, "run": run}).status_code == 200
+    latency(used, HOURS)
+    waits = used.meanwhile(talk.chat, [*talk.messages, user("Wait")])
+    used.until_generating(talk, 4)
+    latency(used, 0.0)
+    assert used.http.delete(short.path).status_code == 204
+    used.server.kill()
+    used.server.start()
+    used.end()
+    assert isinstance(waits.exception(), httpx.HTTPError)
+    talk.messages = talk.messages[:2]
+    talk.add(failing(4))
+    agree((2, 1), (1, 1))
+    fork = used.http.post(f"{talk.path}/fork", json={"turn": talk.committed()[-1]["turn"], "group_id": "counted"})
+    assert fork.status_code == 200, fork.text
+    agree((2, 1), (1, 1), (0, 1))
+    assert used.http.post(f"/checkpoints/{run}/restore", params={"run": run}).status_code == 200
+    agree((1, 2), (1, 1))
+    talk.messages = talk.messages[:2]
+    talk.add(failing(1))
+    agree((1, 1), (1, 1))
 
 
 def test_a_list_of_runs_has_those_with_a_session_and_those_given_something(used: Stand) -> None:

@@ -136,7 +136,7 @@ def test_an_overlong_turn_is_cut_and_not_lost(stand: Stand) -> None:
     length = row["turns"][0]["output_start"] + 2
     assert talk.rows(max_seq_len=length) == []
     [reason] = talk.rows(max_seq_len=length, explain="true")
-    assert reason["excluded"] == "no turn within max_seq_len"
+    assert reason["excluded"] == "max_seq_len: no turn fits"
     tensors, meta = post(stand, talk, max_seq_len=length)
     [sample] = meta["samples"]
     assert (sample["response_length"], sample["status"], meta["empty_reason"]) == (2, "truncated", None)
@@ -144,7 +144,7 @@ def test_an_overlong_turn_is_cut_and_not_lost(stand: Stand) -> None:
     _, meta = post(stand, talk, max_seq_len=length - 2)
     assert (meta["samples"], meta["empty_reason"]) == ([], "all_truncated")
     [reason] = talk.rows(max_seq_len=length - 2, truncate="token", explain="true")
-    assert reason["excluded"] == "no sampled token within max_seq_len"
+    assert reason["excluded"] == "max_seq_len: no sampled token fits"
 
 
 def test_a_middle_turns_status_is_the_rows_but_not_the_samples(stand: Stand) -> None:

@@ -97,12 +97,11 @@ def test_the_actions_and_messages_of_turns(shared: Stand, walked: Talk) -> None:
     ]
     assert found[1]["actions"][0]["tool"] == WEATHER["function"]["name"]
     assert [one["turn"] for one in get(shared, f"{walked.id}/actions", start=2, limit=2)] == [2]
-    own = get(shared, f"{walked.id}/turns/4")
+    assert [one["turn"] for one in get(shared, f"{walked.id}/turns")] == [1, 2, 4]
+    [own] = get(shared, f"{walked.id}/turns", start=3, limit=2)
     assert [one["message"] for one in own["messages"]] == walked.messages[-2:]
     assert [one["sampled"] for one in own["messages"]] == [False, True]
-    assert error_of(shared.http.get(f"/ui/api/sessions/{walked.id}/turns/3")) == (404, "not_found")
-    assert get(shared, f"{walked.id}/find", text="otHER") == {"turns": [], "brought": [4]}
-    assert get(shared, f"{walked.id}/find") == {"turns": [], "brought": []}
+    assert get(shared, f"{walked.id}/find", text="otHER") == {"turns": [4], "brought": []}
 
     talk = shared.talk()
     talk.say("Go", sim={"calls": [{"name": "bash", "arguments": {"command": "x"}}]})
@@ -112,13 +111,19 @@ def test_the_actions_and_messages_of_turns(shared: Stand, walked: Talk) -> None:
         "content": "x: command not found",
     }
     talk.add(failed, user("ü" * 100_000), sim={"tool_calls": False})
-    assert get(shared, f"{talk.id}/find") == {"turns": [], "brought": [2]}
-    assert get(shared, f"{talk.id}/find", after=2) == {"turns": [], "brought": []}
-    [_, cut, _] = get(shared, f"{talk.id}/turns/2")["messages"]
-    [_, whole, _] = get(shared, f"{talk.id}/turns/2", whole=True)["messages"]
+    talk.say("and more" * 200_000, sim={"tool_calls": False})
+    talk.say("on", sim={"tool_calls": False})
+    assert get(shared, f"{talk.id}/find", text="not found") == {"turns": [], "brought": [2]}
+    assert [one["failed"] for one in get(shared, f"{talk.id}/actions")] == [0, 1, 0, 0]
+    [_, second, *_] = get(shared, f"{talk.id}/turns")
+    [result, cut, _] = second["messages"]
+    assert (result["failed"], cut["failed"]) == (True, False)
+    assert len(get(shared, f"{talk.id}/turns", start=2)) == 3
+    [only] = get(shared, f"{talk.id}/turns", start=2, whole=True)
+    _, whole, _ = only["messages"]
     assert (cut["cut"], cut["message"]["content"], cut["bytes"]) == (True, "ü" * 4000, whole["bytes"])
     assert (whole["cut"], whole["message"]["content"]) == (False, "ü" * 100_000)
-    for path in ("actions", "find", "turns/1"):
+    for path in ("actions", "find?text=x", "turns"):
         assert error_of(shared.http.get(f"/ui/api/sessions/nobody/{path}")) == (404, "session_not_found")
 
 

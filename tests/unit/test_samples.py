@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,9 +11,14 @@ from helpers.amounts import cases
 from helpers.log import float64, int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from making import Book, Made, assistant, samples, user
+from making import SESSION, Book, Made, assistant, samples, user
 
-from app.domain.samples import Inconsistent, Sample
+from app.domain.branches import turns_left_out
+from app.domain.samples import Inconsistent, Sample, Truncate, aged, is_stale, sample
+from app.export.lost import Ledger
+from app.export.query import ExportQuery
+from app.export.rows import Known, SessionRows
+from app.store.content import StoredSession
 
 
 def naive(book: Book) -> list[dict[str, Any]]:
@@ -142,6 +148,29 @@ def test_samples_agree_with_a_naive_reading(data: st.DataObject) -> None:
     assert [plain(sample) for sample in samples(book.session, book.content)] == naive(book)
     limit = data.draw(st.integers(1, 24))
     assert_cut(book, limit)
+    for most in (None, limit):
+        assert_counted(book, most, data.draw(st.sampled_from(["turn", "token"])))
+
+
+def assert_counted(book: Book, limit: int | None, truncate: Truncate) -> None:
+    """What was sampled is trained or lost: rows are cut, what prompts do not have is trimmed, what is old is masked."""
+    known = Known(book.session, {number: turn.event for number, turn in book.content.items()}, {})
+    query = ExportQuery(max_seq_len=limit, truncate=truncate)
+    rows = SessionRows(StoredSession(SESSION, "open", None), known, query, "kept", "")
+    ledger = Ledger(known, rows, partial(is_stale, current=20, most=5))
+    masks = [aged(sample(one, book.content), 20, 5, masks=True)[0].loss_mask for one in rows.segments]
+    lost = {turn.number: ledger.sampled[turn.number] for turn, _ in turns_left_out(book.session, rows.rows, None)}
+    fitting = {segment.row.leaf.number for segment in rows.segments}
+    parts = [one for row in rows.rows if row.leaf.number in fitting for one in ledger.shortened(row)]
+    whole = [ledger.lose(row) for row in rows.rows if row.leaf.number not in fitting]
+    sampled = sum(len(made.output) for made in book.made.values())
+    trained = sum(int(mask.sum()) for mask in masks)
+    assert trained + sum(lost.values()) + sum(one.lost_tokens or 0 for one in parts) + sum(whole) == sampled
+    assert ledger.rest() == trained + sum(lost.values()) + sum(one.lost_tokens or 0 for one in parts)
+    if limit is None:
+        after = [book.made[turn.number].trimmed for turn in book.session.turns if turn.number not in lost]
+        told = [one.lost_tokens for one in parts if one.reason.startswith("trimmed: ")]
+        assert sum(filter(None, told)) == sum(after)
 
 
 def assert_cut(book: Book, limit: int) -> None:

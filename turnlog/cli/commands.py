@@ -22,6 +22,7 @@ COMMANDS = {
     "sessions": (OBSERVE, "sessions", "sessions"),
     "show": (OBSERVE, "sessions", "show"),
     "read": (OBSERVE, "read", "read"),
+    "diff": (OBSERVE, "diff", "diff"),
     "watch": (OBSERVE, "watch", "watch"),
     "open": (OBSERVE, "sessions", "open_page"),
     "tree": (OBSERVE, "tree", "tree"),

@@ -22,10 +22,15 @@ if TYPE_CHECKING:
 
 KEPT = "; what has come is kept, the same command goes on from there"
 
+QUICK_S = 2
+"""How long the server may look for something that was left out where nobody asked what was."""
 
 STANDARD_OUTPUT = Path("-")
 
 BINARY = ("parquet", "safetensors", "msgpack")
+
+LeftOut = dict[str, dict[str, int]]
+"""By reason, how many `lines` say that something was left out, and their `lost_tokens`."""
 
 SUFFIXES = tuple(f".{name}" for name in BINARY)
 """Of files that would mislead their readers if they held lines of JSON."""
@@ -71,57 +76,88 @@ def _to_file(
         raise Failure(f"{error}{KEPT if download.has_begun else ''}") from None
     except KeyboardInterrupt:
         raise Failure(f"interrupted{KEPT if download.has_begun else ''}", INTERRUPTED) from None
+    left_out: LeftOut = {}
+    if wish.get("explain"):
+        with file.open("rb") as lines:
+            left_out = _by_reason(_asked(server, wish, made["cursor"]) if wish["format"] in BINARY else lines)
     if for_machine:
-        machine(made)
+        machine(made | ({"left_out": left_out} if wish.get("explain") else {}))
         return
     rows = "" if made["rows"] is None else f"{amount(made['rows'], 'row')}, "
     say(f"{file}: {rows}{size(made['bytes'])}")
-    if download.is_empty:
-        _say_nothing(wish)
-    with file.open("rb") as lines:
-        _say_cut(wish, lines if wish.get("max_seq_len") and wish.get("explain") else ())
+    _say_left_out(server, wish, made["cursor"], left_out, is_empty=download.is_empty)
     if made["next_cursor"] is not None:
         say(f"what changes from now on: --cursor {made['next_cursor']}")
 
 
 def _to_output(server: Transport, wish: dict[str, Any]) -> None:
     """The bytes as they arrive; if the reader closes the pipe, the export ends."""
-    if sys.stdout.isatty() and wish["format"] in BINARY:
+    is_binary = wish["format"] in BINARY
+    if sys.stdout.isatty() and is_binary:
         raise UsageError(f"{wish['format']} is not for a terminal: name a file, or redirect")
-    out = sys.stdout.buffer
     with server.stream("/export", wish) as response:
-        is_empty = "x-turnlog-empty" in response.headers
-        _say_cut(wish, _printed(out, response.iter_raw()))
-    if is_empty:
-        _say_nothing(wish)
+        is_empty, cursor = "x-turnlog-empty" in response.headers, response.headers["x-turnlog-cursor"]
+        left_out = _by_reason(_lines(response.iter_raw(), sys.stdout.buffer))
+        sys.stdout.buffer.flush()
+    if is_binary:
+        left_out = _by_reason(_asked(server, wish, cursor))
+    _say_left_out(server, wish, cursor, left_out, is_empty=is_empty)
 
 
-def _printed(out: BinaryIO, pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of what is printed meanwhile."""
+def _lines(pieces: Iterable[bytes], out: BinaryIO | None = None) -> Iterator[bytes]:
+    """Lines, in which no character but the line feed counts. They are printed to `out` meanwhile."""
     begun: list[bytes] = []
     for piece in pieces:
-        out.write(piece)
+        if out is not None:
+            out.write(piece)
         first, *lines = piece.split(b"\n")
         begun.append(first)
         for line in lines:
             yield b"".join(begun)
             begun = [line]
-    out.flush()
 
 
-def _say_nothing(wish: dict[str, Any]) -> None:
-    say("no row matches" + ("" if wish.get("explain") else "; --explain says what was left out, and why"))
+def _asked(server: Transport, wish: dict[str, Any], cursor: str) -> Iterator[bytes]:
+    """The lines of what an export in a format without lines left out: a second request gives them alone, but not those
+    of a part, which has a limit."""
+    if wish.get("explain") and "limit" not in wish:
+        asked = {**wish, "format": "ndjson", "explain": "only", "cursor": cursor}
+        with server.stream("/export", asked) as response:
+            yield from _lines(response.iter_raw())
 
 
-def _say_cut(wish: dict[str, Any], lines: Iterable[bytes]) -> None:
-    """The sum of the sampled tokens that --max-seq-len took; the lines are read to their end."""
-    cut = 0
+def _by_reason(lines: Iterable[bytes]) -> LeftOut:
+    """What the lines say was left out; they are read to their end."""
+    reasons: LeftOut = {}
     for line in lines:
-        if b'"cut_tokens":' in line and "excluded" in (row := json.loads(line)):
-            cut += row.get("cut_tokens", 0)
-    if cut:
-        say(f"{amount(cut, 'sampled token')} cut by --max-seq-len {wish['max_seq_len']}")
-    elif wish.get("max_seq_len") and not wish.get("explain"):
-        say("--explain says how many sampled tokens --max-seq-len cuts")
-    elif wish.get("max_seq_len") and wish["format"] in BINARY:
-        say("the column cut_tokens says how many sampled tokens --max-seq-len cuts")
+        if b'"lost_tokens":' in line and "excluded" in (row := json.loads(line)):
+            told = reasons.setdefault(row["excluded"].partition(": ")[0], {"lines": 0, "lost_tokens": 0})
+            told["lines"] += 1
+            told["lost_tokens"] += row["lost_tokens"] or 0
+    return dict(sorted(reasons.items(), key=lambda one: (-one[1]["lost_tokens"], -one[1]["lines"])))
+
+
+def _say_left_out(server: Transport, wish: dict[str, Any], cursor: str, left_out: LeftOut, *, is_empty: bool) -> None:
+    """What was left out, by reason; without --explain, how to learn it, where something was."""
+    if left_out:
+        lost = sum(told["lost_tokens"] for told in left_out.values())
+        say(f"left out or cut: {amount(lost, 'sampled token')}")
+    for reason, told in left_out.items():
+        say(f"  {reason}: {amount(told['lost_tokens'], 'sampled token')}, {amount(told['lines'], 'line')}")
+    hint = "; --explain says what was left out, and why" if not left_out and _has_left_out(server, wish, cursor) else ""
+    if is_empty:
+        say(f"no row matches{hint}")
+    elif hint:
+        say(hint.removeprefix("; "))
+
+
+def _has_left_out(server: Transport, wish: dict[str, Any], cursor: str) -> bool:
+    """Does the whole export leave anything out, as far as the server finds out quickly?"""
+    if wish.get("explain") or "limit" in wish:
+        return False
+    asked = {**wish, "explain": "only", "limit": 1, "cursor": cursor}
+    try:
+        with server.stream("/export", asked, silence_s=QUICK_S) as response:
+            return "x-turnlog-empty" not in response.headers
+    except Unreachable:
+        return False

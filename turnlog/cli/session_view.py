@@ -31,6 +31,8 @@ def print_session(state: Mapping[str, Any]) -> None:
     _print_reward(state)
     if state["failed"]:
         line(f"failed: {failure(state['failed'])}", "bold")
+    if state["engine_errors"] or state["tool_errors"]:
+        line(f"errors: {state['engine_errors']} of engines, {state['tool_errors']} of tools")
     if state.get("note"):
         line(f"note: {state['note']}")
     if state.get("tags"):

@@ -78,6 +78,8 @@ def session_columns() -> list[Column]:
         Column("turns", right=True),
         Column("reward", right=True),
         Column("failed", lambda row: row["failed"] and row["failed"]["kind"]),
+        Column("engine errors", "engine_errors", right=True),
+        Column("tool errors", "tool_errors", right=True),
         Column("changed", lambda row: since(row["updated_at"]), right=True),
         Column("in flight", lambda row: since(row["running_since"]), right=True),
         Column("group", "group_id", long=True),
@@ -187,6 +189,8 @@ def _print_group(found: dict[str, Any]) -> None:
         Column("attempt", right=True),
         Column("status"),
         Column("failed", lambda one: one["failed"] and one["failed"]["kind"]),
+        Column("engine errors", "engine_errors", right=True),
+        Column("tool errors", "tool_errors", right=True),
         Column("reward", right=True),
         Column("note", lambda one: "replaced" if one["replaced"] else None),
     ]

@@ -26,7 +26,7 @@ EXCLUSION: dict[str, Column] = {
     "segment": "int64",
     "turn": "int64",
     EXCLUDED: "text",
-    "cut_tokens": "int64",
+    "lost_tokens": "int64",
     "cursor": "text",
 }
 """The columns of such a row."""

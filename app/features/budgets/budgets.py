@@ -121,7 +121,7 @@ class Budgets:
             busy.retry, busy.retry_after_s = True, 1
             return busy
         limited: LimitedTurn = placed.flight.features[NAME]
-        event = LimitReached(outcome.limit, limited.parent)
+        event = LimitReached(outcome.limit, limited.parent, refused=True)
         session: Session | None = placed.session
         while session is not None and event.turn not in session.reached:
             noted = await self._services.writer.submit(

@@ -300,6 +300,8 @@ _set_head = (
         failed=bindparam("new_failed", type_=sessions.c.failed.type),
         evaluation=bindparam("new_evaluation", type_=sessions.c.evaluation.type),
         annotated=bindparam("new_annotated", type_=sessions.c.annotated.type),
+        engine_errors=bindparam("new_engine_errors"),
+        tool_errors=bindparam("new_tool_errors"),
     )
     .returning(sessions.c.run, sessions.c.group_id, sessions.c.root_id)
 )

@@ -64,7 +64,7 @@ GROUPS_AT_ONCE = 200
 
 HEAD = (
     *("status", "closed_at", "reward", "turns", "weight_version", "engine", "note", "tags"),
-    *("spent_turns", "spent_tokens", "failed", "evaluation", "annotated"),
+    *("spent_turns", "spent_tokens", "failed", "evaluation", "annotated", "engine_errors", "tool_errors"),
 )
 """The columns of a session's row that a restore changes, besides those that every event does."""
 

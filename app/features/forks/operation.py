@@ -138,6 +138,7 @@ class Fork(BaseOperation, frozen=True):
             "last_turn": len(copied),
             "weight_version": max(versions, default=None),
             "engine": copied[-1].engine,
+            "tool_errors": sum(event.tool_errors for event in copied),
         }
 
     def _tombstones(self) -> Iterator[dict[str, Any]]:

@@ -50,11 +50,12 @@ from app.errors import CheckpointBusy, InvalidRequest, NotFound
 from app.export import formats
 from app.export.exporter import Exporter
 from app.export.faults import instead, told
+from app.export.lost import sampled_in
 from app.export.parts import EVALUATION
 from app.export.query import ExportQuery, RowQuery
 from app.export.row import Fields
 from app.features.groups import reads as group_reads
-from app.features.groups.groups import GroupList, settle_groups
+from app.features.groups.groups import GroupList, missing_attempts, settle_groups
 from app.features.groups.operations import Acknowledge, Acknowledged, Lease, Leased, Measure
 from app.features.groups.reads import Candidate, TurnEvents, Waiting
 from app.features.groups.rules import Attempt, of_one_kind, outcome
@@ -200,6 +201,7 @@ class Feed:
             "group_size": group.size,
             "arrived": group.arrived,
             "attempts": msgspec.to_builtins(every),
+            "missing_attempts": missing_attempts([one.attempt for one in every if one.attempt is not None], group.size),
             "statistics": msgspec.to_builtins(group.statistics),
             "complete": group.complete,
             "evaluation": group.evaluation,
@@ -336,10 +338,11 @@ class Feed:
             staleness=behind,
             staleness_unknown=UNKNOWN_STALENESS if behind is None else None,
         )
+        without = {one.session_id: _why_without(one, given.group) for one in every if one.session_id not in finished}
+        known = [name for name, reason in without.items() if reason != "erased" and query.explain]
+        lost = await self._sampled_in(known) if known else {}
         excluded: list[dict[str, Any]] = [
-            {"session_id": one.session_id, "reason": _why_without(one, given.group)}
-            for one in every
-            if one.session_id not in finished
+            {"session_id": name, "reason": reason, "lost_tokens": lost.get(name)} for name, reason in without.items()
         ]
         told = {one["session_id"] for one in excluded}
         yield msgspec.json.encode(line)[:-1] + b',"rows":['
@@ -356,14 +359,26 @@ class Feed:
             excluded += [one for one in of_rows if one["session_id"] not in told]
         yield b'],"excluded":' + msgspec.json.encode(excluded) + b"}\n"
 
+    async def _sampled_in(self, session_ids: Sequence[str]) -> dict[str, int]:
+        """The sampled tokens of the sessions whose logs can be read."""
+        read = group_reads.turn_events_of
+        logs = await self._database.read(lambda connection: of_readable(connection, session_ids, read))
+        return await asyncio.to_thread(_sampled, logs, self._database.unreadable)
+
     async def _left_out(self, query: FeedQuery, current: Current, given: set[GroupKey]) -> AsyncIterator[bytes]:
-        """For each other unacknowledged group, why it was not handed out."""
+        """For each other unacknowledged group, why it was not handed out; of one that is too old, or an evaluation, its
+        sampled tokens, which so are lost."""
         after = GroupKey("", "")
         waiting = partial(group_reads.waiting, wanted=query.of_groups, limit=PAGE)
         while page := await self._database.read(partial(waiting, after=after)):
             for group in await self._fitting(query, page):
                 if group.key not in given:
-                    line = {**group.key._asdict(), "excluded": _why_not(group, query, current)}
+                    why, is_lost = _why_not(group, query, current)
+                    line: dict[str, Any] = {**group.key._asdict(), "excluded": why}
+                    if is_lost:
+                        logs = await self._database.read(partial(group_reads.turn_events, keys=[group.key]))
+                        sampled = await asyncio.to_thread(_sampled, logs[group.key], self._database.unreadable)
+                        line["lost_tokens"] = sum(sampled.values())
                     yield msgspec.json.encode(line) + b"\n"
             after = page[-1].key
 
@@ -382,6 +397,17 @@ def _oldest_versions(logs: Mapping[str, Sequence[EventRow]], unreadable: Unreada
             continue
         if version is not None:
             yield version
+
+
+def _sampled(logs: Mapping[str, Sequence[EventRow]], unreadable: Unreadable) -> dict[str, int]:
+    """By session, the sampled tokens of those that can be read. Runs on a thread."""
+    tokens: dict[str, int] = {}
+    for session_id, rows in logs.items():
+        try:
+            tokens[session_id] = sampled_in(recorded.event for recorded in decode_events(rows))
+        except Exception as error:  # noqa: BLE001 - as in `_oldest_versions`
+            unreadable.warn(session_id, told(error))
+    return tokens
 
 
 def _named(runs: Sequence[str]) -> str:
@@ -414,7 +440,7 @@ def _encoded(rows: Sequence[Fields], query: ExportQuery) -> tuple[list[bytes], l
 
     def leave_out(row: Fields) -> None:
         named = {name: row[name] for name in ("session_id", "segment", "turn") if row.get(name) is not None}
-        left_out.append({**named, "reason": row[formats.EXCLUDED]})
+        left_out.append({**named, "reason": row[formats.EXCLUDED], "lost_tokens": row["lost_tokens"]})
 
     def not_written(row: Fields, error: Exception) -> None:
         leave_out(instead(row, error))
@@ -429,22 +455,24 @@ def _encoded(rows: Sequence[Fields], query: ExportQuery) -> tuple[list[bytes], l
     return made, left_out
 
 
-def _why_not(group: Waiting, query: FeedQuery, current: Current) -> str:
+def _why_not(group: Waiting, query: FeedQuery, current: Current) -> tuple[str, bool]:
+    """Why a group is not handed out, and whether no later request of this kind gets it."""
     if group.evaluation and not query.evaluation:
-        return EVALUATION
+        return EVALUATION, True
     if group.completed_at is None:
         if not group.sessions:
-            return "all of its sessions are erased" if group.erased else "it has no rollout: its sessions are children"
+            none = "all of its sessions are erased" if group.erased else "it has no rollout: its sessions are children"
+            return none, False
         if group.unfinished:
-            return f"incomplete: {group.unfinished} of {group.sessions} sessions are {UNFINISHED}"
+            return f"incomplete: {group.unfinished} of {group.sessions} sessions are {UNFINISHED}", False
     if group.arrived < (wanted := max(query.attempts, group.size or 0)):
-        return f"incomplete: {group.arrived} of {wanted} attempts"
+        return f"incomplete: {group.arrived} of {wanted} attempts", False
     if group.is_leased and (query.new_only or group.consumer != query.consumer):
-        return f"leased to {group.consumer}"
+        return f"leased to {group.consumer}", False
     behind = staleness(current.of(group.run), group.oldest_version) if group.measured else None
     most = query.max_group_staleness
     stale = None if behind is None or most is None else too_stale(behind, most)
-    return stale or f"beyond size: {query.size} groups were given"
+    return stale or f"beyond size: {query.size} groups were given", stale is not None
 
 
 class Groups(NamedTuple):

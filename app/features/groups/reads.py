@@ -142,15 +142,17 @@ ATTEMPT = (
     sessions.c.updated_at,
     sessions.c.evaluation,
     sessions.c.failed,
+    sessions.c.engine_errors,
+    sessions.c.tool_errors,
 )
 
 
 def attempt_of(row: Sequence[Any]) -> Attempt:
     """`row` has the columns ATTEMPT."""
-    session_id, attempt, reward, status, finished, group_size, created_at, updated_at, evaluation, failed = row
+    session_id, attempt, reward, status, finished, group_size, created_at, updated_at, evaluation, failed, *errors = row
     failure = None if failed is None else Failure(failed)
     known = session_id, attempt, reward, status, bool(finished), group_size, created_at, updated_at
-    return Attempt(*known, bool(evaluation), failure)
+    return Attempt(*known, bool(evaluation), failure, *errors)
 
 
 def attempts(connection: Connection, keys: Sequence[GroupKey]) -> dict[GroupKey, list[Attempt]]:
@@ -205,7 +207,7 @@ def turn_events(connection: Connection, keys: Sequence[GroupKey]) -> TurnEvents:
     """
     members = of_readable(connection, keys, _closed_members)
     every = [session_id for of_group in members.values() for session_id in of_group]
-    events_of = of_readable(connection, every, _turn_events_of)
+    events_of = of_readable(connection, every, turn_events_of)
     return {
         key: {session_id: events_of.get(session_id, []) for session_id in session_ids}
         for key, session_ids in members.items()
@@ -225,7 +227,8 @@ def _closed_members(connection: Connection, keys: Sequence[GroupKey]) -> dict[Gr
     return members
 
 
-def _turn_events_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, list[EventRow]]:
+def turn_events_of(connection: Connection, session_ids: Sequence[str]) -> dict[str, list[EventRow]]:
+    """The same events of some sessions."""
     query = (
         select(events.c.session_id, *(events.c[name] for name in EventRow._fields))
         .where(events.c.session_id.in_(session_ids), events.c.type.in_(_AGING))

@@ -22,7 +22,7 @@ class Attempt(msgspec.Struct, frozen=True):
     """A rollout of a group, by its root. `reward` is null for one that was erased unrewarded.
 
     `finished`: it is closed and rewarded, or has failed, with all sessions of its agents and children. `group_size` is
-    what it names.
+    what it names. `engine_errors` and `tool_errors` are the root's.
     """
 
     session_id: str
@@ -35,6 +35,8 @@ class Attempt(msgspec.Struct, frozen=True):
     updated_at: float
     evaluation: bool = False
     failed: Failure | None = None
+    engine_errors: int = 0
+    tool_errors: int = 0
     replaced: bool = False
 
     @property

@@ -35,16 +35,17 @@ class Example(msgspec.Struct, frozen=True):
 
 
 class Missing(msgspec.Struct):
-    """The excluded rows of one reason."""
+    """The excluded rows of one reason, and the sampled tokens that it takes."""
 
     reason: str
     count: int = 0
-    cut_tokens: int = 0
+    lost_tokens: int = 0
     examples: list[Example] = []
 
 
 class Preview(msgspec.Struct, frozen=True):
-    """Of `scanned` sessions: the rows that the export would have, of how many sessions, with how many tokens.
+    """Of `scanned` sessions: the rows that the export would have, of how many sessions, with how many tokens, and how
+    many of these are in the loss.
 
     `first_tokens` are the tokens of each of its first rows. `complete`: these are all; otherwise `cursor` resumes after
     them.
@@ -53,7 +54,7 @@ class Preview(msgspec.Struct, frozen=True):
     rows: int
     sessions: int
     tokens: int
-    sampled_tokens: int
+    trained_tokens: int
     first_tokens: Sequence[int]
     missing: Sequence[Missing]
     scanned: int
@@ -69,8 +70,9 @@ class Previews:
 
     async def of(self, query: ExportQuery, cursor: str | None) -> Preview:
         """Raises as `Exporter.start`."""
-        query = query.model_copy(update={"explain": True, "replay": False, "limit": None})
-        tokens, sampled_tokens = list[int](), 0  # of each row, and of all
+        plain = {"explain": True, "replay": False, "routing": "newest", "limit": None}
+        query = query.model_copy(update=plain)
+        tokens, trained_tokens = list[int](), 0  # of each row, and of all
         given, scanned, missing = set[str](), set[str](), dict[str, Missing]()
         reached, until = None, time.monotonic() + MAX_S
         async with aclosing(await self._exporter.pages(query, cursor)) as pages:
@@ -83,7 +85,7 @@ class Previews:
                         _leave_out(missing, fields)
                         continue
                     tokens.append(fields["tokens"])
-                    sampled_tokens += fields["sampled_tokens"]
+                    trained_tokens += fields["trained_tokens"]
                     given.update(fields["sessions"])
                     scanned.update(fields["sessions"])
                 if len(scanned) >= MAX_SESSIONS or time.monotonic() >= until:
@@ -94,9 +96,9 @@ class Previews:
             rows=len(tokens),
             sessions=len(given),
             tokens=sum(tokens),
-            sampled_tokens=sampled_tokens,
+            trained_tokens=trained_tokens,
             first_tokens=tokens[:FIRST_ROWS],
-            missing=sorted(missing.values(), key=lambda one: -one.count),  # the most frequent reason first
+            missing=sorted(missing.values(), key=lambda one: (-one.lost_tokens, -one.count)),
             scanned=len(scanned),
             complete=reached is None,
             cursor=reached,
@@ -111,6 +113,6 @@ def _leave_out(missing: dict[str, Missing], fields: Mapping[str, Any]) -> None:
         reason = OTHER
     counted = missing.setdefault(reason, Missing(reason))
     counted.count += 1
-    counted.cut_tokens += fields.get("cut_tokens", 0)
+    counted.lost_tokens += fields["lost_tokens"] or 0
     if len(counted.examples) < EXAMPLES:
         counted.examples.append(Example(fields["session_id"], fields["segment"], fields["turn"], detail))

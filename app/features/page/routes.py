@@ -7,11 +7,12 @@ import time
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
-from fastapi import Path, Query
+from fastapi import Query
 from pydantic import Field
 
 from app.api.engines import engine_fields
 from app.api.exports import ExportParameters
+from app.api.of_run import require_own
 from app.api.parameters import LIMIT, Cursor, SessionId
 from app.api.requests import Request
 from app.api.routes import MOST_ROWS, Routes
@@ -19,7 +20,7 @@ from app.domain.patterns import ID, MAX_INTEGER, NO_NUL
 from app.errors import SessionUnreadable
 from app.features.page.overview import Overviews
 from app.features.page.preview import Previews
-from app.features.page.rollout_view import MAX_STEPS, rollout_view
+from app.features.page.rollout_view import COLUMNS, MAX_KEYS, Order, compare, parted, step_texts
 from app.features.page.summaries import MAX_SESSIONS, Summaries, listed
 from app.features.page.token_view import Asked, TokenViews
 from app.features.page.tokenizer import Decode, decoder
@@ -168,40 +169,38 @@ async def session(request: Request, session_id: SessionId, seq: Seq = None) -> o
 MAX_TURN = 2**30
 
 
+TurnStart = Annotated[int, Query(ge=1, le=MAX_TURN, description="A turn's number, from 1.")]
+TurnLimit = Annotated[int, Query(ge=1, le=MAX_TURNS, description=LIMIT)]
+
+
 @route.for_the_page("/sessions/{session_id}/actions", of_run="session")
 async def actions(
-    request: Request,
-    session_id: SessionId,
-    start: Annotated[int, Query(ge=1, le=MAX_TURN, description="A turn's number, from 1.")] = 1,
-    limit: Annotated[int, Query(ge=1, le=MAX_TURNS, description=LIMIT)] = MAX_TURNS,
+    request: Request, session_id: SessionId, start: TurnStart = 1, limit: TurnLimit = MAX_TURNS
 ) -> object:
     """What each of these turns did and what its request brought, in lines."""
     return await page_of(request).turns.actions(session_id, start, limit)
 
 
-@route.for_the_page("/sessions/{session_id}/turns/{turn}", of_run="session")
+@route.for_the_page("/sessions/{session_id}/turns", of_run="session")
 async def turn_messages(
     request: Request,
     session_id: SessionId,
-    turn: Annotated[int, Path(ge=1, le=MAX_TURN, description="A turn's number, from 1.")],
+    start: TurnStart = 1,
+    limit: TurnLimit = MAX_TURNS,
     whole: Annotated[bool, Query(description="Also what is long.")] = False,
 ) -> object:
-    """A turn's own messages; of one in flight here, its request's."""
-    return await page_of(request).turns.messages(session_id, turn, whole=whole)
+    """The own messages of the first of these turns; of one in flight here, its request's."""
+    return await page_of(request).turns.messages(session_id, start, limit, whole=whole)
 
 
 @route.for_the_page("/sessions/{session_id}/find", of_run="session")
 async def find(
     request: Request,
     session_id: SessionId,
-    text: Annotated[
-        str | None,
-        Query(min_length=1, max_length=200, pattern=NO_NUL, description="In any case. Default: results like errors."),
-    ] = None,
-    after: Annotated[int, Query(ge=0, le=MAX_TURN, description="Only later turns.")] = 0,
+    text: Annotated[str, Query(min_length=1, max_length=200, pattern=NO_NUL, description="In any case.")],
 ) -> object:
-    """The turns whose own messages have a text, or whose request brought a result that looks like an error."""
-    return await page_of(request).turns.find(session_id, text, after)
+    """The turns whose own messages have a text."""
+    return await page_of(request).turns.find(session_id, text)
 
 
 @route.for_the_page("/sessions/{session_id}/conversation", of_run="session")
@@ -232,18 +231,43 @@ async def tokens(
     return await page_of(request).tokens.at(session_id, seq, branch, asked)
 
 
-@route.for_the_page("/sessions/{session_id}/rollout", of_run="session")
-async def rollout(
+Key = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}(@\d{1,9})?$")]
+KeyAndTurn = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}(@\d{1,9})?/\d{0,9}$")]
+
+
+@route.for_the_page("/rollouts", of_run="header")
+async def rollouts(
     request: Request,
-    session_id: SessionId,
-    branch: BranchNumber = None,
-    start: Annotated[
-        int, Query(ge=0, le=MAX_INTEGER, description="Index of the first turn whose content is read.")
-    ] = 0,
-    limit: Annotated[int, Query(ge=0, le=MAX_STEPS, description="How many turns' content is read.")] = 0,
+    rollout: Annotated[
+        list[Key], Query(min_length=1, max_length=MAX_KEYS, description="Ids of sessions, or `id@branch`.")
+    ],
+    order: Annotated[
+        Order, Query(description="`contrast`: the best and the worst first, if rewards differ.")
+    ] = "contrast",
+    start: Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Index of the first one that is shown.")] = 0,
 ) -> object:
-    """A branch of a session as a rollout: all turns in short, and some with their messages."""
-    return await rollout_view(request.services.database, session_id, branch, start, limit)
+    """Rollouts side by side: their steps in rows, aligned with the first one's."""
+    keys = list(dict.fromkeys(rollout))
+    return await compare(request.services.database, keys, order, start, request.head.token_run)
+
+
+@route.for_the_page("/rollouts/texts", of_run="header")
+async def rollouts_texts(
+    request: Request,
+    step: Annotated[
+        list[KeyAndTurn],
+        Query(
+            min_length=1,
+            max_length=COLUMNS,
+            description="A rollout and its turn, `id@branch/7`; turn 0 is the task, none is no step.",
+        ),
+    ],
+) -> object:
+    """The whole texts of a row of these rollouts, in parts: what is not in the first one's is marked."""
+    app, run = request.services, request.head.token_run
+    for each in step if run is not None else ():
+        await require_own(app, parted(each.partition("/")[0])[0], str(run))
+    return await step_texts(app.database, step)
 
 
 @route.for_the_page("/exports", of_run="query")

@@ -1,4 +1,4 @@
-"""Sums up sessions for the page's lists: what each is about, what it did last, its lengths, errors and times;
+"""Sums up sessions for the page's lists: what each is about, what it did last, its lengths and times;
 and values of their metadata as columns."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     `task` is how the first turn's request begins, `actions` those of the newest live turn; empty where there is no turn
     or no content. `turns` counts live ones, `tokens` their tokens, each once, of which `output_tokens` were
-    sampled. `errors` counts turns that were rejected or abandoned. `ended_at`: when a turn ended last.
+    sampled. `ended_at`: when a turn ended last.
     """
 
     version: int
@@ -62,7 +62,6 @@ class Summary(msgspec.Struct, frozen=True):
     tokens: int
     output_tokens: int
     finish_reason: str | None
-    errors: int
     started_at: float
     ended_at: float | None
     reward: float | None
@@ -81,7 +80,6 @@ class _Known(msgspec.Struct):
 
     version: int = 0
     turns: dict[int, _Turn] = {}
-    errors: int = 0
     started_at: float = 0.0
     ended_at: float | None = None
     reward: RewardAssigned | None = None
@@ -104,7 +102,6 @@ class _Known(msgspec.Struct):
             tokens=sum(turn.tokens for turn in self.turns.values()),
             output_tokens=sum(turn.output_tokens for turn in self.turns.values()),
             finish_reason=newest.finish_reason if newest else None,
-            errors=self.errors,
             started_at=self.started_at,
             ended_at=self.ended_at,
             reward=None if self.reward is None else self.reward.reward,
@@ -191,7 +188,6 @@ def _after(known: _Known, log: Sequence[Recorded]) -> _Known:
                 for turn in event.discarded:
                     state.turns.pop(turn, None)
             case TurnRejected() | TurnAbandoned():
-                state.errors += 1
                 state.ended_at = recorded.at
             case RewardAssigned() if event.turn is None:
                 state.reward = event

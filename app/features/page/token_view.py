@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
@@ -14,13 +15,14 @@ import numpy as np
 from msgspec.structs import replace
 from sqlalchemy import Connection, select
 
-from app.domain.branches import BranchRow, branch_rows, place_of, row_of
+from app.domain.branches import BranchRow, branch_rows, place_of, row_of, turns_left_out
 from app.domain.columns import AlignedColumn, Column, align, unpack
 from app.domain.events import TurnCommitted
 from app.domain.samples import Array, Inconsistent, Sample, Segment, TurnSpan, TurnTokens, sample
 from app.domain.session import Session
 from app.sessions.conversation import unknown_branch
 from app.sessions.session_at import session_at
+from app.sessions.tree_view import COPIED
 from app.store.content import load_frames, unpack_tokens
 from app.store.damage import SPAN
 from app.store.ports import Database, of_session
@@ -90,14 +92,31 @@ TEXT_ONLY = 'this session was created with capture "text": its engine is asked f
 
 
 class TurnRange(msgspec.Struct, frozen=True):
-    """A turn's own tokens are [start, end); its sampled tokens begin at `output_start`."""
+    """A turn's own tokens are [start, end); its sampled tokens begin at `output_start`. `masked`: why these are not in
+    the row's loss. `trimmed` more were sampled, which the next prompt does not have."""
 
     turn: int
     start: int
     output_start: int
     end: int
-    in_loss: bool
+    masked: str | None
+    trimmed: int
     finish_reason: str | None
+
+
+class Share(msgspec.Struct):
+    """Sampled tokens of the session, and the turns that have them: in this row's loss (TRAINED), or why not. `at`: the
+    place in the row that they would follow, of tokens that no row has."""
+
+    reason: str
+    at: int | None
+    tokens: int = 0
+    turns: list[int] = []
+
+
+TRAINED = "trained"
+TRIMMED = "trimmed"
+ELSEWHERE = "in other rows"
 
 
 class Boundary(msgspec.Struct, frozen=True):
@@ -133,10 +152,11 @@ class Unlikely(msgspec.Struct, frozen=True):
 
 
 class Outline(msgspec.Struct, frozen=True):
-    """What there is to say of the whole row: its scales, and its LEAST least likely sampled tokens."""
+    """What there is to say of the whole row: its scales, its LEAST least likely sampled tokens, and the `shares` of all
+    tokens that the session has sampled: each is in one of them."""
 
     sampled: int
-    in_loss: int
+    shares: Sequence[Share]
     scales: Sequence[Scale]
     least: Sequence[Unlikely]
 
@@ -201,7 +221,7 @@ class TokenViews:
         if session.is_text:
             return TokenView(branch, [], error=TEXT_ONLY)
         try:
-            row, branches = await asyncio.to_thread(_row_and_branches, session, branch)
+            row, branches, lost = await asyncio.to_thread(_row_and_branches, session, branch)
         except KeyError:
             raise unknown_branch(session, branch) from None
         turns = [state.turn(number)[1] for number in row.turns]
@@ -218,8 +238,10 @@ class TokenViews:
         windows = [np.arange(max(0, at - BEFORE), min(total, at + AFTER + 1)) for at in least.tolist()]
         wanted = np.unique(np.concatenate([*windows, shown])).astype(np.int64)
         texts = await self._texts(session_id, made.sample, counts, wanted)
-        view = await asyncio.to_thread(_view, made, row, shown, texts, columns)
-        outline = await asyncio.to_thread(_outline, made, least, texts, columns) if asked.outline else None
+        view = await asyncio.to_thread(_view, made, counts, lost.masked, shown, texts, columns)
+        outline = None
+        if asked.outline:
+            outline = await asyncio.to_thread(_outline, session, made, lost, least, texts, columns)
         has_tokenizer = self._decode is not None
         return replace(
             view, branch=branch, branches=branches, start=asked.start, tokenizer=has_tokenizer, outline=outline
@@ -262,10 +284,27 @@ class TokenViews:
         return await asyncio.to_thread(_texts_of_spans, spans, counts, frames, set(wanted.tolist()))
 
 
-def _row_and_branches(session: Session, branch: int) -> tuple[BranchRow, list[BranchTokens]]:
-    """The row of a branch, and the branches to choose from. Raises KeyError."""
+class _Lost(NamedTuple):
+    """Why turns are not in a row's loss, and those of them that are `gone`: in no row. `trimmed`: of each turn in the
+    loss of another row, how many of its tokens the next prompt there does not have."""
+
+    masked: Mapping[int, str]
+    gone: Collection[int]
+    trimmed: Mapping[int, int]
+
+
+def _row_and_branches(session: Session, branch: int) -> tuple[BranchRow, list[BranchTokens], _Lost]:
+    """The row of a branch, the branches to choose from, and what the row has not in its loss. Raises KeyError."""
     rows = {row.leaf.branch: row for row in branch_rows(session)}
     exported = set(rows)
+    gone = {turn.number: why.partition(":")[0] for turn, why in turns_left_out(session, list(rows.values()), "kept")}
+    masked = gone | dict.fromkeys(range(1, session.context_turns + 1), COPIED)
+    trimmed: dict[int, int] = {}
+    for one, row in rows.items():
+        if one != branch:
+            masked |= dict.fromkeys(row.in_loss, f"in the loss of branch {one}")
+            for turn, after in pairwise(map(session.turn, row.turns)):
+                trimmed[turn.number] = turn.token_count - after.base_tokens if turn.number in row.in_loss else 0
     if branch not in rows:
         rows[branch] = row_of(session, branch)
     for other in range(session.branches):
@@ -278,7 +317,7 @@ def _row_and_branches(session: Session, branch: int) -> tuple[BranchRow, list[Br
         first, leaf = session.turn(row.turns[0]), row.leaf
         prompt_tokens, cause = first.token_count - first.output_tokens, place_of(session, leaf).cause
         branches.append(BranchTokens(leaf.branch, cause, leaf.token_count, prompt_tokens, one in exported))
-    return rows[branch], branches
+    return rows[branch], branches, _Lost(masked, gone.keys(), trimmed)
 
 
 def _sample(session: Session, row: BranchRow, turns: Sequence[TurnCommitted], frames: Frames) -> _Row:
@@ -330,7 +369,12 @@ def _least(made: Sample) -> Array:
 
 
 def _view(
-    made: _Row, row: BranchRow, shown: Array, texts: Mapping[int, str], columns: Mapping[str, AlignedColumn]
+    made: _Row,
+    counts: Mapping[int, int],
+    masked: Mapping[int, str],
+    shown: Array,
+    texts: Mapping[int, str],
+    columns: Mapping[str, AlignedColumn],
 ) -> TokenView:
     whole = made.sample
     versions = list(dict.fromkeys(span.version for span in whole.version_spans))
@@ -363,7 +407,11 @@ def _view(
         texts=[texts.get(at) for at in places] if texts.keys() & set(places) else None,
         versions=versions,
         turns=[
-            TurnRange(span.turn, span.start, span.output_start, span.end, span.turn in row.in_loss, span.finish_reason)
+            TurnRange(
+                *(span.turn, span.start, span.output_start, span.end, masked.get(span.turn)),
+                trimmed=counts[span.turn] - (span.end - span.output_start),
+                finish_reason=span.finish_reason,
+            )
             for span in whole.turns
         ],
         boundaries=boundaries,
@@ -377,7 +425,47 @@ def _view(
     )
 
 
-def _outline(made: _Row, least: Array, texts: Mapping[int, str], columns: Mapping[str, AlignedColumn]) -> Outline:
+def _shares(session: Session, made: Sample, lost: _Lost) -> list[Share]:
+    """What has become of each token that the session has sampled, the trained ones first."""
+    shares = {(TRAINED, None): Share(TRAINED, None)}
+
+    def add(reason: str, turn: int, tokens: int, at: int | None = None) -> None:
+        if tokens:
+            share = shares.setdefault((reason, at), Share(reason, at))
+            share.tokens += tokens
+            share.turns.append(turn)
+
+    spans = {span.turn: span for span in made.turns}
+    ends = [*(after.start for after in made.turns[1:]), len(made.tokens)]
+    # Of a turn that the row has, where the next one begins; of one that is gone, where it would have begun.
+    places = {0: 0, **{span.turn: end for span, end in zip(made.turns, ends, strict=True)}}
+    for turn in session.every_turn:
+        number, count, reason = turn.number, turn.output_tokens, lost.masked.get(turn.number)
+        if (span := spans.get(number)) is not None:
+            kept = span.end - span.output_start
+            add(reason or TRAINED, number, kept)
+            add(TRIMMED, number, count - kept)
+        elif number in lost.gone:
+            if turn.parent in places:
+                places[number] = places[turn.parent]
+            add(reason or "", number, count, places.get(number))
+        elif reason == COPIED:
+            add(COPIED, number, count)
+        else:
+            trimmed = lost.trimmed.get(number, 0)
+            add(ELSEWHERE, number, count - trimmed)
+            add(TRIMMED, number, trimmed)
+    return list(shares.values())
+
+
+def _outline(
+    session: Session,
+    made: _Row,
+    lost: _Lost,
+    least: Array,
+    texts: Mapping[int, str],
+    columns: Mapping[str, AlignedColumn],
+) -> Outline:
     whole = made.sample
     is_sampled = whole.sampled_mask == 1
     scales = [_scale("logprob", "logprob", whole.logprobs[is_sampled], LOGPROB_EDGES)]
@@ -390,7 +478,7 @@ def _outline(made: _Row, least: Array, texts: Mapping[int, str], columns: Mappin
     turn_of = np.searchsorted([span.end for span in whole.turns], least, side="right").tolist()
     return Outline(
         sampled=int(whole.sampled_mask.sum()),
-        in_loss=int(whole.loss_mask.sum()),
+        shares=_shares(session, whole, lost),
         scales=[scale for scale in scales if scale is not None],
         least=[
             Unlikely(

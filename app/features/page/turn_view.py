@@ -1,4 +1,4 @@
-"""Reads some turns of a session for the page: their actions in lines, one turn's messages, and where a text is."""
+"""Reads some turns of a session for the page: their actions in lines, their messages, and where a text is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from sqlalchemy import Connection, select
 
 from app.domain.request import as_raw
-from app.errors import NotFound, SessionNotFound
+from app.errors import SessionNotFound
 from app.sessions.conversation import as_messages
 from app.store.database import Database
 from app.store.schema import turns
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 MAX_TURNS = 100
 """Turns whose actions are read at once."""
 
+MOST_READ = 1 << 20
+"""Bytes of messages in one reply; a longer turn is alone in one."""
+
 MAX_LINES = 6
 """Actions, and results, of one turn that are listed; the first ones."""
 
@@ -37,6 +40,9 @@ MAX_BYTES = 8 << 20
 
 MAX_FOUND = 1_000
 
+RESULTS = frozenset({"tool", "function"})
+"""Roles of messages that the page shows under the call that they answer."""
+
 
 class ResultLine(msgspec.Struct, frozen=True):
     """A message that a turn's request brought, such as a tool's result. `failed`: the call looks as if it failed."""
@@ -47,21 +53,27 @@ class ResultLine(msgspec.Struct, frozen=True):
 
 
 class TurnActions(msgspec.Struct, frozen=True):
-    """What a turn did, and the new messages of its request; `error` says why its messages cannot be read."""
+    """What a turn did, and the new messages of its request, of which `failed` look like errors; `error` says why its
+    messages cannot be read."""
 
     turn: int
     actions: Sequence[Action]
     results: Sequence[ResultLine]
+    failed: int = 0
     error: str | None = None
 
 
 class TurnMessage(msgspec.Struct, frozen=True):
-    """A message of `bytes` bytes; `cut`: its texts end early. Without one, `error` says why."""
+    """A message of `bytes` bytes; `cut`: its texts end early. Without one, `error` says why.
+
+    `failed`: it is a result that looks like an error.
+    """
 
     sampled: bool
     bytes: int
     cut: bool
     message: msgspec.Raw | None
+    failed: bool = False
     error: str | None = None
 
 
@@ -79,10 +91,10 @@ class TurnMessages(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The first MAX_FOUND turns whose replies have what was looked for, and those whose requests brought it."""
+    """The first MAX_FOUND turns that have what was looked for, and those whose requests brought it in a result."""
 
-    turns: Sequence[int]
-    brought: Sequence[int]
+    turns: list[int]
+    brought: list[int]
 
 
 class _Row(NamedTuple):
@@ -113,45 +125,40 @@ class TurnViews:
         rows = await self._rows(session_id, start, limit)
         return await asyncio.to_thread(lambda: [_actions(row) for row in rows])
 
-    async def messages(self, session_id: str, turn: int, *, whole: bool) -> TurnMessages:
-        """Raises NotFound for a turn that has neither committed nor is in flight here, and as `actions`."""
-        rows = await self._rows(session_id, turn, 1)
-        if rows:
-            return TurnMessages(turn, await asyncio.to_thread(_messages, rows[0], whole))
-        claimed = self._claimed(session_id, turn)
-        if claimed is None:
-            raise NotFound(f"turn {turn} of session {session_id} has no messages here")
+    async def messages(self, session_id: str, start: int, limit: int, *, whole: bool) -> list[TurnMessages]:
+        """Of the turns with numbers [start, start + limit), those that have committed or are in flight here: the first
+        ones, of MOST_READ bytes in all. Raises as `actions`."""
+        rows = await self._rows(session_id, start, limit)
+        found = await asyncio.to_thread(_read, rows, whole)
+        if len(found) < len(rows):
+            return found
+        committed = {row.turn for row in rows}
+        for turn in range(start, start + limit):
+            claimed = None if turn in committed else self._claimed(session_id, turn)
+            if claimed is not None:
+                found.append(await self._of_claimed(turn, claimed, whole))
+        return found
+
+    async def _of_claimed(self, turn: int, claimed: Claimed, whole: bool) -> TurnMessages:
         flight, call = claimed.flight, claimed.call
         protocol, sent = claimed.opened.protocol, Messages([] if call is None else list(call.stored), b"null")
         state = "gate" if flight.is_at_gate else flight.stages.marks[-1][0].name.lower()
-        engine = self._engine_of(claimed.rid)
         messages = await asyncio.to_thread(
             lambda: [_message(message, False, whole) for message in as_messages(protocol, sent)[:-1]]
         )
-        return TurnMessages(turn, messages, state, engine)
+        return TurnMessages(turn, messages, state, self._engine_of(claimed.rid))
 
-    async def find(self, session_id: str, text: str | None, after: int) -> Found:
-        """Turns after turn `after` whose own messages have `text`, in any case; without a text, those whose request
-        brought a result that looks like an error. Raises as `actions`."""
+    async def find(self, session_id: str, text: str) -> Found:
+        """The turns whose own messages have `text`, in any case. Raises as `actions`."""
         newest = select(turns.c.turn).where(turns.c.session_id == session_id).order_by(turns.c.turn.desc()).limit(1)
         last = await self._database.read(lambda c: c.execute(newest).scalar() or 0, session_id=session_id)
-        needle = None if text is None else text.casefold()
-
-        def has(message: object) -> bool:
-            if needle is None:
-                return has_failed(message)
-            return any(needle in one.casefold() for one in _texts(message))
-
-        replied: list[int] = []
-        brought: list[int] = []
-        for start in range(after + 1, max(last, after + 1) + 1, MAX_TURNS):
+        found = Found([], [])
+        for start in range(1, max(last, 1) + 1, MAX_TURNS):
             rows = await self._rows(session_id, start, MAX_TURNS)
-            of_reply, of_request = await asyncio.to_thread(_found, rows, has)
-            replied += of_reply
-            brought += of_request
-            if len(replied) + len(brought) >= MAX_FOUND:
+            await asyncio.to_thread(_find, rows, text.casefold(), found)
+            if len(found.turns) + len(found.brought) >= MAX_FOUND:
                 break
-        return Found(replied[:MAX_FOUND], brought[:MAX_FOUND])
+        return Found(found.turns[:MAX_FOUND], found.brought[:MAX_FOUND])
 
     async def _rows(self, session_id: str, start: int, limit: int) -> list[_Row]:
         def read(connection: Connection) -> list[_Row]:
@@ -172,29 +179,42 @@ def _actions(row: _Row) -> TurnActions:
     try:
         *brought, reply = (_decoded(message) for message in row.messages())
     except CorruptContent as error:
-        return TurnActions(row.turn, [], [], str(error))
+        return TurnActions(row.turn, [], [], error=str(error))
     # Behind a first turn's system prompt stands what it is about, and at the end what is new.
     shown = [message for message in brought if _role(message) not in ("system", "developer", "assistant")] or brought
     results = [ResultLine(_role(message), result_line(message), has_failed(message)) for message in shown[-MAX_LINES:]]
-    return TurnActions(row.turn, actions_of([reply])[:MAX_LINES], results)
+    return TurnActions(row.turn, actions_of([reply])[:MAX_LINES], results, sum(map(has_failed, brought)))
+
+
+def _read(rows: Sequence[_Row], whole: bool) -> list[TurnMessages]:
+    """The first ones that fit."""
+    found: list[TurnMessages] = []
+    room = MOST_READ
+    for row in rows:
+        messages = _messages(row, whole)
+        room -= sum(len(bytes(one.message or b"")) for one in messages)
+        if found and room < 0:
+            break
+        found.append(TurnMessages(row.turn, messages))
+    return found
 
 
 def _messages(row: _Row, whole: bool) -> list[TurnMessage]:
     try:
-        messages = row.messages()
+        *brought, reply = row.messages()
+        return [*(_message(message, False, whole) for message in brought), _message(reply, True, whole)]
     except CorruptContent as error:
-        return [TurnMessage(True, 0, False, None, str(error))]
-    last = len(messages) - 1
-    return [_message(message, at == last, whole) for at, message in enumerate(messages)]
+        return [TurnMessage(True, 0, False, None, error=str(error))]
 
 
 def _message(message: bytes, sampled: bool, whole: bool) -> TurnMessage:
     size = len(message)
     if size > MAX_BYTES:
-        return TurnMessage(sampled, size, False, None, f"{size} bytes are too many to show")
-    if whole or size <= WHOLE_BYTES:
-        return TurnMessage(sampled, size, False, msgspec.Raw(message))
-    return TurnMessage(sampled, size, True, as_raw(_head(msgspec.json.decode(message))))
+        return TurnMessage(sampled, size, False, None, error=f"{size} bytes are too many to show")
+    decoded = _decoded(message)
+    is_cut = size > WHOLE_BYTES and not whole
+    shown = as_raw(_head(decoded)) if is_cut else msgspec.Raw(message)
+    return TurnMessage(sampled, size, is_cut, shown, not sampled and has_failed(decoded))
 
 
 def _head(value: object) -> object:
@@ -206,11 +226,15 @@ def _head(value: object) -> object:
     return {name: _head(item) for name, item in value.items()} if isinstance(value, dict) else value
 
 
-def _found(rows: Sequence[_Row], has: Callable[[object], bool]) -> tuple[list[int], list[int]]:
-    """The turns whose replies have it, and those whose requests brought it."""
-    searched = {row.turn: _searched(row) for row in rows}
-    replied = [turn for turn, messages in searched.items() if has(messages[-1])]
-    return replied, [turn for turn, messages in searched.items() if any(map(has, messages[:-1]))]
+def _find(rows: Sequence[_Row], needle: str, found: Found) -> None:
+    """Add what these turns have."""
+    for row in rows:
+        having = [message for message in _searched(row) if any(needle in one.casefold() for one in _texts(message))]
+        roles = {_role(message) for message in having}
+        if roles & RESULTS:
+            found.brought.append(row.turn)
+        if roles - RESULTS:
+            found.turns.append(row.turn)
 
 
 def _searched(row: _Row) -> list[object]:

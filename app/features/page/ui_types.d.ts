@@ -48,6 +48,8 @@ export interface SessionRow {
   name: string | null;
   generation: number | null;
   evaluation: boolean;
+  engine_errors: number;
+  tool_errors: number;
   failed: Failure | null;
   note: string | null;
   tags: string[];
@@ -70,7 +72,6 @@ export interface Summary {
   tokens: number;
   output_tokens: number;
   finish_reason: string | null;
-  errors: number;
   started_at: number;
   ended_at: number | null;
   reward: number | null;
@@ -194,6 +195,8 @@ export interface ListedRun {
   /** rollouts, by the kind of their failure */
   failed: Record<string, number>;
   turns: number;
+  engine_errors: number;
+  tool_errors: number;
   groups: { complete: number; handed_out: number; acknowledged: number };
   reward: Statistics | null;
   weight_versions: { newest: number | null; oldest_live: number | null };
@@ -221,7 +224,8 @@ export interface VersionFigures {
   turns: number;
   rewarded: number;
   mean_reward: number | null;
-  errors: number;
+  engine_errors: number;
+  tool_errors: number;
   failed: number;
   staleness: number | null;
 }
@@ -265,6 +269,8 @@ export interface Attempt {
   created_at: number;
   updated_at: number;
   evaluation: boolean;
+  engine_errors: number;
+  tool_errors: number;
   failed: Failure | null;
   reward: number | null;
 }
@@ -285,6 +291,7 @@ export interface Group {
   group_size: number | null;
   arrived: number;
   attempts: Attempt[];
+  missing_attempts: number[];
   statistics: Statistics | null;
   complete: boolean;
   evaluation: boolean;
@@ -430,6 +437,8 @@ export interface Session {
   last_seq: number;
   status: string;
   failed: Failure | null;
+  engine_errors: number;
+  tool_errors: number;
   state: State;
   erased: boolean;
   config: { run?: string | null; group_id: string | null; attempt: number | null; adapter: string | null } & Record<string, unknown>;
@@ -496,6 +505,7 @@ export interface Entry {
   error?: string;
   cut?: boolean;
   bytes?: number;
+  failed?: boolean;
 }
 
 /** GET /ui/api/sessions/{id}/actions: what turns did in lines, and what their requests brought */
@@ -503,13 +513,14 @@ export interface TurnActions {
   turn: number;
   actions: { tool: string | null; text: string }[];
   results: { role: string; text: string; failed: boolean }[];
+  failed: number;
   error: string | null;
 }
 
-/** GET /ui/api/sessions/{id}/turns/{turn}; `state`: the stage of a turn in flight */
+/** GET /ui/api/sessions/{id}/turns; `state`: the stage of a turn in flight */
 export interface TurnMessages {
   turn: number;
-  messages: { sampled: boolean; bytes: number; cut: boolean; message: unknown; error: string | null }[];
+  messages: { sampled: boolean; bytes: number; cut: boolean; message: unknown; failed: boolean; error: string | null }[];
   state: string | null;
   engine: string | null;
 }
@@ -542,8 +553,19 @@ export interface TurnRange {
   start: number;
   output_start: number;
   end: number;
-  in_loss: boolean;
+  /** why its sampled tokens are not in the row's loss */
+  masked: string | null;
+  /** sampled tokens that the next prompt does not have */
+  trimmed: number;
   finish_reason: string | null;
+}
+
+/** Sampled tokens of a session: trained, or why not; `at`: where in the row those of no row would follow. */
+export interface Share {
+  reason: string;
+  at: number | null;
+  tokens: number;
+  turns: number[];
 }
 
 /** Of the row's tokens, `counts[i]` are below `edges[i]` and not below the edge before. */
@@ -568,7 +590,7 @@ export interface Unlikely {
 
 export interface Outline {
   sampled: number;
-  in_loss: number;
+  shares: Share[];
   scales: Scale[];
   least: Unlikely[];
 }
@@ -606,40 +628,63 @@ export interface TokenPage {
   error: string | null;
 }
 
-/** A turn of a rollout; two with equal marks have the same messages up to here, with equal `given` up to the reply. */
-export interface Mark {
-  turn: number;
-  given: string;
-  mark: string;
-  asked: string[];
-  failed: boolean;
-  actions: Action[];
-  output_tokens: number;
-  finish_reason: string | null;
-}
-
-export interface RolloutStep {
-  turn: number;
-  messages: Entry[];
-}
-
-/** GET /ui/api/sessions/{id}/rollout: all of a branch's turns in short, and `steps` from index `start` on */
+/** A branch of a session beside others, by its key: the session's id, or `id@branch`. */
 export interface Rollout {
+  key: string;
+  name: string;
   session_id: string;
   version: number;
   status: string;
-  group_id: string | null;
-  attempt: number | null;
   reward: number | null;
   components: Record<string, number>;
+  annotations: Annotation[];
   turns: number;
   tokens: number;
   output_tokens: number;
   branch: number | null;
   branches: { branch: number; cause: string | null; step: number }[];
-  marks: Mark[];
+  /** from the first rollout, in words, and the row where it begins */
+  difference: string | null;
+  differs_at: number | null;
+}
+
+export interface UnreadRollout {
+  key: string;
+  name: string;
+  session_id: string;
+  error: string;
+}
+
+/** Turn 0 is the task; `same`: as the first rollout's, in what it did and got. */
+export interface Cell {
+  turn: number;
+  actions: Action[];
+  results: string[];
+  failed: boolean;
+  output_tokens: number;
+  finish_reason: string | null;
+  same: boolean;
+}
+
+/** `step` is the first rollout's, null where that has none. */
+export interface ComparedRow {
+  step: number | null;
+  cells: (Cell | null)[];
+}
+
+/** GET /ui/api/rollouts; `is_contrast`: the best and the worst are the first two */
+export interface Comparison {
+  total: number;
   start: number;
-  steps: RolloutStep[];
+  is_contrast: boolean;
+  columns: (Rollout | UnreadRollout)[];
+  rows: ComparedRow[];
+}
+
+/** GET /ui/api/rollouts/texts, of each rollout; a part of a text is marked if the first one's lacks it */
+export interface StepTexts {
+  said: [boolean, string][];
+  got: [boolean, string][];
 }
 
 /** `restores`: it keeps what a restore of that checkpoint replaced; `erased`: its sessions whose content is gone. */
@@ -714,8 +759,8 @@ export interface Example {
 export interface Missing {
   reason: string;
   count: number;
-  /** sampled tokens that max_seq_len took */
-  cut_tokens: number;
+  /** sampled tokens that it takes */
+  lost_tokens: number;
   examples: Example[];
 }
 
@@ -724,7 +769,7 @@ export interface ExportPreview {
   rows: number;
   sessions: number;
   tokens: number;
-  sampled_tokens: number;
+  trained_tokens: number;
   first_tokens: number[];
   missing: Missing[];
   scanned: number;

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 
-from app.domain.events import TurnAbandoned, TurnCommitted, TurnRejected, UnknownEvent
+from app.domain.events import TurnCommitted, UnknownEvent, engine_error
 from app.domain.groups import statistics
+from app.domain.restore import in_effect
 from app.features.runs import reads
 from app.features.runs.reads import GroupCount, HeadCount, RunRow
 from app.store.ports import Database
@@ -27,7 +28,7 @@ KEPT_SESSIONS = 200_000
 
 class Counts(msgspec.Struct, frozen=True):
     """Of a session up to event `version`: the tokens of its committed turns, discarded ones too, the smallest weight
-    version that sampled one, and how its other turns ended."""
+    version that sampled one, and its engine errors by their reasons, but for those that a restore took back."""
 
     version: int = 0
     prompt: int = 0
@@ -83,20 +84,22 @@ def _counted(
     """An event that cannot be read counts nothing; `warn` is told of it and its session."""
     counted = {}
     for session_id, rows in new.items():
-        one = before[session_id]
-        prompt, generated, errors, oldest = one.prompt, one.generated, Counter(one.errors), one.oldest
+        one = Counts() if any(row.type == reads.RESTORED for row in rows) else before[session_id]
+        prompt, generated, oldest = one.prompt, one.generated, one.oldest
+        log = []
         for row in rows:
             try:
-                event = decode_events([row])[0].event
+                log += decode_events([row])
             except UnknownEvent as error:
                 warn(session_id, error)
                 continue
+            event = log[-1].event
             if isinstance(event, TurnCommitted) and event.fence != row.seq:  # else a fork's copy
                 prompt += event.base_tokens + event.suffix_tokens
                 generated += event.output_tokens
                 oldest = min([*event.version_numbers, *([] if oldest is None else [oldest])], default=None)
-            elif isinstance(event, TurnRejected | TurnAbandoned):
-                errors[event.reason] += 1
+        wrong = (engine_error(recorded.event) for recorded in in_effect(log))
+        errors = Counter(one.errors) + Counter(reason for reason in wrong if reason is not None)
         upto = max(versions[session_id], rows[-1].seq if rows else 0)
         counted[session_id] = Counts(upto, prompt, generated, errors, oldest)
     return counted
@@ -146,6 +149,8 @@ def _listed(name: str, row: RunRow | None, heads: Sequence[HeadCount], groups: G
         note=None if row is None or row.note is None else row.note.decode(),
         sessions=RunSessions(open=by_status["open"], closed=by_status["closed"], erased=by_status["erased"]),
         turns=sum(head.turns for head in heads),
+        engine_errors=sum(head.engine_errors for head in heads),
+        tool_errors=sum(head.tool_errors for head in heads),
         groups=RunGroups(complete=0, handed_out=0, acknowledged=0)
         if groups is None
         else RunGroups(complete=groups.complete, handed_out=groups.handed_out, acknowledged=groups.acknowledged),

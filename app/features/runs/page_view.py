@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,16 +40,17 @@ CANDIDATES = 50
 
 
 class VersionFigures(msgspec.Struct, frozen=True):
-    """The sessions whose newest weights are of a version. `turns` are committed ones, `errors` others; `failed` and
-    `rewarded` count rollouts. `staleness`: by how many versions a session's oldest weights are behind, the mean."""
+    """The sessions whose newest weights are of a version. `turns` are committed ones; `failed` and `rewarded` count
+    rollouts. `staleness`: by how many versions a session's oldest weights are behind, the mean."""
 
     version: int
     sessions: int
     open: int
     turns: int
+    engine_errors: int
+    tool_errors: int
     rewarded: int
     mean_reward: float | None
-    errors: int
     failed: int
     staleness: float | None
 
@@ -106,16 +107,14 @@ async def run_view(request: Request, run: RunName) -> object:
 def _by_version(
     versions: Sequence[VersionCount], weights: Mapping[str, int], counts: Mapping[str, Counts]
 ) -> list[VersionFigures]:
-    errors, behind = Counter[int](), defaultdict[int, list[int]](list)
+    behind = defaultdict[int, list[int]](list)
     for session_id, version in weights.items():
         one = counts.get(session_id, Counts())
-        errors[version] += sum(one.errors.values())
         if one.oldest is not None:
             behind[version].append(version - one.oldest)
     return [
         VersionFigures(
             **one._asdict(),
-            errors=errors[one.version],
             staleness=sum(behind[one.version]) / len(behind[one.version]) if behind[one.version] else None,
         )
         for one in versions

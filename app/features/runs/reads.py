@@ -8,14 +8,15 @@ from typing import Literal, NamedTuple
 import msgspec
 from sqlalchemy import ColumnElement, Connection, and_, case, exists, func, literal_column, or_, select, tuple_, union
 
-from app.domain.events import TurnAbandoned, TurnCommitted, TurnRejected
+from app.domain.events import LimitReached, SessionRestored, TurnAbandoned, TurnCommitted, TurnRejected
 from app.features.groups.schema import groups
 from app.features.runs.schema import runs
 from app.store.rollouts import is_of_run, is_root
 from app.store.schema import events, sessions
 from app.store.sessions import EventRow
 
-COUNTED = (TurnCommitted.__name__, TurnRejected.__name__, TurnAbandoned.__name__)
+RESTORED = SessionRestored.__name__
+COUNTED = (*(kind.__name__ for kind in (TurnCommitted, TurnRejected, TurnAbandoned, LimitReached)), RESTORED)
 """Types of the events that figures are made of."""
 
 
@@ -32,9 +33,9 @@ class RunRow(msgspec.Struct, frozen=True):
 
 
 class HeadCount(NamedTuple):
-    """The sessions of a run that are alike: their number and their turns, when the first was created and the last
-    changed, and their largest and smallest weight version. `reward` is that of a root that has not failed; `failed` the
-    kind of a root's failure. An evaluation has neither, and no weight version.
+    """The sessions of a run that are alike: their number, their turns and errors, when the first was created and the
+    last changed, and their largest and smallest weight version. `reward` is that of a root that has not failed,
+    `failed` the kind of a root's failure. An evaluation has neither, and no weight version.
     """
 
     run: str
@@ -43,6 +44,8 @@ class HeadCount(NamedTuple):
     failed: str | None
     sessions: int
     turns: int
+    engine_errors: int
+    tool_errors: int
     first_at: float
     last_at: float
     newest: int | None
@@ -93,6 +96,8 @@ def heads(connection: Connection, names: Sequence[str]) -> list[HeadCount]:
             *alike,
             func.count(),
             func.sum(sessions.c.turns),
+            func.sum(sessions.c.engine_errors),
+            func.sum(sessions.c.tool_errors),
             func.min(sessions.c.created_at),
             func.max(sessions.c.updated_at),
             func.max(version),
@@ -132,14 +137,17 @@ def versions(connection: Connection, run: str) -> dict[str, int]:
 
 
 def turn_ends(connection: Connection, after: Iterable[tuple[str, int]]) -> dict[str, list[EventRow]]:
-    """Of each session the events after a number that end a turn."""
+    """Of each session the events after a number that figures are made of; all of them if a restore is among these."""
     columns = [events.c[name] for name in EventRow._fields]
-    found = {}
-    for session_id, seq in after:
+
+    def read(session_id: str, seq: int) -> list[EventRow]:
         of_session = events.c.session_id == session_id, events.c.seq > seq, events.c.type.in_(COUNTED)
         query = select(*columns).where(*of_session).order_by(events.c.seq)
-        found[session_id] = [EventRow(*row) for row in connection.execute(query)]
-    return found
+        return [EventRow(*row) for row in connection.execute(query)]
+
+    found = {session_id: read(session_id, seq) for session_id, seq in after}
+    restored = [session_id for session_id, rows in found.items() if any(row.type == RESTORED for row in rows)]
+    return found | {session_id: read(session_id, 0) for session_id in restored}
 
 
 class Work(NamedTuple):
@@ -219,6 +227,8 @@ class VersionCount(NamedTuple):
     sessions: int
     open: int
     turns: int
+    engine_errors: int
+    tool_errors: int
     rewarded: int
     mean_reward: float | None
     failed: int
@@ -234,6 +244,8 @@ def version_counts(connection: Connection, run: str, limit: int) -> list[Version
             func.count(),
             func.sum(case((head.status == "open", 1), else_=0)),
             func.sum(head.turns),
+            func.sum(head.engine_errors),
+            func.sum(head.tool_errors),
             func.count(reward),
             func.avg(reward),
             func.count(head.failed),

@@ -44,7 +44,7 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
 
 SORTS = ("created_at", "updated_at", "turns", "reward", "staleness")
 FILTERS = ("group_id=7", "status=open", "min_reward=0.2", "metadata.n=1", "attempt=1", "sort=odd")
-PAGE = ("", "/actions", "/conversation", "/tokens", "/rollout", "/turns/1", "/turns/1?whole=true", "/find?text=Two")
+PAGE = ("", "/actions", "/conversation", "/tokens", "/turns/1", "/turns/1?whole=true", "/find?text=Two")
 """What the page asks for of a session."""
 WHOLE = ("/fleet", "/checkpoints", "/engines", "/ui/api/me", "/nowhere")
 
@@ -206,6 +206,7 @@ def _looks(player: Player, way: str) -> Taken:
     for name in ("tools", "tree", "messages", "undone", "erased", "absent"):
         for what in PAGE:
             get(f"/ui/api/sessions/{name}{what}")
+        get(f"/ui/api/rollouts?rollout={name}")
         if way == "rllm":
             get(f"/sessions/{name}/traces")
     for path in WHOLE:

@@ -1,18 +1,14 @@
-/** A session's turns as what they did, with one time axis for all: a list that has only its visible rows. */
+/** A session's turns as what they did, with one time axis for all. */
 
-import { arrange, badge, button, failure, h, replace, setText } from "./dom.js";
+import { arrange, badge, button, failure, h, renew, replace, setText } from "./dom.js";
 import { amount, count, duration, serverNow, since } from "./format.js";
 import { isForPage, isNowhere } from "./keys.js";
 import { sessionHref } from "./route.js";
-import { rendersSoon } from "./table.js";
 import { every, LatestRequest, SessionPart } from "./view.js";
-import { named } from "./visible.js";
+import { actionText, named } from "./visible.js";
 
 /** @import {Child, FailedTurn, OpenTurn, Session, Turn, TurnActions, TreeBranch} from "../ui_types.d.ts" */
 
-/** Of a row; style.css has the same. */
-const ROW_PX = 46;
-const OVERSCAN = 8;
 /** Turns of one request, as the server has it. */
 const MOST = 100;
 const SETTLE_MS = 250;
@@ -21,7 +17,7 @@ const BRANCHES = 200;
 
 /**
  * A row. Times are seconds since the epoch: it generated from `begin` to `end`, and its environment worked until `next`.
- * `child`: the turn whose request brought its results. `begins`: the branch that begins here.
+ * `child`: the turn whose request brought its results, perhaps in flight. `begins`: the branch that begins here.
  * @typedef {object} Row
  * @property {"asked"|"turn"|"failed"|"open"|"refused"} kind "asked": what a conversation begins with; "refused": a limit refused a request
  * @property {number} number of the turn
@@ -45,13 +41,8 @@ const BRANCHES = 200;
 export function rowsOf({ turns, failed_turns, refused, open_turns, tree }, branch) {
   const path = branch === null || !tree ? null : pathOf(tree, branch);
   const children = Map.groupBy([...turns, ...open_turns], (one) => one.parent);
-  /** @type {Map<number, TreeBranch>} */
-  const begins = new Map();
-  for (const { turn, branch: number } of [...(tree?.turns ?? [])].reverse()) {
-    const one = tree?.branches.find((other) => other.branch === number);
-    if (one && one.cause !== "start") begins.set(number ?? 0, { ...one, leaf: turn });
-  }
-  const beginsAt = new Map([...begins.values()].map((one) => [one.leaf, one]));
+  const first = tree?.turns.filter(({ cause }) => cause && cause !== "start") ?? [];
+  const begins = new Map(first.map(({ turn, branch }) => [turn, tree?.branches.find((one) => one.branch === branch)]));
   const nothing = { turn: null, failed: null, open: null, refused: null, begin: null, end: null, next: null, child: null, begins: null };
   /** @type {Row[]} */
   const rows = [];
@@ -62,13 +53,13 @@ export function rowsOf({ turns, failed_turns, refused, open_turns, tree }, branc
     const next = after.find((one) => !("live" in one) || one.live) ?? after[0];
     const again = tree ? null : failed_turns.find((one) => one.fence > turn.seq && (!next || one.fence < next.fence));
     const end = begin === null ? null : committed_at;
-    const isRoot = turn.parent === 0 || turn.segment_cause !== null;
+    const isRoot = turn.parent === 0 || turn.segment_cause === "divergence";
     if (isRoot) rows.push({ ...nothing, kind: "asked", number, turn, order: order - 0.5 });
     rows.push({
       ...nothing,
-      ...{ kind: "turn", number, turn, order, begin, end, begins: beginsAt.get(number) ?? null },
+      ...{ kind: "turn", number, turn, order, begin, end, begins: begins.get(number) ?? null },
       next: live && end !== null ? (again ?? next)?.opened_at ?? null : null,
-      child: next && "seq" in next && !next.segment_cause ? next.turn : null,
+      child: next && !("segment_cause" in next && next.segment_cause === "divergence") ? next.turn : null,
     });
   }
   for (const one of path ? [] : failed_turns)
@@ -108,33 +99,31 @@ export function timesOf(rows, total) {
 /** @param {Turn[]} turns @param {number} number @returns {number} the turn beside which the results stand that this one brought */
 export function cameFrom(turns, number) {
   const turn = turns.find((one) => one.turn === number);
-  return turn?.parent && !turn.segment_cause ? turn.parent : number;
+  return turn?.parent && turn.segment_cause !== "divergence" ? turn.parent : number;
 }
 
+/** What a session's view does with a list's news. @typedef {{known: () => void, found: (text: string, turns: number[]) => void, step: (by: 1|-1) => void}} Hears */
+
 export class ActionList extends SessionPart {
-  /** @param {ConstructorParameters<typeof SessionPart>} given */
-  constructor(...given) {
-    super(...given);
-    /** @type {Row[]} */
-    this.all = [];
-    /** @type {Row[]} those that the search has left */
-    this.rows = [];
-    /** @type {Map<number, TurnActions>} */
-    this.known = new Map();
-    /** @type {number|null} */
-    this.branch = null;
-    /** @type {Set<number>|null} the turns that have the text that is searched */
-    this.matches = null;
-    /** @type {Set<number>} turns whose request brought a result that looks like an error */
-    this.failing = new Set();
-    this.failingUpTo = 0;
-    /** Grows with what is shown of any row: those of an earlier one are made anew. */
-    this.stamp = 0;
-    /** @type {Map<string, {element: HTMLElement, stamp: number}>} */
-    this.shown = new Map();
-    this.searching = new LatestRequest(this.closed);
-    this.failures = new LatestRequest(this.closed);
-    this.settling = 0;
+  /** @type {Row[]} */
+  all = [];
+  /** @type {Row[]} those that the search has left */
+  rows = [];
+  /** @type {Map<number, TurnActions>} */
+  known = new Map();
+  /** @type {Map<number, HTMLElement>} the rows' elements, by their order */
+  shown = new Map();
+  /** @type {number|null} */
+  branch = null;
+  /** @type {Set<number>|null} the turns that have the text that is searched */
+  matches = null;
+  settling = 0;
+
+  /** @param {AbortSignal} closed @param {string} id @param {(turn: number|null, branch: number|null) => void} pick @param {Hears} hears */
+  constructor(closed, id, pick, hears) {
+    super(closed, id, pick);
+    this.hears = hears;
+    this.searching = new LatestRequest(closed);
     this.list = h("ol", { class: "acts", "aria-label": "Turns" });
     this.problem = h("div");
     this.scroller = h("div", { class: "actscroll" }, this.list);
@@ -142,10 +131,8 @@ export class ActionList extends SessionPart {
     this.hits = h("span", { class: "note", role: "status" });
     this.errors = h("span", { class: "note" });
     this.branches = h("select", { "aria-label": "Branch", hidden: true });
-    this.head = h("div", { class: "acthead", "aria-hidden": "true" });
-    this.axis = { from: 0, to: 0, length: 1 };
-    /** @type {Set<number>} the turns that have committed */
-    this.committed = new Set();
+    this.length = h("span");
+    const titles = ["", "action, result", [h("span", null, "0"), this.length], "time", "tokens"];
     const stepper = (/** @type {string} */ sign, /** @type {string} */ label, /** @type {() => void} */ go) =>
       button(sign, go, { title: label, "aria-label": label });
     this.element = h(
@@ -163,18 +150,12 @@ export class ActionList extends SessionPart {
         stepper("›", "next error (e)", () => this.#step(1, this.#isError)),
         stepper("⤓", "last turn (End)", () => this.#go(this.rows.length - 1)),
       ),
-      this.head,
+      h("div", { class: "acthead", "aria-hidden": "true" }, titles.map((title) => h("span", null, title))),
       this.problem,
       this.scroller,
     );
-    this.renderSoon = rendersSoon(this.closed, this.scroller, () => this.#render());
-    this.#listen();
-  }
-
-  #listen() {
-    const { closed } = this;
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: closed });
-    every(closed, TICK_MS, () => this.session?.open_turns.length && this.#changed());
+    every(closed, TICK_MS, () => this.session?.open_turns.length && this.#measure());
     closed.addEventListener("abort", () => clearTimeout(this.settling));
     this.list.addEventListener("click", (event) => {
       const link = event.target instanceof Element ? event.target.closest("a") : null;
@@ -188,7 +169,7 @@ export class ActionList extends SessionPart {
       this.settling = setTimeout(() => this.find(), SETTLE_MS);
     });
     this.search.addEventListener("keydown", (event) => {
-      if (event.key === "Enter") this.#step(event.shiftKey ? -1 : 1);
+      if (event.key === "Enter") hears.step(event.shiftKey ? -1 : 1);
     });
   }
 
@@ -196,14 +177,33 @@ export class ActionList extends SessionPart {
   update(session, { turn, branch }) {
     const isElsewhere = turn !== this.turn || branch !== this.branch || this.session === null;
     this.session = session;
-    this.turn = turn;
     this.branch = branch;
     this.all = rowsOf(session, branch);
-    this.committed = new Set(session.turns.map((one) => one.turn));
     this.#showBranches(session);
-    this.#filter();
-    if (isElsewhere) this.#reveal();
-    this.#findErrors(session);
+    this.#render(session);
+    if (isElsewhere) this.mark(turn);
+    this.#ask(session);
+  }
+
+  /** @param {number|null} turn that is shown */
+  mark(turn) {
+    this.turn = turn;
+    for (const link of this.list.querySelectorAll("[aria-current]")) link.removeAttribute("aria-current");
+    const element = this.#elementOf(this.rows[this.#at]);
+    if (!element) return;
+    element.firstElementChild?.setAttribute("aria-current", "true");
+    const { scrollTop, clientHeight } = this.scroller;
+    const { offsetTop: top, offsetHeight: height } = element;
+    // The first turn is seen with what it was asked.
+    const first = top - (element.previousElementSibling?.matches(".asked") ? height : 0);
+    if (first < scrollTop) this.scroller.scrollTop = first;
+    else if (top + height > scrollTop + clientHeight) this.scroller.scrollTop = top - clientHeight / 2;
+  }
+
+  /** @param {number} turn @returns {string} what it did, as far as it is known */
+  lineOf(turn) {
+    const action = this.known.get(turn)?.actions[0];
+    return action ? actionText(action) : "";
   }
 
   /** @param {Session} session */
@@ -216,137 +216,98 @@ export class ActionList extends SessionPart {
     this.branches.value = String(this.branch ?? "");
   }
 
-  #filter() {
-    const { matches } = this;
-    this.rows = matches ? this.all.filter((row) => matches.has(row.number) && row.kind !== "asked") : this.all;
-    setText(this.hits, matches ? `${count(this.rows.length)} turns` : "");
-    this.#changed();
-  }
-
   /** Look for what the field has. */
   find() {
     const text = this.search.value.trim();
+    const show = (/** @type {number[]} */ turns) => {
+      this.matches = text ? new Set(turns) : null;
+      if (this.session) this.#render(this.session);
+      setText(this.hits, text ? amount(this.rows.length, "turn") : "");
+      this.mark(this.turn);
+      this.hears.found(text, text ? this.rows.map((row) => row.number) : []);
+    };
     this.searching.abort();
-    if (text) {
-      return this.searching.run(
-        { path: `${this.path}/find`, parameters: { text } },
-        (/** @type {{turns: number[], brought: number[]}} */ { turns, brought }) => {
-          const all = this.session?.turns ?? [];
-          this.matches = new Set([...turns, ...brought.map((turn) => cameFrom(all, turn))]);
-          this.#filter();
-          const first = this.rows[0];
-          if (first && !this.matches.has(this.turn ?? 0)) this.pick(first.number, this.branch);
-          else this.#reveal();
-        },
-        (error) => replace(this.problem, failure(error)),
-      );
-    }
-    this.matches = null;
-    this.#filter();
-    this.#reveal();
-  }
-
-  /** Results that look like errors are found once for all turns; later ones are known when they are shown. @param {Session} session */
-  #findErrors({ turns }) {
-    const last = turns.at(-1)?.turn ?? 0;
-    if (last <= this.failingUpTo || this.failures.isRunning) return;
-    this.failures.run(
-      { path: `${this.path}/find`, parameters: { after: this.failingUpTo } },
-      (/** @type {{brought: number[]}} */ { brought }) => {
-        this.failingUpTo = last;
-        for (const turn of brought) this.failing.add(turn);
-        this.#changed();
-      },
-      () => {},
+    if (!text) return show([]);
+    return this.searching.run(
+      { path: `${this.path}/find`, parameters: { text } },
+      // A result stands under the call that it answers.
+      (/** @type {{turns: number[], brought: number[]}} */ { turns, brought }) => show([...turns, ...brought.map((turn) => cameFrom(this.session?.turns ?? [], turn))]),
+      (error) => replace(this.problem, failure(error)),
     );
   }
 
   /** @param {Row} row */
-  #isError = (row) => row.kind === "failed" || (row.kind === "turn" && row.child !== null && this.failing.has(row.child));
+  #isError = (row) => row.kind === "failed" || (row.child !== null && !!this.known.get(row.child)?.failed);
 
-  #changed() {
-    this.stamp += 1;
-    this.axis = this.#axis();
+  /** @param {Row|undefined} row */
+  #elementOf(row) {
+    return row && this.shown.get(row.order);
+  }
+
+  /** @param {Session} session */
+  #render(session) {
+    const { matches } = this;
+    this.rows = matches ? this.all.filter((row) => matches.has(row.number) && row.kind !== "asked") : this.all;
     const found = this.all.filter(this.#isError).length;
     setText(this.errors, found ? amount(found, "error") : "no errors");
-    this.renderSoon();
+    this.shown = new Map(
+      this.rows.map((row) => {
+        // A row that changes stays the same element: it may have the focus, or be about to be clicked.
+        const element = this.#elementOf(row) ?? h("li", null, h("a", { dataset: { turn: row.number } }));
+        const shown = [row, this.known.get(row.number), this.known.get(row.child ?? 0), session.annotations[row.number]];
+        const link = /** @type {HTMLAnchorElement} */ (element.firstElementChild);
+        element.className = `act ${row.kind}${row.turn?.live === false ? " discarded" : ""}`;
+        link.href = sessionHref(this.id, { turn: row.number, branch: this.branch });
+        renew(link, shown, () => this.#line(row, session));
+        return [row.order, element];
+      }),
+    );
+    arrange(this.list, [...this.shown.values()]);
+    this.#measure();
   }
 
-  #render() {
-    const { scrollTop, clientHeight } = this.scroller;
-    const first = Math.max(0, Math.floor(scrollTop / ROW_PX) - OVERSCAN);
-    const rows = this.rows.slice(first, Math.ceil((scrollTop + clientHeight) / ROW_PX) + OVERSCAN);
-    this.list.style.height = `${this.rows.length * ROW_PX}px`;
-    /** @type {typeof this.shown} */
-    const shown = new Map();
-    rows.forEach((row, index) => {
-      const key = `${row.kind} ${row.order}`;
-      // A row that changes stays the same element: it may have the focus, or be about to be clicked.
-      const line = this.shown.get(key) ?? { element: h("li", null, h("a", { dataset: { turn: row.number } })), stamp: 0 };
-      if (line.stamp !== this.stamp) {
-        line.stamp = this.stamp;
-        this.#fill(line.element, row);
-        line.element.setAttribute("aria-posinset", String(first + index + 1));
-        line.element.setAttribute("aria-setsize", String(this.rows.length));
-      }
-      line.element.style.top = `${(first + index) * ROW_PX}px`;
-      shown.set(key, line);
-    });
-    this.shown = shown;
-    arrange(this.list, [...shown.values()].map(({ element }) => element));
-    this.#ask(rows);
-  }
-
-  /** The one axis of the session. */
-  #axis() {
+  /** The one axis of the session: seconds since it was created. */
+  #measure() {
     const now = this.session?.open_turns.length ? [serverNow()] : [];
     const times = this.all.flatMap(({ begin, end }) => [begin, end]).filter((one) => one !== null);
     const from = times.reduce((least, one) => Math.min(least, one), Infinity);
     const to = [...times, ...now].reduce((most, one) => Math.max(most, one), -Infinity);
-    const length = Math.max(1e-3, to - from);
-    const titles = ["", "action, result", [h("span", null, "0"), h("span", null, times.length ? duration(length) : "")], "time", "tokens"];
-    replace(this.head, titles.map((title) => h("span", null, title)));
-    return { from, to, length };
+    this.list.style.setProperty("--from", String(times.length ? from - (this.session?.created_at ?? 0) : 0));
+    this.list.style.setProperty("--length", String(Math.max(1e-3, times.length ? to - from : 0)));
+    setText(this.length, times.length ? duration(to - from) : "");
   }
 
-  /** @param {Row[]} rows read what they did, where it is not known */
-  #ask(rows) {
-    if (this.requests.isRunning || this.problem.hasChildNodes()) return;
-    const wanted = rows.flatMap((row) => [row.number, row.child]).filter((one) => one !== null && this.committed.has(one) && !this.known.has(one));
-    if (!wanted.length) return;
-    const start = Math.min(.../** @type {number[]} */ (wanted));
-    const limit = Math.min(MOST, Math.max(.../** @type {number[]} */ (wanted)) - start + 1);
+  /** Read what turns did, those around the chosen one first. @param {Session} session */
+  #ask({ turns, erased }) {
+    if (this.requests.isRunning || this.problem.hasChildNodes() || erased) return;
+    const unknown = turns.map((one) => one.turn).filter((one) => !this.known.has(one));
+    const start = unknown.find((one) => one > (this.turn ?? 0) - MOST / 2) ?? unknown[0];
+    if (start === undefined) return;
     this.requests.run(
-      { path: `${this.path}/actions`, parameters: { start, limit } },
-      (/** @type {TurnActions[]} */ turns) => {
-        for (const turn of turns) this.known.set(turn.turn, turn);
-        if (!this.known.has(start)) this.known.set(start, { turn: start, actions: [], results: [], error: null });
-        for (const { turn, results } of turns) if (results.some((one) => one.failed)) this.failing.add(turn);
-        this.#changed();
+      { path: `${this.path}/actions`, parameters: { start, limit: MOST } },
+      (/** @type {TurnActions[]} */ known) => {
+        const nothing = { actions: [], results: [], failed: 0, error: null };
+        for (const turn of unknown) if (turn >= start && turn < start + MOST) this.known.set(turn, { turn, ...nothing });
+        for (const turn of known) this.known.set(turn.turn, turn);
+        this.hears.known();
       },
-      (error) => replace(this.problem, failure(error, () => (replace(this.problem), this.renderSoon()))),
+      (error) => replace(this.problem, failure(error, () => (replace(this.problem), this.hears.known()))),
     );
   }
 
-  /** @param {HTMLElement} element @param {Row} row */
-  #fill(element, row) {
-    const { axis } = this;
+  /** @param {Row} row @param {Session} session @returns {Child} */
+  #line(row, { created_at: zero }) {
     const { kind, number, turn, failed, begin, end, next } = row;
-    const link = /** @type {HTMLAnchorElement} */ (element.firstElementChild);
-    element.className = `act ${kind}${turn?.live === false ? " discarded" : ""}`;
-    link.href = sessionHref(this.id, { turn: number, branch: this.branch });
-    link.ariaCurrent = number === this.turn && kind !== "asked" ? "true" : null;
-    replace(
-      link,
+    return [
       h("span", { class: "n" }, kind === "asked" || kind === "refused" ? "" : number),
       h("span", { class: "what" }, this.#what(row)),
       h("span", { class: "res" }, this.#result(row)),
-      h("span", { class: "wf", "aria-hidden": "true" }, barOf("gen", begin, kind === "open" ? axis.to : end, axis), barOf("env", end, next, axis)),
+      h("span", { class: "wf", "aria-hidden": "true" }, barOf("gen", begin, end, zero, kind === "open"), barOf("env", end, next, zero)),
       h("span", { class: "time" }, kind === "open" ? since(begin, "for") : begin === null ? "" : duration((end ?? begin) - begin)),
       h("span", { class: "env" }, end !== null && next !== null && `+ ${duration(next - end)}`),
       h("span", { class: "size" }, kind === "turn" && turn && count(turn.output_tokens)),
       h("span", { class: `fin ${turn?.finish_reason ?? ""}` }, kind === "turn" ? named(turn?.finish_reason ?? "") : failed ? failed.status : ""),
-    );
+    ];
   }
 
   /** @param {Row} row @returns {Child} what it did */
@@ -393,18 +354,6 @@ export class ActionList extends SessionPart {
     return this.rows.findIndex((row) => row.number === this.turn && row.kind !== "asked");
   }
 
-  /** Scroll so that the picked row is seen. */
-  #reveal() {
-    const index = this.#at;
-    if (index < 0) return;
-    const { scrollTop, clientHeight } = this.scroller;
-    const top = index * ROW_PX;
-    // The first turn is seen with what it was asked.
-    const first = this.rows[index - 1]?.kind === "asked" ? top - ROW_PX : top;
-    if (first < scrollTop) this.scroller.scrollTop = first;
-    else if (top + ROW_PX > scrollTop + clientHeight) this.scroller.scrollTop = top - clientHeight / 2;
-  }
-
   /** @param {number} by @param {(row: Row) => boolean} [isWanted] */
   #step(by, isWanted = (row) => row.kind !== "asked" && row.kind !== "refused") {
     let index = this.#at;
@@ -420,8 +369,7 @@ export class ActionList extends SessionPart {
     if (!row) return;
     const hadFocus = this.list.contains(document.activeElement);
     this.pick(row.number, this.branch);
-    this.#render();
-    if (hadFocus || isNowhere()) this.shown.get(`${row.kind} ${row.order}`)?.element.querySelector("a")?.focus({ preventScroll: true });
+    if (hadFocus || isNowhere()) this.#elementOf(row)?.querySelector("a")?.focus({ preventScroll: true });
   }
 
   /** @param {KeyboardEvent} event */
@@ -439,9 +387,8 @@ export class ActionList extends SessionPart {
   }
 }
 
-/** @param {string} kind @param {number|null} from @param {number|null} to @param {{from: number, length: number}} axis @returns {Child} */
-function barOf(kind, from, to, axis) {
-  if (from === null || to === null || to <= from) return null;
-  const left = (100 * (from - axis.from)) / axis.length;
-  return h("i", { class: kind, style: { left: `${left}%`, width: `${(100 * (to - from)) / axis.length}%` } });
+/** @param {string} kind @param {number|null} from @param {number|null} to @param {number} zero @param {boolean} [isOpen] it has no end yet @returns {Child} */
+function barOf(kind, from, to, zero, isOpen) {
+  if (from === null || (!isOpen && (to === null || to <= from))) return null;
+  return h("i", { class: isOpen ? `${kind} open` : kind, style: { "--begin": from - zero, "--end": (to ?? from) - zero } });
 }

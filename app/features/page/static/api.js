@@ -27,11 +27,7 @@ export class ApiError extends Error {
 /** Must a request outside this browser name a token, and what happens when one is answered 401? */
 export const access = { needsToken: false, onUnauthorized: () => {} };
 
-/**
- * @param {string} path of the server, "/ui/api/sessions"
- * @param {Parameters} [parameters]
- * @returns {string} absolute
- */
+/** An absolute address. @param {string} path of the server, "/ui/api/sessions" @param {Parameters} [parameters] */
 export function url(path, parameters) {
   return new URL(path.slice(1) + queryOf(sent(parameters)), BASE).href;
 }
@@ -39,7 +35,6 @@ export function url(path, parameters) {
 /**
  * A form has a filter by metadata in one field, `key=value`; the server reads the key in the parameter's name.
  * @param {Parameters} [parameters]
- * @returns {Parameters|undefined}
  */
 function sent(parameters) {
   if (!parameters || parameters instanceof URLSearchParams || !parameters.metadata) return parameters;
@@ -49,22 +44,17 @@ function sent(parameters) {
 }
 
 /**
- * GET of JSON; the caller names its type. Throws ApiError; a 401 also leads to the sign-in.
- * @param {string} path
- * @param {Parameters} [parameters]
- * @param {AbortSignal} [signal] an aborted request throws the signal's reason
- * @returns {Promise<unknown>}
+ * GET of JSON; the caller names its type. Throws ApiError, or once it is aborted the signal's reason; a 401 also leads to
+ * the sign-in.
+ * @param {string} path @param {Parameters} [parameters] @param {AbortSignal} [signal] @returns {Promise<unknown>}
  */
 export async function get(path, parameters, signal) {
   return (await request(url(path, parameters), { signal })).json();
 }
 
 /**
- * GET of NDJSON, which may be endless: its lines as they come.
- * @param {string} path
- * @param {Parameters} parameters
- * @param {AbortSignal} signal
- * @param {number} [most] characters of a line: it ends before a longer one
+ * GET of NDJSON, which may be endless: its lines as they come. It ends before one of more than `most` characters.
+ * @param {string} path @param {Parameters} parameters @param {AbortSignal} signal @param {number} [most]
  */
 export async function* lines(path, parameters, signal, most = Infinity) {
   const response = await request(url(path, parameters), { signal });
@@ -86,10 +76,7 @@ export async function* lines(path, parameters, signal, most = Infinity) {
 
 /**
  * JSON to the server: to sign in and out, and annotations. The header proves that the page sends it.
- * @param {"POST"|"PUT"|"DELETE"} method
- * @param {string} path
- * @param {unknown} [body]
- * @param {AbortSignal} [signal]
+ * @param {"POST"|"PUT"|"DELETE"} method @param {string} path @param {unknown} [body] @param {AbortSignal} [signal]
  */
 export async function send(method, path, body, signal) {
   const headers = { "content-type": "application/json", "x-turnlog-page": "1" };
@@ -133,8 +120,7 @@ export class LiveConnection {
     this.listeners = listeners;
     this.cursor = "";
     this.failures = 0;
-    /** @type {EventSource|null} */
-    this.source = null;
+    this.source = /** @type {EventSource|null} */ (null);
     this.retry = 0;
     this.silence = 0;
     this.hiding = 0;

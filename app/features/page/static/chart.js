@@ -15,8 +15,7 @@ const MOST_LANES = 12;
 
 /**
  * The rewards of a group on one axis. Each dot is a link to its session; dots of near values stand above each other.
- * @param {Attempt[]} attempts
- * @param {{mean: number}|null} statistics
+ * @param {Attempt[]} attempts @param {{mean: number}|null} statistics
  */
 export function rewardPlot(attempts, statistics) {
   const rewarded = attempts.filter((one) => one.reward !== null).sort((a, b) => Number(a.reward) - Number(b.reward));
@@ -62,10 +61,8 @@ function dot(one, x, y) {
 const SMALL = { width: 340, height: 130, left: 48, right: 12, top: 8, bottom: 22 };
 
 /**
- * A figure by weight version, as dots and the line through them.
- * @param {{x: number, y: number}[]} points in the order of `x`
- * @param {string} label
- * @param {(value: number) => string} text of a value
+ * A figure by weight version, as dots and the line through them. Its points are in the order of `x`.
+ * @param {{x: number, y: number}[]} points @param {string} label @param {(value: number) => string} text of a value
  * @param {(value: number) => string} tick text of a round value
  */
 export function versionPlot(points, label, text, tick) {
@@ -92,12 +89,7 @@ export function versionPlot(points, label, text, tick) {
   );
 }
 
-/**
- * @param {number[]} values
- * @param {number} [steps] about so many
- * @param {number} [from] where the axis begins
- * @param {number} [to] where it ends
- */
+/** @param {number[]} values @param {number} [steps] about so many @param {number} [from] its ends in the picture @param {number} [to] */
 function axisOf(values, steps = 5, from = LEFT, to = WIDE - RIGHT) {
   let low = Math.min(0, ...values);
   let high = Math.max(...values, low);
@@ -112,10 +104,7 @@ function axisOf(values, steps = 5, from = LEFT, to = WIDE - RIGHT) {
   return { place, ticks };
 }
 
-/**
- * How high each dot stands, so that none hides another.
- * @param {number[]} places in order
- */
+/** How high each dot stands, so that none hides another. @param {number[]} places in order */
 function lanesOf(places) {
   /** @type {number[]} the last place taken in each lane */
   const taken = [];

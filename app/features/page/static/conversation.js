@@ -52,6 +52,7 @@ function storedImage({ sha256, media_type, size }, sessionId) {
  * @typedef {object} Look
  * @property {string} sessionId
  * @property {boolean} [isRendered] texts as Markdown
+ * @property {boolean} [isUnder] a result stands under its call
  * @property {() => void} [onWhole] somebody wants all of a message that is cut
  */
 
@@ -75,21 +76,31 @@ function contentOf(content, isResult, look) {
   return (Array.isArray(content) ? content : [textOf(content)]).map((part) => contentPart(part, show, look));
 }
 
-/** @param {unknown} call @returns {HTMLElement} */
-function toolCall(call) {
-  const fields = objectOf(call);
-  const called = objectOf(fields?.function) ?? fields;
-  const given = called?.arguments;
-  return h(
-    "div",
-    { class: "toolcall" },
-    h("p", null, h("strong", null, named(called?.name ?? "?")), h("span", { class: "note" }, " ", named(fields?.id ?? ""))),
-    given !== undefined && argumentsOf(typeof given === "string" ? parsed(given) : given),
-  );
+/** @param {unknown} message @returns {{id: unknown, name: unknown, given: unknown}[]} its calls, with what they were given */
+export function callsOf(message) {
+  const { tool_calls: calls, function_call: only } = /** @type {ChatMessage} */ (objectOf(message) ?? {});
+  return [...(Array.isArray(calls) ? calls : []), ...(only != null ? [only] : [])].map((call) => {
+    const fields = objectOf(call);
+    const called = objectOf(fields?.function) ?? fields;
+    const given = called?.arguments;
+    return { id: fields?.id, name: called?.name ?? "?", given: typeof given === "string" ? parsed(given) : given };
+  });
+}
+
+/** @param {unknown} message @returns {boolean} is it what a tool answered? */
+export function isResult(message) {
+  return ["tool", "function"].includes(String(objectOf(message)?.role));
+}
+
+/** @param {unknown} message @returns {string[]} the texts of its content */
+export function textsOf(message) {
+  const content = objectOf(message)?.content;
+  return (Array.isArray(content) ? content.map((part) => objectOf(part)?.text) : [content]).filter((one) => typeof one === "string");
 }
 
 /** @param {unknown} given @returns {HTMLElement[]} each argument by its name: a text as it is, with its line ends */
 function argumentsOf(given) {
+  if (given === undefined) return [];
   const fields = Array.isArray(given) ? null : objectOf(given);
   if (!fields) return [textBlock(textOf(given), "code")];
   return Object.entries(fields).map(([name, value]) =>
@@ -101,9 +112,7 @@ function argumentsOf(given) {
 function reasoningOf({ reasoning_content, reasoning }, look) {
   const reasons = [reasoning_content, reasoning].find((one) => one != null && one !== "");
   if (reasons === undefined) return null;
-  const element = folded(`Reasoning · ${count(textOf(reasons).length)} characters`, contentOf(reasons, false, look), "reasoning");
-  /** @type {HTMLDetailsElement} */ (element).open = true;
-  return element;
+  return folded(`Reasoning · ${count(textOf(reasons).length)} characters`, contentOf(reasons, false, look), "reasoning");
 }
 
 /** @param {ChatMessage} chatMessage @returns {Child} the fields that have no place of their own */
@@ -114,35 +123,42 @@ function otherFields(chatMessage) {
   return folded(named(names), textBlock(textOf(Object.fromEntries(others)), "code"), "others");
 }
 
-/** @param {Entry} entry @param {Look} look @returns {HTMLElement} */
-export function messageElement(entry, look) {
-  const { index, turn } = entry;
-  if (entry.error !== undefined)
-    return h("li", { class: "said" }, message("error", `message ${index}, turn ${turn}`, h("p", null, entry.error)));
+/**
+ * @param {Entry} entry
+ * @param {Look} look
+ * @param {(call: number) => Child} [under] what stands below a call: its result
+ * @returns {HTMLElement} a system prompt is folded
+ */
+export function messageElement(entry, look, under) {
+  const { index, turn, bytes: size } = entry;
+  if (entry.error != null) return message("error", `message ${index}, turn ${turn}`, h("p", null, entry.error));
   /** @type {ChatMessage} */
   const fields = objectOf(entry.message) ?? { content: entry.message };
   const role = String(fields.role ?? "?");
-  const { onWhole } = look;
-  const copied = () => (fields.tool_calls || Array.isArray(fields.content) ? JSON.stringify(fields, null, 2) : textOf(fields.content));
-  return h(
-    "li",
-    { class: "said", dataset: { role: ROLES.includes(role) ? role : "other" } },
-    h(
-      "p",
-      { class: "who" },
-      h("strong", null, named(role)),
-      fields.name != null && h("code", null, named(fields.name)),
-      fields.tool_call_id != null && h("span", { class: "note" }, "answers ", named(fields.tool_call_id)),
-      entry.sampled && badge("sampled", "good"),
-      h("span", { class: "note" }, `message ${index}`, turn ? `, turn ${turn}` : ""),
-      copyButton(copied, "Copy"),
-    ),
-    entry.cut && onWhole && h("p", null, `The first part of ${bytes(entry.bytes)}. `, button("show all", onWhole, { class: "link" })),
+  const calls = callsOf(fields);
+  const copied = () => (calls.length || Array.isArray(fields.content) ? JSON.stringify(fields, null, 2) : textOf(fields.content));
+  const copy = copyButton(copied, "Copy");
+  const who = [
+    h("strong", null, named(role)),
+    fields.name != null && h("code", null, named(fields.name)),
+    entry.failed && badge("error", "bad"),
+    role === "assistant" && !entry.sampled && badge("not sampled here", "warn"),
+    fields.tool_call_id != null && !look.isUnder && h("span", { class: "note" }, "answers ", named(fields.tool_call_id)),
+    h("span", { class: "note" }, `message ${index}`),
+  ];
+  const body = [
+    entry.cut && look.onWhole && h("p", null, `The first part of ${bytes(size)}. `, button("show all", look.onWhole, { class: "link whole" })),
     reasoningOf(fields, look),
-    contentOf(fields.content, role === "tool" || role === "function", look),
+    contentOf(fields.content, isResult(fields), look),
     fields.refusal != null && h("div", { class: "refuses" }, "refuses: ", textBlock(textOf(fields.refusal))),
-    Array.isArray(fields.tool_calls) && fields.tool_calls.map(toolCall),
-    fields.function_call != null && toolCall({ function: fields.function_call }),
+    calls.map(({ id, name, given }, at) => [
+      h("div", { class: "toolcall" }, h("p", null, h("strong", null, named(name)), h("span", { class: "note" }, " ", named(id ?? ""))), argumentsOf(given)),
+      under?.(at),
+    ]),
     otherFields(fields),
-  );
+  ];
+  const dataset = { role: ROLES.includes(role) ? role : "other" };
+  if (role !== "system" && role !== "developer") return h("div", { class: "said", dataset }, h("p", { class: "who" }, who, copy), body);
+  const length = textsOf(fields).reduce((sum, text) => sum + text.length, 0);
+  return h("details", { class: "said", dataset }, h("summary", null, who.slice(0, 2), ` · ${count(length)} characters`), copy, body);
 }

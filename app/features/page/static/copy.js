@@ -9,19 +9,14 @@ import { visibleText } from "./visible.js";
 const SHOWN_MS = 1500;
 
 /**
- * A button that copies a request as a command for a shell.
- * @param {() => Command} request asked when it is pressed
- * @param {string} [what] is copied, where it is not what the view shows
+ * A button that copies a request, asked when it is pressed, as a command for a shell.
+ * @param {() => Command} request @param {string} [what] is copied, where it is not what the view shows
  */
 export function copyCurl(request, what = "") {
   return copyButton(() => curl(request()), ["Copy", what, "as curl"].filter(Boolean).join(" "));
 }
 
-/**
- * A button that copies what `text` returns when it is pressed.
- * @param {() => string} text
- * @param {string} label
- */
+/** A button that copies what `text` returns when it is pressed. @param {() => string} text @param {string} label */
 export function copyButton(text, label) {
   const made = button(label, press, { class: "quiet" });
   return made;

@@ -1,6 +1,4 @@
-/**
- * Elements, made without HTML: text of agents and engines becomes text nodes and attribute values, nothing else.
- */
+/** Elements, made without HTML: text of agents and engines becomes text nodes and attribute values, nothing else. */
 
 const SVG = "http://www.w3.org/2000/svg";
 const LINKS = new Set(["http:", "https:"]);
@@ -16,10 +14,7 @@ const LINKS = new Set(["http:", "https:"]);
  * `href` and `src` take http(s) URLs, relative ones too, and nothing that runs.
  *
  * @template {keyof HTMLElementTagNameMap} T
- * @param {T} tag
- * @param {Attributes|null} [attributes]
- * @param {...Child} children
- * @returns {HTMLElementTagNameMap[T]}
+ * @param {T} tag @param {Attributes|null} [attributes] @param {...Child} children
  */
 export function h(tag, attributes, ...children) {
   const element = document.createElement(tag);
@@ -31,10 +26,7 @@ export function h(tag, attributes, ...children) {
 /**
  * The same for SVG.
  * @template {keyof SVGElementTagNameMap} T
- * @param {T} tag
- * @param {Attributes|null} [attributes]
- * @param {...Child} children
- * @returns {SVGElementTagNameMap[T]}
+ * @param {T} tag @param {Attributes|null} [attributes] @param {...Child} children
  */
 export function svg(tag, attributes, ...children) {
   const element = document.createElementNS(SVG, tag);
@@ -43,13 +35,7 @@ export function svg(tag, attributes, ...children) {
   return element;
 }
 
-/**
- * Give an element these children and no others.
- * @template {Element} E
- * @param {E} element
- * @param {...Child} children
- * @returns {E}
- */
+/** Give an element these children and no others. @template {Element} E @param {E} element @param {...Child} children */
 export function replace(element, ...children) {
   element.replaceChildren();
   append(element, children);
@@ -61,9 +47,7 @@ const parts = new WeakMap();
 
 /**
  * Make an element's children anew where they show something else: somebody may have unfolded one, or be about to press it.
- * @param {Element} box
- * @param {unknown} shown
- * @param {() => Child} make
+ * @param {Element} box @param {unknown} shown @param {() => Child} make
  */
 export function renew(box, shown, make) {
   const key = JSON.stringify(shown);
@@ -74,8 +58,7 @@ export function renew(box, shown, make) {
 
 /**
  * Replace an element's children. The focus stays: a control is known by its step or its words, else by its place.
- * @param {Element} box
- * @param {...Child} children
+ * @param {Element} box @param {...Child} children
  */
 export function refill(box, ...children) {
   const name = (/** @type {Element|null|undefined} */ one) => one?.getAttribute("data-step") ?? one?.textContent;
@@ -90,8 +73,7 @@ export function refill(box, ...children) {
 
 /**
  * Have exactly these elements, in this order. Those that are there already are not moved, so that they keep the focus.
- * @param {Element} box
- * @param {Element[]} elements
+ * @param {Element} box @param {Element[]} elements
  */
 export function arrange(box, elements) {
   const focused = document.activeElement;
@@ -107,11 +89,7 @@ export function arrange(box, elements) {
   }
 }
 
-/**
- * Set a text only if it differs, so that a selection and the layout stay.
- * @param {Element} element
- * @param {string} text
- */
+/** Set a text only if it differs, so that a selection and the layout stay. @param {Element} element @param {string} text */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -148,12 +126,7 @@ function setAttribute(element, name, value) {
   element.setAttribute(name, text);
 }
 
-/**
- * A button outside a form.
- * @param {Child} label
- * @param {() => void} onPress
- * @param {Attributes} [attributes]
- */
+/** A button outside a form. @param {Child} label @param {() => void} onPress @param {Attributes} [attributes] */
 export function button(label, onPress, attributes) {
   return h("button", { type: "button", onclick: onPress, ...attributes }, label);
 }
@@ -191,20 +164,12 @@ export function bar(left, right) {
   return h("div", { class: "bar" }, left, h("span", { class: "spacer" }), right);
 }
 
-/**
- * Content that is wider than the page scrolls by itself, also by keys.
- * @param {string} label
- * @param {...Child} content
- */
+/** Content that is wider than the page scrolls by itself, also by keys. @param {string} label @param {...Child} content */
 export function scrollRegion(label, ...content) {
   return h("div", { class: "table-scroll", tabindex: "0", role: "region", "aria-label": label }, ...content);
 }
 
-/**
- * Show a dialog, and remove it when it is closed.
- * @param {Attributes|null} attributes
- * @param {...Child} content
- */
+/** Show a dialog, and remove it when it is closed. @param {Attributes|null} attributes @param {...Child} content */
 export function showDialog(attributes, ...content) {
   const dialog = h("dialog", attributes, ...content, h("form", { method: "dialog" }, h("button", null, "Close")));
   dialog.addEventListener("close", () => dialog.remove());

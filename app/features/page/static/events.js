@@ -6,16 +6,13 @@ import { arrange, button, failure, folded, h, replace, setText } from "./dom.js"
 import { clock, count, iso } from "./format.js";
 import { sessionHref } from "./route.js";
 import { Travel } from "./travel.js";
-import { SessionPart } from "./view.js";
+import { LatestRequest, SessionPart } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
 /** @import {LogEvent, Session} from "../ui_types.d.ts" */
 
-/** Events in the document at a time, and how many a press of "earlier" adds. */
+/** Events that are kept and shown, and how many a press of "earlier" adds. */
 const SHOWN = 300;
-const MORE = 300;
-/** Events in memory, unless somebody asks for earlier ones. */
-const KEPT = 2000;
 /** New lines are added together, at most so often. */
 const FLUSH_MS = 100;
 const RETRY_MS = 2000;
@@ -42,12 +39,13 @@ export class EventsTab extends SessionPart {
     const { closed } = this;
     this.path = `/sessions/${encodeURIComponent(this.id)}/events`;
     this.travel = new Travel(closed, (seq) => this.pick(this.turn, null, seq));
+    this.back = new LatestRequest(closed);
     this.shown = SHOWN;
-    /** @type {LogEvent[]} */
-    this.events = [];
+    this.events = /** @type {LogEvent[]} */ ([]);
+    /** So many events are before those. */
     this.begin = 0;
-    /** @type {number|null} the event whose state is shown; null: the last */
-    this.at = null;
+    /** The event whose state is shown; null: the last. */
+    this.at = /** @type {number|null} */ (null);
     this.isPaused = false;
     this.flushing = 0;
     this.retry = 0;
@@ -146,53 +144,40 @@ export class EventsTab extends SessionPart {
   #flush() {
     clearTimeout(this.flushing);
     this.flushing = 0;
-    const most = Math.max(this.shown, KEPT);
-    if (this.events.length > most) {
-      const dropped = this.events.splice(0, this.events.length - most);
-      this.begin = dropped.at(-1)?.seq ?? this.begin;
-    }
+    const dropped = this.events.splice(0, this.events.length - this.shown);
+    this.begin = dropped.at(-1)?.seq ?? this.begin;
     this.#render();
   }
 
   async #earlier() {
-    this.shown += MORE;
-    if (this.begin > 0 && this.shown > this.events.length) {
-      const after = Math.max(0, this.begin - MORE);
-      this.earlier.disabled = true;
-      try {
-        await this.#readEarlier(after, this.begin);
-      } catch (error) {
-        if (this.closed.aborted) return;
-        replace(this.notes, failure(error));
-      } finally {
-        this.earlier.disabled = false;
+    this.shown += SHOWN;
+    const [after, upto] = [Math.max(0, this.begin - SHOWN), this.begin];
+    const request = async (/** @type {AbortSignal} */ signal) => {
+      const found = [];
+      for await (const line of lines(this.path, { after }, signal)) {
+        const event = /** @type {LogEvent} */ (JSON.parse(line));
+        if (event.seq > upto) break;
+        found.push(event);
       }
-    }
-    this.#render();
-  }
-
-  /** @param {number} after @param {number} upto */
-  async #readEarlier(after, upto) {
-    /** @type {LogEvent[]} */
-    const found = [];
-    for await (const line of lines(this.path, { after }, this.closed)) {
-      const event = /** @type {LogEvent} */ (JSON.parse(line));
-      if (event.seq > upto) break;
-      found.push(event);
-    }
-    this.events.unshift(...found);
-    this.begin = after;
+      return found;
+    };
+    const show = (/** @type {LogEvent[]} */ found) => {
+      this.events.unshift(...found);
+      this.begin = after;
+      this.#render();
+    };
+    this.earlier.disabled = true;
+    await this.back.run(request, show, (error) => replace(this.notes, failure(error)));
+    this.earlier.disabled = false;
   }
 
   /** Elements of events that stay are kept, with what is unfolded in them. */
   #render() {
-    const shown = this.events.slice(-this.shown);
     const isAtEnd = this.list.scrollTop + this.list.clientHeight >= this.list.scrollHeight - 4;
     const known = new Map(this.#lines.map((element) => [Number(element.dataset.seq), element]));
-    arrange(this.list, shown.map((event) => known.get(event.seq) ?? this.#line(event)));
-    const hidden = this.begin + this.events.length - shown.length;
-    this.earlier.hidden = hidden <= 0;
-    setText(this.earlier, `show ${count(Math.min(MORE, hidden))} earlier of ${count(hidden)}`);
+    arrange(this.list, this.events.map((event) => known.get(event.seq) ?? this.#line(event)));
+    this.earlier.hidden = this.begin === 0;
+    setText(this.earlier, `show ${count(Math.min(SHOWN, this.begin))} earlier of ${count(this.begin)}`);
     if (isAtEnd && this.at === null) this.list.scrollTop = this.list.scrollHeight;
   }
 

@@ -7,31 +7,9 @@ import { checkbox, choice, chosen, field, numberField, QueryForm, textField } fr
 
 const SHAPES = ["turnlog", "slime", "miles", "verl", "skyrl", "trl", "trl-async", "openenv", "tinker", "areal", "xtuner", "rllm", "prime-rl", "atropos", "tree"];
 
-/** The options that the preview does not need: they do not decide which rows there are. */
-const NOT_COUNTED = ["limit", "replay", "explain"];
-
-/** The form shows local time, the server takes seconds since the epoch. */
-const TIMES = ["since", "until"];
-
-/** @param {Values} query @returns {Values} */
-export function previewOf(query) {
-  return Object.fromEntries(Object.entries(query).filter(([name]) => !NOT_COUNTED.includes(name)));
-}
-
-export class ExportForm extends QueryForm {
-  /** @param {AbortSignal} closed @param {(query: Values) => void} onChange */
-  constructor(closed, onChange) {
-    super(closed, onChange, "change", fields());
-  }
-
-  /** @param {Values} query */
-  set(query) {
-    super.set(inTimes(query, localTime));
-  }
-
-  read() {
-    return inTimes(super.read(), (time) => String(new Date(time).getTime() / 1000));
-  }
+/** @param {AbortSignal} closed @param {(query: Values) => void} onChange */
+export function exportForm(closed, onChange) {
+  return new QueryForm(closed, onChange, "change", fields());
 }
 
 function fields() {
@@ -59,8 +37,8 @@ function fields() {
       field("Staleness, at most", numberField("max_staleness", atLeast0)),
       field("of weights", numberField("weight_version", atLeast0)),
       field("staler ones", choice("stale", ["mask", "keep"], "drop")),
-      field("Committed from", time("since")),
-      field("until", time("until")),
+      field("Committed from, UTC", time("since")),
+      field("until, UTC", time("until")),
       field("Branches", choice("branches", ["kept", "main", "longest", "all"], "the server's")),
       field("Each turn in the loss", choice("loss", ["every"], "once")),
       field("Rewards", choice("rewards", ["turn"], "total")),
@@ -76,18 +54,4 @@ function fields() {
     ]),
     h("button", null, "Count"),
   );
-}
-
-/** @param {Values} values @param {(time: string) => string} convert @returns {Values} with the times converted */
-function inTimes(values, convert) {
-  const times = TIMES.filter((name) => values[name]).map((name) => [name, convert(values[name] ?? "")]);
-  return { ...values, ...Object.fromEntries(times) };
-}
-
-/** @param {string} value seconds since the epoch @returns {string} for a field of type datetime-local */
-function localTime(value) {
-  const seconds = Number(value);
-  if (!Number.isFinite(seconds)) return "";
-  const moment = new Date(seconds * 1000);
-  return new Date(moment.getTime() - moment.getTimezoneOffset() * 60_000).toISOString().slice(0, 19);
 }

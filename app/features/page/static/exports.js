@@ -3,7 +3,7 @@
 import { get, lines, url } from "./api.js";
 import { copyButton, curl } from "./copy.js";
 import { announce, bar, button, failure, figure, folded, h, message, replace, scrollRegion, setText } from "./dom.js";
-import { ExportForm, previewOf } from "./exportform.js";
+import { exportForm } from "./exportform.js";
 import { bytes, compact, count } from "./format.js";
 import { sessionHref, setQuery } from "./route.js";
 import { headerRow } from "./rows.js";
@@ -19,8 +19,6 @@ import { visible } from "./visible.js";
 /** So many sessions are looked at without asking; then the user says whether to go on. */
 const AT_ONCE = 10_000;
 const MOST_EXAMPLES = 20;
-/** The reason of what is cut off rows that are in the export. */
-const CUT = "max_seq_len";
 const FIRST_ROWS = 3;
 /** Characters of a row; one that is longer is not shown. */
 const MOST_READ = 8 << 20;
@@ -40,7 +38,7 @@ export class ExportsView extends View {
     this.query = {};
     /** Which code is shown. */
     this.loader = "";
-    this.form = new ExportForm(this.closed, (values) => this.#open(values));
+    this.form = exportForm(this.closed, (values) => this.#open(values));
     this.progress = h("span", { role: "status" });
     this.stop = button("Stop", () => (this.requests.abort(), this.#show()), { hidden: true });
     this.further = button("Look further", () => this.refresh(), { hidden: true });
@@ -93,7 +91,7 @@ export class ExportsView extends View {
     const request = async (/** @type {AbortSignal} */ signal) => {
       do {
         this.#show();
-        const parameters = { ...previewOf(this.query), cursor: totals.pages.at(-1)?.cursor };
+        const parameters = { ...this.query, cursor: totals.pages.at(-1)?.cursor };
         totals.pages.push(/** @type {ExportPreview} */ (await get("/ui/api/exports", parameters, signal)));
       } while (!totals.isComplete && totals.sum("scanned") < until);
     };
@@ -203,7 +201,7 @@ class PreviewTotals {
   /** @type {string[]} the first rows */
   sample = [];
 
-  /** @param {"rows"|"sessions"|"tokens"|"sampled_tokens"|"scanned"} name */
+  /** @param {"rows"|"sessions"|"tokens"|"trained_tokens"|"scanned"} name */
   sum(name) {
     return this.pages.reduce((sum, page) => sum + page[name], 0);
   }
@@ -212,16 +210,16 @@ class PreviewTotals {
     return this.pages.at(-1)?.complete ?? false;
   }
 
-  /** @returns {Missing[]} the most frequent first */
+  /** @returns {Missing[]} what takes the most tokens first */
   reasons() {
     const byReason = Map.groupBy(this.pages.flatMap((page) => page.missing), ({ reason }) => reason);
     const reasons = [...byReason].map(([reason, some]) => ({
       reason,
       count: some.reduce((sum, one) => sum + one.count, 0),
-      cut_tokens: some.reduce((sum, one) => sum + one.cut_tokens, 0),
+      lost_tokens: some.reduce((sum, one) => sum + one.lost_tokens, 0),
       examples: some.flatMap((one) => one.examples).slice(0, MOST_EXAMPLES),
     }));
-    return reasons.sort((a, b) => b.count - a.count);
+    return reasons.sort((a, b) => b.lost_tokens - a.lost_tokens || b.count - a.count);
   }
 
   /** Bytes as ndjson, by those of the first rows. @returns {string} */
@@ -232,17 +230,16 @@ class PreviewTotals {
   }
 
   figures() {
-    const [tokens, sampled] = [this.sum("tokens"), this.sum("sampled_tokens")];
-    const share = tokens ? ` (${Math.round((100 * sampled) / tokens)} %)` : "";
+    const [tokens, trained] = [this.sum("tokens"), this.sum("trained_tokens")];
+    const share = tokens ? ` (${Math.round((100 * trained) / tokens)} %)` : "";
     /** @type {Record<string, string>} */
     const shown = {
       Rows: count(this.sum("rows")),
       Sessions: count(this.sum("sessions")),
       Tokens: compact(tokens),
-      Sampled: compact(sampled) + share,
+      "Trained: in the loss": compact(trained) + share,
+      "Lost: sampled, in no loss": compact(this.reasons().reduce((sum, one) => sum + one.lost_tokens, 0)),
       "Size as ndjson, an estimate by the first rows": this.size(),
-      "Left out": count(this.reasons().reduce((sum, one) => sum + (one.reason === CUT ? 0 : one.count), 0)),
-      "Sampled tokens that max_seq_len cuts": count(this.reasons().reduce((sum, one) => sum + one.cut_tokens, 0)),
     };
     return Object.entries(shown).map(([label, value]) => figure(label, h("span", { class: "value" }, value)));
   }
@@ -257,13 +254,14 @@ function nothingMissing(totals) {
 
 /** @param {Missing[]} reasons @returns {HTMLElement} */
 function reasonTable(reasons) {
-  const lines = reasons.map(({ reason, count: all, examples }) => {
+  const number = (/** @type {number} */ value) => h("td", { class: "number" }, count(value));
+  const lines = reasons.map(({ reason, count: all, lost_tokens: lost, examples }) => {
     const list = (/** @type {Example[]} */ some) => h("ul", { class: "plain" }, some.map((one) => example(one, reason)));
     const [first, ...rest] = examples;
     const shown = [first && list([first]), rest.length > 0 && folded(`${rest.length} more`, list(rest))];
-    return h("tr", null, h("th", { scope: "row" }, visible(reason)), h("td", { class: "number" }, count(all)), h("td", null, shown));
+    return h("tr", null, h("th", { scope: "row" }, visible(reason)), number(lost), number(all), h("td", null, shown));
   });
-  const columns = [{ title: "Reason" }, { title: "Rows", number: true }, { title: "For example" }];
+  const columns = [{ title: "Reason" }, { title: "Lost tokens", number: true }, { title: "Times", number: true }, { title: "For example" }];
   return wrapped("What is left out", columns, lines);
 }
 
@@ -276,5 +274,5 @@ function wrapped(label, columns, lines, kind = "") {
 function example({ session_id, segment, turn, detail }, reason) {
   const link = h("a", { href: sessionHref(session_id) }, session_id);
   const where = [segment != null && `, segment ${segment}`, turn != null && `, turn ${turn}`];
-  return h("li", null, link, where, detail && detail !== reason && [", ", visible(detail)]);
+  return h("li", null, link, where, detail && detail !== reason && [", ", visible(detail.replace(`${reason}: `, ""))]);
 }

@@ -16,6 +16,7 @@ export const PRESETS = [
   { title: "Stuck for a minute", query: { stuck_s: "60", sort: "running_since", order: "asc" } },
   { title: "Paused", query: { state: "paused" } },
   { title: "Closed, no reward", query: { state: "closed", unrewarded: "true" } },
+  { title: "Tool errors", query: { min_tool_errors: "1", sort: "tool_errors", order: "desc" } },
   { title: "Staleness 2 or more", query: { min_staleness: "2", sort: "staleness", order: "desc" } },
 ];
 
@@ -36,9 +37,7 @@ export function needsPolling({ state = "", stuck_s, min_staleness }) {
  * @param {ListQuery} query
  */
 export function matches(row, query) {
-  const number = (/** @type {string} */ name) => (query[name] ? Number(query[name]) : null);
-  const [least, most] = [number("min_reward"), number("max_reward")];
-  const [behind, stuck] = [number("min_staleness"), number("stuck_s")];
+  const reaches = (/** @type {string} */ name, /** @type {number|null} */ value) => !query[name] || (value !== null && value >= Number(query[name]));
   return (
     (!query.q || row.session_id.startsWith(query.q)) &&
     (!query.state || (query.state === "open" ? row.status : row.state) === query.state) &&
@@ -48,11 +47,13 @@ export function matches(row, query) {
     (!query.group_prefix || row.group_id?.startsWith(query.group_prefix) === true) &&
     (!query.tag || row.tags.includes(query.tag)) &&
     (!query.engine || row.engine === query.engine) &&
-    (least === null || (row.reward !== null && row.reward >= least)) &&
-    (most === null || (row.reward !== null && row.reward <= most)) &&
+    reaches("min_reward", row.reward) &&
+    (!query.max_reward || (row.reward !== null && row.reward <= Number(query.max_reward))) &&
     (query.unrewarded !== "true" || row.reward === null) &&
-    (behind === null || (row.staleness !== null && row.staleness >= behind)) &&
-    (stuck === null || (row.running_since !== null && serverNow() - row.running_since > stuck))
+    reaches("min_engine_errors", row.engine_errors) &&
+    reaches("min_tool_errors", row.tool_errors) &&
+    reaches("min_staleness", row.staleness) &&
+    (!query.stuck_s || (row.running_since !== null && serverNow() - row.running_since > Number(query.stuck_s)))
   );
 }
 
@@ -63,7 +64,7 @@ export function matches(row, query) {
  * @param {ListQuery} query
  */
 export function isBefore(row, last, query) {
-  const column = /** @type {"created_at"|"updated_at"|"reward"|"turns"|"staleness"|"running_since"} */ (query.sort);
+  const column = /** @type {"created_at"|"updated_at"|"reward"|"turns"|"engine_errors"|"tool_errors"|"staleness"|"running_since"} */ (query.sort);
   const [own, other] = [row[column], last[column]];
   if (own === null || other === null) return own !== null;
   return query.order === "asc" ? own < other : own > other;
@@ -89,6 +90,8 @@ export class FilterForm extends QueryForm {
       field("Reward from", numberField("min_reward", { step: "any" })),
       field("to", numberField("max_reward", { step: "any" })),
       checkbox("unrewarded", "no reward"),
+      field("Engine errors from", numberField("min_engine_errors", { min: "0", step: "1" })),
+      field("Tool errors from", numberField("min_tool_errors", { min: "0", step: "1" })),
       field("Staleness from", numberField("min_staleness", { min: "0", step: "1", placeholder: "versions" })),
       field("Stuck longer than", numberField("stuck_s", { min: "0", step: "any", placeholder: "seconds" })),
       // A text without the sign is no filter yet.

@@ -27,11 +27,6 @@ const COUNTS = /** @type {const} */ (["active", "running", "paused", "idle", "cl
 export function fleetStrip(root, toggle) {
   const parts = [group(...COUNTS.map(counted)), speed(), engines(), weights(), errors(), database()];
   replace(root, parts.map((part) => part.element));
-  // On a phone the strip scrolls sideways, also by keys.
-  const narrow = window.matchMedia("(max-width: 700px)");
-  const reach = () => root.setAttribute("tabindex", narrow.matches ? "0" : "-1");
-  narrow.addEventListener("change", reach);
-  reach();
   const state = badge("Fleet", "good");
   toggle.append(state);
   let place = "lists";
@@ -60,20 +55,20 @@ export function fleetStrip(root, toggle) {
 }
 
 /**
- * A figure whose value is set again and again.
+ * A figure whose value is set again and again. Its text is null where it is the whole server's, and there is none of a run.
  * @param {string} label
- * @param {(overview: Overview) => string|null} text null: it is the whole server's, and there is none of a run
- * @param {{href?: string, hint?: (overview: Overview) => string, isAlert?: (overview: Overview) => boolean}} [more]
+ * @param {(overview: Overview) => string|null} text
+ * @param {{href?: () => string, hint?: (overview: Overview) => string, isAlert?: (overview: Overview) => boolean}} [more]
  * @returns {Part}
  */
 function live(label, text, { href, hint, isAlert } = {}) {
   const value = h("span", { class: "value" }, "–");
-  const inside = [h("span", { class: "label" }, label), value];
-  const element = h(href ? "a" : "div", { class: "figure", href }, inside);
+  const element = h(href ? "a" : "div", { class: "figure" }, h("span", { class: "label" }, label), value);
   const show = (/** @type {Overview} */ overview) => {
     const now = text(overview);
     element.hidden = now === null;
     setText(value, now ?? "");
+    if (href) element.setAttribute("href", href()); // another run may have been chosen
     if (hint) element.title = hint(overview);
     element.classList.toggle("alert", Boolean(isAlert?.(overview)));
   };
@@ -92,15 +87,11 @@ function group(...parts) {
 
 /** @param {COUNTS[number]} key @returns {Part} */
 function counted(key) {
-  const label = key.charAt(0).toUpperCase() + key.slice(1);
-  const parameters = key === "active" ? {} : { state: key };
-  const hint = () => STATES[key]?.hint ?? "A turn was opened or committed in the last minute";
-  const part = live(label, ({ sessions }) => compact(sessions[key]), { href: sessionsHref(parameters), hint, isAlert: ({ sessions }) => key === "paused" && sessions.paused > 0 });
-  const show = (/** @type {Overview} */ overview) => {
-    part.element.setAttribute("href", sessionsHref(parameters)); // another run may have been chosen
-    part.show(overview);
-  };
-  return { element: part.element, show };
+  return live(key.charAt(0).toUpperCase() + key.slice(1), ({ sessions }) => compact(sessions[key]), {
+    href: () => sessionsHref({ state: key === "active" ? null : key }),
+    hint: () => STATES[key]?.hint ?? "A turn was opened or committed in the last minute",
+    isAlert: ({ sessions }) => key === "paused" && sessions.paused > 0,
+  });
 }
 
 function speed() {
@@ -119,9 +110,15 @@ function rate(perSecond) {
   return perSecond > 0 && perSecond < 0.05 ? "< 0.1" : perSecond.toFixed(1);
 }
 
-/** @param {Engine} engine @returns {string} */
+/** @param {Engine} engine */
 function engineName(engine) {
   return engine.url.replace(/^https?:\/\//, "");
+}
+
+/** @param {string[]} names @returns {string} the first of them, and how many there are beside these */
+function firstOf(names) {
+  const more = names.length - MOST_NAMED;
+  return names.slice(0, MOST_NAMED).join(", ") + (more > 0 ? ` and ${more} more` : "");
 }
 
 function engines() {
@@ -137,44 +134,30 @@ function engines() {
   return { element, show };
 }
 
-/**
- * The engines that are not well by name, the others by number.
- * @param {Engine[]} all
- * @returns {{text: string, tone: string}[]}
- */
+/** The engines that are not well by name, the others by number. @param {Engine[]} all */
 function engineParts(all) {
   if (!all.length) return [{ text: "none: set TURNLOG_UPSTREAMS or POST /engines", tone: "warn" }];
   const byState = Map.groupBy(all, (engine) => (engine.state === "draining" ? "draining" : engine.health));
   return [...byState].map(([state, some]) => {
     const tone = HEALTH[state] ?? "warn";
-    const names = some.slice(0, MOST_NAMED).map(engineName).join(", ");
-    const isNamed = tone === "bad" || tone === "warn";
-    const more = some.length > MOST_NAMED ? ", …" : "";
-    return { text: isNamed ? `${some.length} ${state}: ${names}${more}` : `${some.length} ${state}`, tone };
+    const names = firstOf(some.map(engineName));
+    return { text: tone === "bad" || tone === "warn" ? `${some.length} ${state}: ${names}` : `${some.length} ${state}`, tone };
   });
 }
 
 /** @returns {Column<Engine>[]} */
 function engineColumns() {
+  const width = "auto";
   const regressed = (/** @type {Engine} */ engine) => (engine.weight_version_regressed ? " (fell back)" : "");
   return [
-    {
-      title: "Engine",
-      isHeader: true,
-      width: "auto",
-      fill: linkCell(engineName, (engine) => sessionsHref({ engine: engine.url })),
-    },
-    {
-      title: "Health",
-      width: "auto",
-      fill: badgeCell((engine) => engine.health, (engine) => HEALTH[engine.health]),
-    },
-    column("State", (engine) => engine.state, { width: "auto" }),
+    { title: "Engine", isHeader: true, width, fill: linkCell(engineName, (engine) => sessionsHref({ engine: engine.url })) },
+    { title: "Health", width, fill: badgeCell((engine) => engine.health, (engine) => HEALTH[engine.health]) },
+    column("State", (engine) => engine.state, { width }),
     numberColumn("In flight", (engine) => count(engine.in_flight)),
     numberColumn("Weights", (engine) => `${visibleText(String(engine.weight_version ?? "–"))}${regressed(engine)}`),
-    column("Dialect", (engine) => engine.dialect ?? "–", { width: "auto" }),
+    column("Dialect", (engine) => engine.dialect ?? "–", { width }),
     { title: "Since", number: true, fill: sinceCell((engine) => engine.since) },
-    column("Last error", (engine) => visibleText(engine.last_error ?? "–"), { width: "auto" }),
+    column("Last error", (engine) => visibleText(engine.last_error ?? "–"), { width }),
   ];
 }
 
@@ -189,8 +172,7 @@ function weights() {
     else setBadge(gate, "open", "good");
     const runs = chosenRun() === null ? state.paused_runs.map((run) => `run ${run}`) : [];
     const names = [...runs, ...adapters.filter((one) => one.paused).map((one) => visibleText(one.name))];
-    const more = names.length > MOST_NAMED ? ` and ${names.length - MOST_NAMED} more` : "";
-    setText(paused, names.length ? `paused: ${names.slice(0, MOST_NAMED).join(", ")}${more}` : "");
+    setText(paused, names.length ? `paused: ${firstOf(names)}` : "");
     paused.title = names.length ? `Paused: ${names.join(", ")}` : "";
   };
   return group(version, { element: figure("Gate", [gate, paused]), show });

@@ -32,11 +32,7 @@ export function checkbox(name, title) {
   return h("label", { class: "check" }, h("input", { name, type: "checkbox", value: "true" }), title);
 }
 
-/**
- * @param {string} name
- * @param {string[]} values
- * @param {string} [unset] what stands for no value
- */
+/** @param {string} name @param {string[]} values @param {string} [unset] what stands for no value */
 export function choice(name, values, unset = "any") {
   return h("select", { name }, h("option", { value: "" }, unset), values.map((value) => h("option", { value }, value)));
 }
@@ -44,9 +40,8 @@ export function choice(name, values, unset = "any") {
 /** A form that is a query: it acts when it is changed, and always shows what the address says. A narrow page folds it. */
 export class QueryForm {
   /**
-   * @param {AbortSignal} closed
-   * @param {(values: Values) => void} onChange
-   * @param {"input"|"change"} event which lets it act: while one types, or once a field is left
+   * It acts by an event: while one types, or once a field is left.
+   * @param {AbortSignal} closed @param {(values: Values) => void} onChange @param {"input"|"change"} event
    * @param {HTMLFormElement} form
    */
   constructor(closed, onChange, event, form) {
@@ -79,12 +74,8 @@ export class QueryForm {
 
   /** @returns {Values} */
   read() {
-    /** @type {Values} */
-    const values = {};
-    for (const [name, value] of new FormData(this.form)) {
-      if (typeof value === "string" && value.trim()) values[name] = value.trim();
-    }
-    return values;
+    const all = [...new FormData(this.form)].map(([name, value]) => [name, String(value).trim()]);
+    return Object.fromEntries(all.filter(([, value]) => value));
   }
 
   /** @param {Values} values @param {Element|null} [kept] a field that stays as it is */

@@ -9,10 +9,7 @@ const moment = new Intl.DateTimeFormat("en-GB", { dateStyle: "medium", timeStyle
 
 let aheadS = 0;
 
-/**
- * Set the server's clock, so that "3 s ago" is right on a computer whose own clock is wrong.
- * @param {number} serverNow epoch seconds
- */
+/** Set the server's clock, so that "3 s ago" is right on a computer whose own is wrong. @param {number} serverNow epoch seconds */
 export function setServerNow(serverNow) {
   aheadS = serverNow - Date.now() / 1000;
 }
@@ -37,11 +34,7 @@ export function compact(value) {
   return value == null ? DASH : short.format(value);
 }
 
-/**
- * A number with a fixed number of decimals, so that a column of them is aligned.
- * @param {number|null|undefined} value
- * @param {number} [decimals]
- */
+/** With always as many decimals, so that a column is aligned. @param {number|null|undefined} value @param {number} [decimals] */
 export function decimal(value, decimals = 3) {
   if (value == null) return DASH;
   const size = Math.abs(value);
@@ -93,9 +86,8 @@ export function iso(at) {
 }
 
 /**
- * A `<time>` that says how long ago something was, and is kept up to date.
- * @param {number|null|undefined} at epoch seconds
- * @param {"ago"|"for"} [style] "3 s ago", or "3 s" for what is still going on
+ * A `<time>` that says how long ago something was, or how long it has been going on ("for"), and is kept up to date.
+ * @param {number|null|undefined} at epoch seconds @param {"ago"|"for"} [style]
  */
 export function since(at, style = "ago") {
   const element = document.createElement("time");
@@ -105,9 +97,7 @@ export function since(at, style = "ago") {
 
 /**
  * Point such a `<time>` at another moment, in place.
- * @param {HTMLElement} element
- * @param {number|null|undefined} at
- * @param {"ago"|"for"} [style]
+ * @param {HTMLElement} element @param {number|null|undefined} at @param {"ago"|"for"} [style]
  */
 export function setSince(element, at, style = "ago") {
   if (at == null) {

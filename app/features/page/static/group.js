@@ -6,7 +6,7 @@ import { copyCurl } from "./copy.js";
 import { badge, bar, fact, folded, h, message, renew, replace } from "./dom.js";
 import { amount, compact, count, decimal, ranges } from "./format.js";
 import { chosenRun, listHref, rolloutsHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
-import { actionsCell, badgeCell, durationCell, errorsCell, pickColumn, sessionColumn, textCell } from "./rows.js";
+import { actionsCell, badgeCell, durationCell, errorColumns, pickColumn, sessionColumn, textCell } from "./rows.js";
 import { readSummaries } from "./summaries.js";
 import { isNarrow, LongTable } from "./table.js";
 import { View } from "./view.js";
@@ -20,6 +20,8 @@ const MOST_PLOTTED = 2000;
 /** Rows whose state is read, and components of the reward that have a column. */
 const MOST_STATES = 500;
 const MOST_COMPONENTS = 6;
+/** Messages of a task; the reply is behind them. */
+const MOST_MESSAGES = 20;
 /** As an export's `advantage=grpo` adds it to the standard deviation. */
 const EPSILON = 1e-6;
 
@@ -129,9 +131,10 @@ export class GroupView extends View {
 
   /** The task stands in the first turn of any attempt. @param {string} id @param {AbortSignal} signal */
   async #readTask(id, signal) {
-    const path = `/ui/api/sessions/${encodeURIComponent(id)}/rollout`;
-    const [step] = /** @type {Rollout} */ (await get(path, { limit: 1 }, signal)).steps;
-    const asked = (step?.messages ?? []).slice(0, -1).map(({ message: said }) => /** @type {ChatMessage} */ (said ?? {}));
+    const path = `/sessions/${encodeURIComponent(id)}/messages`;
+    const { messages } = /** @type {{messages: Entry[]}} */ (await get(path, { limit: MOST_MESSAGES }, signal));
+    const before = messages.slice(0, messages.findIndex(({ sampled }) => sampled));
+    const asked = before.map(({ message: said }) => /** @type {ChatMessage} */ (said ?? {}));
     const blocks = asked.map(({ role, content }) => {
       const block = textBlock(typeof content === "string" ? content : JSON.stringify(content ?? null, null, 2));
       return role === "user" ? block : folded(visibleText(String(role)), block);
@@ -146,7 +149,7 @@ export class GroupView extends View {
     this.names = names;
     this.holder.hidden = false;
     const { table, sort, order } = this;
-    const value = this.columns(names).map((column) => /** @type {ValueColumn} */ (column)).find(({ title }) => title === sort)?.value;
+    const value = this.columns(names).map((column) => /** @type {ValueColumn} */ (column)).find((column) => column.sort === sort)?.value;
     const rank = (/** @type {Row} */ row) => (value ? (value(row) ?? null) : null);
     const sign = order === "desc" ? -1 : 1;
     const rows = [...this.rows].sort((a, b) => {
@@ -180,8 +183,7 @@ function plot(attempts, statistics) {
 
 /** @param {Group} group */
 function facts(group) {
-  const { attempts, statistics } = group;
-  const missing = missingOf(attempts);
+  const { attempts, statistics, missing_attempts: missing } = group;
   const closed = attempts.filter((one) => one.status !== "open").length;
   const flag = (/** @type {string} */ text) => h("span", { class: "flag" }, `▲ ${text}`);
   const isFlat = statistics?.zero_variance && statistics.count > 1;
@@ -196,20 +198,6 @@ function facts(group) {
     isFlat && fact("Variance", flag("zero: all rewards are equal, a group-relative advantage is 0")),
     missing.length > 0 && fact("Missing attempts", flag(ranges(missing))),
   ];
-}
-
-/**
- * Numbers below the highest attempt that no session has; counted from 0 where there is a 0, else from 1.
- * @param {Attempt[]} attempts
- */
-function missingOf(attempts) {
-  const numbers = new Set(attempts.map((one) => one.attempt).filter((one) => one !== null));
-  const missing = [];
-  const highest = Math.max(...numbers);
-  for (let one = numbers.has(0) ? 0 : 1; one < highest && missing.length < 1000; one += 1) {
-    if (!numbers.has(one)) missing.push(one);
-  }
-  return missing;
 }
 
 /** @param {string[]} names of components of the reward @returns {ValueColumn[]} */
@@ -238,7 +226,7 @@ function columns(names) {
       fill: durationCell,
     }),
     { title: "Finish", hint: "Why the newest turn ended", width: "72px", fill: textCell((one) => visibleText(one.about?.finish_reason ?? "–")) },
-    number("Errors", (one) => one.about?.errors, { hint: "Turns that were refused or abandoned", fill: errorsCell, width: "62px" }),
+    ...errorColumns(),
     number("Reward", (one) => one.reward, { text: decimal }),
     number("Advantage", (one) => one.advantage, { text: decimal, hint: "Reward minus the group's mean", width: "92px" }),
     number("÷ std. dev.", (one) => one.normalized, {

@@ -9,10 +9,7 @@ import { visibleText } from "./visible.js";
 
 /** @import {Column, GroupPage, GroupRow, Place, SessionRow} from "../ui_types.d.ts" */
 
-/**
- * The filters, over the loaded groups.
- * @type {{name: string, title: string, fits: (group: GroupRow) => boolean}[]}
- */
+/** The filters, over the loaded groups. @type {{name: string, title: string, fits: (group: GroupRow) => boolean}[]} */
 const FILTERS = [
   { name: "", title: "All", fits: () => true },
   { name: "flat", title: "Zero variance", fits: (group) => group.zero_variance },

@@ -34,11 +34,7 @@ export function parse(hash) {
   return Object.hasOwn(VIEWS, pattern) && id !== null ? { name: VIEWS[pattern], id, query: new URLSearchParams(search) } : null;
 }
 
-/**
- * @param {string|null} text of the address
- * @param {number} least
- * @returns {number|null} null: no whole number from `least` on
- */
+/** Null: no whole number from `least` on. @param {string|null} text of the address @param {number} least */
 export function wholeNumber(text, least) {
   const value = Number(text);
   return text !== null && text !== "" && Number.isInteger(value) && value >= least ? value : null;
@@ -54,10 +50,7 @@ function decoded(raw) {
   }
 }
 
-/**
- * @param {Parameters} [parameters] empty and null ones are left out
- * @returns {string} "?a=b", or nothing
- */
+/** "?a=b", or nothing. @param {Parameters} [parameters] empty and null ones are left out */
 export function queryOf(parameters = {}) {
   const query = new URLSearchParams();
   const entries = parameters instanceof URLSearchParams ? parameters.entries() : Object.entries(parameters);
@@ -113,10 +106,7 @@ export function sideBySideHref(keys) {
   return listHref("rollouts", { sessions: keys.join(",") });
 }
 
-/**
- * Change the query of the address, without a step in the history and without a new view.
- * @param {Parameters} parameters
- */
+/** Change the query of the address, without a step in the history and without a new view. @param {Parameters} parameters */
 export function setQuery(parameters) {
   const [path] = location.hash.split("?");
   history.replaceState(null, "", `${path || "#/"}${queryOfRun(parameters)}`);

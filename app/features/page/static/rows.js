@@ -12,17 +12,12 @@ import { actionText, visibleText } from "./visible.js";
 
 /** @template Row */
 export class Rows {
-  /**
-   * @param {HTMLElement} body the tbody
-   * @param {Column<Row>[]} columns
-   * @param {(row: Row) => string} keyOf
-   */
+  /** @param {HTMLElement} body the tbody @param {Column<Row>[]} columns @param {(row: Row) => string} keyOf */
   constructor(body, columns, keyOf) {
     this.body = body;
     this.columns = columns;
     this.keyOf = keyOf;
-    /** @type {Map<string, Line<Row>>} */
-    this.lines = new Map();
+    this.lines = /** @type {Map<string, Line<Row>>} */ (new Map());
   }
 
   /**
@@ -57,10 +52,8 @@ function newCell(column) {
 }
 
 /**
- * @template {Omit<Column<any>, "fill">} Title
- * @param {Title[]} columns
- * @param {(column: Title) => void} [onSort]
- * @returns {HTMLTableRowElement} the header's row
+ * The header's row.
+ * @template {Omit<Column<any>, "fill">} Title @param {Title[]} columns @param {(column: Title) => void} [onSort]
  */
 export function headerRow(columns, onSort) {
   return h(
@@ -79,10 +72,7 @@ export function headerRow(columns, onSort) {
 
 /**
  * A table of some rows, all of them in the document.
- * @template Row
- * @param {string} label
- * @param {Column<Row>[]} columns
- * @param {(row: Row) => string} keyOf
+ * @template Row @param {string} label @param {Column<Row>[]} columns @param {(row: Row) => string} keyOf
  */
 export function smallTable(label, columns, keyOf) {
   const body = h("tbody");
@@ -90,7 +80,7 @@ export function smallTable(label, columns, keyOf) {
   return { element: scrollRegion(label, table), rows: new Rows(body, columns, keyOf) };
 }
 
-/** @template Row @param {(row: Row) => string} text @returns {Column<Row>["fill"]} */
+/** @template Row @param {(row: Row) => string} text @returns {Fill<Row>} */
 export function textCell(text) {
   return (cell, row) => {
     const now = text(row);
@@ -101,25 +91,20 @@ export function textCell(text) {
 
 /**
  * A column of text.
- * @template Row
- * @param {string} title
- * @param {(row: Row) => string} text
- * @param {Partial<Column<Row>>} [more]
+ * @template Row @param {string} title @param {(row: Row) => string} text @param {Partial<Column<Row>>} [more]
  * @returns {Column<Row>}
  */
 export function column(title, text, more) {
   return { title, fill: textCell(text), ...more };
 }
 
-/** @template Row @param {string} title @param {(row: Row) => string} text @param {Partial<Column<Row>>} [more] @returns {Column<Row>} */
+/** @type {typeof column} */
 export function numberColumn(title, text, more) {
   return column(title, text, { width: "76px", number: true, ...more });
 }
 
 /**
- * @template {{session_id: string}} Row
- * @param {Partial<Column<Row>>} more
- * @param {(row: Row) => string} [href]
+ * @template {{session_id: string}} Row @param {Partial<Column<Row>>} more @param {(row: Row) => string} [href]
  * @returns {Column<Row>}
  */
 export function sessionColumn(more, href = (row) => sessionHref(row.session_id)) {
@@ -133,10 +118,8 @@ export function groupColumn(width) {
 }
 
 /**
- * @template Row
- * @param {(row: Row) => string|null} text null: nothing
- * @param {(row: Row) => string} href
- * @returns {Column<Row>["fill"]}
+ * @template Row @param {(row: Row) => string|null} text null: nothing @param {(row: Row) => string} href
+ * @returns {Fill<Row>}
  */
 export function linkCell(text, href) {
   return (cell, row) => {
@@ -149,12 +132,7 @@ export function linkCell(text, href) {
   };
 }
 
-/**
- * @template Row
- * @param {(row: Row) => string} state
- * @param {(row: Row) => string|undefined} [tone]
- * @returns {Column<Row>["fill"]}
- */
+/** @template Row @param {(row: Row) => string} state @param {(row: Row) => string|undefined} [tone] @returns {Fill<Row>} */
 export function badgeCell(state, tone) {
   return (cell, row) => {
     const found = /** @type {HTMLElement|null} */ (cell.firstElementChild);
@@ -164,14 +142,13 @@ export function badgeCell(state, tone) {
 }
 
 /**
- * Boxes that pick sessions.
- * @template {{session_id: string}} Row
- * @param {(picked: Set<string>) => void} onPick gets the ids of all that are picked
+ * Boxes that pick sessions; `onPick` gets the ids of all that are picked.
+ * @template {{session_id: string}} Row @param {(picked: Set<string>) => void} onPick
  * @returns {Column<Row>}
  */
 export function pickColumn(onPick) {
   const picked = new Set();
-  /** @type {Column<Row>["fill"]} */
+  /** @type {Fill<Row>} */
   const fill = (cell, { session_id: id }) => {
     let box = cell.querySelector("input");
     if (!box) {
@@ -187,7 +164,7 @@ export function pickColumn(onPick) {
   return { title: "Pick", hint: "Show these side by side", width: "44px", fill };
 }
 
-/** @template Row @param {(row: Row) => number|null} at @param {"ago"|"for"} [style] @returns {Column<Row>["fill"]} */
+/** @template Row @param {(row: Row) => number|null} at @param {"ago"|"for"} [style] @returns {Fill<Row>} */
 export function sinceCell(at, style = "ago") {
   return (cell, row) => {
     const found = /** @type {HTMLElement|null} */ (cell.firstElementChild);
@@ -198,9 +175,8 @@ export function sinceCell(at, style = "ago") {
 
 /**
  * What somebody did, in a line: calls as code, text as text.
- * @template Row
- * @param {(row: Row) => readonly Action[]} actions
- * @returns {Column<Row>["fill"]}
+ * @template Row @param {(row: Row) => readonly Action[]} actions
+ * @returns {Fill<Row>}
  */
 export function actionsCell(actions) {
   return (cell, row) => {
@@ -212,9 +188,7 @@ export function actionsCell(actions) {
 
 /**
  * How long a session took so far, from its creation to the end of its newest turn.
- * @template {{about?: Summary, state: string}} Row
- * @param {HTMLElement} cell
- * @param {Row} row
+ * @template {{about?: Summary, state: string}} Row @param {HTMLElement} cell @param {Row} row
  */
 export function durationCell(cell, row) {
   const { started_at: start, ended_at: end = null } = row.about ?? {};
@@ -223,7 +197,15 @@ export function durationCell(cell, row) {
   else textCell(() => (start === undefined || end === null ? "–" : duration(end - start)))(cell, row);
 }
 
-/** @template {{about?: Summary}} Row @param {HTMLElement} cell @param {Row} row failed turns, marked */
-export function errorsCell(cell, { about }) {
-  cell.replaceChildren(about?.errors ? badge(count(about.errors), "bad") : about ? "0" : "–");
+/** How many errors there were of either kind. @template {{engine_errors: number, tool_errors: number}} Row */
+export function errorColumns() {
+  const column = (/** @type {string} */ title, /** @type {"engine_errors"|"tool_errors"} */ sort, /** @type {string} */ hint) => {
+    /** @type {Column<Row>["fill"]} */
+    const fill = (cell, row) => cell.replaceChildren(row[sort] ? badge(count(row[sort]), "bad") : "0");
+    return { title, width: "102px", number: true, sort, hint, value: (/** @type {Row} */ row) => row[sort], fill };
+  };
+  return [
+    column("Engine errors", "engine_errors", "Turns that ended without a commit, and requests that a limit refused"),
+    column("Tool errors", "tool_errors", "Results that say that their calls failed"),
+  ];
 }

@@ -10,9 +10,7 @@ const PAGE = 1000;
 /** Lists that a change of the run leaves in sight; from elsewhere it leads to the run's first view. */
 const LISTS = ["groups", "search", "exports", "checkpoints"];
 
-/**
- * @param {HTMLElement} root
- */
+/** @param {HTMLElement} root */
 export function runChoice(root) {
   const select = h("select", { "aria-label": "Run" });
   /** @type {string[]} */

@@ -5,13 +5,13 @@ import { badge, bar, fact, h, message, renew, replace } from "./dom.js";
 import { amount, compact, count, decimal, since } from "./format.js";
 import { groupNameColumn } from "./groups.js";
 import { chosenRun, listHref, sessionsHref } from "./route.js";
-import { badgeCell, column, numberColumn, sinceCell, smallTable } from "./rows.js";
+import { badgeCell, column, errorColumns, numberColumn, sinceCell, smallTable } from "./rows.js";
 import { FollowsFleet } from "./view.js";
 import { visible, visibleText } from "./visible.js";
 
 /** @import {Child, Column, GroupRow, Place, RunFigures, RunView as Answer, SessionRow, ShutGate, StuckGroup, VersionFigures} from "../ui_types.d.ts" */
 
-/** A share of this size is marked: of turns that failed, of a limit that is used, of groups that teach nothing. */
+/** A share of this size is marked: of turns that an engine failed, of a limit that is used, of groups that teach nothing. */
 const MANY_ERRORS = 0.1;
 const MOST_OF_LIMIT = 0.9;
 const MANY_FLAT = 0.5;
@@ -20,8 +20,8 @@ const STALENESS = "By how many versions the oldest weights of a session are behi
 /** @type {{title: string, value: (one: VersionFigures) => number|null, text?: (value: number) => string, note: string, hint?: string}[]} */
 const PLOTS = [
   { title: "Reward", value: (one) => one.mean_reward, note: "mean of the rollouts" },
-  { title: "Errors", value: errorShare, text: percent, note: "of all turns" },
-  { title: "Turns", value: (one) => one.turns, text: count, note: "committed" },
+  { title: "Engine errors", value: errorShare, text: percent, note: "of all turns" },
+  { title: "Tool errors", value: ({ turns, tool_errors: failed }) => (turns ? failed / turns : null), note: "a turn" },
   { title: "Staleness", value: (one) => one.staleness, note: "versions, mean of the sessions", hint: STALENESS },
 ];
 
@@ -74,8 +74,8 @@ export class RunView extends FollowsFleet {
   }
 }
 
-/** @param {VersionFigures} one @returns {number|null} */
-function errorShare({ turns, errors }) {
+/** @param {{turns: number, engine_errors: number}} one @returns {number|null} */
+function errorShare({ turns, engine_errors: errors }) {
   return turns + errors ? errors / (turns + errors) : null;
 }
 
@@ -91,9 +91,8 @@ function marked(text, isBad) {
 
 /** @param {Answer} answer @returns {Child} */
 function facts({ run, failed, groups, gates }) {
-  const { sessions, reward, turns, errors, limits, tokens, weight_versions: weights } = run;
-  const wrong = Object.values(errors).reduce((sum, number) => sum + number, 0);
-  const share = turns + wrong ? wrong / (turns + wrong) : 0;
+  const { sessions, reward, errors, limits, tokens, weight_versions: weights } = run;
+  const share = errorShare(run) ?? 0;
   const kinds = Object.entries(failed).map(([kind, number]) => `${kind} ${count(number)}`);
   const reasons = Object.entries(errors).map(([reason, number]) => `${reason} ${count(number)}`);
   const behind = weights.newest === null || weights.oldest_live === null ? null : weights.newest - weights.oldest_live;
@@ -102,7 +101,8 @@ function facts({ run, failed, groups, gates }) {
   return [
     run.status !== "open" && fact("State", badge(run.status)),
     fact("Reward", reward ? `${decimal(reward.mean)} ± ${decimal(reward.std)}` : "–"),
-    titled(reasons.join(", "), fact("Errors", marked(`${percent(share)} of turns`, share >= MANY_ERRORS))),
+    titled(reasons.join(", "), fact("Engine errors", marked(`${percent(share)} of turns`, share >= MANY_ERRORS))),
+    fact("Tool errors", count(run.tool_errors)),
     fact("Failed attempts", kinds.join(", ") || "none"),
     fact("Zero variance", marked(`${count(groups.flat)} of ${amount(groups.rewarded, "group")}`, groups.flat > MANY_FLAT * groups.rewarded)),
     titled("Versions behind the run's newest", fact("Oldest open session", behind === null ? "–" : amount(behind, "version"))),
@@ -171,8 +171,8 @@ function versionColumns() {
     numberColumn("Rewarded", (one) => count(one.rewarded)),
     numberColumn("Failed", (one) => count(one.failed), { hint: "Rollouts" }),
     numberColumn("Turns", (one) => count(one.turns)),
-    numberColumn("Errors", (one) => count(one.errors), { hint: "Turns that were not committed" }),
-    numberColumn("Share", (one) => percent(errorShare(one) ?? 0), { hint: "Of errors in all turns" }),
+    ...errorColumns(),
+    numberColumn("Share", (one) => percent(errorShare(one) ?? 0), { hint: "Of engine errors in all turns" }),
     numberColumn("Staleness", (one) => decimal(one.staleness), { hint: STALENESS }),
     numberColumn("Sessions", (one) => count(one.sessions), { hint: "Sessions whose newest turn's weights are of this version" }),
     numberColumn("Open", (one) => count(one.open)),

@@ -21,12 +21,9 @@ export class SearchView extends View {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, { query }) {
     super(root);
-    /** @type {Values} */
-    this.query = {};
-    /** @type {SearchHit[]} */
-    this.hits = [];
-    /** @type {string|null} */
-    this.cursor = null;
+    this.query = /** @type {Values} */ ({});
+    this.hits = /** @type {SearchHit[]} */ ([]);
+    this.cursor = /** @type {string|null} */ (null);
     this.form = new QueryForm(this.closed, (values) => this.#open(values), "input", fields());
     this.found = h("span", { role: "status" });
     this.list = h("ol", { class: "hits" });
@@ -139,7 +136,7 @@ function hitItem(hit) {
     h(
       "p",
       { class: "who" },
-      h("a", { href: sessionHref(session_id, { turn, brought: role === "assistant" ? null : 1 }) }, named(session_id), ` turn ${turn}`),
+      h("a", { href: sessionHref(session_id, { turn, brought: role === "tool" ? 1 : null }) }, named(session_id), ` turn ${turn}`),
       h("strong", null, named(role)),
       tools.map((tool) => h("code", null, named(tool))),
       badge(status),

@@ -9,7 +9,7 @@ import { changeQuery, checkpointHref, groupHref, sessionHref, wholeNumber } from
 import { StagesTab } from "./stages.js";
 import { TokensTab } from "./tokens.js";
 import { TreeTab } from "./tree.js";
-import { TurnTab } from "./turn.js";
+import { TranscriptTab } from "./transcript.js";
 import { verdicts } from "./verdicts.js";
 import { SessionPart, View } from "./view.js";
 import { named, textBlock } from "./visible.js";
@@ -19,11 +19,14 @@ import { named, textBlock } from "./visible.js";
 
 /** Checkpoints that are named; a run may make hundreds. */
 const MOST_CHECKPOINTS = 5;
+/** So long after the last scrolling the turn in sight stands in the address. */
+const REST_MS = 250;
 
-/** @typedef {"turn"|"tokens"|"stages"|"events"|"tree"} TabName */
-/** @typedef {{element: HTMLElement, update: (session: Session, at: {turn: number|null, branch: number|null, seq: number|null}) => void}} Tab */
-/** @type {Record<TabName, new (...given: ConstructorParameters<typeof SessionPart>) => Tab>} */
-const TABS = { turn: TurnTab, tokens: TokensTab, stages: StagesTab, events: EventsTab, tree: TreeTab };
+/** @typedef {{element: HTMLElement, update: (session: Session, at: {turn: number|null, branch: number|null, seq: number|null, isNew: boolean}) => void}} Tab */
+/** @typedef {"tokens"|"stages"|"events"|"tree"} Other */
+/** @typedef {"transcript"|Other} TabName */
+/** @type {Record<Other, new (...given: ConstructorParameters<typeof SessionPart>) => Tab>} */
+const TABS = { tokens: TokensTab, stages: StagesTab, events: EventsTab, tree: TreeTab };
 
 /** @param {string} name @param {...Child} value @returns {HTMLElement} */
 function fact(name, ...value) {
@@ -51,7 +54,7 @@ function placeOf(query) {
     /** What the turn's request brought is meant: it stands beside the turn before. */
     brought: query.has("brought"),
     seq: wholeNumber(query.get("seq"), 1),
-    tab: name in TABS ? /** @type {TabName} */ (name) : /** @type {const} */ ("turn"),
+    tab: name in TABS ? /** @type {TabName} */ (name) : /** @type {const} */ ("transcript"),
   };
 }
 
@@ -59,7 +62,9 @@ export class SessionView extends View {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, { id, query }) {
     super(root, "session", id);
-    this.path = `/ui/api/sessions/${encodeURIComponent(id)}`;
+    /** Of the session's routes for everybody, and of the page's own. */
+    this.stable = `/sessions/${encodeURIComponent(id)}`;
+    this.path = `/ui/api${this.stable}`;
     /** @type {Session|null} as it is shown */
     this.session = null;
     /** The last event that was read, and the last that the live stream named. */
@@ -68,15 +73,23 @@ export class SessionView extends View {
     /** Without a turn in the address: has one been in flight? Then the newest is shown. */
     this.isFollowing = false;
     this.at = placeOf(query);
-    /** @type {Partial<Record<TabName, Tab>>} made when they are first shown */
-    this.made = {};
     this.head = h("div", { class: "sessionhead" });
     this.verdicts = h("div");
     this.more = h("div", { class: "folds" });
     this.details = folded("Details", this.more, "sessiondetails");
-    this.list = new ActionList(this.closed, id, (turn, branch) => this.#pick(turn, branch));
-    this.tabs = h("nav", { class: "tabs", "aria-label": "What is shown of the turn" });
-    this.content = h("div", { class: "tabcontent", tabindex: "0", role: "region", "aria-label": "The turn" });
+    const pick = (/** @type {number|null} */ turn, /** @type {number|null} */ branch) => this.#pick(turn, branch);
+    this.list = new ActionList(this.closed, id, pick, {
+      known: () => this.session && this.#mark(this.session),
+      found: (text, turns) => this.#found(text, turns),
+      step: (by) => this.transcript.step(by),
+    });
+    this.transcript = new TranscriptTab(this.closed, id, pick, (turn) => this.#see(turn), (turn) => this.list.lineOf(turn));
+    /** @type {{transcript: Tab} & Partial<Record<Other, Tab>>} the others are made when they are first shown */
+    this.made = { transcript: this.transcript };
+    this.resting = 0;
+    this.closed.addEventListener("abort", () => clearTimeout(this.resting));
+    this.tabs = h("nav", { class: "tabs", "aria-label": "What is shown of the session" });
+    this.content = h("div", { class: "tabcontent", tabindex: "0", role: "region", "aria-label": "The session" });
     replace(
       root,
       h(
@@ -86,7 +99,6 @@ export class SessionView extends View {
         h("div", { class: "panes" }, this.list.element, h("section", { class: "pane", "aria-label": "Turn" }, this.tabs, this.content)),
       ),
     );
-    this.list.search.addEventListener("input", () => /** @type {TurnTab} */ (this.#tab("turn")).mark(this.list.search.value.trim()));
     this.refresh();
   }
 
@@ -129,6 +141,27 @@ export class SessionView extends View {
     if (this.tabs.getBoundingClientRect().top > innerHeight / 2) this.tabs.scrollIntoView();
   }
 
+  /** Somebody scrolled to a turn. @param {number} turn */
+  #see(turn) {
+    this.at = { ...this.at, turn, brought: false };
+    this.list.mark(turn);
+    clearTimeout(this.resting);
+    this.resting = setTimeout(() => {
+      changeQuery({ turn, brought: null });
+      if (this.session) this.#showTabs(this.session);
+    }, REST_MS);
+  }
+
+  /** @param {string} text @param {number[]} turns that have it */
+  #found(text, turns) {
+    if (text && this.at.tab !== "transcript") {
+      this.at.tab = "transcript";
+      changeQuery({ tab: null });
+      if (this.session) this.#mark(this.session);
+    }
+    this.transcript.search(text, turns);
+  }
+
   /** @param {Session} session @returns {number|null} the turn to show: that of the address, else the first, or in flight the newest */
   #chosen({ turns, failed_turns, open_turns, tree }) {
     const all = [...turns, ...failed_turns, ...open_turns].map((one) => one.turn);
@@ -139,28 +172,38 @@ export class SessionView extends View {
     return this.isFollowing ? Math.max(...all) : (turns[0]?.turn ?? failed_turns[0]?.turn ?? null);
   }
 
-  /** @param {TabName} name @returns {Tab} */
-  #tab(name) {
-    return (this.made[name] ??= new TABS[name](this.closed, this.id, (turn, branch, seq) => this.#pick(turn, branch, seq)));
-  }
-
   /** @param {Session} session */
   #mark(session) {
+    clearTimeout(this.resting);
     const turn = this.#chosen(session);
     const { seq, tab: name } = this.at;
-    const branch = session.tree?.branches.some((one) => one.branch === this.at.branch) ? this.at.branch : null;
+    const branch = this.#branchOf(session);
     this.list.update(session, { turn, branch });
-    const names = /** @type {TabName[]} */ (Object.keys(TABS)).filter((one) => one !== "tree" || session.tree);
-    const href = (/** @type {TabName} */ one) => sessionHref(this.id, { turn: this.at.turn, branch, seq, tab: one === "turn" ? null : one });
-    renew(this.tabs, [names, this.at, branch], () =>
-      names.map((one) => h("a", { href: href(one), "aria-current": one === name ? "page" : null }, one.charAt(0).toUpperCase() + one.slice(1))),
-    );
-    const tab = this.#tab(name);
-    if (this.content.firstChild !== tab.element) {
+    this.#showTabs(session);
+    const tab = name === "transcript" ? this.transcript : (this.made[name] ??= new TABS[name](this.closed, this.id, (...place) => this.#pick(...place)));
+    const isNew = this.content.firstChild !== tab.element;
+    if (isNew) {
       replace(this.content, tab.element);
       this.content.scrollTop = 0;
     }
-    tab.update(session, { turn, branch, seq });
+    tab.update(session, { turn, branch, seq, isNew });
+  }
+
+  /** @param {Session} session @returns {number|null} the branch of the address, if there is one */
+  #branchOf({ tree }) {
+    return tree?.branches.some((one) => one.branch === this.at.branch) ? this.at.branch : null;
+  }
+
+  /** @param {Session} session */
+  #showTabs(session) {
+    const { turn, seq, tab } = this.at;
+    const branch = this.#branchOf(session);
+    const names = /** @type {TabName[]} */ (["transcript", ...Object.keys(TABS)]).filter((one) => one !== "tree" || session.tree);
+    const href = (/** @type {TabName} */ one) => sessionHref(this.id, { turn, branch, seq, tab: one === "transcript" ? null : one });
+    renew(this.tabs, [names, this.at, branch], () => [
+      names.map((one) => h("a", { href: href(one), "aria-current": one === tab ? "page" : null }, one.charAt(0).toUpperCase() + one.slice(1))),
+      tab === "transcript" && this.transcript.rendering,
+    ]);
   }
 
   refresh() {
@@ -218,6 +261,8 @@ export class SessionView extends View {
           ),
         ),
       h("span", { title: `${count(sampled + suffix)} of live turns, each once; ${count(sampled)} sampled` }, `${compact(sampled + suffix)} tokens`, h("span", { class: "note" }, `, ${compact(sampled)} sampled`)),
+      session.engine_errors > 0 && badge(amount(session.engine_errors, "engine error"), "bad"),
+      session.tool_errors > 0 && badge(amount(session.tool_errors, "tool error"), "warn"),
       engine && h("span", { class: "note" }, named(engine.replace(/^https?:\/\//, ""))),
       limit != null && badge(`limit: ${limit}`, "warn"),
     ];
@@ -260,9 +305,10 @@ export class SessionView extends View {
       h(
         "span",
         { class: "switches" },
-        copyCurl(() => ({ path: this.path, parameters: { seq: this.at.seq } })),
+        copyCurl(() => ({ path: this.stable })),
+        copyCurl(() => ({ path: `${this.stable}/messages` }), "messages"),
         copyCurl(() => ({ path: "/export", parameters: { session_id: this.id } }), "export"),
-        copyCurl(() => ({ path: `/sessions/${encodeURIComponent(this.id)}/annotations/note`, method: "PUT", body: { value: note ?? "" } }), "note"),
+        copyCurl(() => ({ path: `${this.stable}/annotations/note`, method: "PUT", body: { value: note ?? "" } }), "note"),
       ),
     ];
   }

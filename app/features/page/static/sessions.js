@@ -5,7 +5,7 @@ import { addressOf, FilterForm, needsPolling, PRESETS } from "./filters.js";
 import { field, textField } from "./form.js";
 import { compact, count, decimal } from "./format.js";
 import { listHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
-import { actionsCell, badgeCell, column, durationCell, errorsCell, groupColumn } from "./rows.js";
+import { actionsCell, badgeCell, column, durationCell, errorColumns, groupColumn } from "./rows.js";
 import { numberColumn, pickColumn, sessionColumn, sinceCell } from "./rows.js";
 import { SessionList } from "./sessionlist.js";
 import { isNarrow, LongTable } from "./table.js";
@@ -195,7 +195,7 @@ function nothing({ sort, order, run, ...filters }) {
 }
 
 /** Before somebody chooses. */
-const HIDDEN = ["Run", "Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn", ...(isNarrow() ? ["Finish", "Attempt"] : [])];
+const HIDDEN = ["Run", "Weights", "Staleness", "Engine", "Note and tags", "Created", "In turn", ...(isNarrow() ? ["Finish", "Attempt", "Tokens"] : [])];
 
 /** @returns {Column<SessionRow>[]} */
 function columns() {
@@ -217,7 +217,7 @@ function columns() {
       fill: durationCell,
     },
     column("Finish", (row) => visibleText(row.about?.finish_reason ?? "–"), { width: "76px", hint: "Why the newest turn ended" }),
-    { title: "Errors", width: "62px", number: true, hint: "Turns that were refused or abandoned", fill: errorsCell },
+    ...errorColumns(),
     numberColumn("Reward", (row) => decimal(row.reward), { width: "72px", sort: "reward" }),
     column("Run", (row) => row.run, { width: "112px" }),
     groupColumn("112px"),

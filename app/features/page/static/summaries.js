@@ -24,12 +24,10 @@ export class Summaries {
   constructor(closed, onRead) {
     this.closed = closed;
     this.onRead = onRead;
-    /** @type {Map<string, Summary>} */
-    this.known = new Map();
+    this.known = /** @type {Map<string, Summary>} */ (new Map());
     /** @type {Map<string, number>} the version for which a session was asked for last */
     this.asked = new Map();
-    /** @type {Map<string, number>} */
-    this.wanted = new Map();
+    this.wanted = /** @type {Map<string, number>} */ (new Map());
     this.timer = 0;
   }
 

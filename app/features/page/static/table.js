@@ -27,11 +27,8 @@ function leastWidth(columns) {
 }
 
 /**
- * Render what scrolls at the next frame: after each scroll and change of size, and when somebody asks for it.
- * @param {AbortSignal} closed
- * @param {Element} scroller
- * @param {() => void} render
- * @returns {() => void} to ask for it
+ * Render what scrolls at the next frame: after each scroll and change of size, and when what is returned is called.
+ * @param {AbortSignal} closed @param {Element} scroller @param {() => void} render
  */
 export function rendersSoon(closed, scroller, render) {
   let frame = 0;
@@ -54,10 +51,8 @@ export class LongTable {
   /** @param {AbortSignal} closed @param {TableOptions<Row>} options */
   constructor(closed, options) {
     this.options = options;
-    /** @type {Row[]} */
-    this.rows = [];
-    /** @type {string|null} */
-    this.current = null;
+    this.rows = /** @type {Row[]} */ ([]);
+    this.current = /** @type {string|null} */ (null);
     this.isBusy = true;
     this.pointedAt = -POINTED_MS;
     this.above = h("td");
@@ -102,11 +97,7 @@ export class LongTable {
     return performance.now() - this.pointedAt < POINTED_MS || this.body.contains(document.activeElement);
   }
 
-  /**
-   * @param {Row[]} rows
-   * @param {number} total how many there are on the server
-   * @param {boolean} isBusy are more being loaded?
-   */
+  /** @param {Row[]} rows @param {number} total how many the server has @param {boolean} isBusy are more being loaded? */
   show(rows, total, isBusy) {
     this.rows = rows;
     this.isBusy = isBusy;
@@ -182,12 +173,10 @@ export class LongTable {
     const at = this.rows.findIndex((row) => this.options.keyOf(row) === this.current);
     const last = this.rows.length - 1;
     const isInside = this.element.contains(document.activeElement);
-    let to;
-    if (event.key === "j") to = Math.min(last, at + 1);
-    else if (event.key === "k") to = Math.max(0, at - 1);
-    else if (event.key === "Home" && isInside) to = 0;
-    else if (event.key === "End" && isInside) to = last;
-    else return;
+    /** @type {Record<string, number>} */
+    const places = { j: Math.min(last, at + 1), k: Math.max(0, at - 1), ...(isInside && { Home: 0, End: last }) };
+    const to = places[event.key];
+    if (to === undefined) return;
     event.preventDefault();
     this.#walk(to);
   }

@@ -10,7 +10,7 @@ import { CAUSES } from "./tree.js";
 import { LatestRequest, SessionPart } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
-/** @import {Scale, Session, Token, TokenPage, Tree, TurnRange, Unlikely} from "../ui_types.d.ts" */
+/** @import {Scale, Session, Share, Token, TokenPage, Tree, TurnRange, Unlikely} from "../ui_types.d.ts" */
 /** @typedef {{token: Token, text: string|null, columns: Record<string, number|null>}} Known */
 
 /** Sampled tokens in the document at a time, and tokens of a prompt that is opened. */
@@ -41,6 +41,11 @@ function positionOf(turns, place) {
 function spelled(text) {
   if (/^ +$/.test(text)) return text.replaceAll(" ", "␣");
   return visibleText(text).replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
+}
+
+/** @param {Share[]} shares @returns {number} */
+function tokensOf(shares) {
+  return shares.reduce((sum, one) => sum + one.tokens, 0);
 }
 
 /** @param {Scale} scale @returns {string} */
@@ -208,13 +213,15 @@ export class TokensTab extends SessionPart {
       this.#showCells();
     };
     const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
-    const { sampled = 0, in_loss: inLoss = 0 } = outline ?? {};
+    const { sampled = 0, shares = [] } = outline ?? {};
+    const byReason = [...Map.groupBy(shares, (one) => one.reason)];
+    const sum = byReason.map(([why, some]) => `${why} ${count(tokensOf(some))}`).join(" + ");
     const setting = h("code", null, "TURNLOG_PAGE_TOKENIZER");
     refill(
       this.head,
       names.length > 1 && field("branch", (value) => this.pick(null, Number(value)), names),
       scales.length > 0 && field("colour", recolour, scales),
-      h("span", { class: "note" }, `${count(total)} tokens, ${count(sampled)} sampled, ${count(inLoss)} in the loss`),
+      h("span", { class: "note" }, `${count(total)} tokens · sampled ${count(tokensOf(shares))} = ${sum}`),
       copyCurl(() => ({ path: this.path, parameters: this.place })),
       h(
         "p",
@@ -248,25 +255,21 @@ export class TokensTab extends SessionPart {
     const scale = this.#scale;
     const item = (/** @type {string} */ kind, /** @type {string} */ text) =>
       h("li", null, h("span", { class: `swatch ${kind}`, "aria-hidden": "true" }), text);
+    const masked = new Set(this.row?.turns.flatMap((one) => one.masked ?? []));
     const mean = scale && `mean ${figure(scale.mean)}`;
     replace(
       this.legend,
       scale && legend(scale),
       mean && h("li", null, scale.kind === "logprob" ? `${mean} (perplexity ${figure(Math.exp(-scale.mean))})` : mean),
-      item("lp0 masked", "not in the loss"),
+      masked.size > 0 && item("lp0 masked", `masked: ${[...masked].join("; ")}`),
       item("unlikelymark", "least likely"),
-      this.#rollbacks.length > 0 && item("undonemark", "turns were rolled back"),
+      this.#gone.length > 0 && item("undonemark", [...new Set(this.#gone.map((one) => one.reason))].join(", ")),
     );
   }
 
-  /** Where turns were rolled back that this row does not have. @returns {{next: TurnRange, discarded: number[]}[]} */
-  get #rollbacks() {
-    const turns = this.row?.turns ?? [];
-    return (this.session?.rollbacks ?? []).flatMap(({ to_turn, discarded }) => {
-      const next = turns[turns.findIndex((one) => one.turn === to_turn) + 1];
-      const isHere = to_turn === 0 || this.#spanOf(to_turn);
-      return next && isHere && !discarded.includes(next.turn) ? [{ next, discarded }] : [];
-    });
+  /** What no row has, where this one would have it. @returns {Share[]} */
+  get #gone() {
+    return (this.row?.outline?.shares ?? []).filter((one) => one.at !== null);
   }
 
   /** @param {number} at @returns {number} the first sampled token from there on */
@@ -282,7 +285,7 @@ export class TokensTab extends SessionPart {
     const box = (/** @type {number} */ from, /** @type {number} */ to) =>
       `M${x(from)} 0H${Math.max(x(to), x(from) + 0.5)}V10H${x(from)}Z`;
     const sampled = (/** @type {boolean} */ inLoss) =>
-      turns.map((one) => (one.in_loss === inLoss ? box(one.output_start, one.end) : "")).join("");
+      turns.map((one) => ((one.masked === null) === inLoss ? box(one.output_start, one.end) : "")).join("");
     const ticks = (/** @type {number[]} */ places) => places.map((at) => `M${x(at)} 0V10`).join("");
     const range = h("input", { type: "range", min: 0, max: total - 1, "aria-label": "place in the row" });
     range.value = String(this.at ?? start);
@@ -290,7 +293,7 @@ export class TokensTab extends SessionPart {
     const parts = {
       inloss: sampled(true),
       outofloss: sampled(false),
-      undonemark: ticks(this.#rollbacks.map((one) => one.next.start)),
+      undonemark: ticks(this.#gone.map((one) => one.at ?? 0)),
       unlikelymark: ticks(outline?.least.map((one) => one.at) ?? []),
       onpage: box(start, (tokens.at(-1)?.[0] ?? total) + 1),
     };
@@ -315,7 +318,7 @@ export class TokensTab extends SessionPart {
     const from = row.start;
     const to = row.tokens.length < PAGE ? row.total : (row.tokens.at(-1)?.[0] ?? 0) + 1;
     let version = -1;
-    const cells = (/** @type {number} */ start, /** @type {number} */ end) => {
+    const cells = (/** @type {TurnRange} */ { masked }, /** @type {number} */ start, /** @type {number} */ end) => {
       const parts = [];
       for (let at = start; at < end; at += 1) {
         const known = this.known.get(at);
@@ -325,11 +328,14 @@ export class TokensTab extends SessionPart {
           parts.push(h("span", { class: "mark" }, "weights ", named(row.versions[own] ?? "?")));
           version = own;
         }
-        parts.push(this.#cell(known));
+        parts.push(this.#cell(known, masked));
       }
       return parts;
     };
-    const undone = new Map(this.#rollbacks.map(({ next, discarded }) => [next, discarded]));
+    const goneAt = (/** @type {number} */ place) => {
+      const here = this.#gone.filter((one) => one.at === place);
+      return here.map(({ reason, turns, tokens }) => `${reason} here: turns ${ranges(turns)}, ${count(tokens)} tokens`);
+    };
     const shown = row.turns.filter((one) => one.end > from && one.start < to);
     const hadFocus = this.cells.contains(document.activeElement);
     replace(
@@ -337,8 +343,9 @@ export class TokensTab extends SessionPart {
       shown.map((one) => {
         const prompt = this.opened.get(one.start)?.tokens.length ?? 0;
         const notes = [
-          undone.has(one) && `turns ${ranges(undone.get(one) ?? [])} were rolled back here`,
-          !one.in_loss && "not in the loss",
+          ...goneAt(one.start),
+          one.masked && `masked: ${one.masked}`,
+          one.trimmed > 0 && `${count(one.trimmed)} trimmed: the next prompt does not have them`,
           !USUAL.has(one.finish_reason) && `ends by ${one.finish_reason}`,
         ];
         return h(
@@ -347,10 +354,11 @@ export class TokensTab extends SessionPart {
           button(`turn ${one.turn}`, () => this.pick(one.turn, row.branch), { class: "mark turnmark" }),
           one.output_start > one.start && this.#fold(one, prompt),
           h("span", { class: "note" }, notes.filter(Boolean).join(" · ")),
-          prompt > 0 && h("div", { class: "promptrun" }, cells(one.start, one.start + prompt)),
-          h("div", null, cells(Math.max(one.output_start, from), Math.min(one.end, to))),
+          prompt > 0 && h("div", { class: "promptrun" }, cells(one, one.start, one.start + prompt)),
+          h("div", null, cells(one, Math.max(one.output_start, from), Math.min(one.end, to))),
         );
       }),
+      to === row.total && h("span", { class: "note" }, goneAt(to).join(" · ")),
     );
     this.cells.querySelector(".tok")?.setAttribute("tabindex", "0");
     if (hadFocus) this.#focusAt();
@@ -374,13 +382,15 @@ export class TokensTab extends SessionPart {
     return button(name, toggle, { class: "fold", "aria-expanded": String(shown > 0) });
   }
 
-  /** @param {Known} known */
-  #cell({ token: [at, id, sampled, lossMask, logprob, entropy], text, columns }) {
+  /** @param {Known} known @param {string|null} why what its turn sampled is masked */
+  #cell({ token: [at, id, sampled, lossMask, logprob, entropy], text, columns }, why) {
     const scale = this.#scale;
     const value = scale && { logprob, entropy, column: columns[scale.name] ?? null }[scale.kind];
-    const shade = scale && value != null ? `lp${shadeOf(scale, value)}` : "";
-    const kind = `tok ${shade} ${sampled ? (lossMask ? "" : "masked") : "prompt"} ${text ? "" : "id"}`;
-    return h("span", { class: kind, role: "button", tabindex: "-1", dataset: { at } }, text ? spelled(text) : id);
+    const isMasked = sampled > 0 && !lossMask;
+    const shade = scale && value != null && !isMasked ? `lp${shadeOf(scale, value)}` : "";
+    const kind = `tok ${shade} ${isMasked ? "masked" : sampled ? "" : "prompt"} ${text ? "" : "id"}`;
+    const place = { role: "button", tabindex: "-1", title: isMasked && `masked: ${why}`, dataset: { at } };
+    return h("span", { class: kind, ...place }, text ? spelled(text) : id);
   }
 
   /** @param {AbortSignal} closed */
@@ -437,13 +447,15 @@ export class TokensTab extends SessionPart {
   #explain(cell) {
     const known = this.known.get(Number(cell.dataset.at));
     if (!known) return;
-    const [at, id, sampled, lossMask, logprob, entropy, version, turn] = known.token;
+    const [at, id, sampled, , logprob, entropy, version, turn] = known.token;
+    const masked = this.#spanOf(turn)?.masked;
+    const use = sampled ? (masked ? `masked: ${masked}` : "trained") : "not sampled, not in the loss";
     replace(
       this.detail,
       h("strong", null, `position ${count(at)}`),
       ` · id ${id}`,
       known.text != null && [" · text ", h("code", null, named(JSON.stringify(known.text)))],
-      ` · turn ${turn} · ${sampled ? "sampled" : "not sampled"}, ${lossMask ? "in the loss" : "not in the loss"}`,
+      ` · turn ${turn} · ${use}`,
       logprob !== null && ` · logprob ${logprob.toFixed(6)}, probability ${share(logprob)}`,
       entropy !== null && ` · entropy ${figure(entropy)}`,
       version >= 0 && [" · weights ", named(this.row?.versions[version] ?? "?")],

@@ -13,13 +13,7 @@ export class Travel {
     this.seq = 1;
     this.last = 1;
     this.settling = 0;
-    this.slider = h("input", {
-      type: "range",
-      min: "1",
-      max: "1",
-      step: "1",
-      "aria-label": "event, of this session's log",
-    });
+    this.slider = h("input", { type: "range", min: "1", "aria-label": "event, of this session's log" });
     this.field = h("input", { type: "number", min: "1", class: "short", "aria-label": "event number" });
     this.of = h("span", { class: "note" });
     this.moment = h("span", { class: "note" });
@@ -33,25 +27,11 @@ export class Travel {
     });
     this.field.addEventListener("change", () => this.#go(Number(this.field.value)));
     closed.addEventListener("abort", () => clearTimeout(this.settling));
-    this.element = h(
-      "div",
-      { class: "travel", role: "group", "aria-label": "Time travel" },
-      h("label", null, "after event ", this.field),
-      this.of,
-      this.back,
-      this.slider,
-      this.forward,
-      this.live,
-      this.moment,
-    );
+    const parts = [h("label", null, "after event ", this.field), this.of, this.back, this.slider, this.forward, this.live, this.moment];
+    this.element = h("div", { class: "travel", role: "group", "aria-label": "Time travel" }, parts);
   }
 
-  /**
-   * @param {number} seq the event whose state is shown
-   * @param {number} last
-   * @param {boolean} isLive
-   * @param {number|null} at when that event was
-   */
+  /** @param {number} seq the event whose state is shown @param {number} last @param {boolean} isLive @param {number|null} at its time */
   update(seq, last, isLive, at) {
     this.seq = seq;
     this.last = last;

@@ -51,7 +51,7 @@ export function verdicts(id, turn, session, onWritten) {
 
 /** @param {string} name @param {Child} value @param {Child} more */
 function chip(name, value, more) {
-  return h("span", { class: "verdict" }, h("b", null, named(name)), " ", value, h("span", { class: "note" }, " ", more));
+  return h("span", { class: "verdict" }, h("strong", null, named(name)), " ", value, h("span", { class: "note" }, " ", more));
 }
 
 /** @param {Annotation} one @returns {Child} */

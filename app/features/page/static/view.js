@@ -49,8 +49,7 @@ export class LatestRequest {
   /** @param {AbortSignal} closed */
   constructor(closed) {
     this.closed = closed;
-    /** @type {AbortController|null} */
-    this.current = null;
+    this.current = /** @type {AbortController|null} */ (null);
   }
 
   get isRunning() {
@@ -63,10 +62,8 @@ export class LatestRequest {
   }
 
   /**
-   * @template T
-   * @param {Asked<T>} request
-   * @param {(value: T) => void} done
-   * @param {(error: unknown) => void} failed neither is called once the request is aborted
+   * Neither `done` nor `failed` is called once the request is aborted.
+   * @template T @param {Asked<T>} request @param {(value: T) => void} done @param {(error: unknown) => void} failed
    */
   async run(request, done, failed) {
     this.abort();
@@ -102,10 +99,9 @@ export class SessionPart {
     this.pick = pick;
     this.path = `/ui/api/sessions/${encodeURIComponent(id)}`;
     this.requests = new LatestRequest(closed);
-    /** @type {Session|null} as it is shown */
-    this.session = null;
-    /** @type {number|null} that is shown */
-    this.turn = null;
+    /** As they are shown. */
+    this.session = /** @type {Session|null} */ (null);
+    this.turn = /** @type {number|null} */ (null);
   }
 }
 
@@ -169,9 +165,7 @@ export class View {
 
   /**
    * Read, then show; the problem of an earlier request disappears.
-   * @template T
-   * @param {Asked<T>} request
-   * @param {(value: T) => void} show
+   * @template T @param {Asked<T>} request @param {(value: T) => void} show
    */
   read(request, show) {
     const done = (/** @type {T} */ value) => {

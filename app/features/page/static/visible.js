@@ -44,10 +44,7 @@ function nameOf(character) {
   return CONTROLS[code] ?? `U+${code.toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
-/**
- * @param {string} text of any origin
- * @returns {(string|Element)[]} children for an element
- */
+/** Children for an element. @param {string} text of any origin @returns {(string|Element)[]} */
 export function visible(text) {
   /** @type {(string|Element)[]} */
   const parts = [];
@@ -65,11 +62,7 @@ export function visible(text) {
   return parts;
 }
 
-/**
- * The same for a name, which has only a line: a long one is cut, and its length is added.
- * @param {unknown} name
- * @returns {(string|Element)[]}
- */
+/** The same for a name, which has only a line: a long one is cut, and its length is added. @param {unknown} name */
 export function named(name) {
   const text = String(name);
   if (text.length <= NAMED) return visible(text);
@@ -92,12 +85,7 @@ function boundary(text, at) {
   return code >= 0xd800 && code < 0xdc00 ? at + 1 : at;
 }
 
-/**
- * A block of text; a long one shows its beginning, and a button for more.
- *
- * @param {string} text
- * @param {string} [kind] a class
- */
+/** A block of text; a long one shows its beginning, and a button for more. @param {string} text @param {string} [kind] a class */
 export function textBlock(text, kind = "") {
   const block = h("pre", { class: `text ${kind}`, dir: "auto", tabindex: text.length > SCROLLS ? "0" : null });
   const whole = h("div", { class: "textblock" }, block);
