@@ -66,7 +66,8 @@ _SUMMARIES = tuple(
     (mark, re.compile(pattern, re.MULTILINE))
     for mark, pattern in (
         (" failed", r"^(?:=+ )?(?:\d+ \w+, )*[1-9]\d* failed(?:, \d+ \w+)* in [\d.]+ ?s"),  # pytest
-        (" error", r"^(?:=+ )?(?:\d+ \w+, )*[1-9]\d* errors?(?:, \d+ \w+)* in [\d.]+ ?s"),
+        (" error in ", r"^(?:=+ )?(?:\d+ \w+, )*1 error in [\d.]+ ?s"),
+        (" errors in ", r"^(?:=+ )?(?:\d+ \w+, )*[1-9]\d* errors in [\d.]+ ?s"),
         ("FAILED (", r"^FAILED \((?:\w+=\d+, )*(?:failures|errors)=[1-9]"),  # unittest
         (" failed", r"^ *Test(?:s| Suites| Files):? +(?:\d+ \w+, )*[1-9]\d* failed\b"),  # jest, vitest
         ("test result: FAILED", r"^test result: FAILED\."),  # cargo
@@ -223,7 +224,7 @@ def _code_in(result: Mapping[str, object]) -> int | None:
 def _code_of(text: str) -> int | None:
     """The exit code with which a text begins or ends."""
     found = _BEGINS_WITH_CODE.match(text)
-    if found is None and ("exit" in (end := text[-400:].lower()) or "return" in end):
+    if found is None and ("exit" in (end := text[-400:].lower()) or "return code" in end):
         found = _ENDS_WITH_CODE.search(text, max(len(text) - 400, 0))
     return None if found is None else int(found[found.lastindex or 0])
 

@@ -288,7 +288,7 @@ class PartRows:
                     reason = str(error)
             if made_row is None:
                 told = f"{reason}{_in_no_loss(own, row, self._query)}"
-                yield excluded(session_id, cursor, told, segment=number, lost_tokens=lose and lose())
+                yield excluded(session_id, cursor, told, segment=number, lost_tokens=None if lose is None else lose())
                 continue
             if stale != "drop":
                 sample, age = aged(made_row.sample, current, most, masks=stale == "mask")

@@ -97,7 +97,6 @@ class RowQuery(BaseModel):
         "they have (`keep`), and those without one are left out of the rows.",
     )
     evaluation: bool = Field(default=False, description="Sessions of evaluations too, and their weight versions.")
-    explain: bool = Field(default=False, description="Say also what was left out, and why.")
     branches: Branches | None = Field(
         default=None,
         description="Which leaves of a tree become rows: all but superseded ones (`kept`), the newest turn's (`main`), "

@@ -75,7 +75,14 @@ if TYPE_CHECKING:
 Status = Literal["open", "closed", "erased", "undone"]
 
 SortOrder = Literal[
-    *("created_at", "updated_at", "reward", "turns", "engine_errors", "tool_errors", "weight_version", "running_since")
+    "created_at",
+    "updated_at",
+    "reward",
+    "turns",
+    "engine_errors",
+    "tool_errors",
+    "weight_version",
+    "running_since",
 ]
 
 NULLABLE = frozenset({"reward", "weight_version"})

@@ -471,7 +471,7 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
     expect(legend).to_contain_text("perplexity")
     expect(legend).to_contain_text("rolled back")
     gone = talk.committed()[2]["output_tokens"]
-    amounts = f"sampled {len(sampled) + gone:,} = trained {sum(row['loss_mask']):,} + rolled back {gone:,}"
+    amounts = f"sampled {len(sampled) + gone:,} = {sum(row['loss_mask']):,} trained + {gone:,} rolled back"
     expect(page.locator(".tokenhead").first).to_contain_text(amounts)
     counts = legend.locator("strong").all_text_contents()
     assert sum(int(count.replace(",", "")) for count in counts) == len(sampled)
@@ -533,7 +533,7 @@ def test_a_branch_is_chosen_and_the_tree_is_a_graph(stand: Stand, tree: Talk, wa
     every = sum(sum(row["loss_mask"]) for row in tree.rows())
     [row] = [row for row in tree.rows() if row["branch"] == 1]
     own, there = sum(row["loss_mask"]), sum(row["sampled_mask"])
-    told = f"trained {own} + in the loss of branch 0 {there - own} + in other rows {every - there}"
+    told = f"{own} trained + {there - own} in the loss of branch 0 + {every - there} in other rows"
     expect(page.locator(".tokenhead").first).to_contain_text(f"sampled {every} = {told}")
     first = page.locator(".tokens .tok").first
     expect(first).to_have_attribute("title", "masked: in the loss of branch 0")

@@ -108,10 +108,11 @@ class FeedQuery(Selection, RowQuery):
     lease_s: float = Field(default=600, ge=1, le=MAX_LEASE_S, description="Duration of the lease in seconds.")
     attempts: int = Field(default=1, ge=1, le=2**31 - 1, description="Only groups with at least so many attempts.")
     new_only: bool = Field(default=False, description="Only groups without a lease.")
+    explain: bool = Field(default=False, description="Say also what was left out, and why.")
 
     def of_rows(self) -> ExportQuery:
         """What is asked of the rows of a group; how old it may be is asked of the group as a whole."""
-        of_group = {"explain", "max_staleness", "weight_version"} if self.stale == "drop" else {"explain"}
+        of_group = {"max_staleness", "weight_version"} if self.stale == "drop" else set[str]()
         shared = self.model_dump(include=set(RowQuery.model_fields) - of_group)
         return ExportQuery(**shared, explain=True, advantage="grpo")
 

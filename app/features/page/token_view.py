@@ -427,7 +427,7 @@ def _view(
 
 def _shares(session: Session, made: Sample, lost: _Lost) -> list[Share]:
     """What has become of each token that the session has sampled, the trained ones first."""
-    shares = {(TRAINED, None): Share(TRAINED, None)}
+    shares: dict[tuple[str, int | None], Share] = {(TRAINED, None): Share(TRAINED, None)}
 
     def add(reason: str, turn: int, tokens: int, at: int | None = None) -> None:
         if tokens:

@@ -215,7 +215,7 @@ export class TokensTab extends SessionPart {
     const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
     const { sampled = 0, shares = [] } = outline ?? {};
     const byReason = [...Map.groupBy(shares, (one) => one.reason)];
-    const sum = byReason.map(([why, some]) => `${why} ${count(tokensOf(some))}`).join(" + ");
+    const sum = byReason.map(([why, some]) => `${count(tokensOf(some))} ${why}`).join(" + ");
     const setting = h("code", null, "TURNLOG_PAGE_TOKENIZER");
     refill(
       this.head,

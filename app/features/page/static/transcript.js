@@ -137,6 +137,8 @@ export class TranscriptTab extends SessionPart {
       this.observer.disconnect();
       for (const name of ["found", "hit"]) CSS.highlights?.delete(name);
     });
+    // What somebody unfolds grows where it is.
+    this.element.addEventListener("click", () => (this.pin = undefined));
     document.addEventListener("scroll", () => this.#scrolled(), { capture: true, passive: true, signal: closed });
     every(closed, AGAIN_MS, () => {
       // A request that takes longer than this is waited for, not made again.
@@ -318,7 +320,8 @@ export class TranscriptTab extends SessionPart {
   /** @param {number} number @returns {{own: Entry[], reply: Entry|undefined}} what its request brought, and what was sampled */
   #messages(number) {
     const messages = this.known.get(number)?.messages ?? [];
-    const first = (this.byTurn.get(number)?.row.turn?.messages ?? messages.length) - messages.length;
+    const { turn, open } = this.byTurn.get(number)?.row ?? {};
+    const first = turn ? turn.messages - messages.length : this.byTurn.get(open?.parent ?? 0)?.row.turn?.messages ?? 0;
     const entries = messages.map((one, at) => ({ ...one, error: one.error ?? undefined, index: first + at, turn: number }));
     return { own: entries.filter((one) => !one.sampled), reply: entries.find((one) => one.sampled) };
   }
