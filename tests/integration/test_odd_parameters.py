@@ -14,7 +14,7 @@ from integration.stand import Stand, error_of, user
 
 HUGE = 10**22
 NUL = "a\x00b"
-REQUIRED = {"/export/groups": {"consumer": "odd"}}
+REQUIRED = {"/export/groups": {"consumer": "odd"}, "/ui/api/rollouts": {"rollout": "odd"}}
 
 
 def cursor(place: object) -> str:
