@@ -245,7 +245,7 @@ def test_a_queue_is_judged_by_keys(watched: Watched, guarded: Stand) -> None:
     page.keyboard.press("u")
     at(2, "2 of 3 left")
     queue.get_by_label("Number or text").fill("0.75")
-    page.keyboard.press("Enter")
+    queue.get_by_role("button", name="Save").click()
     at(4, "1 of 3 left")
     page.keyboard.press("n")
     expect(page.locator("main .message")).to_contain_text("Nothing is left to judge.")

@@ -92,10 +92,6 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
         ("CheckpointList", "/checkpoints"),
         ("CheckpointPage", f"/ui/api/checkpoints/{CHECKPOINT}?limit=3"),
     ]
-    found += [
-        ("TurnMessages[]", f"/ui/api/sessions/{filled.idle}/turns"),
-        ("TurnMessages[]", f"/ui/api/sessions/{filled.in_turn[0]}/turns"),
-    ]
     found += [("Group", f"/groups/{group}") for group in filled.groups]
     for session_id in (
         filled.rolled_back,
@@ -110,6 +106,7 @@ def _requests(page_stand: PageStand) -> list[tuple[str, str]]:
         found += [("Session", path), ("Transcript", f"{path}/conversation"), ("TokenPage", f"{path}/tokens")]
         found += [("Comparison", f"/ui/api/rollouts?rollout={session_id}&rollout={filled.tree}&rollout=nobody")]
         found += [("StepTexts[]", f"/ui/api/rollouts/texts?step={session_id}/0"), ("TurnActions[]", f"{path}/actions")]
+        found.append(("TurnMessages[]", f"{path}/turns"))
         found.append(("Tree", f"/sessions/{session_id}/tree"))
     return found
 

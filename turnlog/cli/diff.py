@@ -11,6 +11,7 @@ import typer
 
 from turnlog.alignment import START, Row, Step, add_turn, align, first_difference
 from turnlog.amounts import amount
+from turnlog.cli import complete
 from turnlog.cli.remote import remote
 from turnlog.cli.running import UsageError, printed_as_json
 from turnlog.client.address import segment
@@ -33,8 +34,8 @@ class _Side(NamedTuple):
 
 def diff(
     ctx: typer.Context,
-    one: Annotated[str, typer.Argument(help=HELP)],
-    other: Annotated[str, typer.Argument(help=HELP)],
+    one: Annotated[str, typer.Argument(help=HELP, autocompletion=complete.sessions)],
+    other: Annotated[str, typer.Argument(help=HELP, autocompletion=complete.sessions)],
     every: Annotated[bool, typer.Option("--all", help="Also the steps that are the same.")] = False,
 ) -> None:
     """Show where two rollouts differ. The exit code is 1 if they do."""

@@ -59,7 +59,6 @@ class Rollout(msgspec.Struct, frozen=True):
     key: str
     name: str
     session_id: str
-    version: int
     status: str
     reward: float | None
     components: Mapping[str, float]
@@ -106,7 +105,6 @@ class Comparison(msgspec.Struct, frozen=True):
     """At most COLUMNS of `total` rollouts, from index `start` on. `is_contrast`: the best and the worst come first."""
 
     total: int
-    start: int
     is_contrast: bool
     columns: Sequence[Rollout | Unread]
     rows: Sequence[ComparedRow]
@@ -132,20 +130,22 @@ async def compare(database: Database, keys: Sequence[str], order: Order, start: 
     a column without steps, and so is with `run` what another run has. Raises StoreUnavailable.
     """
     ids = [parted(key)[0] for key in keys]
-    heads = {head.session_id: head for head in await database.read(lambda connection: load_heads(connection, ids))}
+    found = await database.read(lambda connection: load_heads(connection, ids))
+    heads = {head.session_id: head for head in found if run in (None, head.run)}
     ordered, is_contrast = _ordered(keys, heads, order)
     shown = ordered[start : start + COLUMNS]
     read: dict[str, _Read | str] = {}
     for key in shown:
         session_id, branch = parted(key)
-        is_hidden = run is not None and (session_id not in heads or heads[session_id].run != run)
         try:
-            read[key] = str(SessionNotFound.of(session_id)) if is_hidden else await _read(database, session_id, branch)
+            if run is not None and session_id not in heads:
+                raise SessionNotFound.of(session_id)
+            read[key] = await _read(database, session_id, branch)
         except (SessionNotFound, SessionUnreadable, NotFound) as error:
             read[key] = str(error)
     names = {key: _name(key, heads, are_branches=len(set(ids)) == 1) for key in shown}
     columns, rows = await asyncio.to_thread(_compared, read, names)
-    return Comparison(len(keys), start, is_contrast, columns, rows)
+    return Comparison(len(keys), is_contrast, columns, rows)
 
 
 def parted(key: str) -> tuple[str, int | None]:
@@ -242,7 +242,6 @@ def _rollout(key: str, name: str, read: _Read, difference: str | None, differs_a
         key=key,
         name=name,
         session_id=session.session_id,
-        version=session.version,
         status=session.status,
         reward=None if reward is None else reward.reward,
         components={} if reward is None else reward.components,

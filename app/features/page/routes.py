@@ -265,8 +265,9 @@ async def rollouts_texts(
 ) -> object:
     """The whole texts of a row of these rollouts, in parts: what is not in the first one's is marked."""
     app, run = request.services, request.head.token_run
-    for each in step if run is not None else ():
-        await require_own(app, parted(each.partition("/")[0])[0], str(run))
+    if run is not None:
+        for each in step:
+            await require_own(app, parted(each.partition("/")[0])[0], run)
     return await step_texts(app.database, step)
 
 

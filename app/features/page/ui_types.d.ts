@@ -633,7 +633,6 @@ export interface Rollout {
   key: string;
   name: string;
   session_id: string;
-  version: number;
   status: string;
   reward: number | null;
   components: Record<string, number>;
@@ -675,7 +674,6 @@ export interface ComparedRow {
 /** GET /ui/api/rollouts; `is_contrast`: the best and the worst are the first two */
 export interface Comparison {
   total: number;
-  start: number;
   is_contrast: boolean;
   columns: (Rollout | UnreadRollout)[];
   rows: ComparedRow[];

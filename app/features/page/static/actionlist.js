@@ -1,6 +1,6 @@
 /** A session's turns as what they did, with one time axis for all. */
 
-import { arrange, badge, button, failure, h, renew, replace, setText } from "./dom.js";
+import { arrange, badge, button, failure, h, icon, renew, replace, setText } from "./dom.js";
 import { amount, count, duration, serverNow, since } from "./format.js";
 import { isForPage, isNowhere } from "./keys.js";
 import { sessionHref } from "./route.js";
@@ -133,8 +133,8 @@ export class ActionList extends SessionPart {
     this.branches = h("select", { "aria-label": "Branch", hidden: true });
     this.length = h("span");
     const titles = ["", "action, result", [h("span", null, "0"), this.length], "time", "tokens"];
-    const stepper = (/** @type {string} */ sign, /** @type {string} */ label, /** @type {() => void} */ go) =>
-      button(sign, go, { title: label, "aria-label": label });
+    const stepper = (/** @type {"left"|"right"|"end"} */ sign, /** @type {string} */ label, /** @type {() => void} */ go) =>
+      button(icon(sign), go, { title: label, "aria-label": label });
     this.element = h(
       "section",
       { class: "pane actions", "aria-label": "Turns" },
@@ -146,9 +146,9 @@ export class ActionList extends SessionPart {
         this.branches,
         h("span", { class: "spacer" }),
         this.errors,
-        stepper("‹", "previous error (E)", () => this.#step(-1, this.#isError)),
-        stepper("›", "next error (e)", () => this.#step(1, this.#isError)),
-        stepper("⤓", "last turn (End)", () => this.#go(this.rows.length - 1)),
+        stepper("left", "previous error (E)", () => this.#step(-1, this.#isError)),
+        stepper("right", "next error (e)", () => this.#step(1, this.#isError)),
+        stepper("end", "last turn (End)", () => this.#go(this.rows.length - 1)),
       ),
       h("div", { class: "acthead", "aria-hidden": "true" }, titles.map((title) => h("span", null, title))),
       this.problem,
@@ -322,13 +322,13 @@ export class ActionList extends SessionPart {
     }
     const [first, ...more] = known?.actions ?? [];
     return [
-      begins && [h("span", { class: "flag" }, `⎇ ${begins.branch} ${begins.cause}`), begins.agent_id !== null && h("code", null, " ", named(begins.agent_id)), " "],
+      begins && [h("span", { class: "flag" }, icon("branch"), ` ${begins.branch} ${begins.cause}`), begins.agent_id !== null && h("code", null, " ", named(begins.agent_id)), " "],
       turn?.live === false && [badge("rolled back", "warn"), " "],
       turn?.segment_cause && [badge(`new segment: ${turn.segment_cause}`, "warn"), " "],
       known?.error && badge("unreadable", "bad"),
       first && (first.tool === null ? h("span", { class: "says" }, named(first.text)) : [h("strong", null, named(first.tool)), " ", h("code", null, named(first.text))]),
       more.length > 0 && h("span", { class: "note" }, ` + ${more.map((one) => one.tool).join(", ")}`),
-      (this.session?.annotations[number] ?? []).map(({ name }) => h("span", { class: "note" }, " ✎ ", named(name))),
+      (this.session?.annotations[number] ?? []).map(({ name }) => h("span", { class: "note" }, " ", icon("pencil"), " ", named(name))),
     ];
   }
 

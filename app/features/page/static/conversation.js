@@ -2,7 +2,7 @@
 
 import { url } from "./api.js";
 import { copyButton } from "./copy.js";
-import { badge, button, folded, h, message } from "./dom.js";
+import { badge, button, folded, h, icon, message } from "./dom.js";
 import { bytes, count } from "./format.js";
 import { markdown } from "./markdown.js";
 import { named, parsed, pretty, textBlock } from "./visible.js";
@@ -63,7 +63,7 @@ function contentPart(part, show, { sessionId }) {
   if (fields.type === "text" && typeof fields.text === "string") return show(fields.text);
   if (fields.type === "turnlog_image") return storedImage(fields, sessionId);
   const url = objectOf(fields.image_url)?.url ?? fields.image_url;
-  if (typeof url === "string") return h("p", { class: "placeholder" }, "▧ image: ", named(describedUrl(url)));
+  if (typeof url === "string") return h("p", { class: "placeholder" }, icon("image"), " image: ", named(describedUrl(url)));
   const summary = [named(fields.type ?? "part"), ` · ${bytes(JSON.stringify(part).length)}`];
   return folded(summary, textBlock(textOf(part), "code"), "placeholder");
 }

@@ -201,6 +201,11 @@ export function icon(name) {
   return svg("svg", { class: "icon", viewBox: "0 0 16 16", "aria-hidden": "true" }, svg("path", { d: ICONS[name] }));
 }
 
+/** What is worth a look. @param {string} text */
+export function flag(text) {
+  return h("span", { class: "flag" }, icon("warning"), " ", text);
+}
+
 /**
  * The states of a session: a shape for those who do not see the colour, and what the word means.
  * @type {Record<string, {shape: keyof typeof ICONS, hint: string}>}

@@ -3,7 +3,7 @@
 import { get } from "./api.js";
 import { rewardPlot } from "./chart.js";
 import { copyCurl } from "./copy.js";
-import { badge, bar, fact, folded, h, message, renew, replace } from "./dom.js";
+import { badge, bar, fact, flag, folded, h, message, renew, replace } from "./dom.js";
 import { amount, compact, count, decimal, ranges } from "./format.js";
 import { chosenRun, listHref, rolloutsHref, sessionsHref, setQuery, sideBySideHref } from "./route.js";
 import { actionsCell, badgeCell, durationCell, errorColumns, pickColumn, sessionColumn, textCell } from "./rows.js";
@@ -12,7 +12,7 @@ import { isNarrow, LongTable } from "./table.js";
 import { View } from "./view.js";
 import { textBlock, visible, visibleText } from "./visible.js";
 
-/** @import {Attempt, ChatMessage, Column, Group, Place, Rollout, SessionPage, SessionRow, Statistics, Summary} from "../ui_types.d.ts" */
+/** @import {Attempt, ChatMessage, Column, Entry, Group, Place, Rollout, SessionPage, SessionRow, Statistics, Summary} from "../ui_types.d.ts" */
 /** @typedef {Attempt & {state: string, about?: Summary, advantage: number|null, normalized: number|null}} Row */
 /** @typedef {Column<Row> & {value?: (row: Row) => number|null|undefined}} ValueColumn */
 
@@ -185,7 +185,6 @@ function plot(attempts, statistics) {
 function facts(group) {
   const { attempts, statistics, missing_attempts: missing } = group;
   const closed = attempts.filter((one) => one.status !== "open").length;
-  const flag = (/** @type {string} */ text) => h("span", { class: "flag" }, `▲ ${text}`);
   const isFlat = statistics?.zero_variance && statistics.count > 1;
   return [
     fact("Attempts", count(attempts.length)),

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { copyButton } from "./copy.js";
-import { badge, bar, button, h, refill, replace, scrollRegion, setText } from "./dom.js";
+import { badge, bar, button, h, icon, refill, replace, scrollRegion, setText } from "./dom.js";
 import { amount, compact, count, decimal } from "./format.js";
 import { choice } from "./form.js";
 import { chosenRun, groupHref, sessionHref, setQuery, wholeNumber } from "./route.js";
@@ -182,7 +182,7 @@ export class RolloutsView extends View {
       return h("td", { class: isUnequal ? "unequal" : cell ? null : "gap" }, cell && (isOpen ? "Loading …" : short(column, cell)));
     });
     if (isOpen) this.#fill(row, open, cells);
-    return h("tr", null, h("th", { scope: "row" }, button(`${isOpen ? "▾" : "▸"} ${label}`, () => this.#toggle(row.at, isOpen), attributes)), cells);
+    return h("tr", null, h("th", { scope: "row" }, button([icon(isOpen ? "down" : "play"), ` ${label}`], () => this.#toggle(row.at, isOpen), attributes)), cells);
   }
 
   /** The whole texts; marked is what the first column lacks, and of two columns also what only the first has. */
@@ -218,7 +218,7 @@ export class RolloutsView extends View {
     const who = h(
       "p",
       { class: "who" },
-      at > 0 && this.columns.length > 2 && button(isOpen ? "▾" : "▸", toggle, attributes),
+      at > 0 && this.columns.length > 2 && button(icon(isOpen ? "down" : "play"), toggle, attributes),
       link,
       isOpen && badge(column.status),
       h("span", { class: "reward" }, column.reward === null ? "no reward" : reward),

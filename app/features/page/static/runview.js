@@ -1,7 +1,7 @@
 /** A run's first view: is it healthy, and what should be looked at? */
 
 import { versionPlot } from "./chart.js";
-import { badge, bar, fact, h, message, renew, replace } from "./dom.js";
+import { badge, bar, fact, flag, h, message, renew, replace } from "./dom.js";
 import { amount, compact, count, decimal, since } from "./format.js";
 import { groupNameColumn } from "./groups.js";
 import { chosenRun, listHref, sessionsHref } from "./route.js";
@@ -86,7 +86,7 @@ function percent(share) {
 
 /** @param {string} text @param {boolean} isBad */
 function marked(text, isBad) {
-  return isBad ? h("span", { class: "flag" }, `▲ ${text}`) : text;
+  return isBad ? flag(text) : text;
 }
 
 /** @param {Answer} answer @returns {Child} */

@@ -1,7 +1,7 @@
 /** A branch's tokens, as a trainer gets them: what was sampled, the prompts folded, the least likely named. */
 
 import { copyCurl } from "./copy.js";
-import { button, failure, h, message, refill, replace, svg } from "./dom.js";
+import { button, failure, h, icon, message, refill, replace, svg } from "./dom.js";
 import { count, ranges } from "./format.js";
 import { isForPage } from "./keys.js";
 import { figure, legend, shadeOf, share } from "./logprobs.js";
@@ -232,16 +232,16 @@ export class TokensTab extends SessionPart {
     );
     this.#showLegend();
     const before = sampledBefore(turns, start);
-    const turnTo = (/** @type {string} */ sign, /** @type {string} */ name, /** @type {number} */ place) => {
+    const turnTo = (/** @type {"left"|"right"} */ sign, /** @type {string} */ name, /** @type {number} */ place) => {
       const go = () => this.#goTo(this.#sampledFrom(positionOf(turns, place)));
-      return button(sign, go, { "aria-label": name, disabled: place < 0 || place >= sampled });
+      return button(icon(sign), go, { "aria-label": name, disabled: place < 0 || place >= sampled });
     };
     const shown = `${count(before + 1)} to ${count(before + tokens.length)} of ${count(sampled)} sampled`;
     refill(
       this.pager,
-      sampled > PAGE && turnTo("‹", "earlier tokens", before - PAGE),
+      sampled > PAGE && turnTo("left", "earlier tokens", before - PAGE),
       sampled > PAGE && h("span", { class: "note" }, shown),
-      sampled > PAGE && turnTo("›", "later tokens", before + PAGE),
+      sampled > PAGE && turnTo("right", "later tokens", before + PAGE),
     );
   }
 
@@ -378,7 +378,7 @@ export class TokensTab extends SessionPart {
       this.opened.delete(start);
       return this.#showCells();
     };
-    const name = `${shown ? "▾" : "▸"} prompt, ${count(length)} tokens${first}`;
+    const name = [icon(shown ? "down" : "play"), ` prompt, ${count(length)} tokens${first}`];
     return button(name, toggle, { class: "fold", "aria-expanded": String(shown > 0) });
   }
 

@@ -4,7 +4,7 @@ import { rowsOf } from "./actionlist.js";
 import { url } from "./api.js";
 import { callsOf, isResult, messageElement, textsOf } from "./conversation.js";
 import { copyButton, copyCurl } from "./copy.js";
-import { arrange, badge, button, failure, folded, h, message, renew, replace } from "./dom.js";
+import { arrange, badge, button, failure, folded, h, icon, message, renew, replace } from "./dom.js";
 import { amount, bytes, count, duration, milliseconds, serverNow, since } from "./format.js";
 import { sessionHref } from "./route.js";
 import { verdicts } from "./verdicts.js";
@@ -391,7 +391,7 @@ export class TranscriptTab extends SessionPart {
       h("h2", null, h("a", { href }, `Turn ${number}`)),
       copyButton(() => new URL(href, location.href).href, "Copy link"),
       turn.discarded_by !== null && badge(`rolled back by event ${turn.discarded_by}`, "warn"),
-      begins && h("span", { class: "flag" }, `⎇ branch ${begins.branch}: ${begins.cause} `, named(begins.agent_id ?? ""), begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
+      begins && h("span", { class: "flag" }, icon("branch"), ` branch ${begins.branch}: ${begins.cause} `, named(begins.agent_id ?? ""), begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
       turn.segment_cause && badge(`new segment: ${turn.segment_cause}`, "warn"),
       h("span", { class: `fin ${turn.finish_reason ?? ""}` }, named(turn.finish_reason ?? "")),
       took !== null && h("span", null, duration(took)),

@@ -1,6 +1,6 @@
 /** Which moment of a session is shown: after any of its events, or the newest. */
 
-import { announce, button, h, setText } from "./dom.js";
+import { announce, button, h, icon, setText } from "./dom.js";
 import { clock } from "./format.js";
 
 /** While somebody drags the slider, the state is asked for so often. */
@@ -18,8 +18,8 @@ export class Travel {
     this.of = h("span", { class: "note" });
     this.moment = h("span", { class: "note" });
     this.live = button("live", () => this.onMove(null), { "aria-pressed": "true" });
-    this.back = this.#stepButton("‹", "previous event", -1);
-    this.forward = this.#stepButton("›", "next event", 1);
+    this.back = this.#stepButton("left", "previous event", -1);
+    this.forward = this.#stepButton("right", "next event", 1);
     this.slider.addEventListener("input", () => {
       this.field.value = this.slider.value;
       clearTimeout(this.settling);
@@ -46,9 +46,9 @@ export class Travel {
     this.forward.disabled = seq >= last;
   }
 
-  /** @param {string} sign @param {string} label @param {number} step */
+  /** @param {"left"|"right"} sign @param {string} label @param {number} step */
   #stepButton(sign, label, step) {
-    return button(sign, () => this.#go(this.seq + step), { "aria-label": label, title: label });
+    return button(icon(sign), () => this.#go(this.seq + step), { "aria-label": label, title: label });
   }
 
   /** @param {number} seq */
