@@ -71,7 +71,7 @@ def test_a_conversation_is_read_as_it_happened(cli: Stand) -> None:
         "line 30",
         "Not this.",
         "rolled back to turn 1: discarded 3",
-        "goes on after turn 1, branch 3 (drift)",
+        "goes on after turn 1",
         "It is red.",
         "[length]",
         "reward -0.5",
