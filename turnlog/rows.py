@@ -266,12 +266,13 @@ class LeasedGroup(TypedDict, Generic[R]):
 
 
 class WaitingGroup(TypedDict):
-    """With `explain`: a group that was not handed out, and why; the sampled tokens of one that will not be."""
+    """With `explain`: a group that was not handed out, and why; the sampled tokens of one that will not be, None if
+    nobody knows how many."""
 
     run: str
     group_id: str
     excluded: str
-    lost_tokens: NotRequired[int]
+    lost_tokens: NotRequired[int | None]
 
 
 class Acknowledged(TypedDict):

@@ -188,6 +188,9 @@ def test_a_group_waits_for_its_size_and_a_later_session_replaces_one_without_a_r
         assert ids(ask(swept, "trainer")) == []
         talks.append(swept.talk(group_id=group, attempt=attempt, group_size=2))
         talks[-1].say("Hello")
+        if reward is None:
+            agent = swept.talk(parent_session_id=talks[0].id)
+            agent.say("Look")
         finish(talks[-1], swept, reward)
         if reward == 1.0:
             assert reasons(ask(swept, "trainer", explain=True)) == {group: "incomplete: 1 of 2 attempts"}
@@ -199,12 +202,12 @@ def test_a_group_waits_for_its_size_and_a_later_session_replaces_one_without_a_r
         assert len(line["rows"]) == rows
         assert line["excluded"] == [{"session_id": replaced, "reason": "replaced", "lost_tokens": None}]
         assert line["statistics"]["count"] == 2
-    [row, left_out] = swept.rows(group_id=group, shape="atropos", explain="true")
+    [row, *left_out] = swept.rows(group_id=group, shape="atropos", explain="true")
     assert row["session_ids"] == rest
-    assert (left_out["session_id"], left_out["excluded"]) == (replaced, "replaced")
-    assert left_out["lost_tokens"] == talks[0].committed()[0]["output_tokens"]
+    lost = {one["session_id"]: one["lost_tokens"] for one in left_out if one["excluded"] == "replaced"}
+    assert lost == {talk.id: talk.committed()[0]["output_tokens"] for talk in (talks[0], agent)}
     [line] = ask(swept, "trainer", explain=True)
-    assert [one["lost_tokens"] for one in line["excluded"]] == [left_out["lost_tokens"]]
+    assert [one["lost_tokens"] for one in line["excluded"]] == [sum(lost.values())]
     told = swept.get(f"/groups/{group}")
     assert (told["group_size"], told["arrived"], told["complete"]) == (2, 2, True)
     assert [one["session_id"] for one in told["attempts"] if one["replaced"]] == [replaced]

@@ -340,12 +340,12 @@ class Feed:
             staleness_unknown=UNKNOWN_STALENESS if behind is None else None,
         )
         without = {one.session_id: _why_without(one, given.group) for one in every if one.session_id not in finished}
-        known = [name for name, reason in without.items() if reason != "erased" and query.explain]
-        lost = await self._sampled_in(known) if known else {}
+        rollouts = await self._rollouts([name for name, reason in without.items() if reason != "erased"])
+        lost = {name: await self._sampled_in(names) for name, names in rollouts.items() if query.explain}
         excluded: list[dict[str, Any]] = [
             {"session_id": name, "reason": reason, "lost_tokens": lost.get(name)} for name, reason in without.items()
         ]
-        told = {one["session_id"] for one in excluded}
+        told = {*without, *(name for of_rollout in rollouts.values() for name in of_rollout)}
         yield msgspec.json.encode(line)[:-1] + b',"rows":['
         separator = b""
         all_sessions = [session_id for root_id in roots for session_id in (root_id, *of_agents.get(root_id, ()))]
@@ -360,11 +360,20 @@ class Feed:
             excluded += [one for one in of_rows if one["session_id"] not in told]
         yield b'],"excluded":' + msgspec.json.encode(excluded) + b"}\n"
 
-    async def _sampled_in(self, session_ids: Sequence[str]) -> dict[str, int]:
-        """The sampled tokens of the sessions whose logs can be read."""
+    async def _rollouts(self, root_ids: Sequence[str]) -> dict[str, list[str]]:
+        """The sessions of rollouts that are not erased, by root."""
+        if not root_ids:
+            return {}
+        read = partial(group_reads.of_agents, root_ids=root_ids, status=("open", "closed"))
+        of_agents = await self._database.read(read)
+        return {root_id: [root_id, *of_agents.get(root_id, ())] for root_id in root_ids}
+
+    async def _sampled_in(self, session_ids: Sequence[str]) -> int | None:
+        """The sampled tokens of the sessions whose logs can be read; None if none can."""
         read = group_reads.turn_events_of
         logs = await self._database.read(lambda connection: of_readable(connection, session_ids, read))
-        return await asyncio.to_thread(_sampled, logs, self._database.unreadable)
+        sampled = await asyncio.to_thread(_sampled, logs, self._database.unreadable)
+        return sum(sampled.values()) if sampled else None
 
     async def _left_out(self, query: FeedQuery, current: Current, given: set[GroupKey]) -> AsyncIterator[bytes]:
         """For each other unacknowledged group, why it was not handed out; of one that is too old, or an evaluation, its
@@ -377,9 +386,11 @@ class Feed:
                     why, is_lost = _why_not(group, query, current)
                     line: dict[str, Any] = {**group.key._asdict(), "excluded": why}
                     if is_lost:
-                        logs = await self._database.read(partial(group_reads.turn_events, keys=[group.key]))
-                        sampled = await asyncio.to_thread(_sampled, logs[group.key], self._database.unreadable)
-                        line["lost_tokens"] = sum(sampled.values())
+                        read = partial(of_readable, ids=[group.key], read=group_reads.attempts)
+                        for every in (await self._database.read(read)).values():  # none if a head is damaged
+                            rollouts = await self._rollouts([one.session_id for one in every if one.status != "erased"])
+                            names = [name for of_rollout in rollouts.values() for name in of_rollout]
+                            line["lost_tokens"] = await self._sampled_in(names)
                     yield msgspec.json.encode(line) + b"\n"
             after = page[-1].key
 

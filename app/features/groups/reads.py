@@ -173,11 +173,13 @@ def with_metadata(
     return {roots[name] for name, fits in matches(connection, list(roots), wanted).items() if fits}
 
 
-def of_agents(connection: Connection, root_ids: Sequence[str]) -> dict[str, list[str]]:
-    """The closed and erased sessions of each root's agents and children."""
+def of_agents(
+    connection: Connection, root_ids: Sequence[str], status: Sequence[str] = ("closed", "erased")
+) -> dict[str, list[str]]:
+    """The sessions of each root's agents and children in one of these states."""
     by_group: dict[str, list[str]] = {}
     for at in range(0, len(root_ids), SPAN):
-        for session_id, root_id in rollouts.members(connection, root_ids[at : at + SPAN], status=("closed", "erased")):
+        for session_id, root_id in rollouts.members(connection, root_ids[at : at + SPAN], status=status):
             by_group.setdefault(root_id, []).append(session_id)
     return by_group
 
