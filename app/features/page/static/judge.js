@@ -7,7 +7,7 @@ import { isForPage } from "./keys.js";
 import { sessionHref, sessionsHref, setQuery } from "./route.js";
 import { SessionView } from "./session.js";
 import { annotationPath, VERDICT, verdictForm, WRITER } from "./verdicts.js";
-import { recall, View } from "./view.js";
+import { LatestRequest, recall, View } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
 /** @import {Child, SessionPage, SessionRow} from "../ui_types.d.ts" */
@@ -33,6 +33,7 @@ export class JudgeView extends View {
     this.views = [];
     /** @type {Map<string, boolean>} sessions that were judged here (true) or skipped, in this order */
     this.past = new Map();
+    this.undoing = new LatestRequest(this.closed);
     replace(root, h("h1", { class: "visually-hidden" }, "Judge"), this.head, this.problem, this.content);
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: this.closed });
     this.closed.addEventListener("abort", () => this.views.forEach((view) => view.close()));
@@ -118,10 +119,11 @@ export class JudgeView extends View {
   #undo() {
     const [id, isJudged] = [...this.past].at(-1) ?? [""];
     const path = annotationPath(id, null, this.filters.unannotated ?? VERDICT, recall(WRITER));
-    this.read(async (signal) => isJudged && send("DELETE", path, {}, signal), () => {
+    const undone = () => {
       this.past.delete(id);
       this.refresh(id);
-    });
+    };
+    this.undoing.run(async (signal) => isJudged && send("DELETE", path, {}, signal), undone, (error) => this.onFailure(error));
   }
 
   /** @param {KeyboardEvent} event */
