@@ -18,6 +18,12 @@ const MOST = 1000;
 /** @type {Record<string, string>} the button that a key presses */
 const PRESSED = { y: "passed", 1: "passed", n: "failed", 2: "failed", s: "skip", u: "undo" };
 
+/** The list's filters and the name of what is missing; where the page is loaded anew, the query has a turn too. @param {URLSearchParams} query */
+function filtersOf(query) {
+  for (const name of ["turn", "branch", "brought", "seq"]) query.delete(name);
+  return { unannotated: VERDICT, sort: "created_at", order: "asc", ...Object.fromEntries(query) };
+}
+
 export class JudgeView extends View {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, place) {
@@ -37,13 +43,14 @@ export class JudgeView extends View {
     replace(root, h("h1", { class: "visually-hidden" }, "Judge"), this.head, this.problem, this.content);
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: this.closed });
     this.closed.addEventListener("abort", () => this.views.forEach((view) => view.close()));
-    this.onQuery(place.query);
+    /** @type {{unannotated: string, sort: string, order: string}} */
+    this.filters = filtersOf(place.query);
+    this.refresh();
   }
 
-  /** @param {URLSearchParams} query the list's filters and the name of what is missing; where the page is loaded anew, a turn too */
+  /** @param {URLSearchParams} query */
   onQuery(query) {
-    for (const name of ["turn", "branch", "brought", "seq"]) query.delete(name);
-    this.filters = { unannotated: VERDICT, sort: "created_at", order: "asc", ...Object.fromEntries(query) };
+    this.filters = filtersOf(query);
     this.past.clear();
     this.refresh();
   }
