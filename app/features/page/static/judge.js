@@ -29,8 +29,6 @@ export class JudgeView extends View {
   constructor(root, place) {
     super(root);
     this.overview = place.overview;
-    /** @type {Record<string, string>} */
-    this.filters = {};
     this.progress = h("span");
     this.head = h("section", { class: "panel", "aria-label": "Queue" });
     /** @type {HTMLElement} the session's view, or that there is none */
@@ -108,7 +106,7 @@ export class JudgeView extends View {
     const undo = this.past.size > 0 && button("Undo", () => this.#undo(), { name: "undo", title: "Take back the last (u)" });
     if (!shown) return bar([this.progress, gone], undo);
     const { id } = shown;
-    const { unannotated: name = VERDICT } = this.filters;
+    const { unannotated: name } = this.filters;
     const onDone = (/** @type {string} */ written) => (written === name ? this.#pass(id, true) : form.show(name));
     const form = verdictForm(id, null, () => shown.session?.annotations[0] ?? [], onDone, name);
     const keys = h("span", { class: "muted" }, "y passed, n failed, s skip, u undo");
@@ -125,7 +123,7 @@ export class JudgeView extends View {
   /** Take back the last verdict, or skip, and go back to its session. */
   #undo() {
     const [id, isJudged] = [...this.past].at(-1) ?? [""];
-    const path = annotationPath(id, null, this.filters.unannotated ?? VERDICT, recall(WRITER));
+    const path = annotationPath(id, null, this.filters.unannotated, recall(WRITER));
     const undone = () => {
       this.past.delete(id);
       this.refresh(id);
