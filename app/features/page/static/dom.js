@@ -46,8 +46,7 @@ export function replace(element, ...children) {
 const parts = new WeakMap();
 
 /**
- * Make an element's children anew where they show something else: somebody may have unfolded one, or be about to press it.
- * A form that somebody fills in stays.
+ * Make an element's children anew where they show something else: somebody may have unfolded one, or be about to press it. A form that somebody fills in stays.
  * @param {Element} box @param {unknown} shown @param {() => Child} make
  */
 export function renew(box, shown, make) {
