@@ -18,7 +18,7 @@ import httpx
 import pytest
 from fault.locks import file_locked
 from integration.stand import TIMEOUT_S, Stand, Talk, standing, until
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from e2e.page import ROWS, Watch, Watched, barriers, copied, require_chromium
 from e2e.page_data import AT_ONCE
@@ -231,8 +231,15 @@ def test_a_queue_is_judged_by_keys(watched: Watched, guarded: Stand) -> None:
     page.keyboard.press("y")
     at(2, "3 of 4 left")
     assert said(guarded, talks[0])["verdict"] == ({"passed": True}, "ann")
+    held: list[Route] = []
+    page.route("**/annotations/verdict*", lambda route: held.append(route))
     page.keyboard.press("u")
+    talks[2].annotate("meanwhile", 1)
+    expect(page.locator(".verdict", has_text="meanwhile")).to_be_visible()
+    until(lambda: page.wait_for_timeout(20) or held)
+    held[0].continue_()
     at(0, "4 of 4 left")
+    page.unroute_all()
     assert said(guarded, talks[0]) == {}
     page.keyboard.press("2")
     at(2, "3 of 4 left")

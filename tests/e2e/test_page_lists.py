@@ -541,6 +541,8 @@ def test_a_groups_rollouts_stand_side_by_side(watch: Watch, page_stand: PageStan
     page.click("text=2 side by side")
     assert names(page, 2) == ["attempt 1", "attempt 2"]
     assert "sessions=" in page.url
+    watched.go("#/rollouts?sessions=" + ",".join(f"nobody-{number}" for number in range(300)))
+    page.get_by_text("the first 250 of 300 rollouts").wait_for()
     watched.go("#/rollouts?sessions=nobody")
     expect(page.locator(f"{COLUMNS} .note")).to_have_text(["session nobody does not exist"])
 

@@ -135,11 +135,11 @@ def test_an_agent_hangs_at_the_call_that_spawned_it(stand: Stand, watch: Watch) 
     """Of two that were spawned at once; folded until a link leads into it. A compaction is named."""
     talk = stand.talk(history="tree")
     asked = ("Find the surveys.", "Look at the heat.")
-    calls = [{"name": "spawn", "arguments": {"task": task}} for task in asked]
+    calls = [{"name": "spawn", "arguments": {"kind": "agent", "task": task}} for task in asked]
     talk.say("Which reefs recovered?", sim={**NOW, "calls": calls}, tools=[WEATHER])
     lead = talk.messages
     for name, task in zip(("surveys", "heat"), asked, strict=True):
-        talk.messages = []
+        talk.messages = [{"role": "system", "content": "You are an agent."}]
         for text in (task, "And?"):
             talk.say(text, sim={**NOW, "text": f"{name} says so"}, headers={"x-turnlog-agent-id": name})
     results = [{"role": "tool", "tool_call_id": call["id"], "content": call["id"]} for call in lead[-1]["tool_calls"]]
@@ -164,6 +164,50 @@ def test_an_agent_hangs_at_the_call_that_spawned_it(stand: Stand, watch: Watch) 
     page.locator(".step[data-turn='7'] .cut", has_text="Compaction").wait_for()
 
 
+ODD_IDS = {
+    "of an agent that went on from there first": (["a", "b"], ["a", "b"], True),
+    "two calls with one id": (["a", "a"], ["a", "a"], False),
+    "the same call twice, and of no call": (["a", "b"], ["c", "a", "a"], False),
+}
+
+
+@pytest.mark.parametrize(("given", "answered", "has_agent"), ODD_IDS.values(), ids=ODD_IDS)
+def test_results_stand_under_the_call_that_they_answer(
+    stand: Stand, watch: Watch, given: list[str], answered: list[str], has_agent: bool
+) -> None:
+    def results(whose: str) -> list[dict[str, Any]]:
+        pairs = enumerate(answered)
+        return [{"role": "tool", "tool_call_id": one, "content": f"{whose} {at} of {one}"} for at, one in pairs]
+
+    talk = stand.talk(history="tree")
+    calls = [{"name": "bash", "arguments": {"command": name}} for name in ("one", "two")]
+    headers = {"x-turnlog-agent-id": "lead"}
+    talk.say("Go", sim={**NOW, "calls": calls, "call_ids": given}, tools=[WEATHER], headers=headers)
+    lead = talk.messages
+    if has_agent:
+        talk.add(*results("sub"), user("Help"), sim=NOW, headers={"x-turnlog-agent-id": "sub"})
+    talk.messages = lead
+    talk.add(*results("lead"), sim={**NOW, "text": "Done."}, headers=headers)
+    page = watch(stand.server.base_url).open(_at(talk))
+    expect(page.locator(".flow > .step").last).to_contain_text("Done.")
+    first = page.locator(".flow > .step > .flow > .said").nth(1)
+    under = first.locator(":scope > :is(.toolcall, .said)")
+    shown = {name: [] for name in ("one", "two")}
+    until(lambda: under.count() == 2 + len([one for one in answered if one in given]))
+    for text in under.all_inner_texts():
+        if "command" in text:
+            at = text.split()[-1]
+        else:
+            shown[at].append(text.split("lead ")[1])
+    stray = page.locator(".flow > .step").last.locator(".said[data-role=tool]")
+    wanted = {"one": ["0 of a"], "two": ["1 of b" if has_agent else "1 of a"]}
+    if "c" in answered:
+        wanted = {"one": ["1 of a", "2 of a"], "two": []}
+        expect(stray).to_contain_text("answers c")
+    assert shown == wanted
+    expect(stray).to_have_count(answered.count("c"))
+
+
 def test_rollbacks_refusals_and_an_erasure_are_marked(page_stand: PageStand, watch: Watch) -> None:
     watched = watch(page_stand.stand.server.base_url, scheme="dark")
     page = watched.open(f"#/session/{page_stand.filled.rolled_back}?turn=2")
@@ -180,6 +224,7 @@ def test_rollbacks_refusals_and_an_erasure_are_marked(page_stand: PageStand, wat
     assert limited.chat([*limited.messages, user("On")]).status_code == 409
     watched.go(_at(limited))
     expect(page.locator(".step.refused")).to_contain_text("A request after turn 1: the limit on turns is reached.")
+    expect(page.locator(".step .said"), "those of turn 1 alone").to_have_count(2)
     watched.go(f"#/session/{page_stand.filled.erased}?tab=events")
     expect(page.locator("h1 + .badge")).to_contain_text("erased")
     expect(page.locator(".events summary")).to_have_text(
@@ -192,7 +237,15 @@ def test_time_travel(stand: Stand, watch: Watch) -> None:
     for text in ("one", "two", "three"):
         talk.say(text, sim=NOW)
     watched = watch(stand.server.base_url)
-    page = watched.open(_at(talk, seq=4, tab="events"))
+    page = watched.open(_at(talk, seq=5, tab="tree"))
+    page.get_by_text("as of event 5 of 8").wait_for()
+    expect(page.locator(".tabs [aria-current]"), "there is no tree").to_have_text("Transcript")
+    expect(page.locator(".step.open .said"), "its reply came later").to_have_text([re.compile("two")])
+    expect(page.get_by_role("button", name="Judge")).to_have_count(0)
+    page.get_by_role("link", name="live", exact=True).click()
+    expect(page.locator(".step .said")).to_have_count(6)
+    expect(page.locator(".step").get_by_role("button", name="Judge")).to_have_count(3)
+    watched.go(_at(talk, seq=4, tab="events"))
     page.get_by_text("as of event 4 of 8").wait_for()
     expect(page.locator(".act.turn")).to_have_count(1)
     page.get_by_label("event, of this session's log").press("ArrowRight")

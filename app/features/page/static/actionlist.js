@@ -43,6 +43,7 @@ export function rowsOf({ turns, failed_turns, refused, open_turns, tree }, branc
   const children = Map.groupBy([...turns, ...open_turns], (one) => one.parent);
   const first = tree?.turns.filter(({ cause }) => cause && cause !== "start") ?? [];
   const begins = new Map(first.map(({ turn, branch }) => [turn, tree?.branches.find((one) => one.branch === branch)]));
+  const agents = new Map(tree?.turns.map(({ turn, agent_id }) => [turn, agent_id]));
   const nothing = { turn: null, failed: null, open: null, refused: null, begin: null, end: null, next: null, child: null, begins: null };
   /** @type {Row[]} */
   const rows = [];
@@ -50,7 +51,9 @@ export function rowsOf({ turns, failed_turns, refused, open_turns, tree }, branc
     const { turn: number, fence: order, opened_at: begin, committed_at, live } = turn;
     if (path && !path.has(number)) continue;
     const after = (children.get(number) ?? []).filter((one) => !path || path.has(one.turn));
-    const next = after.find((one) => !("live" in one) || one.live) ?? after[0];
+    const alive = after.filter((one) => !("live" in one) || one.live);
+    // A sub-agent may have gone on from here first.
+    const next = alive.find((one) => agents.get(one.turn) === agents.get(number)) ?? alive[0] ?? after[0];
     const again = tree ? null : failed_turns.find((one) => one.fence > turn.seq && (!next || one.fence < next.fence));
     const end = begin === null ? null : committed_at;
     const isRoot = turn.parent === 0 || turn.segment_cause === "divergence";

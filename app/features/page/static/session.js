@@ -176,7 +176,8 @@ export class SessionView extends View {
   #mark(session) {
     clearTimeout(this.resting);
     const turn = this.#chosen(session);
-    const { seq, tab: name } = this.at;
+    const { seq } = this.at;
+    const name = this.#tabOf(session);
     const branch = this.#branchOf(session);
     this.list.update(session, { turn, branch });
     this.#showTabs(session);
@@ -194,13 +195,19 @@ export class SessionView extends View {
     return tree?.branches.some((one) => one.branch === this.at.branch) ? this.at.branch : null;
   }
 
+  /** @param {Session} session @returns {TabName} that of the address, if there is something to show */
+  #tabOf({ tree }) {
+    return this.at.tab === "tree" && !tree ? "transcript" : this.at.tab;
+  }
+
   /** @param {Session} session */
   #showTabs(session) {
-    const { turn, seq, tab } = this.at;
+    const { turn, seq } = this.at;
+    const tab = this.#tabOf(session);
     const branch = this.#branchOf(session);
     const names = /** @type {TabName[]} */ (["transcript", ...Object.keys(TABS)]).filter((one) => one !== "tree" || session.tree);
     const href = (/** @type {TabName} */ one) => sessionHref(this.id, { turn, branch, seq, tab: one === "transcript" ? null : one });
-    renew(this.tabs, [names, this.at, branch], () => [
+    renew(this.tabs, [names, this.at, tab, branch], () => [
       names.map((one) => h("a", { href: href(one), "aria-current": one === tab ? "page" : null }, one.charAt(0).toUpperCase() + one.slice(1))),
       tab === "transcript" && this.transcript.rendering,
     ]);
