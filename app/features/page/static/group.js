@@ -57,7 +57,7 @@ export class GroupView extends View {
     this.side = h("a", null, "Side by side");
     this.list = h("a", null, "In the session list");
     this.export = h("a", null, "Export");
-    this.judge = h("a", null, "Judge");
+    this.judge = h("a", { "data-judge": true }, "Judge");
     this.#linkToRun();
     replace(
       root,

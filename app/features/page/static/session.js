@@ -258,6 +258,7 @@ export class SessionView extends View {
             isParallel || open_turns.length ? " ≈ " : " = ",
             [h("i", { class: "key gen" }), ` ${duration(generating)} generating + `, failed > 0 && `${duration(failed)} in failed turns + `],
             [h("i", { class: "key env" }), ` ${duration(environment)} environment`, isParallel && ", some of it at once"],
+            open_turns.length > 0 && [" + ", since(Math.min(...open_turns.map((one) => one.opened_at)), "for"), " in flight"],
           ),
         ),
       h("span", { title: `${count(sampled + suffix)} of live turns, each once; ${count(sampled)} sampled` }, `${compact(sampled + suffix)} tokens`, h("span", { class: "note" }, `, ${compact(sampled)} sampled`)),

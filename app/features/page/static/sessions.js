@@ -44,7 +44,7 @@ export class SessionsView extends View {
     this.total = h("span", { role: "status" });
     this.changes = button("Changes: show", () => this.refresh(), { class: "changed", hidden: true });
     this.compare = h("a", { href: sideBySideHref([]), hidden: true });
-    this.judge = h("a", null, "Judge");
+    this.judge = h("a", { "data-judge": true }, "Judge");
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
     const tools = this.tools(() => {
       const { q: prefix, ...query } = this.list.query;

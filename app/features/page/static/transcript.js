@@ -382,7 +382,7 @@ export class TranscriptTab extends SessionPart {
   }
 
   /** @param {Turn} turn @param {Row} row @param {Session} session @returns {Child} */
-  #head(turn, { begins }, { seq, last_seq }) {
+  #head(turn, { begins, agent }, { seq, last_seq }) {
     const { turn: number } = turn;
     const took = turn.opened_at === null ? null : turn.committed_at - turn.opened_at;
     const href = sessionHref(this.id, { turn: number, branch: this.branch });
@@ -391,7 +391,8 @@ export class TranscriptTab extends SessionPart {
       h("h2", null, h("a", { href }, `Turn ${number}`)),
       copyButton(() => new URL(href, location.href).href, "Copy link"),
       turn.discarded_by !== null && badge(`rolled back by event ${turn.discarded_by}`, "warn"),
-      begins && h("span", { class: "flag" }, icon("branch"), ` branch ${begins.branch}: ${begins.cause} `, named(begins.agent_id ?? ""), begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
+      begins && h("span", { class: "flag" }, icon("branch"), ` branch ${begins.branch}: ${begins.cause} `, named(agent ?? ""), begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
+      !begins && agent !== null && h("span", { class: "note" }, "agent ", named(agent)),
       turn.segment_cause && badge(`new segment: ${turn.segment_cause}`, "warn"),
       h("span", { class: `fin ${turn.finish_reason ?? ""}` }, named(turn.finish_reason ?? "")),
       took !== null && h("span", null, duration(took)),
