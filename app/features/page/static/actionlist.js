@@ -104,7 +104,7 @@ export function cameFrom(turns, number) {
   return turn?.parent && turn.segment_cause !== "divergence" ? turn.parent : number;
 }
 
-/** What a session's view does with a list's news. @typedef {{known: () => void, found: (text: string, turns: number[]) => void, step: (by: 1|-1) => void}} Hears */
+/** What a session's view does with a list's news. @typedef {{known: () => void, found: (text: string, turns: number[]) => void, step: (by: 1|-1) => void, failed: () => void}} Hears */
 
 export class ActionList extends SessionPart {
   /** @type {Row[]} */
@@ -364,6 +364,7 @@ export class ActionList extends SessionPart {
     do index += by;
     while (this.rows[index] && !isWanted(/** @type {Row} */ (this.rows[index])));
     this.#go(index);
+    if (isWanted === this.#isError) this.hears.failed();
   }
 
   /** @param {number} index */

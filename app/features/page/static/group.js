@@ -61,13 +61,7 @@ export class GroupView extends View {
     this.#linkToRun();
     replace(
       root,
-      bar(h("h1", { dir: "auto" }, visible(id)), [
-        this.side,
-        this.list,
-        this.export,
-        this.judge,
-        copyCurl(() => ({ path: this.path, parameters: { run: this.run } })),
-      ]),
+      bar(h("h1", { dir: "auto" }, visible(id)), [this.side, this.list, this.export, this.judge, copyCurl(() => ({ path: this.path, parameters: { run: this.run } }))]),
       this.problem,
       this.facts,
       h("div", { class: "panels" }, this.task, this.plot),

@@ -100,7 +100,7 @@ export class TranscriptTab extends SessionPart {
   near = new Set();
   /** @type {Map<number, number>} by the turn that brought results: the turn that asked for them */
   brings = new Map();
-  /** What stays where it is while blocks are read; null: the end. @type {{block: Block|null, top: number, is: number}|undefined} */
+  /** What stays where it is while blocks are read; null: the end. @type {{block: Block|null, top: number, is: number, isFailed?: boolean}|undefined} */
   pin;
   /** What is searched for, the turns that have it, and the one that is shown; -1: the turn's last. */
   needle = "";
@@ -253,6 +253,12 @@ export class TranscriptTab extends SessionPart {
     this.#align();
   }
 
+  /** Have the end of what failed in sight, which says why, if the turn was gone to. */
+  seeFailed() {
+    if (this.pin) this.pin.isFailed = true;
+    this.#align();
+  }
+
   /** Have what is pinned where it was; nothing else moves it while blocks above it are read. */
   #align() {
     const { pin } = this;
@@ -261,6 +267,8 @@ export class TranscriptTab extends SessionPart {
     if (!pin.block) scroller.scrollTop = scroller.scrollHeight;
     else {
       scroller.scrollTop += this.#topOf(pin.block) - pin.top;
+      const failed = pin.isFailed && pin.block.body.querySelector(".who > [data-tone=bad]")?.closest(".said");
+      if (failed) scroller.scrollTop += Math.max(0, failed.getBoundingClientRect().bottom - scroller.getBoundingClientRect().bottom);
       pin.is = this.#topOf(pin.block);
     }
   }
