@@ -304,6 +304,11 @@ def test_a_run_is_chosen_at_the_top_and_stays_in_links(watched: Watched, page_st
     choice.select_option("")
     page.wait_for_url("**/ui#/runs")
     assert {"default", RUN} <= set(keys(settled(page)))
+    state = page.locator(f"tr[data-key='{RUN}'] .badge")
+    for path, told in (("pause", "paused"), ("resume", "open")):
+        expect(state).not_to_have_text(told)
+        assert stand.http.post(f"/runs/{RUN}/fleet/{path}").status_code == 200
+        expect(state).to_have_text(told)
     page.locator(f"{ROWS} a", has_text=RUN).click()
     expect(page.locator("main h1")).to_have_text(RUN)
 

@@ -58,7 +58,12 @@ def _calls(command: str) -> dict[str, Any]:
     return {**NOW, "calls": [{"name": "bash", "arguments": {"command": command}}]}
 
 
-RESULTS = ("3 files\nREADME", "Traceback (most recent call last):\n  boom\nValueError: no", '{"output": "fine\\nmore"}')
+LOG = "\n".join(f"collected {number}" for number in range(400))
+RESULTS = (
+    "3 files\nREADME",
+    f"Traceback (most recent call last):\n{LOG}\n  boom\nValueError: no",
+    '{"output": "fine\\nmore"}',
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +109,7 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     expect(steps.nth(3).locator(".said")).to_have_count(1)
 
     page.keyboard.press("e")
-    expect(steps.nth(1).locator("h2")).to_be_in_viewport()
+    expect(steps.nth(1).get_by_text("ValueError: no"), "why it failed stands at the end").to_be_in_viewport()
     assert page.evaluate("location.hash") == _at(agent, turn=2)
     expect(steps.nth(1).locator(".said .said .badge")).to_have_text("error")
     page.keyboard.press("j")
@@ -126,6 +131,10 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     # The result stands under the call that it answers.
     until(lambda: page.evaluate(HIT) == "boom")
     assert page.evaluate("location.hash") == _at(agent, turn=2)
+    page.keyboard.press("Escape")
+    expect(page.get_by_label("Search this session"), "the list is still that of this text").to_have_value("BOOM")
+    page.keyboard.press("t")
+    expect(page.locator(".tabs [aria-current]")).to_have_text("Tokens")
     page.locator(".sessiondetails > summary").click()
     expect(page.locator(".sessiondetails")).to_contain_text("4 of 9 turns, 5 left per rollout")
     expect(page.locator(".verdict", has_text="reward")).to_have_text("reward 0.500 a 1.000")
@@ -156,11 +165,13 @@ def test_an_agent_hangs_at_the_call_that_spawned_it(stand: Stand, watch: Watch) 
         expect(call).to_contain_text(task)
         expect(agent).to_contain_text(f"agent {name} · 2 turns · {name} says so")
         expect(result.locator(".text")).to_have_text(results[at]["content"])
+    expect(page.locator(".act code.note")).to_have_text(["surveys", "surveys", "heat", "heat"])
     expect(page.locator(".agent[open]")).to_have_count(0)
     expect(page.locator(".transcript > .flow > .step")).to_have_count(3)
     expect(page.locator(".step[data-turn='6'] .said").first).to_contain_text("And you?")
     page.locator(".act a", has_text="heat says so").last.click()
     expect(page.locator(".agent[open] [data-turn='5'] h2")).to_be_in_viewport()
+    expect(page.locator(".agent[open] [data-turn='5'] > .panelhead")).to_contain_text("agent heat")
     page.locator(".step[data-turn='7'] .cut", has_text="Compaction").wait_for()
 
 
@@ -284,6 +295,7 @@ def test_a_turn_in_flight_shows_its_request(page_stand: PageStand, watch: Watch)
     watched.page.clock.install()
     page = watched.open(f"#/session/{page_stand.filled.in_turn[1]}")
     page.locator(".said", has_text="Read the whole repository.").wait_for()
+    expect(page.locator(".sessionhead")).to_contain_text("in flight")
     for text in ("in flight", "is generated", f"at {page_stand.stand.sim.base_url}".rstrip("/")):
         expect(page.locator(".step.open .panelhead")).to_contain_text(text)
     before = page.locator(".step.open time").inner_text()
@@ -533,6 +545,7 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
     focused = "document.querySelector('.tok:focus')?.dataset.at"
     until(lambda: page.evaluate(focused) is not None)
     assert page.evaluate(focused) == str(min(least))
+    page.locator(f".tok[data-at='{min(least)}']").hover()
     page.keyboard.press("U")
     until(lambda: page.evaluate(focused) == str(max(least)))
     assert f"at={max(least)}" in page.evaluate("location.hash")
@@ -545,7 +558,7 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
 
     page.get_by_label("place in the row").fill(str(sampled[-5]))
     until(lambda: page.evaluate(focused) == str(sampled[-5]))
-    for note in (f"rolled back here: turns 3, {gone} tokens", "ends by length"):
+    for note in (f"rolled back here: turn 3, {gone} tokens", "ends by length"):
         expect(page.locator(".turnrun", has_text=note)).not_to_have_count(0)
     page.get_by_label("colour", exact=True).select_option("column advantage")
     expect(page.locator(f".tok[data-at='{row['turns'][1]['end'] - 1}']")).to_contain_class("lp6")

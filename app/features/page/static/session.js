@@ -82,6 +82,7 @@ export class SessionView extends View {
       known: () => this.session && this.#mark(this.session),
       found: (text, turns) => this.#found(text, turns),
       step: (by) => this.transcript.step(by),
+      failed: () => this.transcript.seeFailed(),
     });
     this.transcript = new TranscriptTab(this.closed, id, pick, (turn) => this.#see(turn), (turn) => this.list.lineOf(turn));
     /** @type {{transcript: Tab} & Partial<Record<Other, Tab>>} the others are made when they are first shown */
@@ -265,6 +266,7 @@ export class SessionView extends View {
             isParallel || open_turns.length ? " ≈ " : " = ",
             [h("i", { class: "key gen" }), ` ${duration(generating)} generating + `, failed > 0 && `${duration(failed)} in failed turns + `],
             [h("i", { class: "key env" }), ` ${duration(environment)} environment`, isParallel && ", some of it at once"],
+            open_turns.length > 0 && [" + ", since(Math.min(...open_turns.map((one) => one.opened_at)), "for"), " in flight"],
           ),
         ),
       h("span", { title: `${count(sampled + suffix)} of live turns, each once; ${count(sampled)} sampled` }, `${compact(sampled + suffix)} tokens`, h("span", { class: "note" }, `, ${compact(sampled)} sampled`)),
@@ -304,10 +306,7 @@ export class SessionView extends View {
         fact("Created", since(created_at), h("span", { class: "note" }, ` ${clock(created_at)}`)),
         closed_at != null && fact("Closed", since(closed_at), h("span", { class: "note" }, ` ${clock(closed_at)}`)),
       ),
-      folded(
-        "Configuration",
-        h("dl", { class: "sessionfacts" }, settings.map(([name, value]) => fact(name, named(text(value))))),
-      ),
+      folded("Configuration", h("dl", { class: "sessionfacts" }, settings.map(([name, value]) => fact(name, named(text(value)))))),
       metadata != null && folded("Metadata", textBlock(JSON.stringify(metadata, null, 2), "code")),
       h(
         "span",

@@ -100,7 +100,7 @@ export class TranscriptTab extends SessionPart {
   near = new Set();
   /** @type {Map<number, number>} by the turn that brought results: the turn that asked for them */
   brings = new Map();
-  /** What stays where it is while blocks are read; null: the end. @type {{block: Block|null, top: number, is: number}|undefined} */
+  /** What stays where it is while blocks are read; null: the end. @type {{block: Block|null, top: number, is: number, isFailed?: boolean}|undefined} */
   pin;
   /** What is searched for, the turns that have it, and the one that is shown; -1: the turn's last. */
   needle = "";
@@ -253,6 +253,12 @@ export class TranscriptTab extends SessionPart {
     this.#align();
   }
 
+  /** Have the end of what failed in sight, which says why, if the turn was gone to. */
+  seeFailed() {
+    if (this.pin) this.pin.isFailed = true;
+    this.#align();
+  }
+
   /** Have what is pinned where it was; nothing else moves it while blocks above it are read. */
   #align() {
     const { pin } = this;
@@ -261,6 +267,8 @@ export class TranscriptTab extends SessionPart {
     if (!pin.block) scroller.scrollTop = scroller.scrollHeight;
     else {
       scroller.scrollTop += this.#topOf(pin.block) - pin.top;
+      const failed = pin.isFailed && pin.block.body.querySelector(".who > [data-tone=bad]")?.closest(".said");
+      if (failed) scroller.scrollTop += Math.max(0, failed.getBoundingClientRect().bottom - scroller.getBoundingClientRect().bottom);
       pin.is = this.#topOf(pin.block);
     }
   }
@@ -386,7 +394,7 @@ export class TranscriptTab extends SessionPart {
   }
 
   /** @param {Turn} turn @param {Row} row @param {Session} session @returns {Child} */
-  #head(turn, { begins }, { seq, last_seq }) {
+  #head(turn, { begins, agent }, { seq, last_seq }) {
     const { turn: number } = turn;
     const took = turn.opened_at === null ? null : turn.committed_at - turn.opened_at;
     const href = sessionHref(this.id, { turn: number, branch: this.branch });
@@ -395,7 +403,8 @@ export class TranscriptTab extends SessionPart {
       h("h2", null, h("a", { href }, `Turn ${number}`)),
       copyButton(() => new URL(href, location.href).href, "Copy link"),
       turn.discarded_by !== null && badge(`rolled back by event ${turn.discarded_by}`, "warn"),
-      begins && h("span", { class: "flag" }, icon("branch"), ` branch ${begins.branch}: ${begins.cause} `, named(begins.agent_id ?? ""), begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
+      begins && h("span", { class: "flag" }, icon("branch"), ` branch ${begins.branch}: ${begins.cause} `, named(agent ?? ""), begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
+      !begins && agent !== null && h("span", { class: "note" }, "agent ", named(agent)),
       turn.segment_cause && badge(`new segment: ${turn.segment_cause}`, "warn"),
       h("span", { class: `fin ${turn.finish_reason ?? ""}` }, named(turn.finish_reason ?? "")),
       took !== null && h("span", null, duration(took)),
