@@ -22,7 +22,7 @@ export class StagesTab extends SessionPart {
   body = h("tbody");
   detail = h("p", { class: "stagedetail" });
   pager = h("p", { class: "note" });
-  titles = ["Turn", "Stages", "Total", "Opened"].map((name) => h("th", { scope: "col" }, name));
+  titles = ["Turn", "Stages", "Total", "Opened"].map((name) => h("th", { scope: "col", class: name === "Total" && "number" }, h("span", null, name)));
   table = h("table", { class: "timeline" }, h("thead", null, h("tr", null, this.titles)), this.body);
   element = h("div", { class: "stagesview" }, legend(), this.detail, this.pager, this.table);
 
