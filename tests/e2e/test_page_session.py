@@ -112,11 +112,9 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     expect(steps.nth(2).locator(".said[data-role=tool]")).to_contain_text('"output": "fine\\nmore"')
     page.keyboard.press("End")
     expect(page.locator(".act a[aria-current] .n")).to_have_text("4")
-    page.get_by_role("button", name="Markdown").click()
-    expect(page.locator(".markdown strong")).to_have_text("Done")
-    expect(page.locator(".markdown pre")).to_have_text("code")
     page.locator(".promptfold summary").last.click()
     expect(page.locator(".prompt .said")).to_have_count(7)
+    expect(page.locator(".prompt .stages")).to_contain_text(re.compile("gate .* engine .* total .* Sent as"))
     page.get_by_role("button", name="Copy request to the engine").wait_for()
     assert copied(page, "Copy link", steps.nth(1)) == f"{stand.server.base_url}/ui{_at(agent, turn=2)}"
 
@@ -348,9 +346,8 @@ def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
     watched = watch(stand.server.base_url)
     page = watched.open(_at(talk, turn=3))
     page.locator(".step[data-turn='3'] .said").first.wait_for()
-    page.get_by_role("button", name="Markdown").click()
     page.locator(".step[data-turn='3'] .promptfold > summary").click()
-    page.locator(".prompt .markdown").first.wait_for()
+    page.locator(".prompt .said").first.wait_for()
     for details in page.locator("main details").all():
         details.evaluate("one => { one.open = true }")
     page.locator(".step[data-turn='3'] .textblock").get_by_role("button", name="show ").first.click()

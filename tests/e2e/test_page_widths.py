@@ -30,7 +30,6 @@ VIEWS = {
     TREE: ".said",
     f"{TREE}?tab=tokens": ".tokens .tok",
     f"{TREE}?tab=tree&branch=1": ".tree .spot",
-    "#/session/flaky-engine-3?tab=stages": ".stagebar",
     "#/session/swe-long-0": ".said",
     "#/session/terminal-bench-7?seq=6&tab=events": ".events .later",
 }

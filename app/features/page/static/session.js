@@ -6,7 +6,6 @@ import { badge, folded, h, message, renew, replace } from "./dom.js";
 import { EventsTab } from "./events.js";
 import { amount, clock, compact, count, duration, since } from "./format.js";
 import { changeQuery, checkpointHref, groupHref, sessionHref, wholeNumber } from "./route.js";
-import { StagesTab } from "./stages.js";
 import { TokensTab } from "./tokens.js";
 import { TreeTab } from "./tree.js";
 import { TranscriptTab } from "./transcript.js";
@@ -23,10 +22,10 @@ const MOST_CHECKPOINTS = 5;
 const REST_MS = 250;
 
 /** @typedef {{element: HTMLElement, update: (session: Session, at: {turn: number|null, branch: number|null, seq: number|null, isNew: boolean}) => void}} Tab */
-/** @typedef {"tokens"|"stages"|"events"|"tree"} Other */
+/** @typedef {"tokens"|"events"|"tree"} Other */
 /** @typedef {"transcript"|Other} TabName */
 /** @type {Record<Other, new (...given: ConstructorParameters<typeof SessionPart>) => Tab>} */
-const TABS = { tokens: TokensTab, stages: StagesTab, events: EventsTab, tree: TreeTab };
+const TABS = { tokens: TokensTab, events: EventsTab, tree: TreeTab };
 
 /** @param {string} name @param {...Child} value @returns {HTMLElement} */
 function fact(name, ...value) {
@@ -200,10 +199,9 @@ export class SessionView extends View {
     const branch = this.#branchOf(session);
     const names = /** @type {TabName[]} */ (["transcript", ...Object.keys(TABS)]).filter((one) => one !== "tree" || session.tree);
     const href = (/** @type {TabName} */ one) => sessionHref(this.id, { turn, branch, seq, tab: one === "transcript" ? null : one });
-    renew(this.tabs, [names, this.at, branch], () => [
+    renew(this.tabs, [names, this.at, branch], () =>
       names.map((one) => h("a", { href: href(one), "aria-current": one === tab ? "page" : null }, one.charAt(0).toUpperCase() + one.slice(1))),
-      tab === "transcript" && this.transcript.rendering,
-    ]);
+    );
   }
 
   refresh() {
