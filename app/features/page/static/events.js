@@ -6,7 +6,7 @@ import { arrange, button, failure, folded, h, replace, setText } from "./dom.js"
 import { clock, count, iso } from "./format.js";
 import { sessionHref } from "./route.js";
 import { Travel } from "./travel.js";
-import { LatestRequest, SessionPart } from "./view.js";
+import { SessionPart } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
 /** @import {LogEvent, Session} from "../ui_types.d.ts" */
@@ -39,22 +39,19 @@ export class EventsTab extends SessionPart {
     const { closed } = this;
     this.path = `/sessions/${encodeURIComponent(this.id)}/events`;
     this.travel = new Travel(closed, (seq) => this.pick(this.turn, null, seq));
-    this.back = new LatestRequest(closed);
     this.shown = SHOWN;
     this.events = /** @type {LogEvent[]} */ ([]);
     /** So many events are before those. */
     this.begin = 0;
     /** The event whose state is shown; null: the last. */
     this.at = /** @type {number|null} */ (null);
-    this.isPaused = false;
     this.flushing = 0;
     this.retry = 0;
     this.list = h("ol", { class: "events" });
     this.earlier = button("", () => this.#earlier(), { hidden: true });
     this.state = h("span", { class: "note", role: "status" });
-    this.pause = button("pause", () => this.#toggle(), { "aria-pressed": "false" });
     this.notes = h("div");
-    const tools = h("div", { class: "panelhead" }, this.pause, this.state, h("span", { class: "spacer" }), copyCurl(() => ({ path: this.path })));
+    const tools = h("div", { class: "panelhead" }, this.state, h("span", { class: "spacer" }), copyCurl(() => ({ path: this.path })));
     this.element = h("div", { class: "eventsview" }, this.travel.element, tools, this.notes, this.earlier, this.list);
     const onVisibility = () => (document.hidden ? this.#stop() : this.#resume());
     document.addEventListener("visibilitychange", onVisibility, { signal: closed });
@@ -98,16 +95,7 @@ export class EventsTab extends SessionPart {
   }
 
   #resume() {
-    if (!this.isPaused && !this.requests.isRunning) this.#follow();
-  }
-
-  #toggle() {
-    this.isPaused = !this.isPaused;
-    this.pause.setAttribute("aria-pressed", String(this.isPaused));
-    if (this.isPaused) {
-      this.#stop();
-      setText(this.state, "paused");
-    } else this.#follow();
+    if (!this.requests.isRunning) this.#follow();
   }
 
   /** The newest event that has come. */
@@ -149,26 +137,12 @@ export class EventsTab extends SessionPart {
     this.#render();
   }
 
-  async #earlier() {
+  /** Follow the log from further back. */
+  #earlier() {
     this.shown += SHOWN;
-    const [after, upto] = [Math.max(0, this.begin - SHOWN), this.begin];
-    const request = async (/** @type {AbortSignal} */ signal) => {
-      const found = [];
-      for await (const line of lines(this.path, { after }, signal)) {
-        const event = /** @type {LogEvent} */ (JSON.parse(line));
-        if (event.seq > upto) break;
-        found.push(event);
-      }
-      return found;
-    };
-    const show = (/** @type {LogEvent[]} */ found) => {
-      this.events.unshift(...found);
-      this.begin = after;
-      this.#render();
-    };
-    this.earlier.disabled = true;
-    await this.back.run(request, show, (error) => replace(this.notes, failure(error)));
-    this.earlier.disabled = false;
+    this.begin = Math.max(0, this.begin - SHOWN);
+    this.events = [];
+    this.#follow();
   }
 
   /** Elements of events that stay are kept, with what is unfolded in them. */

@@ -16,7 +16,7 @@ import { named, textBlock } from "./visible.js";
 /** @import {Budget, Child, Session, SessionRow} from "../ui_types.d.ts" */
 /** @import {Place} from "./view.js" */
 
-/** Checkpoints that are named; a run may make hundreds. */
+/** The newest checkpoints are named; a run may make hundreds. */
 const MOST_CHECKPOINTS = 5;
 /** So long after the last scrolling the turn in sight stands in the address. */
 const REST_MS = 250;
@@ -220,9 +220,9 @@ export class SessionView extends View {
     );
     this.#mark(session);
     renew(this.head, [session.seq, this.at.seq, session.last_seq, session.state, session.failed], () => this.#head(session));
-    const { config, metadata, annotations, reward, erased, note, budgets, limit, checkpoints, seq } = session;
+    const { config, metadata, annotations, reward, erased, note, budgets, checkpoints, seq } = session;
     renew(this.verdicts, [annotations[0], reward, erased, seq === session.last_seq], () => verdicts(this.id, null, session, () => this.refresh()));
-    renew(this.more, [config, metadata, note, budgets, limit, checkpoints, seq], () => this.#details(session));
+    renew(this.more, [config, metadata, note, budgets, checkpoints, seq], () => this.#details(session));
   }
 
   /** @param {Session} session @returns {Child} */
@@ -268,11 +268,12 @@ export class SessionView extends View {
 
   /** @param {Session} session @returns {Child} */
   #details(session) {
-    const { session_id, note, config, fork, turns, affinity, checkpoints, created_at, closed_at, budgets, limit, metadata } = session;
+    const { session_id, note, config, fork, turns, checkpoints, created_at, closed_at, budgets, metadata } = session;
     const newest = turns.findLast((turn) => turn.live);
     const discarded = turns.filter((turn) => !turn.live).length;
-    const adapter = config.adapter ?? newest?.adapter;
     const text = (/** @type {unknown} */ value) => (typeof value === "object" ? JSON.stringify(value) : value);
+    const checkpoint = (/** @type {Session["checkpoints"][number]} */ { run, name, seq }, /** @type {number} */ at) =>
+      [at > 0 && ", ", h("a", { href: checkpointHref(name, run) }, name), " at ", h("a", { href: sessionHref(session_id, { seq }) }, `event ${seq}`)];
     const settings = Object.entries(config).filter(([, value]) => value !== null);
     return [
       h(
@@ -286,12 +287,9 @@ export class SessionView extends View {
             !fork.loss && h("span", { class: "note" }, " its turns are context"),
           ),
         discarded > 0 && fact("Rolled back", `${count(discarded)} of ${count(turns.length)} turns`),
-        affinity?.control && fact("Engine chosen by", named(affinity.control)),
-        adapter != null && fact("Adapter", named(adapter)),
         fact("Weights", named(newest?.weight_versions.at(-1)?.version ?? "–")),
         budgets.map((budget) => budgetFact(budget, session_id)),
-        limit != null && fact("Limit reached", badge(limit, "warn")),
-        checkpoints.length > 0 && fact("In checkpoints", inCheckpoints(session_id, checkpoints)),
+        checkpoints.length > 0 && fact(`In ${amount(checkpoints.length, "checkpoint")}`, checkpoints.slice(-MOST_CHECKPOINTS).toReversed().map(checkpoint)),
         fact("Created", since(created_at), h("span", { class: "note" }, ` ${clock(created_at)}`)),
         closed_at != null && fact("Closed", since(closed_at), h("span", { class: "note" }, ` ${clock(closed_at)}`)),
       ),
@@ -310,19 +308,4 @@ export class SessionView extends View {
       ),
     ];
   }
-}
-
-/** @param {string} id @param {Session["checkpoints"]} all the oldest first @returns {Child} the newest of them */
-function inCheckpoints(id, all) {
-  const links = all
-    .slice(-MOST_CHECKPOINTS)
-    .toReversed()
-    .map(({ run, name, seq }, at) => [
-      at > 0 && ", ",
-      h("a", { href: checkpointHref(name, run) }, name),
-      " at ",
-      h("a", { href: sessionHref(id, { seq }) }, `event ${seq}`),
-    ]);
-  const rest = all.length - links.length;
-  return [links, rest > 0 && ` and ${count(rest)} older ones`];
 }

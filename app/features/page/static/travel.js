@@ -1,6 +1,6 @@
 /** Which moment of a session is shown: after any of its events, or the newest. */
 
-import { announce, button, h, icon, setText } from "./dom.js";
+import { announce, button, h, setText } from "./dom.js";
 import { clock } from "./format.js";
 
 /** While somebody drags the slider, the state is asked for so often. */
@@ -10,7 +10,6 @@ export class Travel {
   /** @param {AbortSignal} closed @param {(seq: number|null) => void} onMove null: the newest state, from now on */
   constructor(closed, onMove) {
     this.onMove = onMove;
-    this.seq = 1;
     this.last = 1;
     this.settling = 0;
     this.slider = h("input", { type: "range", min: "1", "aria-label": "event, of this session's log" });
@@ -18,8 +17,6 @@ export class Travel {
     this.of = h("span", { class: "note" });
     this.moment = h("span", { class: "note" });
     this.live = button("live", () => this.onMove(null), { "aria-pressed": "true" });
-    this.back = this.#stepButton("left", "previous event", -1);
-    this.forward = this.#stepButton("right", "next event", 1);
     this.slider.addEventListener("input", () => {
       this.field.value = this.slider.value;
       clearTimeout(this.settling);
@@ -27,13 +24,12 @@ export class Travel {
     });
     this.field.addEventListener("change", () => this.#go(Number(this.field.value)));
     closed.addEventListener("abort", () => clearTimeout(this.settling));
-    const parts = [h("label", null, "after event ", this.field), this.of, this.back, this.slider, this.forward, this.live, this.moment];
+    const parts = [h("label", null, "after event ", this.field), this.of, this.slider, this.live, this.moment];
     this.element = h("div", { class: "travel", role: "group", "aria-label": "Time travel" }, parts);
   }
 
   /** @param {number} seq the event whose state is shown @param {number} last @param {boolean} isLive @param {number|null} at its time */
   update(seq, last, isLive, at) {
-    this.seq = seq;
     this.last = last;
     this.slider.max = this.field.max = String(last);
     if (!this.settling) this.slider.value = String(seq);
@@ -42,13 +38,6 @@ export class Travel {
     setText(this.of, `of ${last}`);
     setText(this.moment, isLive ? "" : clock(at));
     this.live.setAttribute("aria-pressed", String(isLive));
-    this.back.disabled = seq <= 1;
-    this.forward.disabled = seq >= last;
-  }
-
-  /** @param {"left"|"right"} sign @param {string} label @param {number} step */
-  #stepButton(sign, label, step) {
-    return button(icon(sign), () => this.#go(this.seq + step), { "aria-label": label, title: label });
   }
 
   /** @param {number} seq */

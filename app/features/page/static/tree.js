@@ -14,7 +14,7 @@ import { named } from "./visible.js";
  */
 
 /** Why a branch began, behind "because". @type {Record<string, string>} */
-export const CAUSES = {
+const CAUSES = {
   retry: "the same input was sent again",
   fork: "a request continued an earlier turn",
   root: "its messages continue no stored turn",
