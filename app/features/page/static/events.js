@@ -38,7 +38,7 @@ export class EventsTab extends SessionPart {
     super(...given);
     const { closed } = this;
     this.path = `/sessions/${encodeURIComponent(this.id)}/events`;
-    this.travel = new Travel(closed, (seq) => this.pick(this.turn, null, seq));
+    this.travel = new Travel((seq) => this.pick(this.turn, null, seq));
     this.shown = SHOWN;
     this.events = /** @type {LogEvent[]} */ ([]);
     /** So many events are before those. */
@@ -69,7 +69,7 @@ export class EventsTab extends SessionPart {
     if (this.at !== seq) {
       this.at = seq;
       for (const element of this.#lines) this.#markOne(element);
-      this.#scrollTo(this.#lines.find((element) => element.classList.contains("here")));
+      this.list.querySelector(".here")?.scrollIntoView({ block: "nearest" });
     }
     if (this.requests.isRunning || this.events.length) return;
     this.begin = Math.max(0, session.last_seq - SHOWN); // The log is followed from somewhat before its end.
@@ -78,15 +78,6 @@ export class EventsTab extends SessionPart {
 
   get #lines() {
     return [...this.list.querySelectorAll("li")];
-  }
-
-  /** Only the list scrolls: the rest of the page stays where it is. @param {HTMLElement|undefined} element */
-  #scrollTo(element) {
-    if (!element) return;
-    const { list } = this;
-    const above = element.offsetTop - list.offsetTop;
-    if (above < list.scrollTop || above + element.offsetHeight > list.scrollTop + list.clientHeight)
-      list.scrollTop = above - list.clientHeight / 2;
   }
 
   #stop() {

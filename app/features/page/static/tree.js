@@ -146,7 +146,8 @@ function lookOf({ state, superseded, exported, loss_branches: losses }) {
  */
 function layout({ turns, branches }, picked, opened) {
   const own = turnsOf(turns, branches);
-  const special = new Set([picked, ...branches.map((one) => one.fork_turn), ...turns.map((one) => one.carries)]);
+  const ends = [...own.values()].flatMap((chain) => [chain[0]?.turn, chain.at(-1)?.turn]);
+  const special = new Set([picked, ...ends, ...branches.map((one) => one.fork_turn), ...turns.map((one) => one.carries)]);
   const below = Map.groupBy(branches, (one) => one.parent_branch);
   /** @type {Map<number|null, {x: number, row: number}>} */
   const places = new Map();
@@ -174,21 +175,18 @@ function layout({ turns, branches }, picked, opened) {
 }
 
 /**
- * @param {TreeTurn[]} chain a branch's turns
- * @param {Set<number|null>} special turns that stand alone
- * @param {Set<number>} opened
- * @returns {TreeTurn[][]} turns that stand alone, and chains of turns that look alike
+ * @param {TreeTurn[]} chain a branch's turns @param {Set<number|null|undefined>} special turns that stand alone
+ * @param {Set<number>} opened @returns {TreeTurn[][]} turns that stand alone, and chains of turns that look alike
  */
 function groupsOf(chain, special, opened) {
   /** @type {TreeTurn[][]} */
   const runs = [];
-  chain.forEach((turn, at) => {
-    const isAlone = special.has(turn.turn) || at === 0 || at === chain.length - 1 || turn.state === "open";
+  for (const turn of chain) {
     const before = runs.at(-1)?.at(-1);
-    const isLike = before && lookOf(before) === lookOf(turn) && !special.has(before.turn) && runs.length > 1;
-    if (isAlone || !isLike) runs.push([turn]);
-    else runs.at(-1)?.push(turn);
-  });
+    const isLike = before && lookOf(before) === lookOf(turn) && ![before, turn].some((one) => special.has(one.turn));
+    if (isLike) runs.at(-1)?.push(turn);
+    else runs.push([turn]);
+  }
   const isFolded = (/** @type {TreeTurn[]} */ run) => run.length >= CHAIN && !opened.has(run[0]?.turn ?? 0);
   return runs.flatMap((run) => (isFolded(run) ? [run] : run.map((turn) => [turn])));
 }
