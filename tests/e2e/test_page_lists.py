@@ -326,7 +326,7 @@ def test_what_is_said_is_found(watched: Watched, page_stand: PageStand) -> None:
     assert "q=zebra" in page.url
     assert barriers(page) == []
     hit.locator("a").first.click()
-    page.wait_for_url("**/ui#/session/found-03?turn=1&brought=1")
+    page.wait_for_url("**/ui#/session/found-03?turn=1")
     page.go_back()
     expect(page.locator("input[name=q]")).to_have_value("zebra")
     expect(page.locator("body")).not_to_be_focused()

@@ -42,6 +42,7 @@ export class JudgeView extends View {
     replace(root, h("h1", { class: "visually-hidden" }, "Judge"), this.head, this.problem, this.content);
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: this.closed });
     this.closed.addEventListener("abort", () => this.views.forEach((view) => view.close()));
+    /** @type {{unannotated: string, sort: string, order: string}} */
     this.filters = filtersOf(place.query);
     this.refresh();
   }
