@@ -311,6 +311,8 @@ def test_a_long_session_is_read_where_it_is_looked_at(stand: Stand, watch: Watch
         if number == 4:
             kept.append(nodes(page))
     until(lambda: nodes(page) - kept[0] < 600)  # what was let go is not collected at once
+    page.get_by_role("button", name=re.compile("show .* earlier of")).click()
+    expect(page.locator(".events li").first).to_have_attribute("data-seq", "1")
 
 
 def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:

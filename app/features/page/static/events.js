@@ -2,10 +2,9 @@
 
 import { ApiError, lines } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { arrange, button, failure, folded, h, replace, setText } from "./dom.js";
+import { announce, arrange, button, failure, folded, h, replace, setText } from "./dom.js";
 import { clock, count, iso } from "./format.js";
 import { sessionHref } from "./route.js";
-import { Travel } from "./travel.js";
 import { SessionPart } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
@@ -38,7 +37,14 @@ export class EventsTab extends SessionPart {
     super(...given);
     const { closed } = this;
     this.path = `/sessions/${encodeURIComponent(this.id)}/events`;
-    this.travel = new Travel((seq) => this.pick(this.turn, null, seq));
+    this.slider = h("input", { type: "range", min: "1", "aria-label": "event, of this session's log" });
+    this.field = h("input", { type: "number", min: "1", class: "short", "aria-label": "event number" });
+    this.of = h("span", { class: "note" });
+    this.moment = h("span", { class: "note" });
+    this.live = button("live", () => this.pick(this.turn, null, null), { "aria-pressed": "true" });
+    for (const input of [this.slider, this.field]) input.addEventListener("change", () => this.#goTo(Number(input.value)));
+    const parts = [h("label", null, "after event ", this.field), this.of, this.slider, this.live, this.moment];
+    const travel = h("div", { class: "travel", role: "group", "aria-label": "Time travel" }, parts);
     this.shown = SHOWN;
     this.events = /** @type {LogEvent[]} */ ([]);
     /** So many events are before those. */
@@ -52,7 +58,7 @@ export class EventsTab extends SessionPart {
     this.state = h("span", { class: "note", role: "status" });
     this.notes = h("div");
     const tools = h("div", { class: "panelhead" }, this.state, h("span", { class: "spacer" }), copyCurl(() => ({ path: this.path })));
-    this.element = h("div", { class: "eventsview" }, this.travel.element, tools, this.notes, this.earlier, this.list);
+    this.element = h("div", { class: "eventsview" }, travel, tools, this.notes, this.earlier, this.list);
     const onVisibility = () => (document.hidden ? this.#stop() : this.#resume());
     document.addEventListener("visibilitychange", onVisibility, { signal: closed });
     closed.addEventListener("abort", () => {
@@ -64,8 +70,8 @@ export class EventsTab extends SessionPart {
   /** @param {Session} session @param {{turn: number|null, seq: number|null}} at */
   update(session, { turn, seq }) {
     this.turn = turn;
-    const moment = seq === null ? null : (this.events.find((event) => event.seq === session.seq)?.at ?? null);
-    this.travel.update(session.seq, session.last_seq, seq === null, moment);
+    this.session = session;
+    this.#showMoment(session, seq === null);
     if (this.at !== seq) {
       this.at = seq;
       for (const element of this.#lines) this.#markOne(element);
@@ -74,6 +80,25 @@ export class EventsTab extends SessionPart {
     if (this.requests.isRunning || this.events.length) return;
     this.begin = Math.max(0, session.last_seq - SHOWN); // The log is followed from somewhat before its end.
     if (!document.hidden) this.#resume();
+  }
+
+  /** @param {Session} session @param {boolean} isLive */
+  #showMoment({ seq, last_seq: last }, isLive) {
+    this.slider.max = this.field.max = String(last);
+    // What somebody drags or types stays while the log grows.
+    for (const input of [this.slider, this.field]) if (document.activeElement !== input || !isLive) input.value = String(seq);
+    this.slider.setAttribute("aria-valuetext", `event ${seq} of ${last}`);
+    setText(this.of, `of ${last}`);
+    setText(this.moment, isLive ? "" : clock(this.events.find((event) => event.seq === seq)?.at));
+    this.live.setAttribute("aria-pressed", String(isLive));
+  }
+
+  /** @param {number} seq */
+  #goTo(seq) {
+    const last = this.session?.last_seq ?? 1;
+    const wanted = Math.max(1, Math.min(Math.trunc(seq) || 1, last));
+    announce(`event ${wanted} of ${last}`);
+    this.pick(this.turn, null, wanted);
   }
 
   get #lines() {

@@ -145,29 +145,31 @@ function lookOf({ state, superseded, exported, loss_branches: losses }) {
  * @param {Tree} tree @param {number|null} picked @param {Set<number>} opened @returns {Row[]}
  */
 function layout({ turns, branches }, picked, opened) {
-  const own = turnsOf(turns, branches);
+  const places = new Map(turns.map((turn) => [turn.turn, branches.some((one) => one.branch === turn.branch) ? turn.branch : null]));
+  // A turn in flight is with its parent, and what no branch has any more is alone, under null.
+  const own = Map.groupBy(turns, ({ turn, parent, state }) => places.get(state === "open" ? parent : turn) ?? null);
   const ends = [...own.values()].flatMap((chain) => [chain[0]?.turn, chain.at(-1)?.turn]);
   const special = new Set([picked, ...ends, ...branches.map((one) => one.fork_turn), ...turns.map((one) => one.carries)]);
   const below = Map.groupBy(branches, (one) => one.parent_branch);
   /** @type {Map<number|null, {x: number, row: number}>} */
-  const places = new Map();
+  const dots = new Map();
   /** @type {Row[]} */
   const rows = [];
   /** @param {TreeBranch|null} branch @param {TreeTurn[]} chain */
   const add = (branch, chain) => {
-    const from = places.get(branch?.fork_turn ?? null);
+    const from = dots.get(branch?.fork_turn ?? null);
     const groups = groupsOf(chain, special, opened);
     let x = from ? from.x + 1 : 0;
     const row = rows.push({ branch, x, up: from ? rows.length - from.row : 0, groups }) - 1;
     for (const group of groups) {
-      for (const { turn } of group) places.set(turn, { x, row });
+      for (const { turn } of group) dots.set(turn, { x, row });
       x += group.length > 1 ? 2 : 1; // A folded chain is as wide as two dots.
     }
   };
   const waiting = (below.get(null) ?? []).toReversed();
   for (let next = waiting.pop(); next; next = waiting.pop()) {
     add(next, own.get(next.branch) ?? []);
-    const x = (/** @type {TreeBranch} */ one) => places.get(one.fork_turn)?.x ?? 0;
+    const x = (/** @type {TreeBranch} */ one) => dots.get(one.fork_turn)?.x ?? 0;
     waiting.push(...(below.get(next.branch) ?? []).toSorted((a, b) => x(a) - x(b) || b.branch - a.branch));
   }
   for (const turn of own.get(null) ?? []) add(null, [turn]);
@@ -189,17 +191,4 @@ function groupsOf(chain, special, opened) {
   }
   const isFolded = (/** @type {TreeTurn[]} */ run) => run.length >= CHAIN && !opened.has(run[0]?.turn ?? 0);
   return runs.flatMap((run) => (isFolded(run) ? [run] : run.map((turn) => [turn])));
-}
-
-/**
- * @param {TreeTurn[]} turns @param {TreeBranch[]} branches
- * @returns {Map<number|null, TreeTurn[]>} by branch; a turn in flight is with its parent, or under null
- */
-function turnsOf(turns, branches) {
-  const places = new Map(turns.map((turn) => [turn.turn, turn.branch]));
-  const known = new Set(branches.map((one) => one.branch));
-  return Map.groupBy(turns, (turn) => {
-    const place = turn.branch ?? places.get(turn.parent) ?? null;
-    return place !== null && known.has(place) ? place : null;
-  });
 }
