@@ -548,9 +548,9 @@ def test_a_branch_is_chosen_and_the_tree_is_a_graph(stand: Stand, tree: Talk, wa
     expect(told).to_contain_text("branch 1, agent after turn 1 of branch 0, because another agent asked, agent scout")
     expect(told).to_contain_text("its row trains turns 15")
     expect(graph.get_by_role("button", name="turn 16, in the loss of branch 2, quotes turn 2")).to_have_count(1)
-    before, own = (graph.locator(f"[aria-label^='turn {turn},']").bounding_box() for turn in (1, 15))
-    assert before is not None and own is not None
-    assert before["x"] < own["x"] < before["x"] + 40, "a branch begins right of the turn that it left"
+    x = "one => one.getBoundingClientRect().x"
+    before, own = (graph.locator(f"[aria-label^='turn {turn},']").evaluate(x) for turn in (1, 15))
+    assert before < own < before + 40, "a branch begins right of the turn that it left"
 
     chain = graph.get_by_role("button", name="turns 3 to 13, in the loss of branch 0: show")
     chain.focus()
