@@ -108,7 +108,7 @@ def test_the_actions_and_messages_of_turns(shared: Stand, walked: Talk) -> None:
     failed = {
         "role": "tool",
         "tool_call_id": talk.messages[-1]["tool_calls"][0]["id"],
-        "content": "x: command not found",
+        "content": "Exit code 127\nx: command not found",
     }
     talk.add(failed, user("ü" * 100_000), sim={"tool_calls": False})
     talk.say("and more" * 200_000, sim={"tool_calls": False})

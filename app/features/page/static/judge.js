@@ -90,7 +90,7 @@ export class JudgeView extends View {
     const [shown] = this.views;
     const [was] = before;
     if (was && was === shown) return;
-    const gone = was && !this.past.has(was.id) ? `${visibleText(was.id)} has left the queue. ` : "";
+    const gone = was && !this.past.has(was.id) && !ids.includes(was.id) ? `${visibleText(was.id)} has left the queue. ` : "";
     const skipped = h("a", { href: sessionsHref(this.filters) }, "What was skipped");
     const content = shown?.root ?? message("empty", "Nothing is left to judge.", h("p", null, skipped));
     this.content.replaceWith(content);

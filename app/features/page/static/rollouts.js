@@ -6,6 +6,7 @@ import { badge, bar, button, h, icon, refill, replace, scrollRegion, setText } f
 import { amount, compact, count, decimal } from "./format.js";
 import { choice } from "./form.js";
 import { chosenRun, groupHref, sessionHref, setQuery, wholeNumber } from "./route.js";
+import { inWords } from "./verdicts.js";
 import { View } from "./view.js";
 import { actionText, named, visible, visibleText } from "./visible.js";
 
@@ -262,9 +263,8 @@ function parts(rows, isSame) {
 
 /** @param {Rollout} column @returns {string} its reward's components and its annotations */
 function verdictsOf({ components, annotations }) {
-  const text = (/** @type {unknown} */ value) => (value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
   const rewarded = Object.entries(components).map(([part, value]) => `${part} ${decimal(value, 2)}`);
-  return [...rewarded, ...annotations.map(({ name, value }) => `${name} ${text(value)}`)].join(" · ");
+  return [...rewarded, ...annotations.map(({ name, value }) => `${name} ${inWords(value)}`)].join(" · ");
 }
 
 /** @param {Rollout|UnreadRollout} column @param {Cell} cell @returns {Child} */

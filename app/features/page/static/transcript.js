@@ -4,7 +4,7 @@ import { rowsOf } from "./actionlist.js";
 import { url } from "./api.js";
 import { callsOf, isResult, messageElement, textsOf } from "./conversation.js";
 import { copyButton, copyCurl } from "./copy.js";
-import { arrange, badge, button, failure, folded, h, icon, message, renew, replace } from "./dom.js";
+import { arrange, badge, failure, folded, h, icon, message, renew, replace } from "./dom.js";
 import { amount, bytes, count, duration, milliseconds, serverNow, since } from "./format.js";
 import { sessionHref } from "./route.js";
 import { verdicts } from "./verdicts.js";
@@ -100,14 +100,13 @@ export class TranscriptTab extends SessionPart {
   near = new Set();
   /** @type {Map<number, number>} by the turn that brought results: the turn that asked for them */
   brings = new Map();
-  /** What stays where it is while blocks are read; null: the end. @type {{block: Block|null, top: number, is: number}|undefined} */
+  /** What stays where it is while blocks are read; null: the end. @type {{block: Block|null, top: number, is: number, isFailed?: boolean}|undefined} */
   pin;
   /** What is searched for, the turns that have it, and the one that is shown; -1: the turn's last. */
   needle = "";
   /** @type {number[]} */
   hits = [];
   hit = { turn: 0, at: 0, isPending: false };
-  isRendered = false;
   /** @type {number|null} */
   branch = null;
   flow = h("div", { class: "flow" });
@@ -124,7 +123,6 @@ export class TranscriptTab extends SessionPart {
     super(closed, id, pick);
     this.see = see;
     this.lineOf = lineOf;
-    this.rendering = button("Markdown", () => this.#render(), { "aria-pressed": "false", class: "quiet" });
     const options = /** @type {IntersectionObserverInit} */ ({ scrollMargin: `${NEAR_PX}px`, rootMargin: `${NEAR_PX}px` });
     this.observer = new IntersectionObserver((entries) => {
       for (const { target, isIntersecting } of entries) {
@@ -253,6 +251,12 @@ export class TranscriptTab extends SessionPart {
     this.#align();
   }
 
+  /** Have the end of what failed in sight, which says why, if the turn was gone to. */
+  seeFailed() {
+    if (this.pin) this.pin.isFailed = true;
+    this.#align();
+  }
+
   /** Have what is pinned where it was; nothing else moves it while blocks above it are read. */
   #align() {
     const { pin } = this;
@@ -261,6 +265,8 @@ export class TranscriptTab extends SessionPart {
     if (!pin.block) scroller.scrollTop = scroller.scrollHeight;
     else {
       scroller.scrollTop += this.#topOf(pin.block) - pin.top;
+      const failed = pin.isFailed && pin.block.body.querySelector(".who > [data-tone=bad]")?.closest(".said");
+      if (failed) scroller.scrollTop += Math.max(0, failed.getBoundingClientRect().bottom - scroller.getBoundingClientRect().bottom);
       pin.is = this.#topOf(pin.block);
     }
   }
@@ -343,7 +349,7 @@ export class TranscriptTab extends SessionPart {
     else if (refused) renew(head, refused, () => [badge("refused", "warn"), `A request after turn ${refused.turn}: the limit on ${refused.limit} is reached.`, since(refused.at)]);
     if (!own || failed || refused) return;
     const shown = this.#needs(block).map((one) => [one, this.known.get(one)?.messages.length, this.whole.has(one)]);
-    renew(body, [kind, shown, this.isRendered, agents.map((one) => one.name)], () => this.#body(row, agents, child));
+    renew(body, [kind, shown, agents.map((one) => one.name)], () => this.#body(row, agents, child));
     renew(said, [session.annotations[number], session.turn_rewards[number], session.seq === session.last_seq], () => turn && verdicts(this.id, number, session));
   }
 
@@ -355,7 +361,6 @@ export class TranscriptTab extends SessionPart {
     const { results } = answered(reply, child ? this.#messages(child).own : []);
     const look = (/** @type {number} */ turn) => ({
       sessionId: this.id,
-      isRendered: this.isRendered,
       isUnder: turn === child,
       onWhole: () => {
         this.whole.add(turn);
@@ -386,7 +391,7 @@ export class TranscriptTab extends SessionPart {
   }
 
   /** @param {Turn} turn @param {Row} row @param {Session} session @returns {Child} */
-  #head(turn, { begins }, { seq, last_seq }) {
+  #head(turn, { begins, agent }, { seq, last_seq }) {
     const { turn: number } = turn;
     const took = turn.opened_at === null ? null : turn.committed_at - turn.opened_at;
     const href = sessionHref(this.id, { turn: number, branch: this.branch });
@@ -395,7 +400,8 @@ export class TranscriptTab extends SessionPart {
       h("h2", null, h("a", { href }, `Turn ${number}`)),
       copyButton(() => new URL(href, location.href).href, "Copy link"),
       turn.discarded_by !== null && badge(`rolled back by event ${turn.discarded_by}`, "warn"),
-      begins && h("span", { class: "flag" }, icon("branch"), ` branch ${begins.branch}: ${begins.cause} `, named(begins.agent_id ?? ""), begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
+      begins && h("span", { class: "flag" }, icon("branch"), ` branch ${begins.branch}: ${begins.cause} `, named(agent ?? ""), begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
+      !begins && agent !== null && h("span", { class: "note" }, "agent ", named(agent)),
       turn.segment_cause && badge(`new segment: ${turn.segment_cause}`, "warn"),
       h("span", { class: `fin ${turn.finish_reason ?? ""}` }, named(turn.finish_reason ?? "")),
       took !== null && h("span", null, duration(took)),
@@ -435,19 +441,14 @@ export class TranscriptTab extends SessionPart {
     const body = () => ({ ...params, messages: messages.map((one) => one.message), ...(tools && { tools }) });
     replace(
       content,
+      stagesOf(turn),
       Object.entries(errors).map(([what, why]) => message("error", what, h("p", null, why))),
       isWhole && turn.protocol === "chat" && copyCurl(() => ({ path: "/v1/chat/completions", engine: turn.engine, body: body() }), "request to the engine"),
       params && folded("Sampling parameters", textBlock(JSON.stringify(params, null, 2), "code")),
       tools && folded(amount(tools.length, "tool"), textBlock(JSON.stringify(tools, null, 2), "code")),
       earlier > 0 && message("note", `${count(earlier)} earlier messages are not shown here; GET /sessions/{id}/messages has all.`),
-      messages.slice(-SHOWN).map((one) => messageElement(one, { sessionId: this.id, isRendered: this.isRendered })),
+      messages.slice(-SHOWN).map((one) => messageElement(one, { sessionId: this.id })),
     );
-  }
-
-  #render() {
-    this.isRendered = !this.isRendered;
-    this.rendering.setAttribute("aria-pressed", String(this.isRendered));
-    this.#load();
   }
 
   /** Show the first place that has a text. @param {string} text @param {number[]} turns that have it, in their order */
@@ -522,6 +523,24 @@ export class TranscriptTab extends SessionPart {
     }
     return ranges;
   }
+}
+
+/** @param {Turn} turn @returns {Child} where its time went in this server, and how its request was sent */
+function stagesOf({ timing, fence, base_tokens, trimmed, dialect, protocol, dispatched, parts, payloads }) {
+  const total = Object.values(timing ?? {}).reduce((sum, one) => sum + one, 0);
+  const stages = Object.entries(timing ?? {}).map(([name, took]) => `${name} ${milliseconds(took)}`);
+  return h(
+    "p",
+    { class: "note stages" },
+    timing ? `${stages.join(", ")}; total ${milliseconds(total)}.` : "No stage was timed.",
+    ` Fence ${fence}. ${count(base_tokens)} tokens of the prompt were known`,
+    trimmed > 0 && `, ${count(trimmed)} trimmed`,
+    `. Sent as ${dialect}, ${protocol}`,
+    dispatched != null && [", with weights ", named(dispatched)],
+    parts.length > 1 && `, joined from ${parts.length} generations`,
+    ".",
+    payloads.map((one) => ` ${one.kind}: ${count(one.rows)} rows${one.tombstoned ? " (tombstoned)" : ""}.`),
+  );
 }
 
 /** @param {FailedTurn} failed @param {string} id of the session @returns {Child} */
