@@ -204,6 +204,8 @@ def _matches(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[i
     longest common subsequence of one[: i + 1] and other[: j + 1] is longer than that of one[: i + 1] and other[:j]. A
     row is an integer, so 2,000 steps by 2,000 take 8 ms. Beyond MOST_PAIRS only the ends are matched.
     """
+    if len(other) > len(one):  # a long row costs its square
+        return [(i, j) for j, i in _matches(other, one)]
     most = min(len(one), len(other))
     head = next((at for at in range(most) if one[at] != other[at]), most)
     tail = next((at for at in range(most - head) if one[-1 - at] != other[-1 - at]), most - head)

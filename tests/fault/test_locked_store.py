@@ -69,6 +69,7 @@ def all_locked(url: str) -> AbstractContextManager[None]:
 @pytest.fixture
 def stand(engine: SimulatorProcess, database_url: str, tmp_path: Path) -> Iterator[Stand]:
     with serving(tmp_path, engine.base_url, environment={"TURNLOG_DATABASE_URL": database_url}) as made:
+        until(lambda: made.http.get("/ready").is_success)  # Small replies need no worker: it may still be starting.
         yield made
 
 
@@ -76,7 +77,6 @@ def stand(engine: SimulatorProcess, database_url: str, tmp_path: Path) -> Iterat
 def test_a_lock_on_all_writes_is_waited_for(stand: Stand, database_url: str, tally: Tally) -> None:
     with Agents([stand.server.base_url], CLIENTS, take_turns) as agents:
         until(lambda: agents.all_served(0))
-        until(lambda: stand.http.get("/ready").is_success)  # Small replies need no worker: it may still be starting.
         tally.tried += 1
         with all_locked(database_url):
             meanwhile(stand, HELD_S)

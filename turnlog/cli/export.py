@@ -14,7 +14,7 @@ from turnlog.amounts import amount
 from turnlog.cli.parameters import given, takes
 from turnlog.cli.remote import remote
 from turnlog.cli.running import INTERRUPTED, Failure, UsageError, say, wants_json
-from turnlog.errors import Unreachable
+from turnlog.errors import TurnlogError, Unreachable
 from turnlog.parameters import ExportParameters
 
 if TYPE_CHECKING:
@@ -97,7 +97,10 @@ def _to_output(server: Transport, wish: dict[str, Any]) -> None:
         raise UsageError(f"{wish['format']} is not for a terminal: name a file, or redirect")
     with server.stream("/export", wish) as response:
         is_empty, cursor = "x-turnlog-empty" in response.headers, response.headers["x-turnlog-cursor"]
-        left_out = _by_reason(_lines(response.iter_raw(), sys.stdout.buffer))
+        if is_binary:
+            sys.stdout.buffer.writelines(response.iter_raw())
+        else:
+            left_out = _by_reason(_lines(response.iter_raw(), sys.stdout.buffer))
         sys.stdout.buffer.flush()
     if is_binary:
         left_out = _by_reason(_asked(server, wish, cursor))
@@ -105,7 +108,7 @@ def _to_output(server: Transport, wish: dict[str, Any]) -> None:
 
 
 def _lines(pieces: Iterable[bytes], out: BinaryIO | None = None) -> Iterator[bytes]:
-    """Lines, in which no character but the line feed counts. They are printed to `out` meanwhile."""
+    """Lines, which end at a line feed alone. They are printed to `out` meanwhile."""
     begun: list[bytes] = []
     for piece in pieces:
         if out is not None:
@@ -159,5 +162,5 @@ def _has_left_out(server: Transport, wish: dict[str, Any], cursor: str) -> bool:
     try:
         with server.stream("/export", asked, silence_s=QUICK_S) as response:
             return "x-turnlog-empty" not in response.headers
-    except Unreachable:
+    except TurnlogError:  # the export itself has come
         return False

@@ -146,8 +146,8 @@ def _value(written: Mapping[str, Any]) -> str:
     column, value = written.get("column"), written.get("value")
     if column:
         return amount(column["length"], "number")
-    if written.get("erased"):
-        return "erased"
+    if value is None:
+        return "erased" if written.get("erased") else "removed"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 

@@ -37,7 +37,9 @@ ASKED = 0.3
 AGAIN_S = 0.5
 ALL = 1000
 
-UNLISTED = frozenset({"open_turns", "body_hash", "root_id", "last_turn", "spent_turns", "spent_tokens", "group_size"})
+UNLISTED = frozenset(
+    {"open_turns", "body_hash", "root_id", "last_turn", "spent_turns", "spent_tokens", "group_size", "annotated"}
+)
 """Columns of a head that the list has not."""
 
 NOBODY = "nobody"

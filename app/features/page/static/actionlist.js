@@ -52,7 +52,9 @@ export function rowsOf({ turns, failed_turns, refused, open_turns, tree }, branc
     const { turn: number, fence: order, opened_at: begin, committed_at, live } = turn;
     if (path && !path.has(number)) continue;
     const after = (children.get(number) ?? []).filter((one) => !path || path.has(one.turn));
-    const next = after.find((one) => !("live" in one) || one.live) ?? after[0];
+    const alive = after.filter((one) => !("live" in one) || one.live);
+    // A sub-agent may have gone on from here first.
+    const next = alive.find((one) => agents.get(one.turn) === agents.get(number)) ?? alive[0] ?? after[0];
     const again = tree ? null : failed_turns.find((one) => one.fence > turn.seq && (!next || one.fence < next.fence));
     const end = begin === null ? null : committed_at;
     const isRoot = turn.parent === 0 || turn.segment_cause === "divergence";

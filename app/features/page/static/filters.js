@@ -31,11 +31,7 @@ export function needsPolling({ state = "", stuck_s, min_staleness }) {
   return Boolean(stuck_s || min_staleness || ["paused", "running", "idle"].includes(state));
 }
 
-/**
- * As the server decides it.
- * @param {SessionRow} row
- * @param {ListQuery} query
- */
+/** As the server decides it. @param {SessionRow} row @param {ListQuery} query */
 export function matches(row, query) {
   const reaches = (/** @type {string} */ name, /** @type {number|null} */ value) => !query[name] || (value !== null && value >= Number(query[name]));
   return (

@@ -12,7 +12,7 @@ import { isNarrow, LongTable } from "./table.js";
 import { View } from "./view.js";
 import { textBlock, visible, visibleText } from "./visible.js";
 
-/** @import {Attempt, ChatMessage, Column, Entry, Group, Place, Rollout, SessionPage, SessionRow, Statistics, Summary} from "../ui_types.d.ts" */
+/** @import {Attempt, ChatMessage, Column, Entry, Group, Place, SessionPage, SessionRow, Statistics, Summary} from "../ui_types.d.ts" */
 /** @typedef {Attempt & {state: string, about?: Summary, advantage: number|null, normalized: number|null}} Row */
 /** @typedef {Column<Row> & {value?: (row: Row) => number|null|undefined}} ValueColumn */
 

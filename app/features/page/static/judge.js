@@ -7,7 +7,7 @@ import { isForPage } from "./keys.js";
 import { sessionHref, sessionsHref, setQuery } from "./route.js";
 import { SessionView } from "./session.js";
 import { annotationPath, VERDICT, verdictForm, WRITER } from "./verdicts.js";
-import { recall, View } from "./view.js";
+import { LatestRequest, recall, View } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
 /** @import {Child, SessionPage, SessionRow} from "../ui_types.d.ts" */
@@ -18,13 +18,17 @@ const MOST = 1000;
 /** @type {Record<string, string>} the button that a key presses */
 const PRESSED = { y: "passed", 1: "passed", n: "failed", 2: "failed", s: "skip", u: "undo" };
 
+/** The list's filters and the name of what is missing; where the page is loaded anew, the query has a turn too. @param {URLSearchParams} query */
+function filtersOf(query) {
+  for (const name of ["turn", "branch", "brought", "seq"]) query.delete(name);
+  return { unannotated: VERDICT, sort: "created_at", order: "asc", ...Object.fromEntries(query) };
+}
+
 export class JudgeView extends View {
   /** @param {HTMLElement} root @param {Place} place */
   constructor(root, place) {
     super(root);
     this.overview = place.overview;
-    /** @type {Record<string, string>} */
-    this.filters = {};
     this.progress = h("span");
     this.head = h("section", { class: "panel", "aria-label": "Queue" });
     /** @type {HTMLElement} the session's view, or that there is none */
@@ -33,16 +37,18 @@ export class JudgeView extends View {
     this.views = [];
     /** @type {Map<string, boolean>} sessions that were judged here (true) or skipped, in this order */
     this.past = new Map();
+    this.undoing = new LatestRequest(this.closed);
     replace(root, h("h1", { class: "visually-hidden" }, "Judge"), this.head, this.problem, this.content);
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: this.closed });
     this.closed.addEventListener("abort", () => this.views.forEach((view) => view.close()));
-    this.onQuery(place.query);
+    /** @type {{unannotated: string, sort: string, order: string}} */
+    this.filters = filtersOf(place.query);
+    this.refresh();
   }
 
-  /** @param {URLSearchParams} query the list's filters and the name of what is missing; where the page is loaded anew, a turn too */
+  /** @param {URLSearchParams} query */
   onQuery(query) {
-    for (const name of ["turn", "branch", "brought", "seq"]) query.delete(name);
-    this.filters = { unannotated: VERDICT, sort: "created_at", order: "asc", ...Object.fromEntries(query) };
+    this.filters = filtersOf(query);
     this.past.clear();
     this.refresh();
   }
@@ -100,7 +106,7 @@ export class JudgeView extends View {
     const undo = this.past.size > 0 && button("Undo", () => this.#undo(), { name: "undo", title: "Take back the last (u)" });
     if (!shown) return bar([this.progress, gone], undo);
     const { id } = shown;
-    const { unannotated: name = VERDICT } = this.filters;
+    const { unannotated: name } = this.filters;
     const onDone = (/** @type {string} */ written) => (written === name ? this.#pass(id, true) : form.show(name));
     const form = verdictForm(id, null, () => shown.session?.annotations[0] ?? [], onDone, name);
     const keys = h("span", { class: "muted" }, "y passed, n failed, s skip, u undo");
@@ -117,11 +123,12 @@ export class JudgeView extends View {
   /** Take back the last verdict, or skip, and go back to its session. */
   #undo() {
     const [id, isJudged] = [...this.past].at(-1) ?? [""];
-    const path = annotationPath(id, null, this.filters.unannotated ?? VERDICT, recall(WRITER));
-    this.read(async (signal) => isJudged && send("DELETE", path, {}, signal), () => {
+    const path = annotationPath(id, null, this.filters.unannotated, recall(WRITER));
+    const undone = () => {
       this.past.delete(id);
       this.refresh(id);
-    });
+    };
+    this.undoing.run(async (signal) => isJudged && send("DELETE", path, {}, signal), undone, (error) => this.onFailure(error));
   }
 
   /** @param {KeyboardEvent} event */

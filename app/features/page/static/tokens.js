@@ -6,7 +6,6 @@ import { count, ranges } from "./format.js";
 import { isForPage } from "./keys.js";
 import { figure, legend, shadeOf, share } from "./logprobs.js";
 import { changeQuery, wholeNumber } from "./route.js";
-import { CAUSES } from "./tree.js";
 import { LatestRequest, SessionPart } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
@@ -214,7 +213,6 @@ export class TokensTab extends SessionPart {
       this.#showLegend();
       this.#showCells();
     };
-    const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
     const { sampled = 0, shares = [] } = outline ?? {};
     const byReason = [...Map.groupBy(shares, (one) => one.reason)];
     const sum = byReason.map(([why, some]) => `${count(tokensOf(some))} ${why}`).join(" + ");
@@ -225,12 +223,7 @@ export class TokensTab extends SessionPart {
       scales.length > 0 && field("colour", recolour, scales),
       h("span", { class: "note" }, `${count(total)} tokens · sampled ${count(tokensOf(shares))} = ${sum}`),
       copyCurl(() => ({ path: this.path, parameters: this.place })),
-      h(
-        "p",
-        { class: "note" },
-        reason && `Branch ${branch} began because ${reason}. `,
-        !tokenizer && total > 0 && [`${texts ? "Prompts" : "Tokens"} are ids: set `, setting, " to read them as text."],
-      ),
+      !tokenizer && total > 0 && h("p", { class: "note" }, `${texts ? "Prompts" : "Tokens"} are ids: set `, setting, " to read them as text."),
     );
     this.#showLegend();
     const before = sampledBefore(turns, start);
