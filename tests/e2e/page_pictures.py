@@ -28,7 +28,6 @@ VIEWS = {
     "session": "#/session/swe-durations-03?turn=5",
     "running": "#/session/swe-durations-11",
     "tokens": "#/session/math-squares-03?tab=tokens",
-    "stages": "#/session/swe-durations-02?tab=stages",
     "events": "#/session/swe-durations-02?tab=events",
     "tree": f"#/session/{TREE}?tab=tree",
     "groups": "#/groups",

@@ -4,7 +4,6 @@ import { url } from "./api.js";
 import { copyButton } from "./copy.js";
 import { badge, button, folded, h, icon, message } from "./dom.js";
 import { bytes, count } from "./format.js";
-import { markdown } from "./markdown.js";
 import { named, parsed, pretty, textBlock } from "./visible.js";
 
 /** @import {ChatMessage, Child, Entry} from "../ui_types.d.ts" */
@@ -51,7 +50,6 @@ function storedImage({ sha256, media_type, size }, sessionId) {
  * How a message is shown.
  * @typedef {object} Look
  * @property {string} sessionId
- * @property {boolean} [isRendered] texts as Markdown
  * @property {boolean} [isUnder] a result stands under its call
  * @property {() => void} [onWhole] somebody wants all of a message that is cut
  */
@@ -71,8 +69,7 @@ function contentPart(part, show, { sessionId }) {
 /** @param {unknown} content @param {boolean} isResult of a tool @param {Look} look @returns {HTMLElement[]} */
 function contentOf(content, isResult, look) {
   if (content === null || content === undefined || content === "") return [];
-  const show = (/** @type {string} */ text) =>
-    isResult ? textBlock(pretty(text), "code") : look.isRendered ? markdown(text) : textBlock(text);
+  const show = (/** @type {string} */ text) => (isResult ? textBlock(pretty(text), "code") : textBlock(text));
   return (Array.isArray(content) ? content : [textOf(content)]).map((part) => contentPart(part, show, look));
 }
 

@@ -47,11 +47,12 @@ const parts = new WeakMap();
 
 /**
  * Make an element's children anew where they show something else: somebody may have unfolded one, or be about to press it.
+ * A form that somebody fills in stays.
  * @param {Element} box @param {unknown} shown @param {() => Child} make
  */
 export function renew(box, shown, make) {
   const key = JSON.stringify(shown);
-  if (parts.get(box) === key) return;
+  if (parts.get(box) === key || box.querySelector("form")) return;
   parts.set(box, key);
   refill(box, make());
 }
