@@ -118,7 +118,7 @@ export function verdictForm(id, turn, said, onDone, first = VERDICT) {
   const replaced = h("span", { class: "note" });
   const refusal = h("p", { class: "refusal", role: "alert" });
   const fields = [field("Name", name), field("Number or text", text), field("Your name", writer)];
-  const element = h("form", { class: "filters verdictform", "aria-label": "Judge" }, passed, failed, names, fields, h("button", { class: "primary" }, "Save"), remove, replaced, refusal);
+  const element = h("form", { class: "filters verdictform", "aria-label": turn === null ? "Judge" : `Judge turn ${turn}` }, passed, failed, names, fields, h("button", { class: "primary" }, "Save"), remove, replaced, refusal);
   element.addEventListener("submit", (event) => {
     event.preventDefault();
     act("PUT", typed(name.value, text.value));
