@@ -132,14 +132,6 @@ export function button(label, onPress, attributes) {
 }
 
 /**
- * A link among others; the current one is where the user is.
- * @param {string} href @param {string} label @param {boolean} isCurrent
- */
-export function chip(href, label, isCurrent) {
-  return h("a", { href, "aria-current": isCurrent ? "true" : null }, label);
-}
-
-/**
  * Content that a click on its summary shows.
  * @param {Child} summary
  * @param {Child} content
