@@ -1,5 +1,5 @@
-"""Every view of the page over the store of `turnlog demo --full`, and what axe finds there:
-`PYTHONPATH=tests python -m e2e.page_pictures FOLDER`; with `--docs` the pictures of docs/page alone.
+"""Every view of the page over the store of `turnlog demo --full`, in each size and scheme, and what axe finds there:
+`PYTHONPATH=tests python -m e2e.page_pictures FOLDER`; with `--docs` the pictures of README and docs/page.md alone.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ import argparse
 import io
 import itertools
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -25,23 +24,24 @@ VIEWS = {
     "runs": "#/runs",
     "run": f"#/runs?run={RUN}",
     "paused": "#/runs?run=maze-1b",
-    "sessions": "#/",
-    "session": "#/session/swe-durations-04?turn=8",
+    "sessions": "#/?run=default",
+    "session": "#/session/swe-durations-03?turn=5",
     "running": "#/session/swe-durations-11",
     "tokens": "#/session/math-squares-03?tab=tokens",
-    "stages": "#/session/swe-durations-02?tab=stages",
     "events": "#/session/swe-durations-02?tab=events",
     "tree": f"#/session/{TREE}?tab=tree",
     "groups": "#/groups",
     "group": f"#/group/{GROUP}",
     "rollouts": f"#/group/{GROUP}/rollouts",
+    "judge": f"#/judge?group_id={GROUP}",
     "search": "#/search?q=minutes",
     "exports": "#/exports?shape=slime",
     "checkpoints": "#/checkpoints",
     "checkpoint": "#/checkpoint/weights-41",
 }
 IN_DOCS = ("run", "sessions", "session", "tokens", "tree", "group", "rollouts")
-SIZES = {1440: 900, 390: 844}
+SIZES = {1280: 800, 1920: 1080, 390: 844}
+DOCS_WIDTH = 1280
 SHOWN_MS = 1500
 Scheme = Literal["light", "dark"]
 
@@ -54,13 +54,18 @@ def main() -> None:
     given.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as root, full_store(Path(root)) as store, launched() as browser:
         _add_runs(store.base_url)
-        for name, width, scheme in _wanted(is_for_docs=given.docs):
-            page = opened(browser, width, scheme)
-            page.goto(f"{store.base_url}/ui{VIEWS[name]}")
-            page.wait_for_timeout(SHOWN_MS)
-            keep(page, given.folder / (f"{name}-light.png" if given.docs else f"{name}-{width}-{scheme}.png"))
-            if not given.docs:
-                for found in barriers(page):
+        if given.docs:
+            for name in IN_DOCS:
+                page = opened(browser, store.base_url, name, DOCS_WIDTH)
+                keep(page, given.folder / f"{name}-light.png")
+                page.context.close()
+            return
+        for name, width in itertools.product(VIEWS, SIZES):
+            page = opened(browser, store.base_url, name, width)
+            for scheme in get_args(Scheme):
+                page.emulate_media(color_scheme=scheme)
+                keep(page, given.folder / f"{name}-{width}-{scheme}.png")
+                for found in barriers(page, of_colours=scheme == "dark"):
                     print(f"{name} {width} {scheme}: {found}")
             page.context.close()
 
@@ -74,18 +79,13 @@ def _add_runs(base_url: str) -> None:
         http.post("/runs/maze-1b/fleet/pause", json={"lease_s": 3600}).raise_for_status()
 
 
-def _wanted(*, is_for_docs: bool) -> Iterator[tuple[str, int, Scheme]]:
-    if is_for_docs:
-        yield from ((name, 1440, "light") for name in IN_DOCS)
-        return
-    yield from itertools.product(VIEWS, SIZES, get_args(Scheme))
-
-
-def opened(browser: Browser, width: int, scheme: Scheme) -> Page:
+def opened(browser: Browser, base_url: str, name: str, width: int) -> Page:
     size: ViewportSize = {"width": width, "height": SIZES[width]}
-    page = browser.new_context(viewport=size, color_scheme=scheme).new_page()
+    page = browser.new_context(viewport=size).new_page()
     page.on("console", lambda message: print(message.type, message.text))
     page.on("pageerror", lambda error: print(error))
+    page.goto(f"{base_url}/ui{VIEWS[name]}")
+    page.wait_for_timeout(SHOWN_MS)
     return page
 
 

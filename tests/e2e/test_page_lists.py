@@ -304,6 +304,11 @@ def test_a_run_is_chosen_at_the_top_and_stays_in_links(watched: Watched, page_st
     choice.select_option("")
     page.wait_for_url("**/ui#/runs")
     assert {"default", RUN} <= set(keys(settled(page)))
+    state = page.locator(f"tr[data-key='{RUN}'] .badge")
+    for path, told in (("pause", "paused"), ("resume", "open")):
+        expect(state).not_to_have_text(told)
+        assert stand.http.post(f"/runs/{RUN}/fleet/{path}").status_code == 200
+        expect(state).to_have_text(told)
     page.locator(f"{ROWS} a", has_text=RUN).click()
     expect(page.locator("main h1")).to_have_text(RUN)
 
@@ -541,6 +546,8 @@ def test_a_groups_rollouts_stand_side_by_side(watch: Watch, page_stand: PageStan
     page.click("text=2 side by side")
     assert names(page, 2) == ["attempt 1", "attempt 2"]
     assert "sessions=" in page.url
+    watched.go("#/rollouts?sessions=" + ",".join(f"nobody-{number}" for number in range(300)))
+    page.get_by_text("the first 250 of 300 rollouts").wait_for()
     watched.go("#/rollouts?sessions=nobody")
     expect(page.locator(f"{COLUMNS} .note")).to_have_text(["session nobody does not exist"])
 
@@ -575,7 +582,7 @@ def test_what_two_agents_do_otherwise_is_said(watch: Watch, page_stand: PageStan
         (called,) = tree.say("One", sim=call).json()["choices"][0]["message"]["tool_calls"]
         tree.add({"role": "tool", "tool_call_id": called["id"], "content": result}, sim=AT_ONCE)
     watched.go(f"#/session/{tree.id}?branch=1&tab=tree")
-    page.locator(".tree-tab > p .treetitle", has_text="One").wait_for()
+    page.locator(".branch > button", has_text="1 root One").wait_for()
     page.get_by_role("link", name="compare with branch 0").click()
     read(page, 2)
     expect(page.locator(".differs")).to_have_text("Step 1: branch 1 gets “rain” where branch 0 gets “sunny”.")

@@ -58,7 +58,12 @@ def _calls(command: str) -> dict[str, Any]:
     return {**NOW, "calls": [{"name": "bash", "arguments": {"command": command}}]}
 
 
-RESULTS = ("3 files\nREADME", "Traceback (most recent call last):\n  boom\nValueError: no", '{"output": "fine\\nmore"}')
+LOG = "\n".join(f"collected {number}" for number in range(400))
+RESULTS = (
+    "3 files\nREADME",
+    f"Traceback (most recent call last):\n{LOG}\n  boom\nValueError: no",
+    '{"output": "fine\\nmore"}',
+)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +109,7 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     expect(steps.nth(3).locator(".said")).to_have_count(1)
 
     page.keyboard.press("e")
-    expect(steps.nth(1).locator("h2")).to_be_in_viewport()
+    expect(steps.nth(1).get_by_text("ValueError: no"), "why it failed stands at the end").to_be_in_viewport()
     assert page.evaluate("location.hash") == _at(agent, turn=2)
     expect(steps.nth(1).locator(".said .said .badge")).to_have_text("error")
     page.keyboard.press("j")
@@ -112,11 +117,9 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     expect(steps.nth(2).locator(".said[data-role=tool]")).to_contain_text('"output": "fine\\nmore"')
     page.keyboard.press("End")
     expect(page.locator(".act a[aria-current] .n")).to_have_text("4")
-    page.get_by_role("button", name="Markdown").click()
-    expect(page.locator(".markdown strong")).to_have_text("Done")
-    expect(page.locator(".markdown pre")).to_have_text("code")
     page.locator(".promptfold summary").last.click()
     expect(page.locator(".prompt .said")).to_have_count(7)
+    expect(page.locator(".prompt .stages")).to_contain_text(re.compile("gate .* engine .* total .* Sent as"))
     page.get_by_role("button", name="Copy request to the engine").wait_for()
     assert copied(page, "Copy link", steps.nth(1)) == f"{stand.server.base_url}/ui{_at(agent, turn=2)}"
 
@@ -126,6 +129,10 @@ def test_what_the_agent_did_is_seen_at_once(stand: Stand, agent: Talk, watch: Wa
     # The result stands under the call that it answers.
     until(lambda: page.evaluate(HIT) == "boom")
     assert page.evaluate("location.hash") == _at(agent, turn=2)
+    page.keyboard.press("Escape")
+    expect(page.get_by_label("Search this session"), "the list is still that of this text").to_have_value("BOOM")
+    page.keyboard.press("t")
+    expect(page.locator(".tabs [aria-current]")).to_have_text("Tokens")
     page.locator(".sessiondetails > summary").click()
     expect(page.locator(".sessiondetails")).to_contain_text("4 of 9 turns, 5 left per rollout")
     expect(page.locator(".verdict", has_text="reward")).to_have_text("reward 0.500 a 1.000")
@@ -135,11 +142,11 @@ def test_an_agent_hangs_at_the_call_that_spawned_it(stand: Stand, watch: Watch) 
     """Of two that were spawned at once; folded until a link leads into it. A compaction is named."""
     talk = stand.talk(history="tree")
     asked = ("Find the surveys.", "Look at the heat.")
-    calls = [{"name": "spawn", "arguments": {"task": task}} for task in asked]
+    calls = [{"name": "spawn", "arguments": {"kind": "agent", "task": task}} for task in asked]
     talk.say("Which reefs recovered?", sim={**NOW, "calls": calls}, tools=[WEATHER])
     lead = talk.messages
     for name, task in zip(("surveys", "heat"), asked, strict=True):
-        talk.messages = []
+        talk.messages = [{"role": "system", "content": "You are an agent."}]
         for text in (task, "And?"):
             talk.say(text, sim={**NOW, "text": f"{name} says so"}, headers={"x-turnlog-agent-id": name})
     results = [{"role": "tool", "tool_call_id": call["id"], "content": call["id"]} for call in lead[-1]["tool_calls"]]
@@ -156,12 +163,58 @@ def test_an_agent_hangs_at_the_call_that_spawned_it(stand: Stand, watch: Watch) 
         expect(call).to_contain_text(task)
         expect(agent).to_contain_text(f"agent {name} · 2 turns · {name} says so")
         expect(result.locator(".text")).to_have_text(results[at]["content"])
+    expect(page.locator(".act code.note")).to_have_text(["surveys", "surveys", "heat", "heat"])
     expect(page.locator(".agent[open]")).to_have_count(0)
     expect(page.locator(".transcript > .flow > .step")).to_have_count(3)
     expect(page.locator(".step[data-turn='6'] .said").first).to_contain_text("And you?")
     page.locator(".act a", has_text="heat says so").last.click()
     expect(page.locator(".agent[open] [data-turn='5'] h2")).to_be_in_viewport()
+    expect(page.locator(".agent[open] [data-turn='5'] > .panelhead")).to_contain_text("agent heat")
     page.locator(".step[data-turn='7'] .cut", has_text="Compaction").wait_for()
+
+
+ODD_IDS = {
+    "of an agent that went on from there first": (["a", "b"], ["a", "b"], True),
+    "two calls with one id": (["a", "a"], ["a", "a"], False),
+    "the same call twice, and of no call": (["a", "b"], ["c", "a", "a"], False),
+}
+
+
+@pytest.mark.parametrize(("given", "answered", "has_agent"), ODD_IDS.values(), ids=ODD_IDS)
+def test_results_stand_under_the_call_that_they_answer(
+    stand: Stand, watch: Watch, given: list[str], answered: list[str], has_agent: bool
+) -> None:
+    def results(whose: str) -> list[dict[str, Any]]:
+        pairs = enumerate(answered)
+        return [{"role": "tool", "tool_call_id": one, "content": f"{whose} {at} of {one}"} for at, one in pairs]
+
+    talk = stand.talk(history="tree")
+    calls = [{"name": "bash", "arguments": {"command": name}} for name in ("one", "two")]
+    headers = {"x-turnlog-agent-id": "lead"}
+    talk.say("Go", sim={**NOW, "calls": calls, "call_ids": given}, tools=[WEATHER], headers=headers)
+    lead = talk.messages
+    if has_agent:
+        talk.add(*results("sub"), user("Help"), sim=NOW, headers={"x-turnlog-agent-id": "sub"})
+    talk.messages = lead
+    talk.add(*results("lead"), sim={**NOW, "text": "Done."}, headers=headers)
+    page = watch(stand.server.base_url).open(_at(talk))
+    expect(page.locator(".flow > .step").last).to_contain_text("Done.")
+    first = page.locator(".flow > .step > .flow > .said").nth(1)
+    under = first.locator(":scope > :is(.toolcall, .said)")
+    shown = {name: [] for name in ("one", "two")}
+    until(lambda: under.count() == 2 + len([one for one in answered if one in given]))
+    for text in under.all_inner_texts():
+        if "command" in text:
+            at = text.split()[-1]
+        else:
+            shown[at].append(text.split("lead ")[1])
+    stray = page.locator(".flow > .step").last.locator(".said[data-role=tool]")
+    wanted = {"one": ["0 of a"], "two": ["1 of b" if has_agent else "1 of a"]}
+    if "c" in answered:
+        wanted = {"one": ["1 of a", "2 of a"], "two": []}
+        expect(stray).to_contain_text("answers c")
+    assert shown == wanted
+    expect(stray).to_have_count(answered.count("c"))
 
 
 def test_rollbacks_refusals_and_an_erasure_are_marked(page_stand: PageStand, watch: Watch) -> None:
@@ -180,6 +233,7 @@ def test_rollbacks_refusals_and_an_erasure_are_marked(page_stand: PageStand, wat
     assert limited.chat([*limited.messages, user("On")]).status_code == 409
     watched.go(_at(limited))
     expect(page.locator(".step.refused")).to_contain_text("A request after turn 1: the limit on turns is reached.")
+    expect(page.locator(".step .said"), "those of turn 1 alone").to_have_count(2)
     watched.go(f"#/session/{page_stand.filled.erased}?tab=events")
     expect(page.locator("h1 + .badge")).to_contain_text("erased")
     expect(page.locator(".events summary")).to_have_text(
@@ -192,7 +246,15 @@ def test_time_travel(stand: Stand, watch: Watch) -> None:
     for text in ("one", "two", "three"):
         talk.say(text, sim=NOW)
     watched = watch(stand.server.base_url)
-    page = watched.open(_at(talk, seq=4, tab="events"))
+    page = watched.open(_at(talk, seq=5, tab="tree"))
+    page.get_by_text("as of event 5 of 8").wait_for()
+    expect(page.locator(".tabs [aria-current]"), "there is no tree").to_have_text("Transcript")
+    expect(page.locator(".step.open .said"), "its reply came later").to_have_text([re.compile("two")])
+    expect(page.get_by_role("button", name="Judge")).to_have_count(0)
+    page.get_by_role("link", name="live", exact=True).click()
+    expect(page.locator(".step .said")).to_have_count(6)
+    expect(page.locator(".step").get_by_role("button", name="Judge")).to_have_count(3)
+    watched.go(_at(talk, seq=4, tab="events"))
     page.get_by_text("as of event 4 of 8").wait_for()
     expect(page.locator(".act.turn")).to_have_count(1)
     page.get_by_label("event, of this session's log").press("ArrowRight")
@@ -231,6 +293,7 @@ def test_a_turn_in_flight_shows_its_request(page_stand: PageStand, watch: Watch)
     watched.page.clock.install()
     page = watched.open(f"#/session/{page_stand.filled.in_turn[1]}")
     page.locator(".said", has_text="Read the whole repository.").wait_for()
+    expect(page.locator(".sessionhead")).to_contain_text("in flight")
     for text in ("in flight", "is generated", f"at {page_stand.stand.sim.base_url}".rstrip("/")):
         expect(page.locator(".step.open .panelhead")).to_contain_text(text)
     before = page.locator(".step.open time").inner_text()
@@ -247,11 +310,7 @@ def test_the_log_is_followed_live(stand: Stand, watch: Watch) -> None:
     page.locator(".act", has_text="while you look").wait_for()
     page.get_by_role("link", name="Events").click()
     page.locator(".events li", has_text="TurnCommitted").wait_for()
-    page.get_by_role("button", name="pause").click()
-    talk.say("and not", sim=NOW)
-    expect(page.locator(".act.turn")).to_have_count(2)
-    expect(page.locator(".events li", has_text="TurnCommitted")).to_have_count(1)
-    page.get_by_role("button", name="pause").click()
+    talk.say("and now", sim=NOW)
     expect(page.locator(".events li", has_text="TurnCommitted")).to_have_count(2)
     page.locator(".events summary", has_text="SessionCreated").click()
     expect(page.locator(".events pre")).to_contain_text('"rollback_window": 3')
@@ -317,6 +376,8 @@ def test_a_long_session_is_read_where_it_is_looked_at(stand: Stand, watch: Watch
         if number == 4:
             kept.append(nodes(page))
     until(lambda: nodes(page) - kept[0] < 600)  # what was let go is not collected at once
+    page.get_by_role("button", name=re.compile("show .* earlier of")).click()
+    expect(page.locator(".events li").first).to_have_attribute("data-seq", "1")
 
 
 def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
@@ -348,9 +409,8 @@ def test_hostile_content_is_text(stand: Stand, watch: Watch) -> None:
     watched = watch(stand.server.base_url)
     page = watched.open(_at(talk, turn=3))
     page.locator(".step[data-turn='3'] .said").first.wait_for()
-    page.get_by_role("button", name="Markdown").click()
     page.locator(".step[data-turn='3'] .promptfold > summary").click()
-    page.locator(".prompt .markdown").first.wait_for()
+    page.locator(".prompt .said").first.wait_for()
     for details in page.locator("main details").all():
         details.evaluate("one => { one.open = true }")
     page.locator(".step[data-turn='3'] .textblock").get_by_role("button", name="show ").first.click()
@@ -480,6 +540,7 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
     focused = "document.querySelector('.tok:focus')?.dataset.at"
     until(lambda: page.evaluate(focused) is not None)
     assert page.evaluate(focused) == str(min(least))
+    page.locator(f".tok[data-at='{min(least)}']").hover()
     page.keyboard.press("U")
     until(lambda: page.evaluate(focused) == str(max(least)))
     assert f"at={max(least)}" in page.evaluate("location.hash")
@@ -492,7 +553,7 @@ def test_tokens_are_folded_coloured_and_jumped_to(stand: Stand, watch: Watch) ->
 
     page.get_by_label("place in the row").fill(str(sampled[-5]))
     until(lambda: page.evaluate(focused) == str(sampled[-5]))
-    for note in (f"rolled back here: turns 3, {gone} tokens", "ends by length"):
+    for note in (f"rolled back here: turn 3, {gone} tokens", "ends by length"):
         expect(page.locator(".turnrun", has_text=note)).not_to_have_count(0)
     page.get_by_label("colour", exact=True).select_option("column advantage")
     expect(page.locator(f".tok[data-at='{row['turns'][1]['end'] - 1}']")).to_contain_class("lp6")
@@ -528,8 +589,7 @@ def test_a_branch_is_chosen_and_the_tree_is_a_graph(stand: Stand, tree: Talk, wa
     page = watched.go(_at(tree, tab="tokens", branch=0))
     page.locator(".tokens .turnrun").nth(13).wait_for()
     page.get_by_label("branch", exact=True).select_option("1")
-    page.get_by_text("Branch 1 began because another agent asked.").wait_for()
-    assert "branch=1" in page.evaluate("location.hash")
+    until(lambda: "branch=1" in page.evaluate("location.hash"))
     every = sum(sum(row["loss_mask"]) for row in tree.rows())
     [row] = [row for row in tree.rows() if row["branch"] == 1]
     own, there = sum(row["loss_mask"]), sum(row["sampled_mask"])
@@ -546,33 +606,27 @@ def test_a_branch_is_chosen_and_the_tree_is_a_graph(stand: Stand, tree: Talk, wa
 
     watched.go(_at(tree, tab="tree", turn=15))
     graph = page.get_by_role("group", name="Tree: 3 branches, 16 turns")
-    names = graph.locator("text:has(.branchnumber)")
+    names = graph.locator(".branch > button")
     expect(names).to_have_text(
         ["0 start Which reefs recovered?", "1 agent scout: Ask the archive.", "2 compaction So far"]
     )
     told = page.locator(".tree-tab > p")
     expect(told).to_contain_text("branch 1, agent after turn 1 of branch 0, because another agent asked, agent scout")
     expect(told).to_contain_text("its row trains turns 15")
-    expect(graph.locator("path.carries")).to_have_count(1)
     expect(graph.get_by_role("button", name="turn 16, in the loss of branch 2, quotes turn 2")).to_have_count(1)
+    x = "one => one.getBoundingClientRect().x"
+    before, own = (graph.locator(f"[aria-label^='turn {turn},']").evaluate(x) for turn in (1, 15))
+    assert before < own < before + 40, "a branch begins right of the turn that it left"
 
     chain = graph.get_by_role("button", name="turns 3 to 13, in the loss of branch 0: show")
     chain.focus()
     page.keyboard.press("Enter")
-    graph.get_by_role("button", name="turn 9, ").wait_for()
-    graph.get_by_role("button", name="turn 15, ").focus()
-    for key, at in (("ArrowUp", "turn 2"), ("ArrowRight", "turn 3"), ("ArrowLeft", "turn 2"), ("ArrowDown", "turn 15")):
-        page.keyboard.press(key)
-        expect(graph.locator(f"[data-key='{at}']"), key).to_be_focused()
-    page.keyboard.press("ArrowUp")
+    expect(graph.get_by_role("button", name="turn 3, ")).to_be_focused()
+    graph.locator("[aria-label^='turn 2,']").focus()
     page.keyboard.press(" ")
     until(lambda: "turn=2" in page.evaluate("location.hash"))
-    graph.get_by_role("button", name="branch 2, compaction").click()
+    graph.get_by_role("button", name="2 compaction").click()
     until(lambda: "branch=2" in page.evaluate("location.hash"))
-    page.get_by_text("As text").click()
-    texts = page.locator(".tree-tab details li")
-    expect(texts).to_have_count(3)
-    expect(texts.nth(2)).to_contain_text(
+    expect(told).to_contain_text(
         "branch 2, compaction, because its first request quotes a reply of another branch (turn 2)"
     )
-    page.get_by_role("button", name="larger").click()

@@ -29,8 +29,7 @@ VIEWS = {
     "#/rollouts?sessions=deep-research-5@0,deep-research-5@2": ".sidebyside .text",
     TREE: ".said",
     f"{TREE}?tab=tokens": ".tokens .tok",
-    f"{TREE}?tab=tree&branch=1": ".tree .spot",
-    "#/session/flaky-engine-3?tab=stages": ".stagebar",
+    f"{TREE}?tab=tree&branch=1": ".tree .dot",
     "#/session/swe-long-0": ".said",
     "#/session/terminal-bench-7?seq=6&tab=events": ".events .later",
 }

@@ -92,7 +92,7 @@ def test_a_preview_counts_what_the_export_gives(stand: Stand, asked: dict[str, A
     assert found["rows"] == len(given)
     if "shape" not in asked:
         assert found["tokens"] == sum(len(row["tokens"]) for row in given)
-        assert found["sampled_tokens"] == sum(sum(row["sampled_mask"]) for row in given)
+        assert found["trained_tokens"] == sum(sum(row["loss_mask"]) for row in given)
         assert found["sessions"] == len({row["session_id"] for row in given})
     details = [example["detail"] for one in found["missing"] for example in one["examples"]]
     assert sorted(details) == sorted(left_out)

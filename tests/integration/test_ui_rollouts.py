@@ -134,7 +134,7 @@ def test_a_summary_follows_its_session(stand: Stand) -> None:
         talk.messages = history
         talk.say("Otherwise.", sim={**NOW, "text": "It did not."})
         look()
-    rain, looked = "Will it rain? …", [("get_weather", "Bonn")]
+    rain, looked = "Will it rain? Say yes or no.", [("get_weather", "Bonn")]
     assert [(one["task"], [tuple(action.values()) for action in one["actions"]], one["turns"]) for one in seen] == [
         ("", [], 0),
         (rain, [(None, "the same")], 1),

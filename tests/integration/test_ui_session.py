@@ -108,7 +108,7 @@ def test_the_actions_and_messages_of_turns(shared: Stand, walked: Talk) -> None:
     failed = {
         "role": "tool",
         "tool_call_id": talk.messages[-1]["tool_calls"][0]["id"],
-        "content": "x: command not found",
+        "content": "Exit code 127\nx: command not found",
     }
     talk.add(failed, user("ü" * 100_000), sim={"tool_calls": False})
     talk.say("and more" * 200_000, sim={"tool_calls": False})
@@ -235,7 +235,8 @@ def test_the_outline_of_a_row(stand: Stand) -> None:
     page = get(stand, f"{talk.id}/tokens", start=0, limit=3, sampled=True, outline=True)
     assert [len(page[name]) for name in ("tokens", "texts")] == [3, 3]
     found = page["outline"]
-    assert (found["sampled"], found["in_loss"]) == (70, 70)
+    assert found["sampled"] == 70
+    assert found["shares"] == [{"reason": "trained", "at": None, "tokens": 70, "turns": [1, 2]}]
     scales = {scale["name"]: scale for scale in found["scales"]}
     assert {name: sum(scale["counts"]) for name, scale in scales.items()} == {
         "logprob": 70,

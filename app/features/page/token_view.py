@@ -304,7 +304,8 @@ def _row_and_branches(session: Session, branch: int) -> tuple[BranchRow, list[Br
         if one != branch:
             masked |= dict.fromkeys(row.in_loss, f"in the loss of branch {one}")
             for turn, after in pairwise(map(session.turn, row.turns)):
-                trimmed[turn.number] = turn.token_count - after.base_tokens if turn.number in row.in_loss else 0
+                if turn.number in row.in_loss:
+                    trimmed[turn.number] = turn.token_count - after.base_tokens
     if branch not in rows:
         rows[branch] = row_of(session, branch)
     for other in range(session.branches):

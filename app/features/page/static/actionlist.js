@@ -31,6 +31,7 @@ const BRANCHES = 200;
  * @property {number|null} next
  * @property {number|null} child
  * @property {TreeBranch|null} begins
+ * @property {string|null} agent
  */
 
 /**
@@ -43,21 +44,24 @@ export function rowsOf({ turns, failed_turns, refused, open_turns, tree }, branc
   const children = Map.groupBy([...turns, ...open_turns], (one) => one.parent);
   const first = tree?.turns.filter(({ cause }) => cause && cause !== "start") ?? [];
   const begins = new Map(first.map(({ turn, branch }) => [turn, tree?.branches.find((one) => one.branch === branch)]));
-  const nothing = { turn: null, failed: null, open: null, refused: null, begin: null, end: null, next: null, child: null, begins: null };
+  const agents = new Map(tree?.turns.map((one) => [one.turn, one.agent_id]));
+  const nothing = { turn: null, failed: null, open: null, refused: null, begin: null, end: null, next: null, child: null, begins: null, agent: null };
   /** @type {Row[]} */
   const rows = [];
   for (const turn of turns) {
     const { turn: number, fence: order, opened_at: begin, committed_at, live } = turn;
     if (path && !path.has(number)) continue;
     const after = (children.get(number) ?? []).filter((one) => !path || path.has(one.turn));
-    const next = after.find((one) => !("live" in one) || one.live) ?? after[0];
+    const alive = after.filter((one) => !("live" in one) || one.live);
+    // A sub-agent may have gone on from here first.
+    const next = alive.find((one) => agents.get(one.turn) === agents.get(number)) ?? alive[0] ?? after[0];
     const again = tree ? null : failed_turns.find((one) => one.fence > turn.seq && (!next || one.fence < next.fence));
     const end = begin === null ? null : committed_at;
     const isRoot = turn.parent === 0 || turn.segment_cause === "divergence";
     if (isRoot) rows.push({ ...nothing, kind: "asked", number, turn, order: order - 0.5 });
     rows.push({
       ...nothing,
-      ...{ kind: "turn", number, turn, order, begin, end, begins: begins.get(number) ?? null },
+      ...{ kind: "turn", number, turn, order, begin, end, begins: begins.get(number) ?? null, agent: agents.get(number) ?? null },
       next: live && end !== null ? (again ?? next)?.opened_at ?? null : null,
       child: next && !("segment_cause" in next && next.segment_cause === "divergence") ? next.turn : null,
     });
@@ -102,7 +106,7 @@ export function cameFrom(turns, number) {
   return turn?.parent && turn.segment_cause !== "divergence" ? turn.parent : number;
 }
 
-/** What a session's view does with a list's news. @typedef {{known: () => void, found: (text: string, turns: number[]) => void, step: (by: 1|-1) => void}} Hears */
+/** What a session's view does with a list's news. @typedef {{known: () => void, found: (text: string, turns: number[]) => void, step: (by: 1|-1) => void, failed: () => void}} Hears */
 
 export class ActionList extends SessionPart {
   /** @type {Row[]} */
@@ -311,7 +315,7 @@ export class ActionList extends SessionPart {
   }
 
   /** @param {Row} row @returns {Child} what it did */
-  #what({ kind, number, turn, failed, refused, begins }) {
+  #what({ kind, number, turn, failed, refused, begins, agent }) {
     if (refused) return [badge("refused", "warn"), ` the limit on ${refused.limit} is reached`];
     if (kind === "open") return badge("in flight", "running");
     if (failed) return [badge(failed.kind, failed.kind === "rejected" ? "bad" : "warn"), " ", named(failed.reason)];
@@ -322,7 +326,8 @@ export class ActionList extends SessionPart {
     }
     const [first, ...more] = known?.actions ?? [];
     return [
-      begins && [h("span", { class: "flag" }, icon("branch"), ` ${begins.branch} ${begins.cause}`), begins.agent_id !== null && h("code", null, " ", named(begins.agent_id)), " "],
+      begins && [h("span", { class: "flag" }, icon("branch"), ` ${begins.branch} ${begins.cause}`), " "],
+      agent !== null && [h("code", { class: "note" }, named(agent)), " "],
       turn?.live === false && [badge("rolled back", "warn"), " "],
       turn?.segment_cause && [badge(`new segment: ${turn.segment_cause}`, "warn"), " "],
       known?.error && badge("unreadable", "bad"),
@@ -361,6 +366,7 @@ export class ActionList extends SessionPart {
     do index += by;
     while (this.rows[index] && !isWanted(/** @type {Row} */ (this.rows[index])));
     this.#go(index);
+    if (isWanted === this.#isError) this.hears.failed();
   }
 
   /** @param {number} index */

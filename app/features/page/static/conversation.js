@@ -4,7 +4,6 @@ import { url } from "./api.js";
 import { copyButton } from "./copy.js";
 import { badge, button, folded, h, icon, message } from "./dom.js";
 import { bytes, count } from "./format.js";
-import { markdown } from "./markdown.js";
 import { named, parsed, pretty, textBlock } from "./visible.js";
 
 /** @import {ChatMessage, Child, Entry} from "../ui_types.d.ts" */
@@ -26,16 +25,6 @@ function textOf(value) {
   return typeof value === "string" ? value : (JSON.stringify(value, null, 2) ?? "");
 }
 
-/** @param {string} url of an image or a file @returns {string} what it is, never the thing itself */
-function describedUrl(url) {
-  if (!url.startsWith("data:")) return url;
-  const comma = url.indexOf(",");
-  const head = comma < 0 ? url : url.slice(0, comma);
-  const body = comma < 0 ? 0 : url.length - comma - 1;
-  const size = head.endsWith(";base64") ? Math.floor((body * 3) / 4) : body;
-  return `${head.slice("data:".length, 100) || "data"}, ${bytes(size)}`;
-}
-
 /** Types that a browser shows without running anything. */
 const RASTER = new Set(["image/png", "image/jpeg", "image/gif", "image/webp"]);
 
@@ -51,7 +40,6 @@ function storedImage({ sha256, media_type, size }, sessionId) {
  * How a message is shown.
  * @typedef {object} Look
  * @property {string} sessionId
- * @property {boolean} [isRendered] texts as Markdown
  * @property {boolean} [isUnder] a result stands under its call
  * @property {() => void} [onWhole] somebody wants all of a message that is cut
  */
@@ -63,7 +51,7 @@ function contentPart(part, show, { sessionId }) {
   if (fields.type === "text" && typeof fields.text === "string") return show(fields.text);
   if (fields.type === "turnlog_image") return storedImage(fields, sessionId);
   const url = objectOf(fields.image_url)?.url ?? fields.image_url;
-  if (typeof url === "string") return h("p", { class: "placeholder" }, icon("image"), " image: ", named(describedUrl(url)));
+  if (typeof url === "string") return h("p", { class: "placeholder" }, icon("image"), " image: ", named(url.replace(/^data:/, "")));
   const summary = [named(fields.type ?? "part"), ` · ${bytes(JSON.stringify(part).length)}`];
   return folded(summary, textBlock(textOf(part), "code"), "placeholder");
 }
@@ -71,8 +59,7 @@ function contentPart(part, show, { sessionId }) {
 /** @param {unknown} content @param {boolean} isResult of a tool @param {Look} look @returns {HTMLElement[]} */
 function contentOf(content, isResult, look) {
   if (content === null || content === undefined || content === "") return [];
-  const show = (/** @type {string} */ text) =>
-    isResult ? textBlock(pretty(text), "code") : look.isRendered ? markdown(text) : textBlock(text);
+  const show = (/** @type {string} */ text) => (isResult ? textBlock(pretty(text), "code") : textBlock(text));
   return (Array.isArray(content) ? content : [textOf(content)]).map((part) => contentPart(part, show, look));
 }
 

@@ -2,11 +2,10 @@
 
 import { ApiError, lines } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { arrange, button, failure, folded, h, replace, setText } from "./dom.js";
+import { announce, arrange, button, failure, folded, h, replace, setText } from "./dom.js";
 import { clock, count, iso } from "./format.js";
 import { sessionHref } from "./route.js";
-import { Travel } from "./travel.js";
-import { LatestRequest, SessionPart } from "./view.js";
+import { SessionPart } from "./view.js";
 import { named, textBlock } from "./visible.js";
 
 /** @import {LogEvent, Session} from "../ui_types.d.ts" */
@@ -38,24 +37,28 @@ export class EventsTab extends SessionPart {
     super(...given);
     const { closed } = this;
     this.path = `/sessions/${encodeURIComponent(this.id)}/events`;
-    this.travel = new Travel(closed, (seq) => this.pick(this.turn, null, seq));
-    this.back = new LatestRequest(closed);
+    this.slider = h("input", { type: "range", min: "1", "aria-label": "event, of this session's log" });
+    this.field = h("input", { type: "number", min: "1", class: "short", "aria-label": "event number" });
+    this.of = h("span", { class: "note" });
+    this.moment = h("span", { class: "note" });
+    this.live = button("live", () => this.pick(this.turn, null, null), { "aria-pressed": "true" });
+    for (const input of [this.slider, this.field]) input.addEventListener("change", () => this.#goTo(Number(input.value)));
+    const parts = [h("label", null, "after event ", this.field), this.of, this.slider, this.live, this.moment];
+    const travel = h("div", { class: "travel", role: "group", "aria-label": "Time travel" }, parts);
     this.shown = SHOWN;
     this.events = /** @type {LogEvent[]} */ ([]);
     /** So many events are before those. */
     this.begin = 0;
     /** The event whose state is shown; null: the last. */
     this.at = /** @type {number|null} */ (null);
-    this.isPaused = false;
     this.flushing = 0;
     this.retry = 0;
     this.list = h("ol", { class: "events" });
     this.earlier = button("", () => this.#earlier(), { hidden: true });
     this.state = h("span", { class: "note", role: "status" });
-    this.pause = button("pause", () => this.#toggle(), { "aria-pressed": "false" });
     this.notes = h("div");
-    const tools = h("div", { class: "panelhead" }, this.pause, this.state, h("span", { class: "spacer" }), copyCurl(() => ({ path: this.path })));
-    this.element = h("div", { class: "eventsview" }, this.travel.element, tools, this.notes, this.earlier, this.list);
+    const tools = h("div", { class: "panelhead" }, this.state, h("span", { class: "spacer" }), copyCurl(() => ({ path: this.path })));
+    this.element = h("div", { class: "eventsview" }, travel, tools, this.notes, this.earlier, this.list);
     const onVisibility = () => (document.hidden ? this.#stop() : this.#resume());
     document.addEventListener("visibilitychange", onVisibility, { signal: closed });
     closed.addEventListener("abort", () => {
@@ -67,29 +70,39 @@ export class EventsTab extends SessionPart {
   /** @param {Session} session @param {{turn: number|null, seq: number|null}} at */
   update(session, { turn, seq }) {
     this.turn = turn;
-    const moment = seq === null ? null : (this.events.find((event) => event.seq === session.seq)?.at ?? null);
-    this.travel.update(session.seq, session.last_seq, seq === null, moment);
+    this.session = session;
+    this.#showMoment(session, seq === null);
     if (this.at !== seq) {
       this.at = seq;
       for (const element of this.#lines) this.#markOne(element);
-      this.#scrollTo(this.#lines.find((element) => element.classList.contains("here")));
+      this.list.querySelector(".here")?.scrollIntoView({ block: "nearest" });
     }
     if (this.requests.isRunning || this.events.length) return;
     this.begin = Math.max(0, session.last_seq - SHOWN); // The log is followed from somewhat before its end.
     if (!document.hidden) this.#resume();
   }
 
-  get #lines() {
-    return [...this.list.querySelectorAll("li")];
+  /** @param {Session} session @param {boolean} isLive */
+  #showMoment({ seq, last_seq: last }, isLive) {
+    this.slider.max = this.field.max = String(last);
+    // What somebody drags or types stays while the log grows.
+    for (const input of [this.slider, this.field]) if (document.activeElement !== input || !isLive) input.value = String(seq);
+    this.slider.setAttribute("aria-valuetext", `event ${seq} of ${last}`);
+    setText(this.of, `of ${last}`);
+    setText(this.moment, isLive ? "" : clock(this.events.find((event) => event.seq === seq)?.at));
+    this.live.setAttribute("aria-pressed", String(isLive));
   }
 
-  /** Only the list scrolls: the rest of the page stays where it is. @param {HTMLElement|undefined} element */
-  #scrollTo(element) {
-    if (!element) return;
-    const { list } = this;
-    const above = element.offsetTop - list.offsetTop;
-    if (above < list.scrollTop || above + element.offsetHeight > list.scrollTop + list.clientHeight)
-      list.scrollTop = above - list.clientHeight / 2;
+  /** @param {number} seq */
+  #goTo(seq) {
+    const last = this.session?.last_seq ?? 1;
+    const wanted = Math.max(1, Math.min(Math.trunc(seq) || 1, last));
+    announce(`event ${wanted} of ${last}`);
+    this.pick(this.turn, null, wanted);
+  }
+
+  get #lines() {
+    return [...this.list.querySelectorAll("li")];
   }
 
   #stop() {
@@ -98,16 +111,7 @@ export class EventsTab extends SessionPart {
   }
 
   #resume() {
-    if (!this.isPaused && !this.requests.isRunning) this.#follow();
-  }
-
-  #toggle() {
-    this.isPaused = !this.isPaused;
-    this.pause.setAttribute("aria-pressed", String(this.isPaused));
-    if (this.isPaused) {
-      this.#stop();
-      setText(this.state, "paused");
-    } else this.#follow();
+    if (!this.requests.isRunning) this.#follow();
   }
 
   /** The newest event that has come. */
@@ -149,26 +153,12 @@ export class EventsTab extends SessionPart {
     this.#render();
   }
 
-  async #earlier() {
+  /** Follow the log from further back. */
+  #earlier() {
     this.shown += SHOWN;
-    const [after, upto] = [Math.max(0, this.begin - SHOWN), this.begin];
-    const request = async (/** @type {AbortSignal} */ signal) => {
-      const found = [];
-      for await (const line of lines(this.path, { after }, signal)) {
-        const event = /** @type {LogEvent} */ (JSON.parse(line));
-        if (event.seq > upto) break;
-        found.push(event);
-      }
-      return found;
-    };
-    const show = (/** @type {LogEvent[]} */ found) => {
-      this.events.unshift(...found);
-      this.begin = after;
-      this.#render();
-    };
-    this.earlier.disabled = true;
-    await this.back.run(request, show, (error) => replace(this.notes, failure(error)));
-    this.earlier.disabled = false;
+    this.begin = Math.max(0, this.begin - SHOWN);
+    this.events = [];
+    this.#follow();
   }
 
   /** Elements of events that stay are kept, with what is unfolded in them. */

@@ -2,7 +2,7 @@
 
 import { get, lines, url } from "./api.js";
 import { copyButton, curl } from "./copy.js";
-import { announce, bar, button, failure, figure, folded, h, message, replace, scrollRegion, setText } from "./dom.js";
+import { announce, bar, button, failure, figure, folded, h, message, refill, replace, scrollRegion, setText } from "./dom.js";
 import { exportForm } from "./exportform.js";
 import { bytes, compact, count } from "./format.js";
 import { sessionHref, setQuery } from "./route.js";
@@ -151,16 +151,14 @@ export class ExportsView extends View {
     const choose = (/** @type {string} */ name) => {
       this.loader = name;
       this.#showLoad();
-      /** @type {HTMLElement|null} */ (this.load.querySelector("[aria-pressed=true]"))?.focus();
     };
-    const chip = (/** @type {string} */ name) =>
-      button(name, () => choose(name), { "aria-pressed": String(name === chosen) });
+    const chip = (/** @type {string} */ name) => button(name, () => choose(name), { "aria-pressed": String(name === chosen) });
     const link = (/** @type {string} */ format) => {
       const href = url("/export", { ...this.query, format, shape: DOCUMENTS.includes(format) ? null : this.query.shape });
       return [h("a", { href, download: true }, format), " "];
     };
     const text = made[chosen] ?? "";
-    replace(
+    refill(
       this.load,
       bar(h("h2", null, "Load"), copyButton(() => text, "Copy")),
       h("div", { class: "chips", role: "group", "aria-label": "Load with" }, names.map(chip)),

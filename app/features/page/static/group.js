@@ -57,17 +57,11 @@ export class GroupView extends View {
     this.side = h("a", null, "Side by side");
     this.list = h("a", null, "In the session list");
     this.export = h("a", null, "Export");
-    this.judge = h("a", null, "Judge");
+    this.judge = h("a", { "data-judge": true }, "Judge");
     this.#linkToRun();
     replace(
       root,
-      bar(h("h1", { dir: "auto" }, visible(id)), [
-        this.side,
-        this.list,
-        this.export,
-        this.judge,
-        copyCurl(() => ({ path: this.path, parameters: { run: this.run } })),
-      ]),
+      bar(h("h1", { dir: "auto" }, visible(id)), [this.side, this.list, this.export, this.judge, copyCurl(() => ({ path: this.path, parameters: { run: this.run } }))]),
       this.problem,
       this.facts,
       h("div", { class: "panels" }, this.task, this.plot),

@@ -7,7 +7,7 @@ import { isForPage } from "./keys.js";
 import { sessionHref, sessionsHref, setQuery } from "./route.js";
 import { SessionView } from "./session.js";
 import { annotationPath, VERDICT, verdictForm, WRITER } from "./verdicts.js";
-import { recall, View } from "./view.js";
+import { LatestRequest, recall, View } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
 /** @import {Child, SessionPage, SessionRow} from "../ui_types.d.ts" */
@@ -29,8 +29,6 @@ export class JudgeView extends View {
   constructor(root, place) {
     super(root);
     this.overview = place.overview;
-    /** @type {Record<string, string>} */
-    this.filters = {};
     this.progress = h("span");
     this.head = h("section", { class: "panel", "aria-label": "Queue" });
     /** @type {HTMLElement} the session's view, or that there is none */
@@ -39,6 +37,7 @@ export class JudgeView extends View {
     this.views = [];
     /** @type {Map<string, boolean>} sessions that were judged here (true) or skipped, in this order */
     this.past = new Map();
+    this.undoing = new LatestRequest(this.closed);
     replace(root, h("h1", { class: "visually-hidden" }, "Judge"), this.head, this.problem, this.content);
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: this.closed });
     this.closed.addEventListener("abort", () => this.views.forEach((view) => view.close()));
@@ -91,7 +90,7 @@ export class JudgeView extends View {
     const [shown] = this.views;
     const [was] = before;
     if (was && was === shown) return;
-    const gone = was && !this.past.has(was.id) ? `${visibleText(was.id)} has left the queue. ` : "";
+    const gone = was && !this.past.has(was.id) && !ids.includes(was.id) ? `${visibleText(was.id)} has left the queue. ` : "";
     const skipped = h("a", { href: sessionsHref(this.filters) }, "What was skipped");
     const content = shown?.root ?? message("empty", "Nothing is left to judge.", h("p", null, skipped));
     this.content.replaceWith(content);
@@ -107,7 +106,7 @@ export class JudgeView extends View {
     const undo = this.past.size > 0 && button("Undo", () => this.#undo(), { name: "undo", title: "Take back the last (u)" });
     if (!shown) return bar([this.progress, gone], undo);
     const { id } = shown;
-    const { unannotated: name = VERDICT } = this.filters;
+    const { unannotated: name } = this.filters;
     const onDone = (/** @type {string} */ written) => (written === name ? this.#pass(id, true) : form.show(name));
     const form = verdictForm(id, null, () => shown.session?.annotations[0] ?? [], onDone, name);
     const keys = h("span", { class: "muted" }, "y passed, n failed, s skip, u undo");
@@ -124,11 +123,9 @@ export class JudgeView extends View {
   /** Take back the last verdict, or skip, and go back to its session. */
   #undo() {
     const [id, isJudged] = [...this.past].at(-1) ?? [""];
-    const path = annotationPath(id, null, this.filters.unannotated ?? VERDICT, recall(WRITER));
-    this.read(async (signal) => isJudged && send("DELETE", path, {}, signal), () => {
-      this.past.delete(id);
-      this.refresh(id);
-    });
+    const path = annotationPath(id, null, this.filters.unannotated, recall(WRITER));
+    const undone = () => (this.past.delete(id), this.refresh(id));
+    this.undoing.run(async (signal) => isJudged && send("DELETE", path, {}, signal), undone, (error) => this.onFailure(error));
   }
 
   /** @param {KeyboardEvent} event */

@@ -30,14 +30,17 @@ export function listenToKeys(goToFilter) {
   document.addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     if (isWriting(event.target)) {
-      if (event.key === "Escape") /** @type {HTMLElement} */ (event.target).blur();
-      return;
+      if (event.key !== "Escape") return;
+      // A browser would empty a field for a search, and the list would stay as it is.
+      event.preventDefault();
+      return /** @type {HTMLElement} */ (event.target).blur();
     }
     const place = PLACES[event.key];
     if (place !== undefined && event.timeStamp - goPressedAt < SEQUENCE_MS) location.hash = listHref(place);
     else if (event.key === "/") goToFilter();
     else if (event.key === "?") showKeys();
     else if (event.key === "v") /** @type {HTMLElement|null} */ (document.querySelector("[data-judge]"))?.click();
+    else if (event.key === "t") /** @type {HTMLElement|null} */ (document.querySelector(".tabs [aria-current] + a") ?? document.querySelector(".tabs a"))?.click();
     else {
       if (event.key === "g") goPressedAt = event.timeStamp;
       return;

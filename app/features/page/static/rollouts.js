@@ -6,15 +6,16 @@ import { badge, bar, button, h, icon, refill, replace, scrollRegion, setText } f
 import { amount, compact, count, decimal } from "./format.js";
 import { choice } from "./form.js";
 import { chosenRun, groupHref, sessionHref, setQuery, wholeNumber } from "./route.js";
+import { inWords } from "./verdicts.js";
 import { View } from "./view.js";
 import { actionText, named, visible, visibleText } from "./visible.js";
 
 /** @import {Cell, Child, ComparedRow, Comparison, Group, Rollout, SessionRow, StepTexts, UnreadRollout} from "../ui_types.d.ts" */
 /** @import {Place} from "./view.js" */
 
-/** Rollouts of a page, and of one request, which orders them. */
+/** Rollouts of a page, and of one request, which orders them; and its characters. The server has these limits. */
 const COLUMNS = 12;
-const MOST = 500;
+const [MOST, CHARACTERS] = [250, 15_000];
 /** Rows in the document at first; a button adds as many. */
 const ROWS = 100;
 const USUAL_ENDS = new Set([null, "stop", "tool_calls", "end_turn", "tool_use"]);
@@ -71,7 +72,7 @@ export class RolloutsView extends View {
 
   /** @returns {number[]} the places of the columns whose steps are shown: of the best and the worst, unless somebody opened others */
   get open() {
-    const isOpen = (/** @type {Rollout|UnreadRollout} */ { key }, /** @type {number} */ at) => this.opened.get(key) ?? (!this.data?.is_contrast || at < 2);
+    const isOpen = (/** @type {Rollout|UnreadRollout} */ { key }, /** @type {number} */ at) => !at || (this.opened.get(key) ?? (!this.data?.is_contrast || at < 2));
     return this.columns.flatMap((column, at) => (isOpen(column, at) ? [at] : []));
   }
 
@@ -95,7 +96,7 @@ export class RolloutsView extends View {
       const group = `/groups/${encodeURIComponent(this.id)}`;
       if (this.id) this.keys = /** @type {Group} */ (await get(group, { run: chosenRun() }, signal)).attempts.map((one) => one.session_id);
       const query = new URLSearchParams({ start: String(this.start), order: this.order.value || "contrast" });
-      for (const key of this.keys.slice(0, MOST)) query.append("rollout", this.chosen.get(key) ?? key);
+      for (const key of this.keys.slice(0, MOST)) if (String(query).length < CHARACTERS) query.append("rollout", this.chosen.get(key) ?? key);
       return this.keys.length ? /** @type {Comparison} */ (await get("/ui/api/rollouts", query, signal)) : null;
     };
     return this.read(request, (found) => {
@@ -126,10 +127,7 @@ export class RolloutsView extends View {
       if (part.isSame) lines.push(() => this.#fold(part.rows, fold));
       if (!part.isSame || this.unfolded.get(fold)) lines.push(...part.rows.map((row) => () => this.#row(row, open, row.at === earliest)));
     }
-    const more = () => {
-      this.most += ROWS;
-      this.#show();
-    };
+    const more = () => ((this.most += ROWS), this.#show());
     const left = lines.length - this.most;
     const rest = left > 0 && h("tr", null, h("th", { colspan: columns.length + 1 }, button(`${count(left)} more rows`, more)));
     refill(this.body, lines.slice(0, this.most).map((make) => make()), rest);
@@ -140,7 +138,7 @@ export class RolloutsView extends View {
   #showPages() {
     const { start, columns } = this;
     const total = this.data?.total ?? 0;
-    setText(this.total, amount(total, "rollout"));
+    setText(this.total, total < this.keys.length ? `the first ${count(total)} of ${amount(this.keys.length, "rollout")}` : amount(total, "rollout"));
     const page = (/** @type {number} */ from, /** @type {string} */ label) =>
       button(label, () => this.#go(from), { disabled: from < 0 || from >= total });
     replace(
@@ -185,13 +183,11 @@ export class RolloutsView extends View {
     return h("tr", null, h("th", { scope: "row" }, button([icon(isOpen ? "down" : "play"), ` ${label}`], () => this.#toggle(row.at, isOpen), attributes)), cells);
   }
 
-  /** The whole texts; marked is what the first column lacks, and of two columns also what only the first has. */
-  /** @param {Row} row @param {number[]} open @param {HTMLElement[]} cells */
+  /** The whole texts; marked is what the first column lacks, and of two columns also what only the first has. @param {Row} row @param {number[]} open @param {HTMLElement[]} cells */
   #fill(row, open, cells) {
     const query = new URLSearchParams(open.map((at) => ["step", `${this.columns[at]?.key}/${row.cells[at]?.turn ?? ""}`]));
     const name = JSON.stringify([String(query), row.cells.map((cell) => cell?.results)]);
-    const found = this.texts.get(name) ?? get("/ui/api/rollouts/texts", query, this.closed);
-    const texts = /** @type {Promise<StepTexts[]>} */ (found);
+    const texts = /** @type {Promise<StepTexts[]>} */ (this.texts.get(name) ?? get("/ui/api/rollouts/texts", query, this.closed));
     this.texts.set(name, texts);
     texts.then(
       (all) => open.forEach((at, index) => {
@@ -199,6 +195,7 @@ export class RolloutsView extends View {
         if (column && cell && box && text) replace(box, whole(column, cell, text, at ? "ins" : "del"));
       }),
       (error) => {
+        this.texts.delete(name);
         if (!this.closed.aborted) setText(/** @type {HTMLElement} */ (cells[open[0] ?? 0]), String(error instanceof Error ? error.message : error));
       },
     );
@@ -266,9 +263,8 @@ function parts(rows, isSame) {
 
 /** @param {Rollout} column @returns {string} its reward's components and its annotations */
 function verdictsOf({ components, annotations }) {
-  const text = (/** @type {unknown} */ value) => (value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value));
   const rewarded = Object.entries(components).map(([part, value]) => `${part} ${decimal(value, 2)}`);
-  return [...rewarded, ...annotations.map(({ name, value }) => `${name} ${text(value)}`)].join(" · ");
+  return [...rewarded, ...annotations.map(({ name, value }) => `${name} ${inWords(value)}`)].join(" · ");
 }
 
 /** @param {Rollout|UnreadRollout} column @param {Cell} cell @returns {Child} */

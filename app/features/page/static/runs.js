@@ -6,7 +6,7 @@ import { ListView, PAGE } from "./listview.js";
 import { listHref } from "./route.js";
 import { badgeCell, linkCell, numberColumn, sinceCell } from "./rows.js";
 
-/** @import {Column, ListedRun, Place, RunPage, SessionRow} from "../ui_types.d.ts" */
+/** @import {Column, ListedRun, Overview, Place, RunPage, SessionRow} from "../ui_types.d.ts" */
 
 /** @extends {ListView<ListedRun, RunPage>} */
 export class RunsView extends ListView {
@@ -17,18 +17,25 @@ export class RunsView extends ListView {
       noun: "run",
       path: "/runs",
       parameters: { limit: PAGE },
-      columns: columns(),
+      columns: columns(place),
       keyOf: (one) => one.run,
       rowsOf: (page) => page.runs,
       nothing,
     });
     this.fill("Runs", this.total, this.tools(() => this.request), this.table.element);
+    this.gate = place.overview()?.gate.version;
     this.refresh();
   }
 
   /** @param {SessionRow[]} rows */
   onSessions(rows) {
     this.hasNews = true;
+  }
+
+  /** @param {Overview} overview */
+  onOverview({ gate }) {
+    if (gate.version !== this.gate) this.changed();
+    this.gate = gate.version;
   }
 }
 
@@ -40,12 +47,12 @@ function nothing() {
   );
 }
 
-/** @returns {Column<ListedRun>[]} */
-function columns() {
+/** @param {Place} place @returns {Column<ListedRun>[]} */
+function columns({ overview }) {
   const width = "96px";
   return [
     { title: "Run", isHeader: true, fill: linkCell((one) => one.run, ({ run }) => listHref("runs", { run })) },
-    { title: "State", width, fill: badgeCell((one) => one.status) },
+    { title: "State", width, fill: badgeCell(({ run, status }) => (overview()?.gate.paused_runs.includes(run) ? "paused" : status)) },
     numberColumn("Open", (one) => count(one.sessions.open), { width, hint: "Sessions that are open" }),
     numberColumn("Closed", (one) => count(one.sessions.closed), { width }),
     numberColumn("Turns", (one) => count(one.turns), { width }),

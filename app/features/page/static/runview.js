@@ -43,7 +43,7 @@ export class RunView extends FollowsFleet {
       bar(h("h1", null, visible(run)), [
         h("a", { href: sessionsHref({ run }) }, "Sessions"),
         h("a", { href: listHref("groups", { run }) }, "Groups"),
-        h("a", { href: listHref("judge", { run }) }, "Judge"),
+        h("a", { href: listHref("judge", { run }), "data-judge": true }, "Judge"),
         this.tools(() => ({ path: `/runs/${encodeURIComponent(run)}` })),
       ]),
       this.problem,

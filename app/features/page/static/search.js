@@ -2,7 +2,7 @@
 
 import { ApiError } from "./api.js";
 import { copyCurl } from "./copy.js";
-import { announce, badge, bar, button, h, message, refill, replace, setText } from "./dom.js";
+import { announce, badge, button, h, message, refill, replace, setText } from "./dom.js";
 import { choice, chosen, field, numberField, QueryForm, textField } from "./form.js";
 import { count, since } from "./format.js";
 import { groupHref, sessionHref, setQuery } from "./route.js";
@@ -28,15 +28,8 @@ export class SearchView extends View {
     this.found = h("span", { role: "status" });
     this.list = h("ol", { class: "hits" });
     this.foot = h("div", { class: "foot" });
-    replace(
-      root,
-      h("h1", { class: "visually-hidden" }, "Search"),
-      this.form.box,
-      bar(this.found, copyCurl(() => ({ path: "/search", parameters: { ...this.query, limit: PAGE } }))),
-      this.problem,
-      this.list,
-      this.foot,
-    );
+    this.fill("Search", this.found, copyCurl(() => ({ path: "/search", parameters: { ...this.query, limit: PAGE } })), this.list, this.foot);
+    root.firstElementChild?.after(this.form.box);
     this.onQuery(query);
     this.onFilterKey();
   }

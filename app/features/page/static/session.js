@@ -6,7 +6,6 @@ import { badge, folded, h, message, renew, replace } from "./dom.js";
 import { EventsTab } from "./events.js";
 import { amount, clock, compact, count, duration, since } from "./format.js";
 import { changeQuery, checkpointHref, groupHref, sessionHref, wholeNumber } from "./route.js";
-import { StagesTab } from "./stages.js";
 import { TokensTab } from "./tokens.js";
 import { TreeTab } from "./tree.js";
 import { TranscriptTab } from "./transcript.js";
@@ -17,16 +16,16 @@ import { named, textBlock } from "./visible.js";
 /** @import {Budget, Child, Session, SessionRow} from "../ui_types.d.ts" */
 /** @import {Place} from "./view.js" */
 
-/** Checkpoints that are named; a run may make hundreds. */
+/** The newest checkpoints are named; a run may make hundreds. */
 const MOST_CHECKPOINTS = 5;
 /** So long after the last scrolling the turn in sight stands in the address. */
 const REST_MS = 250;
 
 /** @typedef {{element: HTMLElement, update: (session: Session, at: {turn: number|null, branch: number|null, seq: number|null, isNew: boolean}) => void}} Tab */
-/** @typedef {"tokens"|"stages"|"events"|"tree"} Other */
+/** @typedef {"tokens"|"events"|"tree"} Other */
 /** @typedef {"transcript"|Other} TabName */
 /** @type {Record<Other, new (...given: ConstructorParameters<typeof SessionPart>) => Tab>} */
-const TABS = { tokens: TokensTab, stages: StagesTab, events: EventsTab, tree: TreeTab };
+const TABS = { tokens: TokensTab, events: EventsTab, tree: TreeTab };
 
 /** @param {string} name @param {...Child} value @returns {HTMLElement} */
 function fact(name, ...value) {
@@ -82,6 +81,7 @@ export class SessionView extends View {
       known: () => this.session && this.#mark(this.session),
       found: (text, turns) => this.#found(text, turns),
       step: (by) => this.transcript.step(by),
+      failed: () => this.transcript.seeFailed(),
     });
     this.transcript = new TranscriptTab(this.closed, id, pick, (turn) => this.#see(turn), (turn) => this.list.lineOf(turn));
     /** @type {{transcript: Tab} & Partial<Record<Other, Tab>>} the others are made when they are first shown */
@@ -176,6 +176,7 @@ export class SessionView extends View {
   #mark(session) {
     clearTimeout(this.resting);
     const turn = this.#chosen(session);
+    if (this.at.tab === "tree" && !session.tree) this.at.tab = "transcript";
     const { seq, tab: name } = this.at;
     const branch = this.#branchOf(session);
     this.list.update(session, { turn, branch });
@@ -200,10 +201,9 @@ export class SessionView extends View {
     const branch = this.#branchOf(session);
     const names = /** @type {TabName[]} */ (["transcript", ...Object.keys(TABS)]).filter((one) => one !== "tree" || session.tree);
     const href = (/** @type {TabName} */ one) => sessionHref(this.id, { turn, branch, seq, tab: one === "transcript" ? null : one });
-    renew(this.tabs, [names, this.at, branch], () => [
+    renew(this.tabs, [names, this.at, branch], () =>
       names.map((one) => h("a", { href: href(one), "aria-current": one === tab ? "page" : null }, one.charAt(0).toUpperCase() + one.slice(1))),
-      tab === "transcript" && this.transcript.rendering,
-    ]);
+    );
   }
 
   refresh() {
@@ -222,14 +222,14 @@ export class SessionView extends View {
     );
     this.#mark(session);
     renew(this.head, [session.seq, this.at.seq, session.last_seq, session.state, session.failed], () => this.#head(session));
-    const { config, metadata, annotations, reward, erased, note, budgets, limit, checkpoints, seq } = session;
+    const { config, metadata, annotations, reward, erased, note, budgets, checkpoints, seq } = session;
     renew(this.verdicts, [annotations[0], reward, erased, seq === session.last_seq], () => verdicts(this.id, null, session, () => this.refresh()));
-    renew(this.more, [config, metadata, note, budgets, limit, checkpoints, seq], () => this.#details(session));
+    renew(this.more, [config, metadata, note, budgets, checkpoints, seq], () => this.#details(session));
   }
 
   /** @param {Session} session @returns {Child} */
   #head(session) {
-    const { session_id, state, failed: failure, seq, last_seq, config, turns, tree, affinity, open_turns, limit } = session;
+    const { session_id, state, failed: failure, seq, last_seq, config, turns, tree, open_turns, limit } = session;
     const live = turns.filter((turn) => turn.live);
     const rows = rowsOf(session, null).filter((row) => !row.turn || row.turn.live);
     const begin = rows.find((row) => row.begin !== null)?.begin ?? null;
@@ -237,7 +237,6 @@ export class SessionView extends View {
     const { generating, failed, environment, isParallel } = timesOf(rows, end - (begin ?? end));
     const sampled = live.reduce((sum, turn) => sum + turn.output_tokens, 0);
     const suffix = live.reduce((sum, turn) => sum + turn.suffix_tokens, 0);
-    const engine = affinity?.engine ?? live.at(-1)?.engine;
     const branches = tree ? `, ${count(tree.branches.length)} branches` : "";
     return [
       h("h1", null, named(session_id)),
@@ -258,23 +257,25 @@ export class SessionView extends View {
             isParallel || open_turns.length ? " ≈ " : " = ",
             [h("i", { class: "key gen" }), ` ${duration(generating)} generating + `, failed > 0 && `${duration(failed)} in failed turns + `],
             [h("i", { class: "key env" }), ` ${duration(environment)} environment`, isParallel && ", some of it at once"],
+            open_turns.length > 0 && [" + ", since(Math.min(...open_turns.map((one) => one.opened_at)), "for"), " in flight"],
           ),
         ),
       h("span", { title: `${count(sampled + suffix)} of live turns, each once; ${count(sampled)} sampled` }, `${compact(sampled + suffix)} tokens`, h("span", { class: "note" }, `, ${compact(sampled)} sampled`)),
       session.engine_errors > 0 && badge(amount(session.engine_errors, "engine error"), "bad"),
       session.tool_errors > 0 && badge(amount(session.tool_errors, "tool error"), "warn"),
-      engine && h("span", { class: "note" }, named(engine.replace(/^https?:\/\//, ""))),
       limit != null && badge(`limit: ${limit}`, "warn"),
     ];
   }
 
   /** @param {Session} session @returns {Child} */
   #details(session) {
-    const { session_id, note, config, fork, turns, affinity, checkpoints, created_at, closed_at, budgets, limit, metadata } = session;
+    const { session_id, note, config, fork, turns, affinity, checkpoints, created_at, closed_at, budgets, metadata } = session;
     const newest = turns.findLast((turn) => turn.live);
+    const engine = affinity?.engine ?? newest?.engine;
     const discarded = turns.filter((turn) => !turn.live).length;
-    const adapter = config.adapter ?? newest?.adapter;
     const text = (/** @type {unknown} */ value) => (typeof value === "object" ? JSON.stringify(value) : value);
+    const checkpoint = (/** @type {Session["checkpoints"][number]} */ { run, name, seq }, /** @type {number} */ at) =>
+      [at > 0 && ", ", h("a", { href: checkpointHref(name, run) }, name), " at ", h("a", { href: sessionHref(session_id, { seq }) }, `event ${seq}`)];
     const settings = Object.entries(config).filter(([, value]) => value !== null);
     return [
       h(
@@ -288,19 +289,14 @@ export class SessionView extends View {
             !fork.loss && h("span", { class: "note" }, " its turns are context"),
           ),
         discarded > 0 && fact("Rolled back", `${count(discarded)} of ${count(turns.length)} turns`),
-        affinity?.control && fact("Engine chosen by", named(affinity.control)),
-        adapter != null && fact("Adapter", named(adapter)),
+        engine && fact("Engine", named(engine), affinity?.control && [", chosen by ", named(affinity.control)]),
         fact("Weights", named(newest?.weight_versions.at(-1)?.version ?? "–")),
         budgets.map((budget) => budgetFact(budget, session_id)),
-        limit != null && fact("Limit reached", badge(limit, "warn")),
-        checkpoints.length > 0 && fact("In checkpoints", inCheckpoints(session_id, checkpoints)),
+        checkpoints.length > 0 && fact(`In ${amount(checkpoints.length, "checkpoint")}`, checkpoints.slice(-MOST_CHECKPOINTS).toReversed().map(checkpoint)),
         fact("Created", since(created_at), h("span", { class: "note" }, ` ${clock(created_at)}`)),
         closed_at != null && fact("Closed", since(closed_at), h("span", { class: "note" }, ` ${clock(closed_at)}`)),
       ),
-      folded(
-        "Configuration",
-        h("dl", { class: "sessionfacts" }, settings.map(([name, value]) => fact(name, named(text(value))))),
-      ),
+      folded("Configuration", h("dl", { class: "sessionfacts" }, settings.map(([name, value]) => fact(name, named(text(value)))))),
       metadata != null && folded("Metadata", textBlock(JSON.stringify(metadata, null, 2), "code")),
       h(
         "span",
@@ -312,19 +308,4 @@ export class SessionView extends View {
       ),
     ];
   }
-}
-
-/** @param {string} id @param {Session["checkpoints"]} all the oldest first @returns {Child} the newest of them */
-function inCheckpoints(id, all) {
-  const links = all
-    .slice(-MOST_CHECKPOINTS)
-    .toReversed()
-    .map(({ run, name, seq }, at) => [
-      at > 0 && ", ",
-      h("a", { href: checkpointHref(name, run) }, name),
-      " at ",
-      h("a", { href: sessionHref(id, { seq }) }, `event ${seq}`),
-    ]);
-  const rest = all.length - links.length;
-  return [links, rest > 0 && ` and ${count(rest)} older ones`];
 }

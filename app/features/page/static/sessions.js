@@ -1,6 +1,6 @@
 /** All sessions: what is stuck, where, and how far behind. */
 
-import { announce, bar, button, chip, failure, h, message, replace, setText, showDialog } from "./dom.js";
+import { announce, button, failure, h, message, replace, setText, showDialog } from "./dom.js";
 import { addressOf, FilterForm, needsPolling, PRESETS } from "./filters.js";
 import { field, textField } from "./form.js";
 import { compact, count, decimal } from "./format.js";
@@ -44,21 +44,15 @@ export class SessionsView extends View {
     this.total = h("span", { role: "status" });
     this.changes = button("Changes: show", () => this.refresh(), { class: "changed", hidden: true });
     this.compare = h("a", { href: sideBySideHref([]), hidden: true });
-    this.judge = h("a", null, "Judge");
+    this.judge = h("a", { "data-judge": true }, "Judge");
     this.presets = h("div", { class: "chips", role: "group", "aria-label": "Quick filters" });
     const tools = this.tools(() => {
       const { q: prefix, ...query } = this.list.query;
       return { path: "/sessions", parameters: { ...query, prefix, limit: 200 } };
     });
     const choose = button("Columns", () => this.#chooseColumns(), { class: "quiet" });
-    replace(
-      root,
-      h("h1", { class: "visually-hidden" }, "Sessions"),
-      this.form.box,
-      bar(this.presets, [this.compare, this.changes, this.total, this.judge, choose, tools]),
-      this.problem,
-      this.table.element,
-    );
+    this.fill("Sessions", this.presets, [this.compare, this.changes, this.total, this.judge, choose, tools], this.table.element);
+    root.firstElementChild?.after(this.form.box);
     every(this.closed, POLL_MS, () => this.#poll());
     this.onQuery(query);
   }
@@ -118,7 +112,7 @@ export class SessionsView extends View {
     const here = sessionsHref(addressOf(query));
     this.judge.setAttribute("href", listHref("judge", addressOf(query)));
     const presets = PRESETS.map(({ title, query: preset }) => ({ title, href: sessionsHref(preset) }));
-    replace(this.presets, presets.map(({ title, href }) => chip(href, title, href === here)));
+    replace(this.presets, presets.map(({ title, href }) => h("a", { href, "aria-current": href === here ? "true" : null }, title)));
     await this.list.open(query, this.chosen.metadata);
     if (!this.list.error) announce(`${count(this.list.total)} sessions`);
   }
@@ -205,38 +199,17 @@ function columns() {
     column("Task", (row) => visibleText(row.about?.task || "–"), { hint: "What its first user message asks, without how many of these tasks begin" }),
     { title: "Last action", hint: "What its newest turn did", fill: actionsCell((row) => row.about?.actions ?? []) },
     numberColumn("Turns", (row) => count(row.turns), { width: "60px", sort: "turns" }),
-    numberColumn("Tokens", (row) => compact(row.about?.tokens), {
-      width: "66px",
-      hint: "Length of the newest turn's sequence",
-    }),
-    {
-      title: "Duration",
-      width: "82px",
-      number: true,
-      hint: "From its creation to the end of its newest turn, or until now",
-      fill: durationCell,
-    },
+    numberColumn("Tokens", (row) => compact(row.about?.tokens), { width: "66px", hint: "Length of the newest turn's sequence" }),
+    { title: "Duration", hint: "From its creation to the end of its newest turn, or until now", width: "82px", number: true, fill: durationCell },
     column("Finish", (row) => visibleText(row.about?.finish_reason ?? "–"), { width: "76px", hint: "Why the newest turn ended" }),
     ...errorColumns(),
     numberColumn("Reward", (row) => decimal(row.reward), { width: "72px", sort: "reward" }),
     column("Run", (row) => row.run, { width: "112px" }),
     groupColumn("112px"),
     numberColumn("Attempt", (row) => count(row.attempt), { width: "72px" }),
-    {
-      title: "In turn",
-      hint: "How long the open turn has been open",
-      width: "84px",
-      number: true,
-      sort: "running_since",
-      first: "asc",
-      fill: sinceCell((row) => row.running_since, "for"),
-    },
+    { title: "In turn", hint: "How long the open turn has been open", width: "84px", number: true, sort: "running_since", first: "asc", fill: sinceCell((row) => row.running_since, "for") },
     numberColumn("Weights", (row) => visibleText(String(row.weight_version ?? "–"))),
-    numberColumn("Staleness", (row) => count(row.staleness), {
-      hint: "Weight versions behind the newest",
-      width: "90px",
-      sort: "staleness",
-    }),
+    numberColumn("Staleness", (row) => count(row.staleness), { hint: "Weight versions behind the newest", width: "90px", sort: "staleness" }),
     column("Engine", (row) => row.engine?.replace(/^https?:\/\//, "") ?? "–", { width: "160px" }),
     column("Note and tags", (row) => visibleText([...row.tags, row.note].filter(Boolean).join(", ")), { width: "160px" }),
     { title: "Created", width: "112px", number: true, sort: "created_at", fill: sinceCell((row) => row.created_at) },

@@ -19,10 +19,7 @@ const SAMPLES = "samples = [Sample.from_dict(row) for row in rows]";
 const TRAINERS = {
   slime: ["from slime.utils.types import Sample", SAMPLES],
   miles: ["from miles.utils.types import Sample", SAMPLES],
-  verl: [
-    "from verl.experimental.agent_loop.agent_loop import AgentLoopOutput",
-    "outputs = [AgentLoopOutput(**row) for row in rows]",
-  ],
+  verl: ["from verl.experimental.agent_loop.agent_loop import AgentLoopOutput", "outputs = [AgentLoopOutput(**row) for row in rows]"],
   skyrl: [
     "from skyrl.train.generators.base import TrajectoryID",
     `rows = list(rows)

@@ -26,26 +26,6 @@ function leastWidth(columns) {
   return `${widths.reduce((sum, one) => sum + one, 0)}px`;
 }
 
-/**
- * Render what scrolls at the next frame: after each scroll and change of size, and when what is returned is called.
- * @param {AbortSignal} closed @param {Element} scroller @param {() => void} render
- */
-export function rendersSoon(closed, scroller, render) {
-  let frame = 0;
-  const soon = () => {
-    cancelAnimationFrame(frame);
-    frame = requestAnimationFrame(render);
-  };
-  const sizes = new ResizeObserver(soon);
-  sizes.observe(scroller);
-  scroller.addEventListener("scroll", soon, { passive: true });
-  closed.addEventListener("abort", () => {
-    cancelAnimationFrame(frame);
-    sizes.disconnect();
-  });
-  return soon;
-}
-
 /** @template Row */
 export class LongTable {
   /** @param {AbortSignal} closed @param {TableOptions<Row>} options */
@@ -74,7 +54,7 @@ export class LongTable {
     this.element.classList.add("fill");
     this.lines = new Rows(this.body, options.columns, options.keyOf);
     this.setColumns(options.columns);
-    this.renderSoon = rendersSoon(closed, this.element, () => this.#render());
+    this.frame = 0;
     this.#listen(closed);
   }
 
@@ -102,7 +82,7 @@ export class LongTable {
     this.rows = rows;
     this.isBusy = isBusy;
     this.table.setAttribute("aria-rowcount", String(total + 1));
-    this.renderSoon();
+    this.#renderSoon();
   }
 
   /** @param {...Child} children below the last row */
@@ -124,6 +104,13 @@ export class LongTable {
 
   /** @param {AbortSignal} closed */
   #listen(closed) {
+    const sizes = new ResizeObserver(() => this.#renderSoon());
+    sizes.observe(this.element);
+    closed.addEventListener("abort", () => {
+      cancelAnimationFrame(this.frame);
+      sizes.disconnect();
+    });
+    this.element.addEventListener("scroll", () => this.#renderSoon(), { passive: true });
     document.addEventListener("keydown", (event) => this.#onKey(event), { signal: closed });
     this.body.addEventListener("pointermove", () => (this.pointedAt = performance.now()));
     this.body.addEventListener("pointerleave", () => (this.pointedAt = -POINTED_MS));
@@ -131,6 +118,11 @@ export class LongTable {
       const line = /** @type {Element} */ (event.target).closest("tr");
       this.#choose(line?.dataset.key ?? null);
     });
+  }
+
+  #renderSoon() {
+    cancelAnimationFrame(this.frame);
+    this.frame = requestAnimationFrame(() => this.#render());
   }
 
   #render() {

@@ -6,7 +6,6 @@ import { count, ranges } from "./format.js";
 import { isForPage } from "./keys.js";
 import { figure, legend, shadeOf, share } from "./logprobs.js";
 import { changeQuery, wholeNumber } from "./route.js";
-import { CAUSES } from "./tree.js";
 import { LatestRequest, SessionPart } from "./view.js";
 import { named, visibleText } from "./visible.js";
 
@@ -19,6 +18,7 @@ const [PAGE, PROMPT] = [2000, 2000];
 const STEPS = { ArrowRight: 1, ArrowLeft: -1 };
 /** The length of the bar of the whole row. */
 const BAR = 1000;
+const HINT = "Point at a token, or press u.";
 /** How a turn ends that nobody asks about. */
 const USUAL = new Set(["stop", "tool_calls", null]);
 
@@ -92,7 +92,7 @@ export class TokensTab extends SessionPart {
     this.legend = h("ul", { class: "legend", "aria-label": "Legend" });
     this.pager = h("div", { class: "tokenhead" });
     this.cells = h("div", { class: "tokens", role: "group", "aria-label": "Tokens" });
-    this.detail = h("p", { class: "tokendetail", id: "token-detail" }, "Point at a token, or press u.");
+    this.detail = h("p", { class: "tokendetail", id: "token-detail" }, HINT);
     this.least = h("ol", { class: "least" });
     this.body = h(
       "div",
@@ -114,6 +114,7 @@ export class TokensTab extends SessionPart {
     if (isElsewhere && this.version) {
       Object.assign(this, { at: null, start: 0, drawn: "" });
       this.opened.clear();
+      replace(this.detail, HINT);
     }
     this.version = session.seq;
     return this.#read(() => (this.at === null ? this.#showTurn(goal) : this.#goTo(this.at)));
@@ -212,7 +213,6 @@ export class TokensTab extends SessionPart {
       this.#showLegend();
       this.#showCells();
     };
-    const reason = CAUSES[branches.find((one) => one.branch === branch)?.cause ?? ""];
     const { sampled = 0, shares = [] } = outline ?? {};
     const byReason = [...Map.groupBy(shares, (one) => one.reason)];
     const sum = byReason.map(([why, some]) => `${count(tokensOf(some))} ${why}`).join(" + ");
@@ -223,12 +223,7 @@ export class TokensTab extends SessionPart {
       scales.length > 0 && field("colour", recolour, scales),
       h("span", { class: "note" }, `${count(total)} tokens · sampled ${count(tokensOf(shares))} = ${sum}`),
       copyCurl(() => ({ path: this.path, parameters: this.place })),
-      h(
-        "p",
-        { class: "note" },
-        reason && `Branch ${branch} began because ${reason}. `,
-        !tokenizer && total > 0 && [`${texts ? "Prompts" : "Tokens"} are ids: set `, setting, " to read them as text."],
-      ),
+      !tokenizer && total > 0 && h("p", { class: "note" }, `${texts ? "Prompts" : "Tokens"} are ids: set `, setting, " to read them as text."),
     );
     this.#showLegend();
     const before = sampledBefore(turns, start);
@@ -334,7 +329,7 @@ export class TokensTab extends SessionPart {
     };
     const goneAt = (/** @type {number} */ place) => {
       const here = this.#gone.filter((one) => one.at === place);
-      return here.map(({ reason, turns, tokens }) => `${reason} here: turns ${ranges(turns)}, ${count(tokens)} tokens`);
+      return here.map(({ reason, turns, tokens }) => `${reason} here: turn${turns.length > 1 ? "s" : ""} ${ranges(turns)}, ${count(tokens)} tokens`);
     };
     const shown = row.turns.filter((one) => one.end > from && one.start < to);
     const hadFocus = this.cells.contains(document.activeElement);
@@ -401,7 +396,7 @@ export class TokensTab extends SessionPart {
         const cell = event.target instanceof HTMLElement ? event.target.closest(".tok") : null;
         if (cell instanceof HTMLElement) action(cell, event);
       });
-    on("mouseover", (cell) => this.#explain(cell));
+    on("mousemove", (cell) => this.#explain(cell));
     on("focusin", (cell) => this.#focused(cell));
     on("click", (cell) => cell.focus());
     on("keydown", (cell, event) => {

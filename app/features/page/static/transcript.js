@@ -4,7 +4,7 @@ import { rowsOf } from "./actionlist.js";
 import { url } from "./api.js";
 import { callsOf, isResult, messageElement, textsOf } from "./conversation.js";
 import { copyButton, copyCurl } from "./copy.js";
-import { arrange, badge, button, failure, folded, h, icon, message, renew, replace } from "./dom.js";
+import { arrange, badge, failure, folded, h, icon, message, renew, replace } from "./dom.js";
 import { amount, bytes, count, duration, milliseconds, serverNow, since } from "./format.js";
 import { sessionHref } from "./route.js";
 import { verdicts } from "./verdicts.js";
@@ -66,7 +66,7 @@ function agentsOf({ tree, turns, open_turns }) {
 }
 
 /**
- * Which results answer which call: by its id, else in order.
+ * Which results answer which call: by its id, which an engine may give twice; without one in order.
  * @param {Entry|undefined} reply @param {Entry[]} brought by the next request
  * @returns {{results: Entry[][], rest: Entry[]}} results by call
  */
@@ -77,8 +77,8 @@ function answered(reply, brought) {
   const rest = brought.filter((entry) => {
     if (!isResult(entry.message)) return true;
     const id = /** @type {{tool_call_id?: unknown}} */ (entry.message).tool_call_id;
-    const named = calls.findIndex((call) => id != null && call.id === id);
-    const place = results[named < 0 ? results.findIndex((one) => !one.length) : named];
+    const fitting = results.filter((_, at) => !id || !calls[at]?.id || calls[at].id === id);
+    const place = fitting.find((one) => !one.length) ?? (id ? fitting[0] : undefined);
     place?.push(entry);
     return !place;
   });
@@ -100,14 +100,13 @@ export class TranscriptTab extends SessionPart {
   near = new Set();
   /** @type {Map<number, number>} by the turn that brought results: the turn that asked for them */
   brings = new Map();
-  /** What stays where it is while blocks are read; null: the end. @type {{block: Block|null, top: number, is: number}|undefined} */
+  /** What stays where it is while blocks are read; null: the end. @type {{block: Block|null, top: number, is: number, isFailed?: boolean}|undefined} */
   pin;
   /** What is searched for, the turns that have it, and the one that is shown; -1: the turn's last. */
   needle = "";
   /** @type {number[]} */
   hits = [];
   hit = { turn: 0, at: 0, isPending: false };
-  isRendered = false;
   /** @type {number|null} */
   branch = null;
   flow = h("div", { class: "flow" });
@@ -124,7 +123,6 @@ export class TranscriptTab extends SessionPart {
     super(closed, id, pick);
     this.see = see;
     this.lineOf = lineOf;
-    this.rendering = button("Markdown", () => this.#render(), { "aria-pressed": "false", class: "quiet" });
     const options = /** @type {IntersectionObserverInit} */ ({ scrollMargin: `${NEAR_PX}px`, rootMargin: `${NEAR_PX}px` });
     this.observer = new IntersectionObserver((entries) => {
       for (const { target, isIntersecting } of entries) {
@@ -253,6 +251,12 @@ export class TranscriptTab extends SessionPart {
     this.#align();
   }
 
+  /** Have the end of what failed in sight, which says why, if the turn was gone to. */
+  seeFailed() {
+    if (this.pin) this.pin.isFailed = true;
+    this.#align();
+  }
+
   /** Have what is pinned where it was; nothing else moves it while blocks above it are read. */
   #align() {
     const { pin } = this;
@@ -261,6 +265,8 @@ export class TranscriptTab extends SessionPart {
     if (!pin.block) scroller.scrollTop = scroller.scrollHeight;
     else {
       scroller.scrollTop += this.#topOf(pin.block) - pin.top;
+      const failed = pin.isFailed && pin.block.body.querySelector(".who > [data-tone=bad]")?.closest(".said");
+      if (failed) scroller.scrollTop += Math.max(0, failed.getBoundingClientRect().bottom - scroller.getBoundingClientRect().bottom);
       pin.is = this.#topOf(pin.block);
     }
   }
@@ -304,13 +310,16 @@ export class TranscriptTab extends SessionPart {
     const span = missing.filter((one) => Math.abs(one - nearest) < MOST / 2);
     const start = whole ? nearest : Math.min(...span);
     const limit = whole ? 1 : Math.max(...span) - start + 1;
+    const { session } = this;
     this.requests.run(
       { path: `${this.path}/turns`, parameters: { start, limit, whole } },
       (/** @type {TurnMessages[]} */ turns) => {
-        for (const one of turns) if (whole || !this.whole.has(one.turn)) this.known.set(one.turn, one);
+        // A turn that was in flight may have committed since.
+        const isNow = session === this.session;
+        for (const one of turns) if ((whole || !this.whole.has(one.turn)) && (isNow || one.state === null)) this.known.set(one.turn, one);
         // What is neither in the store nor in flight here; after the last that came there may be more.
-        for (let turn = start; turn <= (turns.at(-1)?.turn ?? start + limit - 1); turn += 1)
-          if (!this.known.has(turn) && !this.whole.has(turn)) this.known.set(turn, { turn, messages: [], state: "elsewhere", engine: null });
+        for (let turn = start; isNow && turn <= (turns.at(-1)?.turn ?? start + limit - 1); turn += 1)
+          if (!this.known.has(turn) && (whole || !this.whole.has(turn))) this.known.set(turn, { turn, messages: [], state: "elsewhere", engine: null });
         this.#load();
       },
       (error) => replace(this.problem, failure(error, () => (replace(this.problem), this.#load()))),
@@ -323,7 +332,7 @@ export class TranscriptTab extends SessionPart {
     const { turn, open } = this.byTurn.get(number)?.row ?? {};
     const first = turn ? turn.messages - messages.length : this.byTurn.get(open?.parent ?? 0)?.row.turn?.messages ?? 0;
     const entries = messages.map((one, at) => ({ ...one, error: one.error ?? undefined, index: first + at, turn: number }));
-    return { own: entries.filter((one) => !one.sampled), reply: entries.find((one) => one.sampled) };
+    return { own: entries.filter((one) => !one.sampled), reply: open ? undefined : entries.find((one) => one.sampled) };
   }
 
   /** @param {Block} block whose messages are known */
@@ -338,10 +347,10 @@ export class TranscriptTab extends SessionPart {
     else if (open) renew(head, own, () => openTurn(open, own));
     else if (failed) renew(head, failed, () => failedTurn(failed, this.id));
     else if (refused) renew(head, refused, () => [badge("refused", "warn"), `A request after turn ${refused.turn}: the limit on ${refused.limit} is reached.`, since(refused.at)]);
-    if (!own) return;
+    if (!own || failed || refused) return;
     const shown = this.#needs(block).map((one) => [one, this.known.get(one)?.messages.length, this.whole.has(one)]);
-    renew(body, [shown, this.isRendered, agents.map((one) => one.name)], () => this.#body(row, agents, child));
-    renew(said, [session.annotations[number], session.turn_rewards[number]], () => turn && verdicts(this.id, number, session));
+    renew(body, [kind, shown, agents.map((one) => one.name)], () => this.#body(row, agents, child));
+    renew(said, [session.annotations[number], session.turn_rewards[number], session.seq === session.last_seq], () => turn && verdicts(this.id, number, session, () => this.#load()));
   }
 
   /** @param {Row} row @param {Agent[]} agents @param {number|null} child @returns {Child} */
@@ -352,7 +361,6 @@ export class TranscriptTab extends SessionPart {
     const { results } = answered(reply, child ? this.#messages(child).own : []);
     const look = (/** @type {number} */ turn) => ({
       sessionId: this.id,
-      isRendered: this.isRendered,
       isUnder: turn === child,
       onWhole: () => {
         this.whole.add(turn);
@@ -373,16 +381,17 @@ export class TranscriptTab extends SessionPart {
     ];
   }
 
-  /** @param {ReturnType<typeof callsOf>} calls @param {Agent} agent @returns {number} the call that was given what it was asked, else the last */
+  /** @param {ReturnType<typeof callsOf>} calls @param {Agent} agent @returns {number} the call that was given most of what it was asked, else the last */
   #spawning(calls, { first }) {
     const asked = this.#messages(first).own.flatMap(({ message }) => textsOf(message)).map((text) => text.trim());
-    const given = (/** @type {unknown} */ value) => typeof value === "string" && value.trim() !== "" && asked.some((text) => text.includes(value.trim()) || value.includes(text));
-    const found = calls.findIndex((call) => Object.values(call.given ?? {}).some(given));
-    return found < 0 ? calls.length - 1 : found;
+    const alike = (/** @type {unknown} */ value) => (typeof value === "string" ? asked.map((text) => (text.includes(value.trim()) ? value.trim() : value.includes(text) ? text : "").length) : []);
+    const lengths = calls.map(({ given }) => Math.max(0, ...(typeof given === "string" ? [given] : Object.values(given ?? {})).flatMap(alike)));
+    const most = Math.max(...lengths);
+    return most > 0 ? lengths.indexOf(most) : calls.length - 1;
   }
 
   /** @param {Turn} turn @param {Row} row @param {Session} session @returns {Child} */
-  #head(turn, { begins }, { seq, last_seq }) {
+  #head(turn, { begins, agent }, { seq, last_seq }) {
     const { turn: number } = turn;
     const took = turn.opened_at === null ? null : turn.committed_at - turn.opened_at;
     const href = sessionHref(this.id, { turn: number, branch: this.branch });
@@ -391,7 +400,8 @@ export class TranscriptTab extends SessionPart {
       h("h2", null, h("a", { href }, `Turn ${number}`)),
       copyButton(() => new URL(href, location.href).href, "Copy link"),
       turn.discarded_by !== null && badge(`rolled back by event ${turn.discarded_by}`, "warn"),
-      begins && h("span", { class: "flag" }, icon("branch"), ` branch ${begins.branch}: ${begins.cause} `, named(begins.agent_id ?? ""), begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
+      begins && h("span", { class: "flag" }, icon("branch"), ` branch ${begins.branch}: ${begins.cause} `, named(agent ?? ""), begins.fork_turn !== null && ` after turn ${begins.fork_turn}`),
+      !begins && agent !== null && h("span", { class: "note" }, "agent ", named(agent)),
       turn.segment_cause && badge(`new segment: ${turn.segment_cause}`, "warn"),
       h("span", { class: `fin ${turn.finish_reason ?? ""}` }, named(turn.finish_reason ?? "")),
       took !== null && h("span", null, duration(took)),
@@ -431,19 +441,14 @@ export class TranscriptTab extends SessionPart {
     const body = () => ({ ...params, messages: messages.map((one) => one.message), ...(tools && { tools }) });
     replace(
       content,
+      stagesOf(turn),
       Object.entries(errors).map(([what, why]) => message("error", what, h("p", null, why))),
       isWhole && turn.protocol === "chat" && copyCurl(() => ({ path: "/v1/chat/completions", engine: turn.engine, body: body() }), "request to the engine"),
       params && folded("Sampling parameters", textBlock(JSON.stringify(params, null, 2), "code")),
       tools && folded(amount(tools.length, "tool"), textBlock(JSON.stringify(tools, null, 2), "code")),
       earlier > 0 && message("note", `${count(earlier)} earlier messages are not shown here; GET /sessions/{id}/messages has all.`),
-      messages.slice(-SHOWN).map((one) => messageElement(one, { sessionId: this.id, isRendered: this.isRendered })),
+      messages.slice(-SHOWN).map((one) => messageElement(one, { sessionId: this.id })),
     );
-  }
-
-  #render() {
-    this.isRendered = !this.isRendered;
-    this.rendering.setAttribute("aria-pressed", String(this.isRendered));
-    this.#load();
   }
 
   /** Show the first place that has a text. @param {string} text @param {number[]} turns that have it, in their order */
@@ -518,6 +523,24 @@ export class TranscriptTab extends SessionPart {
     }
     return ranges;
   }
+}
+
+/** @param {Turn} turn @returns {Child} where its time went in this server, and how its request was sent */
+function stagesOf({ timing, fence, base_tokens, trimmed, dialect, protocol, dispatched, parts, payloads }) {
+  const total = Object.values(timing ?? {}).reduce((sum, one) => sum + one, 0);
+  const stages = Object.entries(timing ?? {}).map(([name, took]) => `${name} ${milliseconds(took)}`);
+  return h(
+    "p",
+    { class: "note stages" },
+    timing ? `${stages.join(", ")}; total ${milliseconds(total)}.` : "No stage was timed.",
+    ` Fence ${fence}. ${count(base_tokens)} tokens of the prompt were known`,
+    trimmed > 0 && `, ${count(trimmed)} trimmed`,
+    `. Sent as ${dialect}, ${protocol}`,
+    dispatched != null && [", with weights ", named(dispatched)],
+    parts.length > 1 && `, joined from ${parts.length} generations`,
+    ".",
+    payloads.map((one) => ` ${one.kind}: ${count(one.rows)} rows${one.tombstoned ? " (tombstoned)" : ""}.`),
+  );
 }
 
 /** @param {FailedTurn} failed @param {string} id of the session @returns {Child} */

@@ -21,10 +21,10 @@ const SHORT = 100;
  * @param {string} id of the session
  * @param {number|null} turn null: the session itself
  * @param {Session} session
- * @param {() => void} [onWritten] one was written from here
+ * @param {() => void} [onClosed] the form was closed: show what came meanwhile
  * @returns {HTMLElement|null} null: nothing was said, and nothing can be
  */
-export function verdicts(id, turn, session, onWritten) {
+export function verdicts(id, turn, session, onClosed) {
   const said = session.annotations[turn ?? 0] ?? [];
   const reward = turn === null ? session.reward : session.turn_rewards[turn];
   const isWritable = !session.erased && session.seq === session.last_seq;
@@ -32,9 +32,10 @@ export function verdicts(id, turn, session, onWritten) {
   const close = () => {
     box.querySelector("form")?.remove();
     judge.focus();
+    onClosed?.();
   };
   const open = () => {
-    const form = verdictForm(id, turn, () => said, () => [close(), onWritten?.()]);
+    const form = verdictForm(id, turn, () => said, close);
     box.append(form.element);
     form.text.focus();
   };
@@ -59,7 +60,7 @@ function valueOf({ name, value, dtype, over, length, size }) {
   if (dtype) return `${count(length)} numbers, ${dtype} over ${over}`;
   if (value === undefined) return bytes(size);
   const passed = isPassed(value);
-  if (passed !== null) return badge(passed ? "passed" : "failed", passed ? "good" : "bad");
+  if (passed !== null) return badge(inWords(value), passed ? "good" : "bad");
   if (name === "tags" && Array.isArray(value)) return value.map((tag, at) => [at > 0 && ", ", h("a", { href: sessionsHref({ tag }) }, named(tag))]);
   const text = written(value);
   return text.length <= SHORT && !text.includes("\n") ? named(text) : folded(named(`${text.slice(0, SHORT)} …`), textBlock(text));
@@ -69,6 +70,14 @@ function valueOf({ name, value, dtype, over, length, size }) {
 function isPassed(value) {
   const said = typeof value === "object" && value !== null && "passed" in value && Object.keys(value).length === 1 ? value.passed : null;
   return typeof said === "boolean" ? said : null;
+}
+
+/** @param {unknown} value @returns {string} */
+export function inWords(value) {
+  if (value === undefined) return "";
+  const passed = isPassed(value);
+  if (passed !== null) return passed ? "passed" : "failed";
+  return Array.isArray(value) ? value.map(written).join(", ") : written(value);
 }
 
 /** @param {unknown} value @returns {string} as somebody types it: a text, else JSON */
@@ -101,7 +110,7 @@ export function verdictForm(id, turn, said, onDone, first = VERDICT) {
   const known = [VERDICT, ...(turn === null ? ["note", "tags"] : []), ...said().flatMap((one) => (one.dtype ? [] : one.name))];
   const names = h("datalist", { id: `names-${turn ?? "session"}` }, [...new Set(known)].map((value) => h("option", { value })));
   const name = h("input", { name: "name", required: true, pattern: "[A-Za-z0-9_\\-]{1,64}", list: names.id, spellcheck: "false", oninput: () => show(name.value) });
-  const writer = h("input", { name: "writer", value: recall(WRITER) ?? "", required: true, maxlength: "128", spellcheck: "false", oninput: tell });
+  const writer = h("input", { name: "writer", value: recall(WRITER) ?? "", required: true, maxlength: "128", spellcheck: "false", oninput: tell, onkeydown: goOn });
   const text = h("textarea", { name: "value", rows: "1", required: true, placeholder: "0.5, or a text", onkeydown: submitByEnter });
   const passed = button("Passed", () => act("PUT", { passed: true }), { name: "passed" });
   const failed = button("Failed", () => act("PUT", { passed: false }), { name: "failed" });
@@ -109,12 +118,14 @@ export function verdictForm(id, turn, said, onDone, first = VERDICT) {
   const replaced = h("span", { class: "note" });
   const refusal = h("p", { class: "refusal", role: "alert" });
   const fields = [field("Name", name), field("Number or text", text), field("Your name", writer)];
-  const element = h("form", { class: "filters verdictform", "aria-label": "Judge" }, passed, failed, names, fields, h("button", { class: "primary" }, "Save"), remove, replaced, refusal);
+  const element = h("form", { class: "filters verdictform", "aria-label": turn === null ? "Judge" : `Judge turn ${turn}` }, passed, failed, names, fields, h("button", { class: "primary" }, "Save"), remove, replaced, refusal);
   element.addEventListener("submit", (event) => {
     event.preventDefault();
     act("PUT", typed(name.value, text.value));
   });
   const there = () => said().find((one) => one.name === name.value);
+  /** @type {["PUT"|"DELETE", unknown]|null} */
+  let held = null;
   show(first);
   return { element, text, show };
 
@@ -138,6 +149,14 @@ export function verdictForm(id, turn, said, onDone, first = VERDICT) {
     replace(replaced, isOthers && ["replaces that of ", named(by)]);
   }
 
+  /** @param {KeyboardEvent} event in the field of who judges: do what was pressed before somebody was named */
+  function goOn(event) {
+    if (event.key !== "Enter" || !held || text.value) return;
+    event.preventDefault();
+    writer.blur();
+    act(...held);
+  }
+
   /** @param {KeyboardEvent} event */
   function submitByEnter(event) {
     if (event.key !== "Enter" || event.shiftKey) return;
@@ -147,6 +166,7 @@ export function verdictForm(id, turn, said, onDone, first = VERDICT) {
 
   /** @param {"PUT"|"DELETE"} method @param {unknown} [value] */
   async function act(method, value) {
+    held = [method, value];
     if (![name, writer].every((one) => one.reportValidity())) return;
     const written = name.value;
     remember(WRITER, writer.value.trim());

@@ -85,26 +85,26 @@ function boundary(text, at) {
   return code >= 0xd800 && code < 0xdc00 ? at + 1 : at;
 }
 
-/** A block of text; a long one shows its beginning, and a button for more. @param {string} text @param {string} [kind] a class */
+/** A block of text; a long one shows its beginning and its end, and between them a button for more. @param {string} text @param {string} [kind] a class */
 export function textBlock(text, kind = "") {
-  const block = h("pre", { class: `text ${kind}`, dir: "auto", tabindex: text.length > SCROLLS ? "0" : null });
-  const whole = h("div", { class: "textblock" }, block);
-  let shown = text.length > SHOWN * 1.5 ? boundary(text, SHOWN) : text.length;
-  block.append(...visible(text.slice(0, shown)));
-  if (shown === text.length) return whole;
-  const label = () => (text.length - shown > MORE ? `show ${MORE} more of` : "show all") + ` ${text.length} characters`;
+  const block = (/** @type {string} */ part) => h("pre", { class: `text ${kind}`, dir: "auto", tabindex: text.length > SCROLLS ? "0" : null }, visible(part));
+  if (text.length <= SHOWN * 1.5) return h("div", { class: "textblock" }, block(text));
+  let shown = boundary(text, SHOWN / 2);
+  const rest = boundary(text, text.length - SHOWN / 2);
+  const [first, last] = [block(text.slice(0, shown)), block(text.slice(rest))];
+  const label = () => (rest - shown > MORE ? `show ${MORE} more of` : "show all") + ` ${text.length} characters`;
   const more = button(label(), showMore, { class: "link" });
-  whole.append(more);
-  return whole;
+  return h("div", { class: "textblock" }, first, more, last);
 
   function showMore() {
-    const to = Math.min(boundary(text, shown + MORE), text.length);
-    block.append(...visible(text.slice(shown, to)));
+    const to = Math.min(boundary(text, shown + MORE), rest);
+    first.append(...visible(text.slice(shown, to)));
     shown = to;
     more.textContent = label();
-    if (shown < text.length) return;
-    block.focus({ preventScroll: true });
-    more.remove();
+    if (shown < rest) return;
+    first.append(...last.childNodes);
+    first.focus({ preventScroll: true });
+    for (const one of [more, last]) one.remove();
   }
 }
 
