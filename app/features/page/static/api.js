@@ -177,11 +177,8 @@ export class LiveConnection {
     this.listeners.onState("lost");
     this.retry = setTimeout(() => this.#open(), RETRY_MS[this.failures] ?? RETRY_MS.at(-1));
     this.failures += 1;
-    if (this.failures === 1) this.#checkSignedIn();
-  }
-
-  /** An EventSource hides a 401; any other request shows it, and leads to the sign-in. */
-  #checkSignedIn() {
+    if (this.failures > 1) return;
+    // An EventSource hides a 401; any other request shows it, and leads to the sign-in.
     get("/ui/api/me").catch((error) => {
       if (!(error instanceof ApiError)) throw error;
     });

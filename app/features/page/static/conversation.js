@@ -25,16 +25,6 @@ function textOf(value) {
   return typeof value === "string" ? value : (JSON.stringify(value, null, 2) ?? "");
 }
 
-/** @param {string} url of an image or a file @returns {string} what it is, never the thing itself */
-function describedUrl(url) {
-  if (!url.startsWith("data:")) return url;
-  const comma = url.indexOf(",");
-  const head = comma < 0 ? url : url.slice(0, comma);
-  const body = comma < 0 ? 0 : url.length - comma - 1;
-  const size = head.endsWith(";base64") ? Math.floor((body * 3) / 4) : body;
-  return `${head.slice("data:".length, 100) || "data"}, ${bytes(size)}`;
-}
-
 /** Types that a browser shows without running anything. */
 const RASTER = new Set(["image/png", "image/jpeg", "image/gif", "image/webp"]);
 
@@ -61,7 +51,7 @@ function contentPart(part, show, { sessionId }) {
   if (fields.type === "text" && typeof fields.text === "string") return show(fields.text);
   if (fields.type === "turnlog_image") return storedImage(fields, sessionId);
   const url = objectOf(fields.image_url)?.url ?? fields.image_url;
-  if (typeof url === "string") return h("p", { class: "placeholder" }, icon("image"), " image: ", named(describedUrl(url)));
+  if (typeof url === "string") return h("p", { class: "placeholder" }, icon("image"), " image: ", named(url.replace(/^data:/, "")));
   const summary = [named(fields.type ?? "part"), ` · ${bytes(JSON.stringify(part).length)}`];
   return folded(summary, textBlock(textOf(part), "code"), "placeholder");
 }

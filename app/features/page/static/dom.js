@@ -46,8 +46,7 @@ export function replace(element, ...children) {
 const parts = new WeakMap();
 
 /**
- * Make an element's children anew where they show something else: somebody may have unfolded one, or be about to press it.
- * A form that somebody fills in stays.
+ * Make an element's children anew where they show something else: somebody may have unfolded one, or be about to press it. A form that somebody fills in stays.
  * @param {Element} box @param {unknown} shown @param {() => Child} make
  */
 export function renew(box, shown, make) {
@@ -130,14 +129,6 @@ function setAttribute(element, name, value) {
 /** A button outside a form. @param {Child} label @param {() => void} onPress @param {Attributes} [attributes] */
 export function button(label, onPress, attributes) {
   return h("button", { type: "button", onclick: onPress, ...attributes }, label);
-}
-
-/**
- * A link among others; the current one is where the user is.
- * @param {string} href @param {string} label @param {boolean} isCurrent
- */
-export function chip(href, label, isCurrent) {
-  return h("a", { href, "aria-current": isCurrent ? "true" : null }, label);
 }
 
 /**

@@ -67,11 +67,12 @@ export function bytes(value) {
 export function duration(seconds) {
   if (seconds == null) return DASH;
   const s = Math.max(0, seconds);
+  const rest = (/** @type {number} */ value) => String(Math.floor(value)).padStart(2, "0");
   if (s < 1) return `${Math.round(s * 1000)} ms`;
   if (s < 10) return `${s.toFixed(1)} s`;
   if (s < 60) return `${Math.floor(s)} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min ${pad(Math.floor(s % 60))} s`;
-  if (s < 86400) return `${Math.floor(s / 3600)} h ${pad(Math.floor((s % 3600) / 60))} min`;
+  if (s < 3600) return `${Math.floor(s / 60)} min ${rest(s % 60)} s`;
+  if (s < 86400) return `${Math.floor(s / 3600)} h ${rest((s % 3600) / 60)} min`;
   return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
 }
 
@@ -134,11 +135,6 @@ function coarse(seconds) {
   const s = Math.max(0, Math.floor(seconds));
   if (s < 60) return `${s} s`;
   return s < 3600 ? `${Math.floor(s / 60)} min` : duration(s);
-}
-
-/** @param {number} value @returns {string} */
-function pad(value) {
-  return String(value).padStart(2, "0");
 }
 
 /** @param {number[]} numbers @returns {string} "2, 5–7" */

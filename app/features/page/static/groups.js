@@ -1,6 +1,6 @@
 /** All groups: which have no variance, which lack attempts. */
 
-import { chip, h, message, replace } from "./dom.js";
+import { h, message, replace } from "./dom.js";
 import { count, decimal, ranges } from "./format.js";
 import { ListView, PAGE } from "./listview.js";
 import { chosenRun, groupHref, listHref } from "./route.js";
@@ -43,7 +43,7 @@ export class GroupsView extends ListView {
     this.only = FILTERS.find(({ name }) => name === query.get("only")) ?? FILTERS[0];
     replace(
       this.chips,
-      FILTERS.map((one) => chip(listHref("groups", { only: one.name }), one.title, one === this.only)),
+      FILTERS.map((one) => h("a", { href: listHref("groups", { only: one.name }), "aria-current": one === this.only ? "true" : null }, one.title)),
     );
     if (this.rows.length) this.show();
   }

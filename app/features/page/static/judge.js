@@ -124,10 +124,7 @@ export class JudgeView extends View {
   #undo() {
     const [id, isJudged] = [...this.past].at(-1) ?? [""];
     const path = annotationPath(id, null, this.filters.unannotated, recall(WRITER));
-    const undone = () => {
-      this.past.delete(id);
-      this.refresh(id);
-    };
+    const undone = () => (this.past.delete(id), this.refresh(id));
     this.undoing.run(async (signal) => isJudged && send("DELETE", path, {}, signal), undone, (error) => this.onFailure(error));
   }
 

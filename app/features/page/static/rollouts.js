@@ -127,10 +127,7 @@ export class RolloutsView extends View {
       if (part.isSame) lines.push(() => this.#fold(part.rows, fold));
       if (!part.isSame || this.unfolded.get(fold)) lines.push(...part.rows.map((row) => () => this.#row(row, open, row.at === earliest)));
     }
-    const more = () => {
-      this.most += ROWS;
-      this.#show();
-    };
+    const more = () => ((this.most += ROWS), this.#show());
     const left = lines.length - this.most;
     const rest = left > 0 && h("tr", null, h("th", { colspan: columns.length + 1 }, button(`${count(left)} more rows`, more)));
     refill(this.body, lines.slice(0, this.most).map((make) => make()), rest);
@@ -186,13 +183,11 @@ export class RolloutsView extends View {
     return h("tr", null, h("th", { scope: "row" }, button([icon(isOpen ? "down" : "play"), ` ${label}`], () => this.#toggle(row.at, isOpen), attributes)), cells);
   }
 
-  /** The whole texts; marked is what the first column lacks, and of two columns also what only the first has. */
-  /** @param {Row} row @param {number[]} open @param {HTMLElement[]} cells */
+  /** The whole texts; marked is what the first column lacks, and of two columns also what only the first has. @param {Row} row @param {number[]} open @param {HTMLElement[]} cells */
   #fill(row, open, cells) {
     const query = new URLSearchParams(open.map((at) => ["step", `${this.columns[at]?.key}/${row.cells[at]?.turn ?? ""}`]));
     const name = JSON.stringify([String(query), row.cells.map((cell) => cell?.results)]);
-    const found = this.texts.get(name) ?? get("/ui/api/rollouts/texts", query, this.closed);
-    const texts = /** @type {Promise<StepTexts[]>} */ (found);
+    const texts = /** @type {Promise<StepTexts[]>} */ (this.texts.get(name) ?? get("/ui/api/rollouts/texts", query, this.closed));
     this.texts.set(name, texts);
     texts.then(
       (all) => open.forEach((at, index) => {

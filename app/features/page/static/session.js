@@ -176,8 +176,8 @@ export class SessionView extends View {
   #mark(session) {
     clearTimeout(this.resting);
     const turn = this.#chosen(session);
-    const { seq } = this.at;
-    const name = this.#tabOf(session);
+    if (this.at.tab === "tree" && !session.tree) this.at.tab = "transcript";
+    const { seq, tab: name } = this.at;
     const branch = this.#branchOf(session);
     this.list.update(session, { turn, branch });
     this.#showTabs(session);
@@ -195,19 +195,13 @@ export class SessionView extends View {
     return tree?.branches.some((one) => one.branch === this.at.branch) ? this.at.branch : null;
   }
 
-  /** @param {Session} session @returns {TabName} that of the address, if there is something to show */
-  #tabOf({ tree }) {
-    return this.at.tab === "tree" && !tree ? "transcript" : this.at.tab;
-  }
-
   /** @param {Session} session */
   #showTabs(session) {
-    const { turn, seq } = this.at;
-    const tab = this.#tabOf(session);
+    const { turn, seq, tab } = this.at;
     const branch = this.#branchOf(session);
     const names = /** @type {TabName[]} */ (["transcript", ...Object.keys(TABS)]).filter((one) => one !== "tree" || session.tree);
     const href = (/** @type {TabName} */ one) => sessionHref(this.id, { turn, branch, seq, tab: one === "transcript" ? null : one });
-    renew(this.tabs, [names, this.at, tab, branch], () =>
+    renew(this.tabs, [names, this.at, branch], () =>
       names.map((one) => h("a", { href: href(one), "aria-current": one === tab ? "page" : null }, one.charAt(0).toUpperCase() + one.slice(1))),
     );
   }
@@ -235,7 +229,7 @@ export class SessionView extends View {
 
   /** @param {Session} session @returns {Child} */
   #head(session) {
-    const { session_id, state, failed: failure, seq, last_seq, config, turns, tree, affinity, open_turns, limit } = session;
+    const { session_id, state, failed: failure, seq, last_seq, config, turns, tree, open_turns, limit } = session;
     const live = turns.filter((turn) => turn.live);
     const rows = rowsOf(session, null).filter((row) => !row.turn || row.turn.live);
     const begin = rows.find((row) => row.begin !== null)?.begin ?? null;
@@ -243,7 +237,6 @@ export class SessionView extends View {
     const { generating, failed, environment, isParallel } = timesOf(rows, end - (begin ?? end));
     const sampled = live.reduce((sum, turn) => sum + turn.output_tokens, 0);
     const suffix = live.reduce((sum, turn) => sum + turn.suffix_tokens, 0);
-    const engine = affinity?.engine ?? live.at(-1)?.engine;
     const branches = tree ? `, ${count(tree.branches.length)} branches` : "";
     return [
       h("h1", null, named(session_id)),
@@ -270,15 +263,15 @@ export class SessionView extends View {
       h("span", { title: `${count(sampled + suffix)} of live turns, each once; ${count(sampled)} sampled` }, `${compact(sampled + suffix)} tokens`, h("span", { class: "note" }, `, ${compact(sampled)} sampled`)),
       session.engine_errors > 0 && badge(amount(session.engine_errors, "engine error"), "bad"),
       session.tool_errors > 0 && badge(amount(session.tool_errors, "tool error"), "warn"),
-      engine && h("span", { class: "note" }, named(engine.replace(/^https?:\/\//, ""))),
       limit != null && badge(`limit: ${limit}`, "warn"),
     ];
   }
 
   /** @param {Session} session @returns {Child} */
   #details(session) {
-    const { session_id, note, config, fork, turns, checkpoints, created_at, closed_at, budgets, metadata } = session;
+    const { session_id, note, config, fork, turns, affinity, checkpoints, created_at, closed_at, budgets, metadata } = session;
     const newest = turns.findLast((turn) => turn.live);
+    const engine = affinity?.engine ?? newest?.engine;
     const discarded = turns.filter((turn) => !turn.live).length;
     const text = (/** @type {unknown} */ value) => (typeof value === "object" ? JSON.stringify(value) : value);
     const checkpoint = (/** @type {Session["checkpoints"][number]} */ { run, name, seq }, /** @type {number} */ at) =>
@@ -296,6 +289,7 @@ export class SessionView extends View {
             !fork.loss && h("span", { class: "note" }, " its turns are context"),
           ),
         discarded > 0 && fact("Rolled back", `${count(discarded)} of ${count(turns.length)} turns`),
+        engine && fact("Engine", named(engine), affinity?.control && [", chosen by ", named(affinity.control)]),
         fact("Weights", named(newest?.weight_versions.at(-1)?.version ?? "–")),
         budgets.map((budget) => budgetFact(budget, session_id)),
         checkpoints.length > 0 && fact(`In ${amount(checkpoints.length, "checkpoint")}`, checkpoints.slice(-MOST_CHECKPOINTS).toReversed().map(checkpoint)),

@@ -1,6 +1,6 @@
 /** All sessions: what is stuck, where, and how far behind. */
 
-import { announce, button, chip, failure, h, message, replace, setText, showDialog } from "./dom.js";
+import { announce, button, failure, h, message, replace, setText, showDialog } from "./dom.js";
 import { addressOf, FilterForm, needsPolling, PRESETS } from "./filters.js";
 import { field, textField } from "./form.js";
 import { compact, count, decimal } from "./format.js";
@@ -112,7 +112,7 @@ export class SessionsView extends View {
     const here = sessionsHref(addressOf(query));
     this.judge.setAttribute("href", listHref("judge", addressOf(query)));
     const presets = PRESETS.map(({ title, query: preset }) => ({ title, href: sessionsHref(preset) }));
-    replace(this.presets, presets.map(({ title, href }) => chip(href, title, href === here)));
+    replace(this.presets, presets.map(({ title, href }) => h("a", { href, "aria-current": href === here ? "true" : null }, title)));
     await this.list.open(query, this.chosen.metadata);
     if (!this.list.error) announce(`${count(this.list.total)} sessions`);
   }

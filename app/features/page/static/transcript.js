@@ -350,7 +350,7 @@ export class TranscriptTab extends SessionPart {
     if (!own || failed || refused) return;
     const shown = this.#needs(block).map((one) => [one, this.known.get(one)?.messages.length, this.whole.has(one)]);
     renew(body, [kind, shown, agents.map((one) => one.name)], () => this.#body(row, agents, child));
-    renew(said, [session.annotations[number], session.turn_rewards[number], session.seq === session.last_seq], () => turn && verdicts(this.id, number, session));
+    renew(said, [session.annotations[number], session.turn_rewards[number], session.seq === session.last_seq], () => turn && verdicts(this.id, number, session, () => this.#load()));
   }
 
   /** @param {Row} row @param {Agent[]} agents @param {number|null} child @returns {Child} */

@@ -21,10 +21,10 @@ const SHORT = 100;
  * @param {string} id of the session
  * @param {number|null} turn null: the session itself
  * @param {Session} session
- * @param {() => void} [onWritten] one was written from here
+ * @param {() => void} [onClosed] the form was closed: show what came meanwhile
  * @returns {HTMLElement|null} null: nothing was said, and nothing can be
  */
-export function verdicts(id, turn, session, onWritten) {
+export function verdicts(id, turn, session, onClosed) {
   const said = session.annotations[turn ?? 0] ?? [];
   const reward = turn === null ? session.reward : session.turn_rewards[turn];
   const isWritable = !session.erased && session.seq === session.last_seq;
@@ -32,9 +32,10 @@ export function verdicts(id, turn, session, onWritten) {
   const close = () => {
     box.querySelector("form")?.remove();
     judge.focus();
+    onClosed?.();
   };
   const open = () => {
-    const form = verdictForm(id, turn, () => said, () => [close(), onWritten?.()]);
+    const form = verdictForm(id, turn, () => said, close);
     box.append(form.element);
     form.text.focus();
   };
