@@ -582,7 +582,7 @@ def test_what_two_agents_do_otherwise_is_said(watch: Watch, page_stand: PageStan
         (called,) = tree.say("One", sim=call).json()["choices"][0]["message"]["tool_calls"]
         tree.add({"role": "tool", "tool_call_id": called["id"], "content": result}, sim=AT_ONCE)
     watched.go(f"#/session/{tree.id}?branch=1&tab=tree")
-    page.locator(".branch > button", has_text="1 root One").wait_for()
+    page.locator(".branch > button", has_text="1 retry One").wait_for()
     page.get_by_role("link", name="compare with branch 0").click()
     read(page, 2)
     expect(page.locator(".differs")).to_have_text("Step 1: branch 1 gets “rain” where branch 0 gets “sunny”.")
