@@ -116,7 +116,7 @@ def test_it_asks_again_when_the_server_says(run: Callable[..., Result], sayer: S
 def test_what_breaks_off_is_asked_for_again_once_the_server_has_answered(
     run: Callable[..., Result], sayer: Sayer
 ) -> None:
-    page = {"sessions": [], "total": 0, "next_cursor": None}
+    page = {"sessions": [], "total": 0, "next_cursor": None, "tasks": {}}
     first = json.dumps({**page, "next_cursor": "more"}).encode()
     sayer.answers = [(200, {}, first), (200, {"content-length": "1000"}, b"{"), (200, {}, json.dumps(page).encode())]
     result = run("sessions", "--all", "--json", "--url", sayer.base_url)
