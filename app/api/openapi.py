@@ -119,7 +119,7 @@ class _Builder:
                 **{str(reply.status): self._reply(reply) for reply in route.replies},
                 **self._errors([*route.errors, *(ANYONE if is_open else GUARDED)], route.passes_engines_errors),
             },
-            # The cookie writes nothing but a note, with PUT.
+            # The cookie writes nothing but annotations, with PUT and DELETE.
             "security": [
                 *SECURITY["admin" if route.who == "page" and method == "post" else route.who],
                 *([] if route.limit is None else [{_RUN: []}]),

@@ -46,7 +46,6 @@ export class TreeTab extends SessionPart {
   /** @param {Session} session @param {{turn: number|null, branch: number|null}} place */
   update(session, { turn, branch }) {
     Object.assign(this, { session, turn, branch });
-    this.element.hidden = session.tree === null;
     this.#draw();
     const branches = session.tree?.branches.length ?? 0;
     if (this.titled === branches) return;
