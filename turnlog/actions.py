@@ -97,6 +97,11 @@ class Action:
     tool: str | None
     text: str
 
+    @property
+    def line(self) -> str:
+        """`bash: pytest -q`."""
+        return ": ".join(filter(None, (self.tool, self.text)))
+
 
 class Call(NamedTuple):
     """A tool call; `arguments` as they were given, usually JSON text."""
@@ -107,12 +112,16 @@ class Call(NamedTuple):
     @property
     def line(self) -> str:
         """What the call asks for."""
-        return _asked(self.arguments)
+        return _asked(self)
+
+    @property
+    def given(self) -> object:
+        """The arguments, as a value if they are JSON; None: a text that is none."""
+        return json_of(self.arguments) if isinstance(self.arguments, str) else self.arguments
 
     def hands_on(self, task: str) -> bool:
         """Is the text in one of its arguments, as where the call starts an agent?"""
-        given = json_of(self.arguments) if isinstance(self.arguments, str) else self.arguments
-        return bool(task) and json.dumps(task)[1:-1] in json.dumps(given)
+        return bool(task) and json.dumps(task)[1:-1] in json.dumps(self.given)
 
 
 def actions_of(messages: Sequence[object]) -> list[Action]:
@@ -275,11 +284,11 @@ def _actions(message: object) -> list[Action]:
     return [Action(None, line.lstrip("# ") or line)]
 
 
-def _asked(arguments: object) -> str:
+def _asked(call: Call) -> str:
     """What a call's arguments ask for."""
-    given = json_of(arguments) if isinstance(arguments, str) else arguments
+    given = call.given
     if not isinstance(given, Mapping):
-        return _line(text_of(arguments))
+        return _line(text_of(call.arguments))
     names = [name for name in SAYS if given.get(name)] or [name for name, value in given.items() if value][:1]
     if not names:
         return ""

@@ -106,29 +106,32 @@ def align(one: Sequence[Step], other: Sequence[Step]) -> list[Row]:
     return rows[:-1]
 
 
-def table(first: Sequence[Step], others: Sequence[Sequence[Step]]) -> list[list[int | None]]:
-    """Rows of indexes, those of `first` in column 0: each of the others is aligned with it."""
-    beside: list[dict[int, int | None]] = [{} for _ in others]
-    extra: list[dict[int, list[int | None]]] = [{} for _ in others]
-    for other, near, before in zip(others, beside, extra, strict=True):
+def table(length: int, alignments: Sequence[Sequence[Row]]) -> list[list[int | None]]:
+    """Rows of indexes of several rollouts: in column 0 those of the first, which has so many steps and with which each
+    of the others is aligned."""
+    beside: list[dict[int, int | None]] = [{} for _ in alignments]
+    extra: list[dict[int, list[int | None]]] = [{} for _ in alignments]
+    for aligned, near, before in zip(alignments, beside, extra, strict=True):
         place = 0
-        for i, j in align(first, other):
+        for i, j in aligned:
             if i is None:
                 before.setdefault(place, []).append(j)
             else:
                 near[i] = j
                 place = i + 1
     rows: list[list[int | None]] = []
-    for place in range(len(first) + 1):
+    for place in range(length + 1):
         rows += [[None, *more] for more in zip_longest(*(before.get(place, ()) for before in extra))]
-        if place < len(first):
+        if place < length:
             rows.append([place, *(near.get(place) for near in beside)])
     return rows
 
 
-def first_difference(one: Sequence[Step], other: Sequence[Step], name: str, other_name: str) -> str | None:
-    """Where `other` differs first from `one`, in words; steps are counted by those of `one`. None: nowhere."""
-    rows = align(one, other)
+def first_difference(
+    one: Sequence[Step], other: Sequence[Step], rows: Sequence[Row], name: str, other_name: str
+) -> str | None:
+    """Where `other` differs first from `one`, in words; `rows` aligns them. Steps are counted by those of `one`. None:
+    nowhere."""
     at = next((at for at, (i, j) in enumerate(rows) if i is None or j is None or not one[i].agrees(other[j])), None)
     if at is None:
         return None
@@ -158,14 +161,10 @@ def _next(gaps: Sequence[int | None], rest: Sequence[int | None], steps: Sequenc
 
 
 def _does(step: Step) -> list[str]:
-    lines = [(action.tool, _quoted(action)) for action in step.actions]
+    lines = [(action.tool, _cut(action.line)) for action in step.actions]
     return [f"answers “{line}”" if tool is None else f"calls `{line}`" for tool, line in lines] or [
         "does what cannot be read"
     ]
-
-
-def _quoted(action: Action) -> str:
-    return _cut(": ".join(filter(None, (action.tool, action.text))))
 
 
 def _gets(step: Step, verb: str) -> list[str]:

@@ -158,8 +158,7 @@ class HeadFilter(GroupFilter, frozen=True):
 
     `least_staleness`: the newest weight version is at least so many behind its run's, which is the newest of the run's
     sessions and of `engine_versions`. `begins` the beginning of the id, `tag` one of its tags, `annotated` the name of
-    an annotation of the session itself, `unannotated` of one that it
-    could have and has not.
+    an annotation of the session itself, `unannotated` of one that it could have and has not.
     """
 
     status: Status | None = None

@@ -24,6 +24,10 @@ def steps(*turns: Turn | str, task: str = "Fix it.") -> list[Step]:
     return made
 
 
+def told(one: list[Step], other: list[Step]) -> str | None:
+    return first_difference(one, other, align(one, other), "a", "b")
+
+
 def reply(did: str, number: int) -> dict[str, Any]:
     if did.endswith("."):
         return {"role": "assistant", "content": did}
@@ -89,17 +93,17 @@ def test_steps_are_matched_by_what_they_do(
 ) -> None:
     """Ids of calls, blanks in arguments and the text beside a call do not count."""
     assert pairs(steps(*one), steps(*other)) == expected
-    assert first_difference(steps(*one), steps(*other), "a", "b") == words
+    assert told(steps(*one), steps(*other)) == words
 
 
 def test_a_task_and_what_is_not_there_differ() -> None:
     other = steps(*A, task="Add it.")
-    assert first_difference(steps(*A), other, "a", "b") == "Task: b is asked “Add it.” where a is asked “Fix it.”"
+    assert told(steps(*A), other) == "Task: b is asked “Add it.” where a is asked “Fix it.”"
     gone = [START]
     add_turn(gone, 1, [], "turn 1 of b")
     said = "Step 1: b does what cannot be read where a calls `bash: ls`"
-    assert first_difference(steps(*A), gone, "a", "b") == said
-    assert first_difference(gone, gone, "a", "b") is None
+    assert told(steps(*A), gone) == said
+    assert told(gone, gone) is None
 
 
 def test_calls_at_once_are_compared_one_by_one() -> None:
@@ -107,7 +111,7 @@ def test_calls_at_once_are_compared_one_by_one() -> None:
     calls = [reply(did, 1)["tool_calls"][0] for did in A[:2]]
     add_turn(both, 1, [{"role": "user", "content": "Fix it."}, {**reply(A[0], 1), "tool_calls": calls}], "unread")
     one = steps(A[0])
-    assert first_difference(one, both, "a", "b") == "Step 1: b calls `bash: pytest -q` where a calls no more"
+    assert told(one, both) == "Step 1: b calls `bash: pytest -q` where a calls no more"
 
 
 DID = st.lists(st.sampled_from([*A, "bash cat b", "search a", "Ready."]), max_size=9)
@@ -151,7 +155,7 @@ def test_one_step_more_is_one_gap(did: list[str], at: int) -> None:
 def test_a_table_has_the_rows_of_each_pair(first: list[str], others: list[list[str]]) -> None:
     """But for gaps in both, which another column's steps make."""
     a, all_others = steps(*first), [steps(*other) for other in others]
-    rows = table(a, all_others)
+    rows = table(len(a), [align(a, other) for other in all_others])
     for column, other in enumerate(all_others, 1):
         pair = [(row[0], row[column]) for row in rows if (row[0], row[column]) != (None, None)]
         assert pair == align(a, other)

@@ -42,7 +42,7 @@ def diff(
     server = remote(ctx)
     sides = (_read(server, one), _read(server, other))
     rows = align(sides[0].steps, sides[1].steps)
-    difference = first_difference(sides[0].steps, sides[1].steps, one, other)
+    difference = first_difference(sides[0].steps, sides[1].steps, rows, one, other)
     heads = [
         {name: side.said.get(name) for name in ("session_id", "branch", "status", "reward", "annotations")}
         for side in sides
@@ -144,6 +144,6 @@ def _shown(step: Step, style: str) -> Text:
 
 def _lines(step: Step, style: str) -> Iterator[tuple[str, str]]:
     for action in step.actions:
-        yield ": ".join(filter(None, (action.tool, action.text))), style
+        yield action.line, style
     for result in step.results:
         yield f"→ {result}", f"{style} dim".strip()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from turnlog.actions import Call, asked_first, calls_of, field, json_of, said_by, text_of
+from turnlog.actions import Call, asked_first, calls_of, field, said_by, text_of
 from turnlog.cli import complete
 from turnlog.cli.remote import remote
 from turnlog.cli.running import Failure, say, wants_json
@@ -287,7 +287,7 @@ def _shortened(text: str, whole: bool) -> str:
 
 def _call(call: Call) -> str:
     """A call with its arguments, the texts among them as they are."""
-    given = json_of(call.arguments) if isinstance(call.arguments, str) else call.arguments
+    given = call.given
     if not isinstance(given, Mapping):
         return f"{call.name}: {text_of(call.arguments)}"
     named = (f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in given.items())

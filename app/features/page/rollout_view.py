@@ -17,8 +17,8 @@ from app.sessions.session_at import SessionAt, session_at
 from app.store.content import load_frames
 from app.store.ports import Database, of_session
 from app.store.sessions import Frames, HeadRow, load_heads
-from turnlog.actions import Action, Call, calls_of, field, json_of, said_by, text_of
-from turnlog.alignment import START, Step, add_turn, changed, first_difference, table
+from turnlog.actions import Action, Call, calls_of, field, said_by, text_of
+from turnlog.alignment import START, Step, add_turn, align, changed, first_difference, table
 
 COLUMNS = 12
 """Rollouts at a time."""
@@ -169,7 +169,7 @@ def _ordered(keys: Sequence[str], heads: Mapping[str, HeadRow], order: Order) ->
     ranks: dict[Order, Callable[[str], float]] = {
         "best": lambda key: -rewards.get(key, float("-inf")),
         "worst": lambda key: rewards.get(key, float("inf")),
-        "longest": lambda key: -getattr(found[key], "turns", 0),
+        "longest": lambda key: 0 if (head := found[key]) is None else -head.turns,
     }
     if order in ranks:
         return sorted(keys, key=ranks[order]), False
@@ -210,7 +210,8 @@ def _compared(
     turns = [{} if isinstance(one, str) else {turn.number: turn for turn in one.chain} for one in read.values()]
     rows: list[ComparedRow] = []
     differs_at: dict[int, int] = {}
-    for indexes in table(steps[0], steps[1:]) if steps else []:
+    aligned = [align(steps[0], other) for other in steps]
+    for indexes in table(len(steps[0]), aligned[1:]) if steps else []:
         first = None if indexes[0] is None else steps[0][indexes[0]]
         cells: list[Cell | None] = []
         for column, at in enumerate(indexes):
@@ -225,7 +226,10 @@ def _compared(
         if isinstance(one, str):
             columns.append(Unread(key, names[key], parted(key)[0], one))
             continue
-        difference = first_difference(steps[0], one.steps, next(iter(names.values())), names[key]) if steps[0] else None
+        first_name = next(iter(names.values()))
+        difference = (
+            first_difference(steps[0], one.steps, aligned[column], first_name, names[key]) if steps[0] else None
+        )
         columns.append(_rollout(key, names[key], one, difference, differs_at.get(column)))
     return columns, rows
 
@@ -318,7 +322,7 @@ def _said(shown: ShownMessage) -> str:
 
 def _called(call: Call) -> str:
     """A call with its arguments, one a line, the texts among them as they are."""
-    given = json_of(call.arguments) if isinstance(call.arguments, str) else call.arguments
+    given = call.given
     if not isinstance(given, Mapping):
         return f"calls {call.name} {text_of(call.arguments)}"
     named = (f"  {name}: {one if isinstance(one, str) else json.dumps(one, indent=2)}" for name, one in given.items())

@@ -25,7 +25,7 @@ from app.domain.restore import in_effect
 from app.domain.selection import MISSING, value_of
 from app.sessions.conversation import as_messages
 from app.sessions.session_list import SessionList, SessionQuery
-from app.sessions.tasks import tasks_of
+from app.sessions.tasks import SESSIONS_PER_READ, tasks_of
 from app.store.content import load_frames, metadata_of
 from app.store.damage import of_readable
 from app.store.database import Database
@@ -38,9 +38,6 @@ from workers.codec import CorruptContent
 
 MAX_SESSIONS = 100
 """Sessions in one request."""
-
-SESSIONS_PER_READ = 10
-"""Sessions whose content is in memory at once; a message may have megabytes."""
 
 KEPT_SESSIONS = 2_000
 KEPT_TURNS = 200_000

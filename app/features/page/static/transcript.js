@@ -47,11 +47,10 @@ function agentsOf({ tree, turns, open_turns }) {
     const turn = all.get(number);
     if (!turn) continue;
     const before = main.findLast((one) => one.seq < turn.fence);
-    const resumes = turns.some((one) => one.parent === before?.turn && one.fence > turn.fence);
     const above = byTurn.get(parent);
     let name = above?.id === id ? above.name : null;
     if (id !== tree?.turns[0]?.agent_id) name = id ?? "another agent";
-    else if (cause === "root" && resumes) name = `branch ${branch}`;
+    else if (cause === "root" && turns.some((one) => one.parent === before?.turn && one.fence > turn.fence)) name = `branch ${branch}`;
     if (name === null) {
       if ("seq" in turn) main.push(turn);
       continue;
