@@ -231,8 +231,9 @@ async def tokens(
     return await page_of(request).tokens.at(session_id, seq, branch, asked)
 
 
-Key = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}(@\d{1,9})?$")]
-KeyAndTurn = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}(@\d{1,9})?/\d{0,9}$")]
+_KEY = rf"{ID[1:-1]}(@\d{{1,9}})?"
+Key = Annotated[str, Field(pattern=f"^{_KEY}$")]
+KeyAndTurn = Annotated[str, Field(pattern=rf"^{_KEY}/\d{{0,9}}$")]
 
 
 @route.for_the_page("/rollouts", of_run="header")
