@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 import subprocess
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 from helpers.databases import connected, transaction
 from helpers.store import Store, add_incarnation
 from sqlalchemy import text, update
 
 from app.composition import store_points
+from app.domain import events, fleet
+from app.domain.columns import Column
 from app.errors import StartupError, StoreLost
 from app.extras import release
 from app.sessions.recovery import Recovery, register
@@ -24,12 +29,27 @@ from app.store.incarnations import host_name, require_unserved
 from app.store.opening import change_revision, keep_revision, revision_head
 from app.store.schema import incarnations as table
 from app.store.writer import Writer
+from workers.codec import Exchange, Messages, StoredTokens
 
 pytestmark = pytest.mark.anyio
 
+REVISION, STORED = "first_25", "9681b67bed615208"
 LEASE_S = 60.0
 MIGRATE = text("UPDATE alembic_version SET version_num = 'next'")
 LOST = "the database was brought to revision next"
+
+
+def test_what_is_stored_otherwise_has_another_revision() -> None:
+    """Whoever changes an event or stored content adds a revision, which changes no table, and pins both. An older
+    release would refuse what a newer one has written, so that they may not serve one store together."""
+    logged = {**events.TYPES, **fleet.TYPES}
+    content = StoredTokens, Exchange, Messages, Column
+    _, kinds = msgspec.json.schema_components([*logged.values(), *content])
+    for one in kinds.values():
+        one.pop("description", None)
+    versions = {name: kind.VERSION for name, kind in logged.items()}
+    digest = hashlib.sha256(json.dumps([kinds, versions], sort_keys=True).encode()).hexdigest()[:16]
+    assert (revision_head(), digest) == (REVISION, STORED)
 
 
 class Process:
