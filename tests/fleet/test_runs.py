@@ -126,7 +126,7 @@ def test_an_engine_is_removed_before_it_serves_another_run(runs: Runs) -> None:
 def test_a_turn_that_waited_while_its_engine_was_given_away_does_not_follow_it(runs: Runs) -> None:
     """It had been about to go there when the gate shut."""
     runs.give(runs.a, "before")
-    talk, _ = generating(runs, "before", on_abort="continue")
+    talk, turn = generating(runs, "before", on_abort="continue")
     order(runs.first, "/runs/before/fleet/pause")
     until(lambda: order(runs.first, "/runs/before/fleet/pause")["held"] == 1)
     runs.give(runs.a, "after")
@@ -134,6 +134,8 @@ def test_a_turn_that_waited_while_its_engine_was_given_away_does_not_follow_it(r
     order(runs.first, "/runs/before/fleet/resume")
     until(lambda: runs.engine_of(talk))
     assert runs.engine_of(talk) == {runs.shared.url}
+    runs.first.http.delete(f"/sessions/{talk.id}")
+    assert error_of(turn.result()) == (404, "session_closed")
 
 
 def test_a_pause_of_one_run_leaves_the_others_alone(runs: Runs) -> None:
