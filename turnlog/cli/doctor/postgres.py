@@ -91,7 +91,7 @@ async def look(settings: Settings) -> tuple[list[Finding], tuple[str, str | None
         await engine.dispose()
     found = [*_judged(server, len(serving)), *_clock(server.clock, asked_at, answered_at)]
     if unordered is not None:
-        found.append(problem("database", unordered, "give the address of one PostgreSQL server (docs/runbook.md)"))
+        found.append(problem("database", unordered, "give the address of one PostgreSQL server (docs/operations.md)"))
     found.append(ok("database", _served(serving)))
     return found, (revision or "", by)
 
@@ -136,7 +136,7 @@ def _judged(server: PostgresFacts, serving: int) -> Iterator[Finding]:
         yield warning(
             "database",
             f"none of its {server.standbys} standbys is synchronous: a failover loses the last acknowledged turns",
-            "set synchronous_standby_names (docs/operations.md)",
+            "set synchronous_standby_names (docs/scale.md#a-standby)",
         )
     else:
         yield ok("database", f"a commit waits for its disk{f' and {server.sync} standbys' if server.sync else ''}")
