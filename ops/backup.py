@@ -34,7 +34,7 @@ MIB = 1 << 20
 STEP_PAGES = 2000
 """Pages copied in one step: about 8 MiB."""
 
-POSTGRES = "a PostgreSQL store is copied with PostgreSQL's own tools, such as pg_dump: docs/runbook.md#point-in-time"
+POSTGRES = "a PostgreSQL store is copied with PostgreSQL's own tools, such as pg_dump: docs/operations.md#point-in-time"
 
 
 def backup(database_url: str | None, copy: Path, *, as_json: bool = False) -> int:

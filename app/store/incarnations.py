@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 
 from sqlalchemy import Connection, bindparam, case, exists, insert, literal, not_, null, or_, select, update
 
+from app.extras import release
 from app.store.dialect import Tx, now
 from app.store.log import BaseOperation
 from app.store.schema import incarnations, leases
@@ -22,7 +23,13 @@ from app.store.statements import holder_is_dead
 
 _register = (
     insert(incarnations)
-    .values(host=bindparam("at_host"), pid=bindparam("as_pid"), started_at=now(), heartbeat_at=now())
+    .values(
+        host=bindparam("at_host"),
+        pid=bindparam("as_pid"),
+        started_at=now(),
+        heartbeat_at=now(),
+        release=bindparam("of_release"),
+    )
     .returning(incarnations.c.id)
 )
 _end_all = update(incarnations).where(incarnations.c.ended_at.is_(None)).values(ended_at=now())
@@ -67,7 +74,7 @@ def register(tx: Tx, *, alone: bool) -> int:
     else:
         # In containers a new process often has its predecessor's pid; this process is not yet in the table.
         _end_gone(tx, host, lambda pid: pid != os.getpid() and _is_running(pid))
-    row = tx.one(_register, {"at_host": host, "as_pid": os.getpid()})
+    row = tx.one(_register, {"at_host": host, "as_pid": os.getpid(), "of_release": release()})
     assert row is not None
     return int(row[0])
 

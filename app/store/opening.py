@@ -230,7 +230,7 @@ def unopened(url: str, error: BaseException) -> StartupError:
         place = parsed.set(query={}).render_as_string(hide_password=True)
         todo = "is PostgreSQL running there, and is TURNLOG_DATABASE_URL right?"
     if isinstance(cause, StoreFull):
-        todo = "make room (docs/runbook.md)"
+        todo = "make room (docs/operations.md#the-disk-is-full)"
     return StartupError(f"the database cannot be opened: {place}: {_reason(cause)}; {todo}")
 
 
@@ -245,7 +245,7 @@ def _file(url: URL, error: BaseException) -> tuple[str, str]:
     """The file or folder concerned, and what to do."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     if not isinstance(error, OSError) and code not in _PLACE:
-        return str(file_of(url)), "is TURNLOG_DATABASE_URL right? (docs/runbook.md)"
+        return str(file_of(url)), "is TURNLOG_DATABASE_URL right? (docs/operations.md#the-server-does-not-start)"
     place = getattr(error, "filename", None) or file_of(url)
     return str(place), "TURNLOG_DATABASE_URL has to name a file in a folder that this user may write to"
 

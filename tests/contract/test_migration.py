@@ -76,7 +76,7 @@ def test_the_migration_makes_the_tables_of_the_schema(empty_url: str) -> None:
 
 @pytest.mark.parametrize(
     ("dialect", "digest"),
-    [(sqlite.dialect(), "5fc32c917446271f"), (postgresql.dialect(), "bae6e0fa063267e6")],
+    [(sqlite.dialect(), "5939fc65c4c30732"), (postgresql.dialect(), "ca0cfa5a4c63bad2")],
     ids=["sqlite", "postgresql"],
 )
 def test_other_tables_have_another_revision(dialect: Dialect, digest: str) -> None:

@@ -89,7 +89,7 @@ async def look(settings: Settings) -> tuple[list[Finding], str | None]:
         await engine.dispose()
     found = [*_judged(server, len(serving)), *_clock(server.clock, asked_at, answered_at)]
     if unordered is not None:
-        found.append(problem("database", unordered, "give the address of one PostgreSQL server (docs/runbook.md)"))
+        found.append(problem("database", unordered, "give the address of one PostgreSQL server (docs/operations.md)"))
     hosts = len({host for _, _, host in serving})
     found.append(
         ok("database", f"{len(serving)} processes on {hosts} hosts serve it" if serving else "no process serves it")
@@ -132,7 +132,7 @@ def _judged(server: PostgresFacts, serving: int) -> Iterator[Finding]:
         yield warning(
             "database",
             f"none of its {server.standbys} standbys is synchronous: a failover loses the last acknowledged turns",
-            "set synchronous_standby_names (docs/operations.md)",
+            "set synchronous_standby_names (docs/scale.md#a-standby)",
         )
     else:
         yield ok("database", f"a commit waits for its disk{f' and {server.sync} standbys' if server.sync else ''}")

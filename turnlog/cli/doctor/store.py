@@ -110,7 +110,7 @@ def _folder(path: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     what = f"{size(free)} free in {folder}"
     if free < LITTLE:
-        yield problem("disk", what, "make room: a full disk is 507 for every turn (docs/runbook.md)")
+        yield problem("disk", what, "make room: a full disk is 507 for every turn (docs/operations.md)")
     elif free < TIGHT:
         yield warning("disk", what, "make room, or set TURNLOG_MAX_DB_BYTES and TURNLOG_CLOSED_TTL_S")
     else:
@@ -173,7 +173,7 @@ def _sqlite(path: Path) -> Generator[Finding, None, str | None]:
             tables = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone()
             row = connection.execute("SELECT version_num FROM alembic_version").fetchone() if tables else None
     except sqlite3.Error as error:
-        yield problem("database", f"{path} cannot be read: {error}", "docs/runbook.md: restore the last backup")
+        yield problem("database", f"{path} cannot be read: {error}", "restore the last backup (docs/operations.md)")
         return None
     if row is not None and mode != "wal":
         yield problem("database", f"journal_mode is {mode}", "with sqlite3: PRAGMA journal_mode = WAL")
