@@ -48,7 +48,7 @@ def _migrate(connection: Connection) -> None:
         note_release(connection)
 
 
-def _wanted() -> str | None:
+def _wanted() -> str | tuple[str, ...] | None:
     """The revision to get to; None where the command migrates nothing."""
     try:
         return context.get_revision_argument()
