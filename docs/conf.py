@@ -46,8 +46,8 @@ def tables_of_contents(app: Sphinx, page: str, source: list[str]) -> None:
     folder = Path(app.srcdir)
     if page == root_doc:
         for section in (folder / INDEX).with_suffix(".md").read_text().split("\n## ")[1:]:
-            caption, _, table = section.partition("\n")
-            found = re.findall(r"^\| \[[^\]]+\]\(([^)]+)\.md\)", table, re.MULTILINE)
+            caption, _, rows = section.partition("\n")
+            found = re.findall(r"^- \[[^\]]+\]\(([^)]+)\.md\)", rows, re.MULTILINE)
             pages = [normpath(PurePosixPath("docs", name)) for name in found]
             listed = [name for name in pages if name == GUIDES or not name.startswith("docs/guides/")]
             source[0] += _toctree(listed, caption)
