@@ -21,7 +21,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 project = "Turnlog"
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**", "tests/README.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/**", "tests/README.md"]
 exclude_patterns = [".*", "site", "build", "dist", "var", "app", "migrations", "ops", "turnlog", "workers"]
 extensions = ["myst_parser"]
 myst_heading_anchors = 4  # as GitHub names them
