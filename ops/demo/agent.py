@@ -175,7 +175,9 @@ def _streamed(stream: str) -> dict[str, Any]:
             content += delta.get("content") or ""
             logprobs += (choice.get("logprobs") or {}).get("content") or ()
             for part in delta.get("tool_calls") or ():
-                call = calls.setdefault(part["index"], {"id": part.get("id"), "function": {"name": "", "arguments": ""}})
+                call = calls.setdefault(
+                    part["index"], {"id": part.get("id"), "function": {"name": "", "arguments": ""}}
+                )
                 for name, text in part["function"].items():
                     call["function"][name] += text or ""
     return {"message": {"content": content, "tool_calls": list(calls.values())}, "logprobs": {"content": logprobs}}

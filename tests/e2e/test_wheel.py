@@ -112,7 +112,7 @@ def test_it_serves_beside_packages_of_the_same_names(beside: tuple[Environment, 
 def test_the_client_needs_none_of_the_servers_packages(wheel: Path, tmp_path: Path, stand: Stand) -> None:
     """Installed as somebody does who plays rollouts; what it needs comes from the index."""
     alone = Environment(tmp_path)
-    alone.pip("install", wheel)
+    alone.pip("install", f"turnlog[numpy] @ {wheel.as_uri()}")
     talk = stand.talk()
     talk.say("Hello")
     code = f"""
