@@ -89,7 +89,7 @@ def client(stand: Stand) -> str:
     began = time.monotonic()
     stand.run(stand.bin / "pip", "install", "-q", "--disable-pip-version-check", stand.wheel)
     took = time.monotonic() - began
-    stand.run(stand.bin / "turnlog", "--version")
+    stand.run(stand.bin / "turnlog", "--help")
     stand.run(stand.bin / "python", "-c", "from turnlog import AsyncTurnlog, Turnlog")
     return f"works, installed in {took:.1f} s"
 
@@ -155,8 +155,9 @@ def tried(wheel: Path, uv: str, python: str) -> Iterator[tuple[str, str, str]]:
 
 def reason(printed: str) -> str:
     """What uv says in short, else the end of what was printed."""
-    hints = re.findall(r"^hint: (.*)$", printed, re.MULTILINE)
-    return str(hints[-1]) if hints else " ".join(printed.split())[-400:]
+    said = " ".join(printed.split())
+    short = re.search(r"hint: (You require .*)", said) or re.search(r"Because (.*?),? we can conclude", said)
+    return short[1] if short else said[-400:]
 
 
 def pythons() -> dict[str, str]:
