@@ -97,7 +97,8 @@ def client(stand: Stand) -> str:
 def server(stand: Stand) -> str:
     stand.install(stand.named("server"))
     stand.run(stand.bin / "python", "-P", ROOT / "ops" / "survives.py")
-    stand.run(stand.uv, "tool", "run", "-p", stand.python, "--from", stand.named("server"), "turnlog", "demo", "--once")
+    uvx = (stand.uv, "tool", "run", "-p", stand.python, "--find-links", stand.wheel.parent)
+    stand.run(*uvx, "--refresh-package", "turnlog", "--from", "turnlog[server]", "turnlog", "demo", "--once")
     return "survives kill -9"
 
 

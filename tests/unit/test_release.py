@@ -39,9 +39,8 @@ def test_the_version_is_in_one_place() -> None:
     assert version("turnlog") == PROJECT["version"]
     base = parsed(ROOT / "ops/deploy/kubernetes/base/kustomization.yaml")
     assert [image["newTag"] for image in base["images"]] == [PROJECT["version"]]
-    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "ops").rglob("*")]
-    named = re.compile(rb"turnlog-\d[\w.]*\.(whl|tar)|turnlog:\d")
-    assert [str(path) for path in files if path.is_file() and named.search(path.read_bytes())] == []
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "ops").rglob("*.*")]
+    assert [str(path) for path in files if path.is_file() and re.search(rb"turnlog-\d", path.read_bytes())] == []
 
 
 def test_every_extra_is_tried_or_of_a_checkout() -> None:
@@ -53,8 +52,8 @@ def test_every_extra_is_tried_or_of_a_checkout() -> None:
 def test_a_table_of_what_was_tried() -> None:
     cells = {"3.11.7": {"server": "works", "art": "not available"}, "3.12.1": {"server": "works", "art": "resolves"}}
     assert table(cells).splitlines()[2:] == ["| `server` | works | works |", "| `art` | not available | resolves |"]
-    said = "× No solution\n  ╰─▶ Because the current Python does not satisfy\n Python>=3.12, we can conclude that all is lost."
-    assert reason(said) == "the current Python does not satisfy Python>=3.12"
+    said = "× No solution\n  ╰─▶ Because the Python does not satisfy\n Python>=3.12, we can conclude that all is lost."
+    assert reason(said) == "the Python does not satisfy Python>=3.12"
     assert reason("something\nelse") == "something else"
 
 
