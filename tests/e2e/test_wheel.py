@@ -99,6 +99,7 @@ def test_it_serves_beside_packages_of_the_same_names(beside: tuple[Environment, 
     serves(installed)
     safe = {"PYTHONSAFEPATH": "1"}  # of all processes, also of the demo's server and its engine
     installed.turnlog("verify", **database, **safe)
+    done(installed.bin / "python", "-P", ROOT / "ops" / "survives.py", cwd=installed.empty)
     assert "acknowledged turns are stored" in installed.turnlog("demo", "--once", **safe)
     assert "--latency-ms" in installed.turnlog("simulator", "--help")
     report = done(installed.bin / "turnlog", "doctor", "--json", cwd=installed.empty, code=1, **database)
