@@ -21,7 +21,7 @@ from ops.train.faults import Schedule
 from ops.train.results import FAULT_FREE, FAULTS, PEER, Planned
 from ops.train.run import run
 
-STEPS = 24
+STEPS = 72
 
 
 def main() -> int:

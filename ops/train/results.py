@@ -20,7 +20,7 @@ from ops.train.rollouts import lines
 RESULTS = Path(__file__).parent / "results"
 FOLDERS = ROOT / "var" / "train"
 FAULT_FREE, FAULTS, PEER = "fault-free", "faults", "memory"
-SEEDS = (1, 2, 3, 4, 5)
+SEEDS = (1, 2, 3)
 LAST = 8
 """Steps whose mean reward is a run's final one."""
 
@@ -45,7 +45,8 @@ class Planned(NamedTuple):
         return f"{self.kind}-{self.seed}"
 
 
-ALL = (*(Planned(FAULT_FREE, seed) for seed in SEEDS), Planned(FAULTS, 1), Planned(PEER, 1))
+ALL = tuple(Planned(kind, seed) for seed in SEEDS for kind in (FAULT_FREE, FAULTS, PEER))
+"""A seed after the other, so that what is complete at any time is a fair table."""
 
 
 class Result(msgspec.Struct):
