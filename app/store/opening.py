@@ -274,7 +274,7 @@ def require_known(revision: str | None) -> None:
     if not is_known(revision):
         raise StartupError(
             f"the database is at revision {revision}, this version needs {revision_head()}: another version made it, "
-            "from before the first release, and this one cannot read it; export it with the checkout that made it"
+            "a later release or a checkout from before 0.1.0; run that one, or export with it"
         )
 
 

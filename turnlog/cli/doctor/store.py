@@ -33,7 +33,7 @@ SLOW_SYNC_MS = 20.0
 """Each batch of commits waits for an fsync: disks take under 5 ms; a slower one is on a network or worn."""
 
 MIGRATE = "turnlog migrate, with the server stopped (turnlog serve does it at its start)"
-OF_ANOTHER_VERSION = "another version made it, from before the first release: export it with the checkout that made it"
+OF_ANOTHER_VERSION = "another version made it, a later release or a checkout from before 0.1.0: run that one"
 
 
 def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
