@@ -44,16 +44,15 @@ LISTS = ("/sessions?limit=200", "/groups", "/runs", "/checkpoints", "/adapters",
 LONG, FEW = 400, 4
 """A text of more characters, and a list of more numbers, is kept by its hash."""
 
-VOLATILE = frozenset(
-    {"lease_left_s", "until", "updated_at", "idle_s", "open_for_s", "age_s", "waiting_s", "database_at"}
-)
+VOLATILE = frozenset({"updated_at", "last_at", "seconds"})
 """Fields that say when they are read, or what happened since the store was packed: its recovery."""
 
 
 def until_recovered(client: httpx.Client) -> None:
-    """The dead process's open turns have been ended by this one."""
+    """The dead process's open turns have been ended by this one, and the search has found all that was said."""
     for name in (LAST, STAGED):
         until(lambda name=name: "TurnAbandoned" in str(_events(client, name)), f"the recovery of {name}")
+    until(lambda: _json(client, "/search?q=hello")["is_current"], "the search")
 
 
 def verified(environment: Mapping[str, str]) -> Any:
@@ -88,6 +87,16 @@ def everything(client: httpx.Client, *, is_whole: bool = True) -> dict[str, Any]
     # The recovery is among the others' events, too.
     found["events"] = [one for one in lines(client, "/events") if one["session_id"] not in (MANY_EVENTS, LAST, STAGED)]
     return {name: _kept(value) for name, value in found.items()}
+
+
+def behind(client: httpx.Client, kept: Mapping[str, Any]) -> dict[str, Any]:
+    """What an export and the log have behind the places that a client has kept."""
+    rows = lines(client, "/export", cursor=kept["cursor"])
+    events = lines(client, "/events", after=kept["position"])
+    return {
+        "rows": [[row["session_id"], row["segment"], row["branch"]] for row in rows],
+        "events": [event["position"] for event in events],
+    }
 
 
 def _checked(reply: httpx.Response) -> httpx.Response:
