@@ -1,4 +1,4 @@
-"""How the packages of an extra are installed, and which are missing.
+"""Which release this is, how the packages of an extra are installed, and which are missing.
 
 The command line asks before anything else of the server is there: this imports the standard library alone.
 """
@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import re
 import shlex
-from importlib.metadata import PackageNotFoundError, distribution, requires
+from importlib.metadata import PackageNotFoundError, distribution, requires, version
 
 _OF_EXTRA = re.compile(r"(?P<package>[^;]+);\s*extra == ['\"](?P<extra>[\w.-]+)['\"]")
 _NAME = re.compile(r"[\w.-]+")
+
+
+def release() -> str:
+    try:
+        return version("turnlog")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def install_command(extra: str) -> str:

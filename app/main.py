@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -31,6 +30,7 @@ from app.api.routes import Table
 from app.api.turns import TurnRequest
 from app.composition import FEATURES, chosen, store_points
 from app.errors import StartupError
+from app.extras import release
 from app.logs import CURRENT
 from app.process import ConnectionLimit, on_stop_signal
 from app.services import Services, running
@@ -159,14 +159,7 @@ def _calm_collector() -> None:
 
 
 def create_app(settings: Settings) -> Turnlog:
-    return Turnlog(settings, _release())
-
-
-def _release() -> str:
-    try:
-        return version("turnlog")
-    except PackageNotFoundError:
-        return "0+unknown"
+    return Turnlog(settings, release())
 
 
 def _from_environment() -> Turnlog:

@@ -359,7 +359,9 @@ async def running(
         families = [family for feature in features.values() for family in getattr(feature, "METRICS", ())]
         metrics = Metrics(RecentTurnStats(time.monotonic), families)
         stack.callback(metrics.close)
-        database = Database(settings.database_url, metrics.committed, end_without_store, points=points)
+        database = Database(
+            settings.database_url, metrics.committed, end_without_store, points=points, lease_s=settings.lease_s
+        )
         stack.push_async_callback(database.close)
         await database.open()
         client = EngineClient(

@@ -21,7 +21,7 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 
 project = "Turnlog"
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**", "tests/README.md"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs/**", "tests/README.md"]
 exclude_patterns = [".*", "site", "build", "dist", "var", "app", "migrations", "ops", "turnlog", "workers"]
 extensions = ["myst_parser"]
 myst_heading_anchors = 4  # as GitHub names them
@@ -46,8 +46,8 @@ def tables_of_contents(app: Sphinx, page: str, source: list[str]) -> None:
     folder = Path(app.srcdir)
     if page == root_doc:
         for section in (folder / INDEX).with_suffix(".md").read_text().split("\n## ")[1:]:
-            caption, _, table = section.partition("\n")
-            found = re.findall(r"^\| \[[^\]]+\]\(([^)]+)\.md\)", table, re.MULTILINE)
+            caption, _, rows = section.partition("\n")
+            found = re.findall(r"^- \[[^\]]+\]\(([^)]+)\.md\)", rows, re.MULTILINE)
             pages = [normpath(PurePosixPath("docs", name)) for name in found]
             listed = [name for name in pages if name == GUIDES or not name.startswith("docs/guides/")]
             source[0] += _toctree(listed, caption)

@@ -15,7 +15,16 @@ from app.errors import StartupError, StoreFull
 from app.settings import load_settings
 from app.store.database import create_engine, revision_without_room, sqlite_lock
 from app.store.dialect import change_schema, store_error
-from app.store.opening import Held, require_known, revision_of, unopened
+from app.store.opening import (
+    Held,
+    change_revision,
+    note_release,
+    release_of,
+    require_known,
+    revision_head,
+    revision_of,
+    unopened,
+)
 from app.store.postgres import DRIVER_ERRORS, require_usable
 
 PRIVATE = 0o077
@@ -24,13 +33,27 @@ mode."""
 
 
 def _migrate(connection: Connection) -> None:
-    """Run the migrations. Raises StartupError if this version does not know the database's revision."""
-    require_known(revision_of(connection))
+    """Run the migrations. Raises StartupError if this version does not know the database's revision, or a process
+    serves it at another one."""
+    found, wanted = revision_of(connection), _wanted()
+    require_known(found, release_of(connection))
+    if found and wanted not in (None, found) and connection.dialect.name == "postgresql":
+        change_revision(connection, load_settings("lease_s").lease_s)
     context.configure(
         connection=connection, target_metadata=metadata(), transaction_per_migration=True, include_object=_is_in_code
     )
     with context.begin_transaction():
         context.run_migrations()
+    if wanted == revision_head() != found:
+        note_release(connection)
+
+
+def _wanted() -> str | tuple[str, ...] | None:
+    """The revision to get to; None where the command migrates nothing."""
+    try:
+        return context.get_revision_argument()
+    except KeyError:
+        return None
 
 
 def _is_in_code(_item: object, name: str | None, kind: str, reflected: bool, _compared: object) -> bool:
@@ -61,12 +84,8 @@ async def _on_a_full_disk(url: str) -> None:
 
     Raises StartupError otherwise.
     """
-    try:
-        wanted = context.get_revision_argument()
-    except KeyError:  # the command has no target revision
-        wanted = None
     found = await revision_without_room(url)
-    if found is None or found != wanted:
+    if found is None or found != _wanted():
         raise StartupError(f"the disk is full: make room, then do this again (revision {found or 'unknown'})")
     print(f"turnlog: the disk is full; the schema is at revision {found} already", file=sys.stderr)
 

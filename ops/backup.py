@@ -34,7 +34,7 @@ MIB = 1 << 20
 STEP_PAGES = 2000
 """Pages copied in one step: about 8 MiB."""
 
-POSTGRES = "a PostgreSQL store is copied with PostgreSQL's own tools, such as pg_dump: docs/runbook.md#point-in-time"
+POSTGRES = "a PostgreSQL store is copied with PostgreSQL's own tools, such as pg_dump: docs/operations.md#point-in-time"
 
 
 def backup(database_url: str | None, copy: Path, *, as_json: bool = False) -> int:
@@ -128,10 +128,11 @@ def _check(path: Path) -> int:
             if verdict != "ok":
                 raise StartupError(f"the store is damaged: {verdict}".splitlines()[0])
             (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+            by = connection.execute("SELECT value FROM store_meta WHERE key = 'release'").fetchone()
             (sessions,) = connection.execute("SELECT count(*) FROM sessions").fetchone()
         except sqlite3.Error as error:
             raise StartupError(f"this is not a Turnlog store that can be read: {error}") from error
-    require_known(revision)
+    require_known(revision, by and by[0])
     return int(sessions)
 
 

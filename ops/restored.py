@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from sqlalchemy import Connection, delete, func, insert, select, text, update
 
+from app.extras import release
 from app.store import feed
 from app.store.dialect import next_tx, now
 from app.store.incarnations import host_name
@@ -37,7 +38,7 @@ def end_incarnations(connection: Connection) -> int:
     ended = connection.execute(update(incarnations).where(incarnations.c.ended_at.is_(None)).values(ended_at=now()))
     newest: int = connection.execute(select(func.max(incarnations.c.id))).scalar_one() or 0
     number = newest + INCARNATIONS_APART
-    row = {"id": number, "host": host_name(), "pid": 0}
+    row = {"id": number, "host": host_name(), "pid": 0, "release": release()}
     connection.execute(insert(incarnations).values(**row, started_at=now(), heartbeat_at=now(), ended_at=now()))
     if connection.dialect.name == "postgresql":
         sequence = text("SELECT setval(pg_get_serial_sequence('incarnations', 'id'), :number)")

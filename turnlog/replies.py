@@ -825,9 +825,10 @@ class Root(TypedDict):
 
 class Health(TypedDict):
     """Turns in flight, and counters of the writer and the worker pool. `session_server_instance_id` names the process,
-    until it ends."""
+    until it ends. `release` is Turnlog's."""
 
     status: Literal["ok"]
+    release: str
     session_server_instance_id: str
     in_flight: int
     writer: dict[str, int]

@@ -66,6 +66,7 @@ async def health(request: Request) -> dict[str, Any]:
     app = request.services
     return {
         "status": "ok",
+        "release": app.release,
         "session_server_instance_id": app.instance_id,
         "in_flight": app.turns.in_flight,
         "writer": app.writer.counters,

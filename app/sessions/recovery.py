@@ -15,6 +15,7 @@ from app.store import database as store_database
 from app.store import incarnations
 from app.store.dialect import Tx, WriteConflict
 from app.store.log_turns import AbandonDead, next_dead
+from app.store.opening import keep_revision
 from app.store.ports import Database, Writer
 from app.store.writer import CONFLICT_TRIES
 
@@ -38,6 +39,7 @@ async def register(database: Database, note: Callable[[Tx], object] | None = Non
     must be there before its first turn."""
 
     def write(tx: Tx) -> int:
+        keep_revision(tx)
         if note is not None:
             note(tx)
         return incarnations.register(tx, alone=database.is_sqlite)
@@ -56,6 +58,11 @@ async def written(database: Database, function: Callable[[Tx], T], *, durable: b
         except WriteConflict:
             continue
     raise StoreUnavailable("other writers kept this one from its turn")
+
+
+def _heartbeat(tx: Tx, incarnation: int) -> None:
+    keep_revision(tx)
+    incarnations.heartbeat(tx, incarnation)
 
 
 class Recovery:
@@ -172,7 +179,7 @@ class Recovery:
             await asyncio.sleep(self._beat_s)
             try:
                 number = self._incarnation()
-                await written(self._database, partial(incarnations.heartbeat, incarnation=number))
+                await written(self._database, partial(_heartbeat, incarnation=number))
                 now = asyncio.get_running_loop().time()
                 if self._was_silent(now):
                     self._judges_from = now + self._lease_s

@@ -214,9 +214,10 @@ class Database:
     """The store's connections. Call `open` before use and `close` after; raises StartupError if it cannot serve.
 
     `committed` is called after each durable transaction. `lost` is called once, with the reason, if this process loses
-    its SQLite file: nothing is written from then on. `bucket` holds replay payloads. `points`: what features write with
-    the kernel; one who changes no session may give empty ones. `blocking`: a read from SQLite may
-    hold up the event loop, for a process that has nothing else to do.
+    its SQLite file, or a PostgreSQL database is migrated under it: nothing is written from then on. `bucket` holds
+    replay payloads. `points`: what features write with the kernel; one who changes no session may give empty ones.
+    `blocking`: a read from SQLite may hold up the event loop, for a process that has nothing else to do. `lease_s`: a
+    process counts as dead so long after its last heartbeat; who opens a database of another revision is told of others.
     """
 
     def __init__(
@@ -228,6 +229,7 @@ class Database:
         *,
         points: StorePoints,
         blocking: bool = False,
+        lease_s: float | None = None,
     ) -> None:
         self.url = url
         self.points = points
@@ -236,10 +238,12 @@ class Database:
         self._sqlite_reads = open_reads(parsed) if self.is_sqlite else None
         self._sqlite_compiler = Compiler(sqlite.dialect(paramstyle="qmark"))
         self._blocking = blocking
+        self._lease_s = lease_s
         self.is_read_only = False
         self._readers = SharedLock()
         self._lock = sqlite_lock(url)
-        self._on_lost: Callable[[str], None] | None = lost
+        self._on_lost = lost
+        self._lost: str | None = None
         self._sqlite = None if self._lock is None else SqliteWriter(file_of(url), committed, self._lock, self.points)
         self._reconnect = Reconnect()
         self._reading = None if self.is_sqlite else _postgres_engine(parsed, READERS)
@@ -307,9 +311,9 @@ class Database:
             raise StoreLost(reason)
 
     def _report_lost(self, reason: str) -> None:
-        if self._on_lost is not None:
-            callback, self._on_lost = self._on_lost, None
-            callback(reason)
+        if self._lost is None:
+            self._lost = reason
+            self._on_lost(reason)
 
     async def _open(self) -> None:
         """Raises StartupError, StoreFull."""
@@ -444,6 +448,8 @@ class Database:
         StoreUnavailable, StoreLocked, StoreLost, StoreDamaged (nothing is written then), and WriteConflict if a retry
         is safe.
         """
+        if self._lost is not None:
+            raise StoreLost(self._lost)
         if self.is_read_only:
             raise StoreFull(NO_ROOM)
         try:
@@ -493,14 +499,13 @@ class Database:
     async def _check_revision(self) -> None:
         try:
             if self._sqlite_reads is not None:
-                revision = await self._sqlite_reads.read(revision_of)
+                await self._sqlite_reads.read(require_head)
             else:
                 assert self._reading is not None
                 async with self._reading.connect() as connection:
                     await require_usable(connection)
-                    revision = await connection.run_sync(revision_of)
+                    await connection.run_sync(require_head, self._lease_s)
                     await warn_of_weak_promises(connection)
         except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
             _raise_if_full(error)
             raise unopened(self.url, error) from error
-        require_head(revision)

@@ -10,19 +10,29 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from sqlalchemy import Connection, bindparam, case, exists, insert, literal, not_, null, or_, select, update
 
+from app.errors import StartupError
+from app.extras import release
 from app.store.dialect import Tx, now
 from app.store.log import BaseOperation
 from app.store.schema import incarnations, leases
 from app.store.statements import holder_is_dead
+from turnlog.amounts import amount
 
 _register = (
     insert(incarnations)
-    .values(host=bindparam("at_host"), pid=bindparam("as_pid"), started_at=now(), heartbeat_at=now())
+    .values(
+        host=bindparam("at_host"),
+        pid=bindparam("as_pid"),
+        started_at=now(),
+        heartbeat_at=now(),
+        release=bindparam("of_release"),
+    )
     .returning(incarnations.c.id)
 )
 _end_all = update(incarnations).where(incarnations.c.ended_at.is_(None)).values(ended_at=now())
@@ -36,10 +46,24 @@ _signs = select(
     incarnations.c.ended_at,
     (incarnations.c.heartbeat_at + bindparam("lease_s") - now()).label("left"),
 ).where(incarnations.c.id == bindparam("which"))
+_living = (
+    select(
+        incarnations.c.id,
+        incarnations.c.pid,
+        incarnations.c.host,
+        incarnations.c.release,
+        incarnations.c.started_at,
+    )
+    .where(not_(holder_is_dead))
+    .order_by(incarnations.c.id)
+)
 _stop = update(incarnations).where(incarnations.c.id == bindparam("which")).values(heartbeat_at=now(), ended_at=now())
 _end = update(incarnations).where(incarnations.c.id == bindparam("which")).values(ended_at=now())
 _beat = update(incarnations).where(incarnations.c.id == bindparam("which")).values(heartbeat_at=now(), ended_at=null())
 
+
+NAMED = 4
+"""So many processes are named in one line."""
 
 SAME_MOMENT_S = 0.001
 """Two times of the database's clock in one statement are at most so far apart."""
@@ -67,7 +91,7 @@ def register(tx: Tx, *, alone: bool) -> int:
     else:
         # In containers a new process often has its predecessor's pid; this process is not yet in the table.
         _end_gone(tx, host, lambda pid: pid != os.getpid() and _is_running(pid))
-    row = tx.one(_register, {"at_host": host, "as_pid": os.getpid()})
+    row = tx.one(_register, {"at_host": host, "as_pid": os.getpid(), "of_release": release()})
     assert row is not None
     return int(row[0])
 
@@ -81,6 +105,40 @@ def _end_gone(tx: Tx, host: str, is_running: Callable[[int], bool]) -> None:
     for number, pid in tx.all(_here, {"at_host": host}):
         if not is_running(pid):
             tx.run(_end, {"which": number})
+
+
+class Serving(NamedTuple):
+    """A process that serves the store; `host` as `host_name` gives it, `since` in seconds since the epoch."""
+
+    number: int
+    pid: int
+    host: str
+    release: str
+    since: float
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.since, UTC)
+        return f"{self.release} on {self.host.partition('/')[0]}, pid {self.pid}, since {since:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def living(connection: Connection, lease_s: float) -> list[Serving]:
+    """Processes that may be serving this store: those with a heartbeat in the last `lease_s` seconds, but none of this
+    host that no longer runs."""
+    host = host_name()
+    found = [Serving(*row) for row in connection.execute(_living, {"lease_s": lease_s})]
+    return [one for one in found if one.host != host or _is_running(one.pid)]
+
+
+def require_unserved(connection: Connection, lease_s: float, todo: str) -> None:
+    """Raises StartupError, which ends with `todo`, while a process may be serving a PostgreSQL store."""
+    alive = living(connection, lease_s)
+    if not alive:
+        return
+    named = "; ".join([*map(str, alive[:NAMED]), *([f"{len(alive) - NAMED} more"] if len(alive) > NAMED else [])])
+    raise StartupError(
+        f"{amount(len(alive), 'process serves', 'processes serve')} this database ({named}){todo}; one that was killed "
+        f"counts until {lease_s:g} s after its last heartbeat"
+    )
 
 
 class IncarnationState(NamedTuple):

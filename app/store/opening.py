@@ -19,15 +19,20 @@ import os
 import re
 import sqlite3
 import sys
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from sqlalchemy import Connection, column, inspect, select, table
+from sqlalchemy import Connection, column, delete, insert, inspect, select, table
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError
 
-from app.errors import StartupError, StoreFull
+from app.errors import StartupError, StoreFull, StoreLost
+from app.extras import release
+from app.store.dialect import Tx
+from app.store.incarnations import require_unserved
+from app.store.schema import store_meta
 
 REMOTE = frozenset({"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "lustre", "afs"})
 """File systems whose locks and shared memory SQLite's write-ahead log cannot rely on."""
@@ -197,6 +202,8 @@ MIGRATIONS = Path(__file__).resolve().parents[2] / "migrations"
 
 _LINE = re.compile(r'^(down_)?revision = "(\w+)"$', re.MULTILINE)
 _VERSION = table("alembic_version", column("version_num"))
+_KEPT = select(_VERSION.c.version_num).with_for_update(read=True, key_share=True)
+_RELEASE = "release"
 
 _PLACE = frozenset({sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH})
 
@@ -230,7 +237,7 @@ def unopened(url: str, error: BaseException) -> StartupError:
         place = parsed.set(query={}).render_as_string(hide_password=True)
         todo = "is PostgreSQL running there, and is TURNLOG_DATABASE_URL right?"
     if isinstance(cause, StoreFull):
-        todo = "make room (docs/runbook.md)"
+        todo = "make room (docs/operations.md#the-disk-is-full)"
     return StartupError(f"the database cannot be opened: {place}: {_reason(cause)}; {todo}")
 
 
@@ -245,7 +252,7 @@ def _file(url: URL, error: BaseException) -> tuple[str, str]:
     """The file or folder concerned, and what to do."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     if not isinstance(error, OSError) and code not in _PLACE:
-        return str(file_of(url)), "is TURNLOG_DATABASE_URL right? (docs/runbook.md)"
+        return str(file_of(url)), "is TURNLOG_DATABASE_URL right? (docs/operations.md#the-server-does-not-start)"
     place = getattr(error, "filename", None) or file_of(url)
     return str(place), "TURNLOG_DATABASE_URL has to name a file in a folder that this user may write to"
 
@@ -258,8 +265,10 @@ def _reason(error: BaseException) -> str:
     return next(iter(text.splitlines()), type(error).__name__)
 
 
+@cache
 def revision_head() -> str:
-    """The revision that this code needs: the one without a successor."""
+    """The revision that this code needs: the one without a successor. It is the format of all that is stored, and of
+    what the processes of a store agree on: whoever changes any of it adds a revision."""
     revisions, followed = _named()
     return max(revisions - followed, default="")
 
@@ -269,23 +278,74 @@ def is_known(revision: str | None) -> bool:
     return not revision or revision in _named()[0]
 
 
-def require_known(revision: str | None) -> None:
-    """Raises StartupError for a database of another version."""
+def instead(by: str | None) -> str:
+    """What to do about a database at a revision that is not known; `by`: the release that brought it there."""
+    if by is None:
+        return "another version made it, from before the first release: export it with the checkout that made it"
+    return f"release {by} made it, and this is {release()}: install {by} or newer, or restore the backup from before it"
+
+
+def require_known(revision: str | None, by: str | None = None) -> None:
+    """Raises StartupError for a database of another version; `by` as in `instead`."""
     if not is_known(revision):
         raise StartupError(
-            f"the database is at revision {revision}, this version needs {revision_head()}: another version made it, "
-            "a later release or a checkout from before 0.1.0; run that one, or export with it"
+            f"the database is at revision {revision}, this version needs {revision_head()}: {instead(by)}"
         )
 
 
-def require_head(revision: str | None) -> None:
-    """Raises StartupError, which says how to get there, for a database at another revision than this code's."""
-    require_known(revision)
-    if revision != revision_head():
-        raise StartupError(
-            f"the database is at revision {revision or 'none'}, this version needs {revision_head()}: "
-            "run `turnlog migrate` (in a checkout also `alembic upgrade head`)"
-        )
+def require_head(connection: Connection, lease_s: float | None = None) -> None:
+    """Raises StartupError, which says how to get there, for a database at another revision than this code's.
+
+    `lease_s`: it names the processes that serve the database, which lose their claims after so many seconds, too.
+    """
+    found, head = revision_of(connection), revision_head()
+    if found == head:
+        return
+    require_known(found, release_of(connection))
+    if found and lease_s is not None:
+        require_unserved(connection, lease_s, _order(found))
+    raise StartupError(
+        f"the database is at revision {found or 'none'}, this version needs {head}: "
+        "run `turnlog migrate` (in a checkout also `alembic upgrade head`)"
+    )
+
+
+def _order(found: str) -> str:
+    return (
+        f", which is at revision {found}; this version ({release()}) needs {revision_head()}: stop them, run `turnlog "
+        "migrate`, then start this version"
+    )
+
+
+def change_revision(connection: Connection, lease_s: float) -> None:
+    """A PostgreSQL store is about to be migrated: nobody registers before the transaction has ended. Raises
+    StartupError while a process may be serving it."""
+    found = connection.execute(select(_VERSION.c.version_num).with_for_update()).scalar_one()
+    require_unserved(connection, lease_s, _order(found))
+
+
+def keep_revision(tx: Tx) -> None:
+    """Nobody migrates a PostgreSQL store before the transaction has ended. Raises StoreLost if somebody has since this
+    process began, as when it was frozen for longer than its lease. On SQLite the file's lock does all that."""
+    if not tx.is_remote:
+        return
+    row = tx.one(_KEPT, {})
+    found = None if row is None else row[0]
+    if found != revision_head():
+        raise StoreLost(f"the database was brought to revision {found}")
+
+
+def note_release(connection: Connection) -> None:
+    """This release has brought the database to its revision."""
+    connection.execute(delete(store_meta).where(store_meta.c.key == _RELEASE))
+    connection.execute(insert(store_meta).values(key=_RELEASE, value=release()))
+
+
+def release_of(connection: Connection) -> str | None:
+    """The release that brought the database to its revision; None from before the first one."""
+    if not inspect(connection).has_table(store_meta.name):
+        return None
+    return connection.execute(select(store_meta.c.value).where(store_meta.c.key == _RELEASE)).scalar()
 
 
 def upgrade(url: str) -> None:

@@ -24,7 +24,6 @@ from sqlalchemy import (
     exists,
     func,
     insert,
-    not_,
     select,
     union,
     update,
@@ -34,14 +33,14 @@ from sqlalchemy.exc import DBAPIError
 from app.domain import notes
 from app.domain.events import Recorded, TurnCommitted, TurnOpened, UnknownEvent
 from app.domain.session import OpenTurn, Session, fold
-from app.errors import StartupError, StoreUnavailable
+from app.errors import StoreUnavailable
 from app.store import statements as sql
 from app.store.damage import attempt_or
 from app.store.database import Database
 from app.store.dialect import CoreReads, Reads, Row, Tx, WriteConflict, current_tx, next_tx, now, oldest_runs, oldest_tx
 from app.store.feed import PAUSE_S, SETTLE_S
-from app.store.incarnations import heartbeat
-from app.store.opening import require_head, revision_of, unopened
+from app.store.incarnations import heartbeat, require_unserved
+from app.store.opening import require_head, unopened
 from app.store.rollouts import note, note_groups, root_in_logs
 from app.store.schema import events, incarnations, open_turns, sessions
 from app.store.sessions import EventRow, decode_events
@@ -183,11 +182,6 @@ _set_head = (
 _insert_head = insert(sessions)
 _drop_open = delete(open_turns).where(sql.of_session(open_turns))
 _insert_open = insert(open_turns)
-_living = (
-    select(incarnations.c.id, incarnations.c.pid, incarnations.c.host)
-    .where(not_(sql.holder_is_dead))
-    .order_by(incarnations.c.id)
-)
 
 
 def session_ids(connection: Connection, tables: Sequence[Table], after: str, limit: int) -> list[str]:
@@ -211,10 +205,9 @@ def session_ids(connection: Connection, tables: Sequence[Table], after: str, lim
 async def require_revision(database: Database) -> None:
     """Raises StartupError if the database cannot be opened or its schema is not that of this code."""
     try:
-        revision = await database.read(revision_of)
+        await database.read(require_head)
     except DBAPIError as error:
         raise unopened(database.url, error) from error
-    require_head(revision)
 
 
 def read_log(tx: Reads, session_id: str) -> FoldedLog | None:
@@ -273,12 +266,6 @@ def mend(tx: Tx, session_id: str) -> Examined:
     return examined
 
 
-def living(connection: Connection, lease_s: float) -> list[tuple[int, int, str]]:
-    """Processes that may be serving this store, as incarnation, pid, host: with a heartbeat in the last `lease_s`
-    seconds."""
-    return [(row[0], row[1], row[2]) for row in connection.execute(_living, {"lease_s": lease_s})]
-
-
 async def examined(database: Database) -> AsyncIterator[Examined]:
     """Every session named by the log, the heads or the open turns, ordered by id.
 
@@ -307,15 +294,8 @@ async def refuse_if_served(database: Database, lease_s: float) -> None:
     dead if it has ended or was silent for `lease_s` seconds. If a server starts later, the lock on each head keeps the
     two apart.
     """
-    if database.is_sqlite:
-        return
-    alive = await database.read(lambda connection: living(connection, lease_s))
-    if alive:
-        number, pid, _ = alive[0]
-        raise StartupError(
-            f"{len(alive)} processes serve this database (incarnation {number}, pid {pid}): stop them first; "
-            f"one that was killed counts as serving until {lease_s:g} s after its last heartbeat"
-        )
+    if not database.is_sqlite:
+        await database.read(partial(require_unserved, lease_s=lease_s, todo=": stop them first"))
 
 
 def differences(tx: Reads, session_id: str, log: FoldedLog | None) -> list[Difference]:

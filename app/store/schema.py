@@ -58,8 +58,9 @@ store_meta = Table(
 """`epoch`: an export cursor names it; the restore of a backup or of all runs raises it. `epoch:<run>`, if there is one:
 likewise, raised by the restore of that run's checkpoint, which also raises `epoch:*`, that of exports of all runs.
 `log_epoch`: `<epoch>=<epoch of the log>` while they differ, since a checkpoint's restore leaves the log and its
-positions as they are. `objects`: the URL of the object storage, if the store has any; `objects_owner`: the store's name
-there. `webhook:…`: how far a receiver of webhooks has been told."""
+positions as they are. `release`: that which brought the store to its revision. `objects`: the URL of the object
+storage, if the store has any; `objects_owner`: the store's name there. `webhook:…`: how far a receiver of webhooks has
+been told."""
 
 incarnations = Table(
     "incarnations",
@@ -70,8 +71,10 @@ incarnations = Table(
     Column("started_at", Double, nullable=False),
     Column("heartbeat_at", Double, nullable=False),
     Column("ended_at", Double),
+    Column("release", Text, nullable=False),
 )
-"""The processes that have served this store; times are the database's own clock."""
+"""The processes that have served this store, and their releases; times are the database's own clock. Releases read the
+rows of others, before and after a migration: these columns stay."""
 
 leases = Table(
     "leases",

@@ -198,6 +198,7 @@ CREATE TABLE incarnations (
     started_at DOUBLE PRECISION NOT NULL,
     heartbeat_at DOUBLE PRECISION NOT NULL,
     ended_at DOUBLE PRECISION,
+    release TEXT NOT NULL,
     CONSTRAINT pk_incarnations PRIMARY KEY (id)
 );
 

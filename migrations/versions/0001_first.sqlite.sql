@@ -183,6 +183,7 @@ CREATE TABLE incarnations (
     started_at DOUBLE NOT NULL,
     heartbeat_at DOUBLE NOT NULL,
     ended_at DOUBLE,
+    release TEXT NOT NULL,
     CONSTRAINT pk_incarnations PRIMARY KEY (id)
 );
 

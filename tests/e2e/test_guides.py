@@ -47,8 +47,8 @@ def test_a_page_runs(path: Path, stand: Stand) -> None:
     ("arguments", "told"),
     [
         (["docs/nope.md"], "there is no page docs/nope.md"),
-        (["docs/guides/codex.md", "--python", "/no/python"], "--python: there is no program /no/python"),
-        (["docs/guides/codex.md"], "docs/guides/codex.md needs what is not there: codex"),
+        (["docs/guides/agents.md", "--python", "/no/python"], "--python: there is no program /no/python"),
+        (["docs/guides/claude-code-grpo.md"], "docs/guides/claude-code-grpo.md needs what is not there: "),
     ],
 )
 def test_what_is_not_there_is_told_in_a_line(
@@ -56,7 +56,7 @@ def test_what_is_not_there_is_told_in_a_line(
 ) -> None:
     monkeypatch.chdir(ROOT)
     found = guides.shutil.which
-    monkeypatch.setattr(guides.shutil, "which", lambda name: None if name == "codex" else found(name))
+    monkeypatch.setattr(guides.shutil, "which", lambda name: None if name == "claude" else found(name))
     with pytest.raises(SystemExit) as ended:
         guides.main(arguments)
     assert ended.value.code == 2

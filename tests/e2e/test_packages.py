@@ -181,11 +181,10 @@ def test_packages_are_built_alike_again(built: Built, tmp_path: Path) -> None:
 
 
 def test_the_version_is_the_changelogs() -> None:
-    """A release has a section of its own, below what is not released."""
+    """The newest section is of pyproject.toml's version, and has no date until that is released."""
     [version] = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
-    sections = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d))?$", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert sections[0] == ("Unreleased", "")
-    assert all(date for _, date in sections[1:])
-    released = [name for name, _ in sections[1:]]
-    assert released == sorted(released, key=lambda one: [int(part) for part in one.split(".")], reverse=True)
-    assert not released or released[0] == version
+    sections = re.findall(r"^## \[(.*)\] - (\d{4}-\d\d-\d\d|Unreleased)$", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    versions, dates = zip(*sections, strict=True)
+    assert versions[0] == version
+    assert "Unreleased" not in dates[1:]
+    assert list(versions) == sorted(versions, key=lambda one: [int(part) for part in one.split(".")], reverse=True)

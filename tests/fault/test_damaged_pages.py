@@ -467,9 +467,9 @@ DUMP = """sqlite3 repaired.db 'PRAGMA auto_vacuum = 2; PRAGMA journal_mode = WAL
 
 
 @pytest.mark.skipif(shutil.which("sqlite3") is None, reason="sqlite3's command is not installed")
-def test_the_runbooks_repair_keeps_the_other_sessions(whole: Whole, tmp_path: Path) -> None:
+def test_the_documented_repair_keeps_the_other_sessions(whole: Whole, tmp_path: Path) -> None:
     """sqlite3's `.dump`, then heads and claims from the logs."""
-    assert DUMP in Path("docs/runbook.md").read_text()
+    assert DUMP in Path("docs/operations.md").read_text()
     damaged = damaged_list(whole, tmp_path, "heads", "zeros")
     subprocess.run(DUMP, check=True, shell=True, cwd=tmp_path)
     url = f"sqlite+aiosqlite:///{tmp_path / 'repaired.db'}"

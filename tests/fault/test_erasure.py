@@ -39,7 +39,7 @@ VACUUM = [
     f"VACUUM (FULL, ANALYZE) {table}"
     for table in ("events", "sessions", "turns", "blobs", "chunks", "refused_replies", "staged_tokens", "snapshots")
 ]
-"""As the runbook says it."""
+"""As docs/operations.md says it."""
 
 
 PIECE = 24

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.long
 
 
 def test_a_late_attempt_undoes_and_doubles_nothing() -> None:
-    """But for the ways that docs/trees.md names, which show that attempts came late indeed."""
+    """But for the ways that docs/concepts.md names, which show that attempts came late indeed."""
     with late_attempts.site() as site:
         results = late_attempts.run(site, 12)
     assert [str(result) for result in results if result.faults] == []

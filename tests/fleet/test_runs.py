@@ -132,9 +132,10 @@ def test_a_turn_that_waited_while_its_engine_was_given_away_does_not_follow_it(r
     runs.give(runs.a, "after")
     runs.fleet.reset()
     order(runs.first, "/runs/before/fleet/resume")
-    turn.result()
-    assert not runs.a.chats(talk.id)
-    assert not runs.b.chats(talk.id)
+    until(lambda: runs.engine_of(talk))
+    assert runs.engine_of(talk) == {runs.shared.url}
+    runs.first.http.delete(f"/sessions/{talk.id}")
+    assert error_of(turn.result()) == (404, "session_closed")
 
 
 def test_a_pause_of_one_run_leaves_the_others_alone(runs: Runs) -> None:

@@ -127,6 +127,8 @@ async def transaction(url: str) -> AsyncIterator[Callable[[Callable[[Tx], T]], A
 async def connected(url: str, *, writes: bool = False) -> AsyncIterator[AsyncConnection]:
     """A connection past the service; what it `writes` is committed at the end."""
     engine = create_engine(url)
-    async with engine.begin() if writes else engine.connect() as connection:
-        yield connection
-    await engine.dispose()
+    try:
+        async with engine.begin() if writes else engine.connect() as connection:
+            yield connection
+    finally:
+        await engine.dispose()

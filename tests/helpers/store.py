@@ -281,7 +281,7 @@ async def add_incarnation(database: Database, host: str = "elsewhere") -> int:
     """A live process on another host, so that no registration here ends it."""
     made = (
         insert(incarnations_table)
-        .values(host=host, pid=1, started_at=now(), heartbeat_at=now())
+        .values(host=host, pid=1, started_at=now(), heartbeat_at=now(), release="0.1.0")
         .returning(incarnations_table.c.id)
     )
     row = await database.write(lambda tx: tx.one(made, {}), durable=False)

@@ -241,7 +241,7 @@ def test_alerts_and_dashboard_parse_and_name_what_there_is(watched: Stand) -> No
 
 
 def test_each_alert_says_what_it_is_and_where_to_read_on() -> None:
-    headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
     anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
     rules = yaml.safe_load((DEPLOY / "alerts.yml").read_text())
     alerts = [rule for group in rules["groups"] for rule in group["rules"]]
@@ -249,7 +249,7 @@ def test_each_alert_says_what_it_is_and_where_to_read_on() -> None:
     for rule in alerts:
         assert set(rule["annotations"]) == {"summary", "description", "runbook"}, rule["alert"]
         path, _, anchor = rule["annotations"]["runbook"].partition("#")
-        assert (path, anchor in anchors) == ("docs/runbook.md", True), anchor
+        assert (path, anchor in anchors) == ("docs/operations.md", True), anchor
         assert rule["labels"]["severity"] in ("warning", "critical")
 
 

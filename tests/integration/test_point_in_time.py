@@ -1,4 +1,4 @@
-"""A PostgreSQL store is brought back to a moment by PostgreSQL's own tools, as the runbook says."""
+"""A PostgreSQL store is brought back to a moment by PostgreSQL's own tools, as docs/operations.md says."""
 
 from __future__ import annotations
 

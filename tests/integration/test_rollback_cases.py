@@ -1,4 +1,4 @@
-"""Where a request may join: the cases of docs/matching.md, each under every matcher it holds for."""
+"""Where a request may join: the cases of docs/concepts.md, each under every matcher it holds for."""
 
 from __future__ import annotations
 

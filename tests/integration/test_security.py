@@ -50,9 +50,10 @@ HEADER_ROUTES = {
 
 
 def documented() -> dict[tuple[str, str], tuple[str, str]]:
-    """What docs/security.md says of each route with a session's token, and with a run's."""
+    """What docs/security.md says of each route with a session's token, and with a run's: its rule, and its table."""
     table = (ROOT / "docs" / "security.md").read_text().partition("| route | a session's token | a run's token |")[2]
-    found: dict[tuple[str, str], tuple[str, str]] = {}
+    of_a_session = {place for place in ROUTES if place[1].startswith("/sessions/{")} | HEADER_ROUTES
+    found = dict.fromkeys(of_a_session, ("yes", "its run"))
     for line in table.partition("\n\n")[0].splitlines()[2:]:
         routes, session, run = line.strip("| ").split(" | ")
         method, *paths = re.findall("`([^`]+)`", routes)
@@ -80,6 +81,7 @@ def test_every_route_is_known() -> None:
     assert {*OPEN, *HEADER_ROUTES} <= set(ROUTES)
     of_sessions = {(method, path) for method, path in ROUTES if path.startswith("/sessions/")}
     assert set(DOCUMENTED) == of_sessions | HEADER_ROUTES
+    assert set(TABLE) <= set(ROUTES)
 
 
 def test_the_document_says_which_routes_a_runs_token_opens() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from app.api.creation import CreateSession
+from app.extras import release
 from integration.stand import WEATHER, Stand, error_of, until, user
 
 
@@ -213,6 +214,7 @@ def test_erase_removes_the_content_from_every_file(stand: Stand) -> None:
 def test_health_ready_and_models(stand: Stand) -> None:
     first, second = (stand.get("/health") for _ in range(2))
     assert (first["status"], len(first["session_server_instance_id"])) == ("ok", 32)
+    assert first["release"] == release()
     assert first["session_server_instance_id"] == second["session_server_instance_id"]
     until(lambda: stand.http.get("/ready").is_success)
     direct = stand.sim.get("/v1/models").content

@@ -9,7 +9,7 @@ retries, a route (a proxy keeps its connection when its client has gone) and wha
     undone     the client cannot continue from it
     doubled    generations that nobody asked for
 
-All are 0, but for the ways that docs/trees.md names (`named`): behind a proxy, an attempt whose retry says nothing
+All are 0, but for the ways that docs/concepts.md names (`named`): behind a proxy, an attempt whose retry says nothing
 about it is a new request.
 """
 
@@ -64,7 +64,7 @@ class Way(NamedTuple):
 
     @property
     def is_named(self) -> bool:
-        """Does docs/trees.md say that it generates twice?"""
+        """Does docs/concepts.md say that it generates twice?"""
         return self.route == "proxied" and (self.mark == "none" or (self.mark == "counted" and self.history == "tree"))
 
 

@@ -13,7 +13,7 @@ from tests.tools.exercised import DATABASES, ON_BOTH, SECTIONS, missed, rows
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
-PROMISES_NOTHING = {"README.md", "benchmarks.md", "comparison.md", "dependencies.md"}
+PROMISES_NOTHING = {"README.md", "benchmarks.md", "comparison.md", "decisions.md", "dependencies.md"}
 
 FILES = sorted(TESTS.rglob("test_*.py"))
 

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import typer
 
 from turnlog.cli.remote import connected, remote
-from turnlog.cli.running import Failure, UsageError, say, wants_json
+from turnlog.cli.running import INTERRUPTED, Failure, UsageError, say, wants_json
 from turnlog.client.address import TOKENS
 from turnlog.errors import NotFound, NotTurnlog, TurnlogError, Unavailable, Unreachable
 
@@ -36,6 +36,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S, STEADY_S = 1.0, 30.0, 60.0
 SILENT_S = 30.0
 """A forwarder that has printed no address by then: the command says what to do."""
 
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 END_S, TAKE_BACK_S, CHECK_S = 5.0, 2.0, 20.0
 LONGEST_LINE = 1 << 16
 
@@ -82,13 +83,12 @@ def expose(
         raise Failure(
             f"the server has no public address to set: TURNLOG_FEATURES leaves public_url out ({error})"
         ) from None
-    before = {number: signal.signal(number, _end) for number in (signal.SIGTERM, signal.SIGHUP)}
     given = None if public_url is None else public_url.rstrip("/")
     exposing = _Exposing(server, command, given, finds, wants_json(ctx), insecure=insecure)
+    before = {number: signal.signal(number, exposing.interrupt) for number in ENDS}
     try:
         exposing.run()
     finally:
-        before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
         for number in before:
             signal.signal(number, signal.SIG_IGN)
         exposing.end(ctx.obj.url, ctx.obj.token)
@@ -103,10 +103,6 @@ def _require_tokens(told: Mapping[str, Any]) -> None:
             "the server asks for no tokens: whoever finds the address could read and change everything. "
             "Set TURNLOG_ADMIN_TOKEN at the server, or say --insecure"
         )
-
-
-def _end(number: int, frame: object) -> None:
-    raise typer.Exit(0)
 
 
 class _Exposing:
@@ -130,11 +126,12 @@ class _Exposing:
         self._pattern = pattern
         self._as_json = as_json
         self._process: subprocess.Popen[bytes] | None = None
-        self._told: queue.Queue[str | int] = queue.Queue()
-        """Lines that the forwarder prints, then its exit code."""
+        self._told: queue.SimpleQueue[str | int | typer.Exit] = queue.SimpleQueue()
+        """Lines that the forwarder prints, then its exit code; what ends the command."""
         self._address: str | None = None
         self._is_new = True
         self._renew_at = 0.0
+        self._is_interrupted = False
 
     def run(self) -> None:
         """Raises Failure for a forwarder that ends before it has an address, TurnlogError."""
@@ -151,6 +148,16 @@ class _Exposing:
             say(f"{how}; it is started again in {wait_s:.0f} s")
             self._until(time.monotonic() + wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    def interrupt(self, number: int, frame: object) -> None:
+        """A signal ends the command where it waits for what is told. An exception here could leave a lock taken, or be
+        lost in a callback; a second signal raises it all the same, for a server that does not answer.
+        """
+        end = typer.Exit(INTERRUPTED if number == signal.SIGINT else 0)
+        if self._is_interrupted:
+            raise end
+        self._is_interrupted = True
+        self._told.put(end)
 
     def end(self, url: str, token: str | None) -> None:
         """Take the address back, and end the forwarder with what it has started."""
@@ -220,7 +227,7 @@ class _Exposing:
         self._told.put(code)
 
     def _next(self, until: float | None) -> str | int | None:
-        """What the forwarder tells next; None after `until`. The address is renewed meanwhile."""
+        """What the forwarder tells next; None after `until`. The address is renewed meanwhile. Raises typer.Exit."""
         while True:
             now = time.monotonic()
             if self._address is not None and now >= self._renew_at:
@@ -228,10 +235,14 @@ class _Exposing:
                 continue
             wakes = [at for at in (until, self._renew_at if self._address is not None else None) if at is not None]
             try:
-                return self._told.get(timeout=max(0.0, min(wakes) - now) if wakes else None)
+                told = self._told.get(timeout=max(0.0, min(wakes) - now) if wakes else None)
             except queue.Empty:
                 if until is not None and time.monotonic() >= until:
                     return None
+                continue
+            if isinstance(told, typer.Exit):
+                raise told
+            return told
 
     def _until(self, moment: float) -> None:
         while self._next(moment) is not None:
@@ -267,7 +278,9 @@ class _Exposing:
             from turnlog.cli.output import machine
 
             machine({"url": address})
-        threading.Thread(target=_check, args=(address,), daemon=True).start()
+        # Made here: a thread that loads certificates while the process ends has crashed it.
+        asking = connected(address, None, CHECK_S, has_answered=True)
+        threading.Thread(target=_check, args=(address, asking), daemon=True).start()
 
     def _put(self, address: str) -> None:
         """Raises TurnlogError where another try does not help."""
@@ -316,11 +329,11 @@ def _are_akin(one: str, other: str) -> bool:
     return first == second or first.partition(".")[2] == second.partition(".")[2] != ""
 
 
-def _check(address: str) -> None:
+def _check(address: str, asking: Transport) -> None:
     """Say so if what is at the address is not a server of ours. It may not be reached from here, and still be right."""
     try:
-        with contextlib.closing(connected(address, None, CHECK_S, has_answered=True)) as server:
-            if server.read("GET", "/health").get("session_server_instance_id") is not None:
+        with contextlib.closing(asking):
+            if asking.read("GET", "/health").get("session_server_instance_id") is not None:
                 return
             why = "another service is there"
     except TurnlogError as error:

@@ -25,7 +25,7 @@ def backup(
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Copy an SQLite store while its server runs. PostgreSQL has its own tools (docs/runbook.md)."""
+    """Copy an SQLite store while its server runs. PostgreSQL has its own tools (docs/operations.md)."""
     from ops.backup import backup
 
     raise typer.Exit(backup(database_url, copy, as_json=as_json))

@@ -105,7 +105,7 @@ async def snapshot(made: Services, session_id: str) -> None:
 
 _register_elsewhere = (
     insert(schema.incarnations)
-    .values(host="", pid=1, started_at=now(), heartbeat_at=now())
+    .values(host="", pid=1, started_at=now(), heartbeat_at=now(), release="")
     .returning(schema.incarnations.c.id)
 )
 

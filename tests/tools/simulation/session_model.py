@@ -1,6 +1,6 @@
 """The model of a session whose calls are searched for an order: its turns, and where a request joins them.
 
-A linear session is as docs/concepts.md and docs/matching.md tell it: a chain of committed turns of which a retry, which
+A linear session is as docs/concepts.md tells it: a chain of committed turns of which a retry, which
 follows a sampled message or repeats an input, may discard the newest few; another history is refused or begins a
 segment. Its turns' numbers only grow: a turn that does not commit leaves a gap. Of a tree nothing is discarded, and a
 turn follows the deepest one whose history begins its request.

@@ -35,7 +35,7 @@ def main() -> int:
     options = parser.parse_args()
     sources = templates.every(options.templates)
     if not sources:
-        parser.error("no templates: pip install --no-deps trl, or --templates (see CONTRIBUTING.md)")
+        parser.error("no templates: pip install --no-deps trl, or --templates (see tests/README.md)")
     wrong = 0
     with tempfile.TemporaryDirectory() as folder:
         made: dict[str, Check | str] = {}

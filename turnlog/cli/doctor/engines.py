@@ -127,7 +127,7 @@ async def _generated(
     try:
         parsed = parse_reply(reply.body.joined(), Job(settings.upstream_dialect, None, [], [], [], 200, "", b""))
     except Rejected as error:
-        todo = "start it so that it returns ids and logprobs of all tokens (docs/operations.md)"
+        todo = "start it so that it returns ids and logprobs of all tokens (docs/operations.md#watch)"
         return [problem(area, f"its reply cannot be a turn: {error}", todo)]
     said = parsed.reply
     facts = f"{said.output_tokens} tokens, each with id and logprob, finish {said.finish_reason}"

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from alembic.runtime.migration import MigrationContext
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import DBAPIError
 
 from app.store import repair
 from app.store.database import LANES, SPARE_WRITERS, create_engine
 from app.store.dialect import Compiler, StorePoints
-from app.store.opening import revision_head
+from app.store.incarnations import Serving, living
+from app.store.opening import release_of, revision_head, revision_of
 from app.store.ports import READERS
 from app.store.postgres import DRIVER_ERRORS
 from app.store.postgres_tx import PostgresTx
-from app.store.repair import living
+from turnlog.amounts import amount
 from turnlog.cli.doctor.findings import Finding, ok, problem, warning
 from turnlog.cli.output import size
 
@@ -66,8 +67,8 @@ _SERVER = text(
 )
 
 
-async def look(settings: Settings) -> tuple[list[Finding], str | None]:
-    """The findings, and the revision (empty if there is none); None if the database cannot be read."""
+async def look(settings: Settings) -> tuple[list[Finding], tuple[str, str | None] | None]:
+    """The findings, and the revision with the release as `store.Revision`; None if the database cannot be read."""
     engine = create_engine(settings.database_url)
     unordered: str | None = None
     try:
@@ -75,8 +76,9 @@ async def look(settings: Settings) -> tuple[list[Finding], str | None]:
             asked_at = time.time()
             server = PostgresFacts(*(await connection.execute(_SERVER)).one())
             answered_at = time.time()
-            revision = await connection.run_sync(_revision)
-            serving = await connection.run_sync(living, settings.lease_s) if revision else []
+            revision = await connection.run_sync(revision_of)
+            by = await connection.run_sync(release_of)
+            serving = [] if by is None else await connection.run_sync(living, settings.lease_s)
             if revision == revision_head() and not server.in_recovery:
                 unordered = await connection.run_sync(_unordered)
     except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
@@ -89,12 +91,18 @@ async def look(settings: Settings) -> tuple[list[Finding], str | None]:
         await engine.dispose()
     found = [*_judged(server, len(serving)), *_clock(server.clock, asked_at, answered_at)]
     if unordered is not None:
-        found.append(problem("database", unordered, "give the address of one PostgreSQL server (docs/runbook.md)"))
-    hosts = len({host for _, _, host in serving})
-    found.append(
-        ok("database", f"{len(serving)} processes on {hosts} hosts serve it" if serving else "no process serves it")
-    )
-    return found, revision
+        found.append(problem("database", unordered, "give the address of one PostgreSQL server (docs/operations.md)"))
+    found.append(ok("database", _served(serving)))
+    return found, (revision or "", by)
+
+
+def _served(serving: Sequence[Serving]) -> str:
+    if not serving:
+        return "no process serves it"
+    hosts = amount(len({one.host for one in serving}), "host")
+    counts = Counter(one.release for one in serving)
+    releases = ", ".join(f"{count} of release {name}" for name, count in sorted(counts.items()))
+    return f"{amount(len(serving), 'process serves', 'processes serve')} it on {hosts}: {releases}"
 
 
 def _unordered(connection: Connection) -> str | None:
@@ -109,10 +117,6 @@ def _unordered(connection: Connection) -> str | None:
     finally:
         tx.rollback()
     return None
-
-
-def _revision(connection: Connection) -> str:
-    return MigrationContext.configure(connection).get_current_revision() or ""
 
 
 def _judged(server: PostgresFacts, serving: int) -> Iterator[Finding]:
@@ -132,7 +136,7 @@ def _judged(server: PostgresFacts, serving: int) -> Iterator[Finding]:
         yield warning(
             "database",
             f"none of its {server.standbys} standbys is synchronous: a failover loses the last acknowledged turns",
-            "set synchronous_standby_names (docs/operations.md)",
+            "set synchronous_standby_names (docs/scale.md#a-standby)",
         )
     else:
         yield ok("database", f"a commit waits for its disk{f' and {server.sync} standbys' if server.sync else ''}")

@@ -32,8 +32,10 @@ LONG_LOG = 256 << 20
 SLOW_SYNC_MS = 20.0
 """Each batch of commits waits for an fsync: disks take under 5 ms; a slower one is on a network or worn."""
 
+Revision = tuple[str, str | None]
+"""A database's, empty if it has none, and the release that brought it there, if one did."""
+
 MIGRATE = "turnlog migrate, with the server stopped (turnlog serve does it at its start)"
-OF_ANOTHER_VERSION = "another version made it, a later release or a checkout from before 0.1.0: run that one"
 
 
 def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
@@ -50,15 +52,13 @@ def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
             return None
         if not (yield from _file(path)):
             return None
-        revision = yield from _sqlite(path)
+        found = yield from _sqlite(path)
     else:
         from turnlog.cli.doctor.postgres import look
 
-        found, revision = asyncio.run(look(settings))
-        yield from found
-    if revision is None:
-        return None
-    if not (yield from _revision(revision)):
+        findings, found = asyncio.run(look(settings))
+        yield from findings
+    if found is None or not (yield from _revision(*found)):
         return None
     fleet, place = asyncio.run(_opened(settings.database_url))
     if place not in (None, settings.payloads):
@@ -66,14 +66,15 @@ def examine(settings: Settings) -> Generator[Finding, None, Fleet | None]:
     return fleet
 
 
-def _revision(found: str) -> Generator[Finding, None, bool]:
-    from app.store.opening import is_known, revision_head
+def _revision(found: str, by: str | None) -> Generator[Finding, None, bool]:
+    """`by`: the release that brought the database to the revision."""
+    from app.store.opening import instead, is_known, revision_head
 
     head = revision_head()
     if found == head:
         yield ok("database", f"at revision {head}, as this version needs")
         return True
-    todo = MIGRATE if is_known(found) else OF_ANOTHER_VERSION
+    todo = MIGRATE if is_known(found) else instead(by)
     yield problem("database", f"at revision {found or 'none'}, this version needs {head}", todo)
     return False
 
@@ -110,7 +111,7 @@ def _folder(path: Path) -> Iterator[Finding]:
     free = shutil.disk_usage(folder).free
     what = f"{size(free)} free in {folder}"
     if free < LITTLE:
-        yield problem("disk", what, "make room: a full disk is 507 for every turn (docs/runbook.md)")
+        yield problem("disk", what, "make room: a full disk is 507 for every turn (docs/operations.md)")
     elif free < TIGHT:
         yield warning("disk", what, "make room, or set TURNLOG_MAX_DB_BYTES and TURNLOG_CLOSED_TTL_S")
     else:
@@ -165,15 +166,16 @@ def _file(path: Path) -> Generator[Finding, None, bool]:
     return True
 
 
-def _sqlite(path: Path) -> Generator[Finding, None, str | None]:
-    """Reads without taking a lock. Returns the revision (empty if there is none); None if the file cannot be read."""
+def _sqlite(path: Path) -> Generator[Finding, None, Revision | None]:
+    """Reads without taking a lock. None if the file cannot be read."""
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=2)) as connection:
             (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
             tables = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone()
             row = connection.execute("SELECT version_num FROM alembic_version").fetchone() if tables else None
+            by = connection.execute("SELECT value FROM store_meta WHERE key = 'release'").fetchone() if row else None
     except sqlite3.Error as error:
-        yield problem("database", f"{path} cannot be read: {error}", "docs/runbook.md: restore the last backup")
+        yield problem("database", f"{path} cannot be read: {error}", "restore the last backup (docs/operations.md)")
         return None
     if row is not None and mode != "wal":
         yield problem("database", f"journal_mode is {mode}", "with sqlite3: PRAGMA journal_mode = WAL")
@@ -185,4 +187,4 @@ def _sqlite(path: Path) -> Generator[Finding, None, str | None]:
         yield ok("database", "no process serves it")
     else:
         yield ok("database", f"process {pid} serves it: a second one would refuse to start")
-    return row[0] if row is not None else ""
+    return (row[0], by and by[0]) if row is not None else ("", None)
