@@ -95,7 +95,7 @@ def behind(client: httpx.Client, kept: Mapping[str, Any]) -> dict[str, Any]:
     events = lines(client, "/events", after=kept["position"])
     return {
         "rows": [[row["session_id"], row["segment"], row["branch"]] for row in rows],
-        "events": [event["position"] for event in events],
+        "events": [event["position"] for event in events if event["session_id"] not in (LAST, STAGED)],
     }
 
 
