@@ -78,7 +78,7 @@ async def look(settings: Settings) -> tuple[list[Finding], tuple[str, str | None
             answered_at = time.time()
             revision = await connection.run_sync(revision_of)
             by = await connection.run_sync(release_of)
-            serving = await connection.run_sync(living, settings.lease_s) if revision else []
+            serving = [] if by is None else await connection.run_sync(living, settings.lease_s)
             if revision == revision_head() and not server.in_recovery:
                 unordered = await connection.run_sync(_unordered)
     except (DBAPIError, OSError, *DRIVER_ERRORS) as error:
