@@ -349,7 +349,7 @@ def raw_of(chunk: Chunk, frame: bytes | None) -> bytes:
     """A stored chunk's bytes. Raises CorruptContent if they are missing or changed."""
     raw = codec.decompress(frame, chunk.size)
     if len(raw) != chunk.size or hashlib.sha256(raw).hexdigest()[:32] != chunk.hash:
-        raise CorruptContent(f"the rows from {chunk.start} on are not those that were stored")
+        raise CorruptContent(f"the rows from {chunk.start} on differ from those that were stored")
     return raw
 
 

@@ -95,7 +95,9 @@ def pinned(family: str, reads: frozenset[str]) -> dict[str, Any]:
     check_family(family)
     for name in FAMILIES[family]:
         if name not in reads:
-            raise StartupError(f"the chat template is not that of TURNLOG_TITO_FAMILY={family!r}: it reads no {name}")
+            raise StartupError(
+                f"TURNLOG_TITO_FAMILY={family!r} does not fit the chat template, which does not read {name}"
+            )
     return dict(FAMILIES[family])
 
 

@@ -161,7 +161,7 @@ def test_a_session_is_created_rewarded_and_closed(cli: Stand, monkeypatch: pytes
     assert "'odd' is not one of" in run("create", "--retain", "odd", code=2).stderr
     run("reward", name, "-1.5", "--component", "tests=-2", "--component", "style=0.5")
     assert "expected NAME=NUMBER" in complaint("reward", name, "1", "--component", "tests", code=2)
-    assert run("annotate", name, "note", "seen").stderr.startswith("turnlog: note is written, in event ")
+    assert run("annotate", name, "note", "seen").stderr.startswith("turnlog: note written in event ")
     assert run("close", name).stderr == f"turnlog: session {name} is closed\n"
     assert run("close", name).stderr == f"turnlog: session {name} is closed already\n"
     state = answer("show", name)

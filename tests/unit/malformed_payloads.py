@@ -187,18 +187,18 @@ def bodies() -> Iterator[tuple[str, bytes, str, list[PayloadSpec]]]:
         for value in case.values:
             body = body_of(reply, {f"{at}.{case.spec.kind}": value})
             yield f"{case.spec.kind}={value!r}", body, case.message, [case.spec]
-    asked = f"{EXPERTS} was asked for and is not there"
+    asked = f"{EXPERTS} was requested and is missing"
     required = PayloadSpec(EXPERTS, required=True)
     for shape in ("sglang", "vllm"):
         yield "missing", body_of(shape), asked, [required]
     yield "null", body_of("sglang", {f"{META}.{EXPERTS}": None}), asked, [required]
     yield "elsewhere", body_of("sglang", {"metadata": {EXPERTS: "AAAA"}}), asked, [required]
-    topk = "indexer_topk was asked for and is not there"
+    topk = "indexer_topk was requested and is missing"
     yield "missing", body_of("sglang"), topk, [PayloadSpec("indexer_topk", required=True)]
     one = [[1, 2]] * 4
     for other in ("AAAA", [[9, 9]] * 4, 7, {"a": 1}):
         body = body_of("sglang", {f"{META}.{EXPERTS}": one, "sglext": {EXPERTS: other}})
-        yield f"twice, {other}", body, f"{EXPERTS} is there twice, with different values", [PayloadSpec(EXPERTS)]
+        yield f"twice, {other}", body, f"{EXPERTS} occurs twice, with different values", [PayloadSpec(EXPERTS)]
     sound = body_of("sglang", {f"{META}.{EXPERTS}": one})
     key = f'"{EXPERTS}": '.encode()
     for first in ("null", json.dumps(one), "[]", '"@turnlog:0@"'):

@@ -127,7 +127,7 @@ OF_SGLANG: list[Broken] = [
 ]
 OF_VLLM: list[Broken] = [
     *(("names a token", {CHAT_TOP: [{"token": name, "logprob": -1}]}) for name in NAMES),
-    ("are not there", {CHAT_TOP: []}),
+    ("are missing", {CHAT_TOP: []}),
     ("3 tokens at one place", {CHAT_TOP: named((1, -1), (2, -1), (3, -1))}),
     ("Expected `float` <= 0.0001", {CHAT_TOP: named((1, 0.5))}),
 ]
@@ -138,7 +138,7 @@ OF_COMPLETIONS: list[Broken] = [
     ("duplicate keys", {BY_NAME: Text('[null, {"token_id:3": -1, "token_id:3": -2}]')}),
 ]
 PROMPT: list[tuple[str, Any]] = [
-    ("is not there", None),
+    ("is missing", None),
     ("has 1 entries for 3 tokens", [None]),
     ("no logprob of the prompt's token", [None, None, by_id((3, -1))]),
     ("no logprob of the prompt's token", [None, by_id((2, -1)), by_id((4, -1))]),

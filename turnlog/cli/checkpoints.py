@@ -79,7 +79,7 @@ def restore(ctx: typer.Context, name: Name, run: Run = None) -> None:
         from turnlog.cli.output import line
 
         what = "the store" if done["run"] == "*" else f"run {done['run']}"
-        line(f"{what} is what it was at checkpoint {name}; {done['before']} is what it was before", "bold")
+        line(f"{what} is restored to checkpoint {name}; checkpoint {done['before']} has what it was before", "bold")
         line(f"{amount(done['sessions'], 'session')} changed, {done['undone']} of them undone")
         for kind in ("erased", "unreadable"):
             if done[kind]:

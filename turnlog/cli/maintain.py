@@ -21,7 +21,7 @@ def verify(database_url: DatabaseUrl = None, as_json: Json = False) -> None:
 
 
 def backup(
-    copy: Annotated[Path, typer.Argument(metavar="FILE", help="The file to make.")],
+    copy: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
@@ -33,7 +33,7 @@ def backup(
 
 def restore(
     copy: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="The file that backup made; none for PostgreSQL.")
+        Path | None, typer.Argument(metavar="FILE", help="The file that backup wrote; none for PostgreSQL.")
     ] = None,
     database_url: DatabaseUrl = None,
     as_json: Json = False,
@@ -49,7 +49,7 @@ def replay(
     seq: Annotated[
         int | None, typer.Option("--at", "--seq", min=1, max=2**63 - 1, help="The state after this event.")
     ] = None,
-    with_events: Annotated[bool, typer.Option("--events", help="The events up to there, too.")] = False,
+    with_events: Annotated[bool, typer.Option("--events", help="Also show the events up to there.")] = False,
     heads: Annotated[bool, typer.Option("--heads", help="Compare every session's head with its log instead.")] = False,
     fix: Annotated[
         bool, typer.Option("--fix", help="With --heads: write what the log says. No server may run.")

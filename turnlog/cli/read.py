@@ -35,12 +35,10 @@ Object = Mapping[str, Any]
 def read(
     ctx: typer.Context,
     session: Annotated[str, typer.Argument(help="The session's id.", autocompletion=complete.sessions)],
-    turn: Annotated[int | None, typer.Option(min=1, help="Only this turn, and what its request brought.")] = None,
-    tools: Annotated[
-        bool, typer.Option("--tools", help="Calls with all their arguments, and nothing shortened.")
-    ] = False,
+    turn: Annotated[int | None, typer.Option(min=1, help="Only this turn, with its request's new messages.")] = None,
+    tools: Annotated[bool, typer.Option("--tools", help="Show all arguments of calls, and shorten nothing.")] = False,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Stay, also over restarts of the server, until Ctrl-C.")
+        bool, typer.Option("--follow", "-f", help="Follow until Ctrl-C, also across restarts of the server.")
     ] = False,
 ) -> None:
     """Print a session's conversation: its agents, and failures, rollbacks, rewards and annotations in their place."""

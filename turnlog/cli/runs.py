@@ -18,8 +18,8 @@ MOST = 1000
 
 def runs(
     ctx: typer.Context,
-    limit: Annotated[int, typer.Option(min=1, max=MOST, help="At most so many runs.")] = 50,
-    cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=MOST, help="Maximum number of runs.")] = 50,
+    cursor: Annotated[str | None, typer.Option(help="Continue where an earlier list ended.")] = None,
 ) -> None:
     """The runs, with their sessions, turns, groups and rewards."""
     found = remote(ctx).read("GET", "/runs", parameters={"limit": limit, "cursor": cursor})
@@ -68,7 +68,7 @@ def run(
     else:
         status = "erased" if remote(ctx).erase(path) else "erasing"
     if not printed_as_json(ctx, {"run": name, "status": status}):
-        left = "being erased: object storage or archives still have some of it, and the server goes on"
+        left = "being erased: object storage or archives still have some of it; the server continues"
         say(f"run {name} is {left if status == 'erasing' else status}")
 
 

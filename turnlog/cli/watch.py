@@ -52,7 +52,7 @@ def _show(server: Transport, wish: dict[str, Any]) -> None:
             try:
                 rows, total, trouble = *_in_flight(server, wish), ""
             except Unreachable:
-                trouble = ", as far as is known: the server does not answer"
+                trouble = ", as last known: the server does not answer"
 
 
 def _in_flight(server: Transport, wish: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:

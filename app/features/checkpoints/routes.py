@@ -75,7 +75,7 @@ async def make_checkpoint(request: Request) -> dict[str, Any]:
     """
     body = await request.body_of(NewCheckpoint)
     if body.name.startswith(BEFORE):
-        raise InvalidRequest(f"name: names that begin with {BEFORE} are those of checkpoints that restores make")
+        raise InvalidRequest(f"name must not begin with {BEFORE}, which is reserved for checkpoints that restores make")
     if not body.name.strip("."):
         raise InvalidRequest("name must not be only dots")  # a client may take it for a relative path
     require_finite(body.metadata, "metadata")
@@ -101,7 +101,7 @@ async def list_checkpoints(request: Request, wanted: Annotated[CheckpointQuery, 
 
 @route(
     "POST /checkpoints/{name}/restore",
-    "Take a run back to a checkpoint",
+    "Restore a run to a checkpoint",
     "admin",
     json_reply(reply_types.RestoredStore, "It is restored."),
     errors=(InvalidRequest, NotFound, CheckpointBusy, *WRITE),

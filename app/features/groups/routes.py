@@ -24,7 +24,7 @@ from turnlog.rows import Acknowledged, LeasedGroup
 
 route = Routes("Export")
 
-OF_RUN = "Its run. Without it: the default run, else the only run that has a group of this id."
+OF_RUN = "The group's run. By default the default run, else the only run that has a group with this id."
 
 
 class GroupListQuery(Selection):
@@ -50,7 +50,7 @@ class Acknowledgement(BaseModel):
     "GET /export/groups",
     "Lease complete groups to a consumer",
     "admin",
-    Reply("One group a line; empty if there is none.", {NDJSON: LeasedGroup[dict[str, Any]]}),
+    Reply("One group per line; empty if there is none.", {NDJSON: LeasedGroup[dict[str, Any]]}),
     errors=(InvalidRequest, *WRITE),
     of_run="query",
 )

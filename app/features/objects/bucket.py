@@ -132,7 +132,7 @@ class Bucket:
         except AlreadyExistsError:
             if await self.read(name) != body:
                 self.counters.failed += 1
-                raise PayloadsUnavailable(f"{self.url}/{name} is another store's") from None
+                raise PayloadsUnavailable(f"{self.url}/{name} belongs to another store") from None
         except _FAULTS as error:
             if self._is_full(error, len(body)):
                 self.counters.failed += 1
@@ -221,7 +221,7 @@ class Bucket:
     def consequence_of_versions(self) -> str:
         """What follows from kept versions for who runs the store."""
         if self.url.startswith("s3://"):
-            return "an erasure deletes those too"
+            return "an erasure also deletes those"
         return "nothing is deleted there; turn versioning off"
 
     def _delete_versions(self, name: str) -> None:

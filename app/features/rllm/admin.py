@@ -81,7 +81,7 @@ async def add_worker(request: Request) -> dict[str, str]:
         raise InvalidRequest("url is required")
     base = plain_base_url(body.url)
     if (body.api_path or API_PATH).rstrip("/") != API_PATH:
-        raise Unsupported(f"api_path: engines are asked below {API_PATH}")
+        raise Unsupported(f"api_path must be {API_PATH}")
     listed = await request.services.engine_pool.put(base, "serving")
     return {"worker_id": _id(listed.member.url), "url": listed.member.url, "api_path": API_PATH}
 
@@ -101,12 +101,12 @@ async def remove_worker(
     return {"removed": worker_id}
 
 
-@route("POST /admin/flush", "Nothing: a reply is on disk before it leaves", "admin", json_reply(ANYTHING))
+@route("POST /admin/flush", "Does nothing: every reply is on disk before it is sent", "admin", json_reply(ANYTHING))
 async def flush(request: Request) -> dict[str, str]:
     return {"status": "flushed"}
 
 
-@route("POST /admin/reload", "Nothing, as at the gateway", "admin", json_reply(ANYTHING))
+@route("POST /admin/reload", "Does nothing, as in rLLM's gateway", "admin", json_reply(ANYTHING))
 async def reload(request: Request) -> dict[str, str]:
     return {"status": "ok"}
 

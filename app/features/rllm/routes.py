@@ -36,7 +36,7 @@ AT_ONCE = 100
 PAGE = 1000
 
 Since = Annotated[float | None, Query(description="Only what is not older, in seconds since the epoch.")]
-Limit = Annotated[int | None, Query(description="At most so many, the oldest first.")]
+Limit = Annotated[int | None, Query(description="Maximum number of traces, the oldest first.")]
 
 
 class GatewaySession(CreateSession):
@@ -72,7 +72,7 @@ class TracedSession(msgspec.Struct):
 
 @route(
     "POST /rllm/sessions",
-    "Create a session, also of a name that was deleted",
+    "Create a session, also under the name of a deleted one",
     "admin",
     json_reply(ANYTHING, "The session, as `POST /sessions` tells it, by the name that was given."),
     errors=(*BODY, SessionExists, *WRITE),
@@ -93,7 +93,7 @@ async def create_session(request: Request) -> dict[str, Any]:
     }
     if given.sampling_params is not None:
         if given.params is not None:
-            raise InvalidRequest("sampling_params and params are two names of one thing; give one of them")
+            raise InvalidRequest("sampling_params and params mean the same; give one of them")
         params, model = pinned(given.sampling_params)
         fields |= {"params": params or None, "model": model or given.model}
     body = given.model_copy(update=fields)
@@ -258,7 +258,7 @@ async def get_trace(
     session_id, _, number = trace_id.rpartition(".")
     try:
         if not (number.isascii() and number.isdigit()) or await _is_deleted(app, session_id):
-            raise NotFound("no such trace")
+            raise NotFound("this trace does not exist")
         return await traces.one(app.database, session_id, int(number))
     except (NotFound, SessionNotFound):
         raise NotFound(f"Trace {trace_id} not found") from None
