@@ -101,7 +101,7 @@ class EventParameters(Selection):
 async def get_events(request: Request, query: Annotated[EventParameters, Query()]) -> StreamingResponse:
     """Every session's events as NDJSON, in the order of commits; with `follow` the stream stays open.
 
-    Each line has its `position`, with which any process goes on behind it.
+    Each line has its `position`, from which any process can continue.
     """
     feed = request.services.all_events
     wanted = EventFilter(tuple(query.type), query.session_id, query.name, query.generation, **query.run_and_group)

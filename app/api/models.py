@@ -55,7 +55,7 @@ class _Model(msgspec.Struct):
     of_run="session",
 )
 async def session_models(request: Request, session_id: SessionId) -> Response:
-    """The models of the session's engine; of a session of text, its own."""
+    """The models of the session's engine; in a session with capture "text", its upstream's."""
     config = (await request.services.sessions.require(session_id)).session.config
     if config.upstream is not None:
         return JSONResponse({"object": "list", "data": [{"id": config.model, "object": "model", "created": 0}]})

@@ -54,7 +54,7 @@ EXPLORER = _explorer()
     Reply("A browser: the page.", {}, status=307),
 )
 async def root(request: Request) -> object:
-    """Paths of the page, of this document and of the check of health. A browser is sent to the page."""
+    """Paths of the page, of this document and of the health check. A browser is sent to the page."""
     if "text/html" in request.headers.get("accept", ""):
         return RedirectResponse("ui/")
     return {"service": "turnlog", "page": "/ui", "routes": "/docs", "health": "/health"}

@@ -554,7 +554,7 @@ async def delete_session(
 ) -> Response:
     """Close the session at once; with `?erase=true` also delete its content permanently.
 
-    202: the content is gone from the database, and its bytes in object storage are being removed; ask again until 204.
+    202: the content is gone from the database, and its bytes in object storage are being removed; repeat until 204.
     `?erase=true` with a session's token is 403, unless `TURNLOG_SESSION_REWARDS=allow`. With the header that `/samples`
     told, 412 if a turn has been opened or committed since.
     """

@@ -70,7 +70,7 @@ def expose(
 ) -> None:
     """Make the server reachable from elsewhere: run a forwarder, and give sessions the address that it prints.
 
-    The forwarder is started again when it dies, and a new address is followed. At the end the address is taken back.
+    If the forwarder dies, it is restarted; a new address replaces the old one. At the end the address is withdrawn.
     """
     named = pattern or (None if public_url else PATTERNS.get(Path(command[0]).name))
     if public_url is not None and "{}" in public_url and pattern is None:

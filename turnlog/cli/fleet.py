@@ -22,7 +22,7 @@ class Mode(StrEnum):
     RETRACT = "retract"
 
 
-engines_app = typer.Typer(help="The engines: list, add, drain, remove.", no_args_is_help=True)
+engines_app = typer.Typer(help="List, add, drain and remove engines.", no_args_is_help=True)
 
 Engine = Annotated[str, typer.Argument(help="The engine's base URL, as in TURNLOG_UPSTREAMS.")]
 Adapter = Annotated[str | None, typer.Argument(help="The adapter's name; or --fleet.")]

@@ -14,7 +14,7 @@ from turnlog.cli.running import DatabaseUrl, Json, UsageError
 
 
 def verify(database_url: DatabaseUrl = None, as_json: Json = False) -> None:
-    """Check everything in the store against the log. A server may run."""
+    """Check everything in the store against the log. A server may be running."""
     from ops.verify import perform
 
     raise typer.Exit(perform(database_url, as_json=as_json))
@@ -38,7 +38,7 @@ def restore(
     database_url: DatabaseUrl = None,
     as_json: Json = False,
 ) -> None:
-    """Put a backup in the place of an SQLite store, or finish the restore of a PostgreSQL one. No server may run."""
+    """Replace an SQLite store with a backup, or finish the restore of a PostgreSQL one. No server may be running."""
     from ops.backup import restore
 
     raise typer.Exit(restore(database_url, copy, as_json=as_json))
@@ -52,7 +52,7 @@ def replay(
     with_events: Annotated[bool, typer.Option("--events", help="Also show the events up to there.")] = False,
     heads: Annotated[bool, typer.Option("--heads", help="Compare every session's head with its log instead.")] = False,
     fix: Annotated[
-        bool, typer.Option("--fix", help="With --heads: write what the log says. No server may run.")
+        bool, typer.Option("--fix", help="With --heads: write what the log says. No server may be running.")
     ] = False,
     database_url: DatabaseUrl = None,
     as_json: Json = False,

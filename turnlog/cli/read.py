@@ -41,7 +41,7 @@ def read(
         bool, typer.Option("--follow", "-f", help="Follow until Ctrl-C, also across restarts of the server.")
     ] = False,
 ) -> None:
-    """Print a session's conversation: its agents, and failures, rollbacks, rewards and annotations in their place."""
+    """Print a session's conversation, with its agents, failures, rollbacks, rewards and annotations."""
     from turnlog.client.lines import EventsPlace
 
     path, place = f"/sessions/{segment(session)}", EventsPlace(0, follow)

@@ -21,7 +21,7 @@ def runs(
     limit: Annotated[int, typer.Option(min=1, max=MOST, help="Maximum number of runs.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Continue where an earlier list ended.")] = None,
 ) -> None:
-    """The runs, with their sessions, turns, groups and rewards."""
+    """List runs with their sessions, turns, groups and rewards."""
     found = remote(ctx).read("GET", "/runs", parameters={"limit": limit, "cursor": cursor})
     if printed_as_json(ctx, found):
         return
@@ -53,7 +53,7 @@ def run(
     close: Annotated[bool, typer.Option("--close", help="Close it and its open sessions, for good.")] = False,
     erase: Annotated[bool, typer.Option("--erase", help="Erase all of its sessions, and free its name.")] = False,
 ) -> None:
-    """A run's figures; or close it, or erase it."""
+    """Show a run's figures, or close or erase it."""
     if close and erase:
         raise UsageError("--erase closes the run, too: --close is not needed")
     path = f"/runs/{segment(name)}"

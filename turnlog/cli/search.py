@@ -22,7 +22,7 @@ def search(
     cursor: Annotated[str | None, typer.Option(help="Continue where an earlier search ended.")] = None,
     **filters: Any,
 ) -> None:
-    """Find messages, tool calls and tool results over all sessions, newest first."""
+    """Search the messages, tool calls and tool results of all sessions, newest first."""
     from turnlog.errors import NotFound
 
     server = remote(ctx)

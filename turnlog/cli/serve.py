@@ -42,7 +42,7 @@ def serve(
 ) -> None:
     """Run a server. Its settings are TURNLOG_ variables (docs/settings.md).
 
-    If it dies, it is started again; connections wait meanwhile.
+    If it dies, it is restarted; connections wait meanwhile.
     """
     if workers > 1 and _settings().database_url.startswith("sqlite"):
         raise UsageError(

@@ -95,7 +95,7 @@ def show(
     session: Annotated[str, typer.Argument(help="The session's id.", autocompletion=complete.sessions)],
     at: Annotated[int | None, typer.Option(min=1, help="The session as it was after this event.")] = None,
 ) -> None:
-    """A session: its turns with their stages, failures and rollbacks."""
+    """Show a session: its turns with their stages, failures and rollbacks."""
     path = f"/sessions/{segment(session)}/state"
     state = remote(ctx).read("GET", path, parameters={"seq": at})
     if printed_as_json(ctx, state):
@@ -131,7 +131,7 @@ def groups(
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
     **filters: Any,
 ) -> None:
-    """The groups, or one group's attempts and rewards."""
+    """List groups, or show one group's attempts and rewards."""
     server = remote(ctx)
     wish = given(filters)
     if name is not None and (cursor is not None or wish.keys() - {"run"}):

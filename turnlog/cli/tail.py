@@ -51,7 +51,7 @@ def tail(
     limit: Annotated[int | None, typer.Option(min=1, help="For all sessions: at most this many events.")] = None,
     **filters: Any,
 ) -> None:
-    """A session's events, or all sessions'; with -f each new event as soon as it is on disk."""
+    """Print a session's events, or all sessions'; with -f also each new event as soon as it is on disk."""
     from turnlog.client.lines import AllEventsPlace, EventsPlace, is_event
 
     for_machine = wants_json(ctx)

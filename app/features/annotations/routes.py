@@ -73,7 +73,7 @@ _READ: Errors = (InvalidRequest, NotFound, *SESSION, *READ)
 async def put_of_session(
     request: Request, session_id: SessionId, name: Name, writer: Writer = None, over: StatedOver = None
 ) -> dict[str, Any]:
-    """Write a JSON value on the session, also a closed one, in the place of what it has under this name. A session's
+    """Write a JSON value on the session, also a closed one, replacing what it has under this name. A session's
     `note` and `tags` are in lists, too."""
     return await _put(request, session_id, None, name, writer, over)
 

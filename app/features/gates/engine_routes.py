@@ -329,7 +329,7 @@ async def abort_request(request: Request) -> dict[str, Any]:
 )
 async def abort_requests(request: Request) -> dict[str, Any]:
     """The generations of the turns whose requests had these `request_id`s, in any process. Without ids every one on
-    `/abort_requests`, as at vLLM, where the other route wants a list, and aborts nothing for an empty one."""
+    `/abort_requests`, as in vLLM; the other route requires a list, and aborts nothing for an empty one."""
     ids = (await request.body_of(AbortRequests)).request_ids
     if request.route.path == ABORTS_ALL:
         ids = ids or None

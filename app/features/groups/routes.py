@@ -55,7 +55,7 @@ class Acknowledgement(BaseModel):
     of_run="query",
 )
 async def hand_out(request: Request, query: Annotated[FeedQuery, Query()]) -> StreamingResponse:
-    """Up to `size` complete groups as NDJSON, one a line, leased to the consumer before the first byte is sent."""
+    """Up to `size` complete groups as NDJSON, one per line, leased to the consumer before the first byte is sent."""
     return await started(await _groups(request).feed.hand_out(query), NDJSON)
 
 

@@ -74,7 +74,7 @@ async def delete_public_url(
     request: Request,
     url: Annotated[str | None, Query(description="Withdraw the address only if it is this one.")] = None,
 ) -> None:
-    """The address is `TURNLOG_PUBLIC_URL` again, or that of each request."""
+    """New sessions get a `url` below `TURNLOG_PUBLIC_URL` again, or below the request's own address."""
 
     def taken_back(fleet: Fleet) -> PublicUrlSet | None:
         given = fleet.public_url

@@ -113,7 +113,7 @@ async def reload(request: Request) -> dict[str, str]:
 
 @route("GET /admin/weight_version", "The trainer's weight version", "page", json_reply(ANYTHING), errors=WRITE)
 async def get_weight_version(request: Request) -> dict[str, int | None]:
-    """Null where none was set, or one that is no number."""
+    """Null if none was set, or if it is not a number."""
     version = (await request.services.fleet.refresh()).gates.fleet.version
     return {"weight_version": int(version) if version is not None and is_number(version) else None}
 

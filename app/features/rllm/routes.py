@@ -153,7 +153,7 @@ async def _sessions(app: Services, since: float | None, limit: int | None) -> As
     of_run="session",
 )
 async def get_session(request: Request, session_id: SessionId) -> StreamingResponse:
-    """What `GET /sessions/{session_id}` is where this feature is on. `metadata` has what was given at create too."""
+    """Replaces `GET /sessions/{session_id}` if this feature is on. `metadata` also has what was given at create."""
     app = request.services
     live = await app.sessions.require(session_id)
     beside = {
@@ -188,7 +188,7 @@ async def delete_session(request: Request, session_id: SessionId) -> dict[str, i
     optional_body=True,
 )
 async def batch_delete(request: Request) -> dict[str, int]:
-    """As `DELETE` of each. A name that is not there is nothing deleted."""
+    """As `DELETE` of each. Unknown names are ignored."""
     app = request.services
     names = list(dict.fromkeys((await request.body_of(SessionIds)).session_ids))
     deleted = 0
@@ -228,7 +228,7 @@ async def _delete(app: Services, session_id: str) -> int:
 async def session_traces(
     request: Request, session_id: SessionId, since: Since = None, limit: Limit = None
 ) -> StreamingResponse:
-    """Each committed turn as rLLM's `TraceRecord`, in the order of their commits. Of an unknown name there are none."""
+    """Each committed turn as rLLM's `TraceRecord`, in the order of their commits; none for an unknown name."""
     app = request.services
     return await started(_array(_traces(app, [session_id], since, limit)), JSON)
 
@@ -243,7 +243,7 @@ async def session_traces(
     optional_body=True,
 )
 async def query_traces(request: Request) -> StreamingResponse:
-    """`since` and `limit` are of each session."""
+    """`since` and `limit` apply to each session."""
     app = request.services
     query = await request.body_of(TraceQuery)
     ids = [await app.names.newest(request.head.run, id_of(name)) for name in query.session_ids]

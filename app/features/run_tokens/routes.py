@@ -20,7 +20,7 @@ route = Routes("Runs")
     errors=(InvalidRequest, *WRITE),
 )
 async def make_token(request: Request, run: RunName) -> reply_types.RunToken:
-    """A token that opens everything within the run and nothing outside. The run's token of before ends.
+    """A token for everything within the run and nothing outside. It replaces the run's earlier token.
 
     Another process of the server may take the former token for half a second more.
     """
@@ -33,7 +33,7 @@ async def make_token(request: Request, run: RunName) -> reply_types.RunToken:
 
 @route("DELETE /runs/{run}/token", "Revoke the run's token", "admin", NO_CONTENT, errors=(InvalidRequest, *WRITE))
 async def end_token(request: Request, run: RunName) -> None:
-    """The run has no token any more, also where it had none."""
+    """The run then has no token; it need not have had one."""
     await _run_tokens(request).end(run)
 
 
