@@ -249,7 +249,7 @@ class SessionChanged(AppError):
     """What has come since would be closed unseen."""
 
     status, code, type, retry = 412, "session_changed", "invalid_request_error", False
-    meaning = "a turn has been opened or committed since `/samples` told what `DELETE` names"
+    meaning = "a turn has been opened or committed since `/samples` gave the revision that `DELETE` names"
 
 
 class TooManySessions(AppError):
@@ -451,7 +451,7 @@ class UpstreamTimeout(AppError):
 class NoUpstream(AppError):
     status, code, type = 503, "no_upstream", "upstream_error"
     meaning = (
-        "there is no engine, in `TURNLOG_UPSTREAMS` or added; or the upstream of a session of text is no longer in "
+        "no engine is in `TURNLOG_UPSTREAMS` or was added; or a session's text upstream is no longer in "
         "`TURNLOG_TEXT_UPSTREAMS`"
     )
     retry_after_s = 5

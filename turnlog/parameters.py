@@ -124,8 +124,8 @@ class OfSessions(Selection, total=False):
     tag: Annotated[str, "Only sessions with this tag."]
     annotated: Annotated[str, "Only sessions with an annotation of their own of this name."]
     unannotated: Annotated[str, "Only open and closed sessions without an annotation of this name."]
-    name: Annotated[str, "Only sessions that clients call so."]
-    generation: Annotated[int, "Only this generation of a name."]
+    name: Annotated[str, "Only sessions with this name."]
+    generation: Annotated[int, "Only this generation of the name."]
     evaluation: Annotated[bool, "Only evaluations; false: only others."]
     min_engine_errors: Annotated[int, "Only sessions with at least this many engine errors."]
     min_tool_errors: Annotated[int, "Only sessions with at least this many tool errors."]
@@ -179,8 +179,8 @@ class ExportFilters(Selection, RowFilters, total=False):
     """The parameters of `GET /export` but for `format`, `shape` and `explain`."""
 
     session_id: Annotated[str, "Only this session."]
-    name: Annotated[str, "Only sessions that clients call so."]
-    generation: Annotated[int, "Only this generation of a name."]
+    name: Annotated[str, "Only sessions with this name."]
+    generation: Annotated[int, "Only this generation of the name."]
     status: Annotated[
         Literal["completed", "truncated", "aborted"], "Only rows with this status: completed, truncated, aborted."
     ]
@@ -230,8 +230,8 @@ class EventParameters(Selection, total=False):
     limit: Annotated[int, "At most this many events."]
     type: Annotated[Sequence[EventType], "Only events of these types."]
     session_id: Annotated[str, "Only this session."]
-    name: Annotated[str, "Only sessions that clients call so."]
-    generation: Annotated[int, "Only this generation of a name."]
+    name: Annotated[str, "Only sessions with this name."]
+    generation: Annotated[int, "Only this generation of the name."]
 
 
 class TreeParameters(TypedDict, total=False):

@@ -282,7 +282,7 @@ def _parsed_without(
         start = text.index(mark)
         values.append(_Value(marks.pop(mark), start, start + len(mark)))
     if marks:
-        raise Rejected("what was cut out is no payload")
+        raise Rejected("what was cut out is not a payload")
     if compact is not text:
         parsed.plain = None
         if job.protocol == "chat":

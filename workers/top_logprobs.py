@@ -110,7 +110,7 @@ def of_sglang_chat(meta: Fields, where: str, prompt: Prompt, output: int, wish: 
     if len(triples) > prompt.tokens:
         raise Rejected(f"{place} has {len(triples)} entries for {prompt.tokens} prompt tokens")
     if any(triple.logprob is None for triple in triples[1:]):
-        raise Rejected(f"{place} has a null behind its first entry")
+        raise Rejected(f"{place} has a null after its first entry")
     own = _own(prompt)
     count = min(len(triples), len(own))
     kept = triples[len(triples) - count :]
@@ -232,7 +232,7 @@ def _number(text: str, where: str) -> int:
         token = int(text)
         if token <= MAX_TOKEN_ID and str(token) == text:
             return token
-    raise Rejected(f"{where} names a token that is no id from 0 to {MAX_TOKEN_ID}")
+    raise Rejected(f"{where} names a token that is not an id from 0 to {MAX_TOKEN_ID}")
 
 
 def _require_rows(actual: int, count: int, where: str) -> None:

@@ -53,8 +53,8 @@ def arguments(
         known = _HUNYUAN.get(effort) if effort is None or isinstance(effort, str) else None
         if known is None:
             raise InvalidRequest(
-                "reasoning_effort must be one of none, minimal, low, medium, high, xhigh and max: the engine takes no "
-                "other with this chat template"
+                "reasoning_effort must be one of none, minimal, low, medium, high, xhigh and max: the engine "
+                "accepts no other value with this chat template"
             )
         effort = known
     elif other is not None:

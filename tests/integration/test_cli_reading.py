@@ -71,7 +71,7 @@ def test_a_conversation_is_read_as_it_happened(cli: Stand) -> None:
         "line 30",
         "Not this.",
         "rolled back to turn 1: discarded 3",
-        "goes on after turn 1",
+        "continues after turn 1",
         "It is red.",
         "[length]",
         "reward -0.5",
@@ -108,8 +108,8 @@ def test_agents_stand_under_the_call_that_began_them(cli: Stand) -> None:
     assert [line for line in lines if "begins" in line or "goes on" in line] == [
         f"{' ' * 24}explorer-0 begins, called by turn 1 (task), branch 1 (agent)",
         f"{' ' * 24}explorer-1 begins, called by turn 1 (look), branch 2 (agent)",
-        f"{' ' * 20}goes on after turn 1, branch 3 (drift)",
-        f"{' ' * 20}goes on from a compaction, with what turn 6 said, branch 4 (compaction)",
+        f"{' ' * 20}continues after turn 1, branch 3 (drift)",
+        f"{' ' * 20}continues from a compaction, with the reply of turn 6, branch 4 (compaction)",
     ]
     assert [line.find("turn") for line in lines if line.strip().startswith("turn") and "·" in line] == [
         0,

@@ -58,7 +58,7 @@ def texts(*bodies: str) -> list[Text]:
 
 
 EXPERTS = "routed_experts"
-NO_INTEGERS = f"{EXPERTS} is a .npy file of something else than integers in C order"
+NO_INTEGERS = f"{EXPERTS} is a .npy file, but not of integers in C order"
 NO_BASE64 = [
     *(ENCODED[:-1], ENCODED + b"A", ENCODED + b"=", b" " + ENCODED, ENCODED + b"\n"),
     *(ENCODED[:7] + one + ENCODED[8:] for one in (b"=", b"-", b"_", b"*", b"\n")),
@@ -68,7 +68,7 @@ CASES = [
     Case(f"{EXPERTS} is not base64", [Text(b'"' + text + b'"') for text in NO_BASE64]),
     Case(
         # Each of the two pieces on its own would be valid.
-        f"{EXPERTS} is not base64: padding stands inside it",
+        f"{EXPERTS} is not base64: it has padding before its end",
         [Text(b'"' + PADDED + base64.b64encode(bytes(6)) + b'"')],
         tokens=2,
     ),

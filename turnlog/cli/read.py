@@ -164,14 +164,14 @@ class _Reading:
     def _print_turn(self, event: Object) -> None:
         turn, parent = event["turn"], event["parent"]
         opened = self._opened.pop(turn, None)
-        *brought, reply = self.messages(turn) or [{"message": None, "error": "it is not there"}]
+        *brought, reply = self.messages(turn) or [{"message": None, "error": "the message is missing"}]
         depth = self._depths.get(event.get("carries") or parent, 0)
         if event.get("branch_cause") not in (None, "start"):
             caller = self._caller(event, [one["message"] for one in brought])
             depth = depth if caller is None else caller.depth + 1
             _print_block([], [(_begins(event, caller), "yellow")], depth=depth)
         elif self._last not in (None, parent):
-            _print_block([], [(f"{_agent(event)}goes on after turn {parent}", "yellow")], depth=depth)
+            _print_block([], [(f"{_agent(event)}continues after turn {parent}", "yellow")], depth=depth)
         for one in brought:
             self._print_brought(one, depth)
         self._last, self._depths[turn] = turn, depth
@@ -240,11 +240,11 @@ def _begins(event: Object, caller: _Made | None) -> str:
     """What a turn says that does not continue its branch."""
     parent, cause = event["parent"], event["branch_cause"]
     if cause == "compaction":
-        where = f"goes on from a compaction, with what turn {event['carries']} said"
+        where = f"continues from a compaction, with the reply of turn {event['carries']}"
     elif caller is not None:
         where = f"begins, called by turn {caller.turn} ({caller.call.name})"
     else:
-        where = f"goes on after turn {parent}" if parent else "begins a new conversation"
+        where = f"continues after turn {parent}" if parent else "begins a new conversation"
     return f"{_agent(event)}{where}, branch {event.get('branch')} ({cause})"
 
 

@@ -25,7 +25,7 @@ TASK = 80
 @takes(SessionFilters, "status")  # a state is also a status
 def sessions(
     ctx: typer.Context,
-    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of sessions.")] = 50,
     every: Annotated[bool, typer.Option("--all", help="All of them, page after page.")] = False,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
     **filters: Any,
@@ -127,7 +127,7 @@ def groups(
             metavar="GROUP", help="A group's id; without it, the groups are listed.", autocompletion=complete.groups
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=PAGE, help="At most so many groups.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, max=PAGE, help="Maximum number of groups.")] = 50,
     cursor: Annotated[str | None, typer.Option(help="Go on where an earlier list ended.")] = None,
     **filters: Any,
 ) -> None:

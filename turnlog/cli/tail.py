@@ -137,7 +137,7 @@ def told(event: Mapping[str, Any]) -> str | None:
             closed = f"closed: {event['reason']}" if event.get("reason", "deleted") != "deleted" else "closed"
             return f"{closed}, failed: {failure(event['failed'])}" if "failed" in event else closed
         case {"type": "SessionRestored", "checkpoint": name, "to_seq": seq}:
-            return f"taken back to checkpoint {name}, event {seq}"
+            return f"restored to checkpoint {name}, event {seq}"
         case {"type": "SessionErased"}:
             return "its content is erased"
     return None

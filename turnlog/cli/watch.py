@@ -25,7 +25,7 @@ EVERY_S = 1.0
 
 @takes(Selection)
 def watch(ctx: typer.Context, **filters: Any) -> None:
-    """Watch the sessions in flight until Ctrl-C; in a pipe, or with --json, print every event that tells what they do."""
+    """Watch the sessions in flight until Ctrl-C; in a pipe, or with --json, print every event of what they do."""
     server = remote(ctx, patience_s=0)
     if sys.stdout.isatty() and not wants_json(ctx):
         _show(server, given(filters))

@@ -96,7 +96,7 @@ def annotate(
     name: Annotated[str, typer.Argument(help="The annotation's name; note and tags are also in lists.")],
     value: Annotated[str, typer.Argument(help="JSON; anything else is taken as text.")],
     turn: Annotated[int | None, typer.Option(help="Of this turn, not of the session.", min=1)] = None,
-    writer: Annotated[str | None, typer.Option(help="Who says so.")] = None,
+    writer: Annotated[str | None, typer.Option(help="Who wrote it.")] = None,
 ) -> None:
     """Write a note, tags or another value on a session, also a closed one, or on a turn."""
     of = _path(session) + ("" if turn is None else f"/turns/{turn}")

@@ -109,7 +109,7 @@ class EventsPlace(Place):
         self.after = after
 
     def __str__(self) -> str:
-        return f"behind event {self.after}"
+        return f"after event {self.after}"
 
     def parameters(self) -> Mapping[str, Any]:
         return {"after": self.after, "follow": "true" if self.is_open_ended else "false"}
@@ -135,7 +135,7 @@ class AllEventsPlace(Place):
         self.position = None if self._after == "end" else self._after
 
     def __str__(self) -> str:
-        return "behind the last event"
+        return "after the last event"
 
     def parameters(self) -> Mapping[str, Any]:
         after = self.position or self._after

@@ -222,7 +222,7 @@ class Bucket:
         """What follows from kept versions for who runs the store."""
         if self.url.startswith("s3://"):
             return "an erasure also deletes those"
-        return "nothing is deleted there; turn versioning off"
+        return "Turnlog deletes nothing there; turn versioning off"
 
     def _delete_versions(self, name: str) -> None:
         """Delete all versions of an object, since a deletion alone would hide it. obstore has no call for versions;

@@ -81,8 +81,8 @@ class TracedSession(msgspec.Struct):
     example={"session_id": "task-17:0", "sampling_params": {"temperature": 1.0}},
 )
 async def create_session(request: Request) -> dict[str, Any]:
-    """What `POST /sessions` is where this feature is on. A session without a turn may be created anew with another
-    body; one that has turns is 409, since its traces would be of two."""
+    """Replaces `POST /sessions` if this feature is on. A session without a turn may be created again with another
+    body; one that has turns is 409, since its traces would mix two."""
     app = request.services
     given = await request.body_of(GatewaySession)
     name = given.session_id
@@ -124,7 +124,7 @@ async def _begin_anew(app: Services, run: str | None, name: str) -> bool:
     errors=READ,
 )
 async def list_sessions(request: Request, since: Since = None, limit: Limit = None) -> StreamingResponse:
-    """What `GET /sessions` is where this feature is on and nothing but `since` and `limit` is asked for. Newest
+    """Replaces `GET /sessions` if this feature is on and only `since` and `limit` are given. Newest
     first."""
     return await started(_array(_sessions(request.services, since, limit)), JSON)
 
@@ -173,7 +173,7 @@ async def get_session(request: Request, session_id: SessionId) -> StreamingRespo
     of_run="session",
 )
 async def delete_session(request: Request, session_id: SessionId) -> dict[str, int]:
-    """What `DELETE /sessions/{session_id}` is where this feature is on: the session is closed, and its name may be used
+    """Replaces `DELETE /sessions/{session_id}` if this feature is on: the session is closed, and its name may be used
     again. Its rows stay in exports."""
     return {"deleted": await _delete(request.services, session_id)}
 

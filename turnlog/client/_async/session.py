@@ -112,8 +112,8 @@ class AsyncSession:
         writer: who wrote it.
 
         Returns the event's number. Needs the admin token or the run's. Raises ValueError for a column without a turn
-        and for values that are not a column; NotFound, InvalidRequest (a column of another length, a number that is not finite, past a
-        limit), Forbidden.
+        and for values that are not a column; NotFound, InvalidRequest (a column of another length, a number that is
+        not finite, past a limit), Forbidden.
         """
         path = self._annotations(turn, name)
         if over is None:
