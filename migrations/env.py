@@ -86,7 +86,7 @@ async def _on_a_full_disk(url: str) -> None:
     """
     found = await revision_without_room(url)
     if found is None or found != _wanted():
-        raise StartupError(f"the disk is full: make room, then do this again (revision {found or 'unknown'})")
+        raise StartupError(f"the disk is full: free disk space, then run this again (revision {found or 'unknown'})")
     print(f"turnlog: the disk is full; the schema is at revision {found} already", file=sys.stderr)
 
 

@@ -76,7 +76,7 @@ def test_a_store_is_verified_copied_and_put_back(talked: Path) -> None:
     copy = talked.parent / "copy.db"
     made = answer("backup", copy)
     assert (made["copy"], made["bytes"], made["sessions"]) == (str(copy), copy.stat().st_size, 1)
-    assert "is there already" in complaint("backup", copy, code=2)
+    assert "already exists" in complaint("backup", copy, code=2)
     put = answer("restore", copy)
     assert put["store"] == str(talked)
     assert Path(put["kept"]).is_file()

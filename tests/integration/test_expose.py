@@ -159,7 +159,7 @@ def test_another_address_of_a_forwarder_that_lives_is_followed(guarded: Guarded,
 
 def test_what_cannot_be_exposed_is_said_in_a_line(guarded: Guarded, stand: Stand, tmp_path: Path) -> None:
     at = "--url", guarded.stand.server.base_url, "--token", ADMIN
-    assert "asks for no tokens" in complaint("expose", "--url", stand.base_url, "--", "true")
+    assert "requires no token" in complaint("expose", "--url", stand.base_url, "--", "true")
     assert "exit code 3 before it printed an address" in complaint("expose", *at, "--", "sh", "-c", "exit 3")
     assert "could not be started" in complaint("expose", *at, "--", str(tmp_path / "none"))
     assert "--pattern" in complaint("expose", *at, "--pattern", "(", "--", "true", code=2)
