@@ -23,7 +23,7 @@ def release() -> str:
 def install_command(extra: str) -> str:
     """The command that installs the extra's packages, by their own names.
 
-    It works for every kind of installation: no package index has `turnlog`, and outside a checkout there is no source.
+    It works for every kind of installation: also of a wheel's file, and of a checkout.
     """
     try:
         return f"pip install {shlex.join(_packages(extra))}"

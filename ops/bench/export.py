@@ -20,10 +20,10 @@ from app.export import jsontext
 from ops.bench.client import Connection
 from ops.bench.load import open_session, question_bytes
 from ops.bench.measure import MIB, Figures, Peak, cpu_s, percentile, save_figures, stat, table
-from ops.bench.real.bench import BASE, NEW, SAMPLED, engine_process
 from ops.bench.real.conversation import WIRES, Conversation
 from ops.bench.real.material import Material
 from ops.bench.real.play import Talk
+from ops.bench.real.stand import BASE, NEW, SAMPLED, engine_process
 from ops.bench.stand import Cores, asking, cores, folder_for_bench, pinned, simulator, started
 from ops.bench.stored import copy_up_to, play
 from ops.server import ServerProcess

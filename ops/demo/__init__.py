@@ -1,4 +1,4 @@
 """A demo of crash recovery in about half a minute: the server is killed while agents and an engine run.
 
-`python -m ops.demo` starts real processes and real OpenAI clients, and checks the result itself.
+`python -m ops.demo` starts real processes, and checks the result itself.
 """

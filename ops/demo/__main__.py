@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 
 from app.store.opening import upgrade
 from ops.demo.agent import Agent
@@ -51,7 +50,7 @@ class AgentsStopped(Exception):
     """The agents finished before the server could be killed, so the demo shows nothing."""
 
 
-FAILURES = (AgentsStopped, ServerDidNotStart, openai.OpenAIError, httpx.HTTPError, TimeoutError)
+FAILURES = (AgentsStopped, ServerDidNotStart, httpx.HTTPError, TimeoutError)
 
 
 async def make_agents(server: ServerProcess, service: httpx.AsyncClient) -> list[Agent]:
@@ -59,11 +58,7 @@ async def make_agents(server: ServerProcess, service: httpx.AsyncClient) -> list
     for number, name in enumerate(NAMES):
         body = {"group_id": f"task-{number % 2}", "attempt": number // 2, "metadata": {"agent": name}}
         created = (await service.post("/sessions", json=body)).raise_for_status().json()
-        client = openai.AsyncOpenAI(
-            base_url=server.base_url + created["base_url"],
-            api_key="none-needed-on-loopback",
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-        )
+        client = httpx.AsyncClient(base_url=server.base_url + created["base_url"], trust_env=False)
         agents.append(Agent(name, client, created["session_id"], TASKS))
     agents[1].stream = True
     agents[-1].timeout_s = IMPATIENT_S
@@ -113,13 +108,13 @@ async def finish(service: httpx.AsyncClient, agents: Sequence[Agent]) -> tuple[l
 
 def report(agents: Sequence[Agent], found: Findings, rows: Sequence[Row], generations: int, before: int) -> None:
     print("\nWhat the agents received")
-    print(f"  {'agent':8}{'turns':>7}{'tool calls':>12}{'SDK retries':>13}{'repeated':>13}{'replayed':>13}")
+    print(f"  {'agent':8}{'turns':>7}{'tool calls':>12}{'repeated':>13}{'replayed':>13}")
     for agent in agents:
         calls = sum(len(seen.calls) for seen in agent.seen)
         note = "streams" if agent.stream else f"client timeout {agent.timeout_s} s" if agent.timeout_s else ""
-        counts = f"{len(agent.seen):7}{calls:12}{agent.sdk_retries:13}{agent.repeated:13}{agent.replayed:13}"
+        counts = f"{len(agent.seen):7}{calls:12}{agent.repeated:13}{agent.replayed:13}"
         print(f"  {agent.name:8}{counts}  {note}".rstrip())
-    print("  repeated: requests that the agent sent again, after the SDK's retries were used up")
+    print("  repeated: requests that the agent sent again after an error or a timeout")
     print("  replayed: replies from the log, or from the turn in flight, without a second generation")
     tokens, sampled = sum(len(row["tokens"]) for row in rows), sum(sum(row["sampled_mask"]) for row in rows)
     sessions = len({row["session_id"] for row in rows})
@@ -175,7 +170,7 @@ async def _run_agents(
     server: ServerProcess, service: httpx.AsyncClient, engine: httpx.AsyncClient, story: Story
 ) -> bool:
     agents = await make_agents(server, service)
-    story.log(f"{len(agents)} agents start: openai {openai.__version__}, tools, {LATENCY_MS} ms for each generation")
+    story.log(f"{len(agents)} agents start: tools, {LATENCY_MS} ms for each generation")
     work = asyncio.gather(*(agent.run() for agent in agents))
     try:
         before = await kill_in_the_middle(server, engine, agents, work, story)
@@ -187,7 +182,7 @@ async def _run_agents(
     rows, logs = await finish(service, agents)
     generations = (await engine.get("/sim/stats")).json()["started"]
     for agent in agents:
-        await agent.client.close()
+        await agent.client.aclose()
     story.log("rewards set, sessions closed, exported")
     found = await check(server.environment["TURNLOG_DATABASE_URL"], agents, rows, logs)
     if generations > found.committed + found.abandoned:

@@ -1,4 +1,4 @@
-"""An agent like those of common harnesses: the openai package, tools, and a loop that repeats a failed call."""
+"""An agent like those of common harnesses: chat completions, tools, and a loop that repeats a failed call."""
 
 from __future__ import annotations
 
@@ -10,16 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import openai
-from openai.lib.streaming.chat import ChatCompletionStreamState
-from openai.types.chat import (
-    ChatCompletionAssistantMessageParam,
-    ChatCompletionMessageParam,
-    ChatCompletionToolUnionParam,
-)
 
 REPEAT_PAUSE_S = 0.25
-"""Pause in seconds before the agent repeats a call for which the SDK has used up its own retries."""
+"""Pause in seconds before the agent repeats a call that failed."""
 
 GIVE_UP_S = 40.0
 MAX_TURNS_PER_TASK = 8
@@ -35,7 +28,7 @@ TOOLS: dict[str, tuple[Callable[..., object], str, dict[str, object]]] = {
         {"substance": {"type": "string", "enum": list(BOILING_C)}},
     ),
 }
-DESCRIPTIONS: tuple[ChatCompletionToolUnionParam, ...] = tuple(
+DESCRIPTIONS = [
     {
         "type": "function",
         "function": {
@@ -45,7 +38,7 @@ DESCRIPTIONS: tuple[ChatCompletionToolUnionParam, ...] = tuple(
         },
     }
     for name, (_, description, properties) in TOOLS.items()
-)
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,22 +78,21 @@ class Acknowledged:
 
 @dataclass(slots=True)
 class Agent:
-    """`timeout_s` is the client timeout of a request in seconds; None means the SDK's default."""
+    """`client` has the session's base URL. `timeout_s` is its patience with a request, in seconds; None is no end."""
 
     name: str
-    client: openai.AsyncOpenAI
+    client: httpx.AsyncClient
     session_id: str
     tasks: Sequence[str]
     stream: bool = False
     timeout_s: float | None = None
-    messages: list[ChatCompletionMessageParam] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     seen: list[Acknowledged] = field(default_factory=list)
-    sdk_retries: int = 0
     repeated: int = 0
     replayed: int = 0
 
     async def run(self) -> None:
-        """Work through the tasks. Raises openai.OpenAIError, httpx.TransportError."""
+        """Work through the tasks. Raises httpx.HTTPError."""
         self.messages.append({"role": "system", "content": f"You are {self.name}. Use your tools."})
         for task in self.tasks:
             self.messages.append({"role": "user", "content": task})
@@ -118,39 +110,40 @@ class Agent:
         while True:
             try:
                 return await self._ask(key)
-            except (openai.APIConnectionError, openai.InternalServerError, httpx.TransportError) as error:
-                if isinstance(error, openai.APIConnectionError):
-                    self.sdk_retries += self.client.max_retries
+            except httpx.HTTPStatusError as error:
+                if not error.response.is_server_error or asyncio.get_running_loop().time() > deadline:
+                    raise
+            except httpx.TransportError:
                 if asyncio.get_running_loop().time() > deadline:
                     raise
             self.repeated += 1
             await asyncio.sleep(REPEAT_PAUSE_S)
 
     async def _ask(self, key: str) -> Acknowledged:
-        raw = await self.client.chat.completions.with_raw_response.create(
-            model="simulator",
-            messages=self.messages,
-            tools=DESCRIPTIONS,
-            stream=self.stream,
-            logprobs=True,
-            extra_body={"return_meta_info": True, "return_prompt_token_ids": True},
-            extra_headers={"Idempotency-Key": key},
-            timeout=openai.NOT_GIVEN if self.timeout_s is None else self.timeout_s,
-        )
-        parsed: Any = raw.parse()
-        answer = await _streamed(parsed) if self.stream else parsed.choices[0]
-        message, choice = answer.message, answer.model_dump()
-        self.sdk_retries += raw.retries_taken
+        asked = {
+            "model": "simulator",
+            "messages": self.messages,
+            "tools": DESCRIPTIONS,
+            "stream": self.stream,
+            "logprobs": True,
+            "return_meta_info": True,
+            "return_prompt_token_ids": True,
+        }
+        headers = {"Idempotency-Key": key}
+        raw = await self.client.post("chat/completions", json=asked, headers=headers, timeout=self.timeout_s)
+        raw.raise_for_status()
+        choice = _streamed(raw.text) if self.stream else raw.json()["choices"][0]
+        message = choice["message"]
         self.replayed += raw.headers.get("x-turnlog-replayed") == "true"
-        calls = tuple(Call(c.id, c.function.name, c.function.arguments) for c in message.tool_calls or ())
+        called = message.get("tool_calls") or ()
         sampled = (choice.get("meta_info") or {}).get("output_token_logprobs")
         return Acknowledged(
             turn=int(raw.headers["x-turnlog-turn"]),
             key=key,
             reply_sha256=None if self.stream else hashlib.sha256(raw.content).hexdigest(),
             message_index=len(self.messages),
-            text=message.content or "",
-            calls=calls,
+            text=message.get("content") or "",
+            calls=tuple(Call(one["id"], one["function"]["name"], one["function"]["arguments"]) for one in called),
             output_tokens=len(choice["logprobs"]["content"]) if sampled is None else len(sampled),
             prompt_ids=choice.get("prompt_token_ids"),
             output_ids=None if sampled is None else [entry[1] for entry in sampled],
@@ -159,7 +152,7 @@ class Agent:
 
     def _remember(self, reply: Acknowledged) -> None:
         self.seen.append(reply)
-        message: ChatCompletionAssistantMessageParam = {"role": "assistant", "content": reply.text or None}
+        message: dict[str, Any] = {"role": "assistant", "content": reply.text or None}
         if reply.calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -170,8 +163,23 @@ class Agent:
             self.messages.append({"role": "tool", "tool_call_id": call.id, "content": _run(call)})
 
 
-async def _streamed(stream: Any) -> Any:
-    state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
-    async for chunk in stream:
-        state.handle_chunk(chunk)
-    return state.current_completion_snapshot.choices[0]
+def _streamed(stream: str) -> dict[str, Any]:
+    """A stream's chunks as the one choice that they make. Raises httpx.RemoteProtocolError if its end is missing."""
+    content = ""
+    calls: dict[int, Any] = {}
+    logprobs: list[Any] = []
+    said = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
+    if said[-1:] != ["[DONE]"]:
+        raise httpx.RemoteProtocolError("the stream has no end")
+    for chunk in map(json.loads, said[:-1]):
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            content += delta.get("content") or ""
+            logprobs += (choice.get("logprobs") or {}).get("content") or ()
+            for part in delta.get("tool_calls") or ():
+                call = calls.setdefault(
+                    part["index"], {"id": part.get("id"), "function": {"name": "", "arguments": ""}}
+                )
+                for name, text in part["function"].items():
+                    call["function"][name] += text or ""
+    return {"message": {"content": content, "tool_calls": list(calls.values())}, "logprobs": {"content": logprobs}}

@@ -16,7 +16,12 @@ PYTHON = FOLDER / "bin" / "python"
 SERVED_AS = "tiny"
 START_S = 300.0
 
-_ARGUMENTS = "--dtype float32 --enforce-eager --max-num-seqs 16 --enable-auto-tool-choice --tool-call-parser hermes"
+# The worker shares the engine core's process, as on a GPU: vLLM on the CPU else starts one more, which takes as long
+# again to import PyTorch.
+_ARGUMENTS = (
+    "--dtype float32 --enforce-eager --max-num-seqs 16 --enable-auto-tool-choice --tool-call-parser hermes "
+    "--distributed-executor-backend vllm.v1.executor.uniproc_executor.UniProcExecutor"
+)
 _ENVIRONMENT = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_OFFLINE": "1",

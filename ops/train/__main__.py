@@ -1,7 +1,7 @@
 """`python -m ops.train`: runs of asynchronous GRPO by way of Turnlog, on vLLM on the CPU.
 
-`--all` plays five seeds without faults, one run with faults, and one with the same faults by way of a session server in
-memory; what is complete in `var/train` is not played again. Then it prints the table and draws the figure.
+`--all` plays each seed without faults, with faults, and with the same faults by way of a session server in memory; what
+is complete in `var/train` is not played again. Then it prints the table and draws the figure of all kept results.
 
 It needs `sh ops/setup train` and `sh ops/setup real-engine`.
 """
@@ -21,7 +21,7 @@ from ops.train.faults import Schedule
 from ops.train.results import FAULT_FREE, FAULTS, PEER, Planned
 from ops.train.run import run
 
-STEPS = 24
+STEPS = 72
 
 
 def main() -> int:
@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="the run's: an empty one, or one that is not there")
     parser.add_argument("--kind", choices=(FAULT_FREE, FAULTS, PEER), default=FAULT_FREE)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=results.SEEDS, help="of --all")
     parser.add_argument("--steps", type=int, default=STEPS)
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its processes end too
@@ -50,7 +51,8 @@ def main() -> int:
     if given.all:
         if importlib.util.find_spec("matplotlib") is None:
             parser.error("there is no matplotlib: sh ops/setup train")
-        results.run_all(lambda planned, folder: _play(planned, folder, given.steps))
+        plan = results.plan_of(given.seeds)
+        results.run_all(lambda planned, folder: _play(planned, folder, given.steps), plan, given.steps)
         figure.draw(results.load())
         return _show(results.load())
     if given.folder is None:

@@ -20,11 +20,11 @@ from ops.train.rollouts import lines
 RESULTS = Path(__file__).parent / "results"
 FOLDERS = ROOT / "var" / "train"
 FAULT_FREE, FAULTS, PEER = "fault-free", "faults", "memory"
-SEEDS = (1, 2, 3, 4, 5)
+SEEDS = (1, 2, 3)
 LAST = 8
 """Steps whose mean reward is a run's final one."""
 
-COLUMNS = {FAULT_FREE: "Turnlog, no faults, five seeds", FAULTS: "Turnlog, faults", PEER: "in memory, the same faults"}
+COLUMNS = {FAULT_FREE: "Turnlog, no faults", FAULTS: "Turnlog, kill -9", PEER: "in memory, kill -9"}
 KILLED_AGENT, LOST_TURN = "killed", "RolloutLost"
 """Why agents gave rollouts up, beside the names of the SDK's errors."""
 
@@ -45,7 +45,9 @@ class Planned(NamedTuple):
         return f"{self.kind}-{self.seed}"
 
 
-ALL = (*(Planned(FAULT_FREE, seed) for seed in SEEDS), Planned(FAULTS, 1), Planned(PEER, 1))
+def plan_of(seeds: Sequence[int]) -> list[Planned]:
+    """The runs of `--all`, a seed after the other, so that what is complete at any time is a fair table."""
+    return [Planned(kind, seed) for seed in seeds for kind in COLUMNS]
 
 
 class Result(msgspec.Struct):
@@ -119,35 +121,12 @@ def save(result: Result) -> None:
 
 
 def load() -> list[Result]:
-    """All kept results, in the order of `ALL`."""
-    paths = [RESULTS / f"{planned.name}.json" for planned in ALL]
-    return [msgspec.json.decode(path.read_bytes(), type=Result) for path in paths if path.exists()]
-
-
-class Spread(NamedTuple):
-    """The final rewards of the fault-free seeds; `inside` are those within two standard deviations."""
-
-    mean: float
-    deviation: float
-    least: float
-    most: float
-
-    def holds(self, reward: float) -> bool:
-        return abs(reward - self.mean) <= 2 * self.deviation
-
-
-def spread_of(results: Sequence[Result]) -> Spread | None:
-    """None with fewer than two fault-free runs."""
-    rewards = [result.final_reward for result in results if result.kind == FAULT_FREE]
-    if len(rewards) < 2:
-        return None
-    deviation = statistics.stdev(rewards)
-    return Spread(statistics.mean(rewards), deviation, min(rewards), max(rewards))
+    """All kept results."""
+    return [msgspec.json.decode(path.read_bytes(), type=Result) for path in sorted(RESULTS.glob("*.json"))]
 
 
 def failures(results: Sequence[Result]) -> list[str]:
     """What a run promised and did not keep. The peer promises nothing."""
-    spread = spread_of(results)
     told = []
     for result in results:
         if result.kind == PEER:
@@ -156,94 +135,87 @@ def failures(results: Sequence[Result]) -> list[str]:
         told += [f"{name}: {violation}" for violation in result.audit.violations]
         if result.ratio_before > 1e-3:
             told.append(f"{name}: the ratio before the first update is {result.ratio_before:.2e} off")
-        if result.kind == FAULTS and spread is not None and not spread.holds(result.final_reward):
-            told.append(f"{name}: its final reward {result.final_reward:.3f} is outside the spread")
+    free, faults = ([one.final_reward for one in results if one.kind == kind] for kind in (FAULT_FREE, FAULTS))
+    if len(free) > 1 and faults and abs(statistics.mean(faults) - statistics.mean(free)) > 2 * statistics.stdev(free):
+        told.append("the mean reward with faults is not within two standard deviations of the seeds without")
     return told
 
 
-Cell = Callable[[Result], float | str]
+class Row(NamedTuple):
+    """A figure of each result, None where a run has none, and how its mean, least and most are written."""
+
+    figure: Callable[[Result], float | None]
+    form: str = "{:,.0f}"
 
 
 def show(results: Sequence[Result], reward_at: Callable[[Result, float], float]) -> None:
-    """Print the table as Markdown, a column a kind of run; of several seeds the least and the most."""
+    """Print the table as Markdown, a column a kind of run; of several seeds the mean, the least and the most."""
     kinds = [kind for kind in COLUMNS if any(result.kind == kind for result in results)]
     if not kinds:
         print("no results yet")
         return
     tokens = min(result.points[-1][0] for result in results)
-    figures: dict[str, Cell] = {
-        "steps": lambda result: result.steps,
-        f"final mean reward (last {LAST} steps)": lambda result: result.final_reward,
-        f"mean reward after {tokens:,} generated tokens": lambda result: reward_at(result, tokens),
-        "ratio before the first update, distance from 1": lambda result: f"{result.ratio_before:.0e}",
-        "logprobs scored again with the weights that rows name, largest difference": lambda result: _off(result),
-        "staleness, mean, in weight versions": lambda result: result.staleness[0],
-        "staleness, most": lambda result: f"{result.staleness[1]:g}",
-        "seconds": lambda result: round(result.seconds),
-        "generated tokens": lambda result: result.audit.generated,
-        "generated tokens a second": lambda result: round(result.audit.generated / result.seconds),
-        "trained": lambda result: f"{result.trained / result.audit.generated:.1%}",
-        "thrown away": lambda result: f"{result.thrown_away / result.audit.generated:.1%}",
-        "generated and in no turn": lambda result: f"{result.audit.twice:.1%}",
-        **{f"kills of {name}": _kills(name) for name in KILLED},
-        "rollouts that ended": lambda result: result.ended,
-        "rollouts lost": lambda result: sum(result.given_up.values()),
-        "… to a call that failed": lambda result: _to_calls(result.given_up),
-        "… to a killed agent": lambda result: result.given_up.get(KILLED_AGENT, 0),
-        "… because the server had lost a turn": lambda result: result.given_up.get(LOST_TURN, 0),
-        "replies to agents": lambda result: result.audit.acknowledged,
-        "of them lost": lambda result: result.audit.lost,
-        "doubled": lambda result: "–" if result.kind == PEER else result.audit.doubled,
+    rows = {
+        "seeds": Row(lambda result: sum(other.kind == result.kind for other in results)),
+        "steps": Row(lambda result: result.steps),
+        f"mean reward of the last {LAST} steps": Row(lambda result: result.final_reward, "{:.3f}"),
+        f"mean reward after {tokens:,} tokens": Row(lambda result: reward_at(result, tokens), "{:.3f}"),
+        "minutes": Row(lambda result: result.seconds / 60, "{:.1f}"),
+        "tokens generated": Row(lambda result: result.audit.generated),
+        "… trained": Row(lambda result: result.trained / result.audit.generated, "{:.1%}"),
+        "… thrown away": Row(lambda result: result.thrown_away),
+        "… of these in no turn": Row(lambda result: max(result.audit.generated - result.audit.in_log, 0)),
+        **{f"kills of {name}": Row(_kills(name)) for name in KILLED},
+        "rollouts ended": Row(lambda result: result.ended),
+        "rollouts lost": Row(lambda result: sum(result.given_up.values())),
+        "… to a killed agent": Row(lambda result: result.given_up.get(KILLED_AGENT, 0)),
+        "… to a lost turn": Row(lambda result: result.given_up.get(LOST_TURN, 0)),
+        "replies": Row(lambda result: result.audit.acknowledged),
+        "… lost": Row(lambda result: result.audit.lost),
+        "… doubled": Row(lambda result: None if result.kind == PEER else result.audit.doubled),
+        "staleness, versions": Row(lambda result: result.staleness[0], "{:.2f}"),
+        "ratio before the first update, off 1": Row(lambda result: result.ratio_before, "{:.0e}"),
+        "logprobs scored again, nats off": Row(lambda result: result.audit.largest_difference, "{:.0e}"),
     }
     print(f"| | {' | '.join(COLUMNS[kind] for kind in kinds)} |")
     print(f"|---|{'---|' * len(kinds)}")
-    for name, cell in figures.items():
-        cells = [_range([cell(result) for result in results if result.kind == kind]) for kind in kinds]
+    for name, row in rows.items():
+        cells = [_cell([row.figure(result) for result in results if result.kind == kind], row.form) for kind in kinds]
         print(f"| {name} | {' | '.join(cells)} |")
-    spread = spread_of(results)
-    if spread is not None:
-        print(f"\nFinal reward without faults: {spread.mean:.3f} ± {spread.deviation:.3f}")
+    free = {result.seed: result.final_reward for result in results if result.kind == FAULT_FREE}
+    for kind in (FAULTS, PEER):
+        less = [
+            result.final_reward - free[result.seed] for result in results if result.kind == kind and result.seed in free
+        ]
+        if less:
+            told = ", ".join(f"{difference:+.3f}" for difference in less)
+            print(f"\n{COLUMNS[kind]}: the last reward less that of the same seed without faults: {told}")
     for failure in failures(results):
         print(f"FAILED: {failure}")
 
 
-def _off(result: Result) -> str:
-    difference = result.audit.largest_difference
-    return "–" if difference is None else f"{difference:.0e}"
-
-
-def _to_calls(given_up: dict[str, int]) -> int:
-    return sum(count for why, count in given_up.items() if why not in (KILLED_AGENT, LOST_TURN))
-
-
-def _kills(name: str) -> Cell:
+def _kills(name: str) -> Callable[[Result], float]:
     return lambda result: result.kills.get(name, 0)
 
 
-def _range(cells: Sequence[float | str]) -> str:
-    """The least and the most; of texts the distinct ones."""
-    numbers = [cell for cell in cells if not isinstance(cell, str)]
-    values: list[float | str] = sorted(set(numbers)) if numbers else sorted(set(map(str, cells)))
-    ends = values[:1] if len(values) == 1 else [values[0], values[-1]]
-    return " – ".join(dict.fromkeys(map(_shown, ends)))
-
-
-def _shown(value: float | str) -> str:
-    if isinstance(value, str):
-        return value
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.3f}".rstrip("0").rstrip(".")
+def _cell(values: Sequence[float | None], form: str) -> str:
+    known = [value for value in values if value is not None]
+    if not known:
+        return "–"
+    mean, least, most = (form.format(value) for value in (statistics.mean(known), min(known), max(known)))
+    return mean if least == most else f"{mean} ({least} – {most})"
 
 
 def run_all(
-    play: Callable[[Planned, Path], Audit], plan: Sequence[Planned] = ALL, folders: Path = FOLDERS
+    play: Callable[[Planned, Path], Audit], plan: Sequence[Planned], steps: int, folders: Path = FOLDERS
 ) -> list[Result]:
     """Play each run of the plan that is not complete, one after the other, and keep its result.
 
-    `play` plays a run in a new folder, and audits it.
+    `play` plays a run of so many steps in a new folder, and audits it.
     """
     for planned in plan:
         folder = folders / planned.name
-        if not _is_complete(folder) or not (RESULTS / f"{planned.name}.json").exists():
+        if not _is_complete(folder, steps) or not (RESULTS / f"{planned.name}.json").exists():
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             print(f"{planned.name} …", flush=True)
@@ -251,6 +223,6 @@ def run_all(
     return load()
 
 
-def _is_complete(folder: Path) -> bool:
+def _is_complete(folder: Path, steps: int) -> bool:
     path = folder / "run.json"
-    return path.exists() and bool(json.loads(path.read_text()).get("complete"))
+    return path.exists() and bool(json.loads(path.read_text())["steps"] == steps)

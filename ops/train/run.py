@@ -66,7 +66,7 @@ def run(
         "server": "memory" if in_memory else "turnlog",
         "max_staleness": MAX_STALENESS,
     }
-    outcome |= {**_figures(folder), "seconds": time.time() - begun, "complete": True}
+    outcome |= {**_figures(folder), "seconds": time.time() - begun}
     (folder / "run.json").write_text(json.dumps(outcome, indent=1) + "\n")
     return outcome
 

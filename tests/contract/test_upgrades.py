@@ -33,7 +33,7 @@ from workers.codec import Exchange, Messages, StoredTokens
 
 pytestmark = pytest.mark.anyio
 
-REVISION, STORED = "first_25", "9681b67bed615208"
+REVISION, STORED = "0001", "9681b67bed615208"
 LEASE_S = 60.0
 MIGRATE = text("UPDATE alembic_version SET version_num = 'next'")
 LOST = "the database was migrated to revision next"

@@ -99,6 +99,7 @@ def test_it_serves_beside_packages_of_the_same_names(beside: tuple[Environment, 
     serves(installed)
     safe = {"PYTHONSAFEPATH": "1"}  # of all processes, also of the demo's server and its engine
     installed.turnlog("verify", **database, **safe)
+    done(installed.bin / "python", "-P", ROOT / "ops" / "survives.py", cwd=installed.empty)
     assert "acknowledged turns are stored" in installed.turnlog("demo", "--once", **safe)
     assert "--latency-ms" in installed.turnlog("simulator", "--help")
     report = done(installed.bin / "turnlog", "doctor", "--json", cwd=installed.empty, code=1, **database)
@@ -112,7 +113,7 @@ def test_it_serves_beside_packages_of_the_same_names(beside: tuple[Environment, 
 def test_the_client_needs_none_of_the_servers_packages(wheel: Path, tmp_path: Path, stand: Stand) -> None:
     """Installed as somebody does who plays rollouts; what it needs comes from the index."""
     alone = Environment(tmp_path)
-    alone.pip("install", wheel)
+    alone.pip("install", f"turnlog[numpy] @ {wheel.as_uri()}")
     talk = stand.talk()
     talk.say("Hello")
     code = f"""

@@ -79,7 +79,7 @@ def last_release(folder: Path) -> Path | None:
     folder.mkdir()
     archived = subprocess.run([*git, "archive", tags[0]], capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", str(folder)], input=archived, check=True)
-    return with_number(folder, tags[0].removeprefix("v"))
+    return with_number(folder, f"{tags[0].removeprefix('v')}+released")  # this checkout may still have its number
 
 
 def has_this_revision(tree: Path) -> bool:

@@ -28,3 +28,13 @@ def test_a_quick_run(wire: str, processes: int) -> None:
     assert figures["turns"] == figures["after kills, turns"] > figures["rows compared"] > 0
     assert figures["kills"] == 1
     assert not any(count for what, count in figures.items() if what.startswith("!"))
+
+
+@pytest.mark.long
+def test_session_servers_beside_the_engine_alone() -> None:
+    command = [sys.executable, "-m", "ops.bench", "real", "--quick", "--peers", "turnlog-sqlite"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads((RESULTS / "real-peers.json").read_text())["turnlog-sqlite"]
+    assert (figures["turns kept"], figures["sessions that go on"]) == ("32 of 32", "8 of 8")
+    assert figures["10k: CPU ms of a later turn"] > 0

@@ -57,8 +57,10 @@ def test_every_mistake_in_the_settings_is_found_at_once(clean_environment: Envir
 
 def test_tokens_that_can_be_guessed(clean_environment: Environment, tmp_path: Path) -> None:
     url = f"sqlite+aiosqlite:///{tmp_path / 'turnlog.db'}"
-    clean_environment(DATABASE_URL=url, ADMIN_TOKEN=f"canary,{'a' * 40},a-good-one-of-thirty-characters")
+    clean_environment(DATABASE_URL=url, ADMIN_TOKEN=f"canary,{'a' * 40},a-good-one-of-thirty-characters", WORKERS="3")
     findings = examined(code=1)
+    [told] = of(findings, "settings", "ok")
+    assert told == "TURNLOG_ADMIN_TOKEN, TURNLOG_DATABASE_URL, TURNLOG_WORKERS=3; the others have defaults"
     [weak] = of(findings, "tokens", "warning")
     assert weak.startswith("TURNLOG_ADMIN_TOKEN: number 1, 2 ")
     assert of(findings, "tokens", "ok") == ["an admin token is set, and 2 older ones that still count"]

@@ -73,3 +73,18 @@ def test_an_id_that_none_can_have_is_refused(session_id: str) -> None:
 def test_the_package_loads_neither_httpx_nor_numpy_by_itself() -> None:
     code = "import sys, turnlog; sys.exit(any(name in sys.modules for name in ('httpx', 'numpy', 'app')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        ("from turnlog import fetch_payload; fetch_payload({})", "fetch_payload()"),
+        ("from turnlog.client.samples import parse; parse(bytes(8))", "session.samples()"),
+        ("from turnlog.client.columns import to_npy; to_npy([1])", "a column"),
+    ],
+)
+def test_a_client_without_numpy_says_what_needs_it(call: str, named: str) -> None:
+    """All else of the client is there."""
+    code = f"import sys; sys.modules['numpy'] = None\nfrom turnlog import AsyncTurnlog, Turnlog\n{call}"
+    run = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert run.stderr.endswith(f"ImportError: {named} needs the package numpy: pip install numpy\n")

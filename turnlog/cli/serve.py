@@ -80,12 +80,17 @@ def migrate(database_url: DatabaseUrl = None, as_json: Json = False) -> None:
 
 def bench(ctx: typer.Context) -> None:
     """Run a benchmark; --help lists them."""
-    _pass_on(ctx, "ops.bench.__main__", "bench")
+    try:
+        _pass_on(ctx, "ops.bench.__main__")
+    except ModuleNotFoundError as error:
+        from app.extras import install_command
+
+        raise Failure(f"{ctx.command_path} needs {error.name}: {install_command('bench')}") from None
 
 
 def simulator(ctx: typer.Context) -> None:
     """Run a simulated engine, which stands in for SGLang or vLLM; --help lists its options."""
-    _pass_on(ctx, "ops.simulator.__main__", "demo")
+    _pass_on(ctx, "ops.simulator.__main__")
 
 
 def demo(ctx: typer.Context) -> None:
@@ -93,17 +98,12 @@ def demo(ctx: typer.Context) -> None:
 
     With --full: 60 sessions of coding, shop, research and web agents, to look at.
     """
-    _pass_on(ctx, "ops.demo.__main__", "demo")
+    _pass_on(ctx, "ops.demo.__main__")
 
 
-def _pass_on(ctx: typer.Context, module: str, extra: str) -> None:
-    """Run the module's `main` with the command's arguments. Raises Failure if the extra's packages are missing."""
-    try:
-        main = importlib.import_module(module).main
-    except ModuleNotFoundError as error:
-        from app.extras import install_command
-
-        raise Failure(f"{ctx.command_path} needs {error.name}: {install_command(extra)}") from None
+def _pass_on(ctx: typer.Context, module: str) -> None:
+    """Run the module's `main` with the command's arguments."""
+    main = importlib.import_module(module).main
     raise typer.Exit(main(ctx.args, ctx.command_path))
 
 

@@ -1,1 +1,1 @@
-"""The client for rollout code and trainers, synchronous and asynchronous, over httpx and numpy."""
+"""The client for rollout code and trainers, synchronous and asynchronous, over httpx."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,12 +16,19 @@ if TYPE_CHECKING:
 NPY = "application/x-npy"
 
 
+def require_numpy(what: str) -> None:
+    """Most clients and commands never need numpy. Raises ImportError with the command that installs it."""
+    if find_spec("numpy") is None:
+        raise ImportError(f"{what} needs the package numpy: pip install numpy")
+
+
 def to_npy(values: ArrayLike) -> bytes:
     """An `.npy` file of numbers [T]: int32 of integers, else float32; of a masked array also its mask.
 
     Raises ValueError for what is no list of numbers, and for an integer that int32 does not hold.
     """
-    import numpy as np  # most commands and clients never need numpy
+    require_numpy("a column")
+    import numpy as np
 
     given: Column = np.ma.asarray(values)
     if given.ndim != 1 or given.dtype.kind not in "fiu":
@@ -38,6 +46,7 @@ def to_npy(values: ArrayLike) -> bytes:
 
 def to_array(values: Sequence[float | None], dtype: str) -> Column:
     """Numbers [T] of that type, masked where there is None."""
+    require_numpy("a column")
     import numpy as np
 
     mask = [value is None for value in values]

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
 if TYPE_CHECKING:
     import datasets
     import pandas as pd
@@ -21,7 +19,7 @@ Package = Literal["pandas", "polars", "datasets"]
 Item = Literal["null", "bool", "int32", "int64", "float64", "string", "json"]
 
 
-INT32 = np.iinfo(np.int32)
+INT32 = range(-(2**31), 2**31)
 
 
 @dataclass(frozen=True)
@@ -133,13 +131,15 @@ def _is_narrow(value: Any, depth: int) -> bool:
     if depth > 1:
         return all(_is_narrow(one, depth - 1) for one in value)
     numbers = [number for number in value if number is not None]
-    return not numbers or (INT32.min <= min(numbers) and max(numbers) <= INT32.max)
+    return not numbers or (min(numbers) in INT32 and max(numbers) in INT32)
 
 
 def _arrays(value: Any, depth: int, item: Item) -> Any:
     """The innermost lists as arrays, but for one with a None in it."""
     if value is None or (depth == 1 and None in value):
         return value
+    import numpy as np  # pandas has brought it
+
     return np.array(value, item) if depth == 1 else [_arrays(one, depth - 1, item) for one in value]
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import httpx
-import numpy as np
 
+from turnlog.client.columns import require_numpy
 from turnlog.client.lines import UNPACKED, require_unpacked
 from turnlog.errors import NotTurnlog, Unreachable
 
@@ -32,6 +32,9 @@ def fetch_payload(links: Mapping[str, Any], http: httpx.Client | None = None) ->
     `turnlog[urls]`. Raises Unreachable, also for a URL that has expired (export the row again); NotTurnlog for bytes
     that are not the chunk's.
     """
+    require_numpy("fetch_payload()")
+    import numpy as np
+
     stop = links["row_start"] + links["shape"][0]
     with httpx.Client(timeout=TIMEOUT_S) if http is None else _Borrowed(http) as client:
         parts = [_rows(chunk, client)[: stop - chunk["start"]] for chunk in links["chunks"]]
@@ -53,6 +56,7 @@ class _Borrowed:
 
 
 def _rows(chunk: Mapping[str, Any], http: httpx.Client) -> Array:
+    import numpy as np
     from zstandard import ZstdDecompressor, ZstdError, frame_content_size
 
     size = chunk["size"]
@@ -94,6 +98,8 @@ def _fetched(chunk: Mapping[str, Any], http: httpx.Client) -> bytes:
 def _smallest(ids: Array) -> Array:
     if not ids.size:
         return ids
+    import numpy as np
+
     most, least = int(ids.max()), int(ids.min())
     kind = next(kind for kind in ("u1", "u2", "i2", "i4") if np.iinfo(kind).min <= least and most <= np.iinfo(kind).max)
     return ids.astype(kind, copy=False)

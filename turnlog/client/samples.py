@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from turnlog.client.columns import require_numpy
 from turnlog.errors import NotTurnlog
 from turnlog.replies import SamplesMetadata
 from turnlog.rows import SampleFields
@@ -71,7 +72,8 @@ def parse(content: bytes) -> Samples:
 
 
 def _tensors(content: bytearray) -> dict[str, Array]:
-    import numpy as np  # most commands and clients never need numpy
+    require_numpy("session.samples()")
+    import numpy as np
 
     (size,) = struct.unpack_from("<Q", content)
     header = json.loads(content[8 : 8 + size])

@@ -53,7 +53,7 @@ async def main(arguments: argparse.Namespace) -> int:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     for name, peer in peers.items():
         try:
-            pythons[name] = _prepared(peer, checkouts)
+            pythons[name] = prepared(peer, checkouts)
         except FAILURES as error:
             results[name]["not run"] = str(error)
     steps = () if arguments.install else (Bench.speed, Bench.survival)
@@ -68,7 +68,7 @@ async def main(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prepared(peer: Peer, checkouts: Mapping[str, str]) -> Path:
+def prepared(peer: Peer, checkouts: Mapping[str, str]) -> Path:
     """The interpreter for a server. Raises NotInstalled."""
     if peer.needs_checkout and peer.name not in checkouts:
         raise NotInstalled(f"give its checkout: --server {peer.name}=PATH")

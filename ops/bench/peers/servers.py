@@ -42,7 +42,7 @@ class LiteLLM(Peer):
         path = place.folder / "litellm.yaml"
         engine = {"model": "hosted_vllm/simulator", "api_base": f"{place.engine_url}/v1", "api_key": "none"}
         settings = {
-            "model_list": [{"model_name": "simulator", "litellm_params": engine}],
+            "model_list": [{"model_name": name, "litellm_params": engine} for name in ("simulator", "m")],
             "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
         }
         path.write_text(json.dumps(settings))
@@ -58,24 +58,38 @@ _START = """
 import sys
 from argparse import Namespace
 from miles.rollout.session.server import run_session_server
+try:
+    from miles.rollout.session.config import compute_session_server_config
+except ModuleNotFoundError:
+    compute_session_server_config = None
 version, port, tokenizer, engine = sys.argv[1:]
+host, port = "127.0.0.1", int(port)
 hooks = "miles.rollout.session.v2."
-run_session_server(
-    Namespace(
-        use_session_server=version,
-        session_server_ip="127.0.0.1",
-        session_server_port=int(port),
-        hf_checkpoint=tokenizer,
-        chat_template_path=None,
-        tito_model="qwen3",
-        sglang_speculative_algorithm=None,
-        recompute_logprobs_via_prefill=False,
-        save_debug_trajectory_data=None,
-        session_sample_picker_path=hooks + "picker_hub.drop_retries",
-        session_sample_postprocessor_path=hooks + "postprocessor_hub.default_postprocess",
-    ),
-    engine,
+given = Namespace(
+    use_session_server=version,
+    session_server_ip=host,
+    session_server_port=port,
+    miles_router_timeout=600.0,
+    hf_checkpoint=tokenizer,
+    chat_template_path=None,
+    apply_chat_template_kwargs=None,
+    tito_model="qwen3",
+    use_rollout_routing_replay=False,
+    use_rollout_indexer_replay=False,
+    sglang_speculative_algorithm=None,
+    recompute_logprobs_via_prefill=False,
+    save_debug_trajectory_data=None,
+    lora_rank=0,
+    lora_adapter_path=None,
+    session_sample_picker_path=hooks + "picker_hub.drop_retries",
+    session_sample_postprocessor_path=hooks + "postprocessor_hub.default_postprocess",
 )
+if compute_session_server_config is None:
+    run_session_server(given, engine)
+else:
+    run_session_server(
+        compute_session_server_config(given, host=host, port=port, instance_id="0", backend_url=engine)
+    )
 """
 
 
@@ -83,7 +97,8 @@ class Miles(Peer):
     """The session server of radixark/miles, its versions 1 and 2, from a checkout.
 
     It is started by its own entry point, which a trainer's driver calls, with the arguments that the driver has by
-    default. It renders prompts itself and sends the engine ids, so it is given the tokenizer of the stand-in.
+    default; where the driver starts several instances, this is one, and a session stays at one. It renders prompts
+    itself and sends the engine ids, so it is given the tokenizer of the stand-in.
     """
 
     requirements = (
@@ -129,7 +144,10 @@ class Miles(Peer):
 
 
 class Gateway(Peer):
-    """rllm-model-gateway, which writes a trace in the background after the reply, or before it with `sync_traces`."""
+    """rllm-model-gateway, which writes a trace in the background after the reply, or before it with `sync_traces`.
+
+    It is what PyPI has, or with a checkout of rllm that one's, on PyPI's requirements.
+    """
 
     requirements = ("rllm-model-gateway==0.1.0",)
 
@@ -140,7 +158,8 @@ class Gateway(Peer):
     def process(self, place: Place) -> PeerProcess:
         path = place.folder / "gateway.yaml"
         command = [str(place.python), "-m", "rllm_model_gateway", "--config", str(path)]
-        process = PeerProcess(command, place)
+        newer = {} if place.checkout is None else {"PYTHONPATH": str(place.checkout / "rllm-model-gateway" / "src")}
+        process = PeerProcess(command, place, environment=newer)
         settings = {
             "host": "127.0.0.1",
             "port": process.port,

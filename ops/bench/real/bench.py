@@ -5,6 +5,7 @@ which the servers get such a session one after the other; figures are medians, a
 round. Another wire stands beside the same session as chat, and chat beside texts of JSON. Then the sample's sessions
 are played, all at once, and every exported row is compared with what the engine sampled; with --kills the server is
 killed under them. With --processes the store is PostgreSQL, each server's own, whose work stands beside the servers'.
+With --peers other session servers are compared instead (peers.py).
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from ops.bench.client import Connection
@@ -36,21 +35,17 @@ from ops.bench.measure import (
     save_figures,
     table,
 )
-from ops.bench.peers.protocol import Place, interpreter
-from ops.bench.peers.servers import PEERS
 from ops.bench.primary import Database, Work, primary
+from ops.bench.real import peers
 from ops.bench.real.conversation import WIRES, Conversation, Wire
 from ops.bench.real.engine import SHAPES
 from ops.bench.real.material import Material
 from ops.bench.real.play import Compared, Talk, compared, play, sample
+from ops.bench.real.stand import BASE, NEW, SAMPLED, engine_process, module
 from ops.bench.stand import Cores, asking, cores, folder_for_bench, pinned, source_tree, started
-from ops.server import PORT, ROOT, OwnProcess, ServerProcess
+from ops.server import ROOT, OwnProcess, ServerProcess
 
 SIZES = (10, 50, 100, 250, 500, 900)
-NEW, SAMPLED = 776, 224
-"""Tokens of a later turn, as in the sample on the average."""
-
-BASE = 15_000
 GROWING = 4
 """Turns in which a session grows to its size."""
 
@@ -58,7 +53,6 @@ SETTLE_S = 0.1
 """After the turns, for what a server does behind them."""
 
 LONG_TURNS = 500
-PEER = PEERS["rllm-sqlite"]
 
 ALL = "CPU ms a turn"
 TURNLOG, FLOOR, BEFORE, CHAT, JSON = "turnlog", "floor", "before", "chat", "json"
@@ -71,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", choices=("code", JSON), default="code", help="of messages; json: full of commas")
     parser.add_argument("--live", action="store_true", help="of vLLM's shape: a client's stream is the engine's")
     parser.add_argument("--before", help="a commit, or the folder of a checkout, to compare with")
-    parser.add_argument("--peer", action="store_true", help=f"beside {PEER.name} too, which takes chat alone")
+    parser.add_argument("--peers", nargs="*", choices=peers.NAMES, help="only compare these session servers, or all")
+    parser.add_argument("--server", action="append", default=[], metavar="NAME=PATH", help="the checkout of a peer")
     parser.add_argument("--sizes", nargs="+", type=int, default=SIZES, help="thousands of tokens of a prompt")
     parser.add_argument("--processes", type=int, default=0, help="of a server, on one PostgreSQL; 0: one, on SQLite")
     parser.add_argument("--at-once", type=int, default=1, help="sessions of each process that are measured together")
@@ -102,8 +97,10 @@ async def main(arguments: argparse.Namespace) -> int:
     if arguments.quick:
         arguments.sizes, arguments.rounds, arguments.turns = (10, 50), 1, 4
         arguments.sessions, arguments.kills = min(arguments.sessions, 4), 1
-    materials = {text: Material(text, arguments.spaced) for text in ("code", JSON)}
     cpu_sets, failed = cores(), 0
+    if arguments.peers is not None:
+        return await peers.main(arguments, cpu_sets)
+    materials = {text: Material(text, arguments.spaced) for text in ("code", JSON)}
     for name in arguments.wires:
         with _sides(arguments, name, materials, cpu_sets) as sides:
             rows = await _turns(arguments, sides)
@@ -374,26 +371,10 @@ def _sides(
         if wire is not chat and not wire.is_ids:
             sides[CHAT] = sides[TURNLOG]._replace(wire=chat)
         plain = wire if wire.is_ids else chat
-        floor = _module("floor", folder, "--engine", engines[arguments.text])
+        floor = module("floor", folder, "--engine", engines[arguments.text])
         material = materials[arguments.text]
         sides[FLOOR] = Side([stack.enter_context(started(floor, cpu_sets))], _opened_nowhere, plain, material)
-        if arguments.peer:
-            ids = engine_process(folder, PEER.dialect, arguments.text, arguments.spaced)
-            own = Place(folder, stack.enter_context(ids).base_url, interpreter(PEER), None, stack, [])
-            process = stack.enter_context(started(PEER.process(own), cpu_sets))
-            sides[PEER.name] = Side([process], PEER.open, chat, material)
         yield sides
-
-
-def engine_process(folder: Path, shape: str, text: str, spaced: bool) -> OwnProcess:
-    """The engine, with its log in a folder."""
-    return _module("engine", folder, "--shape", shape, "--text", text, *(["--spaced"] if spaced else []))
-
-
-def _module(name: str, folder: Path, *options: str) -> OwnProcess:
-    """A program beside this file."""
-    command = [sys.executable, "-m", f"ops.bench.real.{name}", "--port", PORT, *options]
-    return OwnProcess(command, folder / f"{name}.log", environment=dict(os.environ))
 
 
 async def _opened_nowhere(connection: Connection, name: str) -> Session:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import resource
 import sys
@@ -34,7 +35,7 @@ def versions() -> Iterator[Finding]:
     running = sys.version.split()[0]
     beyond = _beyond(running, metadata("turnlog")["Requires-Python"])
     if beyond is None:
-        yield ok("python", f"{running} ({sys.executable})")
+        yield ok("python", f"{running} ({sys.executable}), {platform.platform()}")
     else:
         yield problem(
             "python", f"{running}; Turnlog requires {beyond}", "make the virtual environment with another Python"

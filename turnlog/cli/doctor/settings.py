@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ GOOD = "python -c 'import secrets; print(secrets.token_urlsafe(32))' makes a goo
 def examine() -> tuple[list[Finding], Settings | None]:
     """Every mistake; no settings if there is one."""
     from app import crash_points
-    from app.settings import known_names, read_settings, unknown_names
+    from app.settings import read_settings, unknown_names
 
     found = [
         warning(
@@ -36,10 +37,18 @@ def examine() -> tuple[list[Finding], Settings | None]:
         found.append(problem("settings", f"{crash_points.VARIABLE} is set, which is only for tests", "unset it"))
     settings, mistakes = read_settings()
     found += [problem("settings", line, "correct or unset the variable (docs/settings.md)") for line in mistakes]
-    if not mistakes:
-        count = sum(bool(os.environ.get(name, "").strip()) for name in known_names())
-        found.append(ok("settings", f"{count} set by variables, the others have defaults"))
+    if settings is not None:
+        found.append(ok("settings", f"{_told(settings)}; the others have defaults"))
     return found, settings
+
+
+def _told(settings: Settings) -> str:
+    """The names of those that are set; of numbers and switches also the values, which are no secrets."""
+    told = []
+    for name in sorted(settings.model_fields_set):
+        value = getattr(settings, name)
+        told.append(f"TURNLOG_{name.upper()}" + (f"={json.dumps(value)}" if isinstance(value, int | float) else ""))
+    return ", ".join(told) or "none is set"
 
 
 def advice(settings: Settings) -> Iterator[Finding]:
