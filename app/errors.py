@@ -169,7 +169,7 @@ class NotFound(AppError):
 
     @classmethod
     def of_run(cls, run: str) -> Self:
-        return cls(f"there is no run {run:.128}")
+        return cls(f"run {run:.128} does not exist")
 
 
 class MethodNotAllowed(AppError):

@@ -58,8 +58,7 @@ SHORT_TOKEN = 16
 
 FLAT_ROWS_WARNING = (
     "TURNLOG_REPLAY asks for routed_experts without TURNLOG_MOE_LAYERS and TURNLOG_MOE_TOPK: unless the engine "
-    "reports the shape of a row (vLLM does), rows are flat in samples and exports, and their size is not "
-    "checked"
+    "reports the shape of a row (vLLM does), rows are flat in samples and exports, and their size is unchecked"
 )
 
 Network = IPv4Network | IPv6Network

@@ -150,8 +150,8 @@ class Exporter:
         given = given or Cursor(epoch, Position(0, 0), mark=query.mark)
         if given.epoch != epoch:
             raise InvalidRequest(
-                f"the cursor is from epoch {given.epoch}, but a restore has begun epoch {epoch}: export again "
-                "without the cursor"
+                f"the cursor is from epoch {given.epoch}, but the store or run was restored (now {epoch}): "
+                "export again without the cursor"
             )
         if given.high is None:
             given = msgspec.structs.replace(given, high=horizon, newest=None)

@@ -131,7 +131,7 @@ class EnginePool:
         try:
             written = await self._fleet.append(lambda fleet: event if _is_new_regression(fleet, event) else None)
         except AppError as error:
-            log.warning("that the weight version of %s fell back could not be recorded yet: %s", event.engine, error)
+            log.warning("could not record yet that the weight version of %s fell back: %s", event.engine, error)
             return
         except Exception:
             log.exception("unexpected error while recording that the weight version of %s fell back", event.engine)

@@ -243,7 +243,7 @@ def _require_epoch(position: LogPosition, epoch: str) -> None:
     """Raises PositionGone. A store may be restored while its servers run."""
     if position.epoch != epoch:
         raise PositionGone(
-            f"the position is from epoch {position.epoch:.64}, but a restore has begun epoch {epoch}: start again"
+            f"the position is from epoch {position.epoch:.64}, but the store was restored (now {epoch}): start again"
         )
 
 

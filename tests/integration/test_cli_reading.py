@@ -105,7 +105,7 @@ def test_agents_stand_under_the_call_that_began_them(cli: Stand) -> None:
     talk.column(6, "advantage", [0.5] * talk.committed()[-2]["output_tokens"])
     assert cli.http.delete(f"{talk.path}/annotations/note").status_code == 204
     lines = run("read", talk.id).stdout.splitlines()
-    assert [line for line in lines if "begins" in line or "goes on" in line] == [
+    assert [line for line in lines if "begins" in line or "continues" in line] == [
         f"{' ' * 24}explorer-0 begins, called by turn 1 (task), branch 1 (agent)",
         f"{' ' * 24}explorer-1 begins, called by turn 1 (look), branch 2 (agent)",
         f"{' ' * 20}continues after turn 1, branch 3 (drift)",

@@ -87,7 +87,7 @@ def test_what_is_sound_and_what_will_be_made(clean_environment: Environment, tmp
     file = tmp_path / "turnlog.db"
     clean_environment(DATABASE_URL=f"sqlite+aiosqlite:///{file}", REPLAY="routed_experts")
     findings = examined(code=1)
-    assert of(findings, "engines", "problem") == ["there is none"]
+    assert of(findings, "engines", "problem") == ["no engine is known"]
     assert of(findings, "database", "ok") == [f"{file} does not exist yet: turnlog serve creates it"]
     assert len(of(findings, "disk", "ok")) + len(of(findings, "disk", "warning")) == 2  # a busy disk syncs slowly
     assert any("TURNLOG_REPLAY" in what for what in of(findings, "settings", "warning"))

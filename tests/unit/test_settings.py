@@ -139,7 +139,7 @@ def test_no_secret_is_shown_with_the_settings(
 )
 def test_a_bad_token_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(f"TURNLOG_{name}", value)
-    with pytest.raises(StartupError, match=f"^TURNLOG_{name}='\\(not shown\\)': expected one, or several") as caught:
+    with pytest.raises(StartupError, match=f"^TURNLOG_{name}='\\(not shown\\)': expected one or several") as caught:
         load_settings()
     assert "sesame" not in str(caught.value)
 

@@ -110,7 +110,7 @@ OF_SGLANG: list[Broken] = [
     ("Expected `array`, got `object`", {OUT: {}}),
     ("has 1 entries for 2 tokens", {OUT: ROWS[:1]}),
     ("has a token twice", {OUT: first([-1, 2, None], [-1, 2, None])}),
-    ("3 tokens at one place, 2 were asked for", {OUT: first([-1, 1], [-1, 2], [-1, 3])}),
+    ("3 tokens at one place, 2 were requested", {OUT: first([-1, 1], [-1, 2], [-1, 3])}),
     ("Expected `int` >= 0", {OUT: first([-1, -2, None])}),
     ("Expected `int` <= 2147483647", {OUT: first([-1, 2**31, None])}),
     ("Expected `int`, got `bool`", {OUT: first([-1, True, None])}),
