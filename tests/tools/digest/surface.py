@@ -163,15 +163,16 @@ def client() -> Iterator[Fact]:
     import turnlog
     import turnlog.errors
 
-    for name in turnlog.__all__:
+    names: list[str] = getattr(turnlog, "__all__")  # noqa: B009  # made at first use
+    for name in names:
         found = getattr(turnlog, name)
-        if f"Async{name}" in turnlog.__all__:  # made of that one
+        if f"Async{name}" in names:  # made of that one
             yield f"client {name}", f"as Async{name}"
         else:
             yield from _exported(f"client {name}", found)
     for name, kind in vars(turnlog.errors).items():
         if inspect.isclass(kind) and issubclass(kind, turnlog.errors.TurnlogError):
-            yield f"client errors.{name}", f"is a {kind.__base__.__name__}"
+            yield f"client errors.{name}", f"is a {kind.__mro__[1].__name__}"
     yield from _called("client errors.TurnlogError", "", turnlog.errors.TurnlogError)
 
 
@@ -181,7 +182,7 @@ def _exported(section: str, found: Any) -> Iterator[Fact]:
         for name, spelled in found.__annotations__.items():
             yield section, f"{name}{'' if name in found.__required_keys__ else '?'}: {_spelled(spelled)}"
     elif inspect.isclass(found) and issubclass(found, Exception):
-        yield section, f"is a {found.__base__.__name__}"
+        yield section, f"is a {found.__mro__[1].__name__}"
     elif inspect.isclass(found):
         for name, member in inspect.getmembers(found):
             if name.startswith("_") and name not in ("__init__", "__enter__", "__aenter__", "__iter__", "__aiter__"):
@@ -199,6 +200,9 @@ def _exported(section: str, found: Any) -> Iterator[Fact]:
         yield from ((section, f"may be {value!r}") for value in _values_of(found))
 
 
+_STARS: Mapping[str, str] = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**", "KEYWORD_ONLY": "="}
+
+
 def _called(section: str, before: str, function: Callable[..., Any]) -> Iterator[Fact]:
     """A function's parameters, those behind a `*` with an equals sign, and what it gives."""
     try:
@@ -210,7 +214,7 @@ def _called(section: str, before: str, function: Callable[..., Any]) -> Iterator
         if name == "self" or name.startswith("_"):
             continue
         default = "" if one.default is one.empty else f" = {one.default!r}"
-        stars = {one.VAR_POSITIONAL: "*", one.VAR_KEYWORD: "**", one.KEYWORD_ONLY: "="}.get(one.kind, "")
+        stars = _STARS.get(one.kind.name, "")
         yield section, f"{before}takes {stars}{name}: {_spelled(one.annotation)}{default}"
 
 

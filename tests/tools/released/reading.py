@@ -51,7 +51,7 @@ VOLATILE = frozenset({"updated_at", "last_at", "seconds"})
 def until_recovered(client: httpx.Client) -> None:
     """The dead process's open turns have been ended by this one, and the search has found all that was said."""
     for name in (LAST, STAGED):
-        until(lambda name=name: "TurnAbandoned" in str(_events(client, name)), f"the recovery of {name}")
+        until(lambda: "TurnAbandoned" in str(_events(client, name)), f"the recovery of {name}")  # noqa: B023
     until(lambda: _json(client, "/search?q=hello")["is_current"], "the search")
 
 

@@ -519,7 +519,7 @@ def _killed(site: Site) -> None:
         player.session(STAGED, limits={"tokens": 10_000})
         _ok(http.get(f"/sessions/{MANY_EVENTS}"))
         slow = {**PLAIN, "completion_tokens": 200, "chunk_tokens": 4}
-        said = {
+        said: dict[str, Json] = {
             LAST: {"messages": [*talk.history, user("Never answered")], "sim": {**slow, "latency_s": 3600}},
             STAGED: {"messages": [user("Staged")], "max_tokens": 208, "sim": {**slow, "latency_s": 20}},
         }
