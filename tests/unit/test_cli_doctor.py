@@ -113,6 +113,10 @@ def test_a_store_of_another_revision(clean_environment: Environment, sqlite_url:
     [other] = [one for one in examined(code=1) if (one["area"], one["level"]) == ("database", "problem")]
     assert other["what"].startswith("at revision 9999, ")
     assert f"install {release()} or newer" in other["todo"]
+    with closing(sqlite3.connect(file)) as connection:
+        connection.execute("DROP TABLE store_meta")  # as in another program's file
+        connection.commit()
+    assert [what.startswith("at revision 9999, ") for what in of(examined(code=1), "database", "problem")] == [True]
 
 
 @pytest.mark.parametrize("place", ["file/turnlog.db", "folder"])

@@ -87,7 +87,9 @@ def expose(
         raise Failure(f"the server takes no public address: add public_url to its TURNLOG_FEATURES ({error})") from None
     given = None if public_url is None else public_url.rstrip("/")
     exposing = _Exposing(server, command, given, finds, wants_json(ctx), insecure=insecure)
-    before = {number: signal.signal(number, exposing.interrupt) for number in ENDS}
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # not under nohup
+    ends = [number for number in ENDS if hangs_up or number != signal.SIGHUP]
+    before = {number: signal.signal(number, exposing.interrupt) for number in ends}
     try:
         exposing.run()
     finally:

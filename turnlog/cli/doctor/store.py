@@ -171,9 +171,11 @@ def _sqlite(path: Path) -> Generator[Finding, None, Revision | None]:
     try:
         with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=2)) as connection:
             (mode,) = connection.execute("PRAGMA journal_mode").fetchone()
-            tables = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone()
-            row = connection.execute("SELECT version_num FROM alembic_version").fetchone() if tables else None
-            by = connection.execute("SELECT value FROM store_meta WHERE key = 'release'").fetchone() if row else None
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master")}
+            revision = "SELECT version_num FROM alembic_version"
+            row = connection.execute(revision).fetchone() if "alembic_version" in tables else None
+            release = "SELECT value FROM store_meta WHERE key = 'release'"
+            by = connection.execute(release).fetchone() if "store_meta" in tables else None
     except sqlite3.Error as error:
         yield problem("database", f"{path} cannot be read: {error}", "restore the last backup (docs/operations.md)")
         return None
