@@ -694,12 +694,15 @@ def decode(name: str, version: int, data: bytes, types: Mapping[str, type[Event]
     """
     kind = types.get(name)
     if kind is None:
-        raise UnknownEvent(f"event {name!r} is not known to this version")
+        raise UnknownEvent(f"event {name!r} is not known to this release: read it with the one that wrote it")
     if not 1 <= version <= kind.VERSION:
-        raise UnknownEvent(f"event {name!r} has version {version}; this version reads up to {kind.VERSION}")
+        raise UnknownEvent(
+            f"event {name!r} has version {version}; this release reads up to {kind.VERSION}: "
+            "read it with the one that wrote it"
+        )
     raw = memoryview(data)[: -1 - CHECK_BYTES]
     if b"#%08x" % zlib.crc32(raw) != data[-1 - CHECK_BYTES :]:
-        raise UnknownEvent(f"event {name!r} version {version} is not what was stored")
+        raise UnknownEvent(f"event {name!r} version {version} is damaged: its checksum does not match")
     try:
         if version == kind.VERSION:
             return msgspec.json.decode(raw, type=kind)

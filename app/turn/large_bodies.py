@@ -67,7 +67,8 @@ class LargeBodies:
         task.add_done_callback(self._leave)
         try:
             # A thread cannot be stopped. If the request is cancelled, the next one still waits for its end.
-            return await asyncio.shield(task)
+            await asyncio.wait((task,))
+            return task.result()
         finally:
             del task  # An error has this frame in its traceback, and with the task in it would hold itself, and a body.
 

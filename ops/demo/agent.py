@@ -165,7 +165,9 @@ class Agent:
 
 def _streamed(stream: str) -> dict[str, Any]:
     """A stream's chunks as the one choice that they make. Raises httpx.RemoteProtocolError if its end is missing."""
-    content, calls, logprobs = "", {}, []
+    content = ""
+    calls: dict[int, Any] = {}
+    logprobs: list[Any] = []
     said = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
     if said[-1:] != ["[DONE]"]:
         raise httpx.RemoteProtocolError("the stream has no end")

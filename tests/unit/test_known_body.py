@@ -124,7 +124,6 @@ NOT_CONTINUED = {
     "cut in the head": body_of()[: LONG_BODY + 10],
     "cut at the last message": body_of()[:-2],
     "not UTF-8": body_of(MORE).replace('é"}'.encode(), b'\xff"}'),
-    "a nested new message": body_of([*MESSAGES, "[" * 5000 + "]" * 5000]),
     "many fields": body_of(MORE, rest="," + ",".join(f'"f{place}":1' for place in range(1001)) + "}"),
 }
 
@@ -136,6 +135,12 @@ def test_a_continued_body_is_read_as_a_new_one(name: str) -> None:
     continued = continued_of(known, body)
     assert (continued is not None) == (name in CONTINUED)
     assert told(body, continued) == told(body, None)
+
+
+def test_a_nested_new_message_is_read_as_in_a_new_body() -> None:
+    """Python 3.14 reads deeper than earlier ones."""
+    body = body_of([*MESSAGES, "[" * 5000 + "]" * 5000])
+    assert told(body, continued_of(known_after(body_of()), body)) == told(body, None)
 
 
 def test_values_are_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,7 @@ async def test_children_know_no_setting_and_hold_no_descriptor_of_ours(
                 assert not [name for name in names if "KEY" in name or name.startswith(("TURNLOG_", "PYTEST_"))]
                 assert "sk-" not in Path(f"/proc/{pid}/cmdline").read_text()
                 files = sorted(Path(f"/proc/{pid}/fd").iterdir(), key=lambda fd: int(fd.name))
+                files = [fd for fd in files if "libffi" not in os.readlink(fd)]  # a newer one opens itself
                 kinds = [os.readlink(fd).partition(":")[0] for fd in files]
                 assert sorted(kinds[3:]) == ["/memfd", "/memfd", "socket"]  # Python's mmap keeps a duplicate
                 assert [kinds[0], kinds[1]] == ["pipe", "/dev/null"]

@@ -73,7 +73,7 @@ WAYS = ("sglang", "vllm", "tokenizer", "rllm")
 
 def taken(root: Path, way: str = "sglang", *, short: bool = False) -> Taken:
     """Everything that the server of the checkout `root` gives out, normalised, by name, and what is to be seen of its
-    code. `short`: without replies of many MiB, and of each session only its state and its log."""
+    code. `short`: without replies of many MiB and what is visible, and of each session only its state and its log."""
     with _playing(root, way) as player:
         play(player, large=not short)
         order(player)
@@ -81,15 +81,16 @@ def taken(root: Path, way: str = "sglang", *, short: bool = False) -> Taken:
         # With rLLM's routes two sessions have made-up ids, whose order in a list is not that of their creation.
         found |= _pages(player.http) if way != "rllm" else {}
         names = player.made_up
-    return {name: _normalised(data, names) for name, data in found.items()} | _surface(root)
+    seen = {name: _normalised(data, names) for name, data in found.items()}
+    return seen if short else seen | _surface(root)  # releases pin it (`tests.tools.released`)
 
 
 def digests(items: Taken) -> dict[str, str]:
-    """A digest for each export, list and part of the surface, and one for all replies, states, routes and so on."""
+    """A digest for each export and list, and one for all replies, states, routes and so on."""
     hashes: dict[str, Any] = {}
     for name, data in items.items():
         kind, _, rest = name.partition(" ")
-        if kind in ("export", "list", "surface"):
+        if kind in ("export", "list"):
             kind = name
         elif kind == "session":
             kind = f"sessions' {rest.partition('/')[2] or 'views'}"
@@ -222,7 +223,7 @@ def _looks(player: Player, way: str) -> Taken:
 
 
 def _surface(root: Path) -> Taken:
-    """Settings, events and commands of the checkout's code."""
+    """What is visible of the checkout's code."""
     command = [sys.executable, str(Path(__file__).with_name("surface.py"))]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TURNLOG_")}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
